@@ -19,7 +19,7 @@ for index, item in ipairs(cjson.decode(ARGV[2])) do
   if item[1] < 0 or redis.call('SISMEMBER', KEYS[1], number) == 1 then
     for place = 3, #item do
       answers.append(KEYS[6 + index], KEYS[3], number, item[place], ARGV[1])
-      if string.find(item[place], '"token_ids": [[]%d') then
+      if string.find(item[place], '"token_ids":[[]%d') then
         redis.call('HDEL', KEYS[6], number)
       end
     end

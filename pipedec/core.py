@@ -1,4 +1,4 @@
-"""The shared nouns: plain dataclasses and errors that every layer may use.
+"""The shared nouns: plain classes and errors that every layer may use. What is sent to other processes is a msgspec Struct.
 
 Nothing here computes. Tensors stand in annotations only, so that a client imports this module without torch.
 """
@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 import secrets
 import sys
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+from msgspec import Meta, Struct
+from msgspec import field as struct_field
+from msgspec.structs import force_setattr, replace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -21,12 +25,17 @@ NUM_ROW_IDS = 3  # of each row that is sent: token id, parent, thread
 ROW_ID_BYTES = 8 * NUM_ROW_IDS  # as int64
 DEFAULT_METHOD = "pipedec-bestfirst"
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")  # of ``StructuredOutputs``
-FINISH_REASONS = (None, "stop", "length", "cancelled", "cache_full", "paused", "corrupted")  # see ``Verdict``
 KNEE_ROWS = 64  # rows that most GPUs compute in about the time of one, where no plan says better (see ``hardware``)
 MAX_NUM_SEQS = 64  # requests in the pipeline at the same time
 MAX_WAITING = 1000  # requests that wait for a place among them
 LARGEST = sys.float_info.max  # an integer in JSON may be larger
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]  # what a tensor can hold
 _GENERATED_SEED_BITS = 53  # integers that every JSON parser represents exactly
+
+
+class Record(Struct, frozen=True, forbid_unknown_fields=True):
+    """What other processes may send: a struct that cannot be changed, and that refuses unknown fields."""
 
 
 class PipedecError(Exception):
@@ -68,8 +77,7 @@ class EpochEnded(PipedecError):
     """The run is in another epoch than the caller: a rank or Redis was lost, and all ranks have to meet again."""
 
 
-@dataclass(frozen=True)
-class StructuredOutputs:
+class StructuredOutputs(Record, frozen=True):
     """What an answer must look like, with vLLM's names. Exactly one is given.
 
     Attributes:
@@ -90,15 +98,15 @@ class StructuredOutputs:
     json_object: bool | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "json_object", self.json_object or None)
+        force_setattr(self, "json_object", self.json_object or None)
         given = [name for name in STRUCTURES if getattr(self, name) is not None]
         if len(given) != 1:
             raise UserError(f"structured_outputs must have one of {', '.join(STRUCTURES)}, not {' and '.join(given) or 'none'}")
         name = given[0]
         if name == "json":
-            object.__setattr__(self, name, _schema_text(self.json))
+            force_setattr(self, name, _schema_text(self.json))
         elif name == "choice":
-            object.__setattr__(self, name, _texts(self.choice))
+            force_setattr(self, name, _texts(self.choice))
         elif name != "json_object" and not (isinstance(getattr(self, name), str) and getattr(self, name)):
             raise UserError(f"structured_outputs.{name} must be a text that is not empty")
 
@@ -124,8 +132,7 @@ def _schema_text(schema: Any) -> str:
     raise UserError("structured_outputs.json must be a JSON Schema: an object, true or false")
 
 
-@dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Record, frozen=True):
     """Sampling parameters of a request, with vLLM's names, meanings and ranges. The default is greedy decoding.
 
     The order is: logit bias, penalties, temperature, then min_p, top_k and top_p. Tokens as probable as the last one that a
@@ -167,15 +174,15 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = field(default=None, hash=False)
+    logit_bias: dict[int, float] | None = None
     logprobs: int | None = None
     ignore_eos: bool = False
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        force_setattr(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
         bias = self.logit_bias or {}
         for name, is_allowed, allowed in (
             ("temperature", 0 <= self.temperature <= LARGEST, "finite and at least 0"),
@@ -220,8 +227,7 @@ class SamplingParams:
         return not (self.is_stochastic or self.has_penalties or self.logit_bias)
 
 
-@dataclass(frozen=True)
-class MethodOptions:
+class MethodOptions(Record, frozen=True):
     """The options of one decoding method. Every method has a class of its own (see ``methods``)."""
 
 
@@ -296,13 +302,15 @@ class Accepted(NamedTuple):
             rows, best first; empty without mask rows.
     """
 
-    thread: int
-    tokens: tuple[int, ...]
-    forecast: tuple[tuple[int, ...], ...] = ()
+    thread: Int64
+    tokens: tuple[Int64, ...]
+    forecast: tuple[tuple[Int64, ...], ...] = ()
 
 
-@dataclass(frozen=True)
-class Verdict:
+FinishReason = Annotated[str, Meta(pattern=r"^(stop|length|cancelled|cache_full|paused|corrupted)\Z")]
+
+
+class Verdict(Record, frozen=True):
     """The result of verification: the accepted tokens of each decode thread. An answer in one thread is thread 0.
 
     Attributes:
@@ -314,11 +322,11 @@ class Verdict:
     """
 
     accepted: tuple[Accepted, ...] = ()
-    finished: str | None = None
-    bad_stage: int | None = None
+    finished: FinishReason | None = None
+    bad_stage: Int64 | None = None
 
     @classmethod
-    def of(cls, *tokens: int, finished: str | None = None, forecast: tuple[tuple[int, ...], ...] = ()) -> Verdict:
+    def of(cls, *tokens: int, finished: FinishReason | None = None, forecast: tuple[tuple[int, ...], ...] = ()) -> Verdict:
         """The verdict that accepts ``tokens`` in the main thread."""
         return cls((Accepted(0, tokens, forecast),) if tokens else (), finished)
 
@@ -328,11 +336,10 @@ class Verdict:
         return tuple(token for part in self.accepted for token in part.tokens)
 
 
-SlotRuns = tuple[tuple[int, int], ...]  # slots of a KV pool, in order: (first slot, number of slots), in whole blocks
+SlotRuns = tuple[tuple[Int64, Int64], ...]  # slots of a KV pool, in order: (first slot, number of slots), in whole blocks
 
 
-@dataclass(frozen=True)
-class Opening:
+class Opening(Record, frozen=True):
     """What every rank must know of a request before its first rows.
 
     Attributes:
@@ -347,18 +354,18 @@ class Opening:
             copies them to the request's own slots when it opens the request. The others are shared with other requests.
     """
 
-    prompt_length: int
+    prompt_length: Int64
     sampling: SamplingParams
-    tokens_per_mask: int = 0
+    tokens_per_mask: Int64 = 0
     threads: str | None = None
     trace: bool = False
-    said: tuple[int, ...] = ()
+    said: tuple[Int64, ...] = ()
     slots: SlotRuns = ()
-    cached: int = 0
-    copied: tuple[int, int] = (0, 0)
+    cached: Int64 = 0
+    copied: tuple[Int64, Int64] = (0, 0)
 
 
-TokenLogprobs = tuple[tuple[tuple[int, float], ...], ...]  # by token: (token id, log-probability), the chosen one first
+TokenLogprobs = tuple[tuple[tuple[Int64, float], ...], ...]  # by token: (token id, log-probability), the chosen one first
 
 
 class Load(NamedTuple):
@@ -376,8 +383,7 @@ class Load(NamedTuple):
 NO_LOAD = Load()
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(Struct, frozen=True):
     """What a timestep brings for one request: its opening, then a verdict to replay, then rows to compute; each may be missing.
 
     Attributes:
@@ -414,11 +420,13 @@ class Envelope:
         ends_session: no timestep follows before the scheduler grants the next session.
         await_hidden: to be called before activations are used, by the host or by what it gives to the device; a second call does
             nothing. Raises RankLost if they cannot come any more.
+        tensors: by name, small ones that travel in host memory beside the activations.
     """
 
     updates: tuple[Update, ...] = ()
     ends_session: bool = False
     await_hidden: Callable[[], None] = field(default=_nothing_to_await, compare=False, repr=False)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
 
     @property
     def num_rows(self) -> int:
@@ -428,8 +436,7 @@ class Envelope:
 EMPTY = Envelope()
 
 
-@dataclass
-class Metrics:
+class Metrics(Struct, forbid_unknown_fields=True):
     """Counters of one request. ``timesteps`` = ``hits`` + groups × ``misses`` for the layer-wise method (paper §3.3.4).
 
     A decoded token is a *hit* if the row that yields it was already in flight when the token before it was accepted: it comes
@@ -473,8 +480,7 @@ class Metrics:
         return self.hits / self.draft_tokens if self.draft_tokens else None
 
 
-@dataclass
-class Completion:
+class Completion(Struct, forbid_unknown_fields=True):
     """A finished answer with its metrics.
 
     Attributes:
@@ -489,10 +495,10 @@ class Completion:
     method: str
     stages: int
     prompt_tokens: int
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     text: str = ""
     finish_reason: str | None = None
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: Metrics = struct_field(default_factory=Metrics)
     seed: int | None = None
     logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None

@@ -6,9 +6,12 @@ The command line, messages, benchmarks and rank 0 all read this table. A new met
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from msgspec.structs import asdict, fields, force_setattr
 
 from pipedec.core import DEFAULT_METHOD, BadValue, MethodOptions, Request, UserError
 
@@ -17,6 +20,8 @@ MAX_DEPTH = 64
 PROPOSERS = ("draft", "ngrams")
 SHAPES = ("likeliest", "efficient", "straightforward", "full")
 Options = TypeVar("Options", bound=MethodOptions)
+
+_fields = functools.cache(fields)
 
 
 @dataclass(frozen=True)
@@ -36,19 +41,18 @@ class Option:
     default: str | None = None
 
 
-@dataclass(frozen=True)
-class _CheckedOptions(MethodOptions):
+class _CheckedOptions(MethodOptions, frozen=True):
     """Raises BadValue for a value that is not allowed."""
 
     def __post_init__(self) -> None:
-        for name, option in option_rules(type(self)).items():
-            value, default = getattr(self, name), getattr(type(self), name)
+        for item in _fields(type(self)):
+            name, option, value, default = item.name, get_args(item.type)[1], getattr(self, item.name), item.default
             if value is None and default is None:
                 continue
             if isinstance(default, tuple):
                 if not isinstance(value, list | tuple) or not value or not all(entry in option.choices for entry in value):
                     raise BadValue(f"{name}: must be one or more of {', '.join(option.choices)}, not {_shown(value)}")
-                object.__setattr__(self, name, tuple(value))
+                force_setattr(self, name, tuple(value))
             elif option.choices and value not in option.choices:
                 raise BadValue(f"{name}: must be one of {', '.join(option.choices)}, not {_shown(value)}")
             elif not option.choices and type(value) is not int:
@@ -57,26 +61,22 @@ class _CheckedOptions(MethodOptions):
                 raise BadValue(f"{name}: must be between 1 and {option.at_most}, not {_shown(value)}")
 
 
-@dataclass(frozen=True)
-class PlainOptions(_CheckedOptions):
+class PlainOptions(_CheckedOptions, frozen=True):
     """``pp`` has no options."""
 
 
-@dataclass(frozen=True)
-class LayerTreeOptions(_CheckedOptions):
+class LayerTreeOptions(_CheckedOptions, frozen=True):
     """The limits of trees that grow by whole layers, with the paper's values (PipeDec §4.3.1)."""
 
     width: Annotated[int, Option("Maximum rows per tree layer, w")] = 32
     children: Annotated[int, Option("Maximum children per row, c")] = 16
 
 
-@dataclass(frozen=True)
-class PipeDecOptions(LayerTreeOptions):
+class PipeDecOptions(LayerTreeOptions, frozen=True):
     """``pipedec``: one layer of the tree enters at every timestep."""
 
 
-@dataclass(frozen=True)
-class StaticTreeOptions(LayerTreeOptions):
+class StaticTreeOptions(LayerTreeOptions, frozen=True):
     """``stpp``: a whole tree enters in one timestep. With ``rows``, only its most probable rows do, whatever their layer."""
 
     depth: Annotated[int, Option("Tree layers below the root", MAX_DEPTH)] = 4
@@ -89,8 +89,7 @@ class StaticTreeOptions(LayerTreeOptions):
             raise BadValue(f"depth: {self.depth} layers of {layer} rows are drafted at once: together at most {MAX_ROWS}")
 
 
-@dataclass(frozen=True)
-class BestFirstOptions(_CheckedOptions):
+class BestFirstOptions(_CheckedOptions, frozen=True):
     """``pipedec-bestfirst``: what is None is tuned while it decodes."""
 
     width: Annotated[int | None, Option("Maximum rows per timestep, w", default="auto-tuned")] = None
@@ -99,8 +98,7 @@ class BestFirstOptions(_CheckedOptions):
     proposers: Annotated[tuple[str, ...], Option("Draft sources", choices=PROPOSERS)] = PROPOSERS
 
 
-@dataclass(frozen=True)
-class BitaOptions(_CheckedOptions):
+class BitaOptions(_CheckedOptions, frozen=True):
     """``bita``: the tree of candidates that the mask rows propose (BiTA §3.2, Table 4; ``likeliest`` is ours)."""
 
     shape: Annotated[str, Option("Shape of the candidate tree", choices=SHAPES)] = "likeliest"
@@ -112,8 +110,7 @@ class BitaOptions(_CheckedOptions):
 
 def option_rules(kind: type[MethodOptions]) -> dict[str, Option]:
     """The options of a class by name."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {item.name: get_args(hints[item.name])[1] for item in fields(kind)}
+    return {item.name: get_args(item.type)[1] for item in _fields(kind)}
 
 
 @dataclass(frozen=True)

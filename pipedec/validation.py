@@ -8,11 +8,11 @@ neither values nor keys of mappings, and it ignores unknown keys of dataclasses:
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import is_dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import inspect
@@ -35,7 +35,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-def parse_json(kind: type[Config], text: str, source: str = "") -> Config:
+def parse_json(kind: type[Config], text: str | bytes, source: str = "") -> Config:
     """The object of class ``kind`` from the text of a JSON object whose keys are its fields.
 
     Args:
@@ -57,14 +57,9 @@ def validated(kind: type[Config], document: object, source: str = "") -> Config:
     """As ``parse_json``, from plain values: what JSON can hold."""
     try:
         json.dumps(document, default=_refuse, ensure_ascii=False).encode()
-        if is_dataclass(kind):
-            _check(inspect.type_info(kind), document, "")
-        try:
-            return msgspec.convert(document, kind, str_keys=True)
-        except msgspec.ValidationError as error:
-            _check(inspect.type_info(kind), document, "")
-            raise UserError(str(error)) from None
-    except UserError as error:
+        _check(_type_info(cast(Any, kind)), document, "")
+        return msgspec.convert(document, kind, str_keys=True)
+    except (UserError, msgspec.ValidationError) as error:
         raise UserError(joined(source, str(error))) from None
     except UnicodeEncodeError:
         raise UserError(joined(source, "a text that is not UTF-8")) from None
@@ -72,9 +67,14 @@ def validated(kind: type[Config], document: object, source: str = "") -> Config:
         raise UserError(joined(source, "a number of too many digits, or nested too deeply")) from None
 
 
+_type_info = functools.cache(inspect.type_info)
+
+
 def _check(kind: inspect.Type, value: Any, path: str) -> None:
     """Raises UserError, as ``PATH: must be …, not …``, for the first mistake in a value that is to be of this type."""
     members = list(_members(kind))
+    if isinstance(value, dict) and len(tags := {one.tag: one for one, _ in members if isinstance(one, inspect.StructType)}) > 1:
+        return _check_inside(_tagged(tags, value, path), value, path)
     wrong = []  # members that take values of this type, but not this one
     for member, description in members:
         if isinstance(member, inspect.LiteralType):
@@ -89,9 +89,8 @@ def _check(kind: inspect.Type, value: Any, path: str) -> None:
     if wrong == ["not empty"]:
         raise UserError(joined(path, "must not be empty"))
     literals = [_one_of(member.values) for member, _ in members if isinstance(member, inspect.LiteralType)]
-    others = [
-        _NAMES[_TYPES[type(member)][0]] for member, _ in members if not isinstance(member, inspect.LiteralType | inspect.NoneType)
-    ]
+    plain = [type(member) for member, _ in members if not isinstance(member, inspect.LiteralType | inspect.NoneType)]
+    others = list(dict.fromkeys(_NAMES[_TYPES[one][0]] for one in plain))
     required = " or ".join(wrong or literals + others)
     if wrong or literals:
         shown = repr(shortened(value)) if isinstance(value, str) else shortened(value)
@@ -99,6 +98,17 @@ def _check(kind: inspect.Type, value: Any, path: str) -> None:
         quote = "a string" in others and not isinstance(value, dict | list | tuple | None)
         shown = _NAMES[type(value)] + ": quote it" * quote
     raise UserError(joined(path, f"must be {required}, not {shown}"))
+
+
+def _tagged(tags: dict[Any, inspect.StructType], value: dict[str, Any], path: str) -> inspect.StructType:
+    """The struct that a mapping is to be, by its tag."""
+    field = str(next(iter(tags.values())).tag_field)
+    if field not in value:
+        raise UserError(joined(joined(path, field, "."), "missing"))
+    tag = value[field]
+    if not isinstance(tag, str) or tag not in tags:
+        raise UserError(joined(path, unknown_name(field, str(tag), tags)))
+    return tags[tag]
 
 
 def _check_inside(kind: Any, value: Any, path: str) -> None:
@@ -114,7 +124,11 @@ def _check_inside(kind: Any, value: Any, path: str) -> None:
                     _check(field.type, value[name], joined(path, name, "."))
                 elif field.required:
                     raise UserError(joined(joined(path, name, "."), "missing"))
-            _construct(kind.cls, value, path)
+            try:
+                msgspec.convert(value, kind.cls, str_keys=True)
+            except msgspec.ValidationError as error:
+                if (reason := error.__cause__) is not None:  # of ``__post_init__``
+                    raise UserError(joined(path, str(reason), "." if isinstance(reason, BadValue) else ": ")) from None
         case inspect.DictType():
             for key, inner in value.items():
                 if not isinstance(kind.key_type, inspect.IntType):
@@ -131,14 +145,6 @@ def _check_inside(kind: Any, value: Any, path: str) -> None:
                 raise UserError(joined(path, f"must be a list of {len(kinds)}, not of {len(value)}"))
             for index, inner in enumerate(value):
                 _check(kinds[index], inner, f"{path}[{index}]")
-
-
-def _construct(cls: type, value: object, path: str) -> None:
-    try:
-        msgspec.convert(value, cls, str_keys=True)
-    except msgspec.ValidationError as error:
-        if (reason := error.__cause__) is not None:  # of ``__post_init__``
-            raise UserError(joined(path, str(reason), "." if isinstance(reason, BadValue) else ": ")) from None
 
 
 def _members(kind: inspect.Type, description: str = "") -> Iterator[tuple[inspect.Type, str]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import asdict
 from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import asdict
 
 from pipedec import LLM, PipeDecOptions
 from pipedec.cli.options import OPTION_NAMES, RequestFlags, request_options

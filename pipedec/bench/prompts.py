@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from pipedec.bench.record import key_of, write_json
 from pipedec.core import SamplingParams, UserError

@@ -12,11 +12,11 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import torch
 
@@ -67,8 +67,8 @@ def machine() -> Row:
 
 
 def plain(value: Any) -> Row:
-    """The fields of a dataclass, as reading them back from a JSON file would give them."""
-    fields: Row = json.loads(json.dumps(asdict(value)))
+    """The fields of a dataclass or a struct, as reading them back from a JSON file would give them."""
+    fields: Row = msgspec.json.decode(msgspec.json.encode(value))
     return fields
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
+from msgspec.structs import replace
 
-from pipedec.bench.record import Row, header
+from pipedec.bench.record import Row, header, plain
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
@@ -71,7 +72,7 @@ def measure_resources(spec: PipelineSpec, config: ResourcesConfig, on_phase: Cal
     Raises:
         PipedecError: the cluster could not start, lost a rank, or stopped answering.
     """
-    row = header("resources", asdict(config) | {"pipeline": asdict(spec.description())})
+    row = header("resources", asdict(config) | {"pipeline": plain(spec.description())})
     cluster = LocalCluster(spec)
     on_phase("starting the cluster")
     with cluster:

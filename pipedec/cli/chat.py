@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import structs
 from rich.table import Table
 
 from pipedec.cli.options import Command, StructureFlags, gathered, structure_flags
@@ -59,7 +60,7 @@ class ChatFlags(StructureFlags):
     def body(self) -> dict[str, Any]:
         """The fields of an HTTP request that were given."""
         outputs = self.structure()
-        shown = {} if outputs is None else {name: value for name, value in vars(outputs).items() if value}
+        shown = {} if outputs is None else {name: value for name, value in structs.asdict(outputs).items() if value}
         own = {"method": self.method, "structured_outputs": shown or None}
         return self._given() | {name: value for name, value in own.items() if value is not None}
 

@@ -9,12 +9,13 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from msgspec import structs
 
 from pipedec.client.resumption import Resumption
 from pipedec.core import DEFAULT_METHOD, SamplingParams, StructuredOutputs, UserError
@@ -96,7 +97,7 @@ class RequestFlags(StructureFlags):
         if len(texts) > 1 and self.resume is not None:
             raise UserError(f"{len(texts)} prompts: --resume goes with one, the one that was answered")
         request = self._request() if self.resumption is None else self.resumption.resumed(self._request())
-        return [replace(request, prompt=text) for text in texts]
+        return [structs.replace(request, prompt=text) for text in texts]
 
     def _request(self) -> PromptRequest:
         make_options(self.method or DEFAULT_METHOD, self.options)
@@ -118,7 +119,7 @@ class RequestFlags(StructureFlags):
         )
 
     def _sampling(self) -> SamplingParams:
-        values = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if hasattr(self, field.name)}
+        values = {field.name: getattr(self, field.name) for field in structs.fields(SamplingParams) if hasattr(self, field.name)}
         bias = dict(map(_token_bias, self.logit_bias)) or None
         return SamplingParams(**values | {"logit_bias": bias, "structured_outputs": self.structure()})
 
@@ -249,7 +250,7 @@ def _option_flag(name: str) -> Callable[[Any], Any]:
     meanings: dict[str, list[str]] = {}
     for entry in METHODS.values():
         if name in entry.option_names:
-            option, default = option_rules(entry.options)[name], getattr(entry.options, name)
+            option, default = option_rules(entry.options)[name], getattr(entry.options(), name)
             shown = option.default or (",".join(default) if isinstance(default, tuple) else default)
             meanings.setdefault(option.help, []).append(f"{entry.name}: {shown}")
     text = " ".join(f"{meaning} ({', '.join(methods)})." for meaning, methods in meanings.items())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from msgspec.structs import replace
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live

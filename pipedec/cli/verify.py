@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
@@ -221,7 +222,7 @@ def _accepted(cluster: Running, requests: list[PromptRequest]) -> list[tuple[Pro
     accepted = []
     for index, request in enumerate(requests):
         try:
-            accepted.append((request, cluster.client.ask(replace(request, method="pp"))))
+            accepted.append((request, cluster.client.ask(structs.replace(request, method="pp"))))
         except UserError as error:
             if len(requests) == 1:
                 raise
@@ -264,7 +265,7 @@ def _answers(
 def _together(client: Client, method: str, requests: list[PromptRequest], concurrency: int) -> Iterator[Completion]:
     """The answers in order; ``concurrency`` requests are in the pipeline at the same time."""
     for first in range(0, len(requests), concurrency):
-        asked = [replace(request, method=method) for request in requests[first : first + concurrency]]
+        asked = [structs.replace(request, method=method) for request in requests[first : first + concurrency]]
         for reply in client.ask_all(asked):
             yield reply.completed()
 

@@ -9,11 +9,12 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import httpx2
+from msgspec.structs import replace
 
 from pipedec.client.client import Client
 from pipedec.config import context_length

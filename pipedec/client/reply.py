@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+
+from msgspec.structs import replace
 
 from pipedec.core import Completion, PipedecError, RankLost, UserError
 from pipedec.messages import (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+
+from msgspec.structs import replace
 
 from pipedec.core import Completion, UserError
 from pipedec.messages import PromptRequest

@@ -11,10 +11,11 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
+
+from msgspec import structs
 
 from pipedec.cluster.node_rank import LaunchedRun
 from pipedec.cluster.nodes import Nodes
@@ -151,7 +152,7 @@ class LaunchedCluster(Supervisor):
         for recovery in self.nodes.recoveries(seconds):
             if recovery.epoch > self._told:
                 self._told = recovery.epoch
-                self.on_recovery(replace(recovery, reason=self.with_hosts(recovery.reason)))
+                self.on_recovery(structs.replace(recovery, reason=self.with_hosts(recovery.reason)))
 
     def kill(self) -> None:
         self._is_watched = False

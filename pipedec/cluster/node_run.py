@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+
+from msgspec.structs import asdict
 
 from pipedec.cluster.address import RunAddress
 from pipedec.cluster.host_watch import HostWatch

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
 
-from msgspec import Meta
+from msgspec import Meta, to_builtins
 
 from pipedec.config.redis import RedisConfig
-from pipedec.core import MAX_NUM_SEQS, MAX_WAITING, BadValue
+from pipedec.core import MAX_NUM_SEQS, MAX_WAITING, BadValue, MethodOptions
 from pipedec.flags import Command, Help, arguments_of, given_values, option_fields, with_options
 from pipedec.methods import LayerTreeOptions
 from pipedec.shipped import reference_threads
@@ -176,7 +176,7 @@ class Settings:
             own = {name: value for name, value in given.items() if GROUPS[name] == group.name}
             if own:
                 present = getattr(self, group.name)
-                groups[group.name] = validated(type(present), {**asdict(present), **own}, source)
+                groups[group.name] = validated(type(present), {**to_builtins(present), **own}, source)
         return replace(self, **groups)
 
     def replaced(self, **values: Any) -> Settings:
@@ -215,7 +215,7 @@ def _plain(value: Any) -> Any:
     """As a file has it: what Python callers may give besides."""
     if isinstance(value, Path):
         return str(value)
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return to_builtins(value) if isinstance(value, MethodOptions | RedisConfig) else value
 
 
 _TREE = {"models": Models, "cut": Cut, "limits": Limits, "numbers": Numbers, "cluster": Cluster}

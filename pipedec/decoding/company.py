@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+from msgspec import structs
 
 from pipedec.core import DEFAULT_METHOD, Opening, Request, Update, UserError, Verdict
 from pipedec.decoding.budget import Budget, Claim
@@ -233,7 +234,7 @@ class Company:
     def _with_slots(self, updates: dict[int, Update], prompt_rows: int) -> dict[int, Update]:
         """Note what enters; add the slots that were given to requests."""
         for number, slots in self._memory.take_grown().items():
-            updates[number] = replace(updates.get(number, Update(number)), slots=slots)
+            updates[number] = structs.replace(updates.get(number, Update(number)), slots=slots)
         for one in self._requests.values() if self.kv.shares_prefixes else ():
             if one.has_lane and (told := one.take_told()):
                 self.kv.extend(one.number, told)

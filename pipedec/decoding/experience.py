@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from pipedec.core import MaskParams, MethodOptions, Request, SamplingParams
 from pipedec.decoding.acceptance import Acceptance

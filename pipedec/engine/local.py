@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from msgspec import structs
 
 from pipedec.core import EMPTY, KNEE_ROWS, Envelope, Metrics, Opening, Request, Step, TokenLogprobs, Update, UserError, Verdict
 from pipedec.decoding import Company, Drafter, LaneSizes, Method, TimestepTiming
@@ -395,4 +396,4 @@ class _Stages:
 def _travelling(update: Update, step: Step | None) -> Update:
     """What of an update goes from group to group; every stage has replayed a verdict by which the answer goes on."""
     ends = update.verdict is not None and update.verdict.finished is not None
-    return replace(update, step=step, verdict=update.verdict if ends else None)
+    return structs.replace(update, step=step, verdict=update.verdict if ends else None)

@@ -7,8 +7,9 @@ request that is paused opens its lanes anew under the same number, but only once
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from pipedec.core import Envelope, Opening, Request, Step, TokenLogprobs, Update, Verdict
 from pipedec.decoding import Company, Method

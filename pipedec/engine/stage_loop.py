@@ -8,10 +8,11 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from msgspec import convert
 
 from pipedec.core import Envelope, Load, Step, Update, Verdict
 from pipedec.engine.rank_tasks import RankTasks, Wiring
-from pipedec.messages import CacheSlotsEvent, Event, LogprobsEvent, StageStats, verdict_from_payload
+from pipedec.messages import CacheSlotsEvent, Event, LogprobsEvent, StageStats
 from pipedec.scheduler.protocol import Message
 from pipedec.scheduler.transfers import checked_transfers
 from pipedec.scheduler.workflow import Facts, Task
@@ -98,7 +99,7 @@ class StageLoop:
         return self._tasks.keep(self._worker.outgoing().get(number), seq)
 
     def _sync(self, task: Task, message: Message) -> Facts:
-        verdict = verdict_from_payload(message.payload["verdict"])
+        verdict = convert(message.payload["verdict"], Verdict)
         self._worker.sync(message.number, verdict)
         if verdict.finished:
             self._tasks.forget()

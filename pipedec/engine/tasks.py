@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec import convert
+
 from pipedec.core import Envelope, Opening, Step, Update, Verdict
 from pipedec.engine.rank_zero import RankZero
 from pipedec.engine.recorder import Timestep
-from pipedec.messages import verdict_from_payload
 from pipedec.scheduler.workflow import Facts, initial_tasks
 
 PREFILL_CHUNK = 512  # tokens, so that activations of long prompts need no more memory
@@ -66,7 +67,7 @@ class TaskPipeline(RankZero):
 
     def _take_verdict(self) -> Verdict:
         """Wait for the verdict with which every rank was told to sync."""
-        verdict = verdict_from_payload(self._take("sync").payload["verdict"])
+        verdict = convert(self._take("sync").payload["verdict"], Verdict)
         self._stages_know_the_end = verdict.finished is not None
         return verdict
 

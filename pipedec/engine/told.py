@@ -5,7 +5,7 @@ Knows no Redis. Readers drop what they know by its index, so it may be told agai
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from pipedec.messages import Event, LogprobsEvent, PromptLogprobsEvent, ThreadNews, TokensEvent
 from pipedec.scheduler.protocol import Message, Remembered

@@ -5,7 +5,7 @@ An answer in one thread is a document of one thread. Knows no clients: what they
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from pipedec.core import Verdict
 from pipedec.text.prompt import Prompter

@@ -13,7 +13,7 @@ from typing import Any, Self
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
-from pipedec.messages import Event, RunDescription, description_from_json
+from pipedec.messages import Event, RunDescription
 from pipedec.scheduler.client import PATIENCE_SECONDS, address_of, async_connect, async_patiently
 from pipedec.scheduler.client_calls import (
     LEASE_MS,
@@ -30,6 +30,7 @@ from pipedec.scheduler.protocol import WATCH_SECONDS, RunStatus, Shown
 from pipedec.scheduler.redis_scheduler import status_of
 from pipedec.scheduler.scripts import script_sha, script_text
 from pipedec.topology import Topology
+from pipedec.validation import parse_json
 
 
 class AsyncRedisScheduler:
@@ -63,7 +64,7 @@ class AsyncRedisScheduler:
         try:
             text: Any = await scheduler._ask(lambda: scheduler._client.hget(scheduler._keys.run, "description"))
             if text is not None:
-                scheduler.description = description_from_json(text.decode())
+                scheduler.description = parse_json(RunDescription, text, "the description of the run")
                 await scheduler.renew_owner()
         except BaseException:
             await scheduler.disconnect()

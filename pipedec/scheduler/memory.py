@@ -9,8 +9,10 @@ import secrets
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
+
+from msgspec.structs import replace
 
 from pipedec.core import EpochEnded, Opening, QueueFull, RankLost, SchedulerLost, UserError
 from pipedec.messages import (

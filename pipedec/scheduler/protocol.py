@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+from msgspec import convert
+
 from pipedec.core import Opening
-from pipedec.messages import Activity, Event, Recovery, RunDescription, RunStats, StageStats, TokensEvent, opening_from_payload
+from pipedec.messages import Activity, Event, Recovery, RunDescription, RunStats, StageStats, TokensEvent
 from pipedec.scheduler.workflow import Payload, Planned, Task
 
 WATCH_SECONDS = 5.0  # that the lease of those who watch lasts
@@ -62,7 +64,7 @@ class Message:
             payload = cancelled_payload(payload)
         if "transfers" in raw:
             payload = {**payload, "transfers": raw["transfers"]}
-        opening = opening_from_payload(raw["opening"]) if "opening" in raw else None
+        opening = convert(raw["opening"], Opening, str_keys=True) if "opening" in raw else None
         active = tuple(sorted(raw.get("active", ())))
         return cls(raw["kind"], raw.get("number", -1), task, payload, active, raw.get("text", ""), opening)
 

@@ -13,21 +13,10 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import redis
+from msgspec import structs
 
 from pipedec.core import EpochEnded, Opening
-from pipedec.messages import (
-    Activity,
-    Event,
-    RunDescription,
-    RunStats,
-    StageStats,
-    activity_from_json,
-    description_from_json,
-    recovery_from_json,
-    stage_stats_from_json,
-    stats_from_json,
-    to_json,
-)
+from pipedec.messages import Activity, Event, Recovery, RunDescription, RunStats, StageStats, to_json
 from pipedec.scheduler.client import BLOCK_SECONDS, PATIENCE_SECONDS, DedicatedConnection, patiently, translated_errors
 from pipedec.scheduler.client_calls import (
     KEY_SECONDS,
@@ -62,6 +51,7 @@ from pipedec.scheduler.scripts import script_sha, script_text
 from pipedec.scheduler.transfers import groups_text
 from pipedec.scheduler.workflow import Planned, Task, initial_windows
 from pipedec.topology import Topology, of_rank
+from pipedec.validation import parse_json
 
 KEPT_RECOVERIES = 20
 NODE_LEASE_MS = 3000
@@ -124,7 +114,7 @@ class RedisScheduler:
         options = client.connection_pool.connection_kwargs
         with translated_errors(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"):
             text: Any = client.hget(Keys(run_id).run, "description")
-        return description_from_json(text.decode()) if text is not None else None
+        return parse_json(RunDescription, text, "the description of the run") if text is not None else None
 
     @property
     def run_id(self) -> str:
@@ -466,12 +456,12 @@ def status_of(looked: Sequence[Any]) -> RunStatus:
         alive=tuple(sorted(alive)),
         expired=tuple(sorted(expired)),
         failure=failure.decode() if failure is not None else None,
-        stats=stats_from_json(stats.decode()) if stats is not None else None,
-        stages=tuple(stage_stats_from_json(stage.decode()) for stage in stages if stage is not None),
+        stats=parse_json(RunStats, stats, "the counters of the run") if stats is not None else None,
+        stages=tuple(parse_json(StageStats, stage, "the counters of a stage") for stage in stages if stage is not None),
         epoch=int(epoch or 0),
         serving=int(serving or 0),
         recovers=recovers == b"1",
-        recoveries=tuple(recovery_from_json(text.decode()) for text in recoveries),
+        recoveries=tuple(parse_json(Recovery, text, "the recovery") for text in recoveries),
         num_recoveries=int(num_recoveries or 0),
     )
 
@@ -489,7 +479,7 @@ def _supervision_of(told: Sequence[Any]) -> Supervision:
         suspects=_by_rank(suspects),
         ends=_by_rank(ends),
         places=_by_rank(places),
-        recoveries=tuple(recovery_from_json(text.decode()) for text in recoveries),
+        recoveries=tuple(parse_json(Recovery, text, "the recovery") for text in recoveries),
         lost_nodes=tuple(sorted(node.decode() for node in lost)),
     )
 
@@ -497,7 +487,7 @@ def _supervision_of(told: Sequence[Any]) -> Supervision:
 def _activity(told: str, now_us: int) -> Activity:
     """What ``lease.lua`` has noted."""
     at_us, text = told.split(" ", 1)
-    return replace(activity_from_json(text), age_seconds=(now_us - int(at_us)) / 1e6)
+    return structs.replace(parse_json(Activity, text, "the rank's activity"), age_seconds=(now_us - int(at_us)) / 1e6)
 
 
 def _by_rank(pairs: Sequence[bytes]) -> dict[int, str]:

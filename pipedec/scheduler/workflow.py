@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from msgspec import to_builtins
+
 from pipedec.core import UserError, Verdict
-from pipedec.messages import verdict_to_payload
 from pipedec.topology import Topology
 
 Payload = dict[str, Any]
@@ -281,5 +282,5 @@ def _before_sync(topology: Topology, seq: int, active: Sequence[int]) -> dict[in
 
 
 def _syncs(topology: Topology, seq: int, verdict: Verdict, after: dict[int, list[Task]]) -> list[Planned]:
-    payload = {"verdict": verdict_to_payload(verdict)}
+    payload = {"verdict": to_builtins(verdict)}
     return [Planned(Task.compute("sync", rank, seq), tuple(after[rank]), payload) for rank in topology.ranks]

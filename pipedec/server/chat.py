@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
+from msgspec.structs import asdict
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -66,7 +67,7 @@ class ChatWriter(Writer):
             "logprobs": self._writers[part.index].chat(tokens) if tokens else None,
             "finish_reason": self._finish_reason(part.index, part.finish_reason),
         }
-        return choice | {"threads": [vars(news) for news in part.threads]} if part.threads else choice
+        return choice | {"threads": [asdict(news) for news in part.threads]} if part.threads else choice
 
     def _delta(self, part: Part) -> dict[str, Any]:
         calls = self._calls[part.index]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
+from msgspec.structs import asdict
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -64,7 +65,7 @@ class CompletionWriter(Writer):
             text = self._prompts[part.index].text + text
         self._has_begun[part.index] = True
         choice = self._choice(part.index, text, part.tokens, part.finish_reason)
-        return choice | {"threads": [vars(news) for news in part.threads]} if part.threads else choice
+        return choice | {"threads": [asdict(news) for news in part.threads]} if part.threads else choice
 
     def _choice(self, index: int, text: str, tokens: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
         logprobs = self._writers[index].completion(tokens) if self._has_logprobs else None

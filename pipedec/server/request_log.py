@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict
 from typing import Any
+
+from msgspec import to_builtins
 
 from pipedec.core import Completion, SamplingParams
 from pipedec.server.logs import log
@@ -13,7 +14,7 @@ from pipedec.server.observer import Exchange, Generation, Observer
 
 _PROBES = ("/health", "/ready", "/metrics")
 _ID_CHARS = 200
-_DEFAULTS = asdict(SamplingParams())
+_DEFAULTS = to_builtins(SamplingParams())
 
 
 class RequestLog(Observer):
@@ -69,4 +70,4 @@ def _ids(generation: Generation) -> dict[str, Any]:
 
 def _changed(sampling: SamplingParams) -> dict[str, object]:
     """The parameters that are not the defaults."""
-    return {name: value for name, value in asdict(sampling).items() if value != _DEFAULTS[name]}
+    return {name: value for name, value in to_builtins(sampling).items() if value != _DEFAULTS[name]}

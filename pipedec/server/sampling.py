@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec.structs import replace
 
 from pipedec.core import DEFAULT_METHOD, SamplingParams, UserError
 from pipedec.messages import PromptRequest, RunDescription

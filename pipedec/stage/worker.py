@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Protocol
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from pipedec.core import Envelope, Load, Opening, RankLost, SlotRuns, Step, Update, Verdict

@@ -1,38 +1,50 @@
 """Steps and envelopes as bytes.
 
 A step is its token ids, parents and threads, then its activations. An envelope is one message: a prefix with the lengths of
-what follows; the head (JSON, then token ids, parents and threads of the rows of all updates), which always goes through host
-memory; and the activations of these rows. A receiver posts a buffer for the next envelope before it knows that one's lengths, so
-a head of more than INLINE_HEAD_BYTES, and the activations of more rows than the link takes inline, each follow in a message of
-their own, whose size the prefix tells.
+what follows; the head, which always goes through host memory; and the activations of the rows of all updates. A receiver posts a
+buffer for the next envelope before it knows that one's lengths, so a head of more than INLINE_HEAD_BYTES, and the activations of
+more rows than the link takes inline, each follow in a message of their own, whose size the prefix gives.
+
+The head has three parts: JSON (``messages.Head``: the updates without their rows; name, dtype and shape of each named tensor);
+token ids, parents and threads of the rows of all updates; and the elements of the named tensors, in the order of the JSON. Every
+part, and every tensor, is padded to a multiple of 8 bytes. A head is empty if there are neither updates nor tensors.
 """
 
 from __future__ import annotations
 
-import json
+import math
 import struct
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipedec.core import NUM_ROW_IDS, ROW_ID_BYTES, Envelope, Step
+from pipedec.core import NUM_ROW_IDS, ROW_ID_BYTES, Envelope, Step, Update, UserError
 from pipedec.device import HOST, to_host
-from pipedec.messages import envelope_from_payload, envelope_to_payload
+from pipedec.messages import Head, TensorHead, UpdateHead
 
 MAX_ROWS = 65_536  # of an envelope; a prefix that announces more is refused
 MAX_HEAD_BYTES = 2**26
 INLINE_HEAD_BYTES = 16_384
-PREFIX_BYTES = 24
+MAX_TENSORS = 64  # of an envelope
+MAX_NAME = 64  # characters of a tensor's name
+MAX_DIMENSIONS = 8
+PREFIX_BYTES = 32
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
 
-_MAGIC = b"pipedec5"
-_PREFIX = struct.Struct("<8siiii")  # a multiple of 8 bytes, so that what follows is aligned
+PROTOCOL = "pipedec6"
+_PREFIX = struct.Struct("<8siiiii4x")  # a multiple of 8 bytes, so that what follows is aligned
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+}
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Head)
 
 
 class Prefix(NamedTuple):
@@ -40,12 +52,14 @@ class Prefix(NamedTuple):
 
     Attributes:
         head_bytes: of the head, a multiple of 8.
+        text_bytes: of its JSON, a multiple of 8.
         rows: of all updates.
         row_bytes: of each row, with its activations.
         ends_session: 1 if no envelope follows.
     """
 
     head_bytes: int
+    text_bytes: int
     rows: int
     row_bytes: int
     ends_session: int
@@ -161,19 +175,58 @@ def pack_envelope(envelope: Envelope, inline_rows: int) -> Packed:
         inline_rows: the activations of more rows than that are not in the first message.
 
     Raises:
-        ValueError: more than MAX_ROWS rows or MAX_HEAD_BYTES bytes of head.
+        ValueError: more than MAX_ROWS rows or MAX_HEAD_BYTES bytes of head, or tensors that no receiver takes.
     """
     step = _merged([update.step for update in envelope.updates if update.step is not None])
     rows, hidden = (0, None) if step is None else (step.num_rows, step.hidden)
-    text = json.dumps(envelope_to_payload(envelope), separators=(",", ":")).encode() if envelope.updates else b""
-    text += b" " * (-len(text) % 8)
-    prefix = Prefix(len(text) + rows * ROW_ID_BYTES, rows, _row_bytes(step), int(envelope.ends_session))
+    said = Head(tuple(map(_update_head, envelope.updates)), _tensor_heads(envelope.tensors))
+    text = _padded(_encoder.encode(said)) if said.updates or said.tensors else b""
+    tensors = b"".join(_padded(_array(tensor)) for tensor in envelope.tensors.values())
+    head: list[Buffer] = [text, *([] if step is None else _id_parts(step)), tensors]
+    head_bytes = len(text) + rows * ROW_ID_BYTES + len(tensors)
+    prefix = Prefix(head_bytes, len(text), rows, _row_bytes(step), int(envelope.ends_session))
     _check(prefix)
-    head: list[Buffer] = [text, *([] if step is None else _id_parts(step))]
     has_short_head, has_few_rows = prefix.head_bytes <= INLINE_HEAD_BYTES, rows <= inline_rows
     inline = [*(head if has_short_head else []), *([_array(hidden)] if hidden is not None and has_few_rows else [])]
-    first = _message([_PREFIX.pack(_MAGIC, *prefix), *inline])
+    first = _message([_PREFIX.pack(PROTOCOL.encode(), *prefix), *inline])
     return Packed(first, None if has_short_head else _message(head), None if has_few_rows else hidden)
+
+
+def _update_head(update: Update) -> UpdateHead:
+    return UpdateHead(
+        update.number,
+        update.opening,
+        update.verdict,
+        0 if update.step is None else update.step.num_rows,
+        update.logprobs,
+        update.slots,
+        update.prompt_logprobs,
+    )
+
+
+def _tensor_heads(tensors: Mapping[str, Tensor]) -> tuple[TensorHead, ...]:
+    if not tensors:
+        return ()
+    heads = [TensorHead(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in tensors.items()]
+    _check_tensors(heads)
+    return tuple(heads)
+
+
+def _check_tensors(heads: Sequence[TensorHead]) -> None:
+    if len(heads) > MAX_TENSORS or len({head.name for head in heads}) < len(heads):
+        raise ValueError(f"more than {MAX_TENSORS} tensors, or two of one name")
+    for head in heads:
+        if head.dtype not in _DTYPES or not 1 <= len(head.name) <= MAX_NAME:
+            raise ValueError(f"a tensor of dtype {head.dtype[:MAX_NAME]}, or with a name of {len(head.name)} characters")
+        # A size of 0 counts as 1: torch multiplies the others, too.
+        if len(head.shape) > MAX_DIMENSIONS or math.prod(max(size, 1) for size in head.shape) > MAX_HEAD_BYTES:
+            raise ValueError(f"a tensor of shape {list(head.shape)[:MAX_DIMENSIONS]}")
+
+
+def _padded(part: Buffer) -> bytes:
+    """With spaces to a multiple of 8 bytes."""
+    data = bytes(part)
+    return data + b" " * (-len(data) % 8)
 
 
 def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:
@@ -186,7 +239,7 @@ def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:
         ValueError: it is no such message, or announces what cannot be.
     """
     magic, *lengths = _PREFIX.unpack_from(buffer.data)
-    if magic != _MAGIC:
+    if magic != PROTOCOL.encode():
         raise ValueError("it begins with other bytes")
     prefix = Prefix(*lengths)
     _check(prefix)
@@ -200,21 +253,49 @@ def unpack_envelope(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> En
     ends_session = bool(prefix.ends_session)
     if not len(head):
         return Envelope((), ends_session)
-    split = prefix.head_bytes - prefix.rows * ROW_ID_BYTES
     try:
-        envelope, counts = envelope_from_payload(json.loads(head[:split].tobytes()), ends_session)
-    except (ValueError, RecursionError):
+        said = _decoder.decode(head[: prefix.text_bytes].data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UserError):
         raise ValueError("its head cannot be read") from None
+    counts = [update.num_rows for update in said.updates]
     if sum(counts) != prefix.rows:
         raise ValueError(f"its updates have {sum(counts)} rows, not {prefix.rows}")
-    if not prefix.rows:
-        return envelope
-    token_ids, parents, threads = _unpack_ids(head, split, prefix.rows)
-    steps = iter(_split(Step(token_ids, parents, hidden_RE, threads), [count for count in counts if count]))
-    updates = (
-        replace(update, step=next(steps)) if count else update for update, count in zip(envelope.updates, counts, strict=True)
+    if len({update.number for update in said.updates}) < len(counts):
+        raise ValueError("it has two updates of one request")
+    steps: Iterator[Step] = iter(())
+    if prefix.rows:
+        token_ids, parents, threads = _unpack_ids(head, prefix.text_bytes, prefix.rows)
+        steps = iter(_split(Step(token_ids, parents, hidden_RE, threads), [count for count in counts if count]))
+    updates = tuple(
+        Update(
+            one.number,
+            one.opening,
+            one.verdict,
+            next(steps) if one.num_rows else None,
+            one.logprobs,
+            one.slots,
+            one.prompt_logprobs,
+        )
+        for one in said.updates
     )
-    return Envelope(tuple(updates), ends_session)
+    tensors = _unpack_tensors(head, prefix.text_bytes + prefix.rows * ROW_ID_BYTES, said.tensors)
+    return Envelope(updates, ends_session, tensors=tensors)
+
+
+def _unpack_tensors(head: Bytes, start: int, heads: Sequence[TensorHead]) -> dict[str, Tensor]:
+    """The named tensors whose elements fill the rest of a head, as views of it. Raises ValueError if they do not."""
+    _check_tensors(heads)
+    found: dict[str, Tensor] = {}
+    for one in heads:
+        num_bytes = math.prod(one.shape) * _DTYPES[one.dtype].itemsize
+        elements = torch.from_numpy(head[start : start + num_bytes])
+        if len(elements) < num_bytes:
+            break
+        found[one.name] = elements.view(_DTYPES[one.dtype]).view(one.shape)
+        start += num_bytes + -num_bytes % 8
+    if len(found) < len(heads) or start != len(head):
+        raise ValueError("its tensors do not fill the rest of its head")
+    return found
 
 
 def _check(prefix: Prefix) -> None:
@@ -222,8 +303,11 @@ def _check(prefix: Prefix) -> None:
         raise ValueError(f"{prefix.rows} rows, which must be between 0 and {MAX_ROWS}")
     if not 0 <= prefix.head_bytes <= MAX_HEAD_BYTES or prefix.head_bytes % 8:
         raise ValueError(f"a head of {prefix.head_bytes} bytes, of which {MAX_HEAD_BYTES} are allowed")
-    if prefix.head_bytes < prefix.rows * ROW_ID_BYTES:
-        raise ValueError(f"a head of {prefix.head_bytes} bytes for {prefix.rows} rows, of which each takes {ROW_ID_BYTES}")
+    if prefix.text_bytes % 8 or not 0 <= prefix.text_bytes <= prefix.head_bytes - prefix.rows * ROW_ID_BYTES:
+        raise ValueError(
+            f"a head of {prefix.head_bytes} bytes for {prefix.text_bytes} of JSON and {prefix.rows} rows, of which each takes "
+            f"{ROW_ID_BYTES}"
+        )
 
 
 def _merged(steps: list[Step]) -> Step | None:

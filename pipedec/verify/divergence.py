@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Protocol
 
+from msgspec import structs
+
 from pipedec.core import MAX_LOGPROBS, SamplingParams
 from pipedec.messages import PromptRequest
 
@@ -81,8 +83,8 @@ def measured_divergence(
     divergence = first_difference(expected, found)
     if divergence is None or request.sampling.is_stochastic:
         return divergence
-    wanted = replace(request.sampling, logprobs=MAX_LOGPROBS)
-    again = ask(replace(request, method="pp", options={}, sampling=wanted, trace=False))
+    wanted = structs.replace(request.sampling, logprobs=MAX_LOGPROBS)
+    again = ask(structs.replace(request, method="pp", options={}, sampling=wanted, trace=False))
     return replace(divergence, margin=_margin(again, expected, divergence))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 from support.simulated_pipeline import SimulatedPipeline
 
 from pipedec.bench.overhead.benchmark import OverheadConfig, measure_overhead
@@ -188,7 +189,7 @@ def test_a_running_cluster_is_measured_by_traced_answers(resident: LocalCluster,
 def test_without_a_draft_only_one_row_can_be_measured(resident: LocalCluster) -> None:
     assert resident.scheduler is not None
     cluster = Running.of(resident.scheduler, resident.run_id)
-    without = replace(cluster, description=replace(cluster.description, draft=None))
+    without = replace(cluster, description=structs.replace(cluster.description, draft=None))
     (row,) = measure_running(RunningOverheadConfig((4, 1), 2, 1), without)
     assert row["rows"] == 1
     with pytest.raises(UserError, match="has no draft model, so there is nothing but 1 row per timestep"):

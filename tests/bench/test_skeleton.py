@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from msgspec import structs
 from support.silent_progress import Silent
 from support.thread_models import END, PROMPTS, ThreadModels, naive_answer, teach
 from support.tiny_pair import Pair as TinyPair
@@ -65,7 +66,7 @@ def list_writers(thread_models: ThreadModels, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="module")
 def sampling(thread_models: ThreadModels) -> SamplingParams:
     bias = {thread_models.tokenizer.token_to_id(text): 40.0 + value for text, value in BIASES.items()}
-    return replace(ANSWERED, logit_bias=bias)
+    return structs.replace(ANSWERED, logit_bias=bias)
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +218,7 @@ def test_every_request_gets_the_targets_answer(
     seed: int | None, list_writers: PipelineSpec, thread_models: ThreadModels, sampling: SamplingParams
 ) -> None:
     """As a naive forward pass over the whole text gives it, token by token."""
-    asked = sampling if seed is None else replace(sampling, temperature=1.0, seed=seed)
+    asked = sampling if seed is None else structs.replace(sampling, temperature=1.0, seed=seed)
     model = LlamaForCausalLM.from_pretrained(list_writers.target).eval()
     request = PromptRequest(PROMPTS[seed is None], False, "pipedec-bestfirst", asked)
     spec = emulated(paper_cluster(), "paper-14", 2, Models(list_writers.target, str(list_writers.draft)), own_work=False).spec
@@ -225,7 +226,7 @@ def test_every_request_gets_the_targets_answer(
     written = SkeletonOfThought().answer(exchange)
     assert written.metrics.threads == len(exchange.asked) - 1 >= 2, "it has several points"
     for number, (prompt, reply) in enumerate(exchange.asked):
-        own = asked if seed is None else replace(asked, seed=seed + number)
+        own = asked if seed is None else structs.replace(asked, seed=seed + number)
         expected = naive_answer(model, NO_DIALECT, prompt, own, (END,))
         assert list(reply.token_ids) == expected.main.token_ids and reply.finish_reason == expected.finished
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 from support.silent_progress import Silent
 from support.thread_models import THREAD_DIALECTS, Case, ThreadModels
 from support.tiny_pair import Pair
@@ -41,7 +42,7 @@ def config(thread_models: ThreadModels, tmp_path_factory: pytest.TempPathFactory
     file = tmp_path_factory.mktemp("dialects") / "few-children.json"
     file.write_text(THREAD_DIALECTS["apar"].to_json())
     spec = thread_models.spec(CASE.depth, 1)
-    sampling = replace(thread_models.sampling(CASE), max_tokens=24)
+    sampling = structs.replace(thread_models.sampling(CASE), max_tokens=24)
     return ThreadsConfig(
         paper_cluster(), "paper-14", STAGES, ("none", str(file)), METHODS, samples=2, sampling=sampling, own_work=False,
         pair=Models(spec.target, str(spec.draft)),

@@ -11,9 +11,9 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 from support.processes import deadline, wait_until
 from support.tiny_pair import SENTENCES, Pair
 
@@ -139,7 +139,7 @@ def test_a_cancelled_answer_ends_and_the_others_stay_what_they_are(cluster: Loca
     async def body(client: AsyncClient) -> None:
         known = await (await client.submit(PromptRequest(SENTENCES[0], True, sampling=SHORT))).completed()
         endless = [await client.submit(ENDLESS) for _ in range(3)]
-        other = await client.submit(PromptRequest(SENTENCES[0], True, sampling=replace(SHORT, max_tokens=300)))
+        other = await client.submit(PromptRequest(SENTENCES[0], True, sampling=structs.replace(SHORT, max_tokens=300)))
         for reply in (*endless, other):
             await anext(aiter(reply))
         waiting = await client.submit(ENDLESS)
@@ -227,7 +227,7 @@ def test_waiting_requests_take_few_round_trips(cluster: LocalCluster) -> None:
         places = [running.submit(ENDLESS) for _ in range(4)]
 
         async def body(client: AsyncClient) -> None:
-            waiting = [await client.submit(replace(ENDLESS, priority=1)) for _ in range(96)]
+            waiting = [await client.submit(structs.replace(ENDLESS, priority=1)) for _ in range(96)]
             assert scheduler_of(cluster).status().waiting == 96
             before = client.scheduler.round_trips
             await asyncio.sleep(2)

@@ -13,13 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import redis
+from msgspec.structs import asdict
 from support.processes import marked_processes, redis_of, wait_until
 from support.timesteps import check_timesteps
 from support.tiny_pair import Pair

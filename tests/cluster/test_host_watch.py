@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from msgspec import structs
 from support.clock import Clock
 from support.processes import wait_until
 
@@ -284,7 +285,7 @@ def test_every_recovery_is_told_once_it_is_over(run: Run) -> None:
     told: list[Recovery] = []
     host = Host(run, on_recovery=told.append)
     first, second = Recovery(1, (2,), "it was killed", 0), Recovery(2, (1,), "it was, too", 0)
-    steps = [(0, ()), (1, (first,)), (2, (first, second)), (2, (first, replace(second, served_us=500_000)))]
+    steps = [(0, ()), (1, (first,)), (2, (first, second)), (2, (first, structs.replace(second, served_us=500_000)))]
     seen = []
     for epoch, recoveries in [*steps, steps[-1]]:
         run.look = replace(run.look, epoch=epoch, recoveries=recoveries)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import psutil
 import pytest
+from msgspec import structs
 from redis import Redis
 from support.processes import wait_until
 from support.tiny_pair import SENTENCES, Pair
@@ -59,7 +59,7 @@ def facts(completion: Completion) -> tuple[object, ...]:
 def test_answers_in_company_are_the_answers_alone(cluster: LocalCluster) -> None:
     """Of every method and sampling, with stop strings, log-probabilities and penalties; more than the pipeline has room for."""
     requests = various(12)
-    alone = [facts(client_of(cluster).ask(replace(request, method="pp"))) for request in requests]
+    alone = [facts(client_of(cluster).ask(structs.replace(request, method="pp"))) for request in requests]
     replies = client_of(cluster).ask_all(requests)
     assert [facts(reply.completed()) for reply in replies] == alone
     for reply, request in zip(replies, requests, strict=True):

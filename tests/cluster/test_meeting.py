@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from msgspec import structs
 from support.clock import Clock
 from support.processes import wait_until
 from support.tiny_pair import Pair
@@ -75,7 +76,7 @@ class Run:
     def card(self, rank: int, **different: Any) -> CardEvent:
         """What a rank on another machine posts: the same as here, but for what is ``different``."""
         own = Meeting(self.connect(), RankPlace(0, 3, 0, 1), "here", self.spec).card
-        return replace(own, **{"rank": rank, "host": f"host-{rank}", "machine": f"machine-{rank}"} | different)
+        return structs.replace(own, **{"rank": rank, "host": f"host-{rank}", "machine": f"machine-{rank}"} | different)
 
 
 @pytest.fixture
@@ -177,9 +178,9 @@ def test_a_host_that_cannot_be_reached_is_named_with_its_address(run: Run) -> No
 
 def test_only_what_both_ranks_have_is_compared() -> None:
     check_cards(HERE, FIRST)
-    check_cards(replace(HERE, configs={}), FIRST)
+    check_cards(structs.replace(HERE, configs={}), FIRST)
     with pytest.raises(UserError) as refused:
-        check_cards(replace(HERE, versions={"pipedec": "1", "torch": "3"}), FIRST)
+        check_cards(structs.replace(HERE, versions={"pipedec": "1", "torch": "3"}), FIRST)
     expected = "rank 1 (stage 1) on a has torch 3, but rank 0 (draft) on b has 2: install the same version on both"
     assert str(refused.value) == expected
 
@@ -197,11 +198,11 @@ def test_the_interface_towards_the_others_is_chosen(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
     route_to = {"10.0.0.2": "10.0.0.1"}.get
     assert choose_interface(HERE, [FIRST, HERE], None, route_to) == Interface("eth7", "10.0.0.1", "it routes to Redis")
-    beside_redis = replace(HERE, address="127.0.1.1")
+    beside_redis = structs.replace(HERE, address="127.0.1.1")
     assert choose_interface(beside_redis, [FIRST, beside_redis], None, route_to) == Interface(
         "eth7", "10.0.0.1", "it routes to b"
     )
-    alone = replace(FIRST, address="10.9.9.9")
+    alone = structs.replace(FIRST, address="10.9.9.9")
     with pytest.raises(UserError, match="has no route to the other hosts: set its interface"):
         choose_interface(beside_redis, [alone, beside_redis], None, route_to)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 from redis import Redis
 from support.kv_budgets import with_slots
 from support.processes import wait_until
@@ -23,8 +23,8 @@ SLOTS = 480
 LONG = SamplingParams(max_tokens=250, ignore_eos=True)  # only one fits
 SAMPLINGS = (
     LONG,
-    replace(LONG, temperature=0.9, seed=3, logprobs=2, prompt_logprobs=1),
-    replace(LONG, repetition_penalty=1.2, stop=("qqqq",)),
+    structs.replace(LONG, temperature=0.9, seed=3, logprobs=2, prompt_logprobs=1),
+    structs.replace(LONG, repetition_penalty=1.2, stop=("qqqq",)),
 )
 
 
@@ -92,7 +92,7 @@ def test_a_paused_answer_is_the_answer_alone(cluster: LocalCluster, index: int) 
     """It gives way to requests of a better priority, again and again; its reader sees pauses, and every piece once."""
     client, pieces, pauses = client_of(cluster), list[str](), list[bool]()
     request = PromptRequest(SENTENCES[index], True, sampling=SAMPLINGS[index], priority=5)
-    alone = client.ask(replace(request, method="pp"))
+    alone = client.ask(structs.replace(request, method="pp"))
     counted = usage_of(cluster).pauses
     reply = client.submit(request, pieces.append, on_pause=pauses.append)
     assert wait_until(lambda: client.read(0.05) is not None and len(pieces) > 3)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from support.thread_models import BIASES, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
 from support.tiny_pair import SENTENCES, Pair
 
@@ -52,7 +52,7 @@ def test_an_answer_goes_on_behind_any_token(resident: LocalCluster, method: str)
         whole = client.ask(request)
         count = rng.randrange(1, len(whole.token_ids))
         pieces: list[str] = []
-        resumed = client.ask(replace(request, resume=tuple(whole.token_ids[:count])), pieces.append)
+        resumed = client.ask(structs.replace(request, resume=tuple(whole.token_ids[:count])), pieces.append)
         assert_continues(resumed, whole, count, "".join(pieces))
         assert resumed.metrics.resumed_tokens == count
         assert resumed.metrics.hits + resumed.metrics.misses == len(whole.token_ids) - count - 1
@@ -63,7 +63,7 @@ def test_an_answer_that_was_complete_is_returned_at_once(resident: LocalCluster)
     for sampling in SAMPLINGS[:3]:
         request = PromptRequest(SENTENCES[0], True, "pp", sampling)
         whole = client.ask(request)
-        again = client.ask(replace(request, resume=tuple(whole.token_ids)))
+        again = client.ask(structs.replace(request, resume=tuple(whole.token_ids)))
         assert (again.token_ids, again.text, again.finish_reason) == (whole.token_ids, whole.text, whole.finish_reason)
         assert again.metrics.timesteps == 0
 
@@ -79,7 +79,7 @@ def test_an_answer_that_was_complete_is_returned_at_once(resident: LocalCluster)
 )
 def test_what_cannot_be_resumed_is_refused(resident: LocalCluster, change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        client_of(resident).ask(replace(PromptRequest(SENTENCES[0], True, "pp", SAMPLINGS[0]), **change))
+        client_of(resident).ask(structs.replace(PromptRequest(SENTENCES[0], True, "pp", SAMPLINGS[0]), **change))
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_an_answer_in_threads_goes_on_behind_any_token(thread_models: ThreadMode
         assert whole.threads is not None and whole.threads["metrics"]["threads"] > 1 and whole.logprobs is not None
         for count in (1, 13, 39):
             pieces: list[str] = []
-            resumed = client.ask(replace(request, resume=tuple(whole.token_ids[:count])), pieces.append)
+            resumed = client.ask(structs.replace(request, resume=tuple(whole.token_ids[:count])), pieces.append)
             assert (resumed.token_ids, resumed.text, resumed.threads) == (whole.token_ids, whole.text, whole.threads)
             assert whole.text.endswith("".join(pieces)) and len("".join(pieces)) < len(whole.text)
             for ours, theirs in zip(resumed.logprobs or (), whole.logprobs, strict=True):
@@ -107,12 +107,12 @@ def test_an_answer_in_threads_goes_on_behind_any_token(thread_models: ThreadMode
 def test_the_python_api_goes_on_with_completions_and_token_ids(pair: Pair) -> None:
     with LLM(pair.target, pair.draft, stages=2) as llm:
         sampling = SamplingParams(0.9, max_tokens=20, logprobs=1, ignore_eos=True)
-        whole = llm.generate(SENTENCES[0], replace(sampling, seed=5), raw_prompt=True)[0]
+        whole = llm.generate(SENTENCES[0], structs.replace(sampling, seed=5), raw_prompt=True)[0]
         assert whole.logprobs is not None
-        begun = llm.generate(SENTENCES[0], replace(sampling, seed=5, max_tokens=8), raw_prompt=True)[0]
+        begun = llm.generate(SENTENCES[0], structs.replace(sampling, seed=5, max_tokens=8), raw_prompt=True)[0]
         by_completion = llm.generate(SENTENCES[0], sampling, raw_prompt=True, resume=begun)[0]
         by_tokens, new = llm.generate(
-            [SENTENCES[0], SENTENCES[1]], replace(sampling, seed=5), raw_prompt=True, resume=[whole.token_ids[:8], None]
+            [SENTENCES[0], SENTENCES[1]], structs.replace(sampling, seed=5), raw_prompt=True, resume=[whole.token_ids[:8], None]
         )
         assert by_completion.token_ids == by_tokens.token_ids == whole.token_ids and by_completion.seed == 5
         assert by_completion.logprobs is not None and by_tokens.logprobs is not None and new.logprobs is not None

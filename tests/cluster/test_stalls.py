@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from pipedec.cluster.stalls import Stall, find_stall
 from pipedec.messages import Activity

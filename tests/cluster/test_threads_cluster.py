@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from support.pairwise import pairwise
 from support.thread_models import BIASES, END, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
 
@@ -113,7 +113,7 @@ def test_a_cancelled_answer_leaves_nothing_of_its_threads(
             raise KeyboardInterrupt
 
     endless = sampling_of(thread_models, "apar", max_tokens=1500, ignore_eos=True)
-    endless = replace(endless, logit_bias={**(endless.logit_bias or {}), END: -100.0})
+    endless = structs.replace(endless, logit_bias={**(endless.logit_bias or {}), END: -100.0})
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             ask(cluster, THREAD_DIALECTS["apar"], endless, on_threads=interrupt)
@@ -130,7 +130,7 @@ def test_a_stop_string_across_threads_ends_the_answer_of_a_cluster(cluster: Loca
     sampling = sampling_of(thread_models, "apar", temperature=1.0, seed=8)
     whole = ask(cluster, THREAD_DIALECTS["apar"], sampling)
     stop = whole.text[25:29]
-    answer = ask(cluster, THREAD_DIALECTS["apar"], replace(sampling, stop=(stop,)))
+    answer = ask(cluster, THREAD_DIALECTS["apar"], structs.replace(sampling, stop=(stop,)))
     assert answer.finish_reason == "stop" and answer.text == whole.text[: whole.text.index(stop)]
     assert answer.token_ids == whole.token_ids[: len(answer.token_ids)]
     assert ask(cluster, THREAD_DIALECTS["apar"], sampling).token_ids == whole.token_ids

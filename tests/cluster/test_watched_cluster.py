@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 from support.processes import wait_until
 from support.tiny_pair import CONTEXT, SENTENCES, Pair
 
@@ -81,7 +81,7 @@ def test_token_ids_that_are_refused(cluster: LocalCluster, prompt: tuple[int, ..
 
 def test_a_prompt_has_log_probabilities(cluster: LocalCluster, token_ids: tuple[int, ...]) -> None:
     """As many as tokens, whatever is cached; None for the first; in company, of the whole vocabulary's softmax."""
-    client, asked = client_of(cluster), replace(SAMPLING, prompt_logprobs=2)
+    client, asked = client_of(cluster), structs.replace(SAMPLING, prompt_logprobs=2)
     requests = [PromptRequest(token_ids[: 100 - 40 * index], sampling=asked) for index in range(2)]
     long, short = (reply.completed() for reply in client.ask_all([*requests, PromptRequest(token_ids, sampling=SAMPLING)])[:2])
     assert long.prompt_logprobs is not None and short.prompt_logprobs is not None
@@ -95,7 +95,7 @@ def test_a_prompt_has_log_probabilities(cluster: LocalCluster, token_ids: tuple[
 
 def test_what_is_counted_is_what_was_answered(pair: Pair, token_ids: tuple[int, ...]) -> None:
     """By rank 0 and by every stage, from the first request on."""
-    prompts = [PromptRequest(token_ids[start:], sampling=replace(SAMPLING, max_tokens=40)) for start in (1, 2, 3)]
+    prompts = [PromptRequest(token_ids[start:], sampling=structs.replace(SAMPLING, max_tokens=40)) for start in (1, 2, 3)]
     with LocalCluster(pair.spec(STAGES, draft=str(pair.target))) as cluster:
         assert (status_of(cluster).stats, status_of(cluster).stages) == (None, ())
         metrics = [reply.completed().metrics for reply in client_of(cluster).ask_all(prompts)]
@@ -124,7 +124,7 @@ def test_what_is_counted_is_what_was_answered(pair: Pair, token_ids: tuple[int, 
 def test_requests_of_a_dead_front_end_end_and_others_go_on(cluster: LocalCluster) -> None:
     """Running ones and waiting ones; nothing of them is left, and the places are somebody else's."""
     client = client_of(cluster)
-    other = PromptRequest(SENTENCES[0], True, sampling=replace(SAMPLING, max_tokens=150))
+    other = PromptRequest(SENTENCES[0], True, sampling=structs.replace(SAMPLING, max_tokens=150))
     alone = client.ask(other).token_ids
     with connect(cluster.address.redis_url) as redis:
         dead = RedisScheduler(redis, cluster.run_id, scheduler_of(cluster).topology)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny
 from support.naive_bita import NaiveBita

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import to_builtins
 from support.processes import wait_until
 from support.tiny_pair import CONTEXT, Pair
 
@@ -27,7 +28,6 @@ from pipedec.messages import (
     RunDescription,
     RunStats,
     TokensEvent,
-    verdict_to_payload,
 )
 from pipedec.scheduler import MemoryScheduler, Message, Planned, Post, Task
 from pipedec.text.prompt import Prompter
@@ -57,7 +57,7 @@ class EndsAtOnce(MemoryScheduler):
 
     def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned]) -> None:
         self.begun.append(request_number)
-        verdict = {"verdict": verdict_to_payload(Verdict.of(5, finished="length"))}
+        verdict = {"verdict": to_builtins(Verdict.of(5, finished="length"))}
         tasks = [(Task.compute("pre", 0, 0), {}), (Task.compute("sync", 0, 0), verdict), (Task.compute("end", 0, 0), {})]
         self._tasks.extend(Message("task", request_number, task, payload) for task, payload in tasks)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from support.examples import examples
 from support.kv_budgets import with_slots
 from support.thread_models import SETTINGS, THREAD_DIALECTS, Case, ThreadModels
@@ -67,7 +68,7 @@ class Visit:
             dialect = THREAD_DIALECTS[self.answer.dialect].to_json()
             prompt, sampling = models.prompt_ids(self.answer.prompt), models.sampling(self.answer)
             return Request(number, prompt, sampling, method, options, threads=dialect, priority=self.priority)
-        prompt, sampling = PROMPTS[self.answer[0]], replace(SAMPLINGS[self.answer[1]], max_tokens=self.num_tokens)
+        prompt, sampling = PROMPTS[self.answer[0]], structs.replace(SAMPLINGS[self.answer[1]], max_tokens=self.num_tokens)
         told = alone(models, replace(self, num_said=0)).token_ids if self.num_said else []
         said = tuple(told[: min(self.num_said, len(told) - 1)])
         return Request(number, prompt, sampling, method, options, priority=self.priority, said=said)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
 import torch
+from msgspec.structs import replace
 from support.kv_budgets import with_slots
 from support.tiny_pair import Pair
 from transformers import AutoModelForCausalLM

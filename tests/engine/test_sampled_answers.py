@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
+from msgspec.structs import asdict
 from support import naive_sampling
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny_llama
@@ -69,7 +70,9 @@ def expected(target: PreTrainedModel, prompt: tuple[int, ...], sampling: Samplin
 
 
 def asked(sampling: SamplingParams, method: str, prompt: tuple[int, ...] = PROMPT) -> Request:
-    return Request(0, prompt, replace(sampling, max_tokens=NUM_TOKENS, ignore_eos=True), method, applicable_options(method, TREE))
+    return Request(
+        0, prompt, structs.replace(sampling, max_tokens=NUM_TOKENS, ignore_eos=True), method, applicable_options(method, TREE)
+    )
 
 
 def answer(pipeline: LocalPipeline, request: Request) -> tuple[int, ...]:
@@ -144,7 +147,7 @@ def test_logprobs_are_those_of_transformers(models: Path, method: str, num_top: 
     target = LlamaForCausalLM.from_pretrained(models / "target").eval()
     pipeline = make_pipeline(models, (4, 4))
     for name in ("biased", "greedy penalised"):  # they do not change what is reported
-        said = answer(pipeline, asked(replace(SETTINGS[name], logprobs=num_top), method))
+        said = answer(pipeline, asked(structs.replace(SETTINGS[name], logprobs=num_top), method))
         check_logprobs(target, PROMPT, list(said), pipeline.last.logprobs, num_top)
     answer(pipeline, asked(SETTINGS["drawn"], method))
     assert pipeline.last.logprobs == []
@@ -189,7 +192,7 @@ def test_a_cluster_says_what_one_process_says(resident: LocalCluster, pair: Pair
     for _, name, method in [
         case for case in pairwise(DISPATCHES, SETTINGS, METHODS) if case[0] == resident.spec.settings.cluster.dispatch
     ]:
-        completion = ask(resident, replace(SETTINGS[name], max_tokens=NUM_TOKENS, ignore_eos=True), method)
+        completion = ask(resident, structs.replace(SETTINGS[name], max_tokens=NUM_TOKENS, ignore_eos=True), method)
         assert tuple(completion.token_ids) == wanted[name], (name, method)
         assert completion.seed == SETTINGS[name].seed and completion.logprobs is None
         assert "logprobs" not in completion.as_dict()
@@ -255,19 +258,19 @@ def test_a_stop_string_ends_the_answer_before_it(
     for start, end in ((0, 1), (9, 10), (10, 13), (17, 24), (26, 28), (last - 7, last - 5), (last - 5, last)):
         stop = whole.text[start:end]
         kept = next(count for count, text in enumerate(said) if stop in text)
-        cut = ask(well_drafted, replace(sampling, stop=("never said", stop)), method)
+        cut = ask(well_drafted, structs.replace(sampling, stop=("never said", stop)), method)
         assert (cut.token_ids, cut.finish_reason) == (whole.token_ids[:kept], "stop")
         assert cut.text == whole.text[: whole.text.index(stop)]
         metrics = cut.metrics
         assert metrics.hits + metrics.misses == kept - 1
         check_timesteps(metrics, groups, method)
         # Ranks that report when the answer has ended change nothing, nor do tokens that were already judged.
-        told = ask(well_drafted, replace(sampling, stop=(stop,), logprobs=0), method, trace=True)
+        told = ask(well_drafted, structs.replace(sampling, stop=(stop,), logprobs=0), method, trace=True)
         assert (told.token_ids, told.text) == (cut.token_ids, cut.text)
         if method not in ("pipedec-bestfirst", "bita"):  # which go on learning
             assert metrics.timesteps == told.metrics.timesteps <= whole.metrics.timesteps
         assert told.logprobs is not None and [next(iter(found)) for found in told.logprobs] == cut.token_ids
-    unstopped = ask(well_drafted, replace(sampling, stop=("never said", whole.text + "!")), method)
+    unstopped = ask(well_drafted, structs.replace(sampling, stop=("never said", whole.text + "!")), method)
     assert (unstopped.token_ids, unstopped.text, unstopped.finish_reason) == (whole.token_ids, whole.text, "length")
 
 
@@ -285,10 +288,10 @@ def test_an_answer_with_stop_strings_can_be_cancelled(resident: LocalCluster) ->
     sampling = SamplingParams(1.0, seed=1, max_tokens=1900, ignore_eos=True, stop=("never said",), logprobs=1)
     with pytest.raises(Enough):
         Client(resident.scheduler, resident.check).ask(PromptRequest(TEXT, True, "pipedec", sampling), interrupt)
-    short = replace(sampling, max_tokens=5)
+    short = structs.replace(sampling, max_tokens=5)
     following = ask(resident, short)
     assert len(following.token_ids) == 5 and following.logprobs is not None and len(following.logprobs) == 5
-    assert following.token_ids == ask(resident, replace(short, logprobs=None, stop=()), "pp").token_ids
+    assert following.token_ids == ask(resident, structs.replace(short, logprobs=None, stop=()), "pp").token_ids
 
 
 @pytest.mark.usefixtures("leaves_nothing")

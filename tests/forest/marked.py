@@ -11,12 +11,13 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from support.toy_dialects import END, IDS, TAGS, TEXTS, behind
 from torch import Tensor
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from support.instruction_sets import kernels
 
 from golden.pipelines import PLAIN, THREADS, models
@@ -67,7 +68,7 @@ def _rounded() -> Iterator[Case]:
 
 def _alone(name: str, method: str) -> Request:
     asked = QUESTIONS[name].request(0, method)
-    return replace(asked, sampling=replace(asked.sampling, max_tokens=TOKENS))
+    return replace(asked, sampling=structs.replace(asked.sampling, max_tokens=TOKENS))
 
 
 def _script(number: int, method: str) -> Request:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from golden.margins import LEAST, close_calls, kept, lead

@@ -19,11 +19,12 @@ from pipedec.engine.devices import chosen_device
 from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
 from pipedec.engine.local import LocalPipeline
 from pipedec.hardware import LINKS, Link, PassTime
-from pipedec.messages import PromptRequest, description_from_json, to_json
+from pipedec.messages import PromptRequest, RunDescription, to_json
 from pipedec.plan.costs import RankTiming
 from pipedec.plan.emulation import Emulation, with_stages
 from pipedec.plan.partition import plan
 from pipedec.topology import Topology
+from pipedec.validation import parse_json
 
 SLOW_LINK = Link("slow", 1000, 1, "test")  # 1 ms + 1 ms per MB
 
@@ -203,5 +204,5 @@ def test_processes_last_as_long_as_the_emulated_devices(pair: Pair, leaves_nothi
 def test_clients_are_told_the_name_of_the_emulation(pair: Pair) -> None:
     spec = replace(pair.spec(2), emulation=emulation(2))
     assert spec.description().emulation == spec.emulation.preset
-    assert description_from_json(to_json(spec.description())) == spec.description()
+    assert parse_json(RunDescription, to_json(spec.description())) == spec.description()
     assert torch.device("cpu") == chosen_device(spec.settings.cut.device)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import asdict
 from support import naive_sampling
 from support.examples import examples
 from torch import Tensor
@@ -42,7 +43,7 @@ def draws(params: SamplingParams, seeds: range = range(50)) -> Tensor:
     positions = torch.arange(7, 7 + per_seed)
     counts = torch.zeros(VOCABULARY, dtype=torch.float64)
     for seed in seeds:
-        values = {**vars(params), "seed": seed}
+        values = {**asdict(params), "seed": seed}
         sampler = Sampler(SamplingParams(**values), VOCABULARY)
         chosen = sampler.choose(LOGITS.expand(per_seed, -1), positions, torch.zeros(per_seed, 0, dtype=torch.bool), NOTHING)
         counts += torch.bincount(chosen, minlength=VOCABULARY)

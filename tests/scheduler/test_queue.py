@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 from support.processes import wait_until
 from support.run_stats import run_stats
 

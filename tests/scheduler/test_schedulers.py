@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import pytest
+from msgspec import convert
+from msgspec.structs import replace
 from support.processes import wait_until
 from support.simulated_pipeline import SimulatedPipeline
 
@@ -20,7 +21,6 @@ from pipedec.messages import (
     RunDescription,
     ThreadNews,
     TokensEvent,
-    verdict_from_payload,
 )
 from pipedec.methods import LayerTreeOptions
 from pipedec.scheduler import (
@@ -44,7 +44,7 @@ OPENING = Opening(3, SamplingParams(stop=("END",), logit_bias={5: -1.0}), thread
 
 def planned_verdict(message: Message | None) -> Verdict:
     assert message is not None
-    return verdict_from_payload(message.payload["verdict"])
+    return convert(message.payload["verdict"], Verdict)
 
 
 def begin(scheduler: Scheduler, number: int = 0, trace: bool = False) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import to_builtins
 
 from pipedec.core import UserError, Verdict
-from pipedec.messages import verdict_to_payload
 from pipedec.scheduler.workflow import Facts, Planned, Task, initial_tasks, initial_windows, post_process
 from pipedec.topology import Topology
 
@@ -98,7 +98,7 @@ def test_case_2_prefill_sends_rows_to_the_next_stage() -> None:
 def test_case_3_first_token_reaches_the_ranks_by_sync() -> None:
     planned = post_process(Task.compute("pre", 5, 0), PAIRS, Facts(verdict=VERDICT))
     assert strings(planned) == {f"C:sync:{rank}:0": [f"C:pre:{rank}:0"] for rank in range(6)}
-    assert all(plan.payload == {"verdict": verdict_to_payload(VERDICT)} for plan in planned)
+    assert all(plan.payload == {"verdict": to_builtins(VERDICT)} for plan in planned)
     assert post_process(Task.compute("pre", 5, -1), PAIRS, Facts()) == []
     with pytest.raises(ValueError, match="without a verdict"):
         post_process(Task.compute("pre", 5, 0), PAIRS, Facts())
@@ -142,9 +142,9 @@ def test_case_9_syncs_wait_for_tasks_that_read_unpruned_rows() -> None:
         "C:sync:4:9": ["T:4:5:8"],
         "C:sync:5:9": ["C:dec:5:9"],
     }
-    assert all(plan.payload == {"verdict": verdict_to_payload(VERDICT)} for plan in planned)
+    assert all(plan.payload == {"verdict": to_builtins(VERDICT)} for plan in planned)
     for plan in post_process(Task.compute("dec", 5, 9), PAIRS, Facts(active=(5,))):
-        assert plan.payload == {"verdict": verdict_to_payload(Verdict())}, "no further token is accepted"
+        assert plan.payload == {"verdict": to_builtins(Verdict())}, "no further token is accepted"
 
 
 def test_rank_0_ends_an_answer_whose_pipeline_is_empty() -> None:

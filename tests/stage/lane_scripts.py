@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import cycle
 
 import pytest
 import torch
+from msgspec.structs import replace
 from support.slot_books import SlotBooks
 from support.toy_dialects import IDS, TEXTS, behind, toy
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny
 from support.examples import examples
@@ -211,7 +212,7 @@ CUT = [range(0, 1), range(1, 2), range(2, 3)]
 def test_the_shortcut_of_one_thread_changes_nothing(
     target: Target, sampling: SamplingParams, with_masks: bool, seed: int, delay: int, max_tokens: int
 ) -> None:
-    sampling = replace(sampling, max_tokens=max_tokens)
+    sampling = structs.replace(sampling, max_tokens=max_tokens)
     short, general = (
         transcript(target, CUT, new_sequence, sampling, seed, with_masks, delay) for new_sequence in (alone, among_none)
     )
@@ -232,7 +233,7 @@ def test_answers_of_the_transcripts_hit_and_end(target: Target) -> None:
     """The comparisons above see verdicts of several tokens, rows that stay, and both ends of an answer."""
     verdicts = list[Verdict]()
     for seed in range(12):
-        sampling = replace(SAMPLINGS["drawn"], seed=seed, max_tokens=5 if seed % 2 else 100)
+        sampling = structs.replace(SAMPLINGS["drawn"], seed=seed, max_tokens=5 if seed % 2 else 100)
         seen = transcript(target, [range(3)], alone, sampling, seed, True, seed % 3)
         verdicts += [entry for entry in seen if isinstance(entry, Verdict)]
     finished = {verdict.finished for verdict in verdicts}

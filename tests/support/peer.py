@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -180,6 +180,23 @@ def receive_requests(transport: TorchTransport, src: int) -> Any:
     """Step and verdict of every request, in order."""
     updates = received_updates(transport, src)
     return [(update.number, as_lists(update.step) if update.step else None, update.verdict) for update in updates]
+
+
+def make_tensors(size: int) -> dict[str, torch.Tensor]:
+    return {"scores": torch.arange(float(size)).to(torch.bfloat16), "ids": torch.arange(size)[:, None], "none": torch.zeros(0, 3)}
+
+
+def described(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
+    return [(name, tensor.dtype, tensor.tolist()) for name, tensor in tensors.items()]
+
+
+def send_tensors(transport: TorchTransport, num_rows: int, size: int, dst: int) -> None:
+    step = make_step(num_rows, None, 1) if num_rows else None
+    transport.send_envelope(Envelope((Update(1, step=step),), tensors=make_tensors(size)), dst)
+
+
+def receive_tensors(transport: TorchTransport, src: int) -> Any:
+    return described(transport.receive_envelope(src).tensors)
 
 
 def send_bytes(transport: TorchTransport, message: bytes, dst: int) -> None:

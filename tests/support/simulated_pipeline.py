@@ -9,8 +9,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from msgspec import convert
+
 from pipedec.core import Opening, SamplingParams, Verdict
-from pipedec.messages import verdict_from_payload
 from pipedec.scheduler.protocol import Message, Scheduler
 from pipedec.scheduler.workflow import Facts, Planned, Task, initial_tasks, post_process
 from pipedec.topology import Topology
@@ -141,7 +142,7 @@ class SimulatedPipeline:
         if task.name == "dec":
             return self._decode(rank, message)
         if task.name == "sync":
-            return self._synchronise(rank, verdict_from_payload(message.payload["verdict"]))
+            return self._synchronise(rank, convert(message.payload["verdict"], Verdict))
         return Facts()
 
     def _decode(self, rank: int, message: Message) -> Facts:

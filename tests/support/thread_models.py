@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from msgspec import structs
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedModel
 
@@ -128,7 +129,7 @@ class ThreadModels:
     def sampling(self, case: Case) -> SamplingParams:
         bias = dict.fromkeys(LETTERS, 0.0) | BIASES[case.dialect]
         logit_bias = {self.tokenizer.token_to_id(text): 40.0 + value for text, value in bias.items()}
-        return replace(SETTINGS[case.setting], max_tokens=MAX_TOKENS[case.depth], logit_bias=logit_bias)
+        return structs.replace(SETTINGS[case.setting], max_tokens=MAX_TOKENS[case.depth], logit_bias=logit_bias)
 
     def answer(self, case: Case, choose: Choose = shortest) -> Sequence:
         """The reference's answer."""

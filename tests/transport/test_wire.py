@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 import struct
 from contextlib import suppress
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import Tensor
 
 from pipedec.bench.reads.device import DEVICE, CountedDevice
-from pipedec.core import FINISH_REASONS, ROW_ID_BYTES, Accepted, Envelope, Opening, SamplingParams, Step, Update, Verdict
+from pipedec.core import ROW_ID_BYTES, Accepted, Envelope, Opening, SamplingParams, Step, Update, Verdict
 from pipedec.transport.wire import (
     INLINE_HEAD_BYTES,
     MAX_HEAD_BYTES,
     MAX_ROWS,
     PREFIX_BYTES,
+    PROTOCOL,
     Prefix,
     message_bytes,
     pack,
@@ -38,10 +39,14 @@ HIDDEN_SIZE, DTYPE = 3, torch.float32
 ROW_BYTES = message_bytes(1, HIDDEN_SIZE, DTYPE)
 INLINE_ROWS = 8
 INT64 = st.integers(-(2**63), 2**63 - 1)
-REASONS = st.sampled_from(FINISH_REASONS)
+REASONS = st.sampled_from([None, "stop", "length", "cancelled", "cache_full", "paused", "corrupted"])
 TOKENS = st.lists(INT64, max_size=5).map(tuple)
 ACCEPTED = st.builds(Accepted, INT64, TOKENS, st.lists(TOKENS, max_size=4).map(tuple))
 VERDICTS = st.builds(Verdict, st.lists(ACCEPTED, max_size=40).map(tuple), REASONS)
+
+
+def is_utf8(text: str) -> bool:
+    return text.encode(errors="replace").decode() == text
 
 
 @st.composite
@@ -59,7 +64,7 @@ OPENINGS = st.builds(
     st.integers(1, 9),
     st.builds(SamplingParams, logprobs=st.none() | st.just(2)),
     st.integers(0, 5),
-    st.none() | st.text(),
+    st.none() | st.text().filter(is_utf8),
     st.booleans(),
     TOKENS,
     SLOTS,
@@ -67,12 +72,28 @@ OPENINGS = st.builds(
     st.tuples(st.integers(0, 2**40), st.integers(0, 15)),
 )
 ROWS_OF_LOGPROBS = st.lists(
-    st.lists(st.tuples(st.integers(0, 99), st.floats(max_value=0, allow_nan=False)), max_size=3).map(tuple)
+    st.lists(st.tuples(st.integers(0, 99), st.floats(max_value=0, allow_nan=False, allow_infinity=False)), max_size=3).map(tuple)
 )
 UPDATES = st.builds(
     Update, INT64, st.none() | OPENINGS, st.none() | VERDICTS, st.none() | steps(), ROWS_OF_LOGPROBS.map(tuple), SLOTS
 )
-ENVELOPES = st.builds(Envelope, st.lists(UPDATES, max_size=5, unique_by=lambda update: update.number).map(tuple), st.booleans())
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    shape = draw(st.lists(st.integers(0, 5), max_size=3))
+    elements = torch.randint(0, 200, shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 1000))))
+    return elements.to(draw(st.sampled_from(DTYPES))).movedim(0, -1) if shape else elements.to(torch.bfloat16)
+
+
+TENSORS = st.dictionaries(st.text(min_size=1, max_size=64).filter(is_utf8), tensors(), max_size=3)
+ENVELOPES = st.builds(
+    lambda updates, ends, named: Envelope(updates, ends, tensors=named),
+    st.lists(UPDATES, max_size=5, unique_by=lambda update: update.number).map(tuple),
+    st.booleans(),
+    TENSORS,
+)
 
 
 def assert_equal(received: Step, sent: Step) -> None:
@@ -144,6 +165,56 @@ def test_envelopes_round_trip(sent: Envelope) -> None:
         assert (ours.step is None) == (theirs.step is None)
         if ours.step is not None and theirs.step is not None:
             assert_equal(ours.step, theirs.step)
+    assert list(found.tensors) == list(sent.tensors)
+    for name, tensor in sent.tensors.items():
+        assert found.tensors[name].dtype == tensor.dtype and torch.equal(found.tensors[name], tensor)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"": torch.zeros(1)},
+        {"x" * 65: torch.zeros(1)},
+        {"x": torch.zeros(1, dtype=torch.complex64)},
+        {"x": torch.zeros(1, dtype=torch.float8_e4m3fn)},
+        {"x": torch.zeros((1,) * 9)},
+        {"x": torch.zeros(0, 2**20, 2**20)},
+        {str(number): torch.zeros(1) for number in range(65)},
+    ],
+    ids=lambda named: str(named)[:30],
+)
+def test_tensors_that_no_receiver_takes_are_not_sent(named: dict[str, Tensor]) -> None:
+    with pytest.raises(ValueError, match="tensor"):
+        pack_envelope(Envelope(tensors=named), INLINE_ROWS)
+
+
+def with_tensors(*heads: object, elements: bytes = b"") -> None:
+    """Unpack an envelope with these heads of tensors."""
+    text = json.dumps([[], heads]).encode()
+    text += b" " * (-len(text) % 8)
+    head = np.frombuffer(bytearray(text + elements), np.uint8)
+    unpack_envelope(head, None, Prefix(len(head), len(text), 0, 0, 0))
+
+
+def test_what_are_no_tensors_is_refused() -> None:
+    with_tensors(["x", "bfloat16", [2, 1]], ["y", "int64", []], elements=bytes(16))
+    for elements in (bytes(8), bytes(24), b""):
+        with pytest.raises(ValueError, match="do not fill the rest"):
+            with_tensors(["x", "bfloat16", [2, 1]], ["y", "int64", []], elements=elements)
+    for head in (
+        ["", "int64", [0]],
+        ["x" * 65, "int64", [0]],
+        ["x", "complex64", [0]],
+        ["x", "int64", [0, 2**40]],
+        ["x", "int64", [1] * 9],
+    ):
+        with pytest.raises(ValueError, match="tensor"):
+            with_tensors(head)
+    with pytest.raises(ValueError, match="two of one name"):
+        with_tensors(["x", "int64", [0]], ["x", "int64", [0]])
+    for head in (["x", "int64"], ["x", "int64", [-1]], ["x", "int64", [0], 1], ["x", "int64", ["0"]], [5, "int64", [0]], {}):
+        with pytest.raises(ValueError, match="cannot be read"):
+            with_tensors(head)
 
 
 @pytest.mark.parametrize("num_tokens", [1, INLINE_HEAD_BYTES // 2, 100_000])
@@ -155,8 +226,8 @@ def test_a_long_head_has_a_message_of_its_own(num_tokens: int) -> None:
 
 
 def test_a_short_envelope_is_a_short_message() -> None:
-    assert len(pack_envelope(Envelope(), INLINE_ROWS)[0]) == 24
-    assert len(pack_envelope(Envelope((Update(3, verdict=Verdict.of(5)),)), INLINE_ROWS)[0]) == 64
+    assert len(pack_envelope(Envelope(), INLINE_ROWS)[0]) == PREFIX_BYTES
+    assert len(pack_envelope(Envelope((Update(3, verdict=Verdict.of(5)),)), INLINE_ROWS)[0]) == 120
 
 
 def test_seeds_and_biases_arrive_as_they_are() -> None:
@@ -179,31 +250,31 @@ def test_what_no_receiver_accepts_is_not_sent(update: Update, message: str) -> N
         pack_envelope(Envelope((update,)), INLINE_ROWS)
 
 
-PREFIX = struct.Struct("<iiii")
+PREFIX = struct.Struct("<iiiii4x")
 ROWS = st.integers(-1, 2**17) | st.integers(-(2**31), 2**31 - 1)
 
 
-@given(st.binary(min_size=16, max_size=16) | st.builds(PREFIX.pack, ROWS, ROWS, st.just(ROW_BYTES), st.integers(0, 1)))
+@given(st.binary(min_size=24, max_size=24) | st.builds(PREFIX.pack, ROWS, ROWS, ROWS, st.just(ROW_BYTES), st.integers(0, 1)))
 def test_any_prefix_is_within_the_bounds_or_refused(lengths: bytes) -> None:
     try:
-        prefix = unpack_prefix(np.frombuffer(b"pipedec5" + lengths, np.uint8), ROW_BYTES)
+        prefix = unpack_prefix(np.frombuffer(PROTOCOL.encode() + lengths, np.uint8), ROW_BYTES)
     except ValueError:
         return
-    assert 0 <= prefix.rows <= MAX_ROWS and 0 <= prefix.head_bytes <= MAX_HEAD_BYTES
+    assert 0 <= prefix.rows <= MAX_ROWS and 0 <= prefix.text_bytes <= prefix.head_bytes <= MAX_HEAD_BYTES
 
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 6) | st.floats(allow_nan=False) | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
 )
-FIELDS = st.tuples(st.integers(-1, 3) | JSON, st.none() | JSON, JSON, st.none() | JSON, st.integers(-1, 2) | JSON, JSON, JSON)
+FIELDS = st.tuples(st.integers(-1, 3) | JSON, st.none() | JSON, st.none() | JSON, st.integers(-1, 2) | JSON, JSON, JSON, JSON)
 
 
 @given(st.binary(max_size=40) | (JSON | st.lists(FIELDS, max_size=3)).map(lambda value: json.dumps(value).encode()))
 def test_any_head_is_an_envelope_or_refused(head: bytes) -> None:
     """What arrives may be anything: a receiver refuses it with a ValueError, and nothing else happens."""
     padded = head + b" " * (-len(head) % 8)
-    prefix = Prefix(len(padded), 0, 0, 0)
+    prefix = Prefix(len(padded), len(padded), 0, 0, 0)
     with suppress(ValueError):
         assert isinstance(unpack_envelope(np.frombuffer(padded, np.uint8), None, prefix), Envelope)
 
@@ -218,10 +289,11 @@ def test_any_wrong_value_in_an_update_is_refused(place: str, value: object) -> N
     fields = sane | {place: value}
     accepted = [[fields["thread"], [fields["token"]], []]]
     logprobs = [[[fields["score"], -1.0]]]
-    update = [fields["number"], None, accepted, None, fields["rows"], logprobs, [[fields["slot"], fields["slots"]]], []]
-    head = json.dumps([update]).encode()
+    verdict = {"accepted": accepted}
+    update = [fields["number"], None, verdict, fields["rows"], logprobs, [[fields["slot"], fields["slots"]]], []]
+    head = json.dumps([[update]]).encode()
     with pytest.raises(ValueError, match="cannot be read"):
-        unpack_envelope(np.frombuffer(head, np.uint8), None, Prefix(len(head), 0, 0, 0))
+        unpack_envelope(np.frombuffer(head, np.uint8), None, Prefix(len(head), len(head), 0, 0, 0))
 
 
 @given(st.integers(1, 40), st.data())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import replace
 
 from pipedec.core import MAX_LOGPROBS, SamplingParams
 from pipedec.messages import PromptRequest

@@ -13,7 +13,7 @@ from pipedec.bench.load.questions import Conversation
 from pipedec.bench.load.served import Goals, Outcome
 from pipedec.bench.policy.study import Policy
 from pipedec.bench.progress import SweepProgress
-from pipedec.bench.record import Row, header
+from pipedec.bench.record import Row, header, plain
 from pipedec.core import SamplingParams, UserError
 
 SCHEMA = "pipedec.load/1"
@@ -101,7 +101,7 @@ def bench_load(
         on_row: receives each row as soon as it is measured.
     """
     progress.start(config.runs)
-    first = header("load", {**asdict(config), "clock": place.clock})
+    first = header("load", {**plain(config), "clock": place.clock})
     measured = []
     for limit in config.max_num_seqs:
         for pattern in config.patterns:

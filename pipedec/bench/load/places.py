@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+from msgspec import structs
 
 from pipedec.bench.load import clusters, replayed
 from pipedec.bench.load.arrivals import Arrivals
@@ -302,7 +303,7 @@ def _offer_to(
         raise UserError("random tokens have no text: use --replay")
     given = {name: value for name, value in policy.limits.items() if value is not None}
     asked = [
-        tuple(replace(says, request=replace(says.request, method=policy.method, options=given)) for says in one)
+        tuple(replace(says, request=structs.replace(says.request, method=policy.method, options=given)) for says in one)
         for one in conversations
     ]
     return clusters.offer(running.client, asked, arrivals, slow_motion, on_end)

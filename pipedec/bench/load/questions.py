@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, cycle, islice, zip_longest
 
+from msgspec import structs
+
 from pipedec.bench.prompts import DrawnPrompt, Tokenizes, draw
 from pipedec.data.prompts import PromptSet
 from pipedec.messages import PromptRequest
@@ -53,7 +55,7 @@ def led_by(system_prompt: str, conversations: Iterable[Conversation], prompter: 
 
 
 def _led_by(system_prompt: str, drawn: DrawnPrompt, prompter: Tokenizes) -> DrawnPrompt:
-    request = replace(drawn.request, prompt=f"{system_prompt}{drawn.request.prompt}")
+    request = structs.replace(drawn.request, prompt=f"{system_prompt}{drawn.request.prompt}")
     return replace(drawn, request=request, token_ids=prompter.token_ids(request.prompt, request.raw, request.sampling.max_tokens))
 
 
@@ -79,4 +81,4 @@ def continued(before: DrawnPrompt, answer: tuple[int, ...], following: DrawnProm
 def continued_text(before: DrawnPrompt, answer: str, following: DrawnPrompt) -> DrawnPrompt:
     """As ``continued``, where only the cluster has a tokenizer."""
     text = f"{before.request.prompt}{answer}\n{following.request.prompt}"
-    return replace(following, request=replace(following.request, prompt=text))
+    return replace(following, request=structs.replace(following.request, prompt=text))

@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -143,8 +142,7 @@ class NullFinalStage(NullStage, FinalStageWorker):
         return Update(number, verdict=Verdict.of(_TOKEN, finished=None if self._left[number] else "length"))
 
 
-@dataclass(frozen=True)
-class ScriptedOptions(MethodOptions):
+class ScriptedOptions(MethodOptions, frozen=True):
     """Rows that enter at every timestep."""
 
     rows: int = 1

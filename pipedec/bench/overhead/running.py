@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 from pipedec.bench.breakdown import PHASES, breakdown, slowest_compute_ms
 from pipedec.bench.checks import check_positive
-from pipedec.bench.record import Row, header
+from pipedec.bench.record import Row, header, plain
 from pipedec.client.reply import Reply
 from pipedec.client.running import Running
 from pipedec.core import SamplingParams, UserError
@@ -80,7 +80,7 @@ def _figures(config: RunningOverheadConfig, cluster: Running, num_rows: int) -> 
         "groups": cluster.topology.num_groups,
         "dispatch": described.settings.cluster.dispatch,
         "dtype": described.settings.numbers.dtype,
-        "ranks": [asdict(rank) for rank in described.ranks],
+        "ranks": [plain(rank) for rank in described.ranks],
         "target": described.target,
         "method": method,
         "rows": num_rows,

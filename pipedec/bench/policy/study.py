@@ -7,12 +7,13 @@ earlier policy needed (``drafter``), and no stage computes anything (``replay``)
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from pipedec.bench.checks import check_positive
 from pipedec.bench.policy.drafter import RecordedDrafter

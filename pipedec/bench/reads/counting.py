@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 from pipedec.bench.reads.device import DEVICE, CountedDevice
-from pipedec.bench.record import Row, header
+from pipedec.bench.record import Row, header, plain
 from pipedec.core import Request, SamplingParams, UserError
 from pipedec.engine.build import load_drafter, load_prompter, load_stage
 from pipedec.engine.local import LocalPipeline
@@ -117,7 +117,7 @@ def _measured(
         "places": [[who, line, reads / timesteps] for (who, line), reads in counted.reads.most_common()],
         "mixed_places": [[who, line, number] for (who, line), number in counted.mixed.most_common()],
     }  # fmt: skip
-    return header("reads", asdict(config) | {"method": method, "requests": count}) | figures
+    return header("reads", plain(config) | {"method": method, "requests": count}) | figures
 
 
 def _request(config: ReadsConfig, method: str, prompter: Prompter, number: int) -> Request:

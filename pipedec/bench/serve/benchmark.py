@@ -7,8 +7,10 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec import structs
 
 from pipedec.bench.checks import check_positive
 from pipedec.bench.record import Row, header, plain
@@ -138,14 +140,14 @@ class _Bench:
                 return (self.server.memory_bytes - before) / self.config.connections / 1000
 
     async def _round_trips(self) -> float:
-        endless = replace(self.config.request, sampling=SamplingParams(max_tokens=_ENDLESS, ignore_eos=True))
+        endless = structs.replace(self.config.request, sampling=SamplingParams(max_tokens=_ENDLESS, ignore_eos=True))
         address = self.cluster.address
         running, waiting = [await AsyncClient.connect(address.redis_url, address.run_id) for _ in range(2)]
         try:
             for _ in range(self.config.streams):
                 await running.submit(endless)
             for _ in range(self.config.waiting):
-                await waiting.submit(replace(endless, priority=1))
+                await waiting.submit(structs.replace(endless, priority=1))
             await asyncio.sleep(0.5)
             before, began = waiting.scheduler.round_trips, time.perf_counter()
             await asyncio.sleep(_COUNTED_SECONDS)

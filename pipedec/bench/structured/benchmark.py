@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from pipedec.bench.checks import check_positive
 from pipedec.bench.progress import SweepProgress

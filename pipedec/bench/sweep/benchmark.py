@@ -9,8 +9,9 @@ take a little longer.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields, replace
 from pathlib import Path
+
+from msgspec.structs import asdict, fields, replace
 
 from pipedec.bench.progress import SweepProgress
 from pipedec.bench.prompts import DrawnPrompt, draw

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from pipedec.bench.checks import check_known, check_positive
 from pipedec.bench.sweep.pipelines import (
     SLM,
@@ -136,7 +138,7 @@ class SweepConfig:
 
     def sampling_of(self, repeat: int) -> SamplingParams:
         """The sampling of a repeat: with a seed of its own unless decoding is greedy."""
-        return replace(self.sampling, seed=self.seed + repeat) if self.sampling.is_stochastic else self.sampling
+        return structs.replace(self.sampling, seed=self.seed + repeat) if self.sampling.is_stochastic else self.sampling
 
     def limits(self, method: str, shape: Measurable) -> Sequence[MethodOptions | None]:
         """The limits of trees to try with a method on a pipeline; None if the method has no tree.

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
+from msgspec import structs
+
 from pipedec.bench.breakdown import breakdown
 from pipedec.bench.prompts import AskedPrompts, Tokenizes
 from pipedec.bench.sweep.pipelines import LaunchedShape, Measurable, RunningShape, Shape
@@ -91,7 +93,7 @@ class Runner(AbstractContextManager["Runner"]):
 
 
 def _question(asked: PromptRequest) -> PromptRequest:
-    return replace(asked, method="pp", options={}, trace=False)
+    return structs.replace(asked, method="pp", options={}, trace=False)
 
 
 class OneProcess(Runner):
@@ -200,7 +202,7 @@ class RealProcesses(OnStartedCluster):
         measured = super()._decode(asked)
         if self._emulation is None:
             return measured
-        expected, slow_motion = self.computed.answer(replace(asked, trace=False)), self._emulation.slow_motion
+        expected, slow_motion = self.computed.answer(structs.replace(asked, trace=False)), self._emulation.slow_motion
         phases = measured.breakdown
         return replace(
             measured,

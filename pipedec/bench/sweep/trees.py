@@ -5,7 +5,9 @@ Knows nothing of pipelines, prompts and results.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import asdict, replace
 
 from pipedec.bench.checks import check_positive
 from pipedec.bench.record import Row, plain

@@ -6,7 +6,9 @@ Gives the static baselines their best tree. Needs an emulated pipeline: only tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import asdict, replace
 
 from pipedec.bench.record import Row
 from pipedec.bench.sweep.runners import OneProcess

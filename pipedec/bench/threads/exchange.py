@@ -6,7 +6,9 @@ Times are computed, not waited for. Owns no prompt and no text: a style decides 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from pipedec.bench.record import Row
 from pipedec.core import Request, SamplingParams

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 from support.clusters import clustered
 from support.hosts import Hosts
 from support.silent_progress import Silent
@@ -168,7 +169,7 @@ def test_in_bfloat16_ties_do_not_end_a_sweep(pair: Pair, tmp_path: Path) -> None
         sampling = SamplingParams(max_tokens=48, ignore_eos=True)
         chosen = config(pair, running=running(cluster), methods=METHODS, samples=3, sampling=sampling)
         greedy = sweep(chosen, PROMPTS, tmp_path, Silent())
-        drawn = sweep(replace(chosen, sampling=replace(sampling, temperature=1.0)), PROMPTS, tmp_path, Silent())
+        drawn = sweep(replace(chosen, sampling=structs.replace(sampling, temperature=1.0)), PROMPTS, tmp_path, Silent())
     assert len(greedy) == len(drawn) == 12 and {row["cluster"]["dtype"] for row in greedy} == {"bfloat16"}
     ties = [row["divergence"] for row in greedy + drawn if row["divergence"] is not None]
     assert all(tie["near_tie"] for tie in ties) and all(row["divergence"] is None for row in greedy if row["method"] == "pp")
@@ -177,12 +178,12 @@ def test_in_bfloat16_ties_do_not_end_a_sweep(pair: Pair, tmp_path: Path) -> None
 @in_windows
 def test_a_cluster_is_known_by_its_weights_where_its_ranks_have_compared_them(resident: LocalCluster) -> None:
     here = running(resident)
-    description = replace(here.description, digests={"target": "aa", "draft": "bb", "bita": "cc"})
+    description = structs.replace(here.description, digests={"target": "aa", "draft": "bb", "bita": "cc"})
     assert described_pair(description, "x") == {"target": description.target, "draft": description.draft, "digest": "aabb"}
     assert described_pair(here.description, "x")["digest"] is None and described_pair(here.description, "x")["run"] == "x"
     shape = RunningShape(replace(here, description=description))
     assert shape.bita["digest"] == "cc" and RunningShape(here).bita["digest"] != "cc"
-    assert shape.scope != RunningShape(replace(shape.running, description=replace(description, dtype="bfloat16"))).scope
+    assert shape.scope != RunningShape(replace(shape.running, description=structs.replace(description, dtype="bfloat16"))).scope
 
 
 class Launches:
@@ -271,8 +272,8 @@ def test_what_no_launched_partition_can_do_is_refused(pair: Pair, changes: dict[
 @in_windows
 def test_what_a_running_cluster_cannot_do_is_refused(pair: Pair, resident: LocalCluster) -> None:
     here = running(resident)
-    emulating = replace(here, description=replace(here.description, emulation="paper-14"))
-    without = replace(here, description=replace(here.description, draft=None, bita=None))
+    emulating = replace(here, description=structs.replace(here.description, emulation="paper-14"))
+    without = replace(here, description=structs.replace(here.description, draft=None, bita=None))
     for cluster, methods, message in (
         (here, ("stpp-tuned",), "method stpp-tuned needs a pipeline that the sweep starts here"),
         (emulating, ("pp",), "emulates paper-14: measure a cluster that does not"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 from support.bita_files import save_random_bita
 from support.processes import marked_processes, wait_until
 from support.silent_progress import Silent
@@ -176,7 +177,7 @@ class SecondBest(OneProcess):
         measured = super().answer(asked)
         if asked.method != "stpp":
             return measured
-        logprobs = self.reference(replace(asked, sampling=replace(asked.sampling, logprobs=2))).logprobs
+        logprobs = self.reference(structs.replace(asked, sampling=structs.replace(asked.sampling, logprobs=2))).logprobs
         assert logprobs is not None
         (_, best), (token, other) = logprobs[2].items()
         self._margins.append(best - other)

@@ -1,0 +1,76 @@
+"""What processes send each other as JSON, through Redis and in the heads of stage messages: requests, events of answers, runs.
+
+The one place that knows these formats, by subject. What another program may have sent (requests, events, descriptions) is checked
+when it is read.
+"""
+
+from pipedec.messages.encoding import to_json
+from pipedec.messages.events import (
+    AbortEvent,
+    CacheSlotsEvent,
+    CancelledEvent,
+    CompletionEvent,
+    ErrorEvent,
+    Event,
+    LogprobsEvent,
+    OverranEvent,
+    PausedEvent,
+    PromptLogprobsEvent,
+    ResumedEvent,
+    ThreadNews,
+    TokensEvent,
+    TraceEvents,
+    TraceRow,
+    event_from_json,
+)
+from pipedec.messages.heads import Head, TensorHead, UpdateHead
+from pipedec.messages.liveness import Activity, Recovery
+from pipedec.messages.meeting import AddressEvent, CardEvent, LoadedEvent
+from pipedec.messages.requests import PromptRequest
+from pipedec.messages.run import (
+    BitaDescription,
+    Choice,
+    Histogram,
+    KVUsage,
+    RankDescription,
+    RunDescription,
+    RunStats,
+    StageStats,
+)
+
+__all__ = [
+    "AbortEvent",
+    "Activity",
+    "AddressEvent",
+    "BitaDescription",
+    "CacheSlotsEvent",
+    "CancelledEvent",
+    "CardEvent",
+    "Choice",
+    "CompletionEvent",
+    "ErrorEvent",
+    "Event",
+    "Head",
+    "Histogram",
+    "KVUsage",
+    "LoadedEvent",
+    "LogprobsEvent",
+    "OverranEvent",
+    "PausedEvent",
+    "PromptLogprobsEvent",
+    "PromptRequest",
+    "RankDescription",
+    "Recovery",
+    "ResumedEvent",
+    "RunDescription",
+    "RunStats",
+    "StageStats",
+    "TensorHead",
+    "ThreadNews",
+    "TokensEvent",
+    "TraceEvents",
+    "TraceRow",
+    "UpdateHead",
+    "event_from_json",
+    "to_json",
+]

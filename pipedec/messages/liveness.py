@@ -1,0 +1,50 @@
+"""What ranks are doing, and what became of those that were lost."""
+
+from __future__ import annotations
+
+from pipedec.core import Record
+
+
+class Activity(Record, frozen=True):
+    """What a rank does, as its lease tells.
+
+    Attributes:
+        kind: ``idle``, ``computing``, ``waiting`` (for a transfer), ``loading``, ``meeting`` or ``connecting`` (to another host).
+        peer: the rank that it waits for, or whose host it tries to reach.
+        seconds: for how long it had done so when it told this.
+        longest_seconds: of its completed timesteps.
+        age_seconds: how long ago it told this, by Redis' clock.
+    """
+
+    kind: str
+    peer: int | None = None
+    seconds: float = 0.0
+    longest_seconds: float = 0.0
+    age_seconds: float = 0.0
+
+    @property
+    def began(self) -> float:
+        """Of activities that are looked at together, the greater one has lasted longer, if it still lasts."""
+        return self.seconds + self.age_seconds
+
+
+class Recovery(Record, frozen=True):
+    """An epoch that has begun because ranks, or Redis, were lost.
+
+    Attributes:
+        epoch: its number.
+        lost: ranks whose processes are replaced.
+        at_us: when the one before it ended, on Redis's clock, in µs since 1970.
+        served_us: when its ranks served; None if they do not yet.
+    """
+
+    epoch: int
+    lost: tuple[int, ...]
+    reason: str
+    at_us: int
+    served_us: int | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """For how long nobody served; None while nobody does."""
+        return None if self.served_us is None else (self.served_us - self.at_us) / 1e6

@@ -1,0 +1,49 @@
+"""What ranks tell each other before they connect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipedec.messages.encoding import EventRecord
+from pipedec.messages.run import RankDescription
+
+
+class CardEvent(EventRecord, frozen=True, tag="card"):
+    """What a rank says of itself before the ranks connect.
+
+    Attributes:
+        host: in cluster.yaml, else what the machine calls itself.
+        machine: the same for ranks that share a machine and its network, and for no others.
+        address: its own address on the way to Redis.
+        versions: of pipedec, torch, llguidance and the protocol in Redis.
+        configs: digests of what is not weights, and of the first row of every tensor, by model.
+        settings: what follows from its flags and must be the same everywhere.
+    """
+
+    rank: int
+    host: str
+    machine: str
+    address: str
+    versions: Mapping[str, str]
+    configs: Mapping[str, str]
+    settings: Mapping[str, str] = {}
+
+
+class AddressEvent(EventRecord, frozen=True, tag="address"):
+    """Where a rank can be reached by the others.
+
+    Attributes:
+        port: a port on which it listens until all ranks have connected; on rank 0, the one of the store in which they meet.
+        digests: of the weights by model, from the first rank of every machine, if there are several.
+    """
+
+    rank: int
+    address: str
+    port: int
+    digests: Mapping[str, str]
+
+
+class LoadedEvent(EventRecord, frozen=True, tag="loaded"):
+    """A rank has loaded its weights."""
+
+    description: RankDescription
