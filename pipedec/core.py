@@ -207,6 +207,9 @@ class SamplingParams(Record, frozen=True):
         if self.structured_outputs is not None and self.ignore_eos:
             raise UserError("structured_outputs end with the model's end token: leave out ignore_eos")
 
+    def __hash__(self) -> int:
+        return hash((self.temperature, self.seed, self.max_tokens))  # a bias is a mapping
+
     @property
     def is_stochastic(self) -> bool:
         return self.temperature > 0

@@ -39,6 +39,9 @@ class PromptRequest(Record, frozen=True):
     priority: int = 0
     resume: tuple[int, ...] = ()
 
+    def __hash__(self) -> int:
+        return hash((self.prompt, self.method))  # options are a mapping
+
     def seeded(self) -> PromptRequest:
         """The request as it is submitted: with a seed, if its tokens are drawn. Whoever answers it again draws the same ones.
 
