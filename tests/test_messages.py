@@ -241,7 +241,7 @@ def test_descriptions_of_a_run_arrive_as_they_were() -> None:
     for sent in (full, RunDescription(Settings.of(target="t"), ((1,),), ((0, 6),))):
         assert parse_json(RunDescription, to_json(sent)) == sent
     with pytest.raises(UserError, match=r"^the description of the run: layers: missing"):
-        parse_json(RunDescription, '{"groups": [[1]], "target": "t"}', "the description of the run")
+        parse_json(RunDescription, '{"settings": {}, "groups": [[1]]}', "the description of the run")
 
 
 def test_options_arrive_as_they_were() -> None:
@@ -268,6 +268,11 @@ def test_what_is_no_request(text: str, message: str) -> None:
     with pytest.raises(UserError) as refused:
         PromptRequest.from_json(text)
     assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
+
+
+def test_a_prompt_that_is_not_utf8_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(UserError, match=r"^the request: a text that is not UTF-8$"):
+        PromptRequest("a\udcff").to_json()
 
 
 @pytest.mark.parametrize("resume", [(), (5, 2**40)])

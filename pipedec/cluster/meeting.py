@@ -33,6 +33,7 @@ from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RedisScheduler, scripts_digest
 from pipedec.topology import rank_name
 from pipedec.transport.rendezvous import MEETING_SECONDS, Rendezvous, Store, StoreServer, join_store, store_of_epoch
+from pipedec.transport.wire import PROTOCOL
 
 DIGEST_SECONDS = 3600.0
 LOADING_SECONDS = 3600.0
@@ -150,6 +151,7 @@ class Meeting:
             "torch": torch.__version__.partition("+")[0],
             "llguidance": str(installed_version("llguidance")),
             "protocol in Redis": scripts_digest(),
+            "protocol between ranks": PROTOCOL,
         }
         settings = {
             "weights": str(self._spec.weights),

@@ -15,7 +15,7 @@ class CardEvent(EventRecord, frozen=True, tag="card"):
         host: in cluster.yaml, else what the machine calls itself.
         machine: the same for ranks that share a machine and its network, and for no others.
         address: its own address on the way to Redis.
-        versions: of pipedec, torch, llguidance and the protocol in Redis.
+        versions: of pipedec, torch, llguidance and the protocols in Redis and between ranks.
         configs: digests of what is not weights, and of the first row of every tensor, by model.
         settings: what follows from its flags and must be the same everywhere.
     """

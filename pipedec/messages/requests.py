@@ -53,7 +53,11 @@ class PromptRequest(Record, frozen=True):
         return replace(self, sampling=self.sampling.seeded())
 
     def to_json(self) -> str:
-        return to_json(self)
+        """Raises UserError for a text that is not UTF-8."""
+        try:
+            return to_json(self)
+        except UnicodeEncodeError:
+            raise UserError("the request: a text that is not UTF-8") from None
 
     @classmethod
     def from_json(cls, text: str) -> PromptRequest:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pipedec.core import LOWEST_LOGPROB
+
 
 class Logprobs:
     """For each row, the token chosen after it and then the most probable ones; and the same of accepted tokens, not yet reported.
@@ -99,4 +101,5 @@ def _top(logits_RV: Tensor, chosen_R: Tensor, num_top: int) -> tuple[Tensor, Ten
 
 
 def _as_lists(token_ids: Tensor, values: Tensor) -> list[list[tuple[int, float]]]:
-    return [list(zip(*pair, strict=True)) for pair in zip(token_ids.tolist(), values.tolist(), strict=True)]
+    finite = values.nan_to_num(nan=LOWEST_LOGPROB, neginf=LOWEST_LOGPROB)
+    return [list(zip(*pair, strict=True)) for pair in zip(token_ids.tolist(), finite.tolist(), strict=True)]

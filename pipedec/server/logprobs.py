@@ -8,7 +8,6 @@ from typing import Any
 
 from pipedec.text.tokenizer import Tokenizer
 
-LOWEST = -9999.0  # JSON has no infinity
 TokenLogprob = tuple[int, Mapping[int, float] | None]  # token id, log-probabilities by token id with the chosen one first
 
 
@@ -32,7 +31,7 @@ class LogprobWriter:
         """As ``/v1/completions`` shows them. The first token of a prompt has none."""
         return {
             "tokens": [self._name(token) for token, _ in tokens],
-            "token_logprobs": [None if known is None else _finite(known[token]) for token, known in tokens],
+            "token_logprobs": [None if known is None else known[token] for token, known in tokens],
             "top_logprobs": [None if known is None else self._by_name(token, known) for token, known in tokens],
             "text_offset": [self._offset_of(token) for token, _ in tokens],
         }
@@ -56,11 +55,11 @@ class LogprobWriter:
         """The chosen token, and the most probable ones. Of tokens that look alike, the more probable one."""
         values: dict[str, float] = {}
         for token, value in [(chosen, known[chosen]), *self._best(known)]:
-            values.setdefault(self._name(token), _finite(value))
+            values.setdefault(self._name(token), value)
         return values
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
-        return {"token": self._name(token), "logprob": _finite(value), "bytes": list(self._tokenizer.token_bytes(token))}
+        return {"token": self._name(token), "logprob": value, "bytes": list(self._tokenizer.token_bytes(token))}
 
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self._as_ids else self._tokenizer.token(token)
@@ -70,7 +69,3 @@ class LogprobWriter:
         offset = self._offset
         self._offset += len(self._characters.decode(self._tokenizer.token_bytes(token)))
         return offset
-
-
-def _finite(value: float) -> float:
-    return max(value, LOWEST)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -237,11 +236,6 @@ def test_an_echo_without_log_probabilities_begins_the_stream(site: Site) -> None
     parts = stream(site, COMPLETIONS, prompt="hello", echo=True, max_tokens=200)
     assert text_of(parts) == "hello" + ANSWER and len(parts) > 10
     assert site.engine.requests[0].sampling.prompt_logprobs is None
-
-
-def test_an_impossible_token_has_a_finite_logprob(site: Site) -> None:
-    site.engine.logprobs_of = lambda token, count: {token: -math.inf}
-    assert ask(site, COMPLETIONS, logprobs=1)["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0] * 16
 
 
 def test_aliases_answer_to_their_own_name(site: Site) -> None:
