@@ -25,7 +25,9 @@ from pipedec.scheduler import RedisScheduler
 from pipedec.shipped import reference_pair, shipped_name
 
 if TYPE_CHECKING:
+    from pipedec.server.defaults import SamplingDefaults
     from pipedec.server.listening import Address
+    from pipedec.server.logs import LogFormat
     from pipedec.server.run import RunOptions, ServerProcess
     from pipedec.server.settings import ServerSettings
 
@@ -49,6 +51,8 @@ class HttpFlags:
     api_key_file: Path | None
     served_model_name: tuple[str, ...]
     tokenizer: Path | None
+    generation_config: str
+    log_format: LogFormat
     enable_log_requests: bool
     max_log_len: int | None
     shutdown_timeout: float
@@ -84,10 +88,17 @@ class HttpFlags:
             allow_credentials=self.allow_credentials,
         )
 
-    def run_options(self) -> RunOptions:
+    def defaults(self, target: str) -> SamplingDefaults:
+        """Raises UserError for a generation_config.json that cannot be used."""
+        from pipedec.server.defaults import sampling_defaults
+
+        return sampling_defaults(self.generation_config, target)
+
+    def run_options(self, defaults: SamplingDefaults) -> RunOptions:
         from pipedec.server.run import RunOptions
 
-        return RunOptions(self.tokenizer, self.shutdown_timeout, self.timeout_keep_alive, self.ssl_keyfile, self.ssl_certfile)
+        timeouts = self.shutdown_timeout, self.timeout_keep_alive
+        return RunOptions(self.tokenizer, defaults, *timeouts, self.ssl_keyfile, self.ssl_certfile)
 
 
 def served_name(target: str) -> str:
@@ -141,6 +152,14 @@ def http_options(command: Command) -> Command:
             help="Name of the model in the API; may be repeated (default: the target as given).",
         ),
         click.option("--tokenizer", type=path, metavar="DIR", help="Directory of the tokenizer (default: the target's)."),
+        click.option(
+            "--generation-config", default="auto", show_default=True, metavar="auto|vllm|DIR",
+            help="Default sampling parameters: the target's generation_config.json, neutral ones, or DIR's.",
+        ),
+        click.option(
+            "--log-format", type=click.Choice(["auto", "json", "text"]), default="auto", show_default=True,
+            help="auto: text on a terminal, else JSON.",
+        ),
         click.option("--enable-log-requests", is_flag=True, help="Log prompts and parameters of requests."),
         click.option("--max-log-len", type=click.IntRange(0), metavar="N", help="Characters of a prompt in the log."),
         click.option(
@@ -169,15 +188,20 @@ def serve(settings: Settings, place: RunningFlags, http: HttpFlags) -> None:
     if place.are_given:
         reason = "a running cluster is served as it is: leave this out, or leave out --redis, --run and --running"
         refuse_flags(OPTIONS, reason)
-    from pipedec.server.logs import json_log, log
+    from pipedec.server.logs import log, written_log
 
     address, keys = http.address(), http.keys()
     running = _running(place) if place.are_given else None
-    served = http.settings(keys, str(settings.models.target or reference_pair() / "target") if running is None else running[1])
-    with address.listening() as listener, json_log(sys.stdout.fileno(), keys):
+    target = str(settings.models.target or reference_pair() / "target") if running is None else running[1]
+    served, defaults = http.settings(keys, target), http.defaults(target)
+    with address.listening() as listener, written_log(sys.stdout.fileno(), keys, http.log_format):
         url = address.url(listener)
-        log("listening", url=url, model=served.model_name)
-        process = _process(served, http, listener, url, settings if running is None else running[0])
+        through = "" if http.uds is None else f" through the Unix socket {http.uds}"
+        where = f"API  {url}/v1   live page  {url}/live{through}   loading {served.model_name}"
+        log("listening", text=where, url=url, model=served.model_name)
+        log("sampling_defaults", source=defaults.source, **defaults.values, max_tokens=defaults.max_tokens)
+        options = http.run_options(defaults)
+        process = _process(served, http, options, listener, url, settings if running is None else running[0])
         _run(process)
 
 
@@ -192,7 +216,8 @@ def _running(place: RunningFlags) -> tuple[RunAddress, str]:
 
 
 def _process(
-    settings: ServerSettings, http: HttpFlags, listener: socket.socket, url: str, cluster: Settings | RunAddress
+    settings: ServerSettings, http: HttpFlags, options: RunOptions, listener: socket.socket, url: str,
+    cluster: Settings | RunAddress,
 ) -> ServerProcess:  # fmt: skip
     from pipedec.server.app import create_app
     from pipedec.server.cluster_process import ClusterProcess
@@ -207,7 +232,7 @@ def _process(
     app = create_app(front)
     add_metrics(app, metrics)
     behind = ClusterProcess(cluster.arguments()) if isinstance(cluster, Settings) else cluster
-    return ServerProcess(app, front, metrics, listener, behind, http.run_options(), lambda: _announce(settings, http, url))
+    return ServerProcess(app, front, metrics, listener, behind, options, lambda: _announce(settings, http, url))
 
 
 def _run(process: ServerProcess) -> None:

@@ -114,7 +114,7 @@ def chat_router(front: Front) -> APIRouter:
         variables |= {name: value for name, value in own.items() if value is not None}
         tools = None if use is None else use.shown
         prompt = await rendered(body.messages, served, body.add_generation_prompt is not False, variables, tools)
-        answers = asking.answers([prompt], asked, served, bool(body.stream), None)
+        answers = asking.answers([prompt], asked, served, bool(body.stream), served.defaults.max_tokens)
         return await respond(request, answers, body, asking.head, ChatWriter(body, asked.n, served, use))
 
     return router

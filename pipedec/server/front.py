@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipedec.messages import RunDescription
 from pipedec.scheduler.protocol import RunStatus
+from pipedec.server.defaults import SamplingDefaults
 from pipedec.server.engine import Answer, Engine
 from pipedec.server.errors import ApiError, unavailable
 from pipedec.server.observer import Observer
@@ -27,12 +28,14 @@ class Served:
 
     Attributes:
         max_model_len: tokens of a prompt and its answer together.
+        defaults: sampling parameters of requests that do not set them.
     """
 
     engine: Engine
     tokenizer: Tokenizer
     description: RunDescription
     max_model_len: int
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
 class Front:

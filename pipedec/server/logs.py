@@ -1,4 +1,4 @@
-"""Log lines of the server: one JSON object per event on standard output, without secrets, written by a thread of its own.
+"""The server's log on standard output: a line per event, as JSON or for people, without secrets, written by a thread of its own.
 
 A reader that stalls, or a full disk, costs log lines and never an answer.
 """
@@ -16,17 +16,20 @@ import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from typing import Literal
 
 LOGGER = logging.getLogger("pipedec.server")
+LogFormat = Literal["auto", "json", "text"]
 _QUEUED = 10_000
 _LAST_SECONDS = 1.0
 _PASSWORD_IN_URL = re.compile(r"([a-z]+://[^/@\s\"]*:)[^@/\s\"]+@")
+_WORD = re.compile(r"[^\s\"'=]+")
 _HIDDEN = "***"
 _UVICORN = "uvicorn.error"
 
 
-class JsonFormatter(logging.Formatter):
-    """The fields of ``extra={"fields": …}`` behind time, level and event; secrets are replaced by ``***``.
+class _Formatter(logging.Formatter):
+    """Replaces secrets by ``***``.
 
     Args:
         secrets: texts that no line may contain, besides passwords in URLs.
@@ -34,28 +37,58 @@ class JsonFormatter(logging.Formatter):
 
     def __init__(self, secrets: Collection[str] = ()) -> None:
         super().__init__()
-        self._secrets = sorted({form for secret in secrets for form in (secret, json.dumps(secret)[1:-1])}, key=len, reverse=True)
+        forms = {form for secret in secrets for form in (secret, _quoted(secret)[1:-1], json.dumps(secret)[1:-1])}
+        self._secrets = sorted(forms, key=len, reverse=True)
 
     def format(self, record: logging.LogRecord) -> str:
+        line = self._line(record)
+        for secret in self._secrets:
+            line = line.replace(secret, _HIDDEN)
+        return _PASSWORD_IN_URL.sub(rf"\1{_HIDDEN}@", line)
+
+    def _line(self, record: logging.LogRecord) -> str:
+        raise NotImplementedError
+
+
+class JsonFormatter(_Formatter):
+    """One JSON object: time, level, event, and the fields of ``extra={"fields": …}``."""
+
+    def _line(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line: dict[str, object] = {"time": when, "level": record.levelname.lower(), "event": record.getMessage()}
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return self._redacted(json.dumps(line, default=str))
+        return json.dumps(line, default=str)
 
-    def _redacted(self, line: str) -> str:
-        for secret in self._secrets:
-            line = line.replace(secret, _HIDDEN)
-        return _PASSWORD_IN_URL.sub(rf"\1{_HIDDEN}@", line)
+
+class TextFormatter(_Formatter):
+    """A line for people: time, level, event and ``key=value``; or the text that the event has for them."""
+
+    def _line(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+        fields = "".join(f" {name}={_shown(value)}" for name, value in getattr(record, "fields", {}).items())
+        line = f"{when} {record.levelname:<7} {getattr(record, 'text', None) or record.getMessage() + fields}"
+        return line if not record.exc_info else f"{line}\n{self.formatException(record.exc_info)}"
+
+
+def _shown(value: object) -> str:
+    """As it is if it is one word, else as JSON: nothing in a prompt may move the cursor of a terminal."""
+    if isinstance(value, str):
+        return value if _WORD.fullmatch(value) and value.isprintable() else _quoted(value)
+    return json.dumps(value, default=str)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 class _Writer(logging.Handler):
     """Writes lines to a file descriptor. Unbuffered: a buffer that cannot be written would hold up the end of the process."""
 
-    def __init__(self, descriptor: int, secrets: Collection[str]) -> None:
+    def __init__(self, descriptor: int, formatter: logging.Formatter) -> None:
         super().__init__()
-        self.setFormatter(JsonFormatter(secrets))
+        self.setFormatter(formatter)
         self._descriptor = os.dup(descriptor)  # ours until the thread ends, whatever becomes of the other one
         self._has_failed = False
 
@@ -108,10 +141,17 @@ def _complain(message: str) -> None:
 
 
 @contextmanager
-def json_log(descriptor: int, secrets: Collection[str] = ()) -> Iterator[None]:
-    """While it is open, our events and uvicorn's warnings are written to a file descriptor, from a thread of its own."""
+def written_log(descriptor: int, secrets: Collection[str] = (), form: LogFormat = "auto") -> Iterator[None]:
+    """While it is open, our events and uvicorn's warnings are written to a file descriptor, from a thread of its own.
+
+    Args:
+        secrets: texts that no line may contain, besides passwords in URLs.
+        form: ``auto`` is ``text`` on a terminal, and ``json`` everywhere else.
+    """
+    is_text = os.isatty(descriptor) if form == "auto" else form == "text"
+    formatter = TextFormatter(secrets) if is_text else JsonFormatter(secrets)
     handler = _LossyQueue()
-    thread = threading.Thread(target=handler.write_to, args=(_Writer(descriptor, secrets),), name="log", daemon=True)
+    thread = threading.Thread(target=handler.write_to, args=(_Writer(descriptor, formatter),), name="log", daemon=True)
     thread.start()
     loggers = [(LOGGER, logging.INFO), (logging.getLogger(_UVICORN), logging.WARNING)]
     for logger, level in loggers:
@@ -126,6 +166,11 @@ def json_log(descriptor: int, secrets: Collection[str] = ()) -> Iterator[None]:
         handler.end(thread)
 
 
-def log(event: str, level: int = logging.INFO, **fields: object) -> None:
-    """Write one line; fields that are None are left out."""
-    LOGGER.log(level, event, extra={"fields": {name: value for name, value in fields.items() if value is not None}})
+def log(event: str, level: int = logging.INFO, text: str | None = None, **fields: object) -> None:
+    """Write one line; fields that are None are left out.
+
+    Args:
+        text: what people read instead of the event and its fields.
+    """
+    known = {name: value for name, value in fields.items() if value is not None}
+    LOGGER.log(level, event, extra={"fields": known, "text": text})

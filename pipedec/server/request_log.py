@@ -12,13 +12,16 @@ from pipedec.core import Completion, SamplingParams
 from pipedec.server.logs import log
 from pipedec.server.observer import Exchange, Generation, Observer
 
-_PROBES = ("/health", "/ready", "/metrics")
+_POLLED = ("/health", "/ready", "/metrics")
+_POLL_ANSWERS = (200, 503)
 _ID_CHARS = 200
 _DEFAULTS = to_builtins(SamplingParams())
 
 
 class RequestLog(Observer):
-    """Writes a line when an answer begins and ends, and one for each HTTP response but those of probes that went well.
+    """Writes a line when an answer begins and ends, and one for each HTTP response but those to polls.
+
+    What polls of ``/health`` and ``/ready`` find, 503 included, is logged once, when it changes, by the process that changes it.
 
     Args:
         with_prompts: log prompts, parameters, and messages of refusals, which quote requests.
@@ -53,7 +56,7 @@ class RequestLog(Observer):
         )  # fmt: skip
 
     def responded(self, exchange: Exchange) -> None:
-        if exchange.route in _PROBES and exchange.status < 400:
+        if exchange.route in _POLLED and exchange.status in _POLL_ANSWERS:
             return
         log(
             "response", logging.ERROR if exchange.status == 500 else logging.INFO, request_id=exchange.request_id[:_ID_CHARS],

@@ -7,11 +7,12 @@ end when the thread that started it ends. Knows signals, uvicorn and the order o
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pipedec.config import context_length
 from pipedec.core import PipedecError, SchedulerLost, UserError
 from pipedec.server.cluster_process import ClusterEnded, ClusterProcess
 from pipedec.server.connection import LimitedConnection
+from pipedec.server.defaults import SamplingDefaults
 from pipedec.server.front import Front, Served
 from pipedec.server.logs import log
 from pipedec.server.metrics import Metrics
@@ -41,11 +43,13 @@ class RunOptions:
 
     Attributes:
         tokenizer: directory of the tokenizer; None for the target's.
+        defaults: sampling parameters of requests that do not set them.
         shutdown_timeout: seconds for running answers after the first signal.
         timeout_keep_alive: seconds for which an idle connection is kept open.
     """
 
     tokenizer: Path | None = None
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     shutdown_timeout: float = 60.0
     timeout_keep_alive: int = 75
     ssl_keyfile: Path | None = None
@@ -124,7 +128,9 @@ class ServerProcess:
         await self._attach(self._client)
         while (failure := self._client.failure) is None and not _has_ended(cluster):
             await asyncio.sleep(_LOOK_SECONDS)
-        self._front.lose(str(failure or "it has ended"))
+        reason = str(failure or "it has ended")
+        log("lost", logging.WARNING, reason=reason)
+        self._front.lose(reason)
         if isinstance(cluster, ClusterProcess):
             await _raise_cause(cluster)
         elif failure is not None:
@@ -134,9 +140,8 @@ class ServerProcess:
         description = client.description
         directory = self._options.tokenizer or Path(description.target)
         tokenizer = await asyncio.to_thread(_tokenizer, directory)
-        self._front.attach(
-            Served(client, tokenizer, description, context_length(directory, description.settings.limits.max_model_len))
-        )
+        context = context_length(directory, description.settings.limits.max_model_len)
+        self._front.attach(Served(client, tokenizer, description, context, self._options.defaults))
         self._metrics.attach(client.status)
         self._on_ready()
 

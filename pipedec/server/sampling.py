@@ -23,10 +23,9 @@ from pipedec.validation import shortened
 
 _SEEDS = 2**64
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_DEFAULT_TEMPERATURE = 1.0  # OpenAI's and vLLM's
 _AS_THEY_ARE = (
-    "top_p", "top_k", "min_p", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "ignore_eos",
+    "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "ignore_eos",
 )  # fmt: skip
 
 
@@ -106,7 +105,7 @@ async def asked_of(
     dialect = _dialect(body.threads, served.tokenizer)
     if structure is not None:
         await require_possible(structure, body)
-    sampling = _sampling(body, served.tokenizer, logprobs, echoes, structure)
+    sampling = _sampling(body, served, logprobs, echoes, structure)
     return Asked(
         sampling, max_tokens, n, _method(body, served.description),
         body.method_options or {}, dialect, dialect is not None and bool(body.stream), body.priority or 0,
@@ -114,19 +113,19 @@ async def asked_of(
 
 
 def _sampling(
-    body: GenerationBody, tokenizer: Tokenizer, logprobs: int | None, echoes: bool, structure: Structure | None
+    body: GenerationBody, served: Served, logprobs: int | None, echoes: bool, structure: Structure | None
 ) -> SamplingParams:
     given = {name: value for name in _AS_THEY_ARE if (value := getattr(body, name)) is not None}
     try:
         sampling = SamplingParams(
-            temperature=_DEFAULT_TEMPERATURE if body.temperature is None else body.temperature,
             seed=_seed(body.seed), stop=_stop(body), logprobs=logprobs, prompt_logprobs=logprobs if echoes else None,
-            structured_outputs=None if structure is None else structure.outputs, **given,
+            structured_outputs=None if structure is None else structure.outputs,
+            **(served.defaults.values | given),
         )  # fmt: skip
     except UserError as error:
         raise field_error(error, body) from None
-    check_token_ids(sampling.logit_bias or (), tokenizer, "logit_bias")
-    check_token_ids(sampling.stop_token_ids, tokenizer, "stop_token_ids")
+    check_token_ids(sampling.logit_bias or (), served.tokenizer, "logit_bias")
+    check_token_ids(sampling.stop_token_ids, served.tokenizer, "stop_token_ids")
     if body.min_tokens and (not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids):
         raise bad_request("min_tokens is not supported: use ignore_eos without stop, or leave it out", "min_tokens")
     return sampling

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from pipedec.server.logs import json_log, log
+from pipedec.server.logs import log, written_log
 
 
 def written(folder: Path, *secrets: str, **fields: object) -> str:
     path = folder / "log"
-    with path.open("wb") as file, json_log(file.fileno(), secrets):
+    with path.open("wb") as file, written_log(file.fileno(), secrets):
         log("something happened", **fields)
     return path.read_text()
 
@@ -44,7 +44,7 @@ def test_passwords_in_urls_never_appear(tmp_path: Path, url: str) -> None:
 
 def test_a_traceback_stays_on_its_line_and_keeps_no_secret(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    with path.open("wb") as file, json_log(file.fileno(), ("hunter2",)):
+    with path.open("wb") as file, written_log(file.fileno(), ("hunter2",)):
         try:
             raise ValueError("the key hunter2 is wrong")
         except ValueError:
@@ -54,7 +54,7 @@ def test_a_traceback_stays_on_its_line_and_keeps_no_secret(tmp_path: Path) -> No
 
 
 def test_a_full_disk_is_told_once_and_nothing_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    with open("/dev/full", "wb") as full, json_log(full.fileno()):
+    with open("/dev/full", "wb") as full, written_log(full.fileno()):
         for _ in range(3):
             log("lost")
     assert capsys.readouterr().err == "pipedec: log lines cannot be written: No space left on device\n"
@@ -63,7 +63,7 @@ def test_a_full_disk_is_told_once_and_nothing_fails(capsys: pytest.CaptureFixtur
 def test_a_reader_that_stalls_costs_lines_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     """The pipe is never read: a server that wrote by itself, or waited at its end, would hang here."""
     reader, writer = os.pipe()
-    with json_log(writer):
+    with written_log(writer):
         for number in range(15_000):
             log("an event of some length, so that the pipe is full soon", number=number)
     assert capsys.readouterr().err == "pipedec: log lines are being lost: nobody reads standard output\n"

@@ -1,0 +1,75 @@
+"""Default sampling parameters of requests: those that a checkpoint recommends in its ``generation_config.json``, as in vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipedec.config import json_object
+from pipedec.core import SamplingParams, UserError
+from pipedec.gguf import model_files
+from pipedec.validation import shortened
+
+AUTO, NEUTRAL = "auto", "vllm"  # of --generation-config, which else is a directory
+_FILE = "generation_config.json"
+_NEUTRAL: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+_HINT = f"correct it, or give --generation-config {NEUTRAL}"
+_MAX_TOKENS = "max_new_tokens"  # transformers' name
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What a request gets that does not set a parameter itself.
+
+    Attributes:
+        values: parameters of ``SamplingParams``, by name.
+        max_tokens: of a chat; None for all that fits into the context.
+        source: the file that they come from; ``vllm`` for vLLM's and OpenAI's own defaults.
+    """
+
+    values: dict[str, Any] = field(default_factory=lambda: dict(_NEUTRAL))
+    max_tokens: int | None = None
+    source: str = NEUTRAL
+
+
+def sampling_defaults(choice: str, target: str) -> SamplingDefaults:
+    """The defaults that ``--generation-config`` asks for.
+
+    Args:
+        choice: ``auto`` for the target's, ``vllm`` for neutral ones, or a directory with a ``generation_config.json``.
+        target: directory of the target, or a GGUF file; if it is on other machines only, the defaults are neutral.
+
+    Raises:
+        UserError: there is no such directory or file, or a value in it is not allowed.
+    """
+    if choice == NEUTRAL:
+        return SamplingDefaults()
+    path = (model_files(target) if choice == AUTO else Path(choice)) / _FILE
+    if path.is_file():
+        return _read(path)
+    if choice == AUTO:
+        return SamplingDefaults()
+    missing = f"there is no {_FILE} in it" if path.parent.is_dir() else "there is no such directory"
+    raise UserError(f"--generation-config {choice}: {missing}: give a directory that has one, {AUTO} or {NEUTRAL}")
+
+
+def _read(path: Path) -> SamplingDefaults:
+    """The keys that vLLM takes; all others are transformers' own, ``do_sample`` included."""
+    document = json_object(path)
+    given = {name: document[name] for name in (*_NEUTRAL, _MAX_TOKENS) if document.get(name) is not None}
+    for name, value in given.items():
+        kinds = int if name in ("top_k", _MAX_TOKENS) else int | float
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            kind = "an integer" if kinds is int else "a number"
+            raise UserError(f"{path}: {name} must be {kind}, not {shortened(json.dumps(value))}: {_HINT}")
+    max_tokens = given.pop(_MAX_TOKENS, None)
+    if max_tokens is not None and max_tokens < 1:
+        raise UserError(f"{path}: {_MAX_TOKENS} must be at least 1, not {shortened(max_tokens)}: {_HINT}")
+    try:
+        SamplingParams(**given)
+    except UserError as error:
+        raise UserError(f"{path}: {error}: {_HINT}") from None
+    return SamplingDefaults({**_NEUTRAL, **given}, max_tokens, str(path) if given or max_tokens else NEUTRAL)
