@@ -23,9 +23,10 @@ from pipedec.config import Settings, cluster_from_json, cluster_to_json, given_s
 from pipedec.config.redis import RedisConfig
 from pipedec.config.settings import GROUPS
 from pipedec.core import UserError
-from pipedec.messages import description_from_json, to_json
+from pipedec.messages import RunDescription, to_json
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.spec import PipelineSpec
+from pipedec.validation import parse_json
 
 PACKAGE = Path(pipedec.__file__).parent
 NEW_SETTING = """    prefetch: Annotated[Annotated[int, Meta(ge=0, le=9)], Help("Verdicts to prefetch.")] = 2
@@ -171,7 +172,7 @@ def test_the_description_of_a_run_has_the_settings_and_no_password(pair: Pair) -
     )
     text = to_json(spec.description())
     assert "hunter2" not in text
-    settings = description_from_json(text).settings
+    settings = parse_json(RunDescription, text).settings
     assert settings == spec.settings.without_secrets()
     assert settings.cluster.redis == RedisConfig("redis://user@host:1/0") and settings.limits.tree == LayerTreeOptions(8, 4)
 

@@ -13,10 +13,8 @@ from support.clusters import clustered
 from support.tiny_pair import Pair
 
 from pipedec.config import DeviceConfig, ServerConfig, Settings
-from pipedec.core import Request, SamplingParams, UserError
 from pipedec.engine.build import resolve, resolve_partition, weights_on
 from pipedec.engine.devices import arithmetic_of
-from pipedec.engine.local import LocalPipeline
 from pipedec.hardware import WeightFormat
 from pipedec.plan.dtypes import Arithmetic
 
@@ -113,25 +111,3 @@ def test_a_cluster_file_decides_by_its_devices_on_every_host(pair: Pair, tmp_pat
     )
     made = resolve_partition(replace(config, partitions={"two": on_gpu}))
     assert (made.dtype, made.settings.numbers.draft_dtype) == ("float32", "bfloat16")
-
-
-@pytest.mark.parametrize("flag", ["dtype", "--draft-dtype"])
-def test_an_unknown_name_is_one_line(pair: Pair, flag: str) -> None:
-    with pytest.raises(UserError, match=f"^unknown {flag} 'bf16': choose one of auto, float32, float64, bfloat16, float16$"):
-        if flag == "dtype":
-            resolve(Settings.of(target=pair.target, draft=pair.draft, dtype="bf16", device="cpu"))
-        else:
-            resolve(Settings.of(target=pair.target, draft=pair.draft, draft_dtype="bf16", device="cpu"))
-
-
-@pytest.mark.parametrize("has_bfloat16", [True, False])
-def test_the_draft_s_choice_changes_no_answer(pair: Pair, has_bfloat16: bool, settle: Settle) -> None:
-    settle(has_bfloat16)
-    request = Request(0, (1, 5, 9, 30), SamplingParams(max_tokens=24, ignore_eos=True))
-    alone = LocalPipeline.load(resolve(Settings.of(target=pair.target, draft="none", stages=1, dtype="float32", device="cpu")))
-    chosen = LocalPipeline.load(resolve(Settings.of(target=pair.target, draft=pair.draft, stages=2, device="cpu")))
-    expected, found = (
-        [token for verdict in one.run(replace(request, method=method)) for token in verdict.tokens]
-        for one, method in ((alone, "pp"), (chosen, "pipedec"))
-    )
-    assert found == expected

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from support.clusters import clustered
 
@@ -83,5 +81,4 @@ def test_a_plan_counts_on_no_instructions_of_a_processor() -> None:
 
 def test_a_partition_chooses_for_itself() -> None:
     config = cluster("h100", "h100", dtype="float32")
-    own = replace(config.partitions["one"], dtype="auto")
-    assert plan(replace(config, partitions={"one": own})).weights == WeightFormat("bfloat16")
+    assert plan(config.for_partition(given={"dtype": "auto"})).weights == WeightFormat("bfloat16")

@@ -71,7 +71,7 @@ def test_rank_0_manages_what_every_pool_has(pair: Pair) -> None:
     small = spec(pair, kv_cache_memory=MIB)
     assert small.kv_manager().capacity == small.kv_slots
     assert small.kv_block == 16, "on a processor"
-    assert replace(small, device="cuda").kv_block == 256, "also on a host that has no GPU"
+    assert small.replaced(device="cuda").kv_block == 256, "also on a host that has no GPU"
 
 
 def test_prefixes_are_shared_unless_somebody_objects(pair: Pair, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
             r"^rank 1 \(stage 1\) has 256\.0 KiB for keys and values, 512 tokens of 512 bytes, but one request of 1,000 tokens "
             r"needs 536\.0 KiB: give a larger --kv-cache-memory, or a smaller --max-model-len$",
         ),
-        ({"kv_cache_memory": 0}, r"^--kv-cache-memory must be at least 1, not 0$"),
+        ({"kv_cache_memory": 0}, r"^kv_cache_memory: must be at least 1, not 0$"),
     ],
 )
 def test_a_budget_that_cannot_work_is_refused_with_the_numbers(pair: Pair, limits: dict[str, int], message: str) -> None:

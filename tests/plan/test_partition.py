@@ -106,33 +106,28 @@ def test_rows_are_counted_as_the_transport_sends_them(paper: ClusterConfig) -> N
 
 
 def test_slow_draft_sets_the_timestep(paper: ClusterConfig) -> None:
-    planned = plan(replace(paper, draft="llama-3.1-8b"), "paper-14")
+    planned = plan(paper.for_partition("paper-14", {"draft": "llama-3.1-8b"}))
     assert planned.draft is not None
     assert planned.timestep_ms > planned.draft.compute_ms > planned.stages[1].compute_ms
 
 
 def test_what_does_not_fit_is_said(paper: ClusterConfig) -> None:
-    partition = replace(paper.partitions["paper-14"], stages=7, groups=None, layers=(9, 12, 12, 12, 12, 12, 11))
-    planned = plan(replace(paper, partition=None, partitions={"half": partition}), "half")
+    half = {"stages": 7, "groups": None, "layers": (9, 12, 12, 12, 12, 12, 11)}
+    planned = plan(paper.for_partition("paper-14", half))
     assert planned.problems[1] == "stage 2 on server-1 rtx3090 needs 42.8 GB of 24.0 GB: use more stages, bfloat16 or quantize"
     assert len(planned.problems) == 7
     assert "Problem: stage 7 on server-1 rtx3090 needs" in shown(planned)
 
 
 def test_bfloat16_halves_what_is_needed(paper: ClusterConfig) -> None:
-    partition = replace(paper.partitions["paper-14"], stages=7, groups=None, layers="auto")
-    planned = plan(replace(paper, partition=None, partitions={"half": partition}, dtype="float32"), "half")
+    half = {"stages": 7, "groups": None, "layers": "auto"}
+    planned = plan(paper.for_partition("paper-14", half | {"dtype": "float32"}))
     assert planned.problems[0] == "the 7 stages have room for 40 layers, the target has 80"
-    assert (
-        plan(
-            replace(paper, partition=None, partitions={"half": partition}, dtype="bfloat16", max_model_len=1024), "half"
-        ).problems
-        == ()
-    )
+    assert plan(paper.for_partition("paper-14", half | {"dtype": "bfloat16", "max_model_len": 1024})).problems == ()
 
 
 def test_draft_that_does_not_fit(paper: ClusterConfig) -> None:
-    planned = plan(replace(paper, draft="llama-3.1-70b"), "paper-14")
+    planned = plan(paper.for_partition("paper-14", {"draft": "llama-3.1-70b"}))
     assert len(planned.problems) == 1
     assert planned.problems[0].startswith("the draft on server-4 l40 needs ")
 
@@ -183,7 +178,7 @@ def test_placement_mistakes(paper: ClusterConfig) -> None:
     with pytest.raises(UserError, match=r"^partitions\.only\.devices: no free l40 is left on b$"):
         plan(small(3, devices=(DeviceConfig("b", "l40", 3),)))
     with pytest.raises(UserError, match=r"^partitions\.only\.draft_device: missing"):
-        plan(replace(small(2), draft="llama-3.2-1b"))
+        plan(small(2).for_partition(given={"draft": "llama-3.2-1b"}))
 
 
 def test_devices_in_the_order_given() -> None:
