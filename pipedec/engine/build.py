@@ -105,8 +105,8 @@ def checked_models(models: Models) -> tuple[Path, Path | None, Path | None]:
     """
     shipped = reference_pair() if models.target is None else None
     target = Path(models.target) if models.target is not None else reference_pair() / "target"
-    draft = _chosen(models.draft, shipped / "draft" if shipped else shipped_draft(str(target)))
-    bita = _chosen(models.bita, shipped and shipped / "bita")
+    draft = _chosen(models.draft, lambda: shipped / "draft" if shipped else shipped_draft(str(target)))
+    bita = _chosen(models.bita, lambda: shipped and shipped / "bita")
     if models.draft is None and draft is None and bita is None:
         raise UserError("give --draft DIR beside --target (a small model with the same tokenizer), or --draft none")
     fits_vocabulary(target, checked(target).vocab_size)
@@ -186,10 +186,10 @@ def load_drafter(
     )
 
 
-def _chosen(given: str | None, shipped: Path | None) -> Path | None:
+def _chosen(given: str | None, shipped: Callable[[], Path | None]) -> Path | None:
     """The given directory; ``shipped`` if none is given; None for ``"none"``."""
     if given is None:
-        return shipped
+        return shipped()
     return None if given == NONE else Path(given)
 
 
