@@ -33,8 +33,8 @@ def _directory(name: str) -> Path:
     root = _root()
     if root is None:
         raise UserError(
-            "the shipped models are not installed: pip install ./models in a clone of pipedec, or install the pipedec_models wheel "
-            "that `make wheel` builds there; or give your own, --target DIR and --draft DIR"
+            "the shipped models are not installed: pip install ./models in a clone, or the wheel pipedec_models that "
+            "`make wheel` builds there; or give your own, --target DIR and --draft DIR"
         )
     return root / name
 
