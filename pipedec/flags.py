@@ -1,21 +1,27 @@
-"""Command-line options from annotated dataclass fields, so that an option's name, type, range, default and help are written once.
+"""Command-line options from annotated fields of dataclasses and parameters of commands.
 
-A field ``max_seqs: Annotated[int, Meta(ge=1), Help("Queue limit.")] = 64`` becomes ``--max-seqs N``. Knows click, but no command
-and no setting.
+An option's name, type, range, default and help are written once.
+
+A field ``max_seqs: Annotated[int, Meta(ge=1), Help("Queue limit.")] = 64`` becomes ``--max-seqs N``. ``check_fields`` applies the
+same ranges to objects that are made without a command line. Knows click, but no command and no setting.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import math
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import click
 from click.core import ParameterSource
 from msgspec import Meta
+
+from pipedec.core import UserError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Any], Any]  # a decorator that adds one option to a command
@@ -28,9 +34,12 @@ class Help:
     Attributes:
         text: what ``--help`` says about it.
         metavar: the name of its value; by default N for an integer and X for any other number.
-        flag: the option, where it is not the field's name: ``--no-prefix-cache`` of ``prefix_cache`` is derived.
+        flag: the option, where it is not the field's name: ``--no-prefix-cache`` of ``prefix_cache`` is derived. A switch may
+            have two: ``--compile/--no-compile``.
         repeated: each use of the option adds an entry to a tuple; otherwise a tuple is written with commas.
         hidden: not listed by ``--help``.
+        variables: environment variables that are read where the option is not given.
+        choices: of a text, where the annotation has no ``Literal`` of them.
     """
 
     text: str
@@ -38,6 +47,8 @@ class Help:
     flag: str | None = None
     repeated: bool = False
     hidden: bool = False
+    variables: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
 
 
 def options_of(kind: type, parameter: str, only: Collection[str] | None = None) -> Callable[[Command], Command]:
@@ -53,6 +64,26 @@ def options_of(kind: type, parameter: str, only: Collection[str] | None = None) 
     return decorate
 
 
+def own_options(command: Command) -> Command:
+    """Decorate a command with an option for each of its parameters that has a ``Help``."""
+    hints, decorated = get_type_hints(command, include_extras=True), command
+    for name, parameter in reversed(list(inspect.signature(command).parameters.items())):
+        note = next(_notes(hints[name], Help), None)
+        if note is not None:
+            default = MISSING if parameter.default is parameter.empty else parameter.default
+            decorated = option(name, hints[name], note, default)(decorated)
+    return decorated
+
+
+def partial_of(kind: type, parameter: str, only: Collection[str] | None = None) -> Callable[[Command], Command]:
+    """As ``options_of``, for a dataclass with fields that are no options: the command calls ``parameter`` with these."""
+
+    def decorate(command: Command) -> Command:
+        return with_options(command, option_fields(kind, only), lambda values: {parameter: functools.partial(kind, **values)})
+
+    return decorate
+
+
 def with_options(command: Command, declared: Mapping[str, Option], gather: Callable[[dict[str, Any]], dict[str, Any]]) -> Command:
     """Add options to a command, which gets what ``gather`` makes of their values by name instead of the values."""
 
@@ -61,8 +92,8 @@ def with_options(command: Command, declared: Mapping[str, Option], gather: Calla
         return command(**gather({name: given.pop(name) for name in declared}), **given)
 
     wrapped: Any = gathering
-    for option in reversed(list(declared.values())):
-        wrapped = option(wrapped)
+    for add in reversed(list(declared.values())):
+        wrapped = add(wrapped)
     return wrapped
 
 
@@ -79,8 +110,44 @@ def option_fields(kind: type, only: Collection[str] | None = None) -> dict[str, 
     for field in fields(kind):
         note = next(_notes(hints[field.name], Help), None)
         if note is not None and (only is None or field.name in only):
-            found[field.name] = _option(field, hints[field.name], note)
+            default = field.default_factory if field.default is MISSING else field.default
+            found[field.name] = option(field.name, hints[field.name], note, default)
     return found
+
+
+def option(name: str, hint: Any, note: Help, default: Any) -> Option:
+    """The option of one field: its name, its annotated type, and its default; MISSING where it is required."""
+    members, meta = _members(hint), list(_notes(hint, Meta))
+    names = [name, note.flag or flag_name(name)]
+    if bool in members:
+        return _switch(names, note, default)
+    inner = next((get_args(member)[0] for member in members if get_origin(member) is tuple), None)
+    settings: dict[str, Any] = {"help": note.text, "hidden": note.hidden, "envvar": note.variables or None}
+    if note.repeated:
+        kind, usual = _click_type(_members(inner), list(_notes(inner, Meta)), note.choices), _metavar(_members(inner))
+    else:
+        kind = _click_type(members, meta, note.choices)
+        usual = _metavar(members) if inner is None else f"{_metavar(_members(inner)) or 'NAME'},…"
+        if isinstance(default, tuple) and default:
+            default = ",".join(map(str, default))
+    if default is MISSING:
+        settings["required"] = True
+    else:
+        settings |= {"default": default, "show_default": default not in (None, ()) and not callable(default)}
+    return click.option(*names, type=kind, metavar=note.metavar or usual, multiple=note.repeated, **settings)
+
+
+def check_fields(values: Any) -> None:
+    """Check the fields of a dataclass against the ranges and choices of their annotations; None passes.
+
+    Raises:
+        UserError: names the option, and says what is allowed.
+    """
+    hints = get_type_hints(type(values), include_extras=True)
+    for field in fields(values):
+        note, value = next(_notes(hints[field.name], Help), Help("")), getattr(values, field.name)
+        if value is not None:
+            _check(note.flag or flag_name(field.name), hints[field.name], value, note.choices)
 
 
 def flag_name(name: str) -> str:
@@ -106,36 +173,25 @@ def arguments_of(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _option(field: Field[Any], hint: Any, note: Help) -> Option:
-    default = None if field.default is MISSING else field.default
-    members, meta = _members(hint), list(_notes(hint, Meta))
-    settings: dict[str, Any] = {"help": note.text, "metavar": note.metavar, "hidden": note.hidden, "default": default}
-    names = [field.name, note.flag or flag_name(field.name)]
-    if bool in members:
-        return _switch(field.name, note, bool(default))
-    if note.repeated:
-        (inner,) = get_args(next(member for member in members if get_origin(member) is tuple))[:1]
-        settings |= {"multiple": True, "type": _click_type(_members(inner), list(_notes(inner, Meta)))}
-    else:
-        settings |= {
-            "type": _click_type(members, meta),
-            "required": field.default is MISSING and field.default_factory is MISSING,
-        }
-        settings["show_default"] = default is not None
-    if settings["metavar"] is None and not note.repeated:
-        settings["metavar"] = None if str in members else "N" if int in members else "X" if float in members else None
-    return click.option(*names, **settings)
+def _choices(members: list[Any], words: tuple[str, ...]) -> list[Any]:
+    return [*words, *(choice for member in members if get_origin(member) is Literal for choice in get_args(member))]
 
 
-def _switch(name: str, note: Help, default: bool) -> Option:
-    """An option without a value, which turns the field's default around."""
-    flag = note.flag or flag_name(f"no_{name}" if default else name)
-    return click.option(name, flag, flag_value=not default, is_flag=True, default=default, help=note.text, hidden=note.hidden)
+def _metavar(members: list[Any]) -> str | None:
+    return None if str in members else "N" if int in members else "X" if float in members else None
 
 
-def _click_type(members: list[Any], meta: list[Meta]) -> Any:
+def _switch(names: list[str], note: Help, default: bool) -> Option:
+    """An option without a value, which turns the field's default around; or two, which set it."""
+    if "/" in names[1]:
+        return click.option(*names, default=default, show_default=True, help=note.text, hidden=note.hidden)
+    flag = note.flag or flag_name(f"no_{names[0]}" if default else names[0])
+    return click.option(names[0], flag, flag_value=not default, is_flag=True, default=default, help=note.text, hidden=note.hidden)
+
+
+def _click_type(members: list[Any], meta: list[Meta], words: tuple[str, ...] = ()) -> Any:
     """What click checks a value against: the ranges and choices of the annotation."""
-    choices = [choice for member in members if get_origin(member) is Literal for choice in get_args(member)]
+    choices = _choices(members, words)
     lists = [member for member in members if get_origin(member) is tuple]
     if lists:
         inner = get_args(lists[0])[0]
@@ -166,6 +222,32 @@ class _List(click.ParamType):
         if isinstance(value, tuple) or value in self._words:
             return value
         return tuple(self._inner.convert(part.strip(), param, ctx) for part in value.split(","))
+
+
+def _check(flag: str, hint: Any, value: Any, words: tuple[str, ...] = ()) -> None:
+    """Raise UserError unless the annotations allow this value."""
+    members, meta = _members(hint), list(_notes(hint, Meta))
+    if isinstance(value, tuple):
+        if not value and any(one.min_length for one in meta):
+            raise UserError(f"{flag} must have at least one entry")
+        inner = next(get_args(member)[0] for member in members if get_origin(member) is tuple)
+        for entry in value:
+            _check(flag, inner, entry)
+        return
+    choices = _choices(members, words)
+    if choices and value not in choices:
+        raise UserError(f"{flag} {value}: choose one of {', '.join(choices)}")
+    for one in meta:
+        if (one.ge is not None or one.gt is not None) and not math.isfinite(value):
+            raise UserError(f"{flag} must be a finite number, not {value}")
+        if one.gt is not None and value <= one.gt:
+            raise UserError(f"{flag} must be above {one.gt:g}, not {value}")
+        if one.le is not None and one.ge is not None and not one.ge <= value <= one.le:
+            raise UserError(f"{flag} must be between {one.ge:g} and {one.le:g}, not {value}")
+        if one.ge is not None and value < one.ge:
+            raise UserError(f"{flag} must be at least {one.ge:g}, not {value}")
+        if one.le is not None and value > one.le:
+            raise UserError(f"{flag} must be at most {one.le:g}, not {value}")
 
 
 def _members(hint: Any) -> list[Any]:

@@ -108,7 +108,7 @@ def test_every_option_has_a_flag_that_names_its_methods() -> None:
         takers = [method for method, entry in METHODS.items() if name in entry.option_names]
         assert all(f"{method}: " in str(flags[name].help) for method in takers)
     done = CliRunner().invoke(command, ["--prompt", "a", "--width", "3", "--proposers", "draft"])
-    assert done.output == "{'width': 3, 'proposers': ['draft']}\n", "only what was given"
+    assert done.output == "{'width': 3, 'proposers': ('draft',)}\n", "only what was given"
 
 
 @pytest.mark.parametrize(

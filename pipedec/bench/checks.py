@@ -1,17 +1,10 @@
-"""Checks that the configurations of several benchmarks share. Each raises a UserError that names the flag or the value."""
+"""A check that the configurations of several benchmarks share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from pipedec.core import UserError
-
-
-def check_positive(numbers: Mapping[str, Iterable[int]]) -> None:
-    """Raise UserError for the first flag without numbers, or with one below 1."""
-    for flag, values in numbers.items():
-        if min(values, default=0) < 1:
-            raise UserError(f"{flag} must be at least 1")
 
 
 def check_known(kind: str, name: str, choices: Iterable[str]) -> None:

@@ -10,16 +10,19 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import psutil
+from msgspec import Meta
 from msgspec.structs import replace
 
 from pipedec.bench.record import Row, header, plain
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
+from pipedec.core import PipedecError, RankLost, SamplingParams
 from pipedec.engine.build import DTYPES, weights_on
 from pipedec.engine.devices import chosen_device
+from pipedec.flags import Help, check_fields
 from pipedec.messages import PromptRequest
 from pipedec.model import ModelConfig
 from pipedec.plan.spec import PipelineSpec
@@ -37,18 +40,13 @@ class ResourcesConfig:
         UserError: a number is out of range.
     """
 
-    idle_seconds: float = 5.0
-    requests: int = 20
-    max_tokens: int = 32
-    prompt: str = "Write a function that returns the sum of a list."
+    idle_seconds: Annotated[float, Meta(gt=0), Help("How long idle CPU is measured.", "SECONDS")] = 5.0
+    requests: Annotated[int, Meta(ge=1), Help("Number of requests over which memory growth is measured.")] = 20
+    max_tokens: Annotated[int, Meta(ge=2), Help("Output tokens per request; the second one is timed.")] = 32
+    prompt: Annotated[str, Help("Prompt of every request.", "TEXT")] = "Write a function that returns the sum of a list."
 
     def __post_init__(self) -> None:
-        if self.idle_seconds <= 0:
-            raise UserError(f"--idle-seconds must be above 0, not {self.idle_seconds:g}")
-        if self.requests < 1:
-            raise UserError(f"--requests must be at least 1, not {self.requests}")
-        if self.max_tokens < 2:
-            raise UserError(f"--max-tokens must be at least 2 (the second token is timed), not {self.max_tokens}")
+        check_fields(self)
 
 
 @dataclass

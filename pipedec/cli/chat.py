@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 from msgspec import structs
 from rich.table import Table
 
-from pipedec.cli.options import Command, StructureFlags, gathered, structure_flags
+from pipedec.cli.options import MinP, StructureFlags, Temperature, TopK, TopP
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console, loading_bars, metrics_table
 from pipedec.client.chat import ClusterPartner, HttpPartner, Message, Partner, Told
@@ -22,6 +22,7 @@ from pipedec.cluster.local import LocalCluster, resolve_apart
 from pipedec.config import Settings, settings_options
 from pipedec.config.settings import OPTIONS
 from pipedec.core import SamplingParams, UserError
+from pipedec.flags import Help, options_of
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHOD_NAMES
 
@@ -33,24 +34,39 @@ Ctrl-C  cancel the answer"""
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
 _MAX_TOKENS = 512
+_KEY_VARIABLES = ("PIPEDEC_API_KEY", "OPENAI_API_KEY")
 
 
 @dataclass(frozen=True)
-class ChatFlags(StructureFlags):
+class _PartnerFlags:
     """Who answers, and how."""
 
-    url: str | None
-    api_key: str | None
-    model: str | None
-    tokenizer: Path | None
-    system: str | None
-    method: str | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    seed: int | None
-    max_tokens: int | None
+    url: Annotated[
+        str | None,
+        Help(
+            f"Talk with an OpenAI-compatible server, like http://127.0.0.1:8000/v1 (its key: ${' or $'.join(_KEY_VARIABLES)}).",
+            "URL",
+        ),
+    ] = None
+    api_key: Annotated[str | None, Help("Deprecated.", "KEY", variables=_KEY_VARIABLES, hidden=True)] = None
+    model: Annotated[str | None, Help("With --url: the model (default: the first that the server names).", "NAME")] = None
+    tokenizer: Annotated[
+        Path | None,
+        Help("With a running cluster: directory of the target's tokenizer, if it is elsewhere on this machine.", "DIR"),
+    ] = None
+    system: Annotated[str | None, Help("A system message that leads the conversation.", "TEXT")] = None
+    method: Annotated[str | None, Help("Decoding method.", choices=METHOD_NAMES)] = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    seed: Annotated[int | None, Help("Random seed of every answer.")] = None
+    max_tokens: Annotated[int | None, Help(f"Maximum number of tokens of an answer (default: {_MAX_TOKENS}).")] = None
+
+
+@dataclass(frozen=True)
+class ChatFlags(StructureFlags, _PartnerFlags):
+    """The flags of a conversation. What is None is left to the server, or takes the default of a request."""
 
     def request(self) -> PromptRequest:
         """Without a prompt."""
@@ -68,32 +84,8 @@ class ChatFlags(StructureFlags):
         return {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
 
 
-def chat_options(command: Command) -> Command:
-    """Adds the flags of a conversation; the command gets them as ``asked``."""
-    keys = ["PIPEDEC_API_KEY", "OPENAI_API_KEY"]
-    options = [
-        click.option("--url", metavar="URL", help="Talk with an OpenAI-compatible server, like http://127.0.0.1:8000/v1."),
-        click.option("--api-key", metavar="KEY", envvar=keys, help=f"With --url (better: {' or '.join(keys)})."),
-        click.option("--model", metavar="NAME", help="With --url: the model (default: the first that the server names)."),
-        click.option(
-            "--tokenizer", type=click.Path(path_type=Path), metavar="DIR",
-            help="With a running cluster: directory of the target's tokenizer, if it is elsewhere on this machine.",
-        ),
-        click.option("--system", metavar="TEXT", help="A system message that leads the conversation."),
-        click.option("--method", type=click.Choice(METHOD_NAMES), help="Decoding method."),
-        click.option("--temperature", type=float, metavar="X", help="Sampling temperature; 0 is greedy."),
-        click.option("--top-p", type=float, metavar="X", help="Cumulative probability of the tokens to sample from."),
-        click.option("--top-k", type=int, metavar="N", help="Number of most probable tokens to sample from."),
-        click.option("--min-p", type=float, metavar="X", help="Minimum probability relative to the most probable token."),
-        click.option("--seed", type=int, metavar="N", help="Random seed of every answer."),
-        click.option("--max-tokens", type=int, metavar="N", help=f"Most tokens of an answer (default: {_MAX_TOKENS})."),
-        *structure_flags(),
-    ]  # fmt: skip
-    return gathered(command, options, ChatFlags, "asked")
-
-
 @click.command()
-@chat_options
+@options_of(ChatFlags, "asked")
 @running_options
 @settings_options
 def chat(settings: Settings, place: RunningFlags, asked: ChatFlags) -> None:

@@ -7,20 +7,25 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from pipedec.cli.options import Json
 from pipedec.cli.show import console as progress
+from pipedec.cluster.doctor.comparison import compare
+from pipedec.cluster.doctor.facts import Questions
+from pipedec.cluster.doctor.findings import Finding, has_problem
+from pipedec.cluster.doctor.host import HostDoctor
+from pipedec.cluster.survey import Survey
 from pipedec.config import load_cluster, redis_url_from_environment
 from pipedec.core import PipedecError
+from pipedec.flags import Help, own_options
 
-if TYPE_CHECKING:
-    from pipedec.cluster.doctor.findings import Finding
-
-Findings = Mapping[str, "Finding"]  # by name
+Findings = Mapping[str, Finding]  # by name
 
 _STYLES = {"ok": "", "note": "yellow", "problem": "bold red"}
 _MARKS = {"ok": "", "note": "! ", "problem": "✗ "}
@@ -29,16 +34,15 @@ _PAPER = 100  # columns of a table that is not printed to a terminal
 
 
 @click.command()
-@click.option("--cluster", type=click.Path(path_type=Path), metavar="FILE", help="Examine all hosts of a cluster.yaml over ssh.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
-def doctor(cluster: Path | None, as_json: bool) -> None:
+@own_options
+def doctor(
+    cluster: Annotated[Path | None, Help("Examine all hosts of a cluster.yaml over ssh.", "FILE")] = None, as_json: Json = False
+) -> None:
     """Examine this host: packages, GPUs, network, memory, ports, Redis, directories.
 
     With --cluster, examine the hosts of the file side by side, compare them with each other and with the file, and let each
     try to connect to the others. Every problem comes with its mend. Exits with status 1 if there is a problem.
     """
-    from pipedec.cluster.doctor.findings import has_problem
-
     table = _this_host() if cluster is None else _hosts_of(cluster)
     if as_json:
         print(json.dumps({host: [asdict(finding) for finding in findings.values()] for host, findings in table.items()}))
@@ -49,9 +53,6 @@ def doctor(cluster: Path | None, as_json: bool) -> None:
 
 
 def _this_host() -> Mapping[str, Findings]:
-    from pipedec.cluster.doctor.facts import Questions
-    from pipedec.cluster.doctor.host import HostDoctor
-
     redis_url = redis_url_from_environment()
     with progress.status("Examining this host"), closing(HostDoctor()) as host:
         report = host.examine(Questions(redis_url, starts_redis=redis_url is None))
@@ -59,9 +60,6 @@ def _this_host() -> Mapping[str, Findings]:
 
 
 def _hosts_of(file: Path) -> Mapping[str, Findings]:
-    from pipedec.cluster.doctor.comparison import compare
-    from pipedec.cluster.survey import Survey
-
     config = load_cluster(file)
     with progress.status(f"Examining {len(config.servers)} hosts"), Survey(config) as survey:
         return compare(config, survey.answers())
@@ -84,8 +82,6 @@ def show(table: Mapping[str, Findings], console: Console) -> None:
 
 
 def _cell(finding: Finding | None) -> str:
-    from rich.markup import escape
-
     if finding is None:
         return ""
     style = _STYLES[finding.level]

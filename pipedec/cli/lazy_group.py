@@ -14,8 +14,8 @@ class LazyGroup(click.Group):
     """A group whose commands are imported when they run.
 
     Args:
-        lazy_commands: the module and the help line of every command. The module defines a ``click.Command`` of the command's
-            name, with underscores for hyphens.
+        lazy_commands: the module and the help line of every command; without a line it is hidden. The module defines a
+            ``click.Command`` of the command's name, with underscores for hyphens.
     """
 
     def __init__(self, *args: Any, lazy_commands: Commands, **options: Any) -> None:
@@ -34,4 +34,4 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in self._commands.items()])
+            formatter.write_dl([(name, line) for name, (_, line) in self._commands.items() if line])

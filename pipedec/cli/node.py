@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from pipedec.cluster.node import main
+
 
 @click.command()
 def node() -> None:
@@ -11,6 +13,4 @@ def node() -> None:
 
     Once the cluster is up it needs the launcher no longer, and ends with the run. You need not call it yourself.
     """
-    from pipedec.cluster.node import main
-
     main()

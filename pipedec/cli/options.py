@@ -1,25 +1,25 @@
-"""Flags of requests that several commands share.
+"""Options of requests, and annotated types of options that several commands share.
 
-The flags of the methods' options come from the table in ``pipedec.methods``.
+The options of the methods' options come from the table in ``pipedec.methods``.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-import click
 from msgspec import structs
 
 from pipedec.client.resumption import Resumption
 from pipedec.core import DEFAULT_METHOD, SamplingParams, StructuredOutputs, UserError
 from pipedec.data.prompts import PromptSource
+from pipedec.flags import Help, Option, option, option_fields, with_options
 from pipedec.grammar import check
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHOD_NAMES, METHODS, make_options, option_rules
@@ -29,14 +29,47 @@ OPTION_NAMES = tuple(dict.fromkeys(name for entry in METHODS.values() for name i
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+Prompts = Annotated[
+    tuple[str, ...],
+    Help("Prompt files: JSONL, JSONL.gz or CSV, or some of their records; may be repeated.", "[NAME=]FILE[#KEY=VALUE,…]",
+         "--prompts", repeated=True),
+]  # fmt: skip
+PromptField = Annotated[str | None, Help("Field of the prompt files that holds the prompt.", "NAME", "--field")]
+RawPrompt = Annotated[bool, Help("Do not apply the model's chat template.", flag="--raw-prompt")]
+Threads = Annotated[
+    str | None, Help("Let answers open decode threads: apar, pasta, parallel, or a dialect file.", "NAME|FILE", "--threads")
+]
+Temperature = Annotated[float, Help("Sampling temperature; 0 is greedy.")]
+TopK = Annotated[int, Help("Number of most probable tokens to sample from; 0 for all.")]
+TopP = Annotated[float, Help("Cumulative probability of the tokens to sample from.")]
+MinP = Annotated[float, Help("Minimum probability relative to the most probable token.")]
+MaxTokens = Annotated[int, Help("Maximum number of output tokens.")]
+Redis = Annotated[
+    str | None,
+    Help(
+        "Redis server (default: the one that pipedec up starts); its password is in $PIPEDEC_REDIS_PASSWORD.",
+        "redis://HOST:PORT/0",
+    ),
+]
+Json = Annotated[bool, Help("Print one JSON document instead of text.", flag="--json")]
+
+
+@dataclass(frozen=True)
+class ClusterFlags:
+    """Which running cluster to use."""
+
+    redis: Redis = None
+    run: Annotated[str | None, Help("Name of the run, if several share a Redis.", "NAME")] = None
+
+
 @dataclass(frozen=True)
 class StructureFlags:
     """What form an answer must have: one of them, or none."""
 
-    json_schema: str | None
-    regex: str | None
-    choice: tuple[str, ...]
-    grammar: Path | None
+    json_schema: Annotated[str | None, Help("The answer is JSON that follows this JSON schema.", "FILE|TEXT")] = None
+    regex: Annotated[str | None, Help("The whole answer matches this regular expression.", "TEXT")] = None
+    choice: Annotated[tuple[str, ...], Help("The answer is one of these; may be repeated.", "TEXT", repeated=True)] = ()
+    grammar: Annotated[Path | None, Help("The answer follows a grammar, in Lark's notation.", "FILE")] = None
 
     def structure(self) -> StructuredOutputs | None:
         """Raises UserError for more than one, for a file that cannot be read, or a structure that no text can have."""
@@ -53,35 +86,58 @@ class StructureFlags:
 
 
 @dataclass(frozen=True)
-class RequestFlags(StructureFlags):
+class _PromptFlags:
+    """What is answered."""
+
+    prompt: Annotated[
+        tuple[str, ...],
+        Help("The prompt (default: --prompt-file, or standard input). May be repeated: all are answered together.", "TEXT",
+             repeated=True),
+    ] = ()  # fmt: skip
+    prompt_file: Annotated[Path | None, Help("Read the prompt from a file.", "FILE")] = None
+    prompts: Prompts = ()
+    field: PromptField = None
+    priority: Annotated[int, Help("Requests with a lower value are served first.")] = 0
+    raw_prompt: RawPrompt = False
+
+
+@dataclass(frozen=True)
+class _SamplingFlags:
+    """How it is answered."""
+
+    method: Annotated[
+        str | None,
+        Help(
+            f"Decoding method (default: {DEFAULT_METHOD}). "
+            + " ".join(f"{entry.name}: {entry.help}" for entry in METHODS.values()),
+            choices=METHOD_NAMES,
+        ),
+    ] = None
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    seed: Annotated[int | None, Help("Random seed of the answer (default: random, and reported).")] = None
+    max_tokens: MaxTokens = 128
+    stop: Annotated[tuple[str, ...], Help("Stop string, excluded from the output; may be repeated.", "TEXT", repeated=True)] = ()
+    repetition_penalty: Annotated[float, Help("Penalizes tokens of prompt and answer; 1 for none.")] = 1.0
+    presence_penalty: Annotated[float, Help("Penalizes tokens that the answer contains.")] = 0.0
+    frequency_penalty: Annotated[float, Help("Penalizes tokens by their count in the answer.")] = 0.0
+    logit_bias: Annotated[tuple[str, ...], Help("Added to a token's logit; may be repeated.", "ID=VALUE", repeated=True)] = ()
+    logprobs: Annotated[int | None, Help("With --json: number of top log probabilities per token.")] = None
+    ignore_eos: Annotated[bool, Help("Continue after the model's end token.")] = False
+
+
+@dataclass(frozen=True)
+class RequestFlags(StructureFlags, _SamplingFlags, _PromptFlags):
     """The flags of a request, and how its answer is shown. ``options`` holds those of the method that were given, by name."""
 
-    prompt: tuple[str, ...]
-    prompt_file: Path | None
-    prompts: tuple[str, ...]
-    field: str | None
-    priority: int
-    raw_prompt: bool
-    method: str | None
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int | None
-    max_tokens: int
-    stop: tuple[str, ...]
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: tuple[str, ...]
-    logprobs: int | None
-    ignore_eos: bool
-    options: dict[str, Any]
-    threads: str | None
-    show_threads: bool
-    resume: Path | None
-    json: bool
-    trace: Path | None
+    threads: Threads = None
+    show_threads: Annotated[bool, Help("Show the threads side by side as they grow.")] = False
+    resume: Annotated[Path | None, Help("Continue an answer: a completion that --json has printed.", "FILE")] = None
+    json: Json = False
+    trace: Annotated[Path | None, Help("Write a Chrome/Perfetto trace of every task.", "FILE")] = None
+    options: dict[str, Any] = dataclass_field(default_factory=dict)
 
     @cached_property
     def resumption(self) -> Resumption | None:
@@ -183,113 +239,30 @@ def _decoded(text: bytes, source: str) -> str:
 
 
 def request_options(command: Command) -> Command:
-    """Adds the request's flags; the command gets them as ``asked``."""
-    path = click.Path(path_type=Path)
-    summaries = " ".join(f"{entry.name}: {entry.help}" for entry in METHODS.values())
-    options = [
-        _flag(
-            "--prompt", multiple=True, metavar="TEXT",
-            help="The prompt (default: --prompt-file, or standard input). May be repeated: all are answered together.",
-        ),
-        _flag("--prompt-file", type=path, metavar="FILE", help="Read the prompt from a file."),
-        _flag(
-            "--prompts", multiple=True, metavar="FILE",
-            help="Many prompts: [NAME=]FILE[#KEY=VALUE,…], a JSONL, JSONL.gz or CSV file or some of its records; repeatable.",
-        ),
-        _flag("--field", metavar="NAME", help="With --prompts: the field that holds the prompt."),
-        _flag("--priority", type=int, default=0, help="Where requests wait or compete, a lower one is served first."),
-        _flag("--raw-prompt", is_flag=True, help="Do not apply the model's chat template."),
-        _flag("--method", type=click.Choice(METHOD_NAMES), help=f"Decoding method (default: {DEFAULT_METHOD}). {summaries}"),
-        _flag("--temperature", type=float, default=0.0, help="Sampling temperature; 0 is greedy."),
-        _flag("--top-k", type=int, default=0, help="Number of most probable tokens to sample from; 0 for all."),
-        _flag("--top-p", type=float, default=1.0, help="Cumulative probability of the tokens to sample from."),
-        _flag("--min-p", type=float, default=0.0, help="Minimum probability relative to the most probable token."),
-        _flag("--seed", type=int, help="Random seed of the answer (default: random, and reported)."),
-        _flag("--max-tokens", type=int, default=128, help="Maximum number of output tokens."),
-        _flag("--stop", multiple=True, metavar="TEXT", help="Stop string, excluded from the output; may be repeated."),
-        _flag("--repetition-penalty", type=float, default=1.0, help="Penalizes tokens of prompt and answer; 1 for none."),
-        _flag("--presence-penalty", type=float, default=0.0, help="Penalizes tokens that the answer contains."),
-        _flag("--frequency-penalty", type=float, default=0.0, help="Penalizes tokens by their count in the answer."),
-        _flag("--logit-bias", multiple=True, metavar="ID=VALUE", help="Added to a token's logit; may be repeated."),
-        _flag("--logprobs", type=int, help="With --json: number of top log probabilities per token."),
-        _flag("--ignore-eos", is_flag=True, help="Continue after the model's end token."),
-        *structure_flags(),
-        *map(_option_flag, OPTION_NAMES),
-        _flag(
-            "--threads", metavar="NAME|FILE", help="Let answers open decode threads: apar, pasta, parallel, or a dialect file.",
-        ),
-        _flag("--show-threads", is_flag=True, help="Show the threads side by side as they grow."),
-        _flag("--resume", type=path, metavar="FILE", help="Go on with an answer: a completion that --json has printed."),
-        _flag("--json", is_flag=True, help="Print one JSON document instead of text."),
-        _flag("--trace", type=path, metavar="FILE", help="Write a Chrome/Perfetto trace of every task."),
-    ]  # fmt: skip
-    return _with_given_options(gathered(command, options, RequestFlags, "asked"))
+    """Add the options of a request and those of the methods; the command gets them as ``asked``."""
+    own = {name: _method_option(name) for name in OPTION_NAMES}
 
+    def gather(values: dict[str, Any]) -> dict[str, Any]:
+        given = {name: value for name in own if (value := values.pop(name)) is not None}
+        return {"asked": RequestFlags(**values, options=given)}
 
-def structure_flags() -> list[Callable[[Any], Any]]:
-    """The flags of ``StructureFlags``."""
-    return [
-        _flag("--json-schema", metavar="FILE|TEXT", help="The answer is JSON of this JSON schema."),
-        _flag("--regex", metavar="TEXT", help="The answer matches this regular expression, all of it."),
-        _flag("--choice", multiple=True, metavar="TEXT", help="The answer is one of these; give each with a flag of its own."),
-        _flag(
-            "--grammar", type=click.Path(path_type=Path), metavar="FILE", help="The answer follows a grammar, in Lark's notation."
-        ),
-    ]
-
-
-def _flag(name: str, **settings: Any) -> Callable[[Any], Any]:
-    """A click option that shows its default and calls a number N."""
-    if settings.get("type") in (int, float):
-        settings.setdefault("metavar", "N" if settings["type"] is int else "X")
-    return click.option(name, show_default=settings.get("default") is not None, **settings)
-
-
-def _option_flag(name: str) -> Callable[[Any], Any]:
-    """The flag of an option of the methods. Its help says which methods take it, and their defaults."""
-    meanings: dict[str, list[str]] = {}
-    for entry in METHODS.values():
-        if name in entry.option_names:
-            option, default = option_rules(entry.options)[name], getattr(entry.options(), name)
-            shown = option.default or (",".join(default) if isinstance(default, tuple) else default)
-            meanings.setdefault(option.help, []).append(f"{entry.name}: {shown}")
-    text = " ".join(f"{meaning} ({', '.join(methods)})." for meaning, methods in meanings.items())
-    if isinstance(default, tuple):
-        choices = ",".join(option.choices)
-        return click.option(f"--{name}", metavar=choices, callback=lambda *call: call[2] and call[2].split(","), help=text)
-    if option.choices:
-        return click.option(f"--{name}", type=click.Choice(option.choices), help=text)
-    return click.option(f"--{name}", type=int, metavar="N", help=text)
-
-
-def _with_given_options(command: Command) -> Command:
-    """Gathers the methods' options that were given into ``options``."""
-
-    @functools.wraps(command)
-    def gathering(**flags: Any) -> Any:
-        given = {name: flags.pop(name) for name in OPTION_NAMES}
-        return command(options={name: value for name, value in given.items() if value is not None}, **flags)
-
-    wrapped: Any = gathering
-    return wrapped
+    return with_options(command, option_fields(RequestFlags) | own, gather)
 
 
 def cluster_options(command: Command) -> Command:
-    """Adds the flags that name a running cluster: ``redis`` and ``run``."""
-    command = click.option("--run", metavar="NAME", help="Name of the run, if several share a Redis.")(command)
-    redis_help = "Redis server, like redis://:password@host:port/0 (default: the one that pipedec up starts)."
-    return click.option("--redis", metavar="URL", help=redis_help)(command)
+    """Add ``--redis`` and ``--run``; the command gets both."""
+    return with_options(command, option_fields(ClusterFlags), dict)
 
 
-def gathered(command: Command, options: list[Callable[[Any], Any]], kind: type, name: str) -> Command:
-    """Adds ``options``; the command gets their values as one ``kind``, in the parameter ``name``."""
-    names = [field.name for field in fields(kind)]
-
-    @functools.wraps(command)
-    def gathering(**flags: Any) -> Any:
-        return command(**{name: kind(**{key: flags.pop(key) for key in names}), **flags})
-
-    wrapped: Any = gathering
-    for option in reversed(options):
-        wrapped = option(wrapped)
-    return wrapped
+def _method_option(name: str) -> Option:
+    """An option of the methods. Its help says which methods take it, and their defaults."""
+    meanings: dict[str, list[str]] = {}
+    for entry in METHODS.values():
+        if name in entry.option_names:
+            rule, default = option_rules(entry.options)[name], getattr(entry.options, name)
+            shown = rule.default or (",".join(default) if isinstance(default, tuple) else default)
+            meanings.setdefault(rule.help, []).append(f"{entry.name}: {shown}")
+    text = " ".join(f"{meaning} ({', '.join(methods)})." for meaning, methods in meanings.items())
+    if isinstance(default, tuple):
+        return option(name, tuple[str, ...], Help(text, ",".join(rule.choices)), None)
+    return option(name, str if rule.choices else int, Help(text, choices=rule.choices), None)

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Annotated
 
 import click
 from click.core import ParameterSource
 
-from pipedec.cli.options import Command, cluster_options, gathered
+from pipedec.cli.options import ClusterFlags
+from pipedec.client.running import Running
 from pipedec.cluster.state import find_run
 from pipedec.core import UserError
-
-if TYPE_CHECKING:
-    from pipedec.client.running import Running
+from pipedec.flags import Help, options_of
 
 
 @dataclass(frozen=True)
-class RunningFlags:
+class RunningFlags(ClusterFlags):
     """Which running cluster to use, if any."""
 
-    redis: str | None
-    run: str | None
-    running: bool
+    running: Annotated[
+        bool,
+        Help("Use the running cluster that --redis and --run name, or the one that pipedec up started here; either implies it."),
+    ] = False
 
     @property
     def are_given(self) -> bool:
@@ -31,17 +31,11 @@ class RunningFlags:
 
     def connect(self) -> Running:
         """Raises UserError if no such cluster is running."""
-        from pipedec.client.running import Running
-
         found = find_run(self.redis, self.run)
         return Running.of(found.connect(), found.run_id)
 
 
-def running_options(command: Command) -> Command:
-    """Adds ``--redis``, ``--run`` and ``--running``; the command gets them as ``place``."""
-    text = "Use the running cluster that --redis and --run name, or the one that pipedec up started here; either flag implies it."
-    options = [cluster_options, click.option("--running", is_flag=True, help=text)]
-    return gathered(command, options, RunningFlags, "place")
+running_options = options_of(RunningFlags, "place")
 
 
 def refuse_flags(names: Iterable[str], reason: str) -> None:

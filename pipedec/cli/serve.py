@@ -9,11 +9,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated
 
 import click
+import uvloop
+from msgspec import Meta
 
-from pipedec.cli.options import Command, gathered
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
 from pipedec.cluster.address import RunAddress
@@ -21,53 +22,70 @@ from pipedec.cluster.state import find_run
 from pipedec.config import Settings, optional_secret, settings_options
 from pipedec.config.settings import OPTIONS
 from pipedec.core import UserError
+from pipedec.flags import Help, options_of
 from pipedec.scheduler import RedisScheduler
+from pipedec.server.app import create_app
+from pipedec.server.cluster_process import ClusterEnded, ClusterProcess
+from pipedec.server.defaults import SamplingDefaults, sampling_defaults
+from pipedec.server.front import Front
+from pipedec.server.listening import Address
+from pipedec.server.logs import LogFormat, log, written_log
+from pipedec.server.metrics import Metrics
+from pipedec.server.observer import Observers
+from pipedec.server.request_log import RequestLog
+from pipedec.server.run import RunOptions, ServerProcess, add_metrics
+from pipedec.server.settings import ServerSettings
 from pipedec.shipped import reference_pair, shipped_name
 
-if TYPE_CHECKING:
-    from pipedec.server.defaults import SamplingDefaults
-    from pipedec.server.listening import Address
-    from pipedec.server.logs import LogFormat
-    from pipedec.server.run import RunOptions, ServerProcess
-    from pipedec.server.settings import ServerSettings
-
 _KEY_VARIABLE = "PIPEDEC_API_KEY"
+_EVERY = '["*"]'
 
 
 @dataclass(frozen=True)
 class HttpFlags:
     """The flags of the server itself, named as vLLM's where it has them."""
 
-    host: str
-    port: int
-    uds: Path | None
-    ssl_keyfile: Path | None
-    ssl_certfile: Path | None
-    allowed_origins: str
-    allowed_methods: str
-    allowed_headers: str
-    allow_credentials: bool
-    api_key: tuple[str, ...]
-    api_key_file: Path | None
-    served_model_name: tuple[str, ...]
-    tokenizer: Path | None
-    generation_config: str
-    log_format: LogFormat
-    enable_log_requests: bool
-    max_log_len: int | None
-    shutdown_timeout: float
-    timeout_keep_alive: int
+    host: Annotated[str, Help("Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[Annotated[int, Meta(ge=0, le=65535)], Help("Port; 0 for a free one.")] = 8000
+    uds: Annotated[Path | None, Help("Listen on a Unix socket instead.", "PATH")] = None
+    ssl_keyfile: Annotated[Path | None, Help("Private key of the certificate, in PEM format.", "FILE")] = None
+    ssl_certfile: Annotated[Path | None, Help("Certificate: serve https.", "FILE")] = None
+    allowed_origins: Annotated[str, Help("CORS: allowed origins.", "JSON")] = _EVERY
+    allowed_methods: Annotated[str, Help("CORS: allowed methods.", "JSON")] = _EVERY
+    allowed_headers: Annotated[str, Help("CORS: allowed headers.", "JSON")] = _EVERY
+    allow_credentials: Annotated[bool, Help("CORS: allow cookies and the like.")] = False
+    api_key: Annotated[tuple[str, ...], Help("Deprecated.", "KEY", repeated=True, hidden=True)] = ()
+    api_key_file: Annotated[
+        Path | None,
+        Help(f"File with one key on each line, of which requests to /v1 need one (default: ${_KEY_VARIABLE}).", "FILE"),
+    ] = None
+    served_model_name: Annotated[
+        tuple[str, ...],
+        Help("Name of the model in the API; may be repeated (default: the target as given).", "NAME", repeated=True),
+    ] = ()
+    tokenizer: Annotated[Path | None, Help("Directory of the tokenizer (default: the target's).", "DIR")] = None
+    generation_config: Annotated[
+        str, Help("Default sampling parameters: the target's generation_config.json, neutral ones, or DIR's.", "auto|vllm|DIR")
+    ] = "auto"
+    log_format: Annotated[LogFormat, Help("Format of the log; auto: text on a terminal, else JSON.")] = "auto"
+    enable_log_requests: Annotated[bool, Help("Log prompts and parameters of requests.")] = False
+    max_log_len: Annotated[Annotated[int, Meta(ge=0)] | None, Help("Characters of a prompt in the log.")] = None
+    shutdown_timeout: Annotated[
+        Annotated[float, Meta(ge=0)], Help("Time for running answers when the server is told to end.", "SECONDS")
+    ] = 60.0
+    timeout_keep_alive: Annotated[Annotated[int, Meta(ge=0)], Help("How long idle connections are kept open.", "SECONDS")] = 75
 
     def address(self) -> Address:
         """Raises UserError for a certificate that cannot be used."""
-        from pipedec.server.listening import Address
-
         asked = Address(self.host, self.port, self.uds, self.ssl_keyfile, self.ssl_certfile)
         asked.check_certificate()
         return asked
 
     def keys(self) -> tuple[str, ...]:
-        """Of --api-key, of the file, else of the environment. Raises UserError for a file that has none, or for an empty key."""
+        """Those of the file, else of the environment. Raises UserError for a file that has none, or for an empty key."""
+        if self.api_key:
+            warning = "--api-key is deprecated: every user of this machine can read it. Use --api-key-file, or"
+            console.print(f"{warning} ${_KEY_VARIABLE}.", soft_wrap=True)
         keys = [*self.api_key, *([] if self.api_key_file is None else _keys_of(self.api_key_file))]
         if not keys and (secret := optional_secret(_KEY_VARIABLE)):
             keys = [secret]
@@ -77,8 +95,6 @@ class HttpFlags:
 
     def settings(self, keys: tuple[str, ...], target: str) -> ServerSettings:
         """Raises UserError for a list that is none."""
-        from pipedec.server.settings import ServerSettings
-
         return ServerSettings(
             served_model_names=self.served_model_name or (served_name(target),),
             api_keys=keys,
@@ -90,15 +106,12 @@ class HttpFlags:
 
     def defaults(self, target: str) -> SamplingDefaults:
         """Raises UserError for a generation_config.json that cannot be used."""
-        from pipedec.server.defaults import sampling_defaults
-
         return sampling_defaults(self.generation_config, target)
 
     def run_options(self, defaults: SamplingDefaults) -> RunOptions:
-        from pipedec.server.run import RunOptions
-
-        timeouts = self.shutdown_timeout, self.timeout_keep_alive
-        return RunOptions(self.tokenizer, defaults, *timeouts, self.ssl_keyfile, self.ssl_certfile)
+        return RunOptions(
+            self.tokenizer, defaults, self.shutdown_timeout, self.timeout_keep_alive, self.ssl_keyfile, self.ssl_certfile
+        )
 
 
 def served_name(target: str) -> str:
@@ -128,56 +141,10 @@ def names(text: str, flag: str) -> tuple[str, ...]:
     return tuple(values)
 
 
-def http_options(command: Command) -> Command:
-    """Adds the server's flags; the command gets them as ``http``."""
-    path = click.Path(path_type=Path)
-    every = '["*"]'
-    options = [
-        click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all."),
-        click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 for a free one."),
-        click.option("--uds", type=path, metavar="PATH", help="Listen on a Unix socket instead."),
-        click.option("--ssl-keyfile", type=path, metavar="FILE", help="Private key of the certificate, in PEM format."),
-        click.option("--ssl-certfile", type=path, metavar="FILE", help="Certificate: serve https."),
-        click.option("--allowed-origins", default=every, show_default=True, metavar="JSON", help="CORS: allowed origins."),
-        click.option("--allowed-methods", default=every, show_default=True, metavar="JSON", help="CORS: allowed methods."),
-        click.option("--allowed-headers", default=every, show_default=True, metavar="JSON", help="CORS: allowed headers."),
-        click.option("--allow-credentials", is_flag=True, help="CORS: allow cookies and the like."),
-        click.option(
-            "--api-key", multiple=True, metavar="KEY",
-            help=f"Require a key for /v1; may be repeated (default: ${_KEY_VARIABLE}, else none is required).",
-        ),
-        click.option("--api-key-file", type=path, metavar="FILE", help="File with a key on each line."),
-        click.option(
-            "--served-model-name", multiple=True, metavar="NAME",
-            help="Name of the model in the API; may be repeated (default: the target as given).",
-        ),
-        click.option("--tokenizer", type=path, metavar="DIR", help="Directory of the tokenizer (default: the target's)."),
-        click.option(
-            "--generation-config", default="auto", show_default=True, metavar="auto|vllm|DIR",
-            help="Default sampling parameters: the target's generation_config.json, neutral ones, or DIR's.",
-        ),
-        click.option(
-            "--log-format", type=click.Choice(["auto", "json", "text"]), default="auto", show_default=True,
-            help="auto: text on a terminal, else JSON.",
-        ),
-        click.option("--enable-log-requests", is_flag=True, help="Log prompts and parameters of requests."),
-        click.option("--max-log-len", type=click.IntRange(0), metavar="N", help="Characters of a prompt in the log."),
-        click.option(
-            "--shutdown-timeout", type=click.FloatRange(0), default=60.0, show_default=True, metavar="SECONDS",
-            help="Time for running answers when the server is told to end.",
-        ),
-        click.option(
-            "--timeout-keep-alive", type=click.IntRange(0), default=75, show_default=True, metavar="SECONDS",
-            help="How long idle connections are kept open.",
-        ),
-    ]  # fmt: skip
-    return gathered(command, options, HttpFlags, "http")
-
-
 @click.command()
 @settings_options
 @running_options
-@http_options
+@options_of(HttpFlags, "http")
 def serve(settings: Settings, place: RunningFlags, http: HttpFlags) -> None:
     """Serve the OpenAI HTTP API.
 
@@ -188,8 +155,6 @@ def serve(settings: Settings, place: RunningFlags, http: HttpFlags) -> None:
     if place.are_given:
         reason = "a running cluster is served as it is: leave this out, or leave out --redis, --run and --running"
         refuse_flags(OPTIONS, reason)
-    from pipedec.server.logs import log, written_log
-
     address, keys = http.address(), http.keys()
     running = _running(place) if place.are_given else None
     target = str(settings.models.target or reference_pair() / "target") if running is None else running[1]
@@ -219,14 +184,6 @@ def _process(
     settings: ServerSettings, http: HttpFlags, options: RunOptions, listener: socket.socket, url: str,
     cluster: Settings | RunAddress,
 ) -> ServerProcess:  # fmt: skip
-    from pipedec.server.app import create_app
-    from pipedec.server.cluster_process import ClusterProcess
-    from pipedec.server.front import Front
-    from pipedec.server.metrics import Metrics
-    from pipedec.server.observer import Observers
-    from pipedec.server.request_log import RequestLog
-    from pipedec.server.run import ServerProcess, add_metrics
-
     metrics = Metrics(settings.model_name)
     front = Front(settings, Observers([metrics, RequestLog(http.enable_log_requests, http.max_log_len)]), int(time.time()))
     app = create_app(front)
@@ -236,10 +193,6 @@ def _process(
 
 
 def _run(process: ServerProcess) -> None:
-    import uvloop
-
-    from pipedec.server.cluster_process import ClusterEnded
-
     try:
         uvloop.run(process.run())
     except ClusterEnded as end:  # its own process has said why
@@ -248,8 +201,6 @@ def _run(process: ServerProcess) -> None:
 
 def _announce(settings: ServerSettings, http: HttpFlags, url: str) -> None:
     """Tell that requests are taken, and how to make one."""
-    from pipedec.server.logs import log
-
     log("ready", url=url, model=settings.model_name)
     key = ["-H", "Authorization: Bearer YOUR_KEY"] if settings.api_keys else []
     through = [] if http.uds is None else ["--unix-socket", str(http.uds)]

@@ -13,10 +13,10 @@ import tty
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 from rich.console import Console, Group
@@ -26,8 +26,10 @@ from rich.text import Text
 from pipedec.cli.interrupts import Interrupts
 from pipedec.cli.live_panels import LEGEND, Shown, panel, screen
 from pipedec.cli.live_sources import Recording, RunSource, Source
+from pipedec.cli.options import Redis
 from pipedec.cluster.state import find_run
 from pipedec.core import UserError
+from pipedec.flags import Help, options_of
 
 _REDRAW_SECONDS = 0.1
 _LOOK_SECONDS = 0.5  # between two pictures without news: states change, and the size of the terminal
@@ -36,42 +38,50 @@ _KEYS = "q leaves  space stops the picture  ↑ ↓ request  ← → run"
 _ARROWS = {"A": "up", "B": "down", "C": "right", "D": "left"}  # by the last letter of what a terminal sends
 
 
+@dataclass(frozen=True)
+class TopFlags:
+    """Which runs are shown, and how."""
+
+    redis: Redis = None
+    runs: Annotated[
+        tuple[str, ...],
+        Help("A run on that Redis, or on another as URL#NAME; may be repeated.", "NAME", "--run", repeated=True),
+    ] = ()
+    running: Annotated[bool, Help("The cluster that pipedec up started here, which is also the default.")] = False
+    recording: Annotated[Path | None, Help("Play what was recorded, at the speed of the recording.", "FILE")] = None
+    once: Annotated[bool, Help("Print one picture, without waiting for changes, and leave.")] = False
+    json: Annotated[bool, Help("Print every frame as a line of JSON; with --once a line for each run.")] = False
+
+
 @click.command()
-@click.option("--redis", metavar="URL", help="Redis server, like redis://:password@host:port/0 (default: that of pipedec up).")
-@click.option(
-    "--run", "runs", multiple=True, metavar="NAME", help="A run on that Redis, or one elsewhere as URL#NAME. Repeatable."
-)
-@click.option("--running", is_flag=True, help="The cluster that pipedec up started here, which is also the default.")
-@click.option("--recording", type=click.Path(path_type=Path), metavar="FILE", help="Play what was recorded, as fast as it was.")
-@click.option("--once", is_flag=True, help="Print one picture, without waiting for changes, and leave.")
-@click.option("--json", "as_json", is_flag=True, help="Print every frame as a line of JSON; with --once a line for each run.")
-def top(redis: str | None, runs: tuple[str, ...], running: bool, recording: Path | None, once: bool, as_json: bool) -> None:
+@options_of(TopFlags, "asked")
+def top(asked: TopFlags) -> None:
     """Watch runs think: stages and timesteps, verdicts, answers as they grow, and figures. Ctrl-C or q leaves.
 
     Any number of runs: --run may be repeated. What --json prints is a recording, which --recording plays, as does the page /live.
     """
-    if recording is not None and (redis is not None or runs or running):
+    if asked.recording is not None and (asked.redis is not None or asked.runs or asked.running):
         raise UserError("--recording plays a file: leave out --redis, --run and --running")
-    if not (once or as_json or sys.stdout.isatty()):
+    if not (asked.once or asked.json or sys.stdout.isatty()):
         raise UserError("standard output is no terminal: give --once for one picture, or --json for all frames")
     raise_missed = Interrupts().raise_missed
-    with suppress(KeyboardInterrupt), _sources(redis, runs, recording, once or as_json) as sources:
-        if once:
-            _print_once(sources, as_json)
-        elif as_json:
+    with suppress(KeyboardInterrupt), _sources(asked) as sources:
+        if asked.once:
+            _print_once(sources, asked.json)
+        elif asked.json:
             _print_frames(sources, raise_missed)
         else:
             _Screen(sources, Console(highlight=False)).run(raise_missed)
 
 
 @contextmanager
-def _sources(redis: str | None, runs: tuple[str, ...], recording: Path | None, at_once: bool) -> Iterator[list[Source]]:
+def _sources(asked: TopFlags) -> Iterator[list[Source]]:
     sources: list[Source] = []
     try:
-        if recording is not None:
-            sources.append(Recording(recording, at_once))
+        if asked.recording is not None:
+            sources.append(Recording(asked.recording, asked.once or asked.json))
         else:
-            sources += [RunSource(find_run(*_place(redis, name))) for name in runs or (None,)]
+            sources += [RunSource(find_run(*_place(asked.redis, name))) for name in asked.runs or (None,)]
         yield sources
     finally:
         for source in sources:

@@ -2,62 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated
 
 import click
-from msgspec import structs
-from rich.console import Console
-from rich.table import Table
+from msgspec import Meta, structs
 
-from pipedec.cli.options import Command, gathered
+from pipedec.cli.options import MaxTokens, PromptField, RawPrompt, Threads
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
-from pipedec.client.client import Client
-from pipedec.cluster.local import LocalCluster
+from pipedec.cli.verify_report import Outcome, Report, Shape, answers_of
+from pipedec.client.running import Running
 from pipedec.config import Settings, settings_options
 from pipedec.config.settings import OPTIONS
-from pipedec.core import Completion, PipedecError, Request, SamplingParams, UserError
+from pipedec.core import Completion, SamplingParams, UserError
 from pipedec.data.prompts import read_prompts
-from pipedec.engine.build import load_prompter, resolve
+from pipedec.flags import Help, options_of, own_options
 from pipedec.messages import PromptRequest
-from pipedec.methods import find_method, make_options, possible_methods
+from pipedec.methods import find_method
 from pipedec.threads import load_dialect
-from pipedec.verify.divergence import Divergence, first_difference, measured_divergence
-
-if TYPE_CHECKING:
-    from pipedec.client.running import Running
-    from pipedec.engine.local import LocalPipeline
-    from pipedec.plan.spec import PipelineSpec
-    from pipedec.text.prompt import Prompter
-    from pipedec.verify.reference import Reference
-
-Shape = tuple[int, int]  # stages, groups
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One answer: how it differs from the expected one, and what it took."""
-
-    divergence: Divergence | None
-    num_tokens: int
-    timesteps: int
+from pipedec.verify.divergence import measured_divergence
 
 
 @dataclass(frozen=True)
 class QuestionFlags:
     """What is asked: prompts, and how they are answered."""
 
-    prompts: tuple[str, ...]
-    files: tuple[Path, ...]
-    field: str | None
-    samples: int
-    max_tokens: int
-    raw_prompt: bool
-    threads: str | None
-    concurrency: int
+    prompts: Annotated[
+        tuple[str, ...], Help("Prompt text. This and --prompts may be repeated.", "TEXT", "--prompt", repeated=True)
+    ] = ()
+    files: Annotated[tuple[Path, ...], Help("Prompt file: JSONL, JSONL.gz or CSV.", "FILE", "--prompts", repeated=True)] = ()
+    field: PromptField = None
+    samples: Annotated[int, Meta(ge=1), Help("Prompts sampled from each file (seed 0).")] = 20
+    max_tokens: MaxTokens = 128
+    raw_prompt: RawPrompt = False
+    threads: Threads = None
+    concurrency: Annotated[int, Meta(ge=1), Help("Requests in the pipeline at the same time.")] = 1
 
     def requests(self) -> list[PromptRequest]:
         """Raises UserError if there is no prompt, or a file or dialect cannot be read."""
@@ -66,40 +47,28 @@ class QuestionFlags:
             texts += read_prompts(path, self.field).sample(self.samples).prompts
         if not texts:
             raise UserError("nothing to verify: give --prompt TEXT or --prompts FILE")
-        if self.concurrency < 1:
-            raise UserError(f"--concurrency must be at least 1, not {self.concurrency}")
         dialect = None if self.threads is None else load_dialect(self.threads).to_json()
         sampling = SamplingParams(max_tokens=self.max_tokens)
         return [PromptRequest(text, self.raw_prompt, sampling=sampling, threads=dialect) for text in texts]
 
 
-def question_options(command: Command) -> Command:
-    """Adds these flags; the command gets them as ``asked``."""
-    path = click.Path(path_type=Path)
-    options = [
-        click.option("--prompt", "prompts", multiple=True, help="Prompt text. This and --prompts may be repeated."),
-        click.option("--prompts", "files", multiple=True, type=path, help="Prompt file: JSONL, JSONL.gz or CSV."),
-        click.option("--field", help="Field of the prompt files that holds the prompt."),
-        click.option("--samples", type=int, default=20, show_default=True, help="Prompts sampled from each file (seed 0)."),
-        click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum output tokens per answer."),
-        click.option("--raw-prompt", is_flag=True, help="Do not apply the model's chat template."),
-        click.option(
-            "--threads", metavar="NAME|FILE", help="Check answers in decode threads: apar, pasta, parallel or a JSON file."
-        ),
-        click.option("--concurrency", type=int, default=1, show_default=True, help="Requests in the pipeline together."),
-    ]
-    return gathered(command, options, QuestionFlags, "asked")
-
-
 @click.command()
 @settings_options
-@question_options
-@click.option("--shapes", help="Pipelines to check: STAGES or STAGESxGROUPS, like 1,4,14x7 (default: --stages and --groups).")
-@click.option("--methods", help="Methods to check, like pp,bita (default: all for which draft and BiTA weights are available).")
-@click.option("--local", is_flag=True, help="Run all stages in this process (LocalPipeline) instead of one process per rank.")
+@options_of(QuestionFlags, "asked")
 @running_options
+@own_options
 def verify(
-    settings: Settings, asked: QuestionFlags, shapes: str | None, methods: str | None, local: bool, place: RunningFlags
+    settings: Settings,
+    asked: QuestionFlags,
+    place: RunningFlags,
+    shapes: Annotated[
+        str | None,
+        Help("Pipelines to check: STAGES or STAGESxOPTIONS, like 1,4,14x7 (default: --stages and --groups).", "N[xN],…"),
+    ] = None,
+    methods: Annotated[
+        tuple[str, ...], Help("Methods to check, like pp,bita (default: all for which draft and BiTA weights are available).")
+    ] = (),
+    local: Annotated[bool, Help("Run all stages in this process (LocalPipeline) instead of one process per rank.")] = False,
 ) -> None:
     """Check that every method generates exactly the tokens of the target alone, as transformers computes them (greedy).
 
@@ -109,86 +78,17 @@ def verify(
     tie, which is no difference.
     """
     requests = asked.requests()
-    names = methods.split(",") if methods else []
-    for name in names:
+    for name in methods:
         find_method(name)
     if place.are_given:
         fixed = (*OPTIONS, "shapes", "local")
         refuse_flags(fixed, "a running cluster has its own models and stages: leave this out, or --redis, --run and --running")
-        _compare_running(place.connect(), names, requests, asked.concurrency)
+        _compare_running(place.connect(), list(methods), requests, asked.concurrency)
         return
     compared = settings if asked.threads is None else settings.for_threads()
-    _compare(compared, _shapes(settings, shapes), names, requests, local, asked.concurrency)
+    from pipedec.cli.verify_started import compare_started  # needs torch, which verifying a running cluster does not
 
-
-class _Report:
-    """What was compared: a line and a table row per method and pipeline; near ties and differences."""
-
-    def __init__(self, title: str, dtype: str) -> None:
-        self._dtype = dtype
-        self._differences: list[str] = []
-        self._table = Table(title=f"{title}, {dtype}", title_justify="left")
-        for name in ("stages", "groups", "method", "equal", "near ties", "tokens", "timesteps per token"):
-            self._table.add_column(name, justify="left" if name == "method" else "right")
-
-    def add(self, shape: Shape, method: str, outcomes: Iterable[Outcome]) -> None:
-        """The outcomes of the prompts in their order."""
-        outcomes = list(outcomes)
-        found = [(index, outcome.divergence) for index, outcome in enumerate(outcomes) if outcome.divergence is not None]
-        ties = 0
-        for index, divergence in found:
-            line = f"{shape[0]} stages, {method}, prompt {index}: {divergence}"
-            if divergence.is_near_tie(self._dtype):
-                ties += 1
-                console.print(f"{line}: a near tie in {self._dtype}")
-            else:
-                self._differences.append(line)
-        equal, tokens = len(outcomes) - len(found), sum(outcome.num_tokens for outcome in outcomes)
-        per_token = sum(outcome.timesteps for outcome in outcomes) / max(1, tokens - len(outcomes))
-        share = f"{equal}/{len(outcomes)}"
-        self._table.add_row(str(shape[0]), str(shape[1]), method, share, str(ties), str(tokens), f"{per_token:.2f}")
-        console.print(
-            f"{shape[0]} stages in {shape[1]} groups, {method}: {share} equal" + (f", near ties: {ties}" if ties else "")
-        )
-
-    def finish(self) -> None:
-        """Print the table. Raises PipedecError if answers differ."""
-        Console(width=None if Console().is_terminal else 110).print(self._table)
-        if self._differences:
-            raise PipedecError("; ".join(self._differences[:3]))
-
-
-def _compare(
-    settings: Settings,
-    shapes: list[Shape],
-    methods: list[str],
-    requests: list[PromptRequest],
-    local: bool,
-    concurrency: int,
-) -> None:
-    """Compare pipelines that are started here with the target in transformers."""
-    from pipedec.verify.reference import Reference
-
-    spec = resolve(settings)
-    methods = methods or possible_methods(spec.draft is not None, spec.bita is not None)
-    prompter = load_prompter(spec)
-    prompt_ids = [_token_ids(prompter, request) for request in requests]
-    reference = Reference(spec)
-    with console.status("Generating the reference answers with transformers"):
-        expected = [_expected(reference, ids, request) for ids, request in zip(prompt_ids, requests, strict=True)]
-
-    def outcome(index: int, found: list[int], timesteps: int) -> Outcome:
-        if requests[index].threads is not None:
-            return Outcome(first_difference(expected[index], found), len(found), timesteps)
-        return Outcome(reference.compare(prompt_ids[index], expected[index], found), len(found), timesteps)
-
-    report = _Report(f"{len(requests)} prompts against transformers", spec.dtype)
-    for shape in shapes:
-        for method in methods:
-            shaped = settings.replaced(stages=shape[0], groups=shape[1])
-            answers = _answers(shaped, method, requests, prompter, local, concurrency)
-            report.add(shape, method, (outcome(index, *answer) for index, answer in enumerate(answers)))
-    report.finish()
+    compare_started(compared, _shapes(settings, shapes), list(methods), requests, local, asked.concurrency)
 
 
 def _compare_running(cluster: Running, methods: list[str], requests: list[PromptRequest], concurrency: int) -> None:
@@ -205,9 +105,9 @@ def _compare_running(cluster: Running, methods: list[str], requests: list[Prompt
         divergence = measured_divergence(cluster.client.ask, request, expected.token_ids, found.token_ids)
         return Outcome(divergence, len(found.token_ids), found.metrics.timesteps)
 
-    report = _Report(f"{len(asked)} prompts against pp on run {cluster.run_id}", cluster.description.settings.numbers.dtype)
+    report = Report(f"{len(asked)} prompts against pp on run {cluster.run_id}", cluster.description.settings.numbers.dtype)
     for method in compared:
-        answers = _together(cluster.client, method, [request for request, _ in asked], concurrency)
+        answers = answers_of(cluster.client, method, [request for request, _ in asked], concurrency)
         outcomes = (outcome(*question, found) for question, found in zip(asked, answers, strict=True))
         report.add((cluster.topology.num_stages, cluster.topology.num_groups), method, outcomes)
     report.finish()
@@ -232,65 +132,6 @@ def _accepted(cluster: Running, requests: list[PromptRequest]) -> list[tuple[Pro
     return accepted
 
 
-def _token_ids(prompter: Prompter, request: PromptRequest) -> tuple[int, ...]:
-    from pipedec.threads import Dialect
-
-    name = None if request.threads is None else Dialect.from_json(request.threads).name
-    return prompter.token_ids(request.prompt, request.raw, request.sampling.max_tokens, name)
-
-
-def _expected(reference: Reference, prompt_ids: tuple[int, ...], request: PromptRequest) -> list[int]:
-    if request.threads is None:
-        return reference.generate(prompt_ids, request.sampling.max_tokens)
-    return reference.generate_threads(prompt_ids, request.threads, request.sampling)
-
-
-def _answers(
-    settings: Settings, method: str, requests: list[PromptRequest], prompter: Prompter, local: bool, concurrency: int
-) -> Iterator[tuple[list[int], int]]:
-    """Yields the output token ids and the number of timesteps of each answer."""
-    if local:
-        yield from _local_answers(resolve(settings), method, requests, prompter, concurrency)
-        return
-    cluster = LocalCluster(resolve(settings))
-    try:
-        cluster.start()
-        assert cluster.scheduler is not None
-        for completion in _together(Client(cluster.scheduler, cluster.check), method, requests, concurrency):
-            yield completion.token_ids, completion.metrics.timesteps
-    finally:
-        cluster.stop()
-
-
-def _together(client: Client, method: str, requests: list[PromptRequest], concurrency: int) -> Iterator[Completion]:
-    """The answers in order; ``concurrency`` requests are in the pipeline at the same time."""
-    for first in range(0, len(requests), concurrency):
-        asked = [structs.replace(request, method=method) for request in requests[first : first + concurrency]]
-        for reply in client.ask_all(asked):
-            yield reply.completed()
-
-
-def _local_answers(
-    spec: PipelineSpec, method: str, requests: list[PromptRequest], prompter: Prompter, concurrency: int
-) -> Iterator[tuple[list[int], int]]:
-    from pipedec.engine.local import LocalPipeline
-
-    pipeline: LocalPipeline = LocalPipeline.load(spec)
-    for first in range(0, len(requests), concurrency):
-        together = [
-            Request(
-                number, _token_ids(prompter, asked), asked.sampling, method, make_options(method, asked.options),
-                threads=asked.threads,
-            )
-            for number, asked in enumerate(requests[first : first + concurrency])
-        ]  # fmt: skip
-        for _ in pipeline.run_all({1: together}):
-            continue
-        for request in together:
-            answer = pipeline.answers[request.number]
-            yield [token.token_id for token in answer.sequence.document()], answer.metrics.timesteps
-
-
 def _shapes(settings: Settings, shapes: str | None) -> list[Shape]:
     if shapes is None:
         return [(settings.cut.stages, settings.cut.num_groups)]
@@ -298,4 +139,4 @@ def _shapes(settings: Settings, shapes: str | None) -> list[Shape]:
         pairs = [[int(number) for number in shape.split("x")] for shape in shapes.split(",")]
         return [(pair[0], pair[-1]) for pair in pairs]
     except ValueError:
-        raise UserError(f"--shapes {shapes}: expected STAGES or STAGESxGROUPS, separated by commas, like 1,4,14,14x7") from None
+        raise UserError(f"--shapes {shapes}: expected STAGES or STAGESxOPTIONS, separated by commas, like 1,4,14,14x7") from None

@@ -42,7 +42,6 @@ class HostWatch:
         processes: of this host's ranks.
         start_rank: starts the process of a rank on this host, for the first time or again.
         settings: the limits of recovery.
-        settings: the limits of recovery.
         keep_redis: called now and then; starts Redis again if it was started here and has died.
         on_recovery: told of every recovery when it is over.
         reassign: which other hosts take over these ranks. Raises RankLost if none does. None if there are no others.

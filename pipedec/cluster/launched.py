@@ -38,7 +38,6 @@ class LaunchedCluster(Supervisor):
     Args:
         partition: its name; None for the one that the file names.
         given: settings by name that take precedence over the file's.
-        given: settings by name that take precedence over the file's.
         run_id: name of the run; None for a random one.
         log: gets what the hosts print, one line after another, while the cluster runs; None to drop it.
         spares: how many devices stand by for ranks whose hosts are lost; None for those that the file names.

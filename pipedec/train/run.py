@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 
 from pipedec.engine.build import DTYPES
+from pipedec.flags import Help
 from pipedec.train.cards.render import card
 from pipedec.transport.replicas import ALONE, Replicas
 
@@ -22,20 +24,17 @@ class Run:
     """Options that decide where a training runs and what it leaves behind.
 
     Attributes:
-        out: directory of the trained model.
-        work: directory of log, checkpoint and generated answers; a second run continues from them.
         dtype: what forward passes compute in; trained weights are float32.
-        threads: CPU threads.
         replicas: the processes that train together.
-        held_out_prompts: for models that answer in threads: how many prompts of each dialect and rule to measure on, at most.
+        held_out_prompts: for models that answer in threads.
     """
 
-    out: Path
-    work: Path
+    out: Annotated[Path, Help("Directory for the trained model and its training.json.", "DIR")]
+    work: Annotated[Path, Help("Directory for checkpoint, log and generated answers; a second run continues it.", "DIR")]
     dtype: str = "float32"
-    threads: int = 2
+    threads: Annotated[int, Meta(ge=1), Help("CPU threads.")] = 2
     device: torch.device = torch.device("cpu")
-    held_out_prompts: int = 48
+    held_out_prompts: Annotated[int, Meta(ge=1), Help("Maximum number of prompts of each kind to measure on.")] = 48
     replicas: Replicas = ALONE
 
     @property

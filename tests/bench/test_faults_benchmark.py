@@ -138,7 +138,7 @@ def test_summary_and_picture_show_every_fault() -> None:
     [
         ({"kinds": ("kill", "kick")}, "unknown kind of fault 'kick'"),
         ({"hours": 1.0}, "give --count N or --hours H"),
-        ({"count": 0}, "must be above 0"),
+        ({"count": 0}, "--count must be at least 1"),
         ({"concurrency": (0,)}, "--concurrency must be at least 1"),
     ],
 )

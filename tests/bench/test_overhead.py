@@ -16,6 +16,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 from msgspec import structs
+from support.refusals import refusal
 from support.simulated_pipeline import SimulatedPipeline
 
 from pipedec.bench.overhead.benchmark import OverheadConfig, measure_overhead
@@ -61,7 +62,7 @@ def test_toy_run_counts_what_a_timestep_must_cost() -> None:
 
 @pytest.mark.parametrize("flags", [{"stages": (0,)}, {"rows": ()}, {"timesteps": 0}, {"hidden_size": -1}, {"repeats": 0}])
 def test_impossible_sizes_are_refused(flags: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="at least 1"):
+    with pytest.raises(UserError, match=r"at least (1|one)"):
         OverheadConfig(**flags)
 
 
@@ -162,7 +163,7 @@ def test_command_prints_a_table_and_writes_rows(tmp_path: Path) -> None:
 
 def test_command_refuses_words_for_numbers() -> None:
     done = CliRunner().invoke(program, ["bench", "overhead", "--stages", "two"])
-    assert isinstance(done.exception, UserError) and "--stages two" in str(done.exception)
+    assert "'--stages': 'two' is not a valid integer" in refusal(done)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def test_annotate_writes_and_continues(pipedec: Pipedec, answers: Path, tmp_path
     ("options", "message"),
     [
         (["--dialect", "apar"], "nothing to annotate"),
-        (["--dialect", "pasta", "--in", "a", "--min-block-tokens", "0"], "--min-block-tokens must be at least 1"),
+        (["--dialect", "pasta", "--in", "a", "--min-block-tokens", "0"], "'--min-block-tokens': 0 is not in the range"),
         (["--dialect", "pasta", "--in", "a", "--block-tokens", "9"], "must be at least --min-block-tokens"),
         (["--dialect", "apar", "--problems", "absent.jsonl"], "there is no such file"),
         (["--dialect", "apar", "--in", "absent.jsonl"], "cannot read absent.jsonl"),

@@ -8,10 +8,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from support.refusals import refusal
 from support.toy_training import TOY, killed_in_step, small_library
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from pipedec.core import UserError
 from pipedec.train.loop import TrainingLoop
 from pipedec.train.run import Run
 from recipes.reference_models import corpus
@@ -78,18 +78,17 @@ def test_growing_does_not_change_the_function() -> None:
     ("flags", "message"),
     [
         (["pair", "--problems", "nowhere.jsonl"], "--problems nowhere.jsonl: there is no such file"),
-        (["pair", "--steps-scale", "0"], "--steps-scale must be above 0"),
+        (["pair", "--steps-scale", "0"], "'--steps-scale': 0.0 is not in the range"),
         (["draft", "--problems", "nowhere.jsonl"], "--problems nowhere.jsonl: there is no such file"),
         (["draft", "--draft", "none"], "to continue"),
         (["bita", "--problems", "nowhere.jsonl"], "--problems nowhere.jsonl: there is no such file"),
         (["bita", "--target", "nowhere"], "nowhere is not a directory"),
-        (["bita", "--max-prompts", "0"], "--max-prompts must be at least 1"),
+        (["bita", "--max-prompts", "0"], "'--max-prompts': 0 is not in the range"),
     ],
 )
 def test_mistakes_are_one_line(flags: list[str], message: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(reference_models, [*flags, "--out", str(tmp_path / "out"), "--work", str(tmp_path)])
-    assert isinstance(result.exception, UserError) and message in str(result.exception)
-    assert "\n" not in str(result.exception) and not (tmp_path / "out").exists()
+    assert message in refusal(result) and not (tmp_path / "out").exists()
 
 
 def test_the_recipe_is_plain_data() -> None:

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from support.annotated_answers import APAR, PASTA, record, records, write_records
 from support.checkpoints import save_tiny
+from support.refusals import refusal
 from support.tiny_pair import Pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -347,21 +348,21 @@ def test_a_draft_learns_from_its_tuned_target(pair: Pair, tmp_path: Path) -> Non
         (["--in", "absent.jsonl"], "cannot read absent.jsonl"),
         (["--in", "absent.jsonl", "--also", "pasta"], "--also pasta: give DIALECT=FILE"),
         (["--in", "absent.jsonl", "--also", "latin=x"], "--also latin=x: give DIALECT=FILE"),
-        (["--in", "absent.jsonl", "--steps", "0"], "--steps must be at least 1"),
-        (["--in", "absent.jsonl", "--batch-tokens", "0"], "--batch-tokens must be at least 1"),
-        (["--in", "absent.jsonl", "--max-length", "0"], "--max-length must be at least 1"),
-        (["--in", "absent.jsonl", "--learning-rate", "nan"], "--learning-rate must be above 0"),
-        (["--in", "absent.jsonl", "--plain-share", "1.5"], "--plain-share must be between 0 and 1"),
-        (["--in", "absent.jsonl", "--form", "flat"], "choose one of tree, unrolled"),
+        (["--in", "absent.jsonl", "--steps", "0"], "'--steps': 0 is not in the range"),
+        (["--in", "absent.jsonl", "--batch-tokens", "0"], "'--batch-tokens': 0 is not in the range"),
+        (["--in", "absent.jsonl", "--max-length", "0"], "'--max-length': 0 is not in the range"),
+        (["--in", "absent.jsonl", "--learning-rate", "nan"], "must be a finite number"),
+        (["--in", "absent.jsonl", "--plain-share", "1.5"], "'--plain-share': 1.5 is not in the range"),
+        (["--in", "absent.jsonl", "--form", "flat"], "is not one of 'tree', 'unrolled'"),
         (["--in", "absent.jsonl", "--form", "unrolled", "--also", "pasta=x"], "which pasta has"),
-        (["--in", "absent.jsonl", "--threads", "0"], "--threads must be at least 1"),
-        (["--in", "absent.jsonl", "--held-out-prompts", "0"], "--held-out-prompts must be at least 1"),
+        (["--in", "absent.jsonl", "--threads", "0"], "'--threads': 0 is not in the range"),
+        (["--in", "absent.jsonl", "--held-out-prompts", "0"], "'--held-out-prompts': 0 is not in the range"),
         (["--in", "absent.jsonl", "--target", "nowhere"], "nowhere is not a directory"),
     ],
 )
 def test_mistakes_are_told(flags: list[str], message: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(command, ["apar", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), *flags])
-    assert isinstance(result.exception, UserError) and message in str(result.exception)
+    assert message in refusal(result)
     assert "\n" not in str(result.exception) and not (tmp_path / "out").exists()
 
 

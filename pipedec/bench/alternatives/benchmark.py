@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from typing import Annotated
 
 import torch
 import transformers
 
 from pipedec.bench.alternatives.contenders import Contender, load_contenders, quiet_transformers
-from pipedec.bench.checks import check_positive
+from pipedec.bench.options import Positive
 from pipedec.bench.record import Row, header, plain
 from pipedec.engine.devices import chosen_device
+from pipedec.flags import Help, check_fields
 from pipedec.model import ModelConfig
 from pipedec.plan.spec import PipelineSpec
 from pipedec.text.prompt import Prompter
@@ -28,25 +30,14 @@ Turns = list[list["TimedAnswer"]]  # of one contender: for each prompt, the answ
 
 @dataclass(frozen=True)
 class AlternativesConfig:
-    """What is measured.
+    """What is measured. Raises UserError for a number below 1."""
 
-    Attributes:
-        max_tokens: maximum number of output tokens.
-        repeats: number of times each contender answers each prompt.
-        threads: number of CPU threads torch uses; None for torch's choice.
-
-    Raises:
-        UserError: a number is below 1.
-    """
-
-    max_tokens: int = 128
-    repeats: int = 3
-    threads: int | None = None
+    max_tokens: Annotated[Positive, Help("Maximum number of output tokens.")] = 128
+    repeats: Annotated[Positive, Help("Number of times each contender answers each prompt.")] = 3
+    threads: Annotated[Positive | None, Help("Number of CPU threads of torch (default: torch's choice).")] = None
 
     def __post_init__(self) -> None:
-        check_positive({"--max-tokens": [self.max_tokens], "--repeats": [self.repeats]})
-        if self.threads is not None:
-            check_positive({"--threads": [self.threads]})
+        check_fields(self)
 
 
 @dataclass(frozen=True)

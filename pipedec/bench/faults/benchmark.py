@@ -6,16 +6,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from pipedec.bench.checks import check_known, check_positive
+from msgspec import Meta
+
+from pipedec.bench.checks import check_known
 from pipedec.bench.faults.kinds import KINDS, plan_fault
 from pipedec.bench.faults.questions import ANSWERS, PROMPTS, make_questions
 from pipedec.bench.faults.session import Session
 from pipedec.bench.faults.strikes import possible_kinds
 from pipedec.bench.faults.usage import growth, leaks
+from pipedec.bench.options import Counts, Positive
 from pipedec.bench.progress import SweepProgress
 from pipedec.bench.record import ROWS_FILE, Row, append_rows, drop_unfinished_line, header, key_of, plain, read_records
 from pipedec.core import DEFAULT_METHOD, UserError
+from pipedec.flags import Help, check_fields
 from pipedec.plan.spec import PipelineSpec
 
 SCHEMA = "pipedec.faults/1"
@@ -27,36 +32,36 @@ class FaultsConfig:
     """Which faults, under which load.
 
     Attributes:
-        count: faults; None for as many as ``hours`` allow.
-        concurrency: numbers of requests that are asked together.
-        answers: kinds of answers; ``dialect``: of those in threads.
-        methods: take turns.
+        count: None for as many as ``hours`` allow.
+        dialect: of answers in threads.
 
     Raises:
         UserError: a number or a name cannot be.
     """
 
-    count: int | None = 24
-    hours: float | None = None
-    kinds: tuple[str, ...] = field(default_factory=possible_kinds)
-    concurrency: tuple[int, ...] = (1, 3, 8)
-    answers: tuple[str, ...] = ANSWERS
-    methods: tuple[str, ...] = (DEFAULT_METHOD,)
+    count: Annotated[Positive | None, Help("Number of faults.")] = 24
+    hours: Annotated[float | None, Meta(gt=0), Help("Or for how long there are faults.", "HOURS")] = None
+    kinds: Annotated[tuple[str, ...], Help(f"Kinds of faults: {', '.join(KINDS)} (default: all possible).")] = field(
+        default_factory=possible_kinds
+    )
+    concurrency: Annotated[Counts, Help("Numbers of requests that are asked together.")] = (1, 3, 8)
+    answers: Annotated[tuple[str, ...], Help("Kinds of answers.")] = ANSWERS
+    methods: Annotated[tuple[str, ...], Help("Methods, which take turns.")] = (DEFAULT_METHOD,)
     dialect: str = "apar"
-    prompts: tuple[str, ...] = PROMPTS
-    max_tokens: int = 160
-    seed: int = 0
+    prompts: Annotated[tuple[str, ...], Help("A prompt; may be repeated (default: six).", "TEXT", "--prompt", repeated=True)] = (
+        field(default_factory=lambda: PROMPTS)
+    )
+    max_tokens: Annotated[Positive, Help("Tokens of an answer; one in threads may end early.")] = 160
+    seed: Annotated[int, Help("Seed of the choice of faults and their moments.")] = 0
 
     def __post_init__(self) -> None:
-        check_positive({"--max-tokens": [self.max_tokens], "--concurrency": self.concurrency})
+        check_fields(self)
         for kind in self.kinds:
             check_known("kind of fault", kind, KINDS)
             if kind not in possible_kinds():
                 raise UserError(f"--kinds {kind} needs root, ss of iproute2, and a kernel that closes sockets: leave it out")
         if (self.count is None) == (self.hours is None):
             raise UserError("how many faults? give --count N or --hours H")
-        if (self.count or self.hours or 0) <= 0:
-            raise UserError("--count and --hours must be above 0")
 
     @property
     def identity(self) -> Row:

@@ -13,15 +13,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 
-from pipedec.bench.checks import check_known, check_positive
+from pipedec.bench.checks import check_known
 from pipedec.bench.kernels.operations import OperationsConfig, filled_caches, grown_tree, measure_bookkeeping
 from pipedec.bench.kernels.stopwatch import Stopwatch, check_memory, device_named
+from pipedec.bench.options import Counts, Device, Positive
 from pipedec.bench.record import Row, header
-from pipedec.config import DEVICES as DEVICE_NAMES
 from pipedec.engine.build import DTYPES
+from pipedec.flags import Help, check_fields
 from pipedec.hardware import DEVICES, DTYPE_BYTES, GIGA, MODEL_SHAPES, ModelShape
 from pipedec.model import LaneRows, ModelConfig, StageModel, device_capture
 from pipedec.tree import Visibility
@@ -42,37 +44,33 @@ class LayersConfig:
     """What is measured.
 
     Attributes:
-        model: of ``MODEL_SHAPES``.
-        layers: number of layers in the stage.
         rows, past: steps of each number of rows after each number of accepted tokens.
         lanes: steps with one row of each of that many requests, compared with as many rows of one request.
         runs: of slots in which each KV cache lies; a CPU reads one run in place and joins several layer by layer.
-        tree_rows: sizes of the trees that are grown and pruned.
-        dtype: None for bfloat16 on CUDA, float32 on CPU.
-        repeats: timed runs per step.
 
     Raises:
         UserError: a number below 1, or an unknown model, dtype or device.
     """
 
-    model: str = "llama-3.1-70b"
-    layers: int = 6
-    rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
-    past: tuple[int, ...] = (512, 2048, 8192)
-    lanes: tuple[int, ...] = ()
-    runs: int = 1
-    tree_rows: tuple[int, ...] = (32, 448)
-    dtype: str | None = None
-    device: str = "auto"
-    repeats: int = 20
+    model: Annotated[str, Help(f"Model shape: {', '.join(MODEL_SHAPES)}.", "NAME")] = "llama-3.1-70b"
+    layers: Annotated[Positive, Help("Number of layers of the stage.")] = 6
+    rows: Annotated[Counts, Help("Rows per step.")] = (1, 2, 4, 8, 16, 32, 64, 128)
+    past: Annotated[Counts, Help("Accepted tokens before the step.")] = (512, 2048, 8192)
+    lanes: Annotated[
+        tuple[Positive, ...],
+        Help("Numbers of requests: a step with one row of each is compared with one of as many rows of one request."),
+    ] = ()
+    runs: Annotated[Positive, Help("Runs of slots in which each KV cache lies.")] = 1
+    tree_rows: Annotated[Counts, Help("Sizes of the trees that are grown and pruned.")] = (32, 448)
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, Help("Data type (default: bfloat16 on CUDA, float32 on CPU).")
+    ] = None
+    device: Device = "auto"
+    repeats: Annotated[Positive, Help("Number of timed runs per step.")] = 20
 
     def __post_init__(self) -> None:
-        check_positive({"--layers": [self.layers], "--rows": self.rows, "--past": self.past, "--lanes": self.lanes or [1]})
-        check_positive({"--tree-rows": self.tree_rows, "--repeats": [self.repeats], "--runs": [self.runs]})
+        check_fields(self)
         check_known("model", self.model, MODEL_SHAPES)
-        check_known("device", self.device, DEVICE_NAMES)
-        if self.dtype is not None:
-            check_known("dtype", self.dtype, DTYPE_BYTES)
 
     @property
     def shape(self) -> ModelShape:
@@ -88,7 +86,7 @@ class LayersConfig:
             kv_heads=self.shape.num_key_value_heads,
             head_dim=self.shape.head_size,
             dtype=self.dtype or ("bfloat16" if device.type == "cuda" else "float32"),
-            device=device.type,
+            device="cuda" if device.type == "cuda" else "cpu",
             repeats=self.repeats,
             runs=self.runs,
         )

@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
 
 import torch
 
-from pipedec.bench.checks import check_known, check_positive
 from pipedec.bench.kernels.stopwatch import Stopwatch, check_memory, device_named
+from pipedec.bench.options import Counts, Device, Positive
 from pipedec.bench.record import Row, header
-from pipedec.config import DEVICES
 from pipedec.core import UserError
 from pipedec.engine.build import DTYPES
+from pipedec.flags import Help, check_fields
 from pipedec.model import KVCache, KVPool, KVShape
 from pipedec.model.attention import AttentionPlan, reference_attention, tree_attention
 from pipedec.tree import Advance, Candidates, PredictionTree, Visibility
@@ -32,10 +33,6 @@ class OperationsConfig:
     """What is measured; the default shape is six layers of the shipped target.
 
     Attributes:
-        sizes: tree sizes, in rows.
-        past: accepted tokens before the tree.
-        layers: layers of the stage whose KV cache is pruned.
-        repeats: timed runs per operation.
         width, children: how trees grow.
         runs: of slots in which each KV cache lies.
 
@@ -43,26 +40,23 @@ class OperationsConfig:
         UserError: a number below 1, heads that are no multiple of kv_heads, or an unknown dtype or device.
     """
 
-    sizes: tuple[int, ...] = (32, 128, 512, 1024)
-    past: int = 512
-    layers: int = 6
-    heads: int = 6
-    kv_heads: int = 2
-    head_dim: int = 32
-    dtype: str = "float32"
-    device: str = "auto"
-    repeats: int = 100
+    sizes: Annotated[Counts, Help("Tree sizes in rows.")] = (32, 128, 512, 1024)
+    past: Annotated[Positive, Help("Accepted tokens before the tree.")] = 512
+    layers: Annotated[Positive, Help("Number of layers of the stage whose KV cache is pruned.")] = 6
+    heads: Annotated[Positive, Help("Query heads (a 70B LLaMA: 64).")] = 6
+    kv_heads: Annotated[Positive, Help("Key-value heads (a 70B LLaMA: 8).")] = 2
+    head_dim: Annotated[Positive, Help("Head dimension (a 70B LLaMA: 128).")] = 32
+    dtype: Annotated[Literal["float32", "float64", "bfloat16", "float16"], Help("Data type.")] = "float32"
+    device: Device = "auto"
+    repeats: Annotated[Positive, Help("Number of timed runs per operation.")] = 100
     width: int = 32
     children: int = 16
     runs: int = 1
 
     def __post_init__(self) -> None:
-        check_positive({"--sizes": self.sizes, "--past": [self.past], "--layers": [self.layers], "--heads": [self.heads]})
-        check_positive({"--kv-heads": [self.kv_heads], "--head-dim": [self.head_dim], "--repeats": [self.repeats]})
+        check_fields(self)
         if self.heads % self.kv_heads:
             raise UserError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
-        check_known("dtype", self.dtype, DTYPES)
-        check_known("device", self.device, DEVICES)
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pipedec.bench.sweep.pipelines import Shape
 from pipedec.client.live import LiveReading
@@ -18,6 +18,7 @@ from pipedec.core import Request, SamplingParams
 from pipedec.engine.build import load_prompter
 from pipedec.engine.live_feed import Frame, LiveFeed
 from pipedec.engine.local import LocalPipeline
+from pipedec.flags import Help
 from pipedec.scheduler import RunStatus
 from pipedec.text.prompt import Prompter
 
@@ -34,7 +35,7 @@ class RecordingConfig:
     """What is recorded."""
 
     prompt: str = PROMPT
-    methods: tuple[str, ...] = METHODS
+    methods: Annotated[tuple[str, ...], Help("Methods that are recorded.")] = METHODS
     max_tokens: int = 96
 
 

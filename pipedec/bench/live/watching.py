@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import exp, log
+from typing import Annotated
 
-from pipedec.bench.checks import check_positive
+from pipedec.bench.options import Positive
 from pipedec.bench.record import Row, header, plain
 from pipedec.bench.sweep.pipelines import Shape
 from pipedec.client.client import Client
 from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import DEFAULT_METHOD, PipedecError, SamplingParams
+from pipedec.flags import Help, check_fields
 from pipedec.messages import PromptRequest
 from pipedec.scheduler import RedisScheduler, connect
 from pipedec.scheduler.protocol import WATCH_SECONDS
@@ -35,14 +37,14 @@ class WatchingConfig:
         UserError: a number is below 1.
     """
 
-    rounds: int = 8
-    answers: int = 4
-    tokens: int = 128
-    method: str = DEFAULT_METHOD
+    rounds: Annotated[Positive, Help("Rounds of watched, unwatched, unwatched, watched answers.")] = 8
+    answers: Annotated[Positive, Help("Answers in each of these four parts of a round.")] = 4
+    tokens: Positive = 128
+    method: Annotated[str, Help("Method that is measured.", "NAME")] = DEFAULT_METHOD
     prompt: str = _PROMPT
 
     def __post_init__(self) -> None:
-        check_positive({"--rounds": [self.rounds], "--answers": [self.answers], "--tokens": [self.tokens]})
+        check_fields(self)
 
     @property
     def request(self) -> PromptRequest:

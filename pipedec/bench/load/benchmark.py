@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
+from typing import Annotated
 
-from pipedec.bench.checks import check_positive
 from pipedec.bench.load.arrivals import AtTimes, Pattern
 from pipedec.bench.load.places import Place
 from pipedec.bench.load.questions import Conversation
 from pipedec.bench.load.served import Goals, Outcome
+from pipedec.bench.options import Counts, Positive
 from pipedec.bench.policy.study import Policy
 from pipedec.bench.progress import SweepProgress
 from pipedec.bench.record import Row, header, plain
-from pipedec.core import SamplingParams, UserError
+from pipedec.core import MAX_NUM_SEQS, SamplingParams, UserError
+from pipedec.flags import Help, check_fields
 
 SCHEMA = "pipedec.load/1"
 
@@ -26,11 +28,8 @@ class LoadConfig:
     Attributes:
         policies: the methods.
         patterns: the loads; all methods get the same prompts in the same order.
-        requests: first turns of each load; None for four times its concurrency, or 64.
-        max_num_seqs: limits on the requests in the pipeline, each measured with every method and load.
-        intruder: tokens of a prompt that arrives when all other requests have begun; None for none. The row then says how much
-            longer the others took per token while it was prefilled.
-        turns: of each conversation. What the user says next follows the whole conversation as soon as it is answered.
+        max_num_seqs: each is measured with every method and load.
+        intruder: the row then says how much longer the others took per token while it was prefilled.
 
     Raises:
         UserError: there is no load, a number is below 1, or an intruder finds no fixed number of others, or conversations.
@@ -38,20 +37,25 @@ class LoadConfig:
 
     policies: tuple[Policy, ...]
     patterns: tuple[Pattern, ...]
-    requests: int | None = None
-    max_num_seqs: tuple[int, ...] = (64,)
+    requests: Annotated[Positive | None, Help("Requests of each load (default: 4 × concurrency, or 64).")] = None
+    max_num_seqs: Annotated[
+        Counts, Help("Maximum number of requests in the pipeline at the same time; with 1, one is answered after the other.")
+    ] = (MAX_NUM_SEQS,)
     goals: Goals = Goals()
-    intruder: int | None = None
+    intruder: Annotated[
+        Positive | None, Help("With --replay: one more prompt of N random tokens arrives when all others have begun.")
+    ] = None
     seed: int = 0
     sampling: SamplingParams = SamplingParams(max_tokens=64)
-    turns: int = 1
+    turns: Annotated[
+        Positive,
+        Help("Turns of each conversation: the next prompt of the set follows the whole conversation once it is answered."),
+    ] = 1
 
     def __post_init__(self) -> None:
         if not self.patterns:
             raise UserError("no load: give --concurrency N or --rate R")
-        some = {"--requests": self.requests, "--intruder": self.intruder}
-        check_positive({flag: [1 if value is None else value] for flag, value in some.items()})
-        check_positive({"--max-num-seqs": self.max_num_seqs, "--turns": [self.turns]})
+        check_fields(self)
         if self.intruder is not None and self.turns > 1:
             raise UserError("--intruder needs others that are submitted once: leave out --turns")
         if self.intruder is not None and any(pattern.concurrency is None for pattern in self.patterns):

@@ -13,14 +13,16 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 
-from pipedec.bench.checks import check_known, check_positive
+from pipedec.bench.options import Counts, Positive
 from pipedec.bench.overhead.null_rank import TRACED_TIMESTEPS, RankPlan, Sample, measure_rank
 from pipedec.bench.overhead.ranks import run_ranks
+from pipedec.bench.overhead.running import RunningOverheadConfig
 from pipedec.bench.record import Row, header, spread
-from pipedec.plan.spec import DISPATCHES
+from pipedec.flags import Help
 from pipedec.scheduler import EmbeddedServer
 from pipedec.transport.wire import message_bytes
 
@@ -29,25 +31,18 @@ _TIMESTEP_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class OverheadConfig:
+class OverheadConfig(RunningOverheadConfig):
     """What is measured: every number of ``stages`` × dispatch × number of ``rows``, ``repeats`` × ``timesteps`` each.
 
     Raises:
         UserError: an unknown dispatch, a number below 1, or no number.
     """
 
-    stages: tuple[int, ...] = (1, 2, 4, 7, 8, 14, 21)
-    rows: tuple[int, ...] = (1, 32)
-    timesteps: int = 200
-    hidden_size: int = 192
-    repeats: int = 3
-    dispatches: tuple[str, ...] = tuple(DISPATCHES)
-
-    def __post_init__(self) -> None:
-        for dispatch in self.dispatches:
-            check_known("dispatch", dispatch, DISPATCHES)
-        check_positive({"--stages": self.stages, "--rows": self.rows})
-        check_positive({"--timesteps": [self.timesteps], "--hidden": [self.hidden_size], "--repeats": [self.repeats]})
+    stages: Annotated[Counts, Help("Numbers of stages.")] = (1, 2, 4, 7, 8, 14, 21)
+    hidden_size: Annotated[Positive, Help("Hidden size; determines the bytes of a step.", flag="--hidden")] = 192
+    dispatches: Annotated[
+        tuple[Literal["windows", "tasks"], ...], Help("What Redis grants: windows, tasks, or both.", flag="--dispatch")
+    ] = ("windows", "tasks")
 
     @property
     def silence_seconds(self) -> float:

@@ -11,13 +11,15 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
 from pipedec.bench.breakdown import PHASES, breakdown, slowest_compute_ms
-from pipedec.bench.checks import check_positive
+from pipedec.bench.options import Counts, Positive
 from pipedec.bench.record import Row, header, plain
 from pipedec.client.reply import Reply
 from pipedec.client.running import Running
 from pipedec.core import SamplingParams, UserError
+from pipedec.flags import Help, check_fields
 from pipedec.messages import PromptRequest
 
 PROMPT = "Count from one to one hundred in words."
@@ -34,12 +36,12 @@ class RunningOverheadConfig:
         UserError: a number below 1, or no number.
     """
 
-    rows: tuple[int, ...] = (1, 32)
-    timesteps: int = 200
-    repeats: int = 3
+    rows: Annotated[Counts, Help("Rows per timestep.")] = (1, 32)
+    timesteps: Annotated[Positive, Help("Timed timesteps per repeat.")] = 200
+    repeats: Annotated[Positive, Help("Times that pipeline and bare gloo take turns; or answers of a running cluster.")] = 3
 
     def __post_init__(self) -> None:
-        check_positive({"--rows": self.rows, "--timesteps": [self.timesteps], "--repeats": [self.repeats]})
+        check_fields(self)
 
 
 def measure_running(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from pipedec.bench.checks import check_positive
+from pipedec.bench.options import Drawing, Preset, StageCount
 from pipedec.bench.policy.drafter import RecordedDrafter
 from pipedec.bench.policy.memo import DraftMemo
 from pipedec.bench.policy.recording import Recording
@@ -31,6 +31,7 @@ from pipedec.data.prompts import PromptSet
 from pipedec.decoding import Drafter
 from pipedec.decoding.controller import CHILDREN
 from pipedec.engine.build import load_drafter, resolve
+from pipedec.flags import check_fields
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHODS, make_options
 from pipedec.model import ModelConfig
@@ -83,34 +84,27 @@ def _limit(method: str, setting: str) -> tuple[str, Any]:
 
 
 @dataclass(frozen=True)
-class PolicyConfig:
+class PolicyConfig(Drawing):
     """What is compared.
 
     Attributes:
-        preset: a partition of ``cluster``; emulated times are those of its devices.
-        stages: number of stages; None for the preset's own.
-        samples: number of prompts from each set, sampled by ``seed`` as in a sweep.
+        preset: emulated times are those of its devices.
         sampling: how the target decodes; with a temperature, ``seed`` also seeds the tokens.
-        own_work: whether times count rank 0's own work, as measured on this machine.
 
     Raises:
         UserError: a number below 1, two equal policies, or no such preset.
     """
 
     cluster: ClusterConfig
-    preset: str
+    preset: Preset
     policies: tuple[Policy, ...]
-    stages: int | None = None
-    samples: int = 10
-    seed: int = 0
+    stages: StageCount = None
     sampling: SamplingParams = SamplingParams(max_tokens=64)
-    raw_prompts: bool = False
-    own_work: bool = True
     pair: Pair = Pair()
 
     def __post_init__(self) -> None:
         self.cluster.find_partition(self.preset)
-        check_positive({"--samples": [self.samples], "--stages": [1 if self.stages is None else self.stages]})
+        check_fields(self)
         for number, policy in enumerate(self.policies):
             if any((one.method, one.limits) == (policy.method, policy.limits) for one in self.policies[:number]):
                 raise UserError(f"--policy {policy.name} was given twice: leave one of them out")

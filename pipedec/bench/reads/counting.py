@@ -10,14 +10,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Annotated, Any
 
+from pipedec.bench.options import Counts, Methods
 from pipedec.bench.reads.device import DEVICE, CountedDevice
 from pipedec.bench.record import Row, header, plain
 from pipedec.core import Request, SamplingParams, UserError
 from pipedec.engine.build import load_drafter, load_prompter, load_stage
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.sequences import Sequences
+from pipedec.flags import Help, check_fields
 from pipedec.methods import find_method, make_options
 from pipedec.plan.spec import PipelineSpec
 from pipedec.stage import StageWorker
@@ -36,21 +38,23 @@ class ReadsConfig:
     """What is answered while reads are counted.
 
     Attributes:
-        requests: how many at a time, each of them a run of its own.
-        threads: a dialect, for answers in several threads.
+        requests: each number is a run of its own.
     """
 
-    methods: tuple[str, ...]
-    requests: tuple[int, ...]
-    prompt: str
+    methods: Methods = ("pp", "pipedec", "pipedec-bestfirst", "bita")
+    requests: Annotated[Counts, Help("How many requests at a time.")] = (1, 16)
+    prompt: Annotated[str, Help("Prompt of the requests.", "TEXT")] = "What does shutil.copytree() do?"
     sampling: SamplingParams = SamplingParams(max_tokens=32)
-    threads: str | None = None
+    threads: Annotated[
+        str | None, Help("Let answers open decode threads: apar, pasta, parallel, or a dialect file.", "NAME|FILE")
+    ] = None
 
     def __post_init__(self) -> None:
         for method in self.methods:
             find_method(method)
-        if min(self.requests) < 1 or self.sampling.max_tokens < 2:
-            raise UserError("--requests must be at least 1, and --max-tokens at least 2")
+        check_fields(self)
+        if self.sampling.max_tokens < 2:
+            raise UserError("--max-tokens must be at least 2")
 
 
 def measure_reads(spec: PipelineSpec, config: ReadsConfig, on_run: Callable[[str], None] = lambda text: None) -> list[Row]:

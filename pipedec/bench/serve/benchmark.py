@@ -8,11 +8,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from msgspec import structs
 
-from pipedec.bench.checks import check_positive
+from pipedec.bench.options import Positive
 from pipedec.bench.record import Row, header, plain
 from pipedec.bench.serve.http import IdleConnections, drop, streams
 from pipedec.bench.serve.server import ServerUnderTest
@@ -21,6 +21,7 @@ from pipedec.client.async_client import AsyncClient
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import PipedecError, SamplingParams
+from pipedec.flags import Help, check_fields
 from pipedec.messages import PromptRequest
 
 _PROMPT = "Natalia sold clips to her friends."
@@ -32,26 +33,17 @@ _EMPTY_SECONDS = 30.0  # for what was dropped to end
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """What is measured.
+    """What is measured. Raises UserError for a number below 1."""
 
-    Attributes:
-        streams: answers at the same time; ``tokens``: of each.
-        repeats: how often one stream and the client take turns.
-        connections: idle ones; ``drops``: connections that are closed at a random moment; ``waiting``: requests that wait.
-
-    Raises:
-        UserError: a number is below 1.
-    """
-
-    streams: int = 64
-    tokens: int = 64
-    repeats: int = 5
-    connections: int = 500
-    drops: int = 1000
-    waiting: int = 100
+    streams: Annotated[Positive, Help("Answers at the same time.")] = 64
+    tokens: Annotated[Positive, Help("Tokens of an answer.")] = 64
+    repeats: Annotated[Positive, Help("Times that one stream and the client take turns.")] = 5
+    connections: Annotated[Positive, Help("Idle connections.")] = 500
+    drops: Annotated[Positive, Help("Connections that are closed at a random moment.")] = 1000
+    waiting: Annotated[Positive, Help("Requests that wait.")] = 100
 
     def __post_init__(self) -> None:
-        check_positive({f"--{name}": [value] for name, value in plain(self).items()})
+        check_fields(self)
 
     @property
     def body(self) -> Row:

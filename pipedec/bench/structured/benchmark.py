@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Annotated
 
 from msgspec.structs import replace
 
-from pipedec.bench.checks import check_positive
+from pipedec.bench.options import Methods, Positive, Preset, StageCounts
 from pipedec.bench.progress import SweepProgress
 from pipedec.bench.record import ROWS_FILE, Row, append_rows, drop_unfinished_line, header, key_of, plain, read_records
 from pipedec.bench.structured.cases import Case, load_cases
@@ -23,6 +24,7 @@ from pipedec.bench.sweep.pipelines import Pair, Shape, emulated, pair_digest
 from pipedec.config import ClusterConfig
 from pipedec.core import PipedecError, Request, SamplingParams
 from pipedec.engine.local import LocalPipeline
+from pipedec.flags import Help, check_fields
 from pipedec.methods import METHOD_NAMES, find_method
 from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter
@@ -32,29 +34,20 @@ SCHEMA = "pipedec.structured/1"
 
 @dataclass(frozen=True)
 class StructuredConfig:
-    """What is measured.
-
-    Attributes:
-        preset: a partition of ``cluster``.
-        stages: stage counts; empty for the preset's own.
-        questions: how many of the thirty, from the first on.
-
-    Raises:
-        UserError: an unknown method or preset, or a number below 1.
-    """
+    """What is measured. Raises UserError for an unknown method or preset, or a number below 1."""
 
     cluster: ClusterConfig
-    preset: str
-    stages: tuple[int, ...] = ()
-    methods: tuple[str, ...] = METHOD_NAMES
-    questions: int = 30
+    preset: Preset
+    stages: StageCounts = ()
+    methods: Methods = METHOD_NAMES
+    questions: Annotated[Positive, Help("How many of the thirty questions, from the first on.")] = 30
     sampling: SamplingParams = SamplingParams(max_tokens=80)
     pair: Pair = Pair()
 
     def __post_init__(self) -> None:
         for method in self.methods:
             find_method(method)
-        check_positive({"--stages": self.stages or [1], "--questions": [self.questions]})
+        check_fields(self)
         self.cluster.find_partition(self.preset)
 
     def shapes(self) -> Iterator[Shape]:

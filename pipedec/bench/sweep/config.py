@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Literal
 
 from msgspec import structs
 
-from pipedec.bench.checks import check_known, check_positive
+from pipedec.bench.checks import check_known
+from pipedec.bench.options import Drawing, Positive
 from pipedec.bench.sweep.pipelines import (
     SLM,
     LaunchedShape,
@@ -27,17 +29,17 @@ from pipedec.bench.sweep.tuning import TuningGrid
 from pipedec.client.running import Running
 from pipedec.config import ClusterConfig
 from pipedec.core import DEFAULT_METHOD, MethodOptions, SamplingParams, UserError
+from pipedec.flags import Help, check_fields
 from pipedec.methods import METHOD_NAMES, find_method
 
 TUNED = "stpp-tuned"
 SWEEP_METHODS = (*METHOD_NAMES, TUNED, SLM)
-CLOCKS = ("measured", "computed")
 _WITHOUT_TREE = ("pp", SLM)
 _NEED_EMULATION = (TUNED, SLM)  # or a pipeline of their own, which a cluster that runs is not
 
 
 @dataclass(frozen=True)
-class SweepConfig:
+class SweepConfig(Drawing):
     """The grid of a sweep.
 
     Attributes:
@@ -46,11 +48,7 @@ class SweepConfig:
         methods: of SWEEP_METHODS. ``stpp`` uses its best depth, ``stpp-tuned`` the best tree of a grid.
         trees: limits of the trees.
         bita: directories of trained BiTA, each decoding on a pipeline of its own; empty for the target's own.
-        samples: number of prompts of each set, chosen by ``seed`` from those that fit into the context.
         sampling: how to decode; with a temperature, repeat N samples tokens with ``seed`` + N.
-        clock: ``measured`` in real processes, or ``computed`` in one process.
-        slow_motion: see ``Emulation``.
-        own_work: whether computed times count rank 0's own work, as measured on this machine.
         running: a cluster that is running, to be measured instead of pipelines that are started here.
         launched: likewise, partitions of ``cluster`` that are launched on their hosts one after another.
 
@@ -59,19 +57,30 @@ class SweepConfig:
     """
 
     cluster: ClusterConfig
-    presets: tuple[str, ...] = ()
-    stages: tuple[int, ...] = ()
-    methods: tuple[str, ...] = ("pp", "stpp", TUNED, "pipedec", DEFAULT_METHOD)
+    presets: Annotated[
+        tuple[str, ...], Help("Emulated clusters, like paper-7,paper-14 (default: this machine itself).", flag="--preset")
+    ] = ()
+    stages: Annotated[
+        tuple[Positive, ...],
+        Help("Numbers of stages, like 1,2,4; with --preset, of devices like its first (default: its own number)."),
+    ] = ()
+    methods: Annotated[
+        tuple[str, ...],
+        Help(
+            f"Methods, like pp,bita; also {SLM}: a small model alone. By default a real cluster is measured with those of the "
+            "default methods that it can decode with."
+        ),
+    ] = ("pp", "stpp", TUNED, "pipedec", DEFAULT_METHOD)
     trees: TreeGrid = TreeGrid()
-    bita: tuple[Path, ...] = ()
-    samples: int = 10
-    seed: int = 0
-    repeats: int = 1
+    bita: Annotated[
+        tuple[Path, ...], Help("bita: a trained BiTA (default: the shipped one); may be repeated.", "DIR", repeated=True)
+    ] = ()
+    repeats: Annotated[Positive, Help("Answers per prompt, each with its own seed.")] = 1
     sampling: SamplingParams = SamplingParams(max_tokens=64)
-    clock: str = "measured"
-    slow_motion: float = 4.0
-    own_work: bool = True
-    raw_prompts: bool = False
+    clock: Annotated[
+        Literal["measured", "computed"], Help("measured: real processes; computed: one process, times by arithmetic.")
+    ] = "measured"
+    slow_motion: Annotated[float, Help("Factor on all emulated times; results are divided by it.")] = 4.0
     pair: Pair = Pair()
     small: SmallModel = SmallModel()
     grid: TuningGrid = TuningGrid()
@@ -81,8 +90,7 @@ class SweepConfig:
     def __post_init__(self) -> None:
         for method in self.methods:
             check_known("method", method, SWEEP_METHODS)
-        check_known("clock", self.clock, CLOCKS)
-        check_positive({"--stages": self.stages or [1], "--samples": [self.samples], "--repeats": [self.repeats]})
+        check_fields(self)
         if self.running is not None or self.launched:
             self._check_real()
         else:

@@ -6,15 +6,17 @@ Knows nothing of pipelines, prompts and results.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from msgspec.structs import asdict, replace
 
-from pipedec.bench.checks import check_positive
+from pipedec.bench.options import Positive
 from pipedec.bench.record import Row, plain
 from pipedec.core import DEFAULT_METHOD, MethodOptions, Request
 from pipedec.decoding import Company
+from pipedec.flags import Help, check_fields
 from pipedec.messages import PromptRequest
-from pipedec.methods import PROPOSERS, BestFirstOptions, BitaOptions, applicable_options
+from pipedec.methods import PROPOSERS, SHAPES, BestFirstOptions, BitaOptions, applicable_options
 from pipedec.threads import single_thread
 
 BITA = "bita"
@@ -26,28 +28,24 @@ _UNUSED_LIMITS: dict[str, Row] = {"pipedec": {"depth": 4, "rows": None}, DEFAULT
 class TreeGrid:
     """Limits of trees, all combinations; an empty limit is left to the method.
 
-    Attributes:
-        widths: rows per timestep; of all methods but ``bita``.
-        children: of a row; for ``bita``, candidates of a mask.
-        forwards, proposers: of ``pipedec-bestfirst`` alone.
-        shapes, depths: of ``bita`` alone: shapes of the tree (of SHAPES), numbers of masks used.
-        rows: of ``bita``'s ``likeliest`` tree alone.
-
     Raises:
         UserError: a number below 1, or an unknown name.
     """
 
-    widths: tuple[int, ...] = ()
-    children: tuple[int, ...] = ()
-    forwards: int | None = None
-    proposers: tuple[str, ...] = PROPOSERS
-    shapes: tuple[str, ...] = (BitaOptions().shape,)
-    depths: tuple[int, ...] = ()
-    rows: tuple[int, ...] = ()
+    widths: Annotated[
+        tuple[Positive, ...], Help("Rows per timestep, like 16,32 (default: adapted by pipedec-bestfirst, 32 for others).")
+    ] = ()
+    children: Annotated[
+        tuple[Positive, ...], Help("Children per row (default: adapted by pipedec-bestfirst, 1–16 for bita, else 16).")
+    ] = ()
+    forwards: Annotated[int | None, Help("pipedec-bestfirst: draft forwards per timestep (default: what fits).")] = None
+    proposers: Annotated[tuple[str, ...], Help("pipedec-bestfirst: draft sources.")] = PROPOSERS
+    shapes: Annotated[tuple[str, ...], Help(f"bita: shapes of the tree: {','.join(SHAPES)}.")] = (BitaOptions().shape,)
+    depths: Annotated[tuple[Positive, ...], Help("bita: numbers of masks used, like 1,2,3 (default: all trained masks).")] = ()
+    rows: Annotated[tuple[Positive, ...], Help("bita: rows of the likeliest tree, like 32,64 (default: 64).")] = ()
 
     def __post_init__(self) -> None:
-        numbers = {"--widths": self.widths, "--children": self.children, "--depths": self.depths, "--rows": self.rows}
-        check_positive({flag: values for flag, values in numbers.items() if values})
+        check_fields(self)
         BestFirstOptions(forwards=self.forwards, proposers=self.proposers)
         for shape in self.shapes:
             BitaOptions(shape=shape)

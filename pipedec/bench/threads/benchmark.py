@@ -11,10 +11,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from msgspec.structs import replace
 
-from pipedec.bench.checks import check_positive
+from pipedec.bench.options import Drawing, Preset, StageCounts
 from pipedec.bench.progress import SweepProgress
 from pipedec.bench.prompts import DrawnPrompt, draw
 from pipedec.bench.record import ROWS_FILE, Row, drop_unfinished_line, header, key_of, plain, read_records
@@ -25,44 +26,37 @@ from pipedec.bench.threads.styles import Style, find_style
 from pipedec.config import ClusterConfig
 from pipedec.core import DEFAULT_METHOD, PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
+from pipedec.flags import Help, check_fields
 from pipedec.messages import PromptRequest
 from pipedec.methods import find_method
 
 
 @dataclass(frozen=True)
-class ThreadsConfig:
+class ThreadsConfig(Drawing):
     """What is measured.
 
     Attributes:
-        preset: a partition of ``cluster``.
-        stages: stage counts; empty for the preset's own.
-        dialects: styles of answers: names or files of dialects; SEQUENTIAL for one thread, the baseline; SKELETON for
-            Skeleton-of-Thought.
-        methods: names of methods.
-        samples: number of prompts from each set, sampled by ``seed`` from those that fit into the context.
         sampling: how to decode; with a temperature, ``seed`` also seeds the tokens.
-        own_work: whether times count rank 0's own work, as measured on this machine.
 
     Raises:
         UserError: an unknown method, dialect or preset, or a number below 1.
     """
 
     cluster: ClusterConfig
-    preset: str
-    stages: tuple[int, ...] = ()
-    dialects: tuple[str, ...] = (SEQUENTIAL, "apar", "pasta", SKELETON)
-    methods: tuple[str, ...] = (BASELINE, DEFAULT_METHOD)
-    samples: int = 10
-    seed: int = 0
+    preset: Preset
+    stages: StageCounts = ()
+    dialects: Annotated[
+        tuple[str, ...],
+        Help(f"Dialects by name or file; {SEQUENTIAL}: one thread, the baseline; {SKELETON}: Skeleton-of-Thought, by prompts."),
+    ] = (SEQUENTIAL, "apar", "pasta", SKELETON)
+    methods: Annotated[tuple[str, ...], Help(f"Methods; speed-ups are over {BASELINE}.")] = (BASELINE, DEFAULT_METHOD)
     sampling: SamplingParams = SamplingParams(max_tokens=64)
-    raw_prompts: bool = False
-    own_work: bool = True
     pair: Pair = Pair()
 
     def __post_init__(self) -> None:
         for method in self.methods:
             find_method(method)
-        check_positive({"--stages": self.stages or [1], "--samples": [self.samples]})
+        check_fields(self)
         self.cluster.find_partition(self.preset)
         self.styles()
 

@@ -4,46 +4,52 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, machine_text
-from pipedec.cli.options import Command, gathered
+from pipedec.bench.alternatives.benchmark import AlternativesConfig, measure_alternatives
+from pipedec.bench.options import Device, Draft, Positive, Target
+from pipedec.bench.record import check_writable
+from pipedec.cli.benchmarks.shared import Out, PromptTexts, append, machine_text
+from pipedec.cli.options import PromptField
 from pipedec.cli.show import console
 from pipedec.config import Settings
 from pipedec.core import UserError
+from pipedec.data.prompts import read_prompts
 from pipedec.engine.build import resolve
+from pipedec.flags import Help, options_of, own_options
 
 
 @dataclass(frozen=True)
 class PairFlags:
     """The models, and the stages of the method that is measured on several (see ``PipelineSpec.create``)."""
 
-    target: Path | None
-    draft: str | None
-    bita: str | None
-    stages: int
-    device: str
+    target: Target = None
+    draft: Draft = None
+    bita: Annotated[
+        str | None, Help("Directory of BiTA trained for the target, or none (default: the shipped one).", "DIR|none")
+    ] = None
+    stages: Annotated[int, Help("Stages of pipedec's default method, in one process.")] = 4
+    device: Device = "auto"
 
 
 @dataclass(frozen=True)
 class PromptFlags:
     """Where the prompts come from."""
 
-    texts: tuple[str, ...]
-    files: tuple[Path, ...]
-    field: str | None
-    samples: int
+    texts: PromptTexts = ()
+    files: Annotated[
+        tuple[Path, ...],
+        Help("JSONL, JSONL.gz or CSV prompt file; may be repeated.", "FILE", "--prompts", repeated=True),
+    ] = ()
+    field: PromptField = None
+    samples: Annotated[Positive, Help("Prompts sampled from each file (seed 0).")] = 10
 
     def read(self) -> list[str]:
         """All prompts. Raises UserError if there are none, or a file cannot be read."""
-        from pipedec.data.prompts import read_prompts
-
-        if self.samples < 1:
-            raise UserError(f"--samples must be at least 1, not {self.samples}")
         drawn = (text for path in self.files for text in read_prompts(path, self.field).sample(self.samples).prompts)
         prompts = [*self.texts, *drawn]
         if not prompts:
@@ -51,51 +57,16 @@ class PromptFlags:
         return prompts
 
 
-def _pair_options(command: Command) -> Command:
-    options = [
-        click.option("--target", type=PATH, help="Target checkpoint directory (default: the shipped pair)."),
-        click.option("--draft", help="Draft checkpoint directory, or none."),
-        click.option("--bita", help="Directory of BiTA trained for the target, or none (default: the shipped one)."),
-        click.option(
-            "--stages",
-            type=int,
-            default=4,
-            show_default=True,
-            help="Stages of pipedec's default method, in one process.",
-        ),
-        click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
-    ]
-    return gathered(command, options, PairFlags, "pair")
-
-
-def _prompt_options(command: Command) -> Command:
-    options = [
-        click.option("--prompt", "texts", multiple=True, help="A prompt; may be repeated."),
-        click.option("--prompts", "files", multiple=True, type=PATH, help="JSONL, JSONL.gz or CSV prompt file; may be repeated."),
-        click.option("--field", help="The field of the prompt files that holds the prompt."),
-        click.option("--samples", type=int, default=10, show_default=True, help="Prompts sampled from each file (seed 0)."),
-    ]
-    return gathered(command, options, PromptFlags, "prompts")
-
-
 @click.command()
-@_pair_options
-@_prompt_options
-@click.option("--max-tokens", type=int, default=128, show_default=True, help="Maximum number of output tokens.")
-@click.option("--repeats", type=int, default=3, show_default=True, help="Number of times each contender answers each prompt.")
-@click.option("--threads", type=int, help="Number of CPU threads torch uses (default: torch's choice).")
-@click.option("--out", type=PATH, help=OUT_HELP)
-def alternatives(
-    pair: PairFlags, prompts: PromptFlags, max_tokens: int, repeats: int, threads: int | None, out: Path | None
-) -> None:
+@options_of(PairFlags, "pair")
+@options_of(PromptFlags, "prompts")
+@options_of(AlternativesConfig, "config")
+@own_options
+def alternatives(pair: PairFlags, prompts: PromptFlags, config: AlternativesConfig, out: Out = None) -> None:
     """Compare pipedec with transformers (greedy, assisted, prompt lookup) in one process.
 
     Same checkpoint, same prompts, float32, greedy; nothing is emulated. Answers end at an end token or at --max-tokens.
     """
-    from pipedec.bench.alternatives.benchmark import AlternativesConfig, measure_alternatives
-    from pipedec.bench.record import check_writable
-
-    config = AlternativesConfig(max_tokens, repeats, threads)
     texts = prompts.read()
     check_writable(out)
     spec = resolve(

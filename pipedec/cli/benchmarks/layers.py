@@ -3,55 +3,29 @@
 from __future__ import annotations
 
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from pipedec.bench.kernels.layers import LayersConfig, measure_layers
+from pipedec.bench.record import check_writable
 from pipedec.cli.benchmarks.operations import operations_table
-from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, comma_numbers, machine_text
+from pipedec.cli.benchmarks.shared import Out, append, machine_text
 from pipedec.cli.show import console
-from pipedec.hardware import GIGA, MODEL_SHAPES
-
-
-def _numbers_if_given(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...]:
-    return () if text is None else comma_numbers(context, parameter, text)
+from pipedec.flags import options_of, own_options
+from pipedec.hardware import GIGA
 
 
 @click.command()
-@click.option("--model", default="llama-3.1-70b", show_default=True, help=f"Model shape: {', '.join(MODEL_SHAPES)}.")
-@click.option("--layers", type=int, default=6, show_default=True, help="Number of layers of the stage.")
-@click.option(
-    "--rows", default="1,2,4,8,16,32,64,128", show_default=True, callback=comma_numbers, help="Rows per step, comma-separated."
-)
-@click.option(
-    "--past", default="512,2048,8192", show_default=True, callback=comma_numbers,
-    help="Accepted tokens before the step, comma-separated.",
-)  # fmt: skip
-@click.option(
-    "--lanes", callback=_numbers_if_given,
-    help="Numbers of requests, comma-separated: a step with one row of each is compared with one of as many rows of one request.",
-)  # fmt: skip
-@click.option("--runs", type=int, default=1, show_default=True, help="Runs of slots in which each KV cache lies.")
-@click.option(
-    "--tree-rows", default="32,448", show_default=True, callback=comma_numbers,
-    help="Sizes of the trees that are grown and pruned, comma-separated.",
-)  # fmt: skip
-@click.option("--dtype", help="float32, bfloat16 or float16 (default: bfloat16 on CUDA, float32 on CPU).")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--repeats", type=int, default=20, show_default=True, help="Number of timed runs per step.")
-@click.option("--out", type=PATH, help=OUT_HELP)
-def layers(out: Path | None, **settings: Any) -> None:
+@options_of(LayersConfig, "config")
+@own_options
+def layers(config: LayersConfig, out: Out = None) -> None:
     """Time layers with random weights against memory bandwidth and peak arithmetic; no checkpoint is needed.
 
     On a laptop: --model llama-3.2-1b --layers 1 --rows 1,8 --past 64 --lanes 8.
     """
-    from pipedec.bench.kernels.layers import LayersConfig, measure_layers
-    from pipedec.bench.record import check_writable
-
-    config = LayersConfig(**settings)
     check_writable(out)
     with console.status("creating the layers") as status:
         measured = measure_layers(config, lambda row: status.update(f"measured: {row['operation']}"))

@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from pipedec.cli.benchmarks.shared import PATH, QuestionFlags, numbers, question_options
+from pipedec.bench.load.arrivals import Pattern
+from pipedec.bench.load.benchmark import LoadConfig, bench_load
+from pipedec.bench.load.beside import POLICY, OnLlamaCpp
+from pipedec.bench.load.figures import draw, fill_figure, load_figure
+from pipedec.bench.load.places import OnProcesses, OnReplay, OnRunning, Place
+from pipedec.bench.load.questions import Conversation, drawn_in_turn, led_by, random_prompts
+from pipedec.bench.load.served import Goals
+from pipedec.bench.options import Drawing, Preset, StageCount
+from pipedec.bench.policy.study import Policy
+from pipedec.bench.record import ROWS_FILE, append_rows
+from pipedec.bench.sweep.pipelines import Shape, emulated
+from pipedec.cli.benchmarks.shared import QuestionFlags, question_options
 from pipedec.cli.benchmarks.sweep import ProgressBar
-from pipedec.cli.options import Command, gathered
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
-from pipedec.core import MAX_NUM_SEQS, UserError
-
-if TYPE_CHECKING:
-    from pipedec.bench.load.benchmark import LoadConfig
-    from pipedec.bench.load.places import Place
-    from pipedec.bench.load.questions import Conversation
-    from pipedec.bench.load.served import Goals
-    from pipedec.bench.policy.study import Policy
-    from pipedec.bench.sweep.pipelines import Shape
-    from pipedec.messages import PromptRequest
+from pipedec.core import UserError
+from pipedec.flags import Help, options_of, own_options, partial_of
+from pipedec.messages import PromptRequest
 
 _STARTED_HERE = (
-    "preset",
-    "stages",
-    "slow_motion",
-    "replay",
-    "recording",
-    "max_num_seqs",
-    "target",
-    "draft",
-    "cluster",
-    "own_work",
-    "kv_tokens",
-    "prefix_cache",
-)
+    "preset", "stages", "slow_motion", "replay", "recording", "max_num_seqs", "target", "draft", "cluster", "own_work",
+    "kv_tokens", "prefix_cache",
+)  # fmt: skip
 _ELSEWHERE = (
     "preset", "stages", "slow_motion", "replay", "recording", "methods", "target", "draft", "cluster", "own_work", "intruder",
     "random_tokens", "turns", "kv_tokens", "prefix_cache",
@@ -54,29 +48,22 @@ _COLUMNS = (
 class PlaceFlags:
     """Where load is offered, besides a cluster that runs."""
 
-    preset: str | None
-    stages: int | None
-    replay: bool
-    recording: Path | None
-    slow_motion: float
-    kv_tokens: int | None
-    prefix_cache: bool
-    llama_cpp: Path | None
-
-    def policies_of(self, config: LoadConfig) -> LoadConfig:
-        """``config`` with the methods that this place has."""
-        from dataclasses import replace
-
-        if self.llama_cpp is None:
-            return config
-        from pipedec.bench.load.beside import POLICY
-
-        return replace(config, policies=(POLICY,))
+    preset: Preset | None = None
+    stages: StageCount = None
+    replay: Annotated[bool, Help("Replay recorded answers through the preset, in computed time.")] = False
+    recording: Annotated[Path | None, Help("With --replay: directory of recorded answers; missing ones are recorded.", "DIR")] = (
+        None
+    )
+    slow_motion: Annotated[float, Help("In real processes: factor on all emulated times; results are divided by it.")] = 1.0
+    kv_tokens: Annotated[int | None, Help("Tokens for which there is KV memory (default: the preset's).")] = None
+    prefix_cache: Annotated[
+        bool,
+        Help("Let requests with equal beginnings share their keys and values.", flag="--prefix-cache/--no-prefix-cache"),
+    ] = True
+    llama_cpp: Annotated[Path | None, Help("Or llama.cpp, in this process (xllamacpp).", "FILE.gguf|smollm2")] = None
 
     def applied_to(self, shape: Shape) -> Shape:
         """With the KV memory that these flags ask for."""
-        from dataclasses import replace
-
         emulation = shape.spec.emulation
         assert emulation is not None
         if self.kv_tokens is not None:
@@ -90,40 +77,30 @@ class PlaceFlags:
 class LoadFlags:
     """Which load is offered, and what is counted."""
 
-    methods: tuple[str, ...]
-    concurrency: str | None
-    rate: str | None
-    requests: int | None
-    max_num_seqs: str
-    goodput: tuple[str, ...]
-    random_tokens: int | None
-    intruder: int | None
-    turns: int
-    system_prompt: Path | None
+    methods: Annotated[
+        tuple[str, ...],
+        Help("Methods, or one with options like pipedec:width=8; may be repeated.", "NAME,…|NAME:KEY=VALUE,…", "--method",
+             repeated=True),
+    ] = ("pp,pipedec-bestfirst",)  # fmt: skip
+    concurrency: Annotated[tuple[int, ...], Help("Numbers of requests that are unfinished at any time, like 1,4,16.")] = ()
+    rate: Annotated[tuple[float, ...], Help("Or mean numbers of requests per second, like 0.5,1,2 (a Poisson process).")] = ()
+    goodput: Annotated[tuple[str, ...], Help("Count the requests that meet these times.", "ttft:MS,tpot:MS", repeated=True)] = ()
+    random_tokens: Annotated[int | None, Help("With --replay: prompts of N random tokens.", flag="--random")] = None
+    system_prompt: Annotated[Path | None, Help("Put this text before the first prompt of each.", "FILE")] = None
 
-    def config(self, asked: QuestionFlags) -> LoadConfig:
-        """Raises UserError for flags that cannot work."""
-        from pipedec.bench.load.arrivals import Pattern
-        from pipedec.bench.load.benchmark import LoadConfig
+    def patterns(self) -> tuple[Pattern, ...]:
+        """Raises UserError for a number that is out of range."""
+        return (*(Pattern(concurrency=each) for each in self.concurrency), *(Pattern(rate=each) for each in self.rate))
 
-        patterns = [Pattern(concurrency=each) for each in numbers("--concurrency", self.concurrency)] if self.concurrency else []
-        patterns += [Pattern(rate=each) for each in _rates(self.rate)] if self.rate else []
-        return LoadConfig(
-            self._policies(), tuple(patterns), self.requests, numbers("--max-num-seqs", self.max_num_seqs), self._goals(),
-            self.intruder, asked.seed, asked.settings()["sampling"], self.turns,
-        )  # fmt: skip
-
-    def _policies(self) -> tuple[Policy, ...]:
-        from pipedec.bench.policy.study import Policy
-
+    def policies(self) -> tuple[Policy, ...]:
+        """Raises UserError for an unknown method or option."""
         specs = [spec for text in self.methods for spec in ([text] if ":" in text else text.split(","))]
         if len(set(specs)) < len(specs):
             raise UserError(f"--method {','.join(specs)}: one of them is given twice")
         return tuple(Policy.parse(spec, "--method") for spec in specs)
 
-    def _goals(self) -> Goals:
-        from pipedec.bench.load.served import Goals
-
+    def goals(self) -> Goals:
+        """Raises UserError for a text of another form."""
         found: dict[str, float] = {}
         for part in (part for text in self.goodput for part in text.split(",")):
             name, _, value = part.partition(":")
@@ -134,63 +111,23 @@ class LoadFlags:
         return Goals(**found)
 
 
-def place_options(command: Command) -> Command:
-    """Adds these flags; the command gets them as ``where``."""
-    options = [
-        click.option("--preset", help="Partition of the emulated cluster, like paper-14, in real processes or with --replay."),
-        click.option("--stages", type=int, help="Number of stages, on the preset's first device (default: the preset's own)."),
-        click.option("--replay", is_flag=True, help="Replay recorded answers through the preset, in computed time."),
-        click.option("--recording", type=PATH, help="With --replay: directory of recorded answers; missing ones are recorded."),
-        click.option(
-            "--slow-motion", type=float, default=1.0, show_default=True,
-            help="In real processes: factor on all emulated times; results are divided by it.",
-        ),
-        click.option("--kv-tokens", type=int, metavar="N", help="Tokens for which there is KV memory (default: the preset's)."),
-        click.option(
-            "--prefix-cache/--no-prefix-cache", default=True, show_default=True,
-            help="Let requests with equal beginnings share their keys and values.",
-        ),
-        click.option("--llama-cpp", type=PATH, metavar="FILE.gguf|smollm2", help="Or llama.cpp, in this process (xllamacpp)."),
-    ]  # fmt: skip
-    return gathered(command, options, PlaceFlags, "where")
-
-
-def load_options(command: Command) -> Command:
-    """Adds these flags; the command gets them as ``offered``."""
-    options = [
-        click.option(
-            "--method", "methods", multiple=True, default=("pp,pipedec-bestfirst",), show_default=True,
-            metavar="NAME,…|NAME:KEY=VALUE,…", help="Methods, or one with options like pipedec:width=8; may be repeated.",
-        ),
-        click.option("--concurrency", metavar="N,…", help="Numbers of requests that are unfinished at any time, like 1,4,16."),
-        click.option("--rate", metavar="R,…", help="Or mean numbers of requests per second, like 0.5,1,2 (a Poisson process)."),
-        click.option("--requests", type=int, metavar="N", help="Requests of each load (default: 4 × concurrency, or 64)."),
-        click.option(
-            "--max-num-seqs", default=str(MAX_NUM_SEQS), show_default=True, metavar="N,…",
-            help="Most requests in the pipeline at the same time; with 1, one is answered after the other.",
-        ),
-        click.option("--goodput", multiple=True, metavar="ttft:MS,tpot:MS", help="Count the requests that meet these times."),
-        click.option("--random", "random_tokens", type=int, metavar="N", help="With --replay: prompts of N random tokens."),
-        click.option(
-            "--intruder", type=int, metavar="N",
-            help="With --replay: one more prompt of N random tokens arrives when all others have begun.",
-        ),
-        click.option(
-            "--turns", type=int, default=1, show_default=True, metavar="N",
-            help="Turns of each conversation: the next prompt of the set follows the whole conversation once it is answered.",
-        ),
-        click.option("--system-prompt", type=PATH, metavar="FILE", help="Put this text before the first prompt of each."),
-    ]  # fmt: skip
-    return gathered(command, options, LoadFlags, "offered")
-
-
 @click.command()
-@place_options
-@load_options
+@options_of(PlaceFlags, "where")
+@options_of(LoadFlags, "offered")
+@partial_of(LoadConfig, "configured")
 @question_options
+@options_of(Drawing, "drawing")
 @running_options
-@click.option("--out", type=PATH, required=True, help="Directory of the results: rows.jsonl and pictures.")
-def load(where: PlaceFlags, offered: LoadFlags, asked: QuestionFlags, place: RunningFlags, out: Path) -> None:
+@own_options
+def load(
+    where: PlaceFlags,
+    offered: LoadFlags,
+    configured: Callable[..., LoadConfig],
+    asked: QuestionFlags,
+    drawing: Drawing,
+    place: RunningFlags,
+    out: Annotated[Path, Help("Directory of the results: rows.jsonl and pictures.", "DIR")],
+) -> None:
     """Offer many requests at once: a fixed number at a time, or at random times; one row per method and load.
 
     With --redis, --run or --running they go to the cluster that runs; with --preset to an emulated cluster in real processes;
@@ -201,16 +138,16 @@ def load(where: PlaceFlags, offered: LoadFlags, asked: QuestionFlags, place: Run
     throughput over all and while the load is full, and goodput. Appends to OUT/rows.jsonl and draws OUT/load, and
     OUT/fill: who occupies which stage at which timestep, of the load that yields the most tokens per timestep.
     """
-    from pipedec.bench.load.benchmark import bench_load
-    from pipedec.bench.load.figures import draw, fill_figure, load_figure
-    from pipedec.bench.record import ROWS_FILE, append_rows
-
-    config = where.policies_of(offered.config(asked))
+    config = configured(
+        policies=offered.policies() if where.llama_cpp is None else (POLICY,), patterns=offered.patterns(),
+        goals=offered.goals(), sampling=asked.sampling, seed=drawing.seed,
+    )  # fmt: skip
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: not a directory")
     out.mkdir(parents=True, exist_ok=True)
-    request = _request(asked, config)
-    with _place(where, asked, place, request, out) as pipeline, ProgressBar() as bar:
+    sampling = replace(config.sampling, seed=config.seed) if config.sampling.is_stochastic else config.sampling
+    request = PromptRequest("", drawing.raw_prompts, "pp", sampling)
+    with _place(where, asked, drawing.own_work, place, request, out) as pipeline, ProgressBar() as bar:
         conversations, intruder = _conversations(offered, asked, config, pipeline, request)
         measured = bench_load(config, pipeline, conversations, bar, intruder, lambda row: append_rows(out / ROWS_FILE, [row]))
     rows = [one.row for one in measured]
@@ -221,22 +158,10 @@ def load(where: PlaceFlags, offered: LoadFlags, asked: QuestionFlags, place: Run
         console.print(str(file), markup=False, soft_wrap=True)
 
 
-def _request(asked: QuestionFlags, config: LoadConfig) -> PromptRequest:
-    from dataclasses import replace
-
-    from pipedec.messages import PromptRequest
-
-    sampling = replace(config.sampling, seed=asked.seed) if config.sampling.is_stochastic else config.sampling
-    return PromptRequest("", asked.raw_prompt, "pp", sampling)
-
-
-def _place(where: PlaceFlags, asked: QuestionFlags, place: RunningFlags, request: PromptRequest, out: Path) -> Place:
-    from pipedec.bench.load.places import OnProcesses, OnReplay, OnRunning
-    from pipedec.bench.sweep.pipelines import Pair, emulated
-
+def _place(
+    where: PlaceFlags, asked: QuestionFlags, own_work: bool, place: RunningFlags, request: PromptRequest, out: Path
+) -> Place:
     if where.llama_cpp is not None:
-        from pipedec.bench.load.beside import OnLlamaCpp
-
         refuse_flags(_ELSEWHERE, "--llama-cpp is a place of its own: leave this out")
         return OnLlamaCpp(where.llama_cpp)
     if place.are_given:
@@ -246,9 +171,8 @@ def _place(where: PlaceFlags, asked: QuestionFlags, place: RunningFlags, request
         raise UserError(
             "where? give --preset NAME (with --replay to compute), or --running, --redis or --run for a running cluster"
         )
-    slow_motion, settings = 1.0 if where.replay else where.slow_motion, asked.settings()
-    pair = Pair(asked.target, asked.draft)
-    shape = emulated(settings["cluster"], where.preset, where.stages, pair, slow_motion, settings["own_work"])
+    slow_motion = 1.0 if where.replay else where.slow_motion
+    shape = emulated(asked.config, where.preset, where.stages, asked.pair, slow_motion, own_work)
     shape = where.applied_to(shape)
     if not where.replay:
         refuse_flags(("recording", "own_work", "random_tokens", "intruder"), "goes with --replay")
@@ -260,13 +184,10 @@ def _conversations(
     offered: LoadFlags, asked: QuestionFlags, config: LoadConfig, pipeline: Place, request: PromptRequest
 ) -> tuple[list[Conversation], Conversation | None]:
     """Those of the longest load, and the intruder."""
-    from pipedec.bench.load.places import OnReplay
-    from pipedec.bench.load.questions import drawn_in_turn, led_by, random_prompts
-
     intruder = None
-    if offered.intruder is not None:
+    if config.intruder is not None:
         assert isinstance(pipeline, OnReplay)
-        (intruder,) = random_prompts(offered.intruder, pipeline.vocabulary, request, 1, config.seed + 1)
+        (intruder,) = random_prompts(config.intruder, pipeline.vocabulary, request, 1, config.seed + 1)
     if offered.random_tokens is not None:
         assert isinstance(pipeline, OnReplay)
         refuse_flags(("system_prompt",), "has text, and --random prompts have none")
@@ -290,17 +211,8 @@ def _text_of(path: Path | None) -> str:
 
 
 def _check_recording(pipeline: Place) -> None:
-    from pipedec.bench.load.places import OnReplay
-
     if isinstance(pipeline, OnReplay) and not pipeline.is_recording:
         raise UserError("--replay needs --recording DIR, where the target's answers are kept")
-
-
-def _rates(text: str) -> list[float]:
-    try:
-        return [float(rate) for rate in text.split(",")]
-    except ValueError:
-        raise UserError(f"--rate {text}: write numbers with commas between them, like 0.5,1,2") from None
 
 
 def _summary(rows: list[dict[str, Any]]) -> Table:

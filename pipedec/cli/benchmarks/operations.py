@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, comma_numbers, machine_text
+from pipedec.bench.kernels.operations import OperationsConfig, measure_operations
+from pipedec.bench.record import check_writable
+from pipedec.cli.benchmarks.shared import Out, append, machine_text
 from pipedec.cli.show import console
+from pipedec.flags import options_of, own_options
 
 _LABELS = {
     ("grow", None): "grow by a layer",
@@ -25,27 +27,13 @@ _LABELS = {
 
 
 @click.command()
-@click.option(
-    "--sizes", default="32,128,512,1024", show_default=True, callback=comma_numbers, help="Tree sizes in rows, comma-separated."
-)
-@click.option("--past", type=int, default=512, show_default=True, help="Accepted tokens before the tree.")
-@click.option("--layers", type=int, default=6, show_default=True, help="Number of layers of the stage whose KV cache is pruned.")
-@click.option("--heads", type=int, default=6, show_default=True, help="Query heads (a 70B LLaMA: 64).")
-@click.option("--kv-heads", type=int, default=2, show_default=True, help="Key-value heads (a 70B LLaMA: 8).")
-@click.option("--head-dim", type=int, default=32, show_default=True, help="Head dimension (a 70B LLaMA: 128).")
-@click.option("--dtype", default="float32", show_default=True, help="float32, float64, bfloat16 or float16.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--repeats", type=int, default=100, show_default=True, help="Number of timed runs per operation.")
-@click.option("--out", type=PATH, help=OUT_HELP)
-def operations(out: Path | None, **settings: Any) -> None:
+@options_of(OperationsConfig, "config")
+@own_options
+def operations(config: OperationsConfig, out: Out = None) -> None:
     """Time growing, committing, pruning and attention, by tree size (width 32, 16 children).
 
     The default shape is that of the shipped target, with six of its layers in a stage.
     """
-    from pipedec.bench.kernels.operations import OperationsConfig, measure_operations
-    from pipedec.bench.record import check_writable
-
-    config = OperationsConfig(**settings)
     check_writable(out)
     with console.status("measuring") as status:
         measured = measure_operations(config, lambda row: status.update(f"measured {row['operation']}, {row['tree_rows']} rows"))

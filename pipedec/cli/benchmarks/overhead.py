@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, comma_numbers
+from pipedec.bench.overhead.benchmark import OverheadConfig, measure_overhead
+from pipedec.bench.overhead.running import RunningOverheadConfig, measure_running
+from pipedec.bench.record import check_writable
+from pipedec.cli.benchmarks.shared import Out, append
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
+from pipedec.flags import options_of, own_options
 
 _AS_IT_IS = "a running cluster is measured as it is: leave this out, or --redis, --run and --running"
 
 
 @click.command()
-@click.option(
-    "--stages", default="1,2,4,7,8,14,21", show_default=True, callback=comma_numbers, help="Numbers of stages, comma-separated."
-)
-@click.option("--rows", default="1,32", show_default=True, callback=comma_numbers, help="Rows per step, comma-separated.")
-@click.option("--timesteps", type=int, default=200, show_default=True, help="Timed timesteps per repeat.")
-@click.option("--hidden", type=int, default=192, show_default=True, help="Hidden size; determines the bytes of a step.")
-@click.option(
-    "--repeats",
-    type=int,
-    default=3,
-    show_default=True,
-    help="Times that pipeline and bare gloo take turns; or answers of a running cluster.",
-)
-@click.option("--dispatch", default="windows,tasks", show_default=True, help="What Redis grants: windows, tasks, or both.")
-@click.option("--out", type=PATH, help=OUT_HELP)
+@options_of(OverheadConfig, "config")
 @running_options
-def overhead(
-    stages: tuple[int, ...], rows: tuple[int, ...], timesteps: int, hidden: int, repeats: int, dispatch: str, out: Path | None,
-    place: RunningFlags,
-) -> None:  # fmt: skip
+@own_options
+def overhead(config: OverheadConfig, place: RunningFlags, out: Out = None) -> None:
     """Measure the fixed cost of a timestep: stages that compute nothing, compared with the same bytes over bare gloo.
 
     Ranks, Redis, tasks and transfers are real; one thread per rank, every stage busy at every timestep.
@@ -45,16 +32,11 @@ def overhead(
     of its slowest group of stages, and what is left. 1 row is pp, more are pipedec of this width. What is left is an upper bound
     of the fixed cost: it holds waiting for the draft, and no bare transport is measured beside it.
     """
-    from pipedec.bench.record import check_writable
-
     if place.are_given:
-        refuse_flags(("stages", "hidden", "dispatch"), _AS_IT_IS)
+        refuse_flags(("stages", "hidden_size", "dispatches"), _AS_IT_IS)
         check_writable(out)
-        append(out, _measure_running(place, rows, timesteps, repeats))
+        append(out, _measure_running(place, RunningOverheadConfig(config.rows, config.timesteps, config.repeats)))
         return
-    from pipedec.bench.overhead.benchmark import OverheadConfig, measure_overhead
-
-    config = OverheadConfig(stages, rows, timesteps, hidden, repeats, tuple(dispatch.split(",")))
     check_writable(out)
     with console.status("measuring") as status:
         measured = measure_overhead(
@@ -64,11 +46,9 @@ def overhead(
     append(out, measured)
 
 
-def _measure_running(place: RunningFlags, rows: tuple[int, ...], timesteps: int, repeats: int) -> list[dict[str, Any]]:
-    from pipedec.bench.overhead.running import RunningOverheadConfig, measure_running
-
-    config, cluster = RunningOverheadConfig(rows, timesteps, repeats), place.connect()
-    if cluster.description.draft is None and max(rows) > 1:
+def _measure_running(place: RunningFlags, config: RunningOverheadConfig) -> list[dict[str, Any]]:
+    cluster = place.connect()
+    if cluster.description.draft is None and max(config.rows) > 1:
         console.print(f"Run {cluster.run_id} has no draft model: 1 row is measured alone.")
     with console.status("measuring") as status:
         measured = measure_running(config, cluster, lambda row: status.update(f"measured {row['rows']} rows"))

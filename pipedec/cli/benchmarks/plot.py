@@ -3,39 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import click
 
-from pipedec.cli.benchmarks.shared import PATH
+from pipedec.bench.report.figures.catalogue import FIGURES, draw_figures
+from pipedec.bench.report.frames import read_answers, studies
+from pipedec.bench.report.tables import tables
 from pipedec.cli.show import console
 from pipedec.core import UserError
-
-# Those of ``bench.report.figures.catalogue``, which needs pandas.
-FIGURES = ("latency", "accuracy", "stochastic", "tree", "speedup", "misses", "breakdown", "prompt-tokens", "mask-tokens")
+from pipedec.flags import Help, own_options
 
 
 @click.command()
-@click.argument("sources", nargs=-1, required=True, type=PATH, metavar="DIR...")
-@click.option("--out", type=PATH, required=True, help="Directory of the figures; created if it is missing.")
-@click.option("--only", multiple=True, type=click.Choice(FIGURES), help="This figure alone (may be repeated).")
-@click.option("--title", help="Text above each figure.")
-@click.option("--tables", "with_tables", is_flag=True, help="Also print Markdown tables and write them to tables.md.")
-def plot(sources: tuple[Path, ...], out: Path, only: tuple[str, ...], title: str | None, with_tables: bool) -> None:
+@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
+@own_options
+def plot(
+    sources: tuple[Path, ...],
+    out: Annotated[Path, Help("Directory of the figures; created if it is missing.", "DIR")],
+    only: Annotated[tuple[str, ...], Help("This figure alone; may be repeated.", choices=tuple(FIGURES), repeated=True)] = (),
+    title: Annotated[str | None, Help("Text above each figure.", "TEXT")] = None,
+    with_tables: Annotated[bool, Help("Also print Markdown tables and write them to tables.md.", flag="--tables")] = False,
+) -> None:
     """Draw the results of `pipedec bench sweep` in DIR (or a rows file; the rows of several are joined), as PNG and SVG.
 
     Measured and computed times are never mixed: rows of both give one figure of each.
     """
-    from pipedec.bench.report.figures.catalogue import draw_figures
-    from pipedec.bench.report.frames import read_answers, studies
-    from pipedec.bench.report.tables import tables
-
     answers = studies(read_answers(sources))
     _make_directory(out)
     if with_tables:
         document = tables(answers)
         _write(out / "tables.md", document)
         print(document, end="")
-    drawn = draw_figures(answers, out, only or FIGURES, title)
+    drawn = draw_figures(answers, out, only or tuple(FIGURES), title)
     for file in drawn.files:
         _report(str(file))
     if not drawn.files and not with_tables:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json as json_format
+import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated
 
 import click
+from pandas import DataFrame
 from rich.console import Console
 from rich.table import Table
 
-from pipedec.cli.benchmarks.shared import PATH, QuestionFlags, question_options
+from pipedec.bench.policy.study import Policy, PolicyConfig, Study
+from pipedec.bench.policy.summary import PolicyFigures, compare, document
+from pipedec.bench.record import ROWS_FILE, check_writable, read_records
+from pipedec.bench.sweep.rows import SCHEMA, read_rows
+from pipedec.cli.benchmarks.shared import QuestionFlags, question_options
 from pipedec.cli.benchmarks.sweep import ProgressBar
 from pipedec.core import UserError
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
-    from pipedec.bench.policy.summary import PolicyFigures
+from pipedec.flags import Help, own_options, partial_of
 
 _CAUSES = {
     "first": "first token", "tokens": "token itself", "late": "late", "named": "miss, proposed", "unnamed": "miss, not proposed",
@@ -25,35 +27,29 @@ _CAUSES = {
 
 
 @click.command()
-@click.option("--preset", required=True, help="Partition of the emulated cluster, like paper-14.")
-@click.option("--stages", type=int, help="Number of stages, on the preset's first device (default: the preset's own).")
+@partial_of(PolicyConfig, "compared")
 @question_options
-@click.option(
-    "--policy", "specs", multiple=True, default=("pipedec", "pipedec-bestfirst"), show_default=True,
-    help="METHOD[:KEY=VALUE,…] with width, children, depth, rows, forwards, proposers (draft+ngrams); may be repeated.",
-)  # fmt: skip
-@click.option("--recording", type=PATH, required=True, help="Directory of recorded answers; missing ones are recorded.")
-@click.option("--json", "out", type=PATH, help="Write all figures to this file.")
-@click.option("--check", type=PATH, help="Compare with the rows of a sweep, in this directory.")
+@own_options
 def policy(
-    preset: str, stages: int | None, asked: QuestionFlags, specs: tuple[str, ...], recording: Path, out: Path | None,
-    check: Path | None,
+    compared: Callable[..., PolicyConfig],
+    asked: QuestionFlags,
+    recording: Annotated[Path, Help("Directory of recorded answers; missing ones are recorded.", "DIR")],
+    specs: Annotated[
+        tuple[str, ...],
+        Help(
+            "METHOD[:KEY=VALUE,…] with width, children, depth, rows, forwards, proposers (draft+ngrams); may be repeated.",
+            "METHOD[:KEY=VALUE,…]", "--policy", repeated=True,
+        ),
+    ] = ("pipedec", "pipedec-bestfirst"),
+    out: Annotated[Path | None, Help("Write all figures to this file.", "FILE", "--json")] = None,
+    check: Annotated[Path | None, Help("Compare with the rows of a sweep, in this directory.", "DIR")] = None,
 ) -> None:  # fmt: skip
     """Compare speculation policies in minutes: timesteps on recorded answers of the target, and their emulated time.
 
     The target answers each prompt once and the draft model runs once per context; both are kept in RECORDING. The methods are the
     real ones, timesteps are counted as in a pipeline, and times are computed for the preset.
     """
-    from pipedec.bench.policy.study import Policy, PolicyConfig, Study
-    from pipedec.bench.policy.summary import PolicyFigures, compare, document
-    from pipedec.bench.record import ROWS_FILE, check_writable, read_records
-    from pipedec.bench.sweep.pipelines import Pair
-    from pipedec.bench.sweep.rows import SCHEMA, read_rows
-
-    policies = tuple(Policy.parse(spec) for spec in specs)
-    config = PolicyConfig(
-        **asked.settings(), preset=preset, policies=policies, stages=stages, pair=Pair(asked.target, asked.draft)
-    )
+    config = compared(**asked.settings(), policies=tuple(Policy.parse(spec) for spec in specs))
     study = Study(config, asked.prompt_sets(), recording)
     check_writable(out, "--json")
     rows = []
@@ -70,7 +66,7 @@ def policy(
     if len(comparisons):
         page.print(_checked(comparisons))
     if out is not None:
-        out.write_text(json_format.dumps(document(config, figures, comparisons), indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(document(config, figures, comparisons), indent=1) + "\n", encoding="utf-8")
     if check is not None and not len(comparisons):
         same = "policies, prompts, pipeline, models and sampling"
         raise UserError(f"--check {check}: no row has the same {same}; give the directory of a sweep that has")

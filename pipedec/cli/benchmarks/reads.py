@@ -2,47 +2,44 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append, numbers
+from pipedec.bench.reads.counting import ReadsConfig, measure_reads, over_budget
+from pipedec.bench.record import check_writable
+from pipedec.cli.benchmarks.shared import Out, append
+from pipedec.cli.options import MaxTokens, Temperature
 from pipedec.cli.show import console
 from pipedec.config import Settings, settings_options
 from pipedec.core import PipedecError, SamplingParams
 from pipedec.engine.build import resolve
+from pipedec.flags import Help, own_options, partial_of
 
 _MOST_PLACES = 12
 
 
 @click.command()
 @settings_options
-@click.option("--methods", default="pp,pipedec,pipedec-bestfirst,bita", show_default=True, help="Methods.")
-@click.option("--requests", "requests_", default="1,16", show_default=True, help="How many requests at a time, comma-separated.")
-@click.option("--prompt", default="What does shutil.copytree() do?", show_default=True, help="Prompt of the requests.")
-@click.option("--max-tokens", default=32, show_default=True, help="Maximum number of tokens of an answer.")
-@click.option("--temperature", default=0.0, show_default=True, help="Sampling temperature; 0: greedy decoding.")
-@click.option("--threads", metavar="NAME|FILE", help="Let answers open decode threads: apar, pasta, parallel, or a dialect file.")
-@click.option("--places", is_flag=True, help="Name the lines that read most often.")
-@click.option("--out", type=PATH, help=OUT_HELP)
+@partial_of(ReadsConfig, "counted")
+@own_options
 def reads(
-    settings: Settings, methods: str, requests_: str, prompt: str, max_tokens: int, temperature: float, threads: str | None,
-    places: bool, out: Path | None,
-) -> None:  # fmt: skip
+    settings: Settings,
+    counted: Callable[..., ReadsConfig],
+    max_tokens: MaxTokens = 32,
+    temperature: Temperature = 0.0,
+    places: Annotated[bool, Help("Name the lines that read most often.")] = False,
+    out: Out = None,
+) -> None:
     """Count the host's reads of values that the device computes, per timestep: on a GPU each of them waits.
 
     All ranks run in one process, on a device that counts. Fails if rank 0 or a stage reads more often than its budget allows, or
     if tensors of host and device meet in an operation, which a GPU would refuse.
     """
-    from pipedec.bench.reads.counting import ReadsConfig, measure_reads, over_budget
-    from pipedec.bench.record import check_writable
-
-    chosen = tuple(methods.split(","))
-    sampling = SamplingParams(temperature, seed=0 if temperature else None, max_tokens=max_tokens)
-    config = ReadsConfig(chosen, numbers("--requests", requests_), prompt, sampling, threads)
+    config = counted(sampling=SamplingParams(temperature, seed=0 if temperature else None, max_tokens=max_tokens))
     check_writable(out)
     spec = resolve(settings)
     with console.status("reads") as status:

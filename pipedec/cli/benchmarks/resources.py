@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from pipedec.cli.benchmarks.shared import OUT_HELP, PATH, append
+from pipedec.bench.record import check_writable
+from pipedec.bench.resources import ResourcesConfig, measure_resources
+from pipedec.cli.benchmarks.shared import Out, append
 from pipedec.cli.show import console
 from pipedec.config import Settings, settings_options
 from pipedec.engine.build import resolve
+from pipedec.flags import options_of, own_options
 
 _MIB = 1024 * 1024
 
 
 @click.command()
 @settings_options
-@click.option("--idle-seconds", type=float, default=5.0, show_default=True, help="How long idle CPU is measured.")
-@click.option(
-    "--requests", type=int, default=20, show_default=True, help="Number of requests over which memory growth is measured."
-)
-@click.option("--max-tokens", type=int, default=32, show_default=True, help="Output tokens per request.")
-@click.option("--prompt", help="Prompt of every request.")
-@click.option("--out", type=PATH, help=OUT_HELP)
-def resources(
-    settings: Settings, idle_seconds: float, requests: int, max_tokens: int, prompt: str | None, out: Path | None
-) -> None:
+@options_of(ResourcesConfig, "config")
+@own_options
+def resources(settings: Settings, config: ResourcesConfig, out: Out = None) -> None:
     """Measure a resident cluster: idle CPU, memory per rank, latency of a request, memory and Redis keys left by requests."""
-    from pipedec.bench.record import check_writable
-    from pipedec.bench.resources import ResourcesConfig, measure_resources
-
-    chosen = {} if prompt is None else {"prompt": prompt}
-    config = ResourcesConfig(idle_seconds, requests, max_tokens, **chosen)
     check_writable(out)
     spec = resolve(settings)
     with console.status("resources") as status:

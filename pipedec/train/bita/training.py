@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from pipedec.core import UserError
+from pipedec.flags import Help, check_fields
 from pipedec.model import ModelConfig
-from pipedec.model.bita import MAX_MASKS, PROMPTINGS, BitaConfig, fingerprint
+from pipedec.model.bita import MAX_MASKS, BitaConfig, fingerprint
 from pipedec.train.bita.evaluation import evaluate
 from pipedec.train.bita.learned import Learned, mask_pass, token_pass
 from pipedec.train.bita.mask_rows import MaskRows, draw_places, mask_rows, places_of, sample_batches
 from pipedec.train.cards.render import CARDS
-from pipedec.train.checks import above_zero, at_least_one
 from pipedec.train.continuations import Answered, Continuation, answer
 from pipedec.train.loop import Figures, TrainingLoop, cosine_decay, epoch_batch, warm_up
 from pipedec.train.prompts import SplitPrompts
@@ -38,32 +39,28 @@ class BitaRecipe:
     target, which needs large learning rates; the paper has batches of 128, a rate of 0.03 and a standard deviation of 0.02.
     """
 
-    masks: int = 3
-    prompt_tokens: int = 16
-    prompting: str = "deep"
-    groups: int = 24
-    steps: int = 2000
-    batch: int = 4
-    learning_rate: float = 0.2
+    masks: Annotated[int, Meta(ge=1, le=MAX_MASKS), Help("Masks in a group.")] = 3
+    prompt_tokens: Annotated[int, Help("Tokens of the learned prompt; 0 with --prompting none.")] = 16
+    prompting: Annotated[
+        Literal["deep", "shallow", "none"],
+        Help("What is learned: keys and values of each layer (deep), input embeddings (shallow), or no prompt (none)."),
+    ] = "deep"
+    groups: Annotated[int, Meta(ge=1, le=MAX_GROUPS), Help("Maximum number of groups of masks in a sample.")] = 24
+    steps: Annotated[int, Meta(ge=1), Help("Training steps.")] = 2000
+    batch: Annotated[int, Meta(ge=1), Help("Samples in a step.")] = 4
+    learning_rate: Annotated[float, Meta(gt=0), Help("Peak learning rate (the paper's: 0.03).")] = 0.2
     warmup_steps: int = 20
-    start_std: float = 0.5
-    new_tokens: int = 96
+    start_std: Annotated[float, Meta(gt=0), Help("Standard deviation of initial values (the paper's: 0.02).")] = 0.5
+    new_tokens: Annotated[
+        int, Meta(ge=2), Help("Maximum number of tokens of an answer; masks learn nothing from answers of one token.")
+    ] = 96
     max_length: int = 1536
-    seed: int = 0
+    seed: Annotated[int, Help("Seed of initial values, sample order and mask positions.")] = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.masks <= MAX_MASKS:
-            raise UserError(f"--masks {self.masks}: give 1 to {MAX_MASKS}")
-        if self.prompting not in PROMPTINGS:
-            raise UserError(f"--prompting {self.prompting}: choose one of {', '.join(PROMPTINGS)}")
+        check_fields(self)
         if (self.prompt_tokens > 0) != (self.prompting != "none") or self.prompt_tokens < 0:
             raise UserError("--prompt-tokens must be at least 1, or 0 with --prompting none")
-        if not 1 <= self.groups <= MAX_GROUPS:
-            raise UserError(f"--groups {self.groups}: give 1 to {MAX_GROUPS}")
-        at_least_one(self, "steps", "batch")
-        if self.new_tokens < 2:
-            raise UserError("--new-tokens must be at least 2: masks learn nothing from answers of one token")
-        above_zero(self, "learning_rate", "start_std")
 
     def rate(self, step: int) -> float:
         """The learning rate of a step: linear warm-up, then a cosine to 0."""

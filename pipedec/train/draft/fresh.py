@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipedec.core import UserError
+from pipedec.flags import Help, check_fields
 from pipedec.model import DraftVocabulary
 from pipedec.text.prompt import vocabulary_digest
 from pipedec.text.tokenizer import Tokenizer
@@ -23,26 +25,20 @@ _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
 @dataclass(frozen=True)
 class DraftShape:
-    """The size of a new draft.
+    """The size of a new draft. Raises UserError for a number that is out of range."""
 
-    Attributes:
-        vocabulary: tokens that the draft knows, the most frequent ones of the text that it learns from; None for all.
-
-    Raises:
-        UserError: a number is out of range.
-    """
-
-    hidden_size: int = 320
-    layers: int = 4
-    vocabulary: int | None = None
+    hidden_size: Annotated[int, Help("Hidden size of a new draft.")] = 320
+    layers: Annotated[int, Meta(ge=1), Help("Layers of a new draft.")] = 4
+    vocabulary: Annotated[
+        int | None,
+        Meta(ge=2),
+        Help("Number of tokens that a new draft knows, the most frequent ones of the text that it learns from (default: all)."),
+    ] = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.hidden_size < HEAD_DIM or self.hidden_size % HEAD_DIM:
             raise UserError(f"--hidden-size must be a multiple of {HEAD_DIM}, not {self.hidden_size}")
-        if self.layers < 1:
-            raise UserError(f"--layers must be at least 1, not {self.layers}")
-        if self.vocabulary is not None and self.vocabulary < 2:
-            raise UserError(f"--vocabulary must be at least 2, not {self.vocabulary}")
 
 
 def frequent_tokens(learned: list[Continuation], count: int, tokenizer: Tokenizer, vocab_size: int) -> DraftVocabulary:

@@ -12,19 +12,21 @@ from functools import partial
 from itertools import compress
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from pipedec.core import UserError
+from pipedec.flags import Help, check_fields
 from pipedec.model.bita import fingerprint
-from pipedec.train.annotate.records import Annotated, read_annotated
+from pipedec.train.annotate.records import Annotated as AnnotatedAnswer
+from pipedec.train.annotate.records import read_annotated
 from pipedec.train.cards.render import CARDS
 from pipedec.train.chat_endpoint import ChatEndpoint
-from pipedec.train.checks import above_zero, at_least_one, shares
 from pipedec.train.continuations import continue_greedily
 from pipedec.train.loop import TrainingLoop, epoch_batch, linear_decay, muon_and_adamw, warm_up
 from pipedec.train.preference.judges import Comparison, EndpointJudge, Judge, LikelihoodJudge
@@ -57,40 +59,37 @@ class BonbonRecipe:
     The paper has 10 samples at temperature 1, λ of 1 to 8, α = 0.005 and a learning rate of 5e-7 for 7 billion parameters.
 
     Attributes:
-        samples: sampled answers per prompt.
         quality_weight: λ of the score, efficiency + λ · quality; infinite for the quality alone.
         efficiency: one of EFFICIENCIES.
-        unfinished_worst: whether a sample that does not end may be the worst of a pair, with quality 0; not in the paper.
-        alpha: weight of the SFT loss.
+        unfinished_worst: with quality 0; not in the paper.
         beta: 1 / β is the gap between the log ratios at which the IPO loss is 0; None = BoNBoN's, (n − 1) · Σ 1/k over k < n
             for n samples: the gap between the best and the worst of n.
-        steps: None = one pass over all pairs.
-        max_tokens: maximum length of an answer; samples that do not end within it are left out.
-        max_prompts: maximum number of prompts; None = all.
+        max_tokens: samples that do not end within it are left out.
     """
 
-    samples: int = 10
-    temperature: float = 1.0
+    samples: Annotated[int, Meta(ge=2), Help("Sampled answers per prompt: a best and a worst are needed.")] = 10
+    temperature: Annotated[float, Meta(gt=0), Help("Sampling temperature.")] = 1.0
     quality_weight: float = 2.0
     efficiency: str = "speedup"
-    unfinished_worst: bool = True
-    alpha: float = 0.005
-    beta: float | None = None
-    steps: int | None = None
-    batch: int = 8
-    learning_rate: float = 2e-4
+    unfinished_worst: Annotated[
+        bool,
+        Help("Whether samples that do not end may be the worst of a pair.", flag="--unfinished-worst/--no-unfinished-worst"),
+    ] = True
+    alpha: Annotated[float, Meta(ge=0, le=1), Help("Weight of the SFT loss.")] = 0.005
+    beta: Annotated[
+        float | None, Meta(gt=0), Help("1/β is the wanted gap between best and worst (default: BoNBoN's, from --samples).")
+    ] = None
+    steps: Annotated[int | None, Meta(ge=1), Help("Training steps (default: one pass over all pairs).")] = None
+    batch: Annotated[int, Meta(ge=1), Help("Pairs in a step.")] = 8
+    learning_rate: Annotated[float, Meta(gt=0), Help("Peak learning rate (the paper's: 0.0000005).")] = 2e-4
     warmup_steps: int = 5
     weight_decay: float = 0.0
-    max_tokens: int = 384
-    max_prompts: int | None = None
-    seed: int = 0
+    max_tokens: Annotated[int, Meta(ge=1), Help("Maximum number of tokens of an answer.")] = 384
+    max_prompts: Annotated[int | None, Meta(ge=1), Help("Maximum number of prompts (default: all).")] = None
+    seed: Annotated[int, Help("Seed of prompt choice, order and samples.")] = 0
 
     def __post_init__(self) -> None:
-        if self.samples < 2:
-            raise UserError("--samples must be at least 2: a best and a worst")
-        at_least_one(self, "steps", "batch", "max_tokens", "max_prompts")
-        above_zero(self, "temperature", "learning_rate", "beta")
-        shares(self, "alpha")
+        check_fields(self)
         if not self.quality_weight >= 0:
             raise UserError("--lambda must be at least 0, or inf")
         if self.efficiency not in EFFICIENCIES:
@@ -255,7 +254,7 @@ def _scored(model: Any, tasks: list[Task], recipe: BonbonRecipe, reader: Reader,
     return score(tasks, samples, reader, judge, work / "scores.jsonl")
 
 
-def _distinct(records: list[Annotated], held_out: bool, seed: int) -> list[Annotated]:
+def _distinct(records: list[AnnotatedAnswer], held_out: bool, seed: int) -> list[AnnotatedAnswer]:
     """Records of different prompts, in an order drawn by ``seed``."""
     distinct = {record.question.prompt: record for record in records if record.question.held_out == held_out}
     order = torch.randperm(len(distinct), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -263,7 +262,7 @@ def _distinct(records: list[Annotated], held_out: bool, seed: int) -> list[Annot
     return [found[number] for number in order]
 
 
-def _tasks(records: list[Annotated], baseline: Any, writer: Writer, recipe: BonbonRecipe, store: Path) -> list[Task]:
+def _tasks(records: list[AnnotatedAnswer], baseline: Any, writer: Writer, recipe: BonbonRecipe, store: Path) -> list[Task]:
     prompts = [list(writer.prompt(record.question.prompt, None)) for record in records]
     answered = continue_greedily(baseline, prompts, recipe.max_tokens, store)
     answers = {tuple(one.ids[: one.prompt_length]): tuple(one.ids[one.prompt_length :]) for one in answered}

@@ -9,16 +9,17 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 
 from pipedec.core import UserError
+from pipedec.flags import Help, check_fields
 from pipedec.threads.visibility import IGNORED
-from pipedec.train.checks import above_zero, at_least_one, shares
 from pipedec.train.loop import linear_decay, warm_up
-from pipedec.train.threads.rows import FORMS, Row, Sample, Writer, Written
+from pipedec.train.threads.rows import Row, Sample, Writer, Written
 
 TOKENS_PER_FORWARD = 2048
 _MAX_LIKELIHOOD = 1 - 1e-5  # of a token to avoid: the loss stays finite
@@ -29,40 +30,35 @@ class ThreadRecipe:
     """Everything that decides the result; a step is the fewest samples that have ``batch_tokens`` tokens together.
 
     Attributes:
-        form: ``tree`` or ``unrolled``.
-        plain_share: share of written answers that are learned in one thread, without the marker.
         control_weight: weight of the loss of a dialect's control tokens; other tokens have 1.
-        max_length: samples with more tokens are left out.
-        circle_rounds: how often, at equal distances, the model answers prompts, to unlearn answers that run in circles;
-            0 = never.
-        circle_prompts: prompts of such a round.
+        circle_rounds: at equal distances; 0 = never.
         circle_answers: circling answers that a step learns from, at most.
         circle_weight: weight of their mean loss; that of the samples has 1.
     """
 
-    steps: int = 400
-    batch_tokens: int = 4096
-    learning_rate: float = 2e-3
+    steps: Annotated[int, Meta(ge=1), Help("Training steps.")] = 400
+    batch_tokens: Annotated[int, Meta(ge=1), Help("Tokens of a step.")] = 4096
+    learning_rate: Annotated[float, Meta(gt=0), Help("Peak learning rate.")] = 2e-3
     warmup_steps: int = 20
     weight_decay: float = 0.01
     control_weight: float = 2.0
-    plain_share: float = 0.15
-    max_length: int = 512
-    form: str = "tree"
-    circle_rounds: int = 0
-    circle_prompts: int = 96
-    circle_answers: int = 8
-    circle_weight: float = 0.25
-    seed: int = 0
+    plain_share: Annotated[
+        float, Meta(ge=0, le=1), Help("Share of answers that are learned in one thread, without the marker.")
+    ] = 0.15
+    max_length: Annotated[int, Meta(ge=1), Help("Leave out answers with more tokens than this, prompt included.")] = 512
+    form: Annotated[
+        Literal["tree", "unrolled"], Help("tree: all threads in one row, under a mask; unrolled: one row per thread.")
+    ] = "tree"
+    circle_rounds: Annotated[int, Help("How often the model's own circling answers are unlearned.")] = 0
+    circle_prompts: Annotated[int, Meta(ge=1), Help("Prompts that it answers in each of these rounds.")] = 96
+    circle_answers: Annotated[int, Meta(ge=1)] = 8
+    circle_weight: Annotated[float, Meta(gt=0), Help("Weight of unlearning them beside the answers' loss.")] = 0.25
+    seed: Annotated[int, Help("Seed of sample order, of plain answers and of new embeddings.")] = 0
 
     def __post_init__(self) -> None:
-        at_least_one(self, "steps", "batch_tokens", "max_length", "circle_prompts", "circle_answers")
-        above_zero(self, "learning_rate", "circle_weight")
+        check_fields(self)
         if not 0 <= self.circle_rounds <= self.steps:
             raise UserError("--circle-rounds must be between 0 and --steps")
-        shares(self, "plain_share")
-        if self.form not in FORMS:
-            raise UserError(f"--form {self.form}: choose one of {', '.join(FORMS)}")
 
     def rate(self, step: int) -> float:
         """The learning rate of a step: linear warm-up, then linear decay to a twentieth."""

@@ -20,7 +20,6 @@ from pipedec.bench.report.figures.radar import accuracy_figure
 from pipedec.bench.report.figures.stochastic import stochastic_figure
 from pipedec.bench.report.missing import NoFigure
 from pipedec.bench.report.prompt_sets import PROMPT_SETS
-from pipedec.cli.benchmarks import plot as command
 from pipedec.cli.main import program
 from pipedec.core import UserError
 
@@ -99,10 +98,6 @@ def data_of(figure: Any) -> list[Any]:
 
 def note(figure: Any) -> str:
     return " ".join(figure.get_supxlabel().split())
-
-
-def test_the_command_offers_all_figures() -> None:
-    assert tuple(FIGURES) == command.FIGURES
 
 
 @pytest.mark.fast_cases

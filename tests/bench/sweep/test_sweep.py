@@ -332,7 +332,7 @@ def test_a_target_without_a_bita_is_refused(pair: Pair, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"methods": ("warp",)}, "unknown method 'warp': choose one of pp, "),
-        ({"clock": "sundial"}, "unknown clock 'sundial': choose one of measured, computed"),
+        ({"clock": "sundial"}, "--clock sundial: choose one of measured, computed"),
         ({"presets": ("paper-15",)}, "paper-15"),
         ({"presets": ()}, "without --preset nothing is emulated"),
         ({"bita": (Path("bita"),)}, "--bita needs the method bita: add it to --methods"),

@@ -1,0 +1,43 @@
+"""What several benchmarks can be asked for: annotated types of the fields of their configurations, and the prompts they take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from pipedec.flags import Help
+
+Positive = Annotated[int, Meta(ge=1)]
+Counts = Annotated[tuple[Positive, ...], Meta(min_length=1)]
+
+Preset = Annotated[str, Help("Partition of the emulated cluster, like paper-14.", "NAME")]
+StageCount = Annotated[Positive | None, Help("Number of stages, on the preset's first device (default: the preset's own).")]
+StageCounts = Annotated[
+    tuple[Positive, ...], Help("Stage counts, like 1,4,14, on the preset's first device (default: the preset's own).")
+]
+ClusterFile = Annotated[Path | None, Help("A cluster.yaml whose partitions are the presets (default: the paper's).", "FILE")]
+Target = Annotated[Path | None, Help("Target checkpoint directory (default: the shipped pair's).", "DIR")]
+Draft = Annotated[str | None, Help("Draft checkpoint directory, or none.", "DIR|none")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], Help("Device; auto: a GPU if there is one.")]
+Methods = Annotated[tuple[str, ...], Help("Methods.")]
+SamplingSeed = Annotated[int, Help("Seed for sampling.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """Which prompts are answered, and what counts as their time.
+
+    Attributes:
+        samples: chosen from those that fit into the context.
+    """
+
+    samples: Annotated[Positive, Help("Number of prompts chosen from each set.")] = 10
+    seed: Annotated[int, Help("Seed for choosing prompts and for sampling.")] = 0
+    raw_prompts: Annotated[bool, Help("Do not apply the model's chat template.", flag="--raw-prompt")] = False
+    own_work: Annotated[
+        bool,
+        Help("Count rank 0's own work in computed times, as measured on this machine.", flag="--own-work/--no-own-work"),
+    ] = True
