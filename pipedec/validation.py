@@ -115,8 +115,8 @@ def _check_inside(kind: Any, value: Any, path: str) -> None:
     """As ``_check``, of the parts of a mapping or a list, then of ``__post_init__``."""
     match kind:
         case inspect.DataclassType() | inspect.StructType():
-            known = {field.name: field for field in kind.fields}
-            for key in value:
+            known = {field.encode_name: field for field in kind.fields}
+            for key in value if getattr(kind, "forbid_unknown_fields", True) else ():
                 if key not in known and key != getattr(kind, "tag_field", None):
                     raise UserError(joined(path, unknown_name("key", key, known)))
             for name, field in known.items():

@@ -7,10 +7,11 @@ and plain pipeline parallelism answered. Knows the frame of answers (``frames``)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import pandas as pd
+from msgspec.structs import replace
 
 from pipedec.bench.report.frames import Variant, count_answers, select, variants
 from pipedec.bench.report.methods import BASELINE

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pandas as pd
+from msgspec.structs import asdict
 
 from pipedec.bench.report.methods import method_rank
 from pipedec.bench.report.prompt_sets import prompt_set_rank
@@ -122,11 +123,12 @@ def prompt_sets(answers: pd.DataFrame) -> list[str]:
 
 def _record(row: SweepRow) -> dict[str, Any]:
     return {
-        **dict(row),
+        **asdict(row),
+        **asdict(row.sampling),
         "timing": row.timing,
         "tokens": row.tokens,
         "variant": Variant(row.method, row.pipeline, row.tree, row.bita),
-        "models": row.digest or row.target,
+        "models": row.pair.digest or row.pair.target,
         "machine": row.machine,
     }
 

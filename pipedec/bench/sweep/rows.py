@@ -1,6 +1,6 @@
-"""The rows of ``pipedec bench sweep`` as their readers see them: one checked record per answer.
+"""The rows of ``pipedec bench sweep`` as their readers see them: one checked struct per answer.
 
-Owns the schema. It does not measure, and knows no statistics and no figures.
+Owns the schema: other fields of a line are ignored. It does not measure, and knows no statistics and no figures.
 """
 
 from __future__ import annotations
@@ -8,28 +8,27 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AliasPath, BaseModel, Field, StrictBool, StrictInt, ValidationError, model_validator
-from pydantic.dataclasses import dataclass
+from msgspec import Meta, Struct, field
+from msgspec.structs import replace
 
 from pipedec.bench.record import ROWS_FILE, read_records
-from pipedec.core import UserError
+from pipedec.core import LARGEST, BadValue, UserError
 from pipedec.methods import SHAPES
+from pipedec.validation import validated
 
 SCHEMA = "pipedec.sweep/1"
 SMALL_MODEL = "slm"  # its answers are those of another, smaller model
 BITA = "bita"
 PROMPTINGS = ("none", "shallow", "deep")  # in the order of BiTA Table 3
 
-Count = Annotated[int, Field(strict=True, ge=0)]
-Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Meta(ge=0)]
+Number = Annotated[float, Meta(ge=0, le=LARGEST, description="finite and at least 0")]
 
 
-@dataclass(frozen=True)
-class Pipeline:
+class Pipeline(Struct, frozen=True):
     """What decoded an answer: a cluster, emulated or not. ``groups`` is what the paper calls the number of stages.
 
     Attributes:
@@ -45,12 +44,12 @@ class Pipeline:
     model: str | None = None
     dtype: str | None = None
     devices: tuple[str, ...] = ()
-    fits: StrictBool = True
+    fits: bool = True
     preset: str | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.groups <= self.stages:
-            raise ValueError(f"groups must lie between 1 and stages, not {self.groups} for {self.stages} stages")
+            raise BadValue(f"groups must lie between 1 and stages, not {self.groups} for {self.stages} stages")
 
     @property
     def recut(self) -> bool:
@@ -65,8 +64,7 @@ class Pipeline:
         return self.preset if self.preset and not self.recut else f"{self.preset}, {stages}" if self.preset else stages
 
 
-@dataclass(frozen=True)
-class Tree:
+class Tree(Struct, frozen=True):
     """Limits of the prediction tree. ``depth`` and ``rows`` only if the method has them, ``shape`` of ``bita`` alone."""
 
     width: Count | None = None
@@ -76,8 +74,7 @@ class Tree:
     shape: str | None = None
 
 
-@dataclass(frozen=True)
-class TrainedBita:
+class TrainedBita(Struct, frozen=True, eq=False):
     """The BiTA that decoded an answer; two with equal weights are equal, whatever their names.
 
     Attributes:
@@ -88,9 +85,19 @@ class TrainedBita:
 
     digest: str
     prompting: Literal["none", "shallow", "deep"]
-    masks: Annotated[int, Field(strict=True, ge=1)]
+    masks: Annotated[int, Meta(ge=1)]
     prompt_tokens: Count
-    name: str = field(compare=False)
+    name: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TrainedBita) and self._weights == other._weights
+
+    def __hash__(self) -> int:
+        return hash(self._weights)
+
+    @property
+    def _weights(self) -> tuple[str, str, int, int]:
+        return self.digest, self.prompting, self.masks, self.prompt_tokens
 
     @property
     def prompt(self) -> str:
@@ -98,41 +105,47 @@ class TrainedBita:
         return "no prompt" if self.prompting == "none" else f"{self.prompting} prompt of {self.prompt_tokens} tokens"
 
 
-def _at(*path: str) -> Any:
-    """A field that is nested in the row; None if it is missing there."""
-    return Field(None, validation_alias=AliasPath(*path))
+class Pair(Struct, frozen=True):
+    """The target that answered; ``digest`` of its weights and the draft's, if they were compared."""
+
+    target: str
+    digest: str | None = None
 
 
-def _needed(*path: str) -> Any:
-    return Field(validation_alias=AliasPath(*path))
+class Machine(Struct, frozen=True):
+    """What measured."""
+
+    gpu: str | None = None
 
 
-class SweepRow(BaseModel):
-    """One answer, without nesting. Times are those of the emulated devices, in ms, already divided by ``slow_motion``.
+class Sampling(Struct, frozen=True):
+    """At temperature 0 (greedy decoding) ``top_k``, ``top_p`` and ``seed`` mean nothing: they are 0, 1 and None."""
 
-    At temperature 0 (greedy decoding) ``top_k``, ``top_p`` and ``seed`` mean nothing: they are 0, 1 and None.
-    """
+    temperature: Number
+    max_tokens: Count
+    ignore_eos: bool
+    top_k: int | None = None
+    top_p: Number | None = None
+    seed: int | None = None
+
+
+class SweepRow(Struct, kw_only=True):
+    """One answer. Times are those of the emulated devices, in ms, already divided by ``slow_motion``."""
 
     clock: Literal["measured", "computed"]
-    emulated: StrictBool
+    emulated: bool
     slow_motion: Number | None
     preset: str | None
-    pipeline: Pipeline = Field(validation_alias="cluster")
-    target: str = _needed("pair", "target")
-    digest: str | None = _at("pair", "digest")
-    gpu: str | None = _at("machine", "gpu")
+    pipeline: Pipeline = field(name="cluster")
+    pair: Pair
+    measured_on: Machine = field(default=Machine(), name="machine")
     method: str
     tree: Tree | None
     bita: TrainedBita | None = None
     prompt_set: str
     prompt_index: Count
     repeat: Count
-    temperature: Number = _needed("sampling", "temperature")
-    max_tokens: Count = _needed("sampling", "max_tokens")
-    ignore_eos: StrictBool = _needed("sampling", "ignore_eos")
-    top_k: StrictInt | None = _at("sampling", "top_k")
-    top_p: Number | None = _at("sampling", "top_p")
-    seed: StrictInt | None = _at("sampling", "seed")
+    sampling: Sampling
     output_tokens: Count
     timesteps: Count
     hits: Count
@@ -142,30 +155,31 @@ class SweepRow(BaseModel):
     overran: Number | None
     breakdown: dict[str, Number] | None
 
-    @model_validator(mode="after")
-    def _check(self) -> SweepRow:
-        if self.tokens and not self.timesteps:
-            raise ValueError("timesteps must be at least 1, as tokens were decoded")
-        if self.tokens and not self.decode_ms:
-            raise ValueError("decode_ms must be above 0, as tokens were decoded")
-        if self.method == BITA and self.bita is None:
-            raise ValueError("bita is missing, which the method bita needs")
-        if self.method == BITA and self.tree is not None and self.tree.shape not in SHAPES:
-            raise ValueError(f"tree.shape must be one of {', '.join(SHAPES)}, not {self.tree.shape}")
-        for name in ("top_k", "top_p", "seed") if self.temperature else ():
-            if getattr(self, name) is None:
-                raise ValueError(f"sampling.{name} is missing, which a temperature above 0 needs")
-        return self
+    def __post_init__(self) -> None:
+        self._check()
+        self._normalize()
 
-    @model_validator(mode="after")
-    def _normalize(self) -> SweepRow:
-        if self.temperature == 0:
-            self.top_k, self.top_p, self.seed = 0, 1.0, None
+    def _check(self) -> None:
+        if self.tokens and not self.timesteps:
+            raise BadValue("timesteps must be at least 1, as tokens were decoded")
+        if self.tokens and not self.decode_ms:
+            raise BadValue("decode_ms must be above 0, as tokens were decoded")
+        if self.method == BITA and self.bita is None:
+            raise BadValue("bita: missing, which the method bita needs")
+        if self.method == BITA and self.tree is not None and self.tree.shape not in SHAPES:
+            raise BadValue(f"tree.shape must be one of {', '.join(SHAPES)}, not {self.tree.shape}")
+        for name in ("top_k", "top_p", "seed") if self.sampling.temperature else ():
+            if getattr(self.sampling, name) is None:
+                raise BadValue(f"sampling.{name}: missing, which a temperature above 0 needs")
+
+    def _normalize(self) -> None:
+        if self.sampling.temperature == 0:
+            self.sampling = replace(self.sampling, top_k=0, top_p=1.0, seed=None)
+        self.sampling = replace(self.sampling, top_k=max(0, self.sampling.top_k or 0))
         if self.method != BITA:
             self.bita, self.tree = None, self.tree and replace(self.tree, shape=None)
-        self.top_k, self.slow_motion = max(0, self.top_k or 0), self.slow_motion or 1.0
+        self.slow_motion = self.slow_motion or 1.0
         self.pipeline = replace(self.pipeline, preset=self.preset)
-        return self
 
     @property
     def timing(self) -> str:
@@ -177,7 +191,7 @@ class SweepRow(BaseModel):
         """What was measured, or what the emulation ran on."""
         if not self.emulated and self.pipeline.devices:
             return "a cluster of " + " and ".join(f"{count} {name}" for name, count in Counter(self.pipeline.devices).items())
-        return f"1 {self.gpu or 'CPU'} machine"
+        return f"1 {self.measured_on.gpu or 'CPU'} machine"
 
     @property
     def tokens(self) -> int:
@@ -204,18 +218,6 @@ def read_rows(sources: Iterable[Path]) -> list[SweepRow]:
 
 def _checked(record: dict[str, object], path: Path, number: int) -> SweepRow:
     try:
-        return SweepRow.model_validate(record)
-    except ValidationError as error:
-        raise UserError(f"{path}, line {number}: {_first_problem(error)}; sweep again or remove the line") from None
-
-
-def _first_problem(error: ValidationError) -> str:
-    """The key and what is wrong with it, in one line."""
-    problem = error.errors(include_url=False)[0]
-    key = ".".join(map(str, problem["loc"]))
-    if problem["type"] == "missing":
-        return f"{key} is missing"
-    if problem["type"] == "value_error":
-        text = str(problem["ctx"]["error"])
-        return f"{key}: {text}" if key else text
-    return f"{problem['msg'].replace('Input', key, 1)}, not {str(problem['input'])[:60]!r}"
+        return validated(SweepRow, record, f"{path}, line {number}")
+    except UserError as error:
+        raise UserError(f"{error}; sweep again or remove the line") from None

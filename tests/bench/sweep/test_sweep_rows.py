@@ -23,7 +23,7 @@ def test_a_line_becomes_a_row(tmp_path: Path) -> None:
     assert row.pipeline == Pipeline(14, 7, "llama-3.1-70b", "float32", ("rtx3090",) * 14, True, "paper-7")
     assert (row.timing, row.method, row.tree) == ("measured", "pipedec", Tree(32, 16))
     assert (row.tokens, row.decode_ms, row.timesteps, row.hits, row.misses) == (9, 180.0, 5 + 28, 5, 4)
-    assert (row.prompt_set, row.prompt_index, row.max_tokens, row.ignore_eos) == ("qa", 3, 64, True)
+    assert (row.prompt_set, row.prompt_index, row.sampling.max_tokens, row.sampling.ignore_eos) == ("qa", 3, 64, True)
 
 
 def test_a_row_of_bita_has_its_bita_and_its_tree(tmp_path: Path) -> None:
@@ -42,9 +42,9 @@ def test_rows_from_before_bita_are_read(tmp_path: Path) -> None:
 
 def test_sampling_is_read_and_means_nothing_to_greedy_answers(tmp_path: Path) -> None:
     (row,) = rows(tmp_path, [stochastic("pipedec", repeat=2, seed=5)])
-    assert (row.temperature, row.top_k, row.top_p, row.seed) == (0.6, 80, 0.9, 7)
+    assert (row.sampling.temperature, row.sampling.top_k, row.sampling.top_p, row.sampling.seed) == (0.6, 80, 0.9, 7)
     (row,) = rows(tmp_path, [stochastic("pipedec", temperature=0.0)])
-    assert (row.top_k, row.top_p, row.seed) == (0, 1.0, None)
+    assert (row.sampling.top_k, row.sampling.top_p, row.sampling.seed) == (0, 1.0, None)
 
 
 @pytest.mark.parametrize(
@@ -119,34 +119,37 @@ def test_a_line_that_is_no_row_is_named_with_its_file(tmp_path: Path, bad: str, 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"clock": "sundial"}, "clock should be 'measured' or 'computed', not 'sundial'"),
-        ({"hits": -1}, "hits should be greater than or equal to 0, not '-1'"),
-        ({"hits": 1.5}, "hits should be a valid integer, not '1.5'"),
-        ({"timesteps": True}, "timesteps should be a valid integer, not 'True'"),
+        ({"clock": "sundial"}, "clock: must be one of computed, measured, not 'sundial'"),
+        ({"hits": -1}, "hits: must be at least 0, not -1"),
+        ({"hits": 1.5}, "hits: must be an integer, not a number"),
+        ({"timesteps": True}, "timesteps: must be an integer, not true or false"),
         ({"timesteps": 0}, "timesteps must be at least 1"),
-        ({"overran": 10**400}, "overran should be"),
-        ({"tree": [1]}, "tree should be a dictionary"),
-        ({"decode_ms": float("nan")}, "decode_ms should be a finite number"),
+        ({"overran": 10**400}, "overran: must be finite and at least 0, not 1000"),
+        ({"tree": [1]}, "tree: must be a mapping, not a list"),
+        ({"decode_ms": float("nan")}, "decode_ms: must be finite and at least 0, not nan"),
         ({"decode_ms": 0}, "decode_ms must be above 0"),
-        ({"decode_ms": "5"}, "decode_ms should be a valid number, not '5'"),
-        ({"overran": -0.1}, "overran should be greater than or equal to 0"),
-        ({"method": None}, "method should be a valid string, not 'None'"),
-        ({"sampling": {"temperature": 0.0, "ignore_eos": True}}, "sampling.max_tokens is missing"),
-        ({"sampling": line()["sampling"] | {"temperature": 0.6}}, "sampling.seed is missing, which a temperature above 0 needs"),
-        ({"sampling": None}, "sampling.temperature is missing"),
-        ({"pair": "target"}, "pair.target is missing"),
-        ({"cluster": {"stages": 2, "groups": 3}}, "cluster: groups must lie between 1 and stages, not 3 for 2 stages"),
-        ({"cluster": {"stages": 2}}, "cluster.groups is missing"),
-        ({"tree": {"width": "wide"}}, "tree.width should be a valid integer, not 'wide'"),
-        (bita() | {"bita": None}, "bita is missing, which the method bita needs"),
+        ({"decode_ms": "5"}, "decode_ms: must be a number, not a string"),
+        ({"overran": -0.1}, "overran: must be finite and at least 0, not -0.1"),
+        ({"method": None}, "method: must be a string, not empty"),
+        ({"sampling": {"temperature": 0.0, "ignore_eos": True}}, "sampling.max_tokens: missing"),
+        ({"sampling": line()["sampling"] | {"temperature": 0.6}}, "sampling.seed: missing, which a temperature above 0 needs"),
+        ({"sampling": None}, "sampling: must be a mapping, not empty"),
+        ({"pair": "target"}, "pair: must be a mapping, not a string"),
+        ({"cluster": {"stages": 2, "groups": 3}}, "cluster.groups must lie between 1 and stages, not 3 for 2 stages"),
+        ({"cluster": {"stages": 2}}, "cluster.groups: missing"),
+        ({"tree": {"width": "wide"}}, "tree.width: must be an integer, not a string"),
+        (bita() | {"bita": None}, "bita: missing, which the method bita needs"),
         (bita() | {"tree": {"depth": 4, "children": 5}}, "tree.shape must be one of"),
         (
             bita() | {"tree": {"shape": "round"}},
             "tree.shape must be one of likeliest, efficient, straightforward, full,",
         ),
-        (bita() | {"bita": bita()["bita"] | {"prompting": "hard"}}, "bita.prompting should be 'none', 'shallow' or 'deep'"),
-        (bita() | {"bita": bita()["bita"] | {"masks": 0}}, "bita.masks should be greater than or equal to 1"),
-        ({"breakdown": {"compute": "much"}}, "breakdown.compute should be a valid number, not 'much'"),
+        (
+            bita() | {"bita": bita()["bita"] | {"prompting": "hard"}},
+            "bita.prompting: must be one of deep, none, shallow, not 'hard'",
+        ),
+        (bita() | {"bita": bita()["bita"] | {"masks": 0}}, "bita.masks: must be at least 1, not 0"),
+        ({"breakdown": {"compute": "much"}}, "breakdown.compute: must be a number, not a string"),
     ],
 )
 def test_bad_fields_are_named_with_file_and_line(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -159,5 +162,5 @@ def test_bad_fields_are_named_with_file_and_line(tmp_path: Path, changes: dict[s
 def test_missing_fields_are_named(tmp_path: Path, name: str) -> None:
     lacking = line()
     del lacking[name]
-    with pytest.raises(UserError, match=f"line 1: {name} is missing"):
+    with pytest.raises(UserError, match=f"line 1: {name}: missing"):
         rows(tmp_path, [lacking])
