@@ -57,8 +57,13 @@ def sampling_defaults(choice: str, target: str) -> SamplingDefaults:
 
 
 def _read(path: Path) -> SamplingDefaults:
-    """The keys that vLLM takes; all others are transformers' own, ``do_sample`` included."""
+    """The keys that vLLM takes; and ``do_sample: false`` as temperature 0, unless the file has a temperature.
+
+    vLLM ignores that one, but a file has no other way to recommend greedy answers: transformers complains about temperature 0.
+    """
     document = json_object(path)
+    if document.get("do_sample") is False and document.get("temperature") is None:
+        document["temperature"] = 0.0
     given = {name: document[name] for name in (*_NEUTRAL, _MAX_TOKENS) if document.get(name) is not None}
     for name, value in given.items():
         kinds = int if name in ("top_k", _MAX_TOKENS) else int | float

@@ -141,7 +141,7 @@ def train_pair(problems: Path | None, recipe: Recipe, run: Run, compiled: bool) 
     mixed = corpus.mix(training, recipe.weights, characters=recipe.characters, seed=recipe.seed)
     rows = pack(mixed, tokenizer, recipe.length, recipe.seed)
     target, draft = _train_models(tokenizer, rows, recipe, GrowingTrainer(recipe, run.work, device, compiled))
-    target.generation_config.update(do_sample=False, temperature=0.0)  # what a small model draws at temperature 1 is babble
+    target.generation_config.do_sample = False  # a small model babbles at temperature 1, which servers take otherwise
     for name, model in (("target", target), ("draft", draft)):
         model.config.use_cache = model.generation_config.use_cache = True
         model.to(torch.bfloat16).save_pretrained(run.out / name)

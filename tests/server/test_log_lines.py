@@ -1,20 +1,22 @@
-"""The server's log: one JSON object on each line, without secrets, and never in anybody's way."""
+"""The server's log: one line for each event, as JSON or for people, without secrets, and never in anybody's way."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import pty
+import re
 from pathlib import Path
 
 import pytest
 
-from pipedec.server.logs import log, written_log
+from pipedec.server.logs import LogFormat, log, written_log
 
 
-def written(folder: Path, *secrets: str, **fields: object) -> str:
+def written(folder: Path, *secrets: str, form: LogFormat = "auto", **fields: object) -> str:
     path = folder / "log"
-    with path.open("wb") as file, written_log(file.fileno(), secrets):
+    with path.open("wb") as file, written_log(file.fileno(), secrets, form):
         log("something happened", **fields)
     return path.read_text()
 
@@ -28,11 +30,36 @@ def test_a_line_is_one_json_object(tmp_path: Path) -> None:
     assert line["prompt"] == 'two\nlines, "quoted", ü, \ud800'
 
 
-@pytest.mark.parametrize("secret", ["sk-1234567890", 'with "quotes" and \\', "schlüssel"])
-def test_secrets_never_appear(tmp_path: Path, secret: str) -> None:
-    text = written(tmp_path, secret, header=f"Bearer {secret}", nested={"key": [secret]})
+def test_people_read_words(tmp_path: Path) -> None:
+    text = written(
+        tmp_path, form="text", route="/v1/models", status=200, prompt='two\nlines, "quoted"', nested={"a": 1.5}, none=None
+    )
+    expected = r'\d\d:\d\d:\d\d INFO    something happened route=/v1/models status=200 prompt="two\\nlines, \\"quoted\\"" nested={"a": 1.5}\n'
+    assert re.fullmatch(expected, text)
+
+
+def test_no_prompt_moves_the_cursor(tmp_path: Path) -> None:
+    text = written(tmp_path, form="text", prompt="\x1b[2Jgone\x9b2J", id="a\x1bb", seen="東京 ü")
+    assert text.rstrip("\n").isprintable() and "東京 ü" in text
+
+
+def test_a_terminal_gets_lines_for_people_unless_they_are_to_be_json() -> None:
+    for form, is_json in (("auto", False), ("text", False), ("json", True)):
+        master, slave = pty.openpty()
+        with written_log(slave, form=form):
+            log("listening", text="API  http://127.0.0.1:1/v1", url="http://127.0.0.1:1")
+        line = os.read(master, 1000).decode()
+        assert line.startswith("{") == is_json
+        assert ('"event": "listening", "url": "http://127.0.0.1:1"}' if is_json else "INFO    API  http://127.0.0.1:1/v1") in line
+        os.close(master)
+        os.close(slave)
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+@pytest.mark.parametrize("secret", ["sk-1234567890", 'with "quotes" and \\', "schlüssel", 'ü "'])
+def test_secrets_never_appear(tmp_path: Path, secret: str, form: LogFormat) -> None:
+    text = written(tmp_path, secret, form=form, header=f"Bearer {secret}", nested={"key": [secret]})
     assert secret not in text and json.dumps(secret)[1:-1] not in text and text.count("***") == 2
-    json.loads(text)
 
 
 @pytest.mark.parametrize("url", ["redis://:hunter2@127.0.0.1:6379/0", "rediss://user:hunter2@host/0", "unix://:hunter2@/a/b"])
