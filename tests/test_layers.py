@@ -23,10 +23,29 @@ CLIENTS = [
     "pipedec.methods",
 ]
 
+COMMANDS = [
+    "", "generate", "chat", "up", "launch", "node", "serve", "submit", "status", "top", "down", "doctor", "plan", "verify",
+    "bench", "train", "train annotate",
+]  # fmt: skip
+
 
 def test_a_client_does_not_load_torch() -> None:
     """Each module is imported in one process, one after the other, so that the first one that loads more is named."""
     program = "\n".join(f"import {module}; print('{module}', LOADED & sys.modules.keys())" for module in CLIENTS)
+    assert loaded(program) == [f"{module} set()" for module in CLIENTS]
+
+
+def test_help_does_not_load_torch() -> None:
+    """Commands that may run without a model on this machine, one after the other, and both groups of those that need one."""
+    program = "from click.testing import CliRunner\nfrom pipedec.cli.main import program\n" + "\n".join(
+        f"assert CliRunner().invoke(program, {[*command.split(), '--help']}).exit_code == 0; "
+        f"print('{command}', LOADED & sys.modules.keys())"
+        for command in COMMANDS
+    )
+    assert loaded(program) == [f"{command} set()" for command in COMMANDS]
+
+
+def loaded(program: str) -> list[str]:
+    """What a program prints that names heavy modules which are ``LOADED``."""
     program = f"import sys; LOADED = {{'torch', 'transformers', 'numpy'}}\n{program}"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert ended.stdout.splitlines() == [f"{module} set()" for module in CLIENTS]
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.splitlines()
