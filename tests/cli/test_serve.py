@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
+import select
 import signal
 import socket
 import ssl
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -173,6 +177,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(ClusterProcess, "start", lambda self: pytest.fail("it was started"))
     empty = tmp_path / "keys"
     empty.write_text("# none\n")
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert f"port {port} on 127.0.0.1 is in use" in pipedec("serve", "--port", port).refused()
@@ -184,6 +189,9 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(
         (("--api-key", ""), "an API key is empty"),
         (("--allowed-origins", "https://example.org"), "write a JSON list"),
         (("--port", "99999"), "99999"),
+        (("--log-format", "xml"), "'xml' is not one of 'auto', 'json', 'text'"),
+        (("--generation-config", tmp_path / "nowhere"), "there is no such directory"),
+        (("--generation-config", tmp_path), f'{tmp_path / "generation_config.json"}: temperature must be a number, not "hot"'),
         (("--running",), "no cluster is running here"),
         (("--running", "--stages", "2"), "--stages: a running cluster is served as it is"),
     ):
@@ -328,6 +336,69 @@ def test_the_log_names_requests_and_keeps_secrets(
     password = urlsplit(cluster.address.redis_url).password
     for secret in ("sk-file-1234", "sk-flag-5678", password):
         assert secret and secret not in serving.text + err
+
+
+def test_a_terminal_shows_where_to_go_and_how_it_samples(cluster: LocalCluster, pair: Pair) -> None:
+    """Lines for people there; what is not a terminal gets the same events as JSON."""
+    master, slave = pty.openpty()
+    address = cluster.address
+    command = [
+        Path(sys.executable).parent / "pipedec",
+        "serve",
+        "--redis",
+        address.redis_url,
+        "--run",
+        address.run_id,
+        "--port",
+        "0",
+    ]
+    process = subprocess.Popen([*command, "--generation-config", "vllm"], stdin=slave, stdout=slave, stderr=subprocess.DEVNULL)
+    os.close(slave)
+    shown = b""
+
+    def shows(words: bytes) -> bool:
+        nonlocal shown
+        if select.select([master], [], [], 0)[0]:
+            shown += os.read(master, 4096)
+        return words in shown
+
+    try:
+        assert wait_until(lambda: shows(b" ready "), START_SECONDS), shown
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait(10)
+        os.close(master)
+    first, second, *_ = shown.decode().splitlines()
+    url = re.fullmatch(r"\d\d:\d\d:\d\d INFO    API  (http://127.0.0.1:\d+)/v1   live page  (\S+)/live   loading (\S+)", first)
+    assert url is not None and url[1] == url[2] and url[3] == str(pair.target)
+    expected = "sampling_defaults source=vllm temperature=1.0 top_p=1.0 top_k=0 min_p=0.0 repetition_penalty=1.0"
+    assert second.endswith(f"INFO    {expected}")
+
+
+def test_the_log_names_what_requests_get_that_set_nothing(
+    cluster: LocalCluster, started: Started, tmp_path: Path, expected: str
+) -> None:
+    """Whatever polls it; greedy answers here, where the target's own file recommends nothing."""
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 0, "max_new_tokens": 6}')
+    serving = in_front_of(cluster, started, "--generation-config", tmp_path)
+    with serving.client as client:
+        for path in ("/health", "/ready", "/metrics"):
+            assert client.get(path).status_code == 200
+        unset = {name: value for name, value in body(64).items() if name != "temperature"}
+        assert client.post("/v1/completions", json=unset).json()["choices"][0]["text"] == expected
+        chat = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True})
+        assert chat.json()["usage"]["completion_tokens"] == 6
+    serving.end()
+    assert serving.ended()[0] == 0
+    (defaults,) = serving.events("sampling_defaults")
+    assert (defaults["source"], defaults["temperature"], defaults["top_p"], defaults["max_tokens"]) == (str(file), 0, 1, 6)
+    assert [line["route"] for line in serving.events("response")] == ["/v1/completions", "/v1/chat/completions"]
+    assert [line["event"] for line in serving.log if line["event"] in ("listening", "ready", "draining", "lost")] == [
+        "listening", "ready", "draining",
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -89,8 +89,9 @@ def test_shipped_targets_answer_greedily(model: Any) -> None:
     ("text", "expected"),
     [
         ("{", "not valid JSON"), ("[]", "not a JSON object"),
-        ('{"temperature": "hot"}', 'temperature must be a number, not "hot"'), ('{"top_p": true}', "top_p must be a number, not true"),
-        ('{"top_k": 1.5}', "top_k must be an integer, not 1.5"), ('{"top_p": NaN}', "top_p must be above 0 and at most 1, not nan"),
+        ('{"temperature": "hot"}', 'temperature must be a number, not "hot"'),
+        ('{"top_p": true}', "top_p must be a number, not true"), ('{"top_k": 1.5}', "top_k must be an integer, not 1.5"),
+        ('{"top_p": NaN}', "top_p must be above 0 and at most 1, not nan"),
         ('{"temperature": -1}', "temperature must be finite and at least 0, not -1"),
         ('{"max_new_tokens": 0}', "max_new_tokens must be at least 1, not 0"),
     ],
