@@ -122,6 +122,8 @@ def test_a_rank_that_dies_ends_streams_with_an_error_and_the_server_with_the_cau
         stream.read_all()
     assert stream.error is not None and "rank" in stream.error["message"] and stream.finish_reason is None
     status, err = serving.ended()
+    (lost,) = serving.events("lost")
+    assert stream.error["message"] == f"the cluster was lost: {lost['reason']}"
     assert status == 1 and "was killed by SIGKILL" in err.splitlines()[-1]
 
 
