@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import inspect
 import io
-import json
 import os
 import re
 import subprocess
@@ -24,25 +23,25 @@ from typing import Any, get_args
 from unittest.mock import patch
 
 import click
-from pydantic import TypeAdapter
+import msgspec
 
 import pipedec
 from golden.served import served_faces
 from golden.shapes import shape_of_schema
-from pipedec import messages
 from pipedec.bench.sweep.rows import SweepRow
 from pipedec.cli import main
 from pipedec.cli.main import program
 from pipedec.client.resumption import Resumption
-from pipedec.config.cluster import ClusterConfig
-from pipedec.core import PipedecError, UserError
+from pipedec.config.cluster import _ClusterDocument
+from pipedec.core import Opening, PipedecError, UserError
+from pipedec.messages import Activity, Event, PromptRequest, Recovery, RunDescription, RunStats, StageStats
 from pipedec.scheduler import Keys
 from pipedec.threads.dialect import Dialect
 
 PACKAGE = Path(pipedec.__file__).parent
 LUA = PACKAGE.parent / "lua"
 WIDTH = 100_000  # columns: every option is one line of help
-STORED = ("PromptRequest", "Opening", "RunDescription", "RunStats", "StageStats", "Activity", "Recovery")
+STORED = (PromptRequest, Opening, RunDescription, RunStats, StageStats, Activity, Recovery)
 _VARIABLE = re.compile(r"(PIPEDEC|OPENAI|GLOO|NCCL|CUDA|OMP|MKL|ONEDNN|DNNL|XDG|SSH)_[A-Z_]*")
 
 Faces = Iterator[tuple[str, Any]]
@@ -95,7 +94,7 @@ def _help(name: str, text: str) -> Faces:
 def _python_api() -> Faces:
     for name in pipedec.__all__:
         value = getattr(pipedec, name)
-        for parameter in _parameters(value.__init__ if not is_dataclass(value) else value):
+        for parameter in _parameters(value if is_dataclass(value) or issubclass(value, msgspec.Struct) else value.__init__):
             yield f"python: {name}({parameter.name})", str(parameter)
         for method, function in inspect.getmembers(value, _is_public_method):
             yield f"python: {name}.{method}", str(inspect.signature(function))
@@ -110,6 +109,10 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
         from pipedec.client.resident import Resident
 
         return _parameters(Resident.__init__)
+    written: dict[str, Any] = {}
+    for kind in reversed(getattr(function, "__mro__", ())):
+        written |= inspect.get_annotations(kind)
+    found = [one.replace(annotation=written.get(one.name, one.annotation)) for one in found]
     return [parameter for parameter in found if parameter.name != "self"]
 
 
@@ -120,17 +123,19 @@ def _is_public_method(member: Any) -> bool:
 def _schemas() -> Faces:
     """The fields and types of what is stored in files and in Redis."""
     kinds: dict[str, Any] = {
-        "cluster.yaml": ClusterConfig,
+        "cluster.yaml": _ClusterDocument,
         "dialect": Dialect,
         "resume": Resumption,
         "rows of bench sweep": SweepRow,
     }
-    kinds |= {f"redis: {name}": getattr(messages, name) for name in STORED}
-    for event in get_args(messages.Event):
-        kind = json.loads(messages.to_json(object.__new__(event)))["kind"]
-        kinds[f"redis: event {kind}"] = event
+    kinds |= {f"redis: {kind.__name__}": kind for kind in STORED}
+    for event in get_args(Event):
+        kinds[f"redis: event {event.__struct_config__.tag}"] = event
     for name, kind in kinds.items():
-        for path, rules in shape_of_schema(TypeAdapter(kind).json_schema()).items():
+        schema = msgspec.json.schema(kind)
+        if name.startswith("redis: event"):
+            del schema["$defs"][kind.__name__]["properties"]["kind"]  # which is in the name
+        for path, rules in shape_of_schema(schema).items():
             yield f"{name}: {path or 'itself'}", rules
     for schema in sorted(set(re.findall(r'"(pipedec\.[a-z]+/[0-9]+)"', "".join(map(Path.read_text, _sources()))))):
         yield f"schema of rows: {schema}", "known"

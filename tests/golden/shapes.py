@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 Shape = dict[str, str]  # "choices[].index": "number"
 
 _TYPES = {bool: "boolean", int: "number", float: "number", str: "string", type(None): "null", dict: "object", list: "array"}
+_TYPE_LIMITS = (-(2**63), 2**63 - 1, sys.float_info.max)
 _NO_RULES = (
     "$defs", "$ref", "title", "description", "default", "properties", "required", "items", "prefixItems", "anyOf", "oneOf",
 )  # fmt: skip
@@ -55,6 +57,7 @@ def shape_of_schema(schema: Mapping[str, Any], definitions: Mapping[str, Any] | 
 
 def _allowed(schema: Any, path: str, known: Mapping[str, Any], is_required: bool = False) -> Iterator[tuple[str, str]]:
     schema = (known[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else {}) | schema
+    schema = _spelled_out(schema)
     for choice in (choices := [*schema.get("anyOf", ()), *schema.get("oneOf", ())]):
         yield from _allowed(choice, path, known)
     rules = [f"{key} {_plain(rule)}" for key, rule in sorted(schema.items()) if key not in _NO_RULES and not _is_inner(rule)]
@@ -65,8 +68,23 @@ def _allowed(schema: Any, path: str, known: Mapping[str, Any], is_required: bool
         yield from _allowed(inner, _below(path, name), known, name in schema.get("required", ()))
     if _is_inner(inner := schema.get("additionalProperties")):
         yield from _allowed(inner, _below(path, "*"), known)
-    for inner in (*schema.get("prefixItems", ()), *([schema["items"]] if "items" in schema else [])):
+    for inner in (*schema.get("prefixItems", ()), *([schema["items"]] if _is_inner(schema.get("items")) else [])):
         yield from _allowed(inner, path + "[]", known)
+
+
+def _spelled_out(schema: Any) -> Any:
+    """As other writers of schemas have it: the type of texts to choose from, None as a choice of its own, and no range that
+    is the whole range of a type."""
+    spelled = {key: rule for key, rule in schema.items() if key not in ("minimum", "maximum") or rule not in _TYPE_LIMITS}
+    if schema.get("type") == "object" and "properties" not in schema and not _is_inner(schema.get("additionalProperties")):
+        spelled["additionalProperties"] = True
+    elif schema.get("additionalProperties") is False:
+        del spelled["additionalProperties"]
+    if (texts := spelled.pop("enum", None)) is None:
+        return spelled
+    own = [text for text in texts if text is not None]
+    known = {"type": "string"} | ({"enum": own} if len(own) > 1 else {"const": own[0]})
+    return spelled | (known if len(own) == len(texts) else {"anyOf": [known, {"type": "null"}]})
 
 
 def _is_inner(rule: Any) -> bool:
