@@ -53,7 +53,7 @@ def test_annotate_writes_and_continues(pipedec: Pipedec, answers: Path, tmp_path
         (["--dialect", "apar", "--in", "absent.jsonl"], "cannot read absent.jsonl"),
         (["--dialect", "apar", "--library"], "python -m recipes.reference_models questions --out library.jsonl"),
         (["--dialect", "apar", "--in", "a", "--unstructured-share", "1"], "below 1"),
-        (["--dialect", "apar", "--in", "a", "--limit", "0"], "at least 1"),
+        (["--dialect", "apar", "--in", "a", "--limit", "0"], "'--limit': 0 is not in the range"),
         (["--dialect", "apar", "--in", "a", "--annotator", "http://a/v1", "--model", "m"], "goes with --dialect pasta"),
         (["--dialect", "pasta", "--in", "a", "--annotator", "http://a/v1"], "--model NAME"),
         (["--dialect", "pasta", "--in", "a", "--annotator", "a/v1", "--model", "m"], "is not an address"),

@@ -99,7 +99,8 @@ def test_without_pandas_one_line_says_what_to_install(
     pipedec: Pipedec, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    monkeypatch.delitem(sys.modules, "pipedec.bench.policy.summary", raising=False)
+    for module in ("pipedec.bench.policy.summary", "pipedec.cli.benchmarks.policy"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     line = pipedec(*flags(pair, tmp_path / "recording")).refused()
     assert line == "this command needs pandas: pip install 'pipedec[bench]'"
     assert not (tmp_path / "recording").exists()

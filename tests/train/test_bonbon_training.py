@@ -372,7 +372,7 @@ def test_every_weight_goes_with_every_efficiency_and_an_infinite_one_with_none()
     ("flags", "message"),
     [
         ([], "nowhere is not a directory"),
-        (["--lambda", "1,x"], "--lambda 1,x: give numbers or inf"),
+        (["--lambda", "1,x"], "'--lambda': 'x' is not a valid float"),
         (["--lambda", "1,1"], "names a score twice"),
         (["--lambda", "nan"], "--lambda must be at least 0, or inf"),
         (["--rounds", "0"], "--rounds must be at least 1"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import click
+from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
@@ -145,7 +146,7 @@ def load(
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: not a directory")
     out.mkdir(parents=True, exist_ok=True)
-    sampling = replace(config.sampling, seed=config.seed) if config.sampling.is_stochastic else config.sampling
+    sampling = structs.replace(config.sampling, seed=config.seed) if config.sampling.is_stochastic else config.sampling
     request = PromptRequest("", drawing.raw_prompts, "pp", sampling)
     with _place(where, asked, drawing.own_work, place, request, out) as pipeline, ProgressBar() as bar:
         conversations, intruder = _conversations(offered, asked, config, pipeline, request)
