@@ -22,14 +22,14 @@ Pipedec = Callable[..., Any]
 
 
 def no_process(*arguments: object, **keywords: object) -> None:
-    raise AssertionError("a process was started before the mistake was found")
+    raise AssertionError("a rank or a Redis was started before the mistake was found")
 
 
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mistakes that need no cluster to be found must be found before there is one."""
     monkeypatch.setattr("subprocess.Popen", no_process)
-    monkeypatch.setattr("multiprocessing.context.ForkServerProcess.start", no_process)
+    monkeypatch.setattr("pipedec.cluster.processes.RankProcesses.start", no_process)
 
 
 @pytest.mark.parametrize(

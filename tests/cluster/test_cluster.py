@@ -106,7 +106,8 @@ def test_every_rank_says_what_it_computes_in_and_why(resident: LocalCluster) -> 
     on_cpu = Choice("float32", "the target runs on a CPU: --dtype bfloat16 takes half the memory")
     assert [rank.dtype for rank in described.ranks] == [Choice("float32", "as given"), on_cpu, on_cpu]
     assert f"cpu, float32 ({on_cpu.why}); gloo over lo (" in str(described.ranks[1])
-    assert (described.dtype, described.draft_dtype) == ("float32", "float32")
+    numbers = described.settings.numbers
+    assert (numbers.dtype, numbers.draft_dtype) == ("float32", "float32")
 
 
 @pytest.mark.slow

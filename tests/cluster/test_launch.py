@@ -356,19 +356,19 @@ def test_redis_that_cannot_start_is_named_with_its_host(pair: Pair) -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        config = replace(on_localhost(pair), redis=RedisConfig(host="localhost", port=port))
+        config = on_localhost(pair).for_partition(given={"redis": {"host": "localhost", "port": port}})
         assert refusal(config).startswith(f"localhost: port {port} is in use: choose another port")
 
 
 def test_redis_that_cannot_be_reached_is_named(pair: Pair) -> None:
-    config = replace(on_localhost(pair), redis=RedisConfig("redis://127.0.0.1:1/0"))
+    config = on_localhost(pair).for_partition(given={"redis": {"url": "redis://127.0.0.1:1/0"}})
     assert refusal(config) == "cannot reach Redis at 127.0.0.1:1: the connection failed"
 
 
 def test_redis_on_every_host_is_refused(pair: Pair) -> None:
     config = cluster_on(pair, *(ServerConfig(host, {"cpu": 2}) for host in ("one", "two")), launch=LaunchConfig())
     for url in ("redis://localhost:6379/0", "unix:///run/redis.sock"):
-        said = refusal(replace(config, redis=RedisConfig(url)))
+        said = refusal(config.for_partition(given={"redis": {"url": url}}))
         assert said == f"redis: {url} is another server on each host: give an address that all hosts reach"
 
 

@@ -300,12 +300,12 @@ def test_stages_of_every_model_type_are_planned(
         (["--config", "CONFIG", "--partition", "pear"], "pear.*pair"),
         (
             ["--config", "CONFIG", "--target", "TARGET", "--draft", "none", "--stages", "3"],
-            "--stages 3, but partition uneven has 4",
+            "layers: 4 entries for 3 stages: give one number per stage, or auto",
         ),
         (["--config", "missing.yaml"], "missing.yaml: no such file"),
         (["--partition", "pair"], "give --config"),
         (["--target", "TARGET", "--draft", "none"], "give --redis URL or set PIPEDEC_REDIS_URL"),
-        (["--redis", "redis://a", "--target", "TARGET", "--draft", "none", "--layers", "2;6"], "--layers 2;6: write numbers"),
+        (["--redis", "redis://a", "--target", "TARGET", "--draft", "none", "--layers", "2;6"], "'2;6' is not a valid integer"),
         (["--redis", "redis://a", "--target", "TARGET", "--draft", "none", "--stages", "2"], "5 processes, but 2 stages"),
     ],
 )

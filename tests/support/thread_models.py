@@ -19,14 +19,13 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from pipedec.core import SamplingParams
-from pipedec.plan.layers import even_layers
 from pipedec.plan.spec import PipelineSpec
 from pipedec.shipped import reference_pair
 from pipedec.threads import BoundDialect, Dialect, Sequence, bind, load_dialect
-from pipedec.topology import Topology
 from pipedec.verify.threads import Choose, naive_threads, shortest
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny_llama
+from support.specs import bare_spec
 
 MAX_TOKENS = {4: 80, 14: 40}  # by the target's number of layers
 DEPTHS = tuple(MAX_TOKENS)
@@ -111,10 +110,8 @@ class ThreadModels:
         return self._targets[depth]
 
     def spec(self, depth: int, stages: int, groups: int | None = None) -> PipelineSpec:
-        layers = tuple((part.start, part.stop) for part in even_layers(depth, stages))
-        topology = Topology.even(stages, groups or stages)
         target, draft, bita = (self._folder / f"{name}-{depth}" for name in ("target", "draft", "bita"))
-        return PipelineSpec(target, draft, topology, layers, device="cpu", bita=bita)
+        return bare_spec(target, depth, (stages, groups or stages), draft, bita)
 
     def bound(self, dialect: str) -> BoundDialect:
         return bind(THREAD_DIALECTS[dialect], self.tokenizer.token_to_id, self._text_of)
