@@ -83,14 +83,14 @@ class HttpFlags:
 
     def keys(self) -> tuple[str, ...]:
         """Those of the file, else of the environment. Raises UserError for a file that has none, or for an empty key."""
-        if self.api_key:
-            warning = "--api-key is deprecated: every user of this machine can read it. Use --api-key-file, or"
-            console.print(f"{warning} ${_KEY_VARIABLE}.", soft_wrap=True)
         keys = [*self.api_key, *([] if self.api_key_file is None else _keys_of(self.api_key_file))]
         if not keys and (secret := optional_secret(_KEY_VARIABLE)):
             keys = [secret]
         if not all(key.strip() and key.isascii() and key.isprintable() for key in keys):
             raise UserError("an API key is empty, or has characters that no HTTP header can carry: use letters and digits")
+        if self.api_key:
+            warning = "--api-key is deprecated: every user of this machine can read it. Use --api-key-file, or"
+            console.print(f"{warning} ${_KEY_VARIABLE}.", soft_wrap=True)
         return tuple(keys)
 
     def settings(self, keys: tuple[str, ...], target: str) -> ServerSettings:

@@ -257,12 +257,12 @@ def load_cluster(path: str | Path) -> ClusterConfig:
     """
     path = Path(path)
     config = cluster_from(parse_yaml(read_text(path), str(path)), str(path))
-    partitions = {
-        name: replace(partition, settings=_with_paths(partition.settings, path.parent))
-        for name, partition in config.partitions.items()
-    }
-    settings = _with_paths(config.settings, path.parent).replaced(redis=redis_config(base=config.redis))
-    return replace(config, partitions=partitions, settings=settings)
+
+    def completed(settings: Settings) -> Settings:
+        return _with_paths(settings, path.parent).replaced(redis=redis_config(base=settings.cluster.redis))
+
+    partitions = {name: replace(one, settings=completed(one.settings)) for name, one in config.partitions.items()}
+    return replace(config, partitions=partitions, settings=completed(config.settings))
 
 
 def cluster_from(document: object, source: str = "") -> ClusterConfig:

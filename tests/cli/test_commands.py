@@ -22,6 +22,7 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster, read_state
 from pipedec.core import PipedecError
 from pipedec.engine.build import load_drafter
+from pipedec.engine.devices import chosen_device
 from pipedec.verify.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -144,7 +145,7 @@ def test_generate_by_bita_gives_rank_0_no_draft(pipedec: Pipedec, monkeypatch: p
     for method in ("bita", "pipedec"):
         assert pipedec("generate", "--prompt", "a", "--method", method).refused(1) == "enough seen"
     bita, with_draft = specs
-    assert bita.draft is None and load_drafter(bita, bita.torch_device()) is None and bita.trained_masks > 0
+    assert bita.draft is None and load_drafter(bita, chosen_device(bita.settings.cut.device)) is None and bita.trained_masks > 0
     assert with_draft.draft is not None and with_draft.bita == bita.bita
 
 
