@@ -179,8 +179,9 @@ def pack_envelope(envelope: Envelope, inline_rows: int) -> Packed:
     """
     step = _merged([update.step for update in envelope.updates if update.step is not None])
     rows, hidden = (0, None) if step is None else (step.num_rows, step.hidden)
-    said = Head(tuple(map(_update_head, envelope.updates)), _tensor_heads(envelope.tensors))
-    text = _padded(_encoder.encode(said)) if said.updates or said.tensors else b""
+    text = b""
+    if envelope.updates or envelope.tensors:
+        text = _padded(_encoder.encode(Head(tuple(map(_update_head, envelope.updates)), _tensor_heads(envelope.tensors))))
     tensors = b"".join(_padded(_array(tensor)) for tensor in envelope.tensors.values())
     head: list[Buffer] = [text, *([] if step is None else _id_parts(step)), tensors]
     head_bytes = len(text) + rows * ROW_ID_BYTES + len(tensors)

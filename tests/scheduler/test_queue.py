@@ -64,7 +64,9 @@ def test_many_requests_of_one_priority_are_taken_in_the_order_of_their_numbers(s
 def test_a_full_queue_refuses_in_one_line(make_scheduler: MakeScheduler, max_num_seqs: int, dispatch: str, places: int) -> None:
     """The requests for which there is a place do not count as waiting, whether rank 0 has taken them yet or not."""
     scheduler = make_scheduler(TWO)
-    scheduler.open(replace(DESCRIPTION, max_num_seqs=max_num_seqs, max_waiting=2, dispatch=dispatch))
+    scheduler.open(
+        replace(DESCRIPTION, settings=DESCRIPTION.settings.replaced(max_num_seqs=max_num_seqs, max_waiting=2, dispatch=dispatch))
+    )
     numbers = [scheduler.submit("{}") for _ in range(places + 2)]
     assert taken(scheduler, places) == numbers[:places]
     with pytest.raises(UserError) as refusal:
@@ -81,7 +83,7 @@ def test_a_full_queue_refuses_in_one_line(make_scheduler: MakeScheduler, max_num
 
 def test_without_waiting_a_request_is_refused_if_there_is_no_place(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
-    scheduler.open(replace(DESCRIPTION, max_num_seqs=1, max_waiting=0))
+    scheduler.open(replace(DESCRIPTION, settings=DESCRIPTION.settings.replaced(max_num_seqs=1, max_waiting=0)))
     scheduler.submit("{}")
     with pytest.raises(UserError, match="the cluster is full: 0 requests are running and 1 are waiting"):
         scheduler.submit("{}")

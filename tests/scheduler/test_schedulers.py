@@ -256,7 +256,7 @@ def test_reading_an_answer_continues_at_a_position(make_scheduler: MakeScheduler
 def test_several_answers_are_read_together(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     assert scheduler.read_answers({0: "0", 1: "0"}, 0) == []
-    scheduler.open(replace(DESCRIPTION, max_num_seqs=4))
+    scheduler.open(replace(DESCRIPTION, settings=DESCRIPTION.settings.replaced(max_num_seqs=4)))
     for text in "abcd":
         scheduler.submit(text)
     scheduler.take(4)
@@ -464,7 +464,7 @@ def test_an_epoch_is_ended_once(make_scheduler: MakeScheduler) -> None:
 
 def test_a_new_epoch_finds_the_running_requests_and_what_their_answers_have(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
-    scheduler.open(replace(DESCRIPTION, max_num_seqs=3))
+    scheduler.open(replace(DESCRIPTION, settings=DESCRIPTION.settings.replaced(max_num_seqs=3)))
     for text in ("first", "second", "third"):
         scheduler.submit(text)
     scheduler.take(2)
