@@ -29,6 +29,10 @@ Bytes = Annotated[int, Meta(ge=1)]
 Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 Quantize = Literal["int8", "int4"]
 Device = Literal["auto", "cpu", "cuda"]
+Dispatch = Annotated[
+    Literal["windows", "tasks"],
+    Help("What Redis grants: windows of timesteps, or the paper's single tasks (one request at a time)."),
+]
 DEVICES = get_args(Device)
 AUTO: Final = "auto"  # as a dtype or a device: the machine decides
 NONE: Final = "none"  # as a model: the pipeline does without it
@@ -122,10 +126,7 @@ class Cluster:
     transport: Annotated[
         Literal["auto", "gloo", "nccl"], Help("Backend of transfers between stages; auto: NCCL if each stage has its own GPU.")
     ] = "auto"
-    dispatch: Annotated[
-        Literal["windows", "tasks"],
-        Help("What Redis grants: windows of timesteps, or the paper's single tasks (one request at a time)."),
-    ] = "windows"
+    dispatch: Dispatch = "windows"
     max_restarts: Annotated[
         Annotated[int, Meta(ge=0)],
         Help("Lost ranks that may be replaced within --restart-window; one more ends the run. 0: the first loss ends it."),

@@ -28,6 +28,7 @@ from pipedec.bench.sweep.trees import BITA, TreeGrid
 from pipedec.bench.sweep.tuning import TuningGrid
 from pipedec.client.running import Running
 from pipedec.config import ClusterConfig
+from pipedec.config.settings import Dispatch
 from pipedec.core import DEFAULT_METHOD, MethodOptions, SamplingParams, UserError
 from pipedec.flags import Help, check_fields
 from pipedec.methods import METHOD_NAMES, find_method
@@ -80,6 +81,7 @@ class SweepConfig(Drawing):
     clock: Annotated[
         Literal["measured", "computed"], Help("measured: real processes; computed: one process, times by arithmetic.")
     ] = "measured"
+    dispatch: Dispatch = "windows"
     slow_motion: Annotated[float, Help("Factor on all emulated times; results are divided by it.")] = 4.0
     pair: Pair = Pair()
     small: SmallModel = SmallModel()
@@ -113,6 +115,8 @@ class SweepConfig(Drawing):
             self.cluster.find_partition(preset)
         if not self.presets and (not self.stages or self.clock == "computed" or TUNED in self.methods):
             raise UserError("without --preset nothing is emulated: give --stages, --clock measured and no stpp-tuned")
+        if self.dispatch != "windows" and self.clock == "computed":
+            raise UserError("--clock computed runs in one process, where nothing is dispatched: leave out --dispatch")
         if self.bita and BITA not in self.methods:
             raise UserError(f"--bita needs the method {BITA}: add it to --methods")
 
@@ -132,11 +136,12 @@ class SweepConfig(Drawing):
             for stages in self.stages or (None,):
                 for number, bita in enumerate(self.bita or (None,)):
                     shape = self._shape(preset, stages, replace(self.pair, bita=bita))
-                    yield replace(shape, methods=methods if number == 0 else (BITA,))
+                    yield replace(shape, methods=methods if number == 0 else (BITA,)).dispatched(self.dispatch)
         if SLM in self.methods and self.presets:
-            yield small_model_alone(self.cluster, self.small, self.pair, self.slow_motion, self.own_work)
+            alone = small_model_alone(self.cluster, self.small, self.pair, self.slow_motion, self.own_work)
+            yield alone.dispatched(self.dispatch)
         elif SLM in self.methods:
-            yield small_model_as_it_is(self.pair)
+            yield small_model_as_it_is(self.pair).dispatched(self.dispatch)
 
     def _shape(self, preset: str | None, stages: int | None, pair: Pair) -> Shape:
         if preset is not None:

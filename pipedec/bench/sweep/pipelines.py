@@ -96,6 +96,12 @@ class Shape:
     cluster: Row
     methods: tuple[str, ...] = ()
 
+    def dispatched(self, dispatch: str) -> Shape:
+        """The same pipeline with another dispatch, which its rows name if it is not the usual one."""
+        if dispatch == self.spec.settings.cluster.dispatch:
+            return self
+        return replace(self, spec=self.spec.replaced(dispatch=dispatch), cluster={**self.cluster, "dispatch": dispatch})
+
     @cached_property
     def pair(self) -> Row:
         draft = str(self.spec.draft) if self.spec.draft else None

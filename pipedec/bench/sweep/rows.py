@@ -37,6 +37,7 @@ class Pipeline(Struct, frozen=True):
         devices: their names, in order, if they are known.
         fits: whether the model fits into their memory.
         preset: the partition, emulated or launched; None if there is none.
+        dispatch: what Redis granted, ``windows`` or single ``tasks``.
     """
 
     stages: Count
@@ -46,6 +47,7 @@ class Pipeline(Struct, frozen=True):
     devices: tuple[str, ...] = ()
     fits: bool = True
     preset: str | None = None
+    dispatch: str = "windows"
 
     def __post_init__(self) -> None:
         if not 1 <= self.groups <= self.stages:
@@ -61,7 +63,8 @@ class Pipeline(Struct, frozen=True):
     def name(self) -> str:
         """For people: the preset, and the number of stages unless it is in the preset's name."""
         stages = f"{self.groups} stages" if self.groups > 1 else "1 stage"
-        return self.preset if self.preset and not self.recut else f"{self.preset}, {stages}" if self.preset else stages
+        name = self.preset if self.preset and not self.recut else f"{self.preset}, {stages}" if self.preset else stages
+        return name if self.dispatch == "windows" else f"{name}, single tasks"
 
 
 class Tree(Struct, frozen=True):

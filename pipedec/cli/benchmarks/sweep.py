@@ -26,7 +26,9 @@ from pipedec.methods import possible_methods
 
 MAX_OVERRUN = 0.02
 # Flags of pipelines that the sweep starts here: a cluster that runs, or is launched from a file, has its own.
-_STARTED_HERE = ("cluster", "presets", "stages", "clock", "slow_motion", "small", "bita", "target", "draft", "own_work")
+_STARTED_HERE = (
+    "cluster", "presets", "stages", "clock", "dispatch", "slow_motion", "small", "bita", "target", "draft", "own_work",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,23 @@ def test_an_interrupted_sweep_of_real_processes_resumes(pair: Pair, tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_the_papers_dispatcher_is_measured_as_windows_are(pair: Pair, tmp_path: Path, leaves_nothing: None) -> None:
+    prompts = [PromptSet("first", PROMPTS[0].prompts[:1])]
+    chosen = config(pair, stages=(2,), methods=("pp", "pipedec"), clock="measured", slow_motion=0.1)
+    windows = sweep(chosen, prompts, tmp_path / "windows", Silent())
+    tasks = sweep(replace(chosen, dispatch="tasks"), prompts, tmp_path / "tasks", Silent())
+    assert [row["answer"] for row in tasks] == [row["answer"] for row in windows]
+    assert {row["cluster"].get("dispatch") for row in windows} == {None}
+    assert {row["cluster"]["dispatch"] for row in tasks} == {"tasks"}
+    assert {row.pipeline.name for row in read_rows([tmp_path / "tasks"])} == {"paper-14, 2 stages, single tasks"}
+
+
+def test_one_process_dispatches_nothing(pair: Pair) -> None:
+    with pytest.raises(UserError, match="^--clock computed runs in one process, where nothing is dispatched"):
+        config(pair, dispatch="tasks")
+
+
+@pytest.mark.slow
 def test_without_a_preset_the_machine_itself_is_measured(pair: Pair, tmp_path: Path, leaves_nothing: None) -> None:
     chosen = config(pair, presets=(), stages=(2,), methods=("pp", "pipedec"), clock="measured")
     rows = sweep(chosen, PROMPTS[1:], tmp_path / "out", Silent())
