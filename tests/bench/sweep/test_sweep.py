@@ -134,7 +134,7 @@ def test_the_papers_dispatcher_is_measured_as_windows_are(pair: Pair, tmp_path: 
 
 
 def test_one_process_dispatches_nothing(pair: Pair) -> None:
-    with pytest.raises(UserError, match="^--clock computed runs in one process, where nothing is dispatched"):
+    with pytest.raises(UserError, match="one process, where nothing is dispatched"):
         config(pair, dispatch="tasks")
 
 
