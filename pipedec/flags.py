@@ -103,14 +103,20 @@ def given_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
 
 
-def option_fields(kind: type, only: Collection[str] | None = None) -> dict[str, Option]:
-    """The options of a dataclass by field: of those with a ``Help``, in the order of the fields."""
+def option_fields(kind: type, only: Collection[str] | None = None, shows_defaults: bool = True) -> dict[str, Option]:
+    """The options of a dataclass by field: of those with a ``Help``, in the order of the fields.
+
+    Args:
+        shows_defaults: False if what is not given comes from elsewhere, for example from a file.
+    """
     hints = get_type_hints(kind, include_extras=True)
     found = {}
     for field in fields(kind):
         note = next(_notes(hints[field.name], Help), None)
         if note is not None and (only is None or field.name in only):
             default = field.default_factory if field.default is MISSING else field.default
+            if not shows_defaults and not isinstance(default, bool):
+                default = None
             found[field.name] = option(field.name, hints[field.name], note, default)
     return found
 

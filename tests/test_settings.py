@@ -74,7 +74,8 @@ def test_a_new_setting_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     for command in ("generate", "up", "serve", "chat", "launch", "verify", "torchrun"):
-        assert found[command] == ["--prefetch N", "Verdicts to prefetch.  [default: 2; 0<=x<=9]"]
+        default = "" if command in ("launch", "torchrun") else "default: 2; "
+        assert found[command] == ["--prefetch N", f"Verdicts to prefetch.  [{default}0<=x<=9]"]
     assert found["keyword"] == ["prefetch: int = 2", 7] and found["file"] == [4, 5]
     assert found["refused"] == "prefetch: must be at most 9, not 10"
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import click
 from rich.table import Table
@@ -23,16 +23,16 @@ from pipedec.cli.show import console, loading_bars
 from pipedec.cluster.local import LocalCluster, resolve_apart
 from pipedec.cluster.processes import die_with_parent
 from pipedec.cluster.state import DEFAULT_RUN, MachineLock, RunningCluster, find_run, process_start, read_state
+from pipedec.cluster.supervisor import Supervisor
 from pipedec.config import Settings, redis_config, settings_options, state_directory
 from pipedec.core import PipedecError, SchedulerLost, UserError
+from pipedec.flags import Help, own_options
 from pipedec.messages import RankDescription, Recovery, RunDescription
 from pipedec.scheduler import RedisScheduler
 from pipedec.topology import rank_name
 
-if TYPE_CHECKING:
-    from pipedec.cluster.local import LocalCluster
-    from pipedec.cluster.supervisor import Supervisor
-
+Detach = Annotated[bool, Help("Return when the cluster is up and leave it running.")]
+LockFd = Annotated[int | None, Help("The machine's lock, inherited from the command with --detach.", hidden=True)]
 Announce = Callable[[RunningCluster, RunDescription], None]
 
 DETACH_SECONDS = 3600.0
@@ -43,13 +43,10 @@ CLIENT_GRACE_SECONDS = 1.0
 @click.command()
 @settings_options
 @cluster_options
-@click.option("--detach", is_flag=True, help="Return when the cluster is up and leave it running.")
-@click.option("--lock-fd", type=int, hidden=True, help="The machine's lock, inherited from the command with --detach.")
-@click.option(
-    "--for-parent", is_flag=True, hidden=True, help="End with the parent process; tell it on stdout, as JSON, who is up."
-)
+@own_options
 def up(
-    settings: Settings, redis: str | None, run: str | None, detach: bool, lock_fd: int | None, for_parent: bool
+    settings: Settings, redis: str | None, run: str | None, detach: Detach = False, lock_fd: LockFd = None,
+    for_parent: Annotated[bool, Help("End with the parent process; print for it, as JSON, what is up.", hidden=True)] = False,
 ) -> None:  # fmt: skip
     """Start all ranks on this machine, and a Redis unless --redis names one.
 

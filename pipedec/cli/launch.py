@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
+from msgspec import Meta
 
-from pipedec.cli.cluster import detach_cluster, serve_cluster
+from pipedec.cli.cluster import Detach, LockFd, detach_cluster, serve_cluster
+from pipedec.cli.options import RunName
 from pipedec.cli.show import console
 from pipedec.cluster.launched import LaunchedCluster
 from pipedec.cluster.state import DEFAULT_RUN, MachineLock
 from pipedec.config import given_settings, load_cluster, state_directory
 from pipedec.core import PipedecError, UserError
+from pipedec.flags import Help, own_options
 from pipedec.plan.partition import plan
 from pipedec.topology import rank_name
 
@@ -22,28 +25,28 @@ _SECRET_WORDS = ("PASSWORD", "SECRET", "TOKEN", "KEY", "CREDENTIAL")
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path), default=Path("cluster.yaml"))
-@click.option("--partition", metavar="NAME", help="Partition to start (default: the one that the file names as its default).")
-@click.option("--run", metavar="NAME", help="Name of the run, if several share a Redis.")
-@click.option("--dry-run", is_flag=True, help="Print what would be started where, and start nothing.")
-@click.option("--detach", is_flag=True, help="Return when the cluster is up and leave it running.")
-@click.option(
-    "--spares",
-    type=click.IntRange(0),
-    metavar="N",
-    help="Devices that stand by for ranks whose hosts are lost (default: all spares: of the file).",
-)
+@own_options
 @given_settings
-@click.option("--lock-fd", type=int, hidden=True, help="The machine's lock, inherited from the command with --detach.")
 def launch(
-    given: dict[str, Any], file: Path, partition: str | None, run: str | None, dry_run: bool, detach: bool, lock_fd: int | None,
-    spares: int | None,
-) -> None:  # fmt: skip
+    given: dict[str, Any],
+    file: Path,
+    partition: Annotated[str | None, Help("Partition to start (default: the one that the file names).", "NAME")] = None,
+    run: RunName = None,
+    dry_run: Annotated[bool, Help("Print what would be started where, and start nothing.")] = False,
+    detach: Detach = False,
+    spares: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Help("Devices that stand by for ranks whose hosts are lost (default: all spares: of the file)."),
+    ] = None,
+    lock_fd: LockFd = None,
+) -> None:
     """Start the cluster of a cluster.yaml on its hosts, over ssh, and a Redis unless the file names one.
 
     FILE says which rank runs on which device of which host. Every host needs pipedec, and the checkpoints in the same
     directories; ssh must reach it without asking for a password (your ssh configuration applies). A host called localhost is this
     machine, and needs no ssh. The cluster loads its weights once and serves `pipedec submit` until `pipedec down` or Ctrl-C.
-    Every host replaces ranks that are lost, and goes on if this command is killed; spares take over those of a host that is gone.
+    Options take precedence over the keys of the file. Every host replaces ranks that are lost, and goes on if this command is
+    killed; spares take over those of a host that is gone.
     """
     config = load_cluster(file)
     log = state_directory() / "hosts.log"

@@ -51,6 +51,7 @@ Redis = Annotated[
         "redis://HOST:PORT/0",
     ),
 ]
+RunName = Annotated[str | None, Help("Name of the run, if several share a Redis.", "NAME", "--run")]
 Json = Annotated[bool, Help("Print one JSON document instead of text.", flag="--json")]
 
 
@@ -59,7 +60,7 @@ class ClusterFlags:
     """Which running cluster to use."""
 
     redis: Redis = None
-    run: Annotated[str | None, Help("Name of the run, if several share a Redis.", "NAME")] = None
+    run: RunName = None
 
 
 @dataclass(frozen=True)

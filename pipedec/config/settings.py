@@ -225,6 +225,7 @@ SETTINGS = {  # the annotated type of every setting, by name
     name: hint for kind in _TREE.values() for name, hint in get_type_hints(kind, include_extras=True).items()
 }
 OPTIONS = {name: option for kind in _TREE.values() for name, option in option_fields(kind).items()}
+_OVERRIDES = {name: option for kind in _TREE.values() for name, option in option_fields(kind, shows_defaults=False).items()}
 
 
 def keyword_arguments() -> list[inspect.Parameter]:
@@ -243,4 +244,4 @@ def settings_options(command: Command) -> Command:
 
 def given_settings(command: Command) -> Command:
     """Add an option for every setting; the command gets ``given``, those that the user gives, to lay over a cluster.yaml."""
-    return with_options(command, OPTIONS, lambda values: {"given": given_values(values)})
+    return with_options(command, _OVERRIDES, lambda values: {"given": given_values(values)})
