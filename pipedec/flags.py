@@ -197,12 +197,11 @@ def _switch(names: list[str], note: Help, default: bool) -> Option:
 
 def _click_type(members: list[Any], meta: list[Meta], words: tuple[str, ...] = ()) -> Any:
     """What click checks a value against: the ranges and choices of the annotation."""
-    choices = _choices(members, words)
     lists = [member for member in members if get_origin(member) is tuple]
     if lists:
         inner = get_args(lists[0])[0]
-        return _List(_click_type(_members(inner), list(_notes(inner, Meta))), choices)
-    if choices:
+        return _List(_click_type(_members(inner), list(_notes(inner, Meta)), words), _choices(members, ()))
+    if choices := _choices(members, words):
         return click.Choice(choices)
     if str in members:
         return click.STRING

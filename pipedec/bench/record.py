@@ -22,6 +22,7 @@ import torch
 
 from pipedec import __version__
 from pipedec.core import UserError
+from pipedec.messages import RunDescription
 
 Row = dict[str, Any]
 
@@ -70,6 +71,14 @@ def plain(value: Any) -> Row:
     """The fields of a dataclass or a struct, as reading them back from a JSON file would give them."""
     fields: Row = msgspec.json.decode(msgspec.json.encode(value))
     return fields
+
+
+def pipeline_row(description: RunDescription) -> Row:
+    """A run's description with every setting by its own name, as rows have always had it."""
+    fields = plain(description)
+    settings = fields.pop("settings")
+    models = {key: getattr(description, key) for key in ("target", "draft", "bita")}
+    return {**{name: value for group in settings.values() for name, value in group.items()}, **models, **fields}
 
 
 def spread(samples: Sequence[float]) -> dict[str, float]:

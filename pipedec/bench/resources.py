@@ -16,7 +16,7 @@ import psutil
 from msgspec import Meta
 from msgspec.structs import replace
 
-from pipedec.bench.record import Row, header, plain
+from pipedec.bench.record import Row, header, pipeline_row
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import PipedecError, RankLost, SamplingParams
@@ -70,7 +70,7 @@ def measure_resources(spec: PipelineSpec, config: ResourcesConfig, on_phase: Cal
     Raises:
         PipedecError: the cluster could not start, lost a rank, or stopped answering.
     """
-    row = header("resources", asdict(config) | {"pipeline": plain(spec.description())})
+    row = header("resources", asdict(config) | {"pipeline": pipeline_row(spec.description())})
     cluster = LocalCluster(spec)
     on_phase("starting the cluster")
     with cluster:

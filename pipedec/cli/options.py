@@ -260,7 +260,7 @@ def _method_option(name: str) -> Option:
     meanings: dict[str, list[str]] = {}
     for entry in METHODS.values():
         if name in entry.option_names:
-            rule, default = option_rules(entry.options)[name], getattr(entry.options, name)
+            rule, default = option_rules(entry.options)[name], getattr(entry.options(), name)
             shown = rule.default or (",".join(default) if isinstance(default, tuple) else default)
             meanings.setdefault(rule.help, []).append(f"{entry.name}: {shown}")
     text = " ".join(f"{meaning} ({', '.join(methods)})." for meaning, methods in meanings.items())

@@ -27,6 +27,7 @@ from pipedec.bench.record import append_rows, check_writable, header, revision
 from pipedec.cli.main import program
 from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
+from pipedec.config import NONE
 from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.scheduler import EmbeddedServer, GrantedTask, RedisScheduler, Task, connect
 from pipedec.topology import Topology
@@ -190,7 +191,9 @@ def test_a_running_cluster_is_measured_by_traced_answers(resident: LocalCluster,
 def test_without_a_draft_only_one_row_can_be_measured(resident: LocalCluster) -> None:
     assert resident.scheduler is not None
     cluster = Running.of(resident.scheduler, resident.run_id)
-    without = replace(cluster, description=structs.replace(cluster.description, draft=None))
+    without = replace(
+        cluster, description=structs.replace(cluster.description, settings=cluster.description.settings.replaced(draft=NONE))
+    )
     (row,) = measure_running(RunningOverheadConfig((4, 1), 2, 1), without)
     assert row["rows"] == 1
     with pytest.raises(UserError, match="has no draft model, so there is nothing but 1 row per timestep"):

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +218,7 @@ def test_a_spare_takes_over_the_rank_of_a_host_that_is_lost(
     servers = [ServerConfig(host, {"cpu": count}, hostname=socket.gethostname()) for host, count in counts.items()]
     expected = reference.generate(tokenizer(PROMPT)["input_ids"], 600, ignore_eos=True)
     recovered: list[Recovery] = []
-    config = replace(cluster_on(pair, *servers, launch=LaunchConfig()), max_model_len=4096)
+    config = cluster_on(pair, *servers, launch=LaunchConfig()).for_partition(given={"max_model_len": 4096})
     with LaunchedCluster(config, spares=1) as cluster:
         cluster.on_recovery = recovered.append
         assert [place.host for place in cluster.places] == ["one", "one", "two"]
@@ -399,7 +399,7 @@ def test_ranks_in_messages_are_named_with_their_hosts(pair: Pair) -> None:
 
 @pytest.mark.slow
 def test_a_checkpoint_that_a_host_has_not_got_is_named(pair: Pair) -> None:
-    said = refusal(replace(on_localhost(pair), target="/nowhere"))
+    said = refusal(on_localhost(pair).for_partition(given={"target": "/nowhere"}))
     assert re.match(r"rank \d on localhost: '/nowhere' is neither a directory with a config.json nor", said), said
 
 

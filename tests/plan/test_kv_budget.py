@@ -132,7 +132,7 @@ def test_a_cluster_file_names_its_budget(pair: Pair) -> None:
 
 
 def test_a_plan_says_that_its_budget_is_too_large_or_too_small(pair: Pair) -> None:
-    huge = plan(cluster(pair, "rtx3090", kv_cache_memory="30GB", max_num_seqs=1_000_000))
+    huge = plan(cluster(pair, "rtx3090", kv_cache_memory="30GB", max_num_seqs=65_536))
     assert (
         "the draft on here rtx3090 needs 15.5 GB" not in huge.problems[0]
         and "stage 1 on here rtx3090 needs 30." in huge.problems[0]

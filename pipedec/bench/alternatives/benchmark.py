@@ -18,7 +18,7 @@ import transformers
 
 from pipedec.bench.alternatives.contenders import Contender, load_contenders, quiet_transformers
 from pipedec.bench.options import Positive
-from pipedec.bench.record import Row, header, plain
+from pipedec.bench.record import Row, header, pipeline_row
 from pipedec.engine.devices import chosen_device
 from pipedec.flags import Help, check_fields
 from pipedec.model import ModelConfig
@@ -69,7 +69,11 @@ def measure_alternatives(
     prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
     prompt_ids = [prompter.token_ids(prompt, False, config.max_tokens) for prompt in prompts]
     with _threads(config.threads) as num_threads, quiet_transformers():
-        settings = asdict(config) | {"threads": num_threads, "prompts": len(prompts), "pipeline": plain(spec.description())}
+        settings = asdict(config) | {
+            "threads": num_threads,
+            "prompts": len(prompts),
+            "pipeline": pipeline_row(spec.description()),
+        }
         settings["device"] = chosen_device(spec.settings.cut.device).type
         first = header("alternatives", settings) | {"transformers": transformers.__version__}
         contenders = load(spec)

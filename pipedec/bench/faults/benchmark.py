@@ -18,7 +18,17 @@ from pipedec.bench.faults.strikes import possible_kinds
 from pipedec.bench.faults.usage import growth, leaks
 from pipedec.bench.options import Counts, Positive
 from pipedec.bench.progress import SweepProgress
-from pipedec.bench.record import ROWS_FILE, Row, append_rows, drop_unfinished_line, header, key_of, plain, read_records
+from pipedec.bench.record import (
+    ROWS_FILE,
+    Row,
+    append_rows,
+    drop_unfinished_line,
+    header,
+    key_of,
+    pipeline_row,
+    plain,
+    read_records,
+)
 from pipedec.core import DEFAULT_METHOD, UserError
 from pipedec.flags import Help, check_fields
 from pipedec.plan.spec import PipelineSpec
@@ -81,7 +91,7 @@ def bench_faults(config: FaultsConfig, spec: PipelineSpec, out: Path, progress: 
     """
     spec = spec.replaced(kv_cache_memory=spec.settings.limits.kv_cache_memory or KV_BYTES)
     questions = make_questions(config.prompts, config.answers, config.methods, config.max_tokens, config.dialect)
-    pipeline = plain(spec.description())
+    pipeline = pipeline_row(spec.description())
     key = key_of([config.identity, pipeline])
     rows = _known(out / ROWS_FILE, key)
     progress.start(config.count or len(rows))
