@@ -196,7 +196,7 @@ def _switch(names: list[str], note: Help, default: bool) -> Option:
 
 
 def _click_type(members: list[Any], meta: list[Meta], words: tuple[str, ...] = ()) -> Any:
-    """What click checks a value against: the ranges and choices of the annotation."""
+    """The click type that checks a value against the ranges and choices of its annotation."""
     lists = [member for member in members if get_origin(member) is tuple]
     if lists:
         inner = get_args(lists[0])[0]
@@ -268,7 +268,7 @@ _Note = TypeVar("_Note")
 
 
 def _notes(hint: Any, kind: type[_Note]) -> Iterator[_Note]:
-    """What stands in an annotation, from the outside in; nothing of the entries of a tuple."""
+    """Notes of class ``kind`` in an annotation, outermost first; those of a tuple's entries are left out."""
     if get_origin(hint) is Annotated:
         yield from (note for note in hint.__metadata__ if isinstance(note, kind))
         yield from _notes(get_args(hint)[0], kind)

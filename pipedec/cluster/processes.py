@@ -235,7 +235,7 @@ def _run(body: Callable[..., int], arguments: tuple[Any, ...], reports: Connecti
 
 
 def _answer(body: Callable[..., Any], arguments: tuple[Any, ...], answers: Connection) -> None:
-    """What the process of ``run_apart`` does."""
+    """Body of the process that ``run_apart`` starts."""
     _begin_rank_process()
     try:
         outcome = body(*arguments)

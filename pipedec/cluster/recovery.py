@@ -1,4 +1,4 @@
-"""How often a run may recover from the loss of ranks."""
+"""A budget of restarts: limits how often lost ranks are replaced."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def _restarts(count: str = "RESTART_COUNT") -> int:
 
 @dataclass(frozen=True)
 class TorchrunOptions:
-    """What a rank is told besides settings, which take precedence over those of the file."""
+    """Options of a rank besides the settings, which take precedence over those of the file."""
 
     redis: Annotated[
         str | None, Help("Redis server of the run (default: $PIPEDEC_REDIS_URL, then the file's).", "redis://HOST:PORT/0")
@@ -104,7 +104,7 @@ class TorchrunOptions:
 
 @dataclass(frozen=True)
 class Job:
-    """What the options and torchrun's environment say. No checkpoint has been looked at yet.
+    """Parsed options and torchrun's environment. No checkpoint has been read yet.
 
     Attributes:
         config: with one partition, whose settings are ``settings``; None without a file.

@@ -56,7 +56,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Cut:
-    """How the target's layers are cut into stages, and what computes them. Raises BadValue for numbers that do not fit."""
+    """The cut of the target's layers into stages, and their device. Raises BadValue for numbers that do not fit together."""
 
     stages: Annotated[Count, Help("Pipeline stages, one process each.")] = 4
     groups: Annotated[Count | None, Help("Groups of stages that share a timestep (default: one per stage).")] = None
@@ -79,7 +79,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a cluster takes at most, and the tree that requests get which set none. Raises BadValue for a size that is none."""
+    """Limits of a cluster, and the default prediction tree of its requests. Raises BadValue for a malformed size."""
 
     max_model_len: Annotated[
         Tokens | None, Help("Maximum tokens of a prompt and its answer (default: the target's context; 4096 in a cluster.yaml).")
@@ -121,7 +121,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Cluster:
-    """How ranks communicate, how timesteps are scheduled, and what happens when a rank is lost."""
+    """Communication between ranks, scheduling of timesteps, and recovery from lost ranks."""
 
     transport: Annotated[
         Literal["auto", "gloo", "nccl"], Help("Backend of transfers between stages; auto: NCCL if each stage has its own GPU.")
@@ -208,12 +208,12 @@ class Settings:
         return arguments_of({name: value for name, value in self.changes().items() if name in OPTIONS})
 
     def without_secrets(self) -> Settings:
-        """What may be published and printed."""
+        """These settings without passwords: safe to publish and to print."""
         return self.replaced(redis=replace(self.cluster.redis, password=None))
 
 
 def _plain(value: Any) -> Any:
-    """As a file has it: what Python callers may give besides."""
+    """A value as a file would have it, of what Python callers may also pass."""
     if isinstance(value, Path):
         return str(value)
     return to_builtins(value) if isinstance(value, MethodOptions | RedisConfig) else value

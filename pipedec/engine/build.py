@@ -134,7 +134,7 @@ def stage_layers(cut: Cut, num_layers: int) -> tuple[tuple[int, int], ...]:
 
 
 def weights_on(spec: PipelineSpec, rank: int, device: torch.device) -> tuple[WeightFormat, str]:
-    """How a rank keeps its weights on its device, and why."""
+    """Weight format of a rank on its device, and the reason for it."""
     if rank > 0:
         return spec.weights, spec.dtype_why
     if spec.draft is None:
@@ -203,7 +203,7 @@ def _check_vocabulary(target: Path, draft: Path) -> None:
 
 
 def _arithmetics(device: str, places: Sequence[Placement] | None) -> list[Arithmetic]:
-    """What the devices of rank 0 and of the stages compute fast: the planned ones, or this machine's for ``device``."""
+    """Arithmetic of rank 0's device, then of the stages': of the planned devices, or of this machine's for ``device``."""
     if places is not None and device == AUTO:
         return [Arithmetic.planned(place.device) for place in places]
     here = arithmetic_of(torch.device("cuda" if device == "cuda" or (device == AUTO and num_gpus()) else "cpu"))

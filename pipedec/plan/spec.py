@@ -73,7 +73,7 @@ class PipelineSpec:
 
     @property
     def dtype(self) -> str:
-        """Of the target, the same on every rank."""
+        """Data type of the target, the same on every rank."""
         return self.settings.numbers.dtype
 
     @property
@@ -82,12 +82,12 @@ class PipelineSpec:
 
     @property
     def weights(self) -> WeightFormat:
-        """How the target's weights are kept."""
+        """Weight format of the target."""
         return WeightFormat(self.dtype, self.settings.numbers.quantize)
 
     @property
     def largest_draft_weights(self) -> WeightFormat:
-        """How the draft's weights are kept as every rank can know it: in float32, the largest, if rank 0 will choose."""
+        """Weight format of the draft as every rank can compute it: float32, the largest, if rank 0 decides when it loads."""
         given = self.settings.numbers.draft_dtype
         return WeightFormat("float32" if given == AUTO else given, self.settings.numbers.draft_quantize)
 
@@ -159,7 +159,7 @@ class PipelineSpec:
         return any(DEVICES[place.device].is_gpu for place in self.places)
 
     def description(self, ranks: Sequence[RankDescription] = (), digests: Mapping[str, str] | None = None) -> RunDescription:
-        """What clients are told about the pipeline, whose ranks are described by ``ranks``."""
+        """The description of the run that clients read."""
         preset = self.emulation.preset if self.emulation else None
         return RunDescription(
             self.settings.without_secrets(),

@@ -39,7 +39,7 @@ class Pair:
     bita: Path | None = None
 
     def settings(self, **others: Any) -> Settings:
-        """Of a pipeline of the pair, in float32."""
+        """The settings of a pipeline of this pair, in float32."""
         return Settings.of(target=self.target, draft=self.draft, bita=self.bita, dtype="float32", **others)
 
 
