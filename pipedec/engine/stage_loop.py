@@ -160,8 +160,11 @@ class StageLoop:
 
     def _tell(self) -> None:
         """Let clients know what was counted, without waiting for Redis."""
-        seconds = [self._tasks.recorder.phases.seconds(phase) for phase in ("computing", "waiting")]
-        stats = StageStats(self._rank, self._timesteps, self._worker.rows, self._worker.pruned_rows, *seconds)
+        phases = self._tasks.recorder.phases
+        stats = StageStats(
+            self._rank, self._timesteps, self._worker.rows, self._worker.pruned_rows,
+            compute_seconds=phases.seconds("computing"), wait_seconds=phases.seconds("waiting"),
+        )  # fmt: skip
         self._wiring.scheduler.tell(stats)
 
     def _span(self, number: int, name: str, load: Load) -> AbstractContextManager[None]:

@@ -72,8 +72,8 @@ class ProcessGroups:
 
     def connect(self) -> Group:
         """Connect to all ranks. Raises RuntimeError if one does not answer, or on ``abort``."""
-        store, place = PrefixStore("all", self._store), (self.rendezvous.rank, self.rendezvous.world_size)
-        self._all = gloo_group(store, *place, self.rendezvous.interface)
+        own = self.rendezvous
+        self._all = gloo_group(PrefixStore("all", self._store), own.rank, own.world_size, own.interface)
         if self.is_aborted:  # before there was anything to abort
             raise RuntimeError("the transfers were aborted")
         return self._all

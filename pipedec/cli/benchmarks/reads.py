@@ -14,7 +14,7 @@ from pipedec.bench.record import check_writable
 from pipedec.cli.benchmarks.shared import Out, append
 from pipedec.cli.options import MaxTokens, Temperature
 from pipedec.cli.show import console
-from pipedec.config import Settings, settings_options
+from pipedec.config import AUTO, Settings, settings_options
 from pipedec.core import PipedecError, SamplingParams
 from pipedec.engine.build import resolve
 from pipedec.flags import Help, own_options, partial_of
@@ -37,11 +37,13 @@ def reads(
     """Count the host's reads of values that the device computes, per timestep: on a GPU each of them waits.
 
     All ranks run in one process, on a device that counts. Fails if rank 0 or a stage reads more often than its budget allows, or
-    if tensors of host and device meet in an operation, which a GPU would refuse.
+    if tensors of host and device meet in an operation, which a GPU would refuse. The draft has the target's data type unless
+    --draft-dtype is given, as on GPUs.
     """
     config = counted(sampling=SamplingParams(temperature, seed=0 if temperature else None, max_tokens=max_tokens))
     check_writable(out)
-    spec = resolve(settings)
+    numbers = settings.numbers
+    spec = resolve(settings.replaced(draft_dtype=numbers.dtype) if numbers.draft_dtype == AUTO else settings)
     with console.status("reads") as status:
         rows = measure_reads(spec, config, on_run=status.update)
     Console().print(_table(rows))
