@@ -23,7 +23,6 @@ from pipedec.core import MethodOptions, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import BestFirstOptions, PlainOptions, StaticTreeOptions
-from pipedec.plan.spec import PipelineSpec
 
 PROMPTS = [
     PromptSet("first", ("The pipeline", "Natalia sold", "word " * 4000, "Größe")),
@@ -109,7 +108,7 @@ def test_what_is_recorded_is_not_computed_again(pair: Pair, whole: Whole, monkey
     recorded = {path: path.read_bytes() for path in whole.recording.iterdir()}
     assert len(recorded) == 1 + 3, "the answers, and what the draft said below each of three prompts"
     monkeypatch.setattr(LocalPipeline, "load", never)
-    monkeypatch.setattr(PipelineSpec, "load_drafter", never)
+    monkeypatch.setattr("pipedec.bench.policy.study.load_drafter", never)
     assert costs(study(config(pair), PROMPTS, whole.recording, Silent())) == costs(whole.answers)
     assert {path: path.read_bytes() for path in whole.recording.iterdir()} == recorded
 
