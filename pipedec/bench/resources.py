@@ -28,7 +28,7 @@ from pipedec.model import ModelConfig
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RedisScheduler
 
-SETTLE_SECONDS = 1.0
+SETTLE_SECONDS = 3.0
 _SILENCE_SECONDS = 120.0
 
 
