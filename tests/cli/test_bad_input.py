@@ -102,7 +102,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
             ["--prompt", "a", "--shape", "nonsense"],
             "'nonsense' is not one of 'likeliest', 'efficient', 'straightforward', 'full'",
         ),
-        (["--prompt", "a", "--proposers", "oracle"], "'oracle' is not one of 'draft', 'ngrams'"),
+        (["--prompt", "a", "--proposers", "oracle"], "proposers: must be one or more of draft, ngrams, not oracle"),
         (["--prompt", "a", "--depth", "4"], "method pipedec-bestfirst has no option 'depth': it is an option of stpp, bita"),
         (
             ["--prompt", "a", "--method", "pp", "--width", "4"],
