@@ -481,12 +481,23 @@ class MemoryScheduler:
         return sorted(self._leases)
 
     def status(self) -> RunStatus:
-        expired, stages = self.expired_ranks(), tuple(self._stages[rank] for rank in sorted(self._stages))
-        alive, running = tuple(sorted(set(self._leases) - set(expired))), tuple(sorted(self._running))
-        waiting, state = len(self._waiting), self._state or "gone"
-        known = state, self._submitted, waiting, running, alive, tuple(expired), self._failure, self._stats, stages
-        recoveries = tuple(self._recoveries)
-        return RunStatus(*known, self._epoch, self._serving, self._recovers, recoveries, len(recoveries))
+        expired, recoveries = self.expired_ranks(), tuple(self._recoveries)
+        return RunStatus(
+            state=self._state or "gone",
+            submitted=self._submitted,
+            waiting=len(self._waiting),
+            running=tuple(sorted(self._running)),
+            alive=tuple(sorted(set(self._leases) - set(expired))),
+            expired=tuple(expired),
+            failure=self._failure,
+            stats=self._stats,
+            stages=tuple(self._stages[rank] for rank in sorted(self._stages)),
+            epoch=self._epoch,
+            serving=self._serving,
+            recovers=self._recovers,
+            recoveries=recoveries,
+            num_recoveries=len(recoveries),
+        )
 
     def clock_us(self) -> int:
         return _now_us()
