@@ -7,7 +7,6 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner
-from msgspec import structs
+from support.clusters import with_settings
 from support.refusals import refusal
 from support.simulated_pipeline import SimulatedPipeline
 
@@ -190,10 +189,7 @@ def test_a_running_cluster_is_measured_by_traced_answers(resident: LocalCluster,
 @pytest.mark.parametrize("resident", ["windows"], indirect=True)
 def test_without_a_draft_only_one_row_can_be_measured(resident: LocalCluster) -> None:
     assert resident.scheduler is not None
-    cluster = Running.of(resident.scheduler, resident.run_id)
-    without = replace(
-        cluster, description=structs.replace(cluster.description, settings=cluster.description.settings.replaced(draft=NONE))
-    )
+    without = with_settings(Running.of(resident.scheduler, resident.run_id), draft=NONE)
     (row,) = measure_running(RunningOverheadConfig((4, 1), 2, 1), without)
     assert row["rows"] == 1
     with pytest.raises(UserError, match="has no draft model, so there is nothing but 1 row per timestep"):

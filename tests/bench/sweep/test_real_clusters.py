@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from msgspec import structs
-from support.clusters import clustered
+from support.clusters import clustered, with_settings
 from support.hosts import Hosts
 from support.silent_progress import Silent
 from support.tiny_pair import Pair
@@ -30,7 +30,7 @@ from pipedec.client.client import Client
 from pipedec.client.reply import Reply
 from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
-from pipedec.config import ClusterConfig, DeviceConfig, ServerConfig
+from pipedec.config import NONE, ClusterConfig, DeviceConfig, ServerConfig
 from pipedec.core import PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
 from pipedec.messages import PromptRequest
@@ -183,7 +183,7 @@ def test_a_cluster_is_known_by_its_weights_where_its_ranks_have_compared_them(re
     assert described_pair(here.description, "x")["digest"] is None and described_pair(here.description, "x")["run"] == "x"
     shape = RunningShape(replace(here, description=description))
     assert shape.bita["digest"] == "cc" and RunningShape(here).bita["digest"] != "cc"
-    assert shape.scope != RunningShape(replace(shape.running, description=structs.replace(description, dtype="bfloat16"))).scope
+    assert shape.scope != RunningShape(with_settings(shape.running, dtype="bfloat16")).scope
 
 
 class Launches:
@@ -273,7 +273,7 @@ def test_what_no_launched_partition_can_do_is_refused(pair: Pair, changes: dict[
 def test_what_a_running_cluster_cannot_do_is_refused(pair: Pair, resident: LocalCluster) -> None:
     here = running(resident)
     emulating = replace(here, description=structs.replace(here.description, emulation="paper-14"))
-    without = replace(here, description=structs.replace(here.description, draft=None, bita=None))
+    without = with_settings(here, draft=NONE, bita=NONE)
     for cluster, methods, message in (
         (here, ("stpp-tuned",), "method stpp-tuned needs a pipeline that the sweep starts here"),
         (emulating, ("pp",), "emulates paper-14: measure a cluster that does not"),
