@@ -12,7 +12,7 @@ from pipedec.config import AUTO, NONE, ClusterConfig, Cut, Models, Settings, che
 from pipedec.core import UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
-from pipedec.engine.devices import arithmetic_of, num_gpus
+from pipedec.engine.devices import arithmetic_of, chosen_device, num_gpus
 from pipedec.engine.sequences import Sequences
 from pipedec.hardware import MODEL_SHAPES, WeightFormat
 from pipedec.messages import BitaDescription
@@ -45,8 +45,10 @@ def resolve(settings: Settings = DEFAULTS) -> PipelineSpec:
     """The pipeline that a user asks for; by default the shipped pair in four stages.
 
     Raises:
-        UserError: one line that says what is wrong with the checkpoints or the numbers, or how little the KV budget holds.
+        UserError: one line that says what is wrong with the checkpoints or the numbers, how little the KV budget holds, or that
+            this machine lacks the device.
     """
+    chosen_device(settings.cut.device)
     spec = _resolved(settings, None)
     spec.check_kv_budget()
     return spec
@@ -105,11 +107,12 @@ def checked_models(models: Models) -> tuple[Path, Path | None, Path | None]:
     """
     shipped = reference_pair() if models.target is None else None
     target = Path(models.target) if models.target is not None else reference_pair() / "target"
+    config = checked(target)
     draft = _chosen(models.draft, lambda: shipped / "draft" if shipped else shipped_draft(str(target)))
     bita = _chosen(models.bita, lambda: shipped and shipped / "bita")
     if models.draft is None and draft is None and bita is None:
         raise UserError("give --draft DIR beside --target (a small model with the same tokenizer), or --draft none")
-    fits_vocabulary(target, checked(target).vocab_size)
+    fits_vocabulary(target, config.vocab_size)
     if draft is not None:
         checked(draft)
         _check_vocabulary(target, draft)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.tiny_pair import CONTEXT, TARGET_LAYERS, Pair
 
 from pipedec.cluster.local import LocalCluster
@@ -137,10 +138,19 @@ def test_a_prompt_that_is_not_utf8(by_file: bool, pipedec: Pipedec, pair: Pair, 
 
 
 @pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_gpu_that_is_not_there(pipedec: Pipedec, pair: Pair) -> None:
+    assert pipedec("generate", *pair.flags, "--prompt", "a", "--device", "cuda").refused() == (
+        "--device cuda, but torch sees no GPU here: install a CUDA build of torch, or use --device cpu"
+    )
+
+
+@pytest.mark.usefixtures("nothing_starts")
 def test_models_that_do_not_belong_together(pipedec: Pipedec, pair: Pair) -> None:
     ended = pipedec("generate", "--prompt", "a", "--target", pair.target, "--draft", pair.foreign_draft)
     assert "has a different tokenizer than the target" in ended.refused()
     assert "give --draft DIR beside --target" in pipedec("generate", "--prompt", "a", "--target", pair.target).refused()
+    assert "nowhere is not a directory" in pipedec("generate", "--prompt", "a", "--target", "nowhere").refused()
 
 
 @pytest.mark.usefixtures("nothing_starts")
