@@ -152,16 +152,16 @@ def latencies(answer: TimedAnswer) -> Row:
 
 
 def _wait_until_idle(scheduler: RedisScheduler) -> None:
-    """A client has its answer shortly before the ranks finish the request; memory is read after they have."""
+    """A client has its answer shortly before the ranks finish their windows; memory and keys are read after they have."""
     deadline = time.monotonic() + _SILENCE_SECONDS
-    while scheduler.status().running:
+    while scheduler.status().running or scheduler.usage().is_working:
         if time.monotonic() > deadline:
             raise RankLost(f"the ranks are still busy {_SILENCE_SECONDS:.0f} s after the last answer: see pipedec status")
         time.sleep(0.01)
 
 
 def _fewest_keys(scheduler: RedisScheduler) -> int:
-    """The keys of the run, without those that live only while the ranks report their last window one after another."""
+    """The keys of the run, without queues from which a rank has yet to take its last message."""
     deadline, fewest = time.monotonic() + SETTLE_SECONDS, scheduler.usage().keys
     while time.monotonic() < deadline:
         time.sleep(0.05)

@@ -61,10 +61,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class ServerUsage:
-    """CPU time that the Redis server has used since it started, and the number of keys of the run, leases left out."""
+    """CPU time that the Redis server has used since it started, the number of keys of the run, leases left out, and whether a
+    workflow is running, which has keys that come and go."""
 
     cpu_seconds: float
     keys: int
+    is_working: bool
 
 
 class RedisScheduler:
@@ -382,13 +384,15 @@ class RedisScheduler:
         return [GrantedTask(Task.parse(task), int(granted), int(finished)) for task, granted, finished in fields]
 
     def usage(self) -> ServerUsage:
-        """CPU time of the server and number of the run's keys, for the benchmarks.
+        """What the benchmarks measure of the server.
 
         Leases are not counted: on a busy machine one may be renewed too late, and be missing for a moment.
         """
         cpu: Any = self._ask(lambda: self.client.info("cpu"))
+        is_working = self._ask(lambda: self.client.hget(self.keys.workflow, "running")) == b"1"
         stored = {key.decode() for key in self._stored()}  # a scan may name a key twice
-        return ServerUsage(cpu["used_cpu_user"] + cpu["used_cpu_sys"], sum(not self.keys.is_lease(key) for key in stored))
+        num_keys = sum(not self.keys.is_lease(key) for key in stored)
+        return ServerUsage(cpu["used_cpu_user"] + cpu["used_cpu_sys"], num_keys, is_working)
 
     def clear(self) -> None:
         if stored := self._stored():

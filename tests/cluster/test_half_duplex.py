@@ -38,8 +38,7 @@ def test_answers_in_company_are_those_alone_and_leave_nothing_in_redis(cluster: 
     assert scheduler is not None
     client = Client(scheduler, cluster.check, silence_seconds=60)
     alone = {prompt: client.ask(request(prompt)).token_ids for prompt in PROMPTS}
-    graph = scheduler.keys.workflow
-    assert wait_until(lambda: scheduler.client.hget(graph, "running") == b"0")  # so all keys that a session leaves are there
+    assert wait_until(lambda: not scheduler.usage().is_working)  # so all keys that a session leaves are there
     keys = scheduler.usage().keys
     asked: dict[int, str] = {}
     replies = []

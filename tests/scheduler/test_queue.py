@@ -416,6 +416,16 @@ def test_keys_that_lapse_and_come_back_are_not_counted(make_redis_scheduler: Cal
     assert scheduler.client.delete(*leases) == 3 and scheduler.usage().keys == found > 0
 
 
+def test_a_session_has_all_its_keys_once_it_has_ended(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+    scheduler = make_redis_scheduler(TWO)
+    scheduler.open(DESCRIPTION)
+    run_session(scheduler, 1)
+    ended = scheduler.usage()
+    scheduler.begin_session(2, 4)
+    assert scheduler.usage().is_working
+    assert not ended.is_working and scheduler.client.exists(scheduler.keys.trace) == 0
+
+
 @pytest.mark.slow
 def test_a_thousand_requests_leave_no_key(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
     """Keys: some per run, and the answers of unfinished requests; none of a request that has ended and been read or left."""
