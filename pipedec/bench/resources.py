@@ -28,7 +28,7 @@ from pipedec.model import ModelConfig
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RedisScheduler
 
-SETTLE_SECONDS = 3.0
+SETTLE_SECONDS = 1.0
 _SILENCE_SECONDS = 120.0
 
 
@@ -84,11 +84,11 @@ def measure_resources(spec: PipelineSpec, config: ResourcesConfig, on_phase: Cal
         first = _ask(client, replace(asked, trace=True))
         second = _ask(client, asked)
         _wait_until_idle(scheduler)
-        rss_before, keys_before = _resident_bytes(cluster), _fewest_keys(scheduler)
+        rss_before, keys_before = _resident_bytes(cluster), scheduler.usage().keys
         for _ in range(config.requests):
             _ask(client, asked)
         _wait_until_idle(scheduler)
-        rss_after, keys_after = _resident_bytes(cluster), _fewest_keys(scheduler)
+        rss_after, keys_after = _resident_bytes(cluster), scheduler.usage().keys
         last = _ask(client, replace(asked, trace=True))
         peaks = {rank: _peak_bytes(pid) for rank, pid in cluster.pids.items()}
     # The first and the last request are traced, since traces contain the cache sizes; memory growth is measured between them.
@@ -152,21 +152,12 @@ def latencies(answer: TimedAnswer) -> Row:
 
 
 def _wait_until_idle(scheduler: RedisScheduler) -> None:
-    """A client has its answer shortly before the ranks finish their windows; memory and keys are read after they have."""
+    """A client has its answer shortly before the session ends: only then are memory and keys what the requests leave."""
     deadline = time.monotonic() + _SILENCE_SECONDS
     while scheduler.status().running or scheduler.usage().is_working:
         if time.monotonic() > deadline:
             raise RankLost(f"the ranks are still busy {_SILENCE_SECONDS:.0f} s after the last answer: see pipedec status")
         time.sleep(0.01)
-
-
-def _fewest_keys(scheduler: RedisScheduler) -> int:
-    """The keys of the run, without queues from which a rank has yet to take its last message."""
-    deadline, fewest = time.monotonic() + SETTLE_SECONDS, scheduler.usage().keys
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        fewest = min(fewest, scheduler.usage().keys)
-    return fewest
 
 
 def _resident_bytes(cluster: LocalCluster) -> dict[int, int]:

@@ -45,8 +45,7 @@ def resolve(settings: Settings = DEFAULTS) -> PipelineSpec:
     """The pipeline that a user asks for; by default the shipped pair in four stages.
 
     Raises:
-        UserError: one line that says what is wrong with the checkpoints or the numbers, how little the KV budget holds, or that
-            this machine lacks the device.
+        UserError: a checkpoint or a number is wrong, the KV budget is too small, or this machine does not have the device.
     """
     chosen_device(settings.cut.device)
     spec = _resolved(settings, None)

@@ -61,8 +61,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class ServerUsage:
-    """CPU time that the Redis server has used since it started, the number of keys of the run, leases left out, and whether a
-    workflow is running, which has keys that come and go."""
+    """Load on the Redis server.
+
+    Attributes:
+        cpu_seconds: CPU time that the server has used since it started.
+        keys: number of keys of the run, without leases.
+        is_working: whether a workflow is running: until it has ended, keys come and go.
+    """
 
     cpu_seconds: float
     keys: int
@@ -384,7 +389,7 @@ class RedisScheduler:
         return [GrantedTask(Task.parse(task), int(granted), int(finished)) for task, granted, finished in fields]
 
     def usage(self) -> ServerUsage:
-        """What the benchmarks measure of the server.
+        """Return the CPU time of the server and the state of the run's keys, for the benchmarks.
 
         Leases are not counted: on a busy machine one may be renewed too late, and be missing for a moment.
         """
