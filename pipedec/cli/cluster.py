@@ -21,6 +21,7 @@ from pipedec.cli.interrupts import Interrupts
 from pipedec.cli.options import cluster_options
 from pipedec.cli.show import console, loading_bars
 from pipedec.cluster.local import LocalCluster, resolve_apart
+from pipedec.cluster.logs import log_directory
 from pipedec.cluster.processes import die_with_parent
 from pipedec.cluster.state import DEFAULT_RUN, MachineLock, RunningCluster, find_run, process_start, read_state
 from pipedec.cluster.supervisor import Supervisor
@@ -90,6 +91,7 @@ def _announce(running: RunningCluster, description: RunDescription) -> None:
     stages, groups = len(description.layers), len(description.groups)
     models = f"target {description.target}, draft {description.draft or 'none'}"
     console.print(f"{stages} stages in {groups} groups, {models}.", soft_wrap=True)
+    console.print(f"The logs of each host's ranks are in {log_directory(running.run_id)} there.", soft_wrap=True)
     next_step = "Next: pipedec submit --prompt …; stop it with pipedec down."
     console.print(f"Cluster {running.run_id} is up. {next_step}", soft_wrap=True)
 

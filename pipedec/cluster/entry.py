@@ -5,6 +5,7 @@ Loads torch and the models' code as late as possible: what is wrong with a place
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
@@ -12,16 +13,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from pipedec import __version__
 from pipedec.cluster.address import RankPlace, Report, RunAddress
+from pipedec.cluster.logs import run_log
 from pipedec.cluster.processes import FAILED, LOST_ANOTHER
 from pipedec.core import PipedecError, RankLost
 from pipedec.scheduler import RedisScheduler
-from pipedec.topology import Topology, of_rank
+from pipedec.topology import Topology, of_rank, rank_name
 
 if TYPE_CHECKING:
     from pipedec.messages import RankDescription
     from pipedec.plan.spec import PipelineSpec
     from pipedec.transport.rendezvous import Store
+
+logger = logging.getLogger(__name__)
 
 
 def run_rank(
@@ -43,11 +48,10 @@ def run_rank(
     scheduler: RedisScheduler | None = None
     status = FAILED
     try:
-        scheduler = address.scheduler(topology)
+        scheduler = run_scheduler = address.scheduler(topology)
         spec = make_spec()
-        from pipedec.cluster.rank import serve
-
-        serve(place, spec, scheduler, report, store, describe)
+        with run_log(address.run_id, f"rank-{place.rank}", spec.settings.cluster.log_level, lambda: run_scheduler.epoch):
+            _serve(place, spec, scheduler, report, store, describe)
         return 0
     except RankLost as error:
         message, status = str(error), LOST_ANOTHER
@@ -61,6 +65,26 @@ def run_rank(
     if _is_first_to_fail(scheduler, place.rank, message) or place.local_rank == 0:
         print(f"pipedec: {of_rank(place.rank, message)}", file=sys.stderr, flush=True)
     return status
+
+
+def _serve(
+    place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, report: Report, store: Store | None,
+    describe: Callable[[RankDescription], None],
+) -> None:  # fmt: skip
+    from pipedec.cluster.rank import serve
+
+    logger.info(
+        "pipedec %s, process %d, begins as %s of %d ranks", __version__, os.getpid(), rank_name(place.rank), place.world_size
+    )
+    try:
+        serve(place, spec, scheduler, report, store, describe)
+        logger.info("the run was stopped")
+    except PipedecError as error:
+        logger.warning("ends: %s", error)
+        raise
+    except Exception:
+        logger.exception("ends because of an internal error")
+        raise
 
 
 def _is_replaced(scheduler: RedisScheduler, rank: int, message: str, status: int) -> bool:

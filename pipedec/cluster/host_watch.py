@@ -7,6 +7,7 @@ no torch.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ _ENTER_SECONDS = 15.0  # in which a rank that is alive should have taken part in
 _START_SECONDS = 60.0  # in which a new process should have, which first loads its weights
 _SLOW_SECONDS = 1.0  # a reply that takes longer says little about the leases of the others
 _GRACE_SECONDS = 5.0  # in which they are renewed
+
+logger = logging.getLogger(__name__)
 
 Reassign = Callable[[Sequence[int], Supervision], Mapping[int, str]]
 
@@ -129,6 +132,8 @@ class HostWatch:
     def _wait_for(self, error: SchedulerLost) -> bool:
         """Wait for Redis, or for the run's return to it, but not for long."""
         now = time.monotonic()
+        if self._outage is None:
+            logger.warning("waits up to %.0f s for Redis: %s", OUTAGE_SECONDS, error)
         self._outage = self._outage or now
         if now - self._outage > OUTAGE_SECONDS:
             raise error
@@ -141,6 +146,7 @@ class HostWatch:
             self._grace_until = now + _GRACE_SECONDS
         self._outage = None
         if epoch != self._epoch:
+            logger.info("the run is in epoch %d", epoch)
             self._epoch, self._since = epoch, now
             self._scheduler.enter(epoch)
 
@@ -149,6 +155,7 @@ class HostWatch:
         for recovery in look.recoveries:
             if recovery.epoch > self._told and (recovery.seconds is not None or recovery.epoch != look.epoch):
                 self._told = recovery.epoch
+                logger.info("epoch %d %s: %s", recovery.epoch, _outcome(recovery), recovery.reason)
                 self._on_recovery(recovery)
 
     def _let_go(self, look: Supervision) -> None:
@@ -173,6 +180,7 @@ class HostWatch:
 
     def _move(self, reassign: Reassign, look: Supervision, ranks: Sequence[int], reason: str) -> None:
         """Let other hosts have these ranks. Raises RankLost if there is none; the run has then been aborted."""
+        logger.warning("gives %s to other hosts: %s", ", ".join(map(rank_name, ranks)), reason)
         try:
             places = reassign(ranks, look)
         except RankLost as error:
@@ -200,7 +208,8 @@ class HostWatch:
         self._reasons |= doomed
         if doomed and not self._settings.recovers:  # the cause must be known before others see that they have lost a rank
             self._give_up(look, list(doomed), min(doomed))
-        for rank in doomed:
+        for rank, reason in doomed.items():
+            logger.warning("kills %s, which %s; the ranks: %s", rank_name(rank), reason, _activities(look))
             self._processes.end(rank)
 
     def _replace(self, look: Supervision) -> None:
@@ -215,11 +224,14 @@ class HostWatch:
         if not self._restarts.allow(len(causes)):
             return self._give_up(look, lost, (causes or lost)[0])
         if known:
-            self._scheduler.recover(known, "; ".join(self._describe(rank, look.ends) for rank in causes or known))
+            reason = "; ".join(self._describe(rank, look.ends) for rank in causes or known)
+            logger.warning("begins the next epoch: %s", reason)
+            self._scheduler.recover(known, reason)
         for rank in [*lost, *given]:
             self._reasons.pop(rank, None)
             self._started[rank] = time.monotonic()
             self._start_rank(rank)
+            logger.warning("started %s again, process %d; %s", rank_name(rank), self._processes.pids[rank], self._restarts.used)
 
     def _may_hear_more(self, ended: Mapping[int, int]) -> bool:
         """Whether all ends so far are of ranks that have lost another, which itself may yet be seen to have ended."""
@@ -232,6 +244,7 @@ class HostWatch:
     def _give_up(self, look: Supervision, lost: Sequence[int], cause: int) -> None:
         """Ranks that are no longer replaced here: another host may have them. Raises RankLost if none does."""
         message = self._describe(cause, look.ends) + self._restarts.refusal
+        logger.error("replaces no more ranks: %s", message)
         if self._reassign is not None:
             self._move(self._reassign, look, lost, message)
         else:
@@ -266,3 +279,15 @@ class HostWatch:
 
     def _is_own(self, rank: int, look: Supervision) -> bool:
         return look.places.get(rank, self._node) == self._node
+
+
+def _outcome(recovery: Recovery) -> str:
+    return "was not served" if recovery.seconds is None else f"was served after {recovery.seconds:.1f} s"
+
+
+def _activities(look: Supervision) -> str:
+    """What every rank does, and since when."""
+    return ", ".join(
+        f"{rank} {told.kind} {told.seconds:.1f} s" + (f" for rank {told.peer}" if told.peer is not None else "")
+        for rank, told in sorted(look.activities.items())
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -20,6 +21,7 @@ GIVE_UP_SECONDS = 5.0
 RECOVERY_SECONDS = 20.0  # in which a rank must take part in the epoch after one that has ended, or reach Redis again
 BUSY_LEASE_MS = 30_000  # while a rank meets the others or loads weights, which may keep its other threads waiting
 _BUSY = ("meeting", "loading", "connecting")
+logger = logging.getLogger(__name__)
 
 
 class LeaseKeeper:
@@ -160,10 +162,13 @@ class LeaseKeeper:
     def _wait(self, error: PipedecError) -> str | None:
         """Wait for the next epoch or for Redis, but not for too long."""
         now = time.monotonic()
+        if self._trouble is None:
+            logger.warning("waits for the next epoch, or for Redis: %s", error)
         self._trouble = self._trouble or now
         return str(error) if now > self._trouble + RECOVERY_SECONDS else None
 
     def _end(self, reason: str, status: int) -> None:
+        logger.error("ends: %s", reason)
         with suppress(OSError):  # a full disk keeps no rank alive
             print(f"pipedec rank {self._rank}: {reason}", file=sys.stderr, flush=True)
         os._exit(status)

@@ -13,9 +13,10 @@ from contextlib import suppress
 from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.entry import run_rank
 from pipedec.cluster.host_watch import HostWatch
+from pipedec.cluster.logs import WATCH, run_log
 from pipedec.cluster.processes import RankProcesses, run_apart
 from pipedec.cluster.supervisor import TURN_SECONDS, StartProgress, Supervisor
-from pipedec.config import Settings
+from pipedec.config import LogLevel, Settings
 from pipedec.core import SchedulerLost, UserError
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer, RedisScheduler
@@ -80,6 +81,7 @@ class LocalCluster(Supervisor):
                 scheduler, _NODE, self._processes, self._start_rank, self.spec.settings.cluster, self._keep_redis,
                 lambda recovery: self.on_recovery(recovery),
             ),
+            self.spec.settings.cluster.log_level,
         )  # fmt: skip
 
     def _keep_redis(self) -> None:
@@ -130,8 +132,9 @@ class _Watching:
         failure: what has ended it early.
     """
 
-    def __init__(self, scheduler: RedisScheduler, watch: HostWatch) -> None:
+    def __init__(self, scheduler: RedisScheduler, watch: HostWatch, level: LogLevel) -> None:
         self.failure: Exception | None = None
+        self._level: LogLevel = level
         self._scheduler = scheduler
         self._watch = watch
         self._over, self._ending = threading.Event(), threading.Event()
@@ -140,7 +143,8 @@ class _Watching:
 
     def _run(self) -> None:
         try:
-            self._watch.run()
+            with run_log(self._scheduler.keys.run_id, WATCH, self._level, lambda: self._scheduler.epoch, own_process=False):
+                self._watch.run()
         except Exception as error:
             self.failure = error
         finally:

@@ -6,6 +6,7 @@ They exchange cards and addresses on a stream in Redis. Does not know what a ran
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -39,6 +40,7 @@ DIGEST_SECONDS = 3600.0
 LOADING_SECONDS = 3600.0
 PROBE_SECONDS = 3.0
 LOOPBACK = "127.0.0.1"
+logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 
 _Kind = TypeVar("_Kind", CardEvent, AddressEvent, LoadedEvent)
@@ -109,6 +111,8 @@ class Meeting:
         self._publish(own)
         cards = self._gather(CardEvent, MEETING_SECONDS)
         check_cards(own, cards[0])
+        machines = {card.machine: card.host for card in cards}
+        logger.info("all %d ranks have come, from %d hosts: %s", len(cards), len(machines), ", ".join(machines.values()))
         interface = choose_interface(own, cards, self._configured_interface())
         is_alone = {card.machine for card in cards} == {own.machine}
         if not is_alone:

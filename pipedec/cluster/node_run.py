@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from msgspec.structs import asdict
 
 from pipedec.cluster.address import RunAddress
 from pipedec.cluster.host_watch import HostWatch
+from pipedec.cluster.logs import WATCH, run_log
 from pipedec.cluster.node_rank import LaunchedRank, LaunchedRun, serve_rank
 from pipedec.cluster.processes import RankProcesses
 from pipedec.cluster.spares import Spares
@@ -35,6 +37,7 @@ class NodeRun:
         self._settings = config.settings
         self._spares = Spares(rank_places(config), spare_places(config, count=run.num_spares), run.redis_host)
         self._scheduler: RedisScheduler | None = None
+        self._log = ExitStack()
         self._placed: dict[int, Placement] = {}  # of the ranks that were started here
 
     def start_rank(self, rank: int) -> None:
@@ -57,14 +60,16 @@ class NodeRun:
         """The watch over this host's ranks, from now on."""
         cut, cluster, spares = self._settings.cut, self._settings.cluster, self._spares
         topology = Topology.even(cut.stages, cut.num_groups)
-        self._scheduler = RunAddress(self._run.redis_url, self._run.run_id).scheduler(topology)
+        self._scheduler = scheduler = RunAddress(self._run.redis_url, self._run.run_id).scheduler(topology)
+        self._log.enter_context(run_log(self._run.run_id, WATCH, cluster.log_level, lambda: scheduler.epoch))
         return HostWatch(
             self._scheduler, self._host, self._processes, self.start_rank, cluster, keep_redis, self._tell,
             spares.reassigned if cluster.recovers else None, spares.host_to_leave,
         )  # fmt: skip
 
     def close(self) -> None:
-        """Close the connection to Redis."""
+        """Close the connection to Redis, and the log."""
+        self._log.close()
         if self._scheduler is not None:
             self._scheduler.client.close()
 

@@ -7,6 +7,7 @@ next epoch of the run when another rank, or Redis, is lost, and the order of its
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -40,6 +41,8 @@ from pipedec.scheduler import RedisScheduler
 from pipedec.tracing import Tracer
 from pipedec.transport.rendezvous import Store
 from pipedec.transport.torch_distributed import TorchTransport
+
+logger = logging.getLogger(__name__)
 
 _UNKNOWN_REQUESTS = 100_000  # more than can have come since rank 0 last looked
 _SURVIVED = (RankLost, EpochEnded, SchedulerLost)  # what ends an epoch, but not this process
@@ -142,6 +145,7 @@ class _Rank:
         description = self._description(joined)
         if not self._has_served:
             self._describe(description)
+            logger.info("on %s: %s", self._host, description)
         self._lease.settle()
         self._meeting.loaded(description)
         if self._place.rank == 0:
@@ -155,6 +159,7 @@ class _Rank:
         self._opened = self._spec.description(ranks, joined.digests)
         self._scheduler.open(self._opened, self._spec.duplex, self._place.recovers)
         self._submitted = self._scheduler.status().submitted
+        logger.info("all %d ranks can serve: the run takes requests", len(ranks))
         self._report("ready", 1, 1)
 
     def _join(self) -> _Joined:
@@ -169,12 +174,21 @@ class _Rank:
                 else "messages from and to rank 0 go through host memory"
             )
             backend = Choice(self._transport.backend, why)
+        logger.info(
+            "has met all ranks: sends over %s (%s), interface %s (%s)",
+            backend.name,
+            backend.why,
+            met.interface.name,
+            met.interface.why,
+        )
         return _Joined(backend, Choice(met.interface.name, met.interface.why), met.digests)
 
     def _load(self) -> DraftLoop | StageLoop:
         self._doing.begin("loading")
         self._clock_offset_us = measured_offset_us(self._scheduler.clock_us)
+        began = time.monotonic()
         loop = self._new_loop()
+        logger.info("loaded in %.1f s: %s KV slots", time.monotonic() - began, f"{self._spec.kv_slots:,}")
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector, which halts a timestep, need not look at it again
         return loop
@@ -256,6 +270,7 @@ class _Rank:
         Raises:
             RankLost: there is none, the run has failed, or this process cannot take part in another one.
         """
+        logger.warning("epoch %d is over: %s", self._scheduler.epoch, error)
         self._transport.abort()
         self._check_apart(error)
         if not self._has_served and self._scheduler.current_epoch() is None:
@@ -282,6 +297,7 @@ class _Rank:
         """Whether this rank could enter the epoch before it ended."""
         try:
             self._lease.enter(epoch)
+            logger.info("takes part in epoch %d", epoch)
             return True
         except _SURVIVED:
             return False

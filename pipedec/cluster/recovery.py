@@ -24,6 +24,11 @@ class Restarts:
         return True
 
     @property
+    def used(self) -> str:
+        """How much of the budget is used, in words."""
+        return f"{len(self._times)} of {self._settings.max_restarts} restarts within {self._settings.restart_window:.0f} s"
+
+    @property
     def refusal(self) -> str:
         """Why no more are replaced, to be appended to what happened; empty if none ever are."""
         if not self._settings.recovers:

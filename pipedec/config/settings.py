@@ -33,6 +33,7 @@ Dispatch = Annotated[
     Literal["windows", "tasks"],
     Help("What Redis grants: windows of timesteps, or the paper's single tasks (one request at a time)."),
 ]
+LogLevel = Literal["debug", "info", "warning", "error"]
 DEVICES = get_args(Device)
 AUTO: Final = "auto"  # as a dtype or a device: the machine decides
 NONE: Final = "none"  # as a model: the pipeline does without it
@@ -136,6 +137,9 @@ class Cluster:
         Annotated[float, Meta(gt=0)],
         Help("A rank is replaced if a timestep takes it longer, or if it is silent for longer while others wait.", "SECONDS"),
     ] = 4.0
+    log_level: Annotated[
+        LogLevel, Help("Detail of the log that each rank writes to a file of its own; debug adds a line for every request.")
+    ] = "info"
     redis: RedisConfig = field(default_factory=RedisConfig)
 
     @property

@@ -5,6 +5,7 @@ Decides nothing about rows: the company of decoding methods does. How rows reach
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -33,6 +34,8 @@ from pipedec.scheduler.protocol import Message, Remembered
 from pipedec.text.prompt import Prompter
 from pipedec.tracing import SCHEDULER_TRACK
 from pipedec.transport import Transport
+
+logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3  # epochs that may end while a request is running, without a new token of it
 _TELLING_SECONDS = 1.0  # between two notes on what was counted
@@ -120,6 +123,7 @@ class DraftLoop:
                 self._admit(message)
 
     def _give_up(self, message: Message) -> None:
+        logger.warning("gives up request %d, which was running when ranks were lost %d times", message.number, message.attempts)
         if message.number in self._pool.numbers:
             self._pool.drop(message.number)
         recoveries = self._wiring.scheduler.status().recoveries
@@ -186,11 +190,14 @@ class DraftLoop:
         try:
             answer, new_sequence = self._admission.admit(message, self._company)
         except UserError as error:
+            logger.info("refuses request %d: %s", message.number, error)
             self._queue.finish(message.number, ErrorEvent(str(error)))
             return
         if answer.is_complete:
             self._queue.finish(message.number, answer.completed())
             return
+        request = answer.request
+        logger.debug("begins request %d: %d prompt tokens by %s", request.number, len(request.prompt_token_ids), request.method)
         stream = _Stream(answer, self._queue, self._wiring, lambda: self._tasks)
         stream.goes_on = bool(message.told) or message.attempts > 0
         reader = self._feed.watched(stream, answer.request, new_sequence, lambda: answer.completion.text)

@@ -1,0 +1,115 @@
+"""The log files of a run, in the state directory: one per rank, and one of the watch over the ranks of a host.
+
+Modules log with ``logging.getLogger(__name__)``: at INFO what was chosen and why, epochs, losses, refusals and slow timesteps.
+Prompts, answers, passwords and the URL of Redis are never logged. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from threading import get_ident
+from urllib.parse import quote
+
+from pipedec.config import LogLevel, state_directory
+from pipedec.core import PipedecError
+
+MOST_BYTES = 10_000_000  # of a file, and of the older one that is kept beside it
+MOST_RUNS = 20  # whose logs are kept, and those of all that are up
+WATCH = "watch"  # the log of whoever replaces the ranks of a host
+_PACKAGE = logging.getLogger("pipedec")
+
+
+def log_directory(run_id: str) -> Path:
+    """The directory for the logs of a run on this host. Raises UserError if there can be no state directory."""
+    return state_directory() / "logs" / quote(run_id, safe="")
+
+
+@contextmanager
+def run_log(run_id: str, name: str, level: LogLevel, epoch: Callable[[], int], own_process: bool = True) -> Iterator[None]:
+    """Write what this process logs to the file ``name`` of a run. A full disk, or none to write to, stops no rank.
+
+    Args:
+        epoch: the epoch of each line.
+        own_process: set the level of the package's logger. Otherwise the process is the user's: only what this thread logs is
+            written, at the level that the user has chosen (by default WARNING).
+    """
+    try:
+        handler = _LogFile(_opened(run_id) / f"{name}.log")
+    except (OSError, PipedecError):
+        yield
+        return
+    handler.setFormatter(_Formatter(name, epoch))
+    handler.setLevel(level.upper())
+    if own_process:
+        _PACKAGE.setLevel(level.upper())
+    else:
+        thread = get_ident()
+        handler.addFilter(lambda record: record.thread == thread)
+    _PACKAGE.addHandler(handler)
+    try:
+        yield
+    finally:
+        _PACKAGE.removeHandler(handler)
+        handler.close()
+
+
+class _LogFile(RotatingFileHandler):
+    """A file that is locked as long as it is open, so that it is not removed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=MOST_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
+
+    def _open(self) -> TextIOWrapper:
+        stream = super()._open()
+        fcntl.flock(stream, fcntl.LOCK_SH)
+        return stream
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """The disk is full: the line is lost."""
+
+
+class _Formatter(logging.Formatter):
+    """Lines such as ``2026-11-25T15:43:07.123Z INFO rank-3 epoch 0 pipedec.cluster.rank: …``, in UTC."""
+
+    def __init__(self, name: str, epoch: Callable[[], int]) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(source)s epoch %(epoch)d %(name)s: %(message)s")
+        self._name, self._epoch = name, epoch
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
+        return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{record.msecs:03.0f}Z"
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.source, record.epoch = self._name, self._epoch()
+        return super().format(record)
+
+
+def _opened(run_id: str) -> Path:
+    """The directory of a run's logs, made if necessary; the oldest of other runs are removed."""
+    directory = log_directory(run_id)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    others = [other for other in directory.parent.iterdir() if other != directory]
+    with suppress(OSError):  # another process removes them, too
+        others.sort(key=lambda other: other.stat().st_mtime, reverse=True)
+        for old in others[MOST_RUNS - 1 :]:
+            if not _is_open(old):
+                shutil.rmtree(old)
+    return directory
+
+
+def _is_open(directory: Path) -> bool:
+    """Whether a process writes to a log in this directory."""
+    for path in directory.glob("*.log"):
+        with path.open() as log:
+            try:
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False
