@@ -74,7 +74,7 @@ def _serve(
     from pipedec.cluster.rank import serve
 
     logger.info(
-        "pipedec %s, process %d, begins as %s of %d ranks", __version__, os.getpid(), rank_name(place.rank), place.world_size
+        "pipedec %s, process %d, started as %s of %d ranks", __version__, os.getpid(), rank_name(place.rank), place.world_size
     )
     try:
         serve(place, spec, scheduler, report, store, describe)

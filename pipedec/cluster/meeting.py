@@ -112,7 +112,7 @@ class Meeting:
         cards = self._gather(CardEvent, MEETING_SECONDS)
         check_cards(own, cards[0])
         machines = {card.machine: card.host for card in cards}
-        logger.info("all %d ranks have come, from %d hosts: %s", len(cards), len(machines), ", ".join(machines.values()))
+        logger.info("all %d ranks have come; hosts: %s", len(cards), ", ".join(machines.values()))
         interface = choose_interface(own, cards, self._configured_interface())
         is_alone = {card.machine for card in cards} == {own.machine}
         if not is_alone:

@@ -175,7 +175,7 @@ class _Rank:
             )
             backend = Choice(self._transport.backend, why)
         logger.info(
-            "has met all ranks: sends over %s (%s), interface %s (%s)",
+            "has met the other ranks, and sends over %s (%s), interface %s (%s)",
             backend.name,
             backend.why,
             met.interface.name,
