@@ -287,7 +287,4 @@ def _outcome(recovery: Recovery) -> str:
 
 def _activities(look: Supervision) -> str:
     """What every rank does, and since when."""
-    return ", ".join(
-        f"{rank} {told.kind} {told.seconds:.1f} s" + (f" for rank {told.peer}" if told.peer is not None else "")
-        for rank, told in sorted(look.activities.items())
-    )
+    return "; ".join(f"{rank} {activity}" for rank, activity in sorted(look.activities.items()))

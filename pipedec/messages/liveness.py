@@ -27,6 +27,10 @@ class Activity(Record, frozen=True):
         """Of activities that are looked at together, the greater one has lasted longer, if it still lasts."""
         return self.seconds + self.age_seconds
 
+    def __str__(self) -> str:
+        """For example ``waiting for rank 2, 3.1 s``."""
+        return f"{self.kind}{'' if self.peer is None else f' for rank {self.peer}'}, {self.began:.1f} s"
+
 
 class Recovery(Record, frozen=True):
     """An epoch that has begun because ranks, or Redis, were lost.

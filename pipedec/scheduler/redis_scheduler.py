@@ -365,6 +365,12 @@ class RedisScheduler:
         doing = "" if activity is None else to_json(activity)
         self._run_script("lease", names, [KEY_SECONDS, self.lease_ms, rank, keys.answer_prefix, self._stats, doing, self.epoch])
 
+    def activities(self) -> dict[int, Activity]:
+        """Return what each rank was doing when it last renewed its lease."""
+        told: Any = self._ask(lambda: self.client.hgetall(self.keys.doing))
+        now_us = self.clock_us()
+        return {int(rank): _activity(text.decode(), now_us) for rank, text in told.items()}
+
     def expired_ranks(self) -> list[int]:
         alive = [self.keys.alive(rank) for rank in self.topology.ranks]
         return sorted(self._run_script("expired", [self.keys.members, *alive], []))
