@@ -190,15 +190,14 @@ def status(redis: str | None, run: str | None) -> None:
     table.add_column("host")
     table.add_column("device")
     table.add_column("since epoch", justify="right")
-    table.add_column("doing")
     description = RedisScheduler.describe(scheduler.client, found.run_id)
     described = {rank.rank: rank for rank in description.ranks} if description else {}
-    activities = scheduler.activities()
     for rank in scheduler.topology.ranks:
         role = "draft" if rank == 0 else f"stage {rank} (group {scheduler.topology.group_of(rank) + 1})"
-        doing = str(activities.get(rank, "")) if rank in current.alive else ""
-        table.add_row(str(rank), role, "yes" if rank in current.alive else "no", *_where(described.get(rank)), doing)
+        table.add_row(str(rank), role, "yes" if rank in current.alive else "no", *_where(described.get(rank)))
     console.print(table)
+    doing = "; ".join(f"rank {rank} {activity}" for rank, activity in sorted(scheduler.activities().items()))
+    console.print(f"Now: {doing}.", soft_wrap=True)
     if hosts := _hosts(scheduler):
         console.print(f"Hosts: {hosts}.", soft_wrap=True)
     running = ", ".join(map(str, current.running)) or "none"

@@ -105,7 +105,9 @@ def test_submit_prints_one_json_document_and_writes_a_trace(
         masked = json.loads(pipedec("submit", *short, "--method", "bita", "--children", "2", "--shape", shape, "--json").out)
         assert masked["token_ids"] == expected and masked["timesteps"] == 2 * masked["misses"]
         assert masked["hits"] + masked["misses"] == 15
-    assert re.search(r"2 │ stage 2 \(group 2\) │ yes", pipedec("status").err)
+    status = pipedec("status").err
+    assert re.search(r"2 │ stage 2 \(group 2\) │ yes", status)
+    assert re.search(r"Now: rank 0 \w+, \d+\.\d s; rank 1 ", status)
 
 
 def test_submit_answers_several_prompts_together(
