@@ -107,7 +107,7 @@ def test_submit_prints_one_json_document_and_writes_a_trace(
         assert masked["hits"] + masked["misses"] == 15
     status = pipedec("status").err
     assert re.search(r"2 │ stage 2 \(group 2\) │ yes", status)
-    assert re.search(r"Now: rank 0 \w+, \d+\.\d s; rank 1 ", status)
+    assert re.search(r"Now: rank 0 [\w ]+, \d+\.\d s; rank 1 ", status)
 
 
 def test_submit_answers_several_prompts_together(
