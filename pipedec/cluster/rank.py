@@ -31,6 +31,7 @@ from pipedec.engine.activity import Doing
 from pipedec.engine.build import DTYPES, load_drafter, load_prompter, load_stage, weights_on
 from pipedec.engine.devices import num_gpus, rank_device
 from pipedec.engine.draft_loop import DraftLoop
+from pipedec.engine.emulated_time import turn_of
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.stage_loop import StageLoop
@@ -204,6 +205,7 @@ class _Rank:
             duplex=self._spec.duplex,
             doing=self._doing,
             device=self._streams,
+            turn=turn_of(self._spec.emulation, self._place.rank, self._scheduler.keys.run_id),
         )  # fmt: skip
         return self._rank_zero(wiring) if self._place.rank == 0 else self._stage(wiring)
 

@@ -109,15 +109,26 @@ def _check_environment(variables: Environment) -> None:
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """One device of a host, or ``count`` of them."""
+    """One device of a host, or ``count`` of them.
+
+    Attributes:
+        shared: of a ``draft_device`` alone: the device is one that a stage takes, the last stage's of this kind on the host.
+    """
 
     host: Name
     device: str
     count: Annotated[int, Meta(ge=1, le=64)] = 1
+    shared: bool = False
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
             raise BadValue(f"device: {unknown_name('device', self.device, DEVICES)}")
+
+
+def _check_unshared(key: str, devices: Iterable[DeviceConfig]) -> None:
+    for index, entry in enumerate(devices):
+        if entry.shared:
+            raise BadValue(f"{key}[{index}].shared: only a draft_device may be shared with a stage: leave it out")
 
 
 @dataclass(frozen=True)
@@ -128,8 +139,8 @@ class PartitionConfig:
         settings: those of the file, with the partition's own in their place.
         servers: hosts whose devices the stages take in this order; all servers when neither this nor ``devices`` is given.
         devices: the devices one by one, instead of ``servers``.
-        draft_device: the device of the draft model, which no stage takes. Without a draft model rank 0 computes nothing, and runs
-            on this host or on that of stage 1.
+        draft_device: the device of the draft model, which no stage takes unless it is ``shared``. Without a draft model rank 0
+            computes nothing, and runs on this host or on that of stage 1.
     """
 
     settings: Settings
@@ -145,6 +156,7 @@ class PartitionConfig:
         num_devices, stages = sum(entry.count for entry in self.devices), self.settings.cut.stages
         if self.devices and num_devices != stages:
             raise BadValue(f"devices: {num_devices} devices for {stages} stages: give one device per stage")
+        _check_unshared("devices", self.devices)
 
 
 @dataclass(frozen=True)
@@ -176,6 +188,7 @@ class ClusterConfig:
         for host in hosts:
             if hosts.count(host) > 1:
                 raise BadValue(f"servers: host {host} is listed twice: list each host once")
+        _check_unshared("spares", self.spares)
         if self.partition is not None and self.partition not in self.partitions:
             raise BadValue(f"partition: {unknown_name('partition', self.partition, self.partitions)}")
         if self.redis.host is not None and self.redis.host not in hosts:

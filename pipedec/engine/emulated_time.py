@@ -6,17 +6,57 @@ Redis are not emulated: they take real time.
 
 from __future__ import annotations
 
+import fcntl
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO
+from zlib import crc32
 
+from pipedec.config import state_directory
 from pipedec.core import Load
 from pipedec.decoding import TimestepTiming
 from pipedec.device import Device, HostDevice
 from pipedec.plan.emulation import Emulation
-from pipedec.plan.partition import slowest_transfers_ms
+from pipedec.plan.partition import delay_by_sharing_ms, slowest_transfers_ms
 from pipedec.topology import Topology
+
+_ALONE: AbstractContextManager[object] = nullcontext()
+
+
+class Turn:
+    """The emulated device that rank 0 and a stage share: one forward of either at a time. Use as a context manager.
+
+    It is a lock on one byte of a file that all runs of a state directory have in common. A process that ends gives it back.
+
+    Args:
+        run_id: of the run whose ranks share the device.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._file = _devices(state_directory())
+        self._byte = crc32(run_id.encode())
+
+    def __enter__(self) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self._byte)
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._byte)
+
+
+@cache
+def _devices(directory: Path) -> BinaryIO:
+    """The file of the locks, opened once: a process that closes it gives all of its locks back."""
+    return (directory / "emulated-devices").open("wb")
+
+
+def turn_of(emulation: Emulation | None, rank: int, run_id: str) -> AbstractContextManager[object]:
+    """What a rank holds while it computes: the ``Turn`` of a device that it shares, else nothing."""
+    shares = emulation is not None and emulation.shared_stage is not None and rank in (0, emulation.shared_stage)
+    return Turn(run_id) if shares else _ALONE
 
 
 class Pacer:
@@ -27,9 +67,13 @@ class Pacer:
 
     Args:
         device: that does the real work.
+        turn: held while the rank computes, where it shares its emulated device with another rank.
     """
 
-    def __init__(self, emulation: Emulation | None, rank: int, device: Device | None = None) -> None:
+    def __init__(
+        self, emulation: Emulation | None, rank: int, device: Device | None = None, turn: AbstractContextManager[object] = _ALONE
+    ) -> None:
+        self._turn = turn
         self._emulation = emulation
         self._rank = rank
         self._device = HostDevice() if device is None else device
@@ -39,12 +83,13 @@ class Pacer:
     def computing(self, load: Load) -> Iterator[None]:
         """Pace one forward of ``load`` through this rank's layers."""
         timing = self._emulation and self._emulation.timing(self._rank)
-        end = self._end(timing.compute_ms(load) if timing else 0.0)
-        yield
-        if timing:
-            self._device.mark().wait()
-        self._overran |= timing is not None and time.perf_counter() > end
-        _sleep_until(end)
+        with self._turn:
+            end = self._end(timing.compute_ms(load) if timing else 0.0)
+            yield
+            if timing:
+                self._device.mark().wait()
+            self._overran |= timing is not None and time.perf_counter() > end
+            _sleep_until(end)
 
     @contextmanager
     def sending(self, source: int, rows: int) -> Iterator[None]:
@@ -100,7 +145,10 @@ class TimestepLoad:
 
 
 class EmulatedClock:
-    """Adds up the duration of timesteps: rank 0's decisions, then the slowest group or rank 0, then the slowest transfers."""
+    """Adds up the duration of timesteps: rank 0's decisions, then the slowest group or rank 0, then the slowest transfers.
+
+    On a device that they share, rank 0's forwards and the stage's each get half of the time while both compute.
+    """
 
     def __init__(self, emulation: Emulation, topology: Topology) -> None:
         self._emulation = emulation
@@ -116,8 +164,11 @@ class EmulatedClock:
         own = (load.deciding_seconds, load.beside_seconds) if self._emulation.counts_own_work else (0.0, 0.0)
         deciding_ms, beside_ms = (1000 * seconds for seconds in own)
         forwards = self._forwards_ms(load)
+        compute_ms, delay_ms = self._compute_ms(load, sum(forwards))
+        if delay_ms:
+            forwards = [forward * (1 + delay_ms / sum(forwards)) for forward in forwards]
         busy_ms = sum(forwards) + beside_ms
-        timestep_ms = deciding_ms + max(busy_ms, self._compute_ms(load)) + self._transfer_ms(load)
+        timestep_ms = deciding_ms + max(busy_ms, compute_ms) + self._transfer_ms(load)
         self.total_ms += timestep_ms
         waiting_ms = timestep_ms - deciding_ms - busy_ms
         return TimestepTiming(timestep_ms / 1000, waiting_ms / 1000, tuple(forward / 1000 for forward in forwards))
@@ -126,13 +177,22 @@ class EmulatedClock:
         draft = self._emulation.draft
         return [draft.compute_ms(forward) for forward in load.drafted] if draft else []
 
-    def _compute_ms(self, load: TimestepLoad) -> float:
-        slowest = 0.0
+    def _compute_ms(self, load: TimestepLoad, drafting_ms: float) -> tuple[float, float]:
+        """The slowest group; and how much longer rank 0's forwards take because they share a stage's device."""
+        slowest, delay_ms = 0.0, 0.0
         for group in self._topology.groups:
-            inside = [self._send_ms(rank, load) for rank in group[:-1]]
-            work = [self._emulation.stages[rank - 1].compute_ms(load.computed[rank]) for rank in group if rank in load.computed]
-            slowest = max(slowest, sum(work) + sum(inside))
-        return slowest
+            inside, work = sum(self._send_ms(rank, load) for rank in group[:-1]), 0.0
+            for rank in group:
+                if rank not in load.computed:
+                    continue
+                compute_ms = self._emulation.stages[rank - 1].compute_ms(load.computed[rank])
+                if rank == self._emulation.shared_stage:
+                    sent = sum(self._send_ms(earlier, load) for earlier in group if earlier < rank)
+                    delay_ms = delay_by_sharing_ms(drafting_ms, work + sent, compute_ms)
+                    compute_ms += delay_ms
+                work += compute_ms
+            slowest = max(slowest, work + inside)
+        return slowest, delay_ms
 
     def _transfer_ms(self, load: TimestepLoad) -> float:
         leaving = {rank: self._send_ms(rank, load) for rank in load.sent if self._topology.feeds_next_group(rank)}

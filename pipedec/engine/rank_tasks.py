@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -44,6 +44,7 @@ class Wiring:
         place: of the rank's model.
         doing: what the rank does at this moment.
         device: of ``place``.
+        turn: held while the rank computes, where it shares its emulated device with another rank.
     """
 
     scheduler: Scheduler
@@ -57,6 +58,7 @@ class Wiring:
     duplex: str = "full"
     doing: Doing = field(default_factory=Doing)
     device: Device = field(default_factory=HostDevice)
+    turn: AbstractContextManager[object] = field(default_factory=nullcontext)
 
 
 class _Watched(NamedTuple):
@@ -79,7 +81,7 @@ class RankTasks:
 
     def __init__(self, rank: int, wiring: Wiring) -> None:
         self.rank = rank
-        self.recorder = Recorder(Pacer(wiring.emulation, rank, wiring.device), wiring.device)
+        self.recorder = Recorder(Pacer(wiring.emulation, rank, wiring.device, wiring.turn), wiring.device)
         self.events: list[tuple[int, Event]] = []
         self.inbox: deque[Step] = deque()
         self.ended: list[int] = []

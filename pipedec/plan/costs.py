@@ -101,7 +101,7 @@ class ModelCosts:
         in_layers = layers * self.shape.layer_parameters
         return device.pass_time(in_layers, head, layers, self.weights, self.shape.cache_values_per_token)
 
-    def room(self, device: str, first: bool, last: bool) -> int:
-        """Number of layers that fit on a device beside everything else."""
-        other = self.weight_bytes(0, first, last) + self.workspace_bytes(device)
+    def room(self, device: str, first: bool, last: bool, taken_bytes: int = 0) -> int:
+        """Number of layers that fit on a device beside everything else, of which another rank may have taken a part."""
+        other = self.weight_bytes(0, first, last) + self.workspace_bytes(device) + taken_bytes
         return max(0, (DEVICES[device].memory_bytes - other) // (self.weight_bytes(1, False, False) + self.layer_kv_bytes))

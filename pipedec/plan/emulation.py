@@ -32,6 +32,7 @@ class Emulation:
             that are too small even for the weights.
         kv_token_bytes: of one token in the KV caches of all ranks together.
         counts_own_work: computed times include rank 0's own work (all but the draft's forwards), as measured on this machine.
+        shared_stage: the stage on whose device rank 0 computes; None if it has one of its own.
     """
 
     preset: str
@@ -42,6 +43,7 @@ class Emulation:
     kv_tokens: int | None = None
     kv_token_bytes: int = 0
     counts_own_work: bool = True
+    shared_stage: int | None = None
 
     def __post_init__(self) -> None:
         if not 0.1 <= self.slow_motion <= 1000:
@@ -53,8 +55,9 @@ class Emulation:
         stages = tuple(stage.timing for stage in plan.stages)
         token_bytes = sum(rank.token_bytes for rank in plan.kv.ranks)
         return cls(
-            plan.partition, slow_motion, draft, stages, plan.duplex, None if plan.problems else plan.kv_tokens, token_bytes
-        )
+            plan.partition, slow_motion, draft, stages, plan.duplex, None if plan.problems else plan.kv_tokens, token_bytes,
+            shared_stage=plan.shared_stage,
+        )  # fmt: skip
 
     def timing(self, rank: int) -> RankTiming | None:
         """The timing of a rank; None for rank 0 without a draft."""
@@ -69,7 +72,8 @@ class Emulation:
 def with_stages(config: ClusterConfig, name: str, stages: int) -> ClusterConfig:
     """``config`` with its partition ``name`` cut anew: ``stages`` single-stage groups on devices like the partition's first one.
 
-    Layers are balanced. The plan says whether they fit into the devices' memory.
+    Layers are balanced. The plan says whether they fit into the devices' memory. A draft that shares a stage's device shares the
+    last stage's.
     """
     name, partition = config.find_partition(name)
     device = partition.devices[0].device if partition.devices else next(iter(_servers(config, partition)[0].devices))
@@ -78,7 +82,9 @@ def with_stages(config: ClusterConfig, name: str, stages: int) -> ClusterConfig:
         for index in range(ceil(stages / GPUS_PER_SERVER))
     ]
     draft_device = None
-    if partition.draft_device is not None:
+    if partition.draft_device is not None and partition.draft_device.shared:
+        draft_device = DeviceConfig(servers[-1].host, device, shared=True)
+    elif partition.draft_device is not None:
         servers.append(ServerConfig("draft-server", {partition.draft_device.device: 1}))
         draft_device = DeviceConfig("draft-server", partition.draft_device.device)
     hosts = tuple(server.host for server in servers if server.host != "draft-server")

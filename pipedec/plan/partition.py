@@ -31,11 +31,12 @@ class StagePlan:
         layers: transformer layers, counted from 0.
         weight_bytes, kv_bytes, workspace_bytes: the memory it takes; KV for all that the plan gives it, and at least for one
             request of the whole context and the rows of its tree.
-        memory_bytes: the memory of the device.
+        memory_bytes: the memory of the device, or this rank's part of it.
         kv_token_bytes: one token in the KV caches of its layers.
         timing: compute and transfer times for any number of rows.
         rows: rows of a full tree layer.
-        compute_ms: one pass of ``rows`` rows through the stage.
+        shared: whether rank 0 and a stage share the device.
+        compute_ms: one pass of ``rows`` rows through the stage, alone on its device.
         transfer_ms: sending its output: rows to the next rank, from the last stage the verdict to rank 0.
     """
 
@@ -50,6 +51,7 @@ class StagePlan:
     kv_token_bytes: int
     timing: RankTiming
     rows: int
+    shared: bool = False
 
     @property
     def compute_ms(self) -> float:
@@ -83,7 +85,8 @@ class Plan:
         rows: rows per timestep, the tree's width.
         draft: rank 0; None without a draft model.
         duplex: of the links, ``half`` or ``full``.
-        timestep_ms: the slowest group (or the draft), then the transfers of the slowest rank between groups (paper §3.1).
+        timestep_ms: the slowest group (or the draft), then the transfers of the slowest rank between groups (paper §3.1). On a
+            shared device the passes of both ranks add up.
         pipeline_ms: one token through all groups, timestep by timestep: what a miss costs.
         pp_token_ms: plain pipeline parallelism, for comparison: one row through every stage and the token back.
         kv: how many tokens of all running requests together every rank has memory for.
@@ -107,6 +110,11 @@ class Plan:
     @property
     def num_groups(self) -> int:
         return self.stages[-1].group
+
+    @property
+    def shared_stage(self) -> int | None:
+        """The stage on whose device rank 0 computes; None if it has one of its own."""
+        return next((stage.rank for stage in self.stages if stage.shared), None)
 
     @property
     def knee(self) -> int:
@@ -164,13 +172,14 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     draft_place, places = place_stages(config, name, partition)
     weights, draft_weights = _weights(config, draft_place, places)
     costs = ModelCosts(target, weights, width, max_model_len, cut.num_groups)
-    layers, problems = _split(costs, cut, places)
-    topology = Topology.even(cut.stages, cut.num_groups)
-    stages = tuple(
-        _plan_stage(costs, config, rank, topology.group_of(rank) + 1, layers, places) for rank in range(1, cut.stages + 1)
-    )
     link = draft_place and _link(config, draft_place, places[0])
     draft = _plan_draft(config.draft, draft_weights, costs, draft_place, link) if draft_place and link else None
+    layers, problems = _split(costs, cut, places, draft)
+    topology, back = Topology.even(cut.stages, cut.num_groups), draft_place if draft_place in places else None
+    stages = tuple(
+        _plan_stage(costs, config, rank, topology.group_of(rank) + 1, layers, places, back) for rank in range(1, cut.stages + 1)
+    )
+    draft, stages = _with_shares(draft, stages)
     kv = _kv_budget(settings, max_model_len, ([draft] if draft else []) + list(stages))
     draft, stages = draft and _with_kv(draft, kv), tuple(_with_kv(stage, kv) for stage in stages)
     advice = _advice(weights)
@@ -198,8 +207,11 @@ def _weights(config: ClusterConfig, draft: Placement | None, stages: Sequence[Pl
     return WeightFormat(target.name, numbers.quantize), WeightFormat(drafting.name, numbers.draft_quantize)
 
 
-def _split(costs: ModelCosts, cut: Cut, places: Sequence[Placement]) -> tuple[list[range], list[str]]:
-    """The layers of each stage, and problems: if they fit nowhere, they are balanced without regard to memory."""
+def _split(costs: ModelCosts, cut: Cut, places: Sequence[Placement], draft: StagePlan | None) -> tuple[list[range], list[str]]:
+    """The layers of each stage, and problems: if they fit nowhere, they are balanced without regard to memory.
+
+    A stage that shares its device with the draft has what the draft leaves of its memory and of its time.
+    """
     num_layers, stages = costs.shape.num_hidden_layers, cut.stages
     if stages > num_layers:
         raise UserError(f"{stages} stages, but the target has {num_layers} layers: use at most {num_layers}")
@@ -209,7 +221,12 @@ def _split(costs: ModelCosts, cut: Cut, places: Sequence[Placement]) -> tuple[li
     devices = [DEVICES[place.device] for place in places]
     layer_ms = [costs.pass_time(device, 1, False).ms(costs.rows) for device in devices]
     extra_ms = [costs.pass_time(device, 0, last).ms(costs.rows) for device, (_, last) in zip(devices, ends, strict=True)]
-    room = [costs.room(device.name, *end) for device, end in zip(devices, ends, strict=True)]
+    taken = [0] * stages
+    if draft and draft.placement in places:
+        shared = places.index(draft.placement)
+        extra_ms[shared] += draft.compute_ms
+        taken[shared] = draft.total_bytes
+    room = [costs.room(device.name, *end, used) for device, end, used in zip(devices, ends, taken, strict=True)]
     try:
         return explicit_layers(balance(num_layers, layer_ms, extra_ms, room), num_layers), []
     except UserError as error:
@@ -218,14 +235,15 @@ def _split(costs: ModelCosts, cut: Cut, places: Sequence[Placement]) -> tuple[li
 
 
 def _plan_stage(
-    costs: ModelCosts, config: ClusterConfig, rank: int, group: int, layers: Sequence[range], places: Sequence[Placement]
-) -> StagePlan:
+    costs: ModelCosts, config: ClusterConfig, rank: int, group: int, layers: Sequence[range], places: Sequence[Placement],
+    back: Placement | None,
+) -> StagePlan:  # fmt: skip
     first, last = rank == 1, rank == len(places)
     count, place = len(layers[rank - 1]), places[rank - 1]
     device = DEVICES[place.device]
     timing = RankTiming(
         costs.pass_time(device, count, last),
-        _link(config, place, None if last else places[rank]),
+        _link(config, place, back if last else places[rank]),
         0 if last else ROW_ID_BYTES + costs.shape.hidden_size * costs.weights.element_bytes,
     )
     return StagePlan(
@@ -248,6 +266,19 @@ def _plan_draft(model: str, weights: WeightFormat, target: ModelCosts, place: Pl
     )  # fmt: skip
 
 
+def _with_shares(draft: StagePlan | None, stages: tuple[StagePlan, ...]) -> tuple[StagePlan | None, tuple[StagePlan, ...]]:
+    """Divide the memory of a device that the draft shares with a stage: what weights and activations of both leave is divided so
+    that it holds the same tokens of either."""
+    stage = next((stage for stage in stages if draft and stage.placement == draft.placement), None)
+    if draft is None or stage is None:
+        return draft, stages
+    fixed = draft.weight_bytes + draft.workspace_bytes
+    left = stage.memory_bytes - fixed - stage.weight_bytes - stage.workspace_bytes
+    part = fixed + left * draft.kv_token_bytes // (draft.kv_token_bytes + stage.kv_token_bytes)
+    shared = replace(stage, memory_bytes=stage.memory_bytes - part, shared=True)
+    return replace(draft, memory_bytes=part, shared=True), tuple(shared if one is stage else one for one in stages)
+
+
 def _kv_budget(settings: Settings, max_model_len: int, ranks: Sequence[StagePlan]) -> KVBudget:
     given, gpus = settings.limits.kv_cache_bytes, any(DEVICES[rank.placement.device].is_gpu for rank in ranks)
     budgets = [RankBudget(rank.rank, rank.kv_room if given is None else given, rank.kv_token_bytes) for rank in ranks]
@@ -262,7 +293,7 @@ def _with_kv(rank: StagePlan, kv: KVBudget) -> StagePlan:
 
 
 def _link(config: ClusterConfig, source: Placement, target: Placement | None) -> Link:
-    """The link between two devices; ``target`` None is rank 0, which is taken to be on another server."""
+    """The link between two devices; ``target`` None is rank 0 on a device of its own, taken to be on another server."""
     if target is not None and source.host == target.host:
         return LINKS[config.network.within_server]
     return Link("between servers", config.network.latency_us, config.network.bandwidth_gbps / 8, "network: of the configuration")
@@ -270,15 +301,30 @@ def _link(config: ClusterConfig, source: Placement, target: Placement | None) ->
 
 def _timestep_ms(draft: StagePlan | None, stages: Sequence[StagePlan], duplex: str, load: Load) -> float:
     """Slowest group, its own transfers included, or the draft; then the transfers of the slowest rank between groups."""
-    group_ms: dict[int, float] = {0: draft.timing.compute_ms(load)} if draft else {}
+    drafting_ms = draft.timing.compute_ms(load) if draft else 0.0
+    group_ms: dict[int, float] = {0: drafting_ms}
     sent_ms = {0: draft.timing.send_ms(load.rows)} if draft else {}  # between groups, by sender
     for stage, following in zip(stages, [*stages[1:], None], strict=True):
         inside = following is not None and following.group == stage.group
-        transfer_ms = stage.timing.send_ms(load.rows)
-        group_ms[stage.group] = group_ms.get(stage.group, 0.0) + stage.timing.compute_ms(load) + (transfer_ms if inside else 0.0)
+        transfer_ms, before_ms = stage.timing.send_ms(load.rows), group_ms.get(stage.group, 0.0)
+        compute_ms = stage.timing.compute_ms(load)
+        delay_ms = delay_by_sharing_ms(drafting_ms, before_ms, compute_ms) if stage.shared else 0.0
+        group_ms[0] += delay_ms
+        group_ms[stage.group] = before_ms + compute_ms + delay_ms + (transfer_ms if inside else 0.0)
         if not inside:
             sent_ms[stage.rank] = transfer_ms
     return max(group_ms.values()) + slowest_transfers_ms(sent_ms, len(stages), duplex)
+
+
+def delay_by_sharing_ms(drafting_ms: float, before_ms: float, stage_ms: float) -> float:
+    """How much longer rank 0's forwards and the pass of a stage take each because they share a device: while both compute, it
+    gives either half of its time.
+
+    Args:
+        drafting_ms, stage_ms: of the forwards and of the pass, alone.
+        before_ms: from the beginning of the forwards to that of the pass.
+    """
+    return min(stage_ms, max(0.0, drafting_ms - before_ms))
 
 
 def slowest_transfers_ms(sent_ms: Mapping[int, float], num_stages: int, duplex: str) -> float:
@@ -308,4 +354,5 @@ def _advice(weights: WeightFormat) -> str:
 
 def _shortage(stage: StagePlan) -> str:
     place = stage.placement
-    return f"on {place.host} {place.device} needs {stage.total_bytes / GIGA:.1f} GB of {stage.memory_bytes / GIGA:.1f} GB"
+    part = "its part, " if stage.shared else ""
+    return f"on {place.host} {place.device} needs {stage.total_bytes / GIGA:.1f} GB of {part}{stage.memory_bytes / GIGA:.1f} GB"

@@ -19,7 +19,7 @@ class Placement:
 
 
 def rank_places(config: ClusterConfig, partition_name: str | None = None) -> tuple[Placement, ...]:
-    """The devices of ranks 0..n. Rank 0 computes on a processor if there is no draft model.
+    """The devices of ranks 0..n, of which rank 0 may share a stage's. It computes on a processor if there is no draft model.
 
     Raises:
         UserError: there is no such partition, or it needs more devices than the hosts have.
@@ -55,15 +55,15 @@ def spare_places(config: ClusterConfig, partition_name: str | None = None, count
 def place_stages(config: ClusterConfig, name: str, partition: PartitionConfig) -> tuple[Placement | None, list[Placement]]:
     """The devices of the draft (None without a draft model) and of stages 1..n. UserError when there are too few.
 
-    The draft takes the last device of its kind on its host, so that stages keep the front ones.
+    The draft takes the last device of its kind on its host, so that stages keep the front ones; if it shares one, that of the
+    last stage there.
     """
     free = [place for server in config.servers for place in _devices_of(server)]
     _take_spares(free, config)
-    draft = None
-    if config.draft != NONE:
-        if partition.draft_device is None:
-            raise UserError(f"partitions.{name}.draft_device: missing: the draft model needs a device (or set draft: none)")
-        draft = _take(free, partition.draft_device, f"partitions.{name}.draft_device", last=True)
+    path, for_draft = f"partitions.{name}.draft_device", partition.draft_device if config.draft != NONE else None
+    if config.draft != NONE and for_draft is None:
+        raise UserError(f"{path}: missing: the draft model needs a device (or set draft: none)")
+    draft = _take(free, for_draft, path, last=True) if for_draft and not for_draft.shared else None
     if partition.devices:
         wanted = [entry for entry in partition.devices for _ in range(entry.count)]
         places = [_take(free, entry, f"partitions.{name}.devices") for entry in wanted]
@@ -73,7 +73,16 @@ def place_stages(config: ClusterConfig, name: str, partition: PartitionConfig) -
     stages = partition.settings.cut.stages
     if len(places) < stages:
         raise UserError(f"partitions.{name}.stages: {stages} stages need as many devices, but {len(places)} are free")
+    if for_draft and for_draft.shared:
+        draft = _shared(places[:stages], for_draft, path)
     return draft, places[:stages]
+
+
+def _shared(stages: list[Placement], wanted: DeviceConfig, path: str) -> Placement:
+    found = [place for place in stages if (place.host, place.device) == (wanted.host, wanted.device)]
+    if not found:
+        raise UserError(f"{path}: no stage takes a {wanted.device} on {wanted.host}: name a stage's device, or leave shared out")
+    return found[-1]
 
 
 def _devices_of(server: ServerConfig) -> list[Placement]:

@@ -30,19 +30,32 @@ def _ranks(plan: Plan) -> Table:
     for heading in ("layers", "weights\nGB", "KV\nGB", "other\nGB", "total /\nmemory GB", "compute\nms", "send\nms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in ([plan.draft] if plan.draft else []) + list(plan.stages):
+        device = f"{row.placement.device} #{row.placement.index}{' *' if row.shared else ''}"
+        memory_gb = f"{row.memory_bytes / GIGA:.1f}" if row.shared else f"{row.memory_bytes / GIGA:g}"
         table.add_row(
             str(row.rank), str(row.group) if row.group else "draft", row.placement.host,
-            f"{row.placement.device} #{row.placement.index}", f"{row.layers.start}-{row.layers.stop - 1}",
+            device, f"{row.layers.start}-{row.layers.stop - 1}",
             *(f"{part / GIGA:.1f}" for part in (row.weight_bytes, row.kv_bytes, row.workspace_bytes)),
-            f"{row.total_bytes / GIGA:.1f} / {row.memory_bytes / GIGA:g}", f"{row.compute_ms:.1f}", f"{row.transfer_ms:.2f}",
+            f"{row.total_bytes / GIGA:.1f} / {memory_gb}", f"{row.compute_ms:.1f}", f"{row.transfer_ms:.2f}",
             style=None if row.fits else "red",
         )  # fmt: skip
     return table
 
 
+def _sharing(plan: Plan) -> list[str]:
+    if (stage := plan.shared_stage) is None:
+        return []
+    return [
+        f"* Rank 0 and stage {stage} share this device. Its memory is divided so that both hold the same tokens;",
+        "  ms are of each alone, and a timestep counts with their sum.",
+        "",
+    ]
+
+
 def _summary(plan: Plan) -> str:
     """In lines of at most 100 columns."""
     lines = [
+        *_sharing(plan),
         f"Expected with {plan.rows} rows per timestep:",
         f"  timestep             {plan.timestep_ms:7.1f} ms   per token, as long as every token is a hit",
         f"  whole pipeline       {plan.pipeline_ms:7.1f} ms   per miss: one pass through all groups",
