@@ -43,7 +43,7 @@ class NodeRun:
     def start_rank(self, rank: int) -> None:
         """Start the process of a rank, for the first time or again."""
         self._placed = {other: place for other, place in self._placed.items() if other in self._processes.pids}
-        others = [place for other, place in self._placed.items() if other != rank]
+        others = {other: place for other, place in self._placed.items() if other != rank}
         placed = self._placed[rank] = self._spares.device_for(rank, self._host, others)
         world_size = len(self._spares.planned)
         most = world_size if len(self._spares.hosts) == 1 else world_size - 1  # ranks may yet run on other hosts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ class Spares:
     """The devices of a run.
 
     Attributes:
-        planned: those of ranks 0..n.
+        planned: those of ranks 0..n. Two ranks of one device share it wherever they compute on the same host.
         standing_by: those of the spares.
         redis_host: where the run's Redis was started; None if it runs elsewhere.
     """
@@ -32,11 +33,21 @@ class Spares:
         return list(dict.fromkeys(place.host for place in (*self.standing_by, *self.planned)))
 
     def devices(self, host: str) -> list[Placement]:
-        return [place for place in (*self.planned, *self.standing_by) if place.host == host]
+        return [place for place in dict.fromkeys((*self.planned, *self.standing_by)) if place.host == host]
 
-    def device_for(self, rank: int, host: str, taken: Sequence[Placement]) -> Placement:
-        """Where a rank computes on a host that has taken it over. Raises RankLost if no device is free there."""
-        free = [place for place in self.devices(host) if place not in taken]
+    def device_for(self, rank: int, host: str, others: Mapping[int, Placement]) -> Placement:
+        """Where a rank computes on a host that has taken it over.
+
+        Args:
+            others: where other ranks compute there.
+
+        Raises:
+            RankLost: no device is free.
+        """
+        for other, place in others.items():
+            if self.planned[other] == self.planned[rank]:
+                return place
+        free = [place for place in self.devices(host) if place not in others.values()]
         if self.planned[rank] in free:
             return self.planned[rank]
         if not free:
@@ -51,16 +62,14 @@ class Spares:
         """
         places = {rank: look.places.get(rank, place.host) for rank, place in enumerate(self.planned)}
         left = {places[rank] for rank in ranks}.union(look.lost_nodes)
-        free = [
-            host
-            for host in self.hosts
-            if host not in left
-            for _ in range(len(self.devices(host)) - list(places.values()).count(host))
-        ]
-        if len(free) < len(ranks):
+        taken = Counter(host for _, host in {(self.planned[rank], host) for rank, host in places.items()})
+        free = [host for host in self.hosts if host not in left for _ in range(len(self.devices(host)) - taken[host])]
+        moving = dict.fromkeys(self.planned[rank] for rank in ranks)
+        if len(free) < len(moving):
             missing = f"no spare is left for {', '.join(map(rank_name, ranks))}"
-            raise RankLost(f"{missing}: start with --spares {len(self.standing_by) + len(ranks) - len(free)}")
-        return dict(zip(ranks, free, strict=False))
+            raise RankLost(f"{missing}: start with --spares {len(self.standing_by) + len(moving) - len(free)}")
+        hosts = dict(zip(moving, free, strict=False))
+        return {rank: hosts[self.planned[rank]] for rank in ranks}
 
     def host_to_leave(self, stall: Stall, look: Supervision) -> str | None:
         """Which of the two hosts between which nothing arrives is given up; None if they are one, or one cannot be replaced.

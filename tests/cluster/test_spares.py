@@ -43,12 +43,27 @@ def test_where_too_few_are_free_it_is_said_how_many_are_needed() -> None:
 
 
 def test_ranks_that_move_compute_on_different_devices_and_return_to_their_own() -> None:
-    first = SPARES.device_for(2, "d", [])
-    second = SPARES.device_for(3, "d", [first])
+    first = SPARES.device_for(2, "d", {})
+    second = SPARES.device_for(3, "d", {2: first})
     assert {first, second} == set(SPARES.standing_by)
-    assert SPARES.device_for(2, "b", []) == PLANNED[2] and SPARES.device_for(0, "b", [PLANNED[3]]) == PLANNED[2]
+    assert SPARES.device_for(2, "b", {}) == PLANNED[2] and SPARES.device_for(0, "b", {3: PLANNED[3]}) == PLANNED[2]
     with pytest.raises(RankLost, match=r"rank 4 \(stage 4\) was given to d, which has no free device"):
-        SPARES.device_for(4, "d", SPARES.standing_by)
+        SPARES.device_for(4, "d", dict(zip((2, 3), SPARES.standing_by, strict=True)))
+
+
+def test_ranks_that_share_a_device_move_to_one_and_share_it_there() -> None:
+    planned = (PLANNED[4], *PLANNED[1:])  # rank 0 shares stage 4's device, the only one of host c
+    shared, now = replace(SPARES, planned=planned), replace(NOW, places={**NOW.places, 0: "c"}, lost_nodes=("c",))
+    assert shared.devices("c") == [PLANNED[4]]
+    assert shared.device_for(4, "c", {0: PLANNED[4]}) == PLANNED[4] == shared.device_for(0, "c", {4: PLANNED[4]})
+    one = replace(shared, standing_by=SPARES.standing_by[:1])
+    assert one.reassigned([0, 4], now) == {0: "d", 4: "d"}, "one spare is enough"
+    device = one.device_for(0, "d", {})
+    assert one.device_for(4, "d", {0: device}) == device == SPARES.standing_by[0]
+    moved = replace(now, places={**now.places, 0: "d", 4: "d"}, lost_nodes=("b", "c"))
+    assert shared.reassigned([2], moved) == {2: "d"}, "they take one of its two devices"
+    with pytest.raises(RankLost, match=r"no spare is left for .*: start with --spares 3"):
+        shared.reassigned([2, 3], moved)
 
 
 @pytest.mark.parametrize(
