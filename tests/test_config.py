@@ -59,15 +59,17 @@ def test_paper_cluster_loads() -> None:
     config = load_cluster(ROOT / "cluster.yaml")
     assert (config.target, config.draft, config.settings.numbers.dtype) == ("llama-3.1-70b", "llama-3.2-1b", "float32")
     assert config.settings.limits.tree == LayerTreeOptions(width=32, children=16)
-    paper, home = config.servers[:-1], config.servers[-1]
+    paper, home, nodes = config.servers[:4], config.servers[4], config.servers[5:]
     assert [dict(server.devices) for server in paper] == [{"rtx3090": 7}, {"rtx3090": 7}, {"rtx4090": 4}, {"l40": 4}]
     assert dict(home.devices) == {"rtx3090": 4, "rtx4090": 2, "cpu": 1}
+    assert [(node.host, dict(node.devices)) for node in nodes] == [(f"node-{number}", {"rtx3090": 2}) for number in range(1, 8)]
     shapes = {
         name: (part.settings.cut.stages, part.settings.cut.num_groups)
         for name, part in config.partitions.items()
-        if part.settings.numbers.quantize is None
+        if part.settings.numbers.dtype == "float32"
     }
-    assert set(config.partitions) - set(shapes) == {"home-2x3090", "home-4x3090", "mixed-3090-4090"}
+    others = {"home-2x3090", "home-4x3090", "mixed-3090-4090", "7x2-3090", "7x2-3090-own-draft"}
+    assert set(config.partitions) - set(shapes) == others
     assert shapes == {"paper-14": (14, 14), "paper-7": (14, 7), "paper-21": (21, 21), "auto-14": (14, 14), "auto-21": (21, 21)}
     assert config.find_partition()[0] == "paper-14"
 
@@ -204,6 +206,14 @@ def test_a_configuration_survives_the_way_to_another_host(tmp_path: Path) -> Non
         (
             GOOD.replace("stages: 4", "stages: 4, devices: [{host: alpha, device: rtx3090, count: 3}]"),
             "cluster.yaml: partitions.small.devices: 3 devices for 4 stages: give one device per stage",
+        ),
+        (
+            GOOD.replace("stages: 4", "stages: 4, devices: [{host: alpha, device: rtx3090, count: 4, shared: true}]"),
+            "cluster.yaml: partitions.small.devices[0].shared: only a draft_device may be shared with a stage: leave it out",
+        ),
+        (
+            GOOD + "spares: [{host: alpha, device: rtx3090, shared: true}]\n",
+            "cluster.yaml: spares[0].shared: only a draft_device may be shared with a stage: leave it out",
         ),
         (
             GOOD.replace("stages: 4", "stages: 4, draft_device: {host: beta, device: l40}"),

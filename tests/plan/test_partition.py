@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from support.clusters import clustered
 from pipedec.config import ClusterConfig, DeviceConfig, ServerConfig, load_cluster
 from pipedec.core import UserError
 from pipedec.hardware import MODEL_SHAPES, WeightFormat
-from pipedec.plan.costs import ModelCosts
+from pipedec.plan.costs import FIXED_WORKSPACE_BYTES, ModelCosts
 from pipedec.plan.layers import balance, even_layers, explicit_layers
-from pipedec.plan.partition import Plan, plan
+from pipedec.plan.partition import Plan, delay_by_sharing_ms, plan
+from pipedec.plan.placement import Placement, rank_places, spare_places
 from pipedec.plan.table import plan_table
 from pipedec.transport.wire import message_bytes
 
@@ -258,3 +260,98 @@ def test_captured_graphs_take_memory_on_gpus_alone(paper: ClusterConfig) -> None
 def test_a_70b_in_4_bits_fits_the_cards_of_a_home(paper: ClusterConfig, partition: str) -> None:
     planned = plan(paper, partition)
     assert planned.problems == () and planned.kv_tokens >= planned.max_model_len
+
+
+LAYER_MS = 2 * 855_654_400 / 936e9 * 1000 + 0.015  # of a 70B in 16 bits on an RTX 3090
+HEAD_MS = 2 * (128256 + 1) * 8192 / 936e9 * 1000
+DRAFT_PARAMETERS = 16 * (2048 * (2 * 2048 + 2 * 512 + 3 * 8192) + 2 * 2048) + (128256 + 1) * 2048
+DRAFT_MS = 2 * DRAFT_PARAMETERS / 936e9 * 1000 + 16 * 0.015
+BETWEEN_MS, WITHIN_MS = (0.05 + 32 * (24 + 2 * 8192) / 1.25e9 * 1000), (0.02 + 32 * (24 + 2 * 8192) / 12e9 * 1000)
+
+
+def sharing(**partition: object) -> ClusterConfig:
+    """Llama 3.2 1B for its own draft, which shares the last device of host a with a stage."""
+    shared = DeviceConfig("a", "rtx3090", shared=True)
+    servers = (ServerConfig("a", {"rtx3090": 3}), ServerConfig("b", {"l40": 2}))
+    keys = {"target": "llama-3.2-1b", "draft": "llama-3.2-1b", "dtype": "bfloat16", "draft_dtype": "bfloat16"}
+    return clustered(servers, {"only": {"stages": 3, "draft_device": shared, **partition}}, **keys)
+
+
+def test_rank_0_takes_the_device_of_the_last_stage_of_its_kind_on_its_host(paper: ClusterConfig) -> None:
+    places = rank_places(paper, "7x2-3090")
+    assert places[0] == places[14] == Placement("node-7", "rtx3090", 1) and len(set(places)) == 14
+    assert not set(places) & set(spare_places(paper, "7x2-3090", 20))
+    assert rank_places(sharing())[0] == rank_places(sharing())[3] == Placement("a", "rtx3090", 2)
+    assert rank_places(sharing(stages=2))[0] == Placement("a", "rtx3090", 1), "stages come first"
+    own = rank_places(paper, "7x2-3090-own-draft")
+    assert own[0] == Placement("node-7", "rtx3090", 1) and own[1:] == places[1:14]
+    with pytest.raises(UserError, match=r"^partitions\.only\.draft_device: no stage takes a l40 on b: name a stage's device, or"):
+        plan(sharing(draft_device=DeviceConfig("b", "l40", shared=True)))
+
+
+def test_without_a_draft_nothing_is_shared(paper: ClusterConfig) -> None:
+    planned = plan(paper.for_partition("7x2-3090", {"draft": "none"}))
+    assert planned.draft is None and planned.shared_stage is None and planned.problems == ()
+    assert rank_places(paper.for_partition("7x2-3090", {"draft": "none"}))[0] == Placement("node-7", "cpu", 0)
+
+
+def test_a_stage_gives_the_draft_some_of_its_time_and_gets_fewer_layers(paper: ClusterConfig) -> None:
+    """80 layers, the head and one forward of the draft, on 14 cards: no cut has a slowest card with less than six layers."""
+    planned = plan(paper, "7x2-3090")
+    assert planned.problems == () and planned.shared_stage == 14
+    *others, last = planned.stages
+    assert planned.draft is not None and planned.draft.compute_ms == pytest.approx(DRAFT_MS, rel=1e-3)
+    assert last.compute_ms == pytest.approx(len(last.layers) * LAYER_MS + HEAD_MS)
+    assert last.compute_ms + planned.draft.compute_ms < 6 * LAYER_MS == pytest.approx(max(one.compute_ms for one in others))
+    assert planned.timestep_ms == pytest.approx(6 * LAYER_MS + BETWEEN_MS + WITHIN_MS, rel=1e-3)
+    own = plan(paper, "7x2-3090-own-draft")
+    assert own.problems == () and own.shared_stage is None
+    assert own.timestep_ms == pytest.approx(7 * LAYER_MS + BETWEEN_MS + WITHIN_MS, rel=1e-3)
+
+
+def test_a_timestep_counts_the_passes_of_both_ranks_on_a_shared_device() -> None:
+    alone, shared = (plan(sharing(layers=(5, 5, 6), **more)) for more in ({"draft_device": DeviceConfig("b", "l40")}, {}))
+    assert alone.draft is not None and shared.draft is not None
+    last = shared.stages[-1]
+    assert last.compute_ms == alone.stages[-1].compute_ms
+    assert shared.timestep_ms == pytest.approx(
+        last.compute_ms + shared.draft.compute_ms + 2 * (0.02 + 32 * (24 + 2 * 2048) / 12e9 * 1000)
+    )
+    assert last.transfer_ms < alone.stages[-1].transfer_ms, "rank 0 is on its host"
+    auto = plan(sharing())
+    assert [len(stage.layers) for stage in auto.stages] == [8, 7, 1], "the draft alone takes more than the 16 layers and the head"
+
+
+@pytest.mark.parametrize(
+    ("drafting", "before", "stage", "delay"), [(3, 0, 10, 3), (3, 2, 10, 1), (20, 0, 10, 10), (3, 5, 10, 0), (0, 0, 10, 0)]
+)
+def test_two_ranks_on_a_device_delay_each_other_while_both_compute(
+    drafting: float, before: float, stage: float, delay: float
+) -> None:
+    assert delay_by_sharing_ms(drafting, before, stage) == delay
+
+
+def test_the_memory_of_a_shared_device_holds_the_same_tokens_of_both_ranks(paper: ClusterConfig) -> None:
+    planned = plan(paper, "7x2-3090")
+    draft, last = planned.draft, planned.stages[-1]
+    assert draft is not None and draft.memory_bytes + last.memory_bytes == 24_000_000_000
+    assert draft.kv_token_bytes == 16 * 2 * 8 * 64 * 2 and last.kv_token_bytes == len(last.layers) * 2 * 8 * 128 * 2
+    assert min(draft.workspace_bytes, last.workspace_bytes) > FIXED_WORKSPACE_BYTES, "a process each"
+    left = 24_000_000_000 - sum(rank.weight_bytes + rank.workspace_bytes for rank in (draft, last))
+    tokens = left // (draft.kv_token_bytes + last.kv_token_bytes)
+    assert {rank.kv_room // rank.kv_token_bytes for rank in (draft, last)} <= {tokens - 1, tokens}
+    assert planned.kv_tokens <= tokens and draft.total_bytes + last.total_bytes <= 24_000_000_000
+    text = shown(planned)
+    assert "* Rank 0 and stage 14 share this device" in text and text.count("rtx3090 #1 *") == 2
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_a_draft_that_fits_no_more_beside_a_stage(paper: ClusterConfig) -> None:
+    full = plan(paper.for_partition("7x2-3090", {"layers": (5,) * 10 + (6, 6, 6, 12), "max_model_len": 1024}))
+    assert len(full.problems) == 2
+    assert re.fullmatch(r"stage 14 on node-7 rtx3090 needs [\d.]+ GB of its part, [\d.]+ GB: .*", full.problems[0])
+    assert re.fullmatch(r"the draft on node-7 rtx3090 needs [\d.]+ GB of its part, [\d.]+ GB: .*", full.problems[1])
+    assert plan(paper.for_partition("7x2-3090", {"layers": (6,) * 13 + (2,)})).problems == ()
+    costs = ModelCosts(MODEL_SHAPES["llama-3.1-70b"], WeightFormat("bfloat16"), rows=32, max_model_len=4096, groups=14)
+    layer_bytes = costs.weight_bytes(1, False, False) + costs.layer_kv_bytes
+    assert costs.room("rtx3090", False, True, 2 * layer_bytes) == costs.room("rtx3090", False, True) - 2
