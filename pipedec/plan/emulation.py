@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from pipedec.config import AUTO, ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
+from pipedec.config import AUTO, ClusterConfig, DeviceConfig, PartitionConfig, RedisConfig, ServerConfig
 from pipedec.core import UserError
 from pipedec.plan.costs import RankTiming
 from pipedec.plan.partition import Plan, knee_of
@@ -88,7 +88,7 @@ def with_stages(config: ClusterConfig, name: str, stages: int) -> ClusterConfig:
         servers.append(ServerConfig("draft-server", {partition.draft_device.device: 1}))
         draft_device = DeviceConfig("draft-server", partition.draft_device.device)
     hosts = tuple(server.host for server in servers if server.host != "draft-server")
-    settings = partition.settings.replaced(stages=stages, groups=None, layers=AUTO)
+    settings = partition.settings.replaced(stages=stages, groups=None, layers=AUTO, redis=RedisConfig())
     cut = PartitionConfig(settings, hosts, draft_device=draft_device)
     return replace(config, servers=tuple(servers), partitions={name: cut}, partition=name)
 

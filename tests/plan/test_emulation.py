@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ from pipedec.config import paper_cluster
 from pipedec.core import Load, Request, SamplingParams, UserError
 from pipedec.device import GpuDevice
 from pipedec.engine.devices import chosen_device
-from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
+from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad, Turn, turn_of
 from pipedec.engine.local import LocalPipeline
 from pipedec.hardware import LINKS, Link, PassTime
 from pipedec.messages import PromptRequest, RunDescription, to_json
@@ -91,6 +95,37 @@ def test_clock_adds_up_the_draft_s_forwards() -> None:
     assert clock.total_ms == pytest.approx(16)
 
 
+def test_another_stage_count_keeps_the_draft_beside_the_last_stage() -> None:
+    made = Emulation.of_plan(plan(paper_cluster(), "7x2-3090"))
+    assert made.shared_stage == 14 and Emulation.of_plan(plan(paper_cluster(), "7x2-3090-own-draft")).shared_stage is None
+    cut = plan(with_stages(paper_cluster(), "7x2-3090", 8), "7x2-3090")
+    assert cut.shared_stage == 8 and cut.draft is not None and cut.draft.placement == cut.stages[7].placement
+
+
+def test_clock_adds_up_the_work_of_both_ranks_on_a_shared_device() -> None:
+    shared = replace(emulation(), shared_stage=3)
+    drafted, rows = [Load(1), Load(1)], {1: Load(10), 2: Load(1), 3: Load(1)}
+    apart, clock = EmulatedClock(emulation(), Topology.even(3, 3)), EmulatedClock(shared, Topology.even(3, 3))
+    apart.add(TimestepLoad(drafted, rows))
+    timing = clock.add(TimestepLoad(drafted, rows))
+    assert (apart.total_ms, clock.total_ms) == pytest.approx((20, 20)), "8 ms + 10 ms are less than the 20 ms of stage 1"
+    assert timing.forward_seconds == pytest.approx((0.008, 0.008)), "a forward takes twice as long while the stage computes"
+    assert timing.waiting_seconds == pytest.approx(0.020 - 0.016)
+    assert clock.add(TimestepLoad(drafted, {3: Load(1)})).seconds == pytest.approx(0.018)
+    assert clock.add(TimestepLoad([Load(1)] * 5, {3: Load(1)})).seconds == pytest.approx(0.030)
+    assert clock.add(TimestepLoad(drafted, {1: Load(1)})).seconds == pytest.approx(0.010), "stage 3 has nothing to do"
+
+
+def test_clock_lets_a_draft_end_before_a_later_stage_of_the_group_begins() -> None:
+    """Stage 2 of a group begins when stage 1 has computed (10 ms) and sent (2 ms)."""
+    clock = EmulatedClock(replace(emulation(4), shared_stage=2), Topology.even(4, 2))
+    loads = {1: Load(1), 2: Load(1)}
+    assert clock.add(TimestepLoad([Load(1)] * 3, loads, sent={1: 1})).seconds == pytest.approx(0.022)
+    timing = clock.add(TimestepLoad([Load(1)] * 4, loads, sent={1: 1}))
+    assert timing.seconds == pytest.approx(0.022 + 0.004), "4 of the draft's 16 ms are left then"
+    assert timing.forward_seconds == pytest.approx((0.005,) * 4)
+
+
 def test_clock_runs_the_stages_of_a_group_one_after_another() -> None:
     clock = EmulatedClock(emulation(4), Topology.even(4, 2))
     clock.add(TimestepLoad(computed=dict.fromkeys(range(1, 5), Load(1)), sent={0: 1, 1: 1, 2: 1, 3: 1}))
@@ -150,6 +185,55 @@ def test_pacer_waits_until_the_device_has_done_the_real_work() -> None:
     assert cuda.now >= began + 0.5
 
 
+_DRAFTING = """
+import sys, time
+from test_emulation import Load, Pacer, Turn, emulation
+pacer = Pacer(emulation(), 0, turn=Turn("run"))
+print("ready", flush=True)
+sys.stdin.readline()
+print(time.perf_counter(), flush=True)
+for _ in range(10):
+    with pacer.computing(Load(1)):
+        pass
+print(time.perf_counter(), flush=True)
+"""
+
+
+def test_pacers_of_two_processes_that_share_a_device_take_the_sum_of_their_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPEDEC_STATE_DIR", str(tmp_path))
+    tests = Path(__file__).resolve().parent
+    paths = os.pathsep.join([str(tests), str(tests.parent), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-c", _DRAFTING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    ) as drafting:  # fmt: skip
+        assert drafting.stdin is not None and drafting.stdout is not None
+        assert drafting.stdout.readline() == "ready\n"
+        drafting.stdin.write("go\n")
+        drafting.stdin.flush()
+        began = time.perf_counter()
+        pacer = Pacer(emulation(), 1, turn=Turn("run"))
+        for _ in range(5):
+            with pacer.computing(Load(1)):
+                pass
+        ended = time.perf_counter()
+        other_began, other_ended = (float(line) for line in drafting.stdout)
+    assert max(ended, other_ended) - min(began, other_began) >= 10 * 0.004 + 5 * 0.010
+
+
+def test_a_shared_device_is_that_of_one_run_and_its_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPEDEC_STATE_DIR", str(tmp_path))
+    shared = replace(emulation(), shared_stage=2)
+    assert [isinstance(turn_of(shared, rank, "run"), Turn) for rank in range(4)] == [True, False, True, False]
+    assert not any(isinstance(turn_of(one, 0, "run"), Turn) for one in (None, emulation()))
+    code = 'from pipedec.engine.emulated_time import Turn\nwith Turn("other"):\n    print("has its own")\n'
+    with Turn("run"):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "has its own\n"
+
+
 def test_pacer_without_emulation_does_nothing() -> None:
     pacer = Pacer(None, 1)
     with pacer.computing(Load(1000)), pacer.sending(0, 1000):
@@ -199,6 +283,26 @@ def test_processes_last_as_long_as_the_emulated_devices(pair: Pair, leaves_nothi
         assert reply.completed().token_ids == completion.token_ids
         decoding = range(3, 3 + reply.completed().metrics.timesteps)
         assert reply.overran == {1, *decoding}, "the prompt entered in timestep 1 and has passed two stages after the second"
+
+
+@pytest.mark.slow
+def test_processes_that_share_an_emulated_device_last_as_long_as_computed(pair: Pair, leaves_nothing: None) -> None:
+    """One stage and its draft on one device. Nothing but the two computes, so no real timestep is shorter than a computed one."""
+    rank = RankTiming(PassTime(30, 0.01, 0), Link("fast", 0, 1e6, "test"), 0)
+    alone = Emulation("test", 1.0, rank, (rank,), counts_own_work=False)
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    seconds = []
+    for emulated in (alone, replace(alone, shared_stage=1)):
+        pipeline = LocalPipeline.load(replace(pair.spec(1), emulation=emulated))
+        for _ in pipeline.run(Request(0, (1, 5, 9, 20), sampling, "pipedec")):
+            pass
+        seconds.append(pipeline.last.metrics.decode_seconds)
+    assert seconds[1] > 1.3 * seconds[0]
+    spec = replace(pair.spec(1), emulation=replace(alone, shared_stage=1))
+    with LocalCluster(spec) as cluster:
+        assert cluster.scheduler is not None
+        completion = Client(cluster.scheduler).ask(PromptRequest((1, 5, 9, 20), method="pipedec", sampling=sampling))
+    assert completion.metrics.decode_seconds >= 0.95 * seconds[1]
 
 
 def test_clients_are_told_the_name_of_the_emulation(pair: Pair) -> None:
