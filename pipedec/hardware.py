@@ -16,6 +16,7 @@ GIGA = 1_000_000_000
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BITS = {"int8": 8, "int4": 4}
 QUANTIZED_GROUP = 32  # inputs of an output that share a scale and the weight of 0 in 4 bits
+WIDENED_VALUES = 1 << 26  # of a quantized matrix that a GPU widens at once: with fewer, products are too narrow to fill it
 # Launch overhead of one layer whose kernels are replayed as a CUDA graph: about ten kernels, each followed by a gap of one to
 # two microseconds. An assumption, not a data sheet figure: the program replays graphs, but of 21 to 27 kernels per layer, and has
 # not been timed on a GPU.

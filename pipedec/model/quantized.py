@@ -8,7 +8,7 @@ Shape legend: R rows in this step, N outputs, K inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -17,11 +17,12 @@ from torch.nn import functional
 
 from pipedec.core import UserError
 from pipedec.hardware import QUANTIZED_GROUP as GROUP
+from pipedec.hardware import WIDENED_VALUES
 from pipedec.model import packed
 
-_SLICE_VALUES = {"cpu": 1 << 19, "cuda": 1 << 26}  # widened at once
+_SLICE_VALUES = {"cpu": 1 << 19, "cuda": WIDENED_VALUES}  # widened at once
+_LOADED_VALUES = {"cpu": 1 << 19, "cuda": 1 << 22}  # rounded at once, in float32 and float64
 _PACKED_OUTPUTS, _PACKED_BLOCK = 16, 1024  # torch's kernels for 4 bits take a multiple of them; packed at once
-_INNER_TILES = 8  # of the CUDA kernel
 
 Kernel = Callable[[Tensor], Tensor]
 
@@ -53,7 +54,7 @@ class QuantizedMatrix:
 
     def copy_(self, weight_NK: Tensor) -> None:
         """Round these weights, slice by slice."""
-        for part in self._slices():
+        for part in self._slices(_LOADED_VALUES):
             values, scales = self._rounded(weight_NK[part].to(self.values.device, torch.float32))
             self.values[part], self.scales[part] = values, scales
 
@@ -66,15 +67,16 @@ class QuantizedMatrix:
         """rows · matrixᵀ, [R, N]. Each row's result depends on the number of rows as much as that of an ordinary product."""
         if self._kernel is not None:
             return self._kernel(rows_RK)
-        parts = [functional.linear(rows_RK, self._widened(part)) for part in self._slices()]
+        parts = [functional.linear(rows_RK, self._widened(part)) for part in self._slices(_SLICE_VALUES)]
         return self._finished(parts[0] if len(parts) == 1 else torch.cat(parts, 1), rows_RK)
 
     def tensors(self) -> list[Tensor]:
         """What it keeps in memory."""
         return [self.values, self.scales]
 
-    def _slices(self) -> Iterator[slice]:
-        step = max(1, _SLICE_VALUES[self.values.device.type] // self.shape[1])
+    def _slices(self, num_values: Mapping[str, int]) -> Iterator[slice]:
+        """Outputs that have about so many values, by the type of the device."""
+        step = max(1, num_values[self.values.device.type] // self.shape[1])
         return (slice(start, start + step) for start in range(0, len(self), step))
 
     def _rounded(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,10 +181,16 @@ class Int4Matrix(QuantizedMatrix):
         return packed
 
     def _packed_for_cuda(self) -> Tensor:
-        unsigned_NK = self._unsigned(slice(None))
-        return torch._convert_weight_to_int4pack(
-            (unsigned_NK[:, ::2] << 4 | unsigned_NK[:, 1::2]).view(torch.uint8), _INNER_TILES
-        )
+        """In place, as the kernel's tiles of 8 outputs lie one behind the other: [N / 8, K / (16 · T), 32, T / 2] of 4 bytes, with T
+        tiles of 16 inputs side by side."""
+        tiles = 8 if self.shape[1] % 128 == 0 else 4
+        packed = self.values.view(torch.int32).view(len(self) // 8, self.shape[1] // (16 * tiles), 32, tiles // 2)
+        for start in range(0, len(self), _PACKED_BLOCK):
+            part = slice(start, start + _PACKED_BLOCK)
+            unsigned_NK = self._unsigned(part)
+            pairs = (unsigned_NK[:, ::2] << 4 | unsigned_NK[:, 1::2]).view(torch.uint8)
+            packed[start // 8 : part.stop // 8] = torch._convert_weight_to_int4pack(pairs, tiles)
+        return packed
 
     def _unsigned(self, part: slice) -> Tensor:
         """From 0 to 15, [N, K]."""

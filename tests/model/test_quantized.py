@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,12 @@ from hypothesis import strategies as st
 from support.checkpoints import save_tiny
 from support.examples import examples
 from support.stage_chain import lone_cache
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedec.core import UserError
 from pipedec.hardware import WeightFormat
-from pipedec.model import LaneRows, ModelConfig, StageModel
-from pipedec.model.quantized import EMPTY_MATRICES, QuantizedMatrix, rounded
+from pipedec.model import LaneRows, ModelConfig, StageModel, quantized
+from pipedec.model.quantized import EMPTY_MATRICES, Int4Matrix, QuantizedMatrix, rounded
 
 KINDS = ["int8", "int4"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -92,6 +95,76 @@ def test_in_bfloat16_the_bits_of_a_row_do_not_depend_on_other_rows(kind: str) ->
     together = matrix.linear(rows)
     for count in (1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64, 99):
         assert torch.equal(matrix.linear(rows[:count]), together[:count])
+
+
+def cuda_layout(pairs_NK: torch.Tensor, tiles: int) -> torch.Tensor:
+    """What ``torch._convert_weight_to_int4pack`` makes on a GPU: every lane of a warp has 8 values of an output in 4 bytes."""
+    outputs, inputs = len(pairs_NK), 2 * pairs_NK.shape[1]
+    assert outputs % 8 == 0 and inputs % (16 * tiles) == 0, "as the kernel demands"
+    values_NK = torch.stack((pairs_NK >> 4, pairs_NK & 15), 2).flatten(1).long()
+    lane = torch.arange(32)
+    near = torch.tensor([0, 1, 8, 9, 16, 17, 24, 25])  # inputs of a lane in two tiles
+    shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28])
+    inputs_of = torch.arange(0, inputs, 32)[:, None, None] + 2 * (lane % 4)[:, None] + near  # [pairs of tiles, lanes, 8]
+    outputs_of = torch.arange(0, outputs, 8)[:, None, None, None] + (lane // 4)[:, None]  # [N / 8, 1, lanes, 1]
+    words = (values_NK[outputs_of, inputs_of] << shifts).sum(3)
+    return words.unflatten(1, (-1, tiles // 2)).transpose(2, 3).to(torch.int32)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(2064, 256), (16, 192), (1024, 128)])
+def test_int4_is_packed_for_cuda_by_slices_as_in_one_piece(monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int) -> None:
+    monkeypatch.setattr(torch, "_convert_weight_to_int4pack", cuda_layout)
+    matrix = filled("int4", random_weight(outputs, inputs), torch.bfloat16)
+    unsigned_NK = torch.cat(((matrix.values << 4) >> 4, matrix.values >> 4), 1) + 8
+    whole = cuda_layout(((unsigned_NK[:, ::2] << 4) | unsigned_NK[:, 1::2]).view(torch.uint8), 8 if inputs % 128 == 0 else 4)
+    place = matrix.values.data_ptr()
+    assert isinstance(matrix, Int4Matrix)
+    packed = matrix._packed_for_cuda()
+    assert torch.equal(packed, whole) and packed.is_contiguous()
+    assert packed.data_ptr() == place, "where the values were"
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of new tensors since ``restart``, whether or not they are freed again, and the most of any stretch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._present = self.most = 0
+
+    def restart(self) -> None:
+        self._present = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view and not func._schema.is_mutable:
+            self._present += result.nbytes
+            self.most = max(self.most, self._present)
+        return result
+
+
+def between_calls(function: Callable[..., Any], allocations: Allocations) -> Callable[..., Any]:
+    def called(*args: Any) -> Any:
+        result = function(*args)
+        allocations.restart()
+        return result
+
+    return called
+
+
+def test_temporaries_of_a_large_matrix_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate and up projections of Llama 3.1 70B, which take 235 MB in 4 bits, on a device that computes nothing."""
+    allocations, meta = Allocations(), torch.device("meta")
+    monkeypatch.setitem(quantized._LOADED_VALUES, "meta", quantized._LOADED_VALUES["cuda"])
+    monkeypatch.setattr(Int4Matrix, "_rounded", between_calls(Int4Matrix._rounded, allocations))
+    packing = between_calls(torch._convert_weight_to_int4pack, allocations)
+    monkeypatch.setattr(torch, "_convert_weight_to_int4pack", packing)
+    matrix = Int4Matrix.empty(57344, 8192, torch.bfloat16, meta)
+    weight = torch.empty(57344, 8192, dtype=torch.bfloat16, device=meta)
+    with allocations:
+        matrix.copy_(weight)
+        matrix.seal()
+    assert matrix.values.dtype == torch.int32, "packed for a GPU"
+    assert 1_000_000 < allocations.most < 200_000_000
 
 
 def test_int4_refuses_sizes_that_it_cannot_halve_into_groups(tmp_path: Path) -> None:
