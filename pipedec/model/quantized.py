@@ -21,7 +21,7 @@ from pipedec.hardware import WIDENED_VALUES
 from pipedec.model import packed
 
 _SLICE_VALUES = {"cpu": 1 << 19, "cuda": WIDENED_VALUES}  # widened at once
-_LOADED_VALUES = {"cpu": 1 << 19, "cuda": 1 << 22}  # rounded at once, in float32 and float64
+LOADED_VALUES = {"cpu": 1 << 19, "cuda": 1 << 22}  # rounded at once, in float32 and float64
 _PACKED_OUTPUTS, _PACKED_BLOCK = 16, 1024  # torch's kernels for 4 bits take a multiple of them; packed at once
 
 Kernel = Callable[[Tensor], Tensor]
@@ -54,7 +54,7 @@ class QuantizedMatrix:
 
     def copy_(self, weight_NK: Tensor) -> None:
         """Round these weights, slice by slice."""
-        for part in self._slices(_LOADED_VALUES):
+        for part in self._slices(LOADED_VALUES):
             values, scales = self._rounded(weight_NK[part].to(self.values.device, torch.float32))
             self.values[part], self.scales[part] = values, scales
 
@@ -168,7 +168,7 @@ class Int4Matrix(QuantizedMatrix):
         if self.values.device.type == "cpu":
             multiply, self.values = torch._weight_int4pack_mm_for_cpu, self._packed_for_cpu()
         else:
-            multiply, self.values = torch._weight_int4pack_mm, self._packed_for_cuda()
+            multiply, self.values = torch._weight_int4pack_mm, self.packed_for_cuda()
         self.scales = scales_and_zeros
         return lambda rows_RK: multiply(rows_RK, self.values, GROUP, scales_and_zeros)
 
@@ -180,9 +180,9 @@ class Int4Matrix(QuantizedMatrix):
             packed[part] = torch._convert_weight_to_int4pack_for_cpu(self._unsigned(part).int(), 1)
         return packed
 
-    def _packed_for_cuda(self) -> Tensor:
-        """In place, as the kernel's tiles of 8 outputs lie one behind the other: [N / 8, K / (16 · T), 32, T / 2] of 4 bytes, with T
-        tiles of 16 inputs side by side."""
+    def packed_for_cuda(self) -> Tensor:
+        """The values as CUDA's kernel reads them, int32 [N / 8, K / (16 · T), 32, T / 2] with T tiles of 16 inputs side by side.
+        In place, as tiles of 8 outputs lie one behind the other."""
         tiles = 8 if self.shape[1] % 128 == 0 else 4
         packed = self.values.view(torch.int32).view(len(self) // 8, self.shape[1] // (16 * tiles), 32, tiles // 2)
         for start in range(0, len(self), _PACKED_BLOCK):

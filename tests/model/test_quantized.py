@@ -22,6 +22,7 @@ from pipedec.model.quantized import EMPTY_MATRICES, Int4Matrix, QuantizedMatrix,
 
 KINDS = ["int8", "int4"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+PACKING = "_convert_weight_to_int4pack"
 
 
 def random_weight(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
@@ -98,7 +99,7 @@ def test_in_bfloat16_the_bits_of_a_row_do_not_depend_on_other_rows(kind: str) ->
 
 
 def cuda_layout(pairs_NK: torch.Tensor, tiles: int) -> torch.Tensor:
-    """What ``torch._convert_weight_to_int4pack`` makes on a GPU: every lane of a warp has 8 values of an output in 4 bytes."""
+    """What ``PACKING`` makes on a GPU: every lane of a warp has 8 values of an output in 4 bytes."""
     outputs, inputs = len(pairs_NK), 2 * pairs_NK.shape[1]
     assert outputs % 8 == 0 and inputs % (16 * tiles) == 0, "as the kernel demands"
     values_NK = torch.stack((pairs_NK >> 4, pairs_NK & 15), 2).flatten(1).long()
@@ -113,13 +114,13 @@ def cuda_layout(pairs_NK: torch.Tensor, tiles: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(2064, 256), (16, 192), (1024, 128)])
 def test_int4_is_packed_for_cuda_by_slices_as_in_one_piece(monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int) -> None:
-    monkeypatch.setattr(torch, "_convert_weight_to_int4pack", cuda_layout)
+    monkeypatch.setattr(torch, PACKING, cuda_layout)
     matrix = filled("int4", random_weight(outputs, inputs), torch.bfloat16)
     unsigned_NK = torch.cat(((matrix.values << 4) >> 4, matrix.values >> 4), 1) + 8
     whole = cuda_layout(((unsigned_NK[:, ::2] << 4) | unsigned_NK[:, 1::2]).view(torch.uint8), 8 if inputs % 128 == 0 else 4)
     place = matrix.values.data_ptr()
     assert isinstance(matrix, Int4Matrix)
-    packed = matrix._packed_for_cuda()
+    packed = matrix.packed_for_cuda()
     assert torch.equal(packed, whole) and packed.is_contiguous()
     assert packed.data_ptr() == place, "where the values were"
 
@@ -136,7 +137,7 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not func.is_view and not func._schema.is_mutable:
+        if isinstance(result, torch.Tensor) and not func.is_view and all(result is not one for one in args):
             self._present += result.nbytes
             self.most = max(self.most, self._present)
         return result
@@ -154,10 +155,9 @@ def between_calls(function: Callable[..., Any], allocations: Allocations) -> Cal
 def test_temporaries_of_a_large_matrix_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate and up projections of Llama 3.1 70B, which take 235 MB in 4 bits, on a device that computes nothing."""
     allocations, meta = Allocations(), torch.device("meta")
-    monkeypatch.setitem(quantized._LOADED_VALUES, "meta", quantized._LOADED_VALUES["cuda"])
-    monkeypatch.setattr(Int4Matrix, "_rounded", between_calls(Int4Matrix._rounded, allocations))
-    packing = between_calls(torch._convert_weight_to_int4pack, allocations)
-    monkeypatch.setattr(torch, "_convert_weight_to_int4pack", packing)
+    monkeypatch.setitem(quantized.LOADED_VALUES, "meta", quantized.LOADED_VALUES["cuda"])
+    for owner, name in ((Int4Matrix, "_rounded"), (torch, PACKING)):
+        monkeypatch.setattr(owner, name, between_calls(getattr(owner, name), allocations))
     matrix = Int4Matrix.empty(57344, 8192, torch.bfloat16, meta)
     weight = torch.empty(57344, 8192, dtype=torch.bfloat16, device=meta)
     with allocations:
