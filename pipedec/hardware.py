@@ -117,13 +117,13 @@ class Device:
     """A GPU according to its data sheet, or a processor. Rates are dense, without sparsity.
 
     Attributes:
-        memory_gb: memory in GB, counted as 10^9 bytes. Data sheets mean 2^30 bytes; the difference of 7 % is reserved for the
-            driver, the allocator and fragmentation.
+        memory_gb: memory in GB by the data sheet.
         bandwidth_gb_per_s: memory bandwidth in GB/s.
         float32_tflops: peak rate of plain float32, without TF32.
         bfloat16_tflops: peak tensor core rate for 16-bit operands with float32 accumulation.
         source: where the figures come from.
         reported: how its driver names it, as a regular expression; empty for a processor.
+        reported_gib: memory that its driver reports, in units of 2^30 bytes; 0 for a processor.
     """
 
     name: str
@@ -133,6 +133,7 @@ class Device:
     bfloat16_tflops: float
     source: str
     reported: str = ""
+    reported_gib: float = 0
 
     @property
     def is_gpu(self) -> bool:
@@ -140,7 +141,12 @@ class Device:
 
     @property
     def memory_bytes(self) -> int:
-        return round(self.memory_gb * GIGA)
+        """All of it; of a GPU as its driver reports it."""
+        return round(self.reported_gib * 2**30) if self.is_gpu else round(self.memory_gb * GIGA)
+
+    def usable_bytes(self, utilization: float) -> int:
+        """What ranks may take: of a GPU the share that ``gpu_memory_utilization`` gives."""
+        return round(self.memory_bytes * utilization) if self.is_gpu else self.memory_bytes
 
     def difference(self, name: str, memory_bytes: int) -> str | None:
         """How a GPU differs from this kind, as the end of a sentence; None if it does not.
@@ -256,13 +262,13 @@ class ModelShape:
 DEVICES = {
     device.name: device
     for device in (
-        Device("rtx3090", 24, 936, 35.6, 71, "NVIDIA GA102 GPU architecture whitepaper", r"RTX 3090\b"),
-        Device("rtx4090", 24, 1008, 82.6, 165.2, "NVIDIA Ada GPU architecture whitepaper", r"RTX 4090\b"),
-        Device("l40", 48, 864, 90.5, 181.05, "NVIDIA L40 data sheet", r"\bL40\b"),
-        Device("l40s", 48, 864, 91.6, 362, "NVIDIA L40S data sheet", r"\bL40S\b"),
-        Device("a100-80", 80, 2039, 19.5, 312, "NVIDIA A100 data sheet (SXM)", r"\bA100\b.*80GB"),
-        Device("h100", 80, 3350, 67, 989, "NVIDIA H100 data sheet (SXM)", r"\bH100\b"),
-        Device("h200", 141, 4800, 67, 989, "NVIDIA H200 data sheet (SXM)", r"\bH200\b"),
+        Device("rtx3090", 24, 936, 35.6, 71, "NVIDIA GA102 GPU architecture whitepaper", r"RTX 3090\b", 23.69),
+        Device("rtx4090", 24, 1008, 82.6, 165.2, "NVIDIA Ada GPU architecture whitepaper", r"RTX 4090\b", 23.65),
+        Device("l40", 48, 864, 90.5, 181.05, "NVIDIA L40 data sheet", r"\bL40\b", 44.4),
+        Device("l40s", 48, 864, 91.6, 362, "NVIDIA L40S data sheet", r"\bL40S\b", 44.4),
+        Device("a100-80", 80, 2039, 19.5, 312, "NVIDIA A100 data sheet (SXM)", r"\bA100\b.*80GB", 79.15),
+        Device("h100", 80, 3350, 67, 989, "NVIDIA H100 data sheet (SXM)", r"\bH100\b", 79.11),
+        Device("h200", 141, 4800, 67, 989, "NVIDIA H200 data sheet (SXM)", r"\bH200\b", 139.81),
         Device("cpu", 64, 40, 1, 1, "nominal share of a server's processor, not a data sheet figure"),
     )
 }

@@ -84,7 +84,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "target": st.sampled_from(["/a", "smollm2"]), "draft": st.just("none"), "bita": st.just("/b"), "stages": st.integers(1, 1024),
     "layers": st.just("auto"), "device": st.sampled_from(["cpu", "cuda"]), "max_model_len": st.integers(1, 10**7),
     "max_num_seqs": st.integers(1, 65_536), "max_waiting": st.integers(0, 10**7), "kv_cache_memory": st.just("4GiB"),
-    "prefix_cache": st.booleans(), "dtype": st.sampled_from(["float32", "bfloat16"]), "quantize": st.just("int4"),
+    "gpu_memory_utilization": st.floats(0.1, 1), "prefix_cache": st.booleans(), "dtype": st.sampled_from(["float32", "bfloat16"]), "quantize": st.just("int4"),
     "draft_dtype": st.just("float16"), "draft_quantize": st.just("int8"), "transport": st.sampled_from(["gloo", "nccl"]),
     "dispatch": st.sampled_from(["windows", "tasks"]), "max_restarts": st.integers(0, 99),
     "restart_window": st.floats(0.5, 1e6), "stall_timeout": st.floats(0.5, 1e6), "log_level": st.sampled_from(["debug", "error"]),

@@ -93,8 +93,12 @@ class Limits:
     )
     kv_cache_memory: Annotated[
         Text | Bytes | None,
-        Help("KV cache memory of each rank, like 512MiB (default: what a cluster.yaml leaves on GPUs, else 2GiB).", "SIZE"),
+        Help("KV cache memory of each rank, like 512MiB (default: what weights leave on GPUs, else 2GiB).", "SIZE"),
     ] = None
+    gpu_memory_utilization: Annotated[
+        Annotated[float, Meta(gt=0, le=1)],
+        Help("Share of a GPU's memory that may be taken, by the ranks and by what else runs there, at the most."),
+    ] = 0.9
     prefix_cache: Annotated[bool, Help("Do not share the KV cache of equal prefixes between requests.")] = True
     tree: LayerTreeOptions | None = None  # of pipedec and stpp; None for their own defaults
 

@@ -14,10 +14,15 @@ from pipedec.hardware import (
     Link,
     ModelShape,
     PassTime,
+    WIDENED_VALUES,
     WeightFormat,
 )
 
-FIXED_WORKSPACE_BYTES = 500_000_000  # the CUDA context with its libraries
+# Assumptions about a rank on a GPU, which the driver's figures of a running rank may correct.
+CONTEXT_BYTES = 350_000_000  # the CUDA context, which exists before anything is loaded
+LIBRARY_BYTES = 150_000_000  # code of kernels, loaded when it is first used
+CUBLAS_BYTES = 2 * 32 * 2**20  # on the stream that computes and on that of the captures: 32 MiB on Hopper, 8 MiB elsewhere
+NCCL_BYTES = 2 * 2 * 8 * 4 * 2**20  # two communicators, each with 8 channels to and fro of NCCL_BUFFSIZE, 4 MiB
 PREFILL_ROWS = 512  # rows of a prompt that enter at once with single tasks; in windows they are fewer
 
 
@@ -52,6 +57,11 @@ class ModelCosts:
     rows: int
     max_model_len: int
     groups: int
+    utilization: float = 1.0
+
+    def memory_bytes(self, device: str) -> int:
+        """What ranks may take of a device's memory."""
+        return DEVICES[device].usable_bytes(self.utilization)
 
     @property
     def layer_kv_bytes(self) -> int:
@@ -65,11 +75,18 @@ class ModelCosts:
         return self.shape.cache_values_per_token * self.weights.element_bytes
 
     def workspace_bytes(self, device: str) -> int:
-        """Memory besides weights and caches: a fixed part, activations of a prefill chunk, the logits of every row, and on a GPU
-        the captured graphs'."""
+        """Memory besides weights and caches: what libraries take, activations of a prefill chunk, the logits of every row, and on
+        a GPU what only kernels there need."""
         values = max(self.rows, PREFILL_ROWS) * self._row_values + self.rows * self.shape.vocab_size
-        graphs = self.graph_bytes if DEVICES[device].is_gpu else 0
-        return FIXED_WORKSPACE_BYTES + values * self.weights.element_bytes + graphs
+        on_gpu = self.gpu_bytes if DEVICES[device].is_gpu else 0
+        return CONTEXT_BYTES + LIBRARY_BYTES + values * self.weights.element_bytes + on_gpu
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Buffers of NCCL and cuBLAS, captured graphs, and slices of quantized matrices while they are widened: in 8 bits of the
+        layers, in the graphs' memory, and of the head; in 4 bits of the head alone."""
+        widenings = {None: 0, "int4": 1, "int8": 2}[self.weights.quantize]
+        return NCCL_BYTES + CUBLAS_BYTES + self.graph_bytes + widenings * WIDENED_VALUES * self.weights.element_bytes
 
     @property
     def graph_bytes(self) -> int:
@@ -104,4 +121,4 @@ class ModelCosts:
     def room(self, device: str, first: bool, last: bool, taken_bytes: int = 0) -> int:
         """Number of layers that fit on a device beside everything else, of which another rank may have taken a part."""
         other = self.weight_bytes(0, first, last) + self.workspace_bytes(device) + taken_bytes
-        return max(0, (DEVICES[device].memory_bytes - other) // (self.weight_bytes(1, False, False) + self.layer_kv_bytes))
+        return max(0, (self.memory_bytes(device) - other) // (self.weight_bytes(1, False, False) + self.layer_kv_bytes))

@@ -31,7 +31,7 @@ class StagePlan:
         layers: transformer layers, counted from 0.
         weight_bytes, kv_bytes, workspace_bytes: the memory it takes; KV for all that the plan gives it, and at least for one
             request of the whole context and the rows of its tree.
-        memory_bytes: the memory of the device, or this rank's part of it.
+        memory_bytes: what ranks may take of the device's memory, or this rank's part of it.
         kv_token_bytes: one token in the KV caches of its layers.
         timing: compute and transfer times for any number of rows.
         rows: rows of a full tree layer.
@@ -171,7 +171,7 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     target = model_shape(config.target)
     draft_place, places = place_stages(config, name, partition)
     weights, draft_weights = _weights(config, draft_place, places)
-    costs = ModelCosts(target, weights, width, max_model_len, cut.num_groups)
+    costs = ModelCosts(target, weights, width, max_model_len, cut.num_groups, settings.limits.gpu_memory_utilization)
     link = draft_place and _link(config, draft_place, places[0])
     draft = _plan_draft(config.draft, draft_weights, costs, draft_place, link) if draft_place and link else None
     layers, problems = _split(costs, cut, places, draft)
@@ -248,12 +248,12 @@ def _plan_stage(
     )
     return StagePlan(
         rank, place, group, layers[rank - 1], costs.weight_bytes(count, first, last), count * costs.layer_kv_bytes,
-        costs.workspace_bytes(device.name), device.memory_bytes, count * costs.layer_token_bytes, timing, costs.rows,
+        costs.workspace_bytes(device.name), costs.memory_bytes(device.name), count * costs.layer_token_bytes, timing, costs.rows,
     )  # fmt: skip
 
 
 def _plan_draft(model: str, weights: WeightFormat, target: ModelCosts, place: Placement, link: Link) -> StagePlan:
-    costs = ModelCosts(model_shape(model), weights, target.rows, target.max_model_len, target.groups)
+    costs = replace(target, shape=model_shape(model), weights=weights)
     device, layers = DEVICES[place.device], costs.shape.num_hidden_layers
     timing = RankTiming(
         costs.pass_time(device, layers, True),
@@ -262,7 +262,7 @@ def _plan_draft(model: str, weights: WeightFormat, target: ModelCosts, place: Pl
     )
     return StagePlan(
         0, place, 0, range(layers), costs.weight_bytes(layers, True, True), layers * costs.layer_kv_bytes,
-        costs.workspace_bytes(device.name), device.memory_bytes, layers * costs.layer_token_bytes, timing, costs.rows,
+        costs.workspace_bytes(device.name), costs.memory_bytes(device.name), layers * costs.layer_token_bytes, timing, costs.rows,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from pipedec.hardware import GIGA
+from pipedec.hardware import DEVICES, GIGA
 from pipedec.plan.partition import Plan
 
 _PROMPT_TOKENS = 1000
@@ -27,16 +27,15 @@ def _ranks(plan: Plan) -> Table:
     table.add_column("group", justify="right")
     table.add_column("server", overflow="ellipsis", max_width=20, no_wrap=True)
     table.add_column("device", no_wrap=True)
-    for heading in ("layers", "weights\nGB", "KV\nGB", "other\nGB", "total /\nmemory GB", "compute\nms", "send\nms"):
+    for heading in ("layers", "weights\nGB", "KV\nGB", "other\nGB", "total /\nusable GB", "compute\nms", "send\nms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in ([plan.draft] if plan.draft else []) + list(plan.stages):
         device = f"{row.placement.device} #{row.placement.index}{' *' if row.shared else ''}"
-        memory_gb = f"{row.memory_bytes / GIGA:.1f}" if row.shared else f"{row.memory_bytes / GIGA:g}"
         table.add_row(
             str(row.rank), str(row.group) if row.group else "draft", row.placement.host,
             device, f"{row.layers.start}-{row.layers.stop - 1}",
             *(f"{part / GIGA:.1f}" for part in (row.weight_bytes, row.kv_bytes, row.workspace_bytes)),
-            f"{row.total_bytes / GIGA:.1f} / {memory_gb}", f"{row.compute_ms:.1f}", f"{row.transfer_ms:.2f}",
+            f"{row.total_bytes / GIGA:.1f} / {row.memory_bytes / GIGA:.1f}", f"{row.compute_ms:.1f}", f"{row.transfer_ms:.2f}",
             style=None if row.fits else "red",
         )  # fmt: skip
     return table
@@ -62,6 +61,7 @@ def _summary(plan: Plan) -> str:
         f"  plain pipeline (pp)  {plan.pp_token_ms:7.1f} ms   per token, without speculation",
         f"  knee                 {plan.knee:7,} rows per timestep, up to which a further row costs nothing",
         f"  KV capacity          {plan.kv_tokens:7,} tokens of all running requests together, {_kv_bytes(plan)}",
+        *([f"  GPU memory reserve   {reserve}"] if (reserve := _reserve(plan)) else []),
         "",
         f"Requests that have memory at the same time ({plan.kv.max_num_seqs:,} may run, of up to {plan.max_model_len:,} tokens):",
         _line("tokens of each", [f"{tokens:,}" for tokens in _REQUEST_TOKENS]),
@@ -85,3 +85,12 @@ def _kv_bytes(plan: Plan) -> str:
     """What they take on each rank."""
     sizes = sorted(plan.kv_tokens * rank.token_bytes / GIGA for rank in plan.kv.ranks)
     return f"{sizes[0]:.1f} GB per rank" if sizes[0] == sizes[-1] else f"{sizes[0]:.1f} to {sizes[-1]:.1f} GB per rank"
+
+
+def _reserve(plan: Plan) -> str:
+    """What the plan leaves free of each kind of GPU, for the allocator's fragments and whatever else runs there."""
+    ranks = [*([plan.draft] if plan.draft else []), *plan.stages]
+    free = {
+        name: DEVICES[name].memory_bytes - rank.memory_bytes for rank in ranks if DEVICES[name := rank.placement.device].is_gpu
+    }
+    return ", ".join(f"{num_bytes / GIGA:.1f} GB of each {name}" for name, num_bytes in free.items())
