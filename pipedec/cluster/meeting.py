@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from msgspec import structs
 
 from pipedec import __version__
 from pipedec.cluster.address import RankPlace
 from pipedec.cluster.lease import RECOVERY_SECONDS
+from pipedec.cluster.memory import RankMemory
 from pipedec.cluster.network import can_connect, interface_address, interface_of, is_loopback, machine_id, routed_address
 from pipedec.cluster.versions import installed_version
 from pipedec.config import configured_interface
@@ -64,11 +66,13 @@ class Met:
 
     Attributes:
         digests: of the weights by model, if the ranks are on several hosts.
+        kv_slots: of every rank's KV pool, if ranks have measured their memory.
     """
 
     rendezvous: Rendezvous
     interface: Interface
     digests: Mapping[str, str]
+    kv_slots: int | None
 
 
 class Meeting:
@@ -78,11 +82,12 @@ class Meeting:
         host: the name of this host.
         store: the store in which the process groups meet, if there is one already (torchrun's); None if rank 0 is to open it.
         doing: what the rank does.
+        memory: of its device; None if that is a processor.
     """
 
     def __init__(
         self, scheduler: RedisScheduler, place: RankPlace, host: str, spec: PipelineSpec, store: Store | None = None,
-        doing: Doing | None = None,
+        doing: Doing | None = None, memory: RankMemory | None = None,
     ) -> None:  # fmt: skip
         self._scheduler = scheduler
         self._place = place
@@ -90,6 +95,7 @@ class Meeting:
         self._spec = spec
         self._store = store
         self._doing = doing or Doing()
+        self._memory = memory or RankMemory(spec, place.rank, host, torch.device("cpu"))
         self._digests: dict[str, str] | None = None  # of the weights of all models, every byte; once they were asked for
         self._begin()
 
@@ -107,7 +113,7 @@ class Meeting:
             EpochEnded: the epoch has ended.
         """
         self._begin()
-        own = self.card
+        own = structs.replace(self.card, gpu=self._memory.gpu)
         self._publish(own)
         cards = self._gather(CardEvent, MEETING_SECONDS)
         check_cards(own, cards[0])
@@ -121,14 +127,17 @@ class Meeting:
         with socket.create_server((interface.address, 0), family=_family(interface.address)) as listener:
             port = server.port if server else int(listener.getsockname()[1])
             digests = self._compared_digests(progress)
-            self._publish(AddressEvent(own.rank, interface.address, port, digests))
+            slots = self._run_slots()
+            kv_bytes = self._memory.kv_bytes([card.rank for card in cards if card.gpu == own.gpu], slots)
+            self._publish(AddressEvent(own.rank, interface.address, port, digests, kv_bytes))
             addresses = self._gather(AddressEvent, MEETING_SECONDS if is_alone else DIGEST_SECONDS)
             check_equal(own, cards[0], _WEIGHTS, digests, addresses[0].digests)
             self._probe(cards, addresses)
             store = self._store or (server.store if server else join_store(addresses[0].address, addresses[0].port))
             store = store_of_epoch(store, self._scheduler.epoch)
             rendezvous = Rendezvous(own.rank, len(cards), store, MEETING_SECONDS, interface.name)
-            yield Met(rendezvous, interface, addresses[0].digests)
+            measured = {one.rank: one.kv_bytes for one in addresses if one.kv_bytes is not None}
+            yield Met(rendezvous, interface, addresses[0].digests, self._memory.agreed_slots(measured, slots))
 
     def loaded(self, description: RankDescription) -> None:
         """Tell rank 0 that this rank can serve."""
@@ -139,6 +148,12 @@ class Meeting:
         loaded = self._gather(LoadedEvent, seconds)
         self._scheduler.close_answer(self._scheduler.keys.meeting)
         return [event.description for event in loaded]
+
+    def _run_slots(self) -> int:
+        """Of KV memory, on which the run has agreed in an earlier epoch; 0 if it has not."""
+        scheduler = self._scheduler
+        description = RedisScheduler.describe(scheduler.client, scheduler.keys.run_id) if scheduler.epoch else None
+        return description.kv_slots if description else 0
 
     def _publish(self, event: Event) -> None:
         self._scheduler.publish(self._scheduler.keys.meeting, event)

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from pipedec.cluster.clock import measured_offset_us
 from pipedec.cluster.epochs import next_epoch
 from pipedec.cluster.lease import RECOVERY_SECONDS, LeaseKeeper
 from pipedec.cluster.meeting import Meeting
+from pipedec.cluster.memory import RankMemory
 from pipedec.cluster.place import check_device, checked_host
 from pipedec.config import AUTO, captures_graphs
 from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost
@@ -32,6 +33,7 @@ from pipedec.engine.build import DTYPES, load_drafter, load_prompter, load_stage
 from pipedec.engine.devices import num_gpus, rank_device
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.emulated_time import turn_of
+from pipedec.engine.memory import allocated
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.stage_loop import StageLoop
@@ -39,6 +41,7 @@ from pipedec.messages import Choice, RankDescription, RunDescription
 from pipedec.model import ModelConfig, described_attention
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RedisScheduler
+from pipedec.topology import rank_name
 from pipedec.tracing import Tracer
 from pipedec.transport.rendezvous import Store
 from pipedec.transport.torch_distributed import TorchTransport
@@ -101,7 +104,8 @@ class _Rank:
         )
         self._doing = Doing()
         self._lease = LeaseKeeper(scheduler, place.rank, self._doing, self._transport.abort, place.recovers, place.survives)
-        self._meeting = Meeting(scheduler, place, self._host, spec, store, self._doing)
+        self._memory = RankMemory(spec, place.rank, self._host, self._device)
+        self._meeting = Meeting(scheduler, place, self._host, spec, store, self._doing, self._memory)
         self._first_epoch = scheduler.epoch
         self._clock_offset_us = 0
         self._loop: DraftLoop | StageLoop | None = None  # once the weights are loaded
@@ -167,6 +171,7 @@ class _Rank:
         """Compare this place with the others', and connect to them."""
         with self._meeting.hold(lambda done, total: self._report("checking", done, total)) as met:
             self._transport.join(met.rendezvous)
+        self._spec = replace(self._spec, agreed_slots=met.kv_slots)
         backend = self._wanted
         if self._transport.backend != backend.name:
             why = (
@@ -188,7 +193,8 @@ class _Rank:
         self._doing.begin("loading")
         self._clock_offset_us = measured_offset_us(self._scheduler.clock_us)
         began = time.monotonic()
-        loop = self._new_loop()
+        loop = allocated(self._new_loop, self._name)
+        self._memory.loaded()
         logger.info("loaded in %.1f s: %s KV slots", time.monotonic() - began, f"{self._spec.kv_slots:,}")
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector, which halts a timestep, need not look at it again
@@ -242,9 +248,13 @@ class _Rank:
             "emulated": emulated,
         }
 
+    @property
+    def _name(self) -> str:
+        return f"{rank_name(self._place.rank)} on {self._host}"
+
     def _load_late(self) -> Drafter:
         """In another thread."""
-        drafter = load_drafter(self._spec, self._device)
+        drafter = allocated(lambda: load_drafter(self._spec, self._device), self._name)
         assert drafter is not None
         return drafter
 

@@ -1,6 +1,6 @@
-"""The devices of this machine: which one a rank has, and what each computes fast.
+"""The devices of this machine: which one a rank has, what each computes fast, and how much memory is free.
 
-Nothing is timed, so the answers are the same at every start.
+Nothing is timed, so all but the free memory is the same at every start.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pipedec.config import AUTO, onednn_limit
 from pipedec.core import UserError
 from pipedec.hardware import DEVICES
 from pipedec.plan.dtypes import Arithmetic
+from pipedec.plan.kv_memory import GpuMemory
 from pipedec.plan.spec import PipelineSpec
 
 _BFLOAT16_CAPABILITY = (8, 0)  # compute capability of the first GPUs that compute it
@@ -38,6 +39,17 @@ def _processor_has_bfloat16() -> bool:
 def num_gpus() -> int:
     """GPUs that torch can use here."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def free_memory(device: torch.device) -> GpuMemory:
+    """The memory of a GPU. What this process has kept for reuse counts as free."""
+    torch.cuda.empty_cache()
+    return GpuMemory(*torch.cuda.mem_get_info(device))
+
+
+def gpu_id(device: torch.device) -> str:
+    """The same for all processes that use a GPU, whatever number it has for them, and for no other GPU; empty for a processor."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def rank_device(spec: PipelineSpec, rank: int, local_rank: int, gpus: int | None = None) -> torch.device:

@@ -22,6 +22,7 @@ from pipedec.engine.devices import chosen_device
 from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
 from pipedec.engine.live_feed import LiveFeed
 from pipedec.engine.loop import Listener, decode
+from pipedec.engine.memory import with_measured_memory
 from pipedec.engine.pool import Pool, Reader
 from pipedec.engine.recorder import Recorder, Timestep
 from pipedec.engine.run_counters import RunCounters
@@ -163,6 +164,7 @@ class LocalPipeline:
             capture: how forwards on a device are captured.
         """
         device = chosen_device(spec.settings.cut.device)
+        spec = with_measured_memory(spec, device)
         stages = [load_stage(spec, rank, device, capture=capture) for rank in range(1, spec.settings.cut.stages + 1)]
         sequences, drafter, masks = Sequences(spec.target), load_drafter(spec, device, capture=capture), spec.trained_masks
         kv = spec.kv_manager()

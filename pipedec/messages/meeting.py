@@ -18,6 +18,7 @@ class CardEvent(EventRecord, frozen=True, tag="card"):
         versions: of pipedec, torch, llguidance and the protocols in Redis and between ranks.
         configs: digests of what is not weights, and of the first row of every tensor, by model.
         settings: what follows from its flags and must be the same everywhere.
+        gpu: the identifier of the GPU on which it will load its weights; empty on a processor, and once they are loaded.
     """
 
     rank: int
@@ -27,6 +28,7 @@ class CardEvent(EventRecord, frozen=True, tag="card"):
     versions: Mapping[str, str]
     configs: Mapping[str, str]
     settings: Mapping[str, str] = {}
+    gpu: str = ""
 
 
 class AddressEvent(EventRecord, frozen=True, tag="address"):
@@ -35,12 +37,14 @@ class AddressEvent(EventRecord, frozen=True, tag="address"):
     Attributes:
         port: a port on which it listens until all ranks have connected; on rank 0, the one of the store in which they meet.
         digests: of the weights by model, from the first rank of every machine, if there are several.
+        kv_bytes: for which it has measured memory for keys and values; None if it has not.
     """
 
     rank: int
     address: str
     port: int
     digests: Mapping[str, str]
+    kv_bytes: int | None = None
 
 
 class LoadedEvent(EventRecord, frozen=True, tag="loaded"):

@@ -66,6 +66,8 @@ class RunDescription(Record, frozen=True):
         ranks: where each rank runs, and how.
         digests: of the weights by model (``target``, ``draft``, ``bita``), where ranks on several hosts have compared them.
         trained_bita: what ``bita`` holds.
+        kv_slots: of every rank's KV pool, if ranks have measured their GPUs' memory; in all epochs the same. 0 if it follows from
+            the settings.
     """
 
     settings: Settings
@@ -75,6 +77,7 @@ class RunDescription(Record, frozen=True):
     ranks: tuple[RankDescription, ...] = ()
     digests: Mapping[str, str] = {}
     trained_bita: BitaDescription | None = None
+    kv_slots: int = 0
 
     @property
     def target(self) -> str:

@@ -10,11 +10,11 @@ from pipedec.hardware import (
     CAPTURED_ROWS,
     CAPTURED_SLOTS,
     DEVICES,
+    WIDENED_VALUES,
     Device,
     Link,
     ModelShape,
     PassTime,
-    WIDENED_VALUES,
     WeightFormat,
 )
 
@@ -77,9 +77,13 @@ class ModelCosts:
     def workspace_bytes(self, device: str) -> int:
         """Memory besides weights and caches: what libraries take, activations of a prefill chunk, the logits of every row, and on
         a GPU what only kernels there need."""
-        values = max(self.rows, PREFILL_ROWS) * self._row_values + self.rows * self.shape.vocab_size
         on_gpu = self.gpu_bytes if DEVICES[device].is_gpu else 0
-        return CONTEXT_BYTES + LIBRARY_BYTES + values * self.weights.element_bytes + on_gpu
+        return CONTEXT_BYTES + LIBRARY_BYTES + self._activation_bytes + on_gpu
+
+    @property
+    def rank_bytes(self) -> int:
+        """``workspace_bytes`` on a GPU without the CUDA context."""
+        return LIBRARY_BYTES + self._activation_bytes + self.gpu_bytes
 
     @property
     def gpu_bytes(self) -> int:
@@ -97,6 +101,11 @@ class ModelCosts:
         group = self.shape.num_attention_heads // self.shape.num_key_value_heads
         values = CAPTURED_ROWS * self._row_values + CAPTURED_SLOTS * self.shape.cache_values_per_token
         return (values + 2 * group * CAPTURED_CELLS) * self.weights.element_bytes
+
+    @property
+    def _activation_bytes(self) -> int:
+        values = max(self.rows, PREFILL_ROWS) * self._row_values + self.rows * self.shape.vocab_size
+        return values * self.weights.element_bytes
 
     @property
     def _row_values(self) -> int:

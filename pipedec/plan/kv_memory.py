@@ -1,11 +1,11 @@
 """The KV budget: for how many tokens every rank of a pipeline has memory, and how many its requests can use at most.
 
-Plain arithmetic, the same on every rank. Knows neither devices nor which request has which tokens.
+Plain arithmetic. Asks no device, and does not know which request has which tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -18,6 +18,41 @@ TREE_ROWS = 512  # of all requests together that are in flight per timestep of a
 LEAST_TOKENS = 256  # a budget for fewer is a mistake
 CPU_BLOCK = 16  # slots that are handed out together
 CUDA_BLOCK = 256  # that flash-attention with block tables needs
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """The memory of a GPU, in bytes.
+
+    Attributes:
+        free: of all processes, at the moment.
+    """
+
+    free: int
+    total: int
+
+    def usable(self, utilization: float) -> int:
+        """Bytes that may still be taken, if all processes together may have this share of the whole. Negative if they have more."""
+        return round(self.total * utilization) - (self.total - self.free)
+
+
+@dataclass(frozen=True)
+class RankNeeds:
+    """What one rank allocates on its GPU, in bytes.
+
+    Attributes:
+        fixed_bytes: weights and workspace, without the CUDA context.
+        token_bytes: of one token in all of its layers.
+    """
+
+    fixed_bytes: int
+    token_bytes: int
+
+
+def tokens_beside(usable: int, needs: Iterable[RankNeeds]) -> int:
+    """For how many tokens ranks that share a GPU have memory, the same for each. Negative if not even their weights fit."""
+    needs = list(needs)
+    return (usable - sum(one.fixed_bytes for one in needs)) // sum(one.token_bytes for one in needs)
 
 
 @dataclass(frozen=True)
@@ -76,6 +111,10 @@ class KVBudget:
         """How many requests of ``tokens`` tokens fit at the same time, each with one row in flight per timestep."""
         return self.tokens // self._whole_blocks(tokens + self.groups)
 
+    def needed(self, max_model_len: int | None, rows: int) -> int:
+        """The fewest tokens, in whole blocks, with which a pipeline can work. Arguments as of ``check``."""
+        return self._whole_blocks(LEAST_TOKENS if max_model_len is None else max_model_len + rows)
+
     def check(self, max_model_len: int | None, rows: int) -> None:
         """Refuse a budget that is too small to work with.
 
@@ -86,8 +125,7 @@ class KVBudget:
         Raises:
             UserError: one request of ``max_model_len`` does not fit, or not even a few hundred tokens do.
         """
-        needed = LEAST_TOKENS if max_model_len is None else self._whole_blocks(max_model_len + rows)
-        scarcest = self.scarcest
+        needed, scarcest = self.needed(max_model_len, rows), self.scarcest
         if scarcest.tokens // self.block * self.block >= needed:
             return
         what = "a few hundred tokens need" if max_model_len is None else f"one request of {max_model_len:,} tokens needs"

@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipedec.config import AUTO, LENGTH_DEPENDENT, NONE, ModelConfig, ServerConfig, Settings
+from pipedec.config import AUTO, LENGTH_DEPENDENT, NONE, ModelConfig, ServerConfig, Settings, model_shape
 from pipedec.core import KNEE_ROWS
 from pipedec.hardware import DEVICES, WeightFormat
 from pipedec.kv import KVManager
 from pipedec.messages import BitaDescription, RankDescription, RunDescription
+from pipedec.plan.costs import ModelCosts
 from pipedec.plan.dtypes import GIVEN
 from pipedec.plan.emulation import Emulation
-from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget
+from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget, RankNeeds
 from pipedec.plan.placement import Placement
 from pipedec.topology import Topology
 
@@ -40,6 +41,7 @@ class PipelineSpec:
         servers: the hosts of ``places``.
         duplex: of the links between the ranks: ``half`` if a rank takes part in one transfer at a time, else ``full``.
         kv_room: for each rank, from 0, the bytes for keys and values that a cluster.yaml leaves; None without one.
+        agreed_slots: of every rank's KV pool, once ranks on GPUs have measured their memory; None before, and where none does.
     """
 
     settings: Settings
@@ -53,6 +55,7 @@ class PipelineSpec:
     servers: tuple[ServerConfig, ...] = ()
     duplex: str = "full"
     kv_room: tuple[int, ...] | None = None
+    agreed_slots: int | None = None
 
     def replaced(self, **values: Any) -> PipelineSpec:
         """With other settings by name, which are known to be right."""
@@ -107,9 +110,17 @@ class PipelineSpec:
 
         An emulation has those of the devices that it emulates.
         """
+        if self.agreed_slots is not None:
+            return self.agreed_slots
         if self.emulation is not None and self.emulation.kv_tokens is not None:
             return self.emulation.kv_tokens // self.kv_block * self.kv_block
         return self.kv_budget().tokens
+
+    @property
+    def measures_memory(self) -> bool:
+        """Whether ranks that are on GPUs find out when they start how much memory they have for keys and values."""
+        is_emulated = self.emulation is not None and self.emulation.kv_tokens is not None
+        return self._may_use_cuda and self.settings.limits.kv_cache_bytes is None and not is_emulated
 
     @property
     def kv_block(self) -> int:
@@ -127,23 +138,51 @@ class PipelineSpec:
         return KVManager(self.kv_slots, self.kv_block, self.shares_prefixes)
 
     def check_kv_budget(self) -> None:
-        """Raises UserError if the KV budget holds no request of ``max_model_len``, or not even a few hundred tokens."""
-        self.kv_budget().check(self.settings.limits.max_model_len, self.knee)
+        """Raises UserError if the KV budget holds no request of ``max_model_len``, or not even a few hundred tokens.
 
-    def kv_budget(self) -> KVBudget:
-        """The memory of every rank for keys and values, and what a token takes of it."""
+        Without a cluster.yaml nobody knows yet what will be measured.
+        """
+        if self.places is not None or not self.measures_memory:
+            self.agreed_budget({})
+
+    def agreed_budget(self, measured: Mapping[int, int]) -> KVBudget:
+        """``kv_budget``. Raises UserError as ``check_kv_budget``."""
+        budget = self.kv_budget(measured)
+        budget.check(self.settings.limits.max_model_len, self.knee)
+        return budget
+
+    def kv_budget(self, measured: Mapping[int, int] | None = None) -> KVBudget:
+        """The memory of every rank for keys and values, and what a token takes of it.
+
+        Args:
+            measured: bytes of ranks that know better than the plan, by rank.
+        """
         target, limits = self._target_config, self.settings.limits
         layers = [stop - start for start, stop in self.layers]
-        ranks = [self._rank_budget(rank, target, count, self.weights) for rank, count in enumerate(layers, start=1)]
+        measured = measured or {}
+        ranks = [self._rank_budget(rank, target, count, self.weights, measured) for rank, count in enumerate(layers, start=1)]
         if self.draft is not None:
             draft = ModelConfig.from_directory(self.draft)
-            ranks.insert(0, self._rank_budget(0, draft, draft.num_layers, self.largest_draft_weights))
+            ranks.insert(0, self._rank_budget(0, draft, draft.num_layers, self.largest_draft_weights, measured))
         context = min(limits.max_model_len or target.max_positions, target.max_positions)
         return KVBudget(ranks, context, limits.max_num_seqs, self.topology.num_groups, self.kv_block)
 
-    def _rank_budget(self, rank: int, config: ModelConfig, layers: int, weights: WeightFormat) -> RankBudget:
+    def needs(self, rank: int) -> RankNeeds:
+        """What a rank with a model allocates on a GPU. Weights are counted by their shapes, as in a plan."""
+        limits = self.settings.limits
+        path, weights = (self.draft, self.largest_draft_weights) if rank == 0 else (self.target, self.weights)
+        costs = ModelCosts(model_shape(str(path)), weights, self.knee, limits.max_model_len or 0, self.topology.num_groups)
+        start, stop = (0, costs.shape.num_hidden_layers) if rank == 0 else self.layers[rank - 1]
+        token_bytes = (stop - start) * costs.layer_token_bytes
+        held = costs.weight_bytes(stop - start, rank <= 1, rank in (0, len(self.layers)))
+        behind_the_slots = self.kv_block * token_bytes  # of the pool: a learned prompt, and what nobody reads
+        return RankNeeds(held + costs.rank_bytes + behind_the_slots, token_bytes)
+
+    def _rank_budget(
+        self, rank: int, config: ModelConfig, layers: int, weights: WeightFormat, measured: Mapping[int, int]
+    ) -> RankBudget:
         room = DEFAULT_BYTES if self.kv_room is None else self.kv_room[rank]
-        num_bytes = self.settings.limits.kv_cache_bytes or room
+        num_bytes = self.settings.limits.kv_cache_bytes or measured.get(rank, room)
         return RankBudget(rank, num_bytes, layers * config.num_cache_elements_per_row * weights.element_bytes)
 
     @property
@@ -169,6 +208,7 @@ class PipelineSpec:
             tuple(ranks),
             digests or {},
             self.trained_bita,
+            self.agreed_slots or 0,
         )
 
     @property

@@ -90,7 +90,5 @@ def _kv_bytes(plan: Plan) -> str:
 def _reserve(plan: Plan) -> str:
     """What the plan leaves free of each kind of GPU, for the allocator's fragments and whatever else runs there."""
     ranks = [*([plan.draft] if plan.draft else []), *plan.stages]
-    free = {
-        name: DEVICES[name].memory_bytes - rank.memory_bytes for rank in ranks if DEVICES[name := rank.placement.device].is_gpu
-    }
-    return ", ".join(f"{num_bytes / GIGA:.1f} GB of each {name}" for name, num_bytes in free.items())
+    usable = {rank.placement.device: rank.memory_bytes for rank in ranks if DEVICES[rank.placement.device].is_gpu}
+    return ", ".join(f"{(DEVICES[name].memory_bytes - most) / GIGA:.1f} GB of each {name}" for name, most in usable.items())
