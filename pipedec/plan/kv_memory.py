@@ -32,7 +32,7 @@ class GpuMemory:
     total: int
 
     def usable(self, utilization: float) -> int:
-        """Bytes that may still be taken, if all processes together may have this share of the whole. Negative if they have more."""
+        """Bytes that may still be taken, if all processes together may have this share of it. Negative if they have more."""
         return round(self.total * utilization) - (self.total - self.free)
 
 

@@ -8,7 +8,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,17 +24,20 @@ from support.tiny_pair import Pair
 from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.local import serve_rank
 from pipedec.cluster.meeting import LOOPBACK, Interface, Meeting, Met, check_cards, choose_interface, use_interface
+from pipedec.cluster.memory import RankMemory
 from pipedec.cluster.network import machine_id
 from pipedec.cluster.place import check_device, checked_host
 from pipedec.cluster.processes import RankProcesses
 from pipedec.config import ServerConfig
 from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.messages import AddressEvent, CardEvent
+from pipedec.plan.kv_memory import DEFAULT_BYTES, GpuMemory, tokens_beside
 from pipedec.plan.placement import Placement
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
 from pipedec.transport.rendezvous import MEETING_SECONDS
 
+GB = 10**9
 HERE = CardEvent(1, "a", machine_id(), "10.0.0.1", {"pipedec": "1", "torch": "2"}, {"target": "x"})
 FIRST = CardEvent(0, "b", "elsewhere", "10.0.0.2", {"pipedec": "1", "torch": "2"}, {"target": "x"})
 
@@ -43,6 +46,19 @@ FIRST = CardEvent(0, "b", "elsewhere", "10.0.0.2", {"pipedec": "1", "torch": "2"
 def server() -> Iterator[EmbeddedServer]:
     with EmbeddedServer() as server:
         yield server
+
+
+@dataclass
+class Gpu:
+    """A GPU of 4 GB of which so much is free."""
+
+    name: str
+    free: int
+    asked: int = 0
+
+    def ask(self, device: torch.device) -> GpuMemory:
+        self.asked += 1
+        return GpuMemory(self.free, 4 * GB)
 
 
 class Run:
@@ -56,10 +72,20 @@ class Run:
     def connect(self) -> RedisScheduler:
         return RedisScheduler(connect(self._url), self._name, self.spec.topology)
 
-    def meet(self, rank: int, local_rank: int | None = None, local_world_size: int = 3) -> Future[Met]:
-        """As a rank of one host, unless a smaller local world says otherwise."""
+    def meet(
+        self, rank: int, local_rank: int | None = None, local_world_size: int = 3, epoch: int = 0, gpu: Gpu | None = None
+    ) -> Future[Met]:
+        """As a rank of one host, unless a smaller local world says otherwise.
+
+        Args:
+            gpu: on which it is about to load its weights.
+        """
         place = RankPlace(rank, 3, rank if local_rank is None else local_rank, local_world_size)
-        return self.threads.submit(self._hold, Meeting(self.connect(), place, "here", self.spec))
+        scheduler, memory = self.connect(), None
+        scheduler.enter(epoch)
+        if gpu is not None:
+            memory = RankMemory(self.spec, rank, "here", torch.device("cuda", 0), gpu.name, gpu.ask, patience_seconds=0)
+        return self.threads.submit(self._hold, Meeting(scheduler, place, "here", self.spec, memory=memory))
 
     @staticmethod
     def _hold(meeting: Meeting) -> Met:
@@ -264,3 +290,80 @@ def test_a_rank_that_dies_before_the_others_come_is_noticed(run: Run, server: Em
         assert "rank 0 (draft) stopped answering" in str(run.scheduler.failure())
     finally:
         ranks.kill()
+
+
+@pytest.fixture
+def gpu_run(run: Run) -> Run:
+    """Whose requests could use all memory there is."""
+    run.spec = replace(run.spec, num_gpus=2).replaced(device="auto", max_num_seqs=65_536)
+    return run
+
+
+def slots_of(spec: PipelineSpec, gpu: Gpu, *ranks: int) -> int:
+    return tokens_beside(GpuMemory(gpu.free, 4 * GB).usable(0.9), [spec.needs(rank) for rank in ranks]) // 256 * 256
+
+
+def test_ranks_agree_on_what_the_scarcest_gpu_holds(gpu_run: Run, no_interface: None) -> None:
+    """Rank 0 shares one with stage 2, in whichever order they come; the other GPU is used by somebody else, too."""
+    shared, other = Gpu("GPU-a", 3_900_000_000), Gpu("GPU-b", 1_500_000_000)
+    met = [future.result(30) for future in [gpu_run.meet(0, gpu=shared), gpu_run.meet(1, gpu=other), gpu_run.meet(2, gpu=shared)]]
+    expected = min(slots_of(gpu_run.spec, shared, 0, 2), slots_of(gpu_run.spec, other, 1))
+    assert {one.kv_slots for one in met} == {expected} and expected == slots_of(gpu_run.spec, other, 1)
+    other.free = 3_900_000_000
+    gpu_run.scheduler.close_answer(gpu_run.scheduler.keys.meeting)
+    met = [future.result(30) for future in [gpu_run.meet(2, gpu=shared), gpu_run.meet(1, gpu=other), gpu_run.meet(0, gpu=shared)]]
+    assert {one.kv_slots for one in met} == {slots_of(gpu_run.spec, shared, 0, 2)}
+
+
+def test_a_rank_on_a_processor_has_its_default_beside_ranks_that_measure(gpu_run: Run, no_interface: None) -> None:
+    gpu = Gpu("GPU-a", 3_900_000_000)
+    met = [future.result(30) for future in [gpu_run.meet(0), gpu_run.meet(1, gpu=gpu), gpu_run.meet(2, gpu=gpu)]]
+    default = DEFAULT_BYTES // gpu_run.spec.needs(0).token_bytes // 256 * 256
+    assert {one.kv_slots for one in met} == {min(default, slots_of(gpu_run.spec, gpu, 1, 2))}
+
+
+def test_a_gpu_without_memory_is_told_by_its_rank_before_it_loads(gpu_run: Run, no_interface: None) -> None:
+    free = Gpu("GPU-a", 4 * GB)
+    refused = gpu_run.meet(2, gpu=Gpu("GPU-b", GB // 2))
+    waiting = [gpu_run.meet(rank, gpu=free) for rank in (0, 1)]
+    with pytest.raises(UserError, match=r"^rank 2 \(stage 2\) on here cannot load: .* other processes hold 3\.1 GB,"):
+        refused.result(30)
+    gpu_run.scheduler.abort(2, "rank 2 has no memory")
+    for future in waiting:
+        with pytest.raises(PipedecError, match=r"^rank 2 has no memory$"):
+            future.result(30)
+
+
+def test_a_replaced_rank_takes_the_slots_of_the_run(gpu_run: Run, no_interface: None) -> None:
+    """Its own GPU now has room for more; those that are left have pools of that size."""
+    run, gpu = gpu_run, Gpu("GPU-a", 4 * GB)
+    run.scheduler.open(replace(run.spec, agreed_slots=512).description(), recovers=True)
+    assert run.scheduler.recover([1], "rank 1 was killed") == 1
+    met = [future.result(30) for future in [run.meet(0, epoch=1), run.meet(1, epoch=1, gpu=gpu), run.meet(2, epoch=1)]]
+    assert {one.kv_slots for one in met} == {512} and gpu.asked == 1
+    run.scheduler.enter(1)
+    assert run.scheduler.recover([0, 1, 2], "all are started again, as with NCCL") == 2
+    met = [future.result(30) for future in [run.meet(rank, epoch=2, gpu=gpu) for rank in range(3)]]
+    assert {one.kv_slots for one in met} == {512}
+
+
+def test_a_replaced_rank_that_has_less_room_says_so(gpu_run: Run, no_interface: None) -> None:
+    run = gpu_run
+    run.scheduler.open(replace(run.spec, agreed_slots=5_120_000).description(), recovers=True)
+    run.scheduler.recover([1], "rank 1 was killed")
+    refused = run.meet(1, epoch=1, gpu=Gpu("GPU-a", 2_000_000_000))
+    waiting = [run.meet(rank, epoch=1) for rank in (0, 2)]
+    with pytest.raises(UserError, match=r"^rank 1 \(stage 1\) on here cannot load: .* keys and values of 5,120,000 tokens need "):
+        refused.result(30)
+    run.scheduler.enter(1)
+    run.scheduler.abort(1, "rank 1 has no memory")
+    for future in waiting:
+        with pytest.raises(PipedecError, match=r"^rank 1 has no memory$"):
+            future.result(30)
+
+
+def test_a_given_size_is_not_measured_but_must_be_free(gpu_run: Run, no_interface: None) -> None:
+    gpu_run.spec = gpu_run.spec.replaced(kv_cache_memory="1MiB")
+    gpu = Gpu("GPU-a", 3_900_000_000)
+    met = [future.result(30) for future in [gpu_run.meet(rank, gpu=gpu) for rank in range(3)]]
+    assert {one.kv_slots for one in met} == {None} and gpu.asked == 3
