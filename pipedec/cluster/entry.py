@@ -17,6 +17,7 @@ from pipedec import __version__
 from pipedec.cluster.address import RankPlace, Report, RunAddress
 from pipedec.cluster.logs import run_log
 from pipedec.cluster.processes import FAILED, LOST_ANOTHER
+from pipedec.config import set_rank_environment
 from pipedec.core import PipedecError, RankLost
 from pipedec.scheduler import RedisScheduler
 from pipedec.topology import Topology, of_rank, rank_name
@@ -44,7 +45,7 @@ def run_rank(
         store: the store in which the process groups meet, if there is one already.
         describe: is told what this rank is, once its weights are loaded.
     """
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    set_rank_environment()
     scheduler: RedisScheduler | None = None
     status = FAILED
     try:

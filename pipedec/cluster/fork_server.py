@@ -12,6 +12,10 @@ die_with_parent()
 if os.getsid(os.getppid()) != os.getsid(0):  # the supervisor ended before the line above: somebody else's child now
     os._exit(1)
 
+from pipedec.config import set_rank_environment  # noqa: E402
+
+set_rank_environment()
+
 import pipedec.cluster.rank  # noqa: E402, F401
 
 # From here on it reads the end of a pipe; the kernel would kill it as soon as the thread that started the cluster ends.

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from pipedec.cluster.processes import FAILED, LOST_ANOTHER
+from pipedec.cluster.processes import FAILED, LOST_ANOTHER, leave
 from pipedec.core import EpochEnded, PipedecError, SchedulerLost, UserError
 from pipedec.engine.activity import Doing
 from pipedec.scheduler import RedisScheduler
@@ -35,6 +35,7 @@ class LeaseKeeper:
         abort: lets a rank come loose that waits in a transfer, because the epoch has ended.
         recovers: somebody replaces lost ranks. Then this rank judges no other one, waits for a Redis that is away, and survives
             the end of an epoch.
+        leaves: whether only the end of this process lets the rank come loose: over NCCL.
         survives: this process goes on when another rank is lost; if not, it ends, to be started again with all others.
         renewal_seconds: between two renewals.
         give_up_seconds: in which the rank itself may notice that the run has failed, before its process is ended.
@@ -50,11 +51,13 @@ class LeaseKeeper:
         survives: bool = True,
         renewal_seconds: float = LEASE_RENEWAL_SECONDS,
         give_up_seconds: float = GIVE_UP_SECONDS,
+        leaves: Callable[[], bool] = lambda: False,
     ) -> None:
         self._scheduler = scheduler
         self._rank = rank
         self._doing = doing or Doing()
         self._abort = abort
+        self._leaves = leaves
         self._recovers = recovers
         self._survives = survives
         self._renewal_seconds = renewal_seconds
@@ -149,12 +152,14 @@ class LeaseKeeper:
             self._is_up |= known
 
     def _outlive(self, epoch: int, error: EpochEnded) -> str | None:
-        """The epoch has ended; the rank must notice."""
+        """The epoch has ended; the rank must notice, or its process ends."""
         if not self._recovers:
             return str(error)
         with self._changing:
             if self._scheduler.epoch != epoch:
                 return None
+            if self._leaves():
+                leave()
             self._doing.interrupt(error)
             self._abort()
         return self._wait(error)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -83,11 +84,13 @@ class Meeting:
         store: the store in which the process groups meet, if there is one already (torchrun's); None if rank 0 is to open it.
         doing: what the rank does.
         memory: of its device; None if that is a processor.
+        nccl_versions: what all stages must have alike that request NCCL; empty if this rank does not.
     """
 
     def __init__(
         self, scheduler: RedisScheduler, place: RankPlace, host: str, spec: PipelineSpec, store: Store | None = None,
         doing: Doing | None = None, memory: RankMemory | None = None,
+        nccl_versions: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self._scheduler = scheduler
         self._place = place
@@ -96,6 +99,7 @@ class Meeting:
         self._store = store
         self._doing = doing or Doing()
         self._memory = memory or RankMemory(spec, place.rank, host, torch.device("cpu"))
+        self._nccl_versions = nccl_versions
         self._digests: dict[str, str] | None = None  # of the weights of all models, every byte; once they were asked for
         self._begin()
 
@@ -117,6 +121,7 @@ class Meeting:
         self._publish(own)
         cards = self._gather(CardEvent, MEETING_SECONDS)
         check_cards(own, cards[0])
+        check_nccl(own, cards[1:], self._nccl_versions)
         machines = {card.machine: card.host for card in cards}
         logger.info("all %d ranks have come; hosts: %s", len(cards), ", ".join(machines.values()))
         interface = choose_interface(own, cards, self._configured_interface())
@@ -171,6 +176,7 @@ class Meeting:
             "llguidance": str(installed_version("llguidance")),
             "protocol in Redis": scripts_digest(),
             "protocol between ranks": PROTOCOL,
+            **self._nccl_versions,
         }
         settings = {
             "weights": str(self._spec.weights),
@@ -263,6 +269,7 @@ _CONFIG = "{own} has another {name} than {other}: copy the same checkpoint to bo
 _SETTINGS = (
     "{own} has {name} {mine}, but {other} has {theirs}: give both the same flags, --device and --dtype if their GPUs differ"
 )
+_NCCL = "{own} has {name} {mine}, but {other} has {theirs}: install the same build on both, or give --transport gloo"
 _WEIGHTS = "{own} has other weights of the {name} than {other}: copy the same checkpoint to both hosts"
 
 
@@ -271,6 +278,12 @@ def check_cards(own: CardEvent, first: CardEvent) -> None:
     check_equal(own, first, _VERSION, own.versions, first.versions)
     check_equal(own, first, _CONFIG, own.configs, first.configs)
     check_equal(own, first, _SETTINGS, own.settings, first.settings)
+
+
+def check_nccl(own: CardEvent, stages: Sequence[CardEvent], mine: Mapping[str, str]) -> None:
+    """Raises UserError if NCCL will be used, as all stages request it, and this one has other versions than the first."""
+    if all(mine.keys() <= stage.versions.keys() for stage in stages):
+        check_equal(own, stages[0], _NCCL, mine, stages[0].versions)
 
 
 def check_equal(own: CardEvent, first: CardEvent, message: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> None:

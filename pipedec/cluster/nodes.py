@@ -20,7 +20,7 @@ from pipedec.cluster.node_link import News, NodeLink
 from pipedec.cluster.node_rank import LaunchedRun
 from pipedec.cluster.processes import describe_exit
 from pipedec.cluster.ssh import is_local
-from pipedec.config import ClusterConfig, RedisConfig, ServerConfig, transport_environment
+from pipedec.config import RANK_ENVIRONMENT, ClusterConfig, RedisConfig, ServerConfig, transport_environment
 from pipedec.core import PipedecError, UserError
 from pipedec.messages import Recovery
 from pipedec.plan.placement import Placement
@@ -83,7 +83,7 @@ class Nodes:
         server, passed_on = self.server(host), transport_environment()
         if server.interface is not None:  # the file knows the host better than the launching shell does
             passed_on = {name: value for name, value in passed_on.items() if not name.endswith("_SOCKET_IFNAME")}
-        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **passed_on, **self._config.launch.environment, **server.environment}
+        return {"CUDA_DEVICE_ORDER": RANK_ENVIRONMENT["CUDA_DEVICE_ORDER"], **passed_on, **self._config.launch.environment, **server.environment}
 
     def connect(self, log: IO[str] | None, seconds: float = CONNECT_SECONDS) -> None:
         """Start all nodes at once, and compare their versions with this one's. Their ranks' imports begin.

@@ -13,13 +13,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pipedec.core import PipedecError
 
@@ -30,6 +30,9 @@ FAILED = 1
 
 LOST_ANOTHER = 3
 """Exit status of a rank that could not go on because another one had failed, ended or fallen silent."""
+
+ABORTED = -signal.SIGABRT
+"""Exit status of a rank that a library or the interpreter has aborted."""
 
 _PRELOAD = ["pipedec.cluster.fork_server"]
 _END_SECONDS = 10.0
@@ -167,6 +170,18 @@ def describe_exit(status: int) -> str:
         known = -status in [number.value for number in signal.Signals]
         return f"was killed by {signal.Signals(-status).name if known else f'signal {-status}'}"
     return "ended before it was told to" if status == 0 else f"failed with exit status {status}"
+
+
+def killed_ranks(statuses: Mapping[int, int]) -> list[int]:
+    """The ranks that a signal has ended; those that have aborted themselves come last, as a library may do so for a lost peer."""
+    return sorted((rank for rank, status in statuses.items() if status < 0), key=lambda rank: statuses[rank] == ABORTED)
+
+
+def leave() -> NoReturn:
+    """End this process, which has lost another, at once: nothing is taken apart, as that may wait for the lost one."""
+    with suppress(OSError):
+        sys.stderr.flush()
+    os._exit(LOST_ANOTHER)
 
 
 def die_with_parent(die: bool = True) -> None:

@@ -24,6 +24,7 @@ from pipedec.cluster.lease import RECOVERY_SECONDS, LeaseKeeper
 from pipedec.cluster.meeting import Meeting
 from pipedec.cluster.memory import RankMemory
 from pipedec.cluster.place import check_device, checked_host
+from pipedec.cluster.processes import leave
 from pipedec.config import AUTO, captures_graphs
 from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost
 from pipedec.decoding import Drafter
@@ -103,9 +104,14 @@ class _Rank:
             self._wanted.name, place.rank, hidden_size, DTYPES[spec.dtype], self._device, self._streams
         )
         self._doing = Doing()
-        self._lease = LeaseKeeper(scheduler, place.rank, self._doing, self._transport.abort, place.recovers, place.survives)
+        self._lease = LeaseKeeper(
+            scheduler, place.rank, self._doing, self._transport.abort, place.recovers, place.survives,
+            leaves=lambda: not self._transport.can_rejoin,
+        )  # fmt: skip
         self._memory = RankMemory(spec, place.rank, self._host, self._device)
-        self._meeting = Meeting(scheduler, place, self._host, spec, store, self._doing, self._memory)
+        self._meeting = Meeting(
+            scheduler, place, self._host, spec, store, self._doing, self._memory, self._transport.versions
+        )
         self._first_epoch = scheduler.epoch
         self._clock_offset_us = 0
         self._loop: DraftLoop | StageLoop | None = None  # once the weights are loaded
@@ -277,7 +283,7 @@ class _Rank:
         )  # fmt: skip
 
     def _outlive(self, error: PipedecError) -> None:
-        """The epoch has ended, or will: wait for the next one and take part in it.
+        """The epoch has ended, or will: wait for the next one and take part in it. Over NCCL, end this process.
 
         Raises:
             RankLost: there is none, the run has failed, or this process cannot take part in another one.
@@ -287,8 +293,10 @@ class _Rank:
         self._check_apart(error)
         if not self._has_served and self._scheduler.current_epoch() is None:
             raise error  # the run is not up yet: nobody replaces ranks
-        if self._transport.backend == "nccl":
-            raise RankLost(f"left with the other GPUs: {error}")
+        if not self._transport.can_rejoin:
+            with suppress(PipedecError):
+                self._scheduler.suspect(self._place.rank, str(error))
+            leave()
         if not self._place.survives:
             raise RankLost(f"left with the other ranks: {error}")
         self._transport.close()

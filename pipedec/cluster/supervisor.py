@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 
 from pipedec.cluster.address import RunAddress
 from pipedec.cluster.lease import claim_run
-from pipedec.cluster.processes import LOST_ANOTHER
+from pipedec.cluster.processes import LOST_ANOTHER, killed_ranks
 from pipedec.core import PipedecError, RankLost, SchedulerLost
 from pipedec.messages import Recovery, RunDescription
 from pipedec.scheduler import RedisScheduler
@@ -147,7 +147,7 @@ class Supervisor(ABC):
             return
         ended = self._settled_ends()
         # A rank that fails reports why. One that was killed cannot; the other ranks then only report that they lost it.
-        killed = [rank for rank, status in ended.items() if status < 0]
+        killed = killed_ranks(ended)
         try:
             state = self.scheduler.status().state
         except SchedulerLost:

@@ -21,17 +21,24 @@ from pipedec.cluster.entry import run_rank
 from pipedec.cluster.lease import claim_run
 from pipedec.cluster.place import checked_host
 from pipedec.cluster.processes import die_with_parent
-from pipedec.config import ClusterConfig, Settings, given_settings, load_cluster, redis_url_from_environment
+from pipedec.config import (
+    ClusterConfig,
+    Settings,
+    given_settings,
+    load_cluster,
+    redis_url_from_environment,
+    set_rank_environment,
+)
 from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.flags import Help, options_of
 from pipedec.messages import RankDescription
 from pipedec.plan.placement import rank_places
 from pipedec.scheduler import RedisScheduler
 from pipedec.topology import Topology, rank_name
-from pipedec.transport.rendezvous import MEETING_SECONDS, Store, store_from_environment, wait_for_key
 
 if TYPE_CHECKING:
     from pipedec.plan.spec import PipelineSpec
+    from pipedec.transport.rendezvous import Store
 
 _CLAIMED = "pipedec/claimed"
 _PROGRAM = "torchrun … -m -- pipedec.cluster.torchrun"
@@ -52,8 +59,11 @@ def main() -> None:
 
 
 def _run(arguments: list[str]) -> int:
+    set_rank_environment()
     try:
         job = Job.of(arguments)
+        from pipedec.transport.rendezvous import MEETING_SECONDS, store_from_environment
+
         store = store_from_environment(MEETING_SECONDS)
         _claim(job.place, job.address.scheduler(job.topology), store, _restarts())
     except PipedecError as error:
@@ -67,6 +77,8 @@ def _claim(place: RankPlace, scheduler: RedisScheduler, store: Store, restarts: 
 
     Ranks that torchrun has started again go on with the run that they served before: its requests are in Redis.
     """
+    from pipedec.transport.rendezvous import MEETING_SECONDS, wait_for_key
+
     claimed = f"{_CLAIMED}/{restarts}"  # torchrun's store may last longer than the ranks
     if place.rank == 0:
         if restarts == 0 or not _takes_up(scheduler):

@@ -5,9 +5,24 @@ from __future__ import annotations
 import os
 import shlex
 import stat
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from pipedec.core import UserError
+
+RANK_ENVIRONMENT: Mapping[str, str] = MappingProxyType({
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # number the GPUs as nvidia-smi does
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # hardware queues: streams that compute, send and receive must not share one
+    "NCCL_MAX_P2P_NCHANNELS": "2",  # a transfer that waits for its sender spins on so many multiprocessors
+    # A failed transfer is this program's business. PyTorch's watchdog would abort the process, that of a healthy neighbour, too.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # no abort of communicators, and no SIGABRT, when a peer is lost or late
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # no SIGABRT for an error of CUDA, which the rank itself reports
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # no SIGABRT when the watchdog waits for a call of CUDA
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # no wait for dumps of the flight recorder
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # each group has one pair and one direction: nothing to overlap
+})  # fmt: skip
+"""What the processes of ranks find in their environment unless it says otherwise."""
 
 
 def secret_from_environment(name: str) -> str:
@@ -26,6 +41,12 @@ def optional_secret(name: str) -> str | None:
 def environment_with(**values: str) -> dict[str, str]:
     """The environment of a child process: this one's, with these changes."""
     return {**os.environ, **values}
+
+
+def set_rank_environment() -> None:
+    """Give this process, which is or starts a rank, the variables of ``RANK_ENVIRONMENT`` that are not set. Before torch is loaded."""
+    for name, value in RANK_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 def configured_interface() -> str | None:
@@ -52,8 +73,11 @@ def ssh_program() -> list[str]:
 
 
 def transport_environment() -> dict[str, str]:
-    """The variables of this process that configure the transports, to be set on other hosts as well: ``NCCL_*``, ``GLOO_*``."""
-    return {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "GLOO_"))}
+    """The variables of this process that configure the transports, to be set on other hosts as well.
+
+    Those whose names begin with ``NCCL_``, ``TORCH_NCCL_`` or ``GLOO_``.
+    """
+    return {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_"))}
 
 
 def state_directory() -> Path:

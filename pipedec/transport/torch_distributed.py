@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ _Gloo: Any = ProcessGroupGloo
 _MAX_PENDING_SENDS = 16  # a sender waits for a slow receiver only when this many messages are pending
 ENVELOPE_TAG = 1  # receives of envelopes are posted early; the tag keeps them from matching steps
 _ABORT_TAG = 2  # nothing is ever sent with it
+_TRIAL_TAG = 3
 _AT_ONCE = timedelta(milliseconds=1)
 _INLINE_ROWS = 128  # of steps in an envelope's first message
 _SOURCE_LINE = re.compile(r"\[/\S+:\d+\] ")  # where in gloo's source an error was raised
@@ -55,6 +56,8 @@ _SOURCE_LINE = re.compile(r"\[/\S+:\d+\] ")  # where in gloo's source an error w
 class ProcessGroups:
     """The process groups of one meeting, from their creation to their abortion.
 
+    NCCL's are never aborted or taken apart: that may wait for a kernel which waits for a peer that is gone. They end with the process.
+
     Attributes:
         places: for each backend, the types of devices that a stage may use.
         rendezvous: where the ranks meet.
@@ -62,12 +65,12 @@ class ProcessGroups:
     """
 
     places: Mapping[str, tuple[str, ...]] = MappingProxyType({"gloo": ("cpu", "cuda"), "nccl": ("cuda",)})
+    _pairs: ClassVar[list[Group]] = []  # NCCL's, of this process
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rendezvous = rendezvous
         self._store = AbortableStore(rendezvous.store, rendezvous.timeout_seconds)
         self._all: Group = None
-        self._pairs: list[Group] = []
         self.is_aborted = False
 
     def connect(self) -> Group:
@@ -101,21 +104,28 @@ class ProcessGroups:
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self.rendezvous.timeout_seconds)
-        store = PrefixStore(f"stages {sender} {sender + 1}", self.rendezvous.store)
-        group = ProcessGroupNCCL(store, self.rendezvous.rank - sender, 2, options)
+        group = ProcessGroupNCCL(self.pair_store(sender), self.rendezvous.rank - sender, 2, options)
         group.eager_connect_single_device(device)
         return group
 
+    def pair_store(self, sender: int) -> Store:
+        """Where stage ``sender`` and the next one find each other. Either may first have to wait for its other neighbour."""
+        store = PrefixStore(f"stages {sender} {sender + 1}", self.rendezvous.store)
+        store.set_timeout(timedelta(seconds=self.rendezvous.timeout_seconds))
+        return store
+
+    @staticmethod
+    def versions() -> dict[str, str]:
+        """What all stages must have alike that use NCCL: PyTorch with the version of CUDA for which it was built, and NCCL."""
+        return {"torch build": torch.__version__, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+
     def abort(self) -> None:
-        """Close all connections, from any thread: whoever waits for a transfer, here or at the other end, gets an error.
+        """Close all connections but NCCL's, from any thread: whoever waits for a transfer, here or at the other end, gets an error.
 
         gloo does so when a receive times out. From a peer that is gone no receive can be posted, so all are tried.
         """
         self.is_aborted = True
         self._store.abort()
-        for pair in self._pairs:
-            with suppress(RuntimeError):
-                pair.abort()
         group, own = self._all, self.rendezvous.rank
         for peer in range(self.rendezvous.world_size) if group is not None else ():
             with suppress(RuntimeError):
@@ -198,7 +208,10 @@ class TorchTransport:
             self._all = groups.connect()
             uses_nccl = self._all_stages_request_nccl() and self._rank > 0
             self.backend = "nccl" if uses_nccl else "gloo"
-            self._connect_links(groups, groups.connect_neighbours(self._place) if uses_nccl else {})
+            pairs = groups.connect_neighbours(self._place) if uses_nccl else {}
+            self._connect_links(groups, pairs)
+            for peer in pairs:
+                self._try_link(peer)
         except (RuntimeError, ValueError) as error:
             raise RankLost(f"rank {self._rank} could not join the {rendezvous.world_size} ranks: {_reason(error)}") from None
 
@@ -207,6 +220,16 @@ class TorchTransport:
         votes = torch.tensor([self._rank == 0 or self._wanted == "nccl"], dtype=torch.uint8)
         self._all.allreduce(votes, ReduceOp.MIN).wait(self._timeout)
         return bool(votes.item())
+
+    @property
+    def can_rejoin(self) -> bool:
+        """Whether this process can join other ranks after ``abort``; over NCCL only its successor can."""
+        return self.backend != "nccl"
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """What this rank and all others that request NCCL must have alike; empty if it does not. Rank 0 never uses it."""
+        return self._new_groups.versions() if self._wanted == "nccl" and self._rank > 0 else {}
 
     @property
     def all_ranks(self) -> Group:
@@ -221,6 +244,17 @@ class TorchTransport:
             for peer, group in pairs.items()
         }
         self._host_links, self._links = hosts, hosts | devices
+
+    def _try_link(self, peer: int) -> None:
+        """Exchange one message with a neighbour: NCCL makes a connection when it is first used, which takes seconds.
+
+        Called in the order in which the pairs have connected, so that no stage waits for more than one before its own turn.
+        """
+        link = self._links[peer]
+        if peer > self._rank:
+            self._attempt("send to", peer, lambda: link.send(torch.zeros(1, dtype=torch.uint8, device=link.place), _TRIAL_TAG).wait())
+        else:
+            self._attempt("receive from", peer, lambda: link.receive(1, _TRIAL_TAG).wait())
 
     def _inline_rows(self, peer: int) -> int:
         """The most rows whose activations are sent in an envelope's first message, to or from a peer."""
@@ -285,7 +319,7 @@ class TorchTransport:
 
         gloo allows a message to be shorter than the buffer that receives it.
         """
-        room = PREFIX_BYTES + INLINE_HEAD_BYTES + self._message_bytes(_INLINE_ROWS, src)
+        room = PREFIX_BYTES + INLINE_HEAD_BYTES + self._message_bytes(self._inline_rows(src), src)
         return self._attempt("receive from", src, lambda: self._host_links[src].receive(room, ENVELOPE_TAG))
 
     def _head(self, buffer: Bytes, prefix: Prefix, src: int) -> Bytes:
@@ -326,7 +360,10 @@ class TorchTransport:
             raise self._rank_lost(peer, action, error) from error
 
     def abort(self) -> None:
-        """Close the connections to all ranks, from any thread: a transfer that waits ends with RankLost, here and there."""
+        """Close the connections to all ranks, from any thread: a transfer that waits ends with RankLost, here and there.
+
+        Not over NCCL, where a call that waits for the device may never return; see ``can_rejoin``.
+        """
         if (groups := self._groups) is not None:
             groups.abort()
 
