@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 
-from pipedec.cluster.processes import LOST_ANOTHER, RankProcesses
-from pipedec.cluster.recovery import Restarts
+from pipedec.cluster.processes import ABORTED, LOST_ANOTHER, RankProcesses, killed_ranks
+from pipedec.cluster.recovery import Losses, Restarts
 from pipedec.cluster.stalls import Stall, find_stall
 from pipedec.config import Cluster
 from pipedec.core import PipedecError, RankLost, SchedulerLost
@@ -26,6 +26,7 @@ from pipedec.topology import rank_name
 TURN_SECONDS = 0.5  # an end of a process is seen at once
 OUTAGE_SECONDS = 10.0  # how long Redis may be away, or without the run
 _LATE_SECONDS = 3.0  # on a busy machine a killed rank is seen to end long after its neighbours
+_ABORTED_SECONDS = 1.0  # in which it usually is; less than ranks wait that have lost one and begin the next epoch themselves
 _ENTER_SECONDS = 15.0  # in which a rank that is alive should have taken part in a new epoch
 _START_SECONDS = 60.0  # in which a new process should have, which first loads its weights
 _SLOW_SECONDS = 1.0  # a reply that takes longer says little about the leases of the others
@@ -68,6 +69,8 @@ class HostWatch:
         self._reassign = reassign
         self._host_to_leave = host_to_leave
         self._restarts = Restarts(settings)
+        self._losses = Losses(_LATE_SECONDS)
+        self._known = 0  # the last epoch of which it is noted who was lost
         self._ending = threading.Event()
         self._outage: float | None = None  # since when there is one; times are on the monotonic clock
         self._grace_until = 0.0
@@ -112,6 +115,7 @@ class HostWatch:
         if look.epoch is None:
             return self._wait_for(SchedulerLost("Redis lost the run: its keys were deleted"))
         self._note(look.epoch, began)
+        self._note_losses(look)
         for rank in look.members:
             self._started.pop(rank, None)
         self._tell(look)
@@ -125,7 +129,7 @@ class HostWatch:
         """Redis does not answer: wait for it, if ranks do."""
         if self._settings.recovers:
             return self._wait_for(error)
-        if killed := [rank for rank, status in ended.items() if status < 0]:  # Redis was lost with the rank
+        if killed := killed_ranks(ended):  # Redis was lost with the rank
             raise RankLost(self._describe(killed[0], {}))
         raise error
 
@@ -149,6 +153,15 @@ class HostWatch:
             logger.info("the run is in epoch %d", epoch)
             self._epoch, self._since = epoch, now
             self._scheduler.enter(epoch)
+
+    def _note_losses(self, look: Supervision) -> None:
+        """Note ranks that other hosts have lost, and whether the run is served."""
+        for recovery in look.recoveries:
+            if recovery.epoch > self._known and not all(self._is_own(rank, look) for rank in recovery.lost):
+                self._losses.note()
+            self._known = max(self._known, recovery.epoch)
+        if look.epoch == 0 or any(one.epoch == look.epoch and one.seconds is not None for one in look.recoveries):
+            self._losses.settle(look.members)
 
     def _tell(self, look: Supervision) -> None:
         """Tell of the recoveries that are over: their epoch is served, or has ended before it was."""
@@ -220,26 +233,40 @@ class HostWatch:
         known = sorted(set(lost) & set(look.members))
         if not lost + given or (known and self._may_hear_more(ended)):
             return
-        causes = [rank for rank in lost if ended[rank] != LOST_ANOTHER]
-        if not self._restarts.allow(len(causes)):
+        self._first_end = None
+        causes = self._causes(lost, ended)
+        if not self._restarts.allow(min(len(causes), 1)):
             return self._give_up(look, lost, (causes or lost)[0])
+        if causes:
+            self._losses.note()
         if known:
             reason = "; ".join(self._describe(rank, look.ends) for rank in causes or known)
             logger.warning("begins the next epoch: %s", reason)
             self._scheduler.recover(known, reason)
         for rank in [*lost, *given]:
+            self._losses.forget(rank)
             self._reasons.pop(rank, None)
             self._started[rank] = time.monotonic()
             self._start_rank(rank)
             logger.warning("started %s again, process %d; %s", rank_name(rank), self._processes.pids[rank], self._restarts.used)
 
+    def _causes(self, lost: Sequence[int], ended: Mapping[int, int]) -> list[int]:
+        """Those of the ranks that have ended because of which the others have, as far as can be known.
+
+        Not those that say that they have lost another, nor what ends soon after a loss: over NCCL a library may abort or fail a
+        rank whose neighbour is gone. Such ends come at any time, so where there is another one, an abort is not the cause.
+        """
+        own = [rank for rank in lost if ended[rank] != LOST_ANOTHER and not self._losses.explain(rank)]
+        return [rank for rank in own if ended[rank] != ABORTED] or own[:1]
+
     def _may_hear_more(self, ended: Mapping[int, int]) -> bool:
-        """Whether all ends so far are of ranks that have lost another, which itself may yet be seen to have ended."""
-        if set(ended.values()) != {LOST_ANOTHER}:
+        """Whether all ends so far may be of ranks that have lost another, which itself may yet be seen to have ended."""
+        statuses = set(ended.values())
+        if not statuses <= {LOST_ANOTHER, ABORTED}:
             self._first_end = None
             return False
         self._first_end = self._first_end or time.monotonic()
-        return time.monotonic() < self._first_end + _LATE_SECONDS
+        return time.monotonic() < self._first_end + (_LATE_SECONDS if LOST_ANOTHER in statuses else _ABORTED_SECONDS)
 
     def _give_up(self, look: Supervision, lost: Sequence[int], cause: int) -> None:
         """Ranks that are no longer replaced here: another host may have them. Raises RankLost if none does."""
@@ -259,7 +286,7 @@ class HostWatch:
         deadline = time.monotonic() + _LATE_SECONDS
         while set((ended := self._processes.exit_statuses).values()) <= {LOST_ANOTHER} and time.monotonic() < deadline:
             time.sleep(TURN_SECONDS)
-        killed = [rank for rank, status in ended.items() if status < 0]
+        killed = killed_ranks(ended)
         early = [rank for rank, status in ended.items() if status == 0 and look.state != "stopping"]
         if look.failure is not None and not killed and not early:
             return RankLost(look.failure)

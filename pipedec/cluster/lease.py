@@ -35,10 +35,10 @@ class LeaseKeeper:
         abort: lets a rank come loose that waits in a transfer, because the epoch has ended.
         recovers: somebody replaces lost ranks. Then this rank judges no other one, waits for a Redis that is away, and survives
             the end of an epoch.
-        leaves: whether only the end of this process lets the rank come loose: over NCCL.
         survives: this process goes on when another rank is lost; if not, it ends, to be started again with all others.
         renewal_seconds: between two renewals.
         give_up_seconds: in which the rank itself may notice that the run has failed, before its process is ended.
+        leaves: whether nothing but the end of this process lets the rank come loose, as over NCCL.
     """
 
     def __init__(

@@ -83,7 +83,12 @@ class Nodes:
         server, passed_on = self.server(host), transport_environment()
         if server.interface is not None:  # the file knows the host better than the launching shell does
             passed_on = {name: value for name, value in passed_on.items() if not name.endswith("_SOCKET_IFNAME")}
-        return {"CUDA_DEVICE_ORDER": RANK_ENVIRONMENT["CUDA_DEVICE_ORDER"], **passed_on, **self._config.launch.environment, **server.environment}
+        return {
+            "CUDA_DEVICE_ORDER": RANK_ENVIRONMENT["CUDA_DEVICE_ORDER"],
+            **passed_on,
+            **self._config.launch.environment,
+            **server.environment,
+        }
 
     def connect(self, log: IO[str] | None, seconds: float = CONNECT_SECONDS) -> None:
         """Start all nodes at once, and compare their versions with this one's. Their ranks' imports begin.

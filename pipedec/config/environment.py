@@ -44,7 +44,7 @@ def environment_with(**values: str) -> dict[str, str]:
 
 
 def set_rank_environment() -> None:
-    """Give this process, which is or starts a rank, the variables of ``RANK_ENVIRONMENT`` that are not set. Before torch is loaded."""
+    """Set those of ``RANK_ENVIRONMENT`` that are not set, in a process that is or starts a rank, before it loads torch."""
     for name, value in RANK_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 

@@ -56,7 +56,7 @@ _SOURCE_LINE = re.compile(r"\[/\S+:\d+\] ")  # where in gloo's source an error w
 class ProcessGroups:
     """The process groups of one meeting, from their creation to their abortion.
 
-    NCCL's are never aborted or taken apart: that may wait for a kernel which waits for a peer that is gone. They end with the process.
+    NCCL's are never aborted or taken apart, as that may wait for a kernel which waits for a lost peer: they end with the process.
 
     Attributes:
         places: for each backend, the types of devices that a stage may use.
@@ -120,7 +120,7 @@ class ProcessGroups:
         return {"torch build": torch.__version__, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
 
     def abort(self) -> None:
-        """Close all connections but NCCL's, from any thread: whoever waits for a transfer, here or at the other end, gets an error.
+        """Close all connections but NCCL's, from any thread: who waits for a transfer, here or at the other end, gets an error.
 
         gloo does so when a receive times out. From a peer that is gone no receive can be posted, so all are tried.
         """
@@ -252,7 +252,9 @@ class TorchTransport:
         """
         link = self._links[peer]
         if peer > self._rank:
-            self._attempt("send to", peer, lambda: link.send(torch.zeros(1, dtype=torch.uint8, device=link.place), _TRIAL_TAG).wait())
+            self._attempt(
+                "send to", peer, lambda: link.send(torch.zeros(1, dtype=torch.uint8, device=link.place), _TRIAL_TAG).wait()
+            )
         else:
             self._attempt("receive from", peer, lambda: link.receive(1, _TRIAL_TAG).wait())
 

@@ -52,6 +52,11 @@ class Run:
         self.look = replace(self.look, epoch=self._epoch + 1, members=(), places={**self.look.places, **places})
         return self._epoch + 1
 
+    def serve(self) -> None:
+        """All ranks take part in the epoch, which is served."""
+        served = Recovery(self.look.epoch or 0, (), "", 0, 1)
+        self.look = replace(self.look, members=(0, 1, 2), recoveries=(served,) if self.look.epoch else ())
+
     def abort(self, rank: int, message: str) -> bool:
         self.aborted.append((rank, message))
         return True
@@ -158,6 +163,69 @@ def test_who_has_lost_another_is_not_blamed_and_counts_for_nothing(host: Host, r
         assert host.started == [0, 1, 2]
 
 
+@pytest.mark.fast_cases("later")
+@pytest.mark.parametrize("order", ["together", "later", "first"])
+def test_a_neighbour_that_aborts_when_a_rank_is_lost_costs_no_restart(run: Run, order: str) -> None:
+    """As NCCL may make it do."""
+    for host in hosting(Host(run, Cluster(max_restarts=1, restart_window=600))):
+        assert host.watch.turn()
+        first, second = (signal.SIGABRT, signal.SIGKILL) if order == "first" else (signal.SIGKILL, signal.SIGABRT)
+        end(host, 1 if first == signal.SIGKILL else 2, first)
+        if order != "together":
+            assert wait_until(lambda: host.processes.exit_statuses)
+            assert host.watch.turn()
+            assert host.started == ([] if order == "first" else [1])
+        end(host, 2 if second == signal.SIGABRT else 1, second)
+        if order != "later":
+            assert wait_until(lambda: len(host.processes.exit_statuses) == 2)
+        host.turn_until(lambda: sorted(host.started) == [1, 2])
+        assert [reason for _, _, reason, _ in run.recovered] == ["rank 1 (stage 1) was killed by SIGKILL"]
+        assert not run.aborted
+
+
+def test_a_rank_that_aborts_by_itself_is_a_loss(run: Run) -> None:
+    for host in hosting(Host(run, Cluster(max_restarts=1, restart_window=600))):
+        end(host, 2, signal.SIGABRT)
+        host.turn_until(lambda: host.started == [2])
+        assert run.recovered == [(0, (2,), "rank 2 (stage 2) was killed by SIGABRT", {})]
+        run.serve()
+        end(host, 2, signal.SIGABRT)
+        with pytest.raises(RankLost, match="1 rank had been replaced"):
+            host.turn_until(lambda: False)
+
+
+@pytest.mark.fast_cases
+@pytest.mark.parametrize("how", [signal.SIGABRT, signal.SIGRTMIN + FAILED], ids=["aborted", "failed"])
+def test_what_ends_because_of_a_loss_on_another_host_costs_no_restart_here(run: Run, how: int) -> None:
+    run.look = replace(run.look, places={0: "there", 1: "here", 2: "here"})
+    for host in hosting(Host(run, Cluster(max_restarts=1, restart_window=600)), (1, 2)):
+        assert host.watch.turn()
+        lost = Recovery(1, (0,), "it was killed", 0)
+        run.look = replace(run.look, epoch=1, members=(), recoveries=(lost,))
+        assert host.watch.turn()
+        for rank in (1, 2):
+            end(host, rank, how)
+        host.turn_until(lambda: sorted(host.started) == [1, 2])
+        assert not run.recovered and not run.aborted
+        run.serve()
+        end(host, 1)
+        host.turn_until(lambda: len(host.started) == 3)
+        assert not run.aborted, "only now has this host lost one"
+
+
+def test_a_new_process_that_fails_before_it_serves_costs_a_restart(run: Run) -> None:
+    """However soon after a loss: or it might do so without end."""
+    for host in hosting(Host(run, Cluster(max_restarts=2, restart_window=600))):
+        for _ in range(2):
+            run.look = replace(run.look, members=(0, 1, 2))
+            host.started.clear()
+            end(host, 1)
+            host.turn_until(lambda: host.started)
+        end(host, 1)
+        with pytest.raises(RankLost, match="2 ranks had been replaced"):
+            host.turn_until(lambda: False)
+
+
 def test_a_rank_that_says_nothing_any_more_is_killed_and_replaced(host: Host, run: Run) -> None:
     run.look = replace(run.look, expired=(1,))
     end(host, 1, signal.SIGSTOP)
@@ -224,11 +292,11 @@ def test_beyond_the_limit_the_run_is_aborted_with_the_cause(run: Run, limit: int
     host = Host(run, Cluster(max_restarts=limit, restart_window=600))
     for running in hosting(host):
         for _ in range(limit):
-            run.look = replace(run.look, members=(0, 1, 2))
+            run.serve()
             host.started.clear()
             end(running, 1)
             host.turn_until(lambda: host.started)
-        run.look = replace(run.look, members=(0, 1, 2))
+        run.serve()
         end(running, 0)
         with pytest.raises(RankLost) as lost:
             host.turn_until(lambda: False)
