@@ -165,63 +165,72 @@ def test_who_has_lost_another_is_not_blamed_and_counts_for_nothing(host: Host, r
 
 @pytest.mark.fast_cases("later")
 @pytest.mark.parametrize("order", ["together", "later", "first"])
-def test_a_neighbour_that_aborts_when_a_rank_is_lost_costs_no_restart(run: Run, order: str) -> None:
+def test_a_neighbour_that_aborts_when_a_rank_is_lost_costs_no_restart(
+    run: Run, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
     """As NCCL may make it do."""
-    for host in hosting(Host(run, Cluster(max_restarts=1, restart_window=600))):
-        assert host.watch.turn()
-        first, second = (signal.SIGABRT, signal.SIGKILL) if order == "first" else (signal.SIGKILL, signal.SIGABRT)
-        end(host, 1 if first == signal.SIGKILL else 2, first)
-        if order != "together":
-            assert wait_until(lambda: host.processes.exit_statuses)
-            assert host.watch.turn()
-            assert host.started == ([] if order == "first" else [1])
-        end(host, 2 if second == signal.SIGABRT else 1, second)
-        if order != "later":
-            assert wait_until(lambda: len(host.processes.exit_statuses) == 2)
+    clock, ends = Clock(monkeypatch), [(1, signal.SIGKILL), (2, signal.SIGABRT)]
+    host = Host(run, Cluster(max_restarts=1, restart_window=600))
+    for running in hosting(host):
+        assert running.watch.turn()
+        with clock.halted():
+            for rank, how in reversed(ends) if order == "first" else ends:
+                end(running, rank, how)
+                assert wait_until(lambda ended=rank: ended in host.processes.exit_statuses)  # type: ignore[misc]
+                assert order == "together" or host.watch.turn()
+                assert order != "first" or rank == 1 or not host.started, "it may have lost another"
         host.turn_until(lambda: sorted(host.started) == [1, 2])
         assert [reason for _, _, reason, _ in run.recovered] == ["rank 1 (stage 1) was killed by SIGKILL"]
         assert not run.aborted
 
 
 def test_a_rank_that_aborts_by_itself_is_a_loss(run: Run) -> None:
-    for host in hosting(Host(run, Cluster(max_restarts=1, restart_window=600))):
-        end(host, 2, signal.SIGABRT)
+    host = Host(run, Cluster(max_restarts=1, restart_window=600))
+    for running in hosting(host):
+        end(running, 2, signal.SIGABRT)
         host.turn_until(lambda: host.started == [2])
         assert run.recovered == [(0, (2,), "rank 2 (stage 2) was killed by SIGABRT", {})]
         run.serve()
-        end(host, 2, signal.SIGABRT)
+        end(running, 2, signal.SIGABRT)
         with pytest.raises(RankLost, match="1 rank had been replaced"):
             host.turn_until(lambda: False)
 
 
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("how", [signal.SIGABRT, signal.SIGRTMIN + FAILED], ids=["aborted", "failed"])
-def test_what_ends_because_of_a_loss_on_another_host_costs_no_restart_here(run: Run, how: int) -> None:
+def test_what_ends_because_of_a_loss_on_another_host_costs_no_restart_here(
+    run: Run, monkeypatch: pytest.MonkeyPatch, how: int
+) -> None:
+    clock = Clock(monkeypatch)
     run.look = replace(run.look, places={0: "there", 1: "here", 2: "here"})
-    for host in hosting(Host(run, Cluster(max_restarts=1, restart_window=600)), (1, 2)):
-        assert host.watch.turn()
+    host = Host(run, Cluster(max_restarts=1, restart_window=600))
+    for running in hosting(host, (1, 2)):
+        assert running.watch.turn()
         lost = Recovery(1, (0,), "it was killed", 0)
         run.look = replace(run.look, epoch=1, members=(), recoveries=(lost,))
-        assert host.watch.turn()
-        for rank in (1, 2):
-            end(host, rank, how)
+        with clock.halted():
+            assert running.watch.turn()
+            for rank in (1, 2):
+                end(running, rank, how)
+            assert wait_until(lambda: len(host.processes.exit_statuses) == 2)
         host.turn_until(lambda: sorted(host.started) == [1, 2])
         assert not run.recovered and not run.aborted
         run.serve()
-        end(host, 1)
+        end(running, 1)
         host.turn_until(lambda: len(host.started) == 3)
         assert not run.aborted, "only now has this host lost one"
 
 
 def test_a_new_process_that_fails_before_it_serves_costs_a_restart(run: Run) -> None:
     """However soon after a loss: or it might do so without end."""
-    for host in hosting(Host(run, Cluster(max_restarts=2, restart_window=600))):
+    host = Host(run, Cluster(max_restarts=2, restart_window=600))
+    for running in hosting(host):
         for _ in range(2):
             run.look = replace(run.look, members=(0, 1, 2))
             host.started.clear()
-            end(host, 1)
+            end(running, 1)
             host.turn_until(lambda: host.started)
-        end(host, 1)
+        end(running, 1)
         with pytest.raises(RankLost, match="2 ranks had been replaced"):
             host.turn_until(lambda: False)
 

@@ -23,7 +23,7 @@ from support.tiny_pair import Pair
 
 from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.local import serve_rank
-from pipedec.cluster.meeting import LOOPBACK, Interface, Meeting, Met, check_cards, choose_interface, use_interface
+from pipedec.cluster.meeting import LOOPBACK, Interface, Meeting, Met, check_cards, check_nccl, choose_interface, use_interface
 from pipedec.cluster.memory import RankMemory
 from pipedec.cluster.network import machine_id
 from pipedec.cluster.place import check_device, checked_host
@@ -209,6 +209,47 @@ def test_only_what_both_ranks_have_is_compared() -> None:
         check_cards(structs.replace(HERE, versions={"pipedec": "1", "torch": "3"}), FIRST)
     expected = "rank 1 (stage 1) on a has torch 3, but rank 0 (draft) on b has 2: install the same version on both"
     assert str(refused.value) == expected
+
+
+def nccl_cards(*builds: str | None) -> list[CardEvent]:
+    """Cards of stages with these builds of torch; None requests no NCCL."""
+    versions = [{"torch": "2"} | ({} if build is None else {"torch build": build, "NCCL": "2.27.7"}) for build in builds]
+    return [structs.replace(HERE, rank=rank, host=f"host-{rank}", versions=one) for rank, one in enumerate(versions, start=1)]
+
+
+def test_over_nccl_builds_for_another_cuda_are_found() -> None:
+    stages = nccl_cards("2.13.0+cu130", "2.13.0+cu126")
+    with pytest.raises(UserError) as refused:
+        check_nccl(stages[1], stages, {"torch build": "2.13.0+cu126", "NCCL": "2.27.7"})
+    assert str(refused.value) == (
+        "rank 2 (stage 2) on host-2 has torch build 2.13.0+cu126, but rank 1 (stage 1) on host-1 has 2.13.0+cu130: "
+        "install the same build on both, or give --transport gloo"
+    )
+    with pytest.raises(UserError, match=r"has NCCL 2\.26\.2, but rank 1 \(stage 1\) on host-1 has 2\.27\.7: install the same"):
+        check_nccl(stages[1], stages, {"NCCL": "2.26.2"})
+
+
+def test_without_nccl_builds_may_differ() -> None:
+    """One stage without a GPU of its own, and all use gloo. Rank 0 always does."""
+    mine = {"torch build": "2.13.0+cu126", "NCCL": "2.27.7"}
+    stages = nccl_cards("2.13.0+cu130", "2.13.0+cu126", None)
+    check_nccl(stages[1], stages, mine)
+    check_nccl(stages[2], stages, {})
+    check_nccl(FIRST, nccl_cards("2.13.0+cu130", "2.13.0+cu130"), {})
+
+
+def test_stages_that_request_nccl_tell_their_builds(run: Run, no_interface: None) -> None:
+    mine = {"torch build": "2.13.0+cu126", "NCCL": "2.27.7"}
+    meeting = Meeting(run.connect(), RankPlace(2, 3, 2, 3), "here", run.spec, nccl_versions=mine)
+    for rank in (0, 1):
+        card = run.card(rank)
+        theirs = structs.replace(card, versions={**card.versions, **mine, "torch build": "2.13.0+cu130"}) if rank else card
+        run.scheduler.publish(run.scheduler.keys.meeting, theirs)
+    with (
+        pytest.raises(UserError, match=r"^rank 2 \(stage 2\) on here has torch build 2\.13\.0\+cu126, but rank 1 \(stage 1\)"),
+        meeting.hold(lambda done, total: None),
+    ):
+        pass
 
 
 def test_a_configured_interface_wins() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -14,6 +16,13 @@ class Clock:
         self._ahead = 0.0
         real = time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: real() + self._ahead)
+
+    @contextmanager
+    def halted(self) -> Iterator[None]:
+        """What happens in the context takes no time."""
+        began = time.monotonic()
+        yield
+        self.advance(began - time.monotonic())
 
     def advance(self, seconds: float) -> None:
         self._ahead += seconds

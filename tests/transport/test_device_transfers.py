@@ -17,7 +17,8 @@ from pipedec.core import Envelope, RankLost, Step, Update, Verdict
 from pipedec.device import GpuDevice
 from pipedec.transport.links import DeviceLink
 from pipedec.transport.rendezvous import Rendezvous
-from pipedec.transport.torch_distributed import ProcessGroups, TorchTransport
+from pipedec.transport.torch_distributed import ENVELOPE_TAG, ProcessGroups, TorchTransport
+from pipedec.transport.wire import INLINE_HEAD_BYTES, PREFIX_BYTES
 
 LATENCY = 0.02
 NEAR = 5e-3
@@ -34,14 +35,16 @@ class Nccl:
         self.cuda = cuda
         self._sent: deque[tuple[Tensor, float]] = deque()
         self._free_at = 0.0
-        self.is_aborted = False
+        self.calls: list[tuple[str, int]] = []
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
+        self.calls.append(("send", tensors[0].nbytes))
         self._free_at = ends_at = max(self._free_at, self.cuda.current_stream().free_at, self.cuda.now) + LATENCY
         self._sent.append((tensors[0], ends_at))
         return FakeWork(self.cuda, ends_at)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
+        self.calls.append(("receive", tensors[0].nbytes))
         tensors[0].fill_(GARBAGE)
         if not self._sent:
             return FakeWork(self.cuda, float("inf"))
@@ -51,7 +54,7 @@ class Nccl:
         return FakeWork(self.cuda, ends_at)
 
     def abort(self) -> None:
-        self.is_aborted = True
+        raise AssertionError("the abort of a communicator may wait for a kernel that waits for a lost peer")
 
 
 class Done:
@@ -91,6 +94,10 @@ class Gloo:
         self._posted[peer, tag].append(tensors[0])
         self._match(peer, tag)
         return Done()
+
+    def posted_bytes(self, peer: int) -> int:
+        """Size of the buffer that waits for the next envelope of ``peer``."""
+        return self._posted[peer, ENVELOPE_TAG][0].nbytes
 
     def _match(self, peer: int, tag: int) -> None:
         while self._posted[peer, tag] and self._arrived[peer, tag]:
@@ -209,12 +216,12 @@ def test_the_receiver_of_a_single_step_waits_for_all_of_it() -> None:
     assert cuda.now >= began + LATENCY and torch.equal(transfer.message, message)
 
 
-def test_what_never_comes_ends_in_time_and_what_was_aborted_at_once(pair: Pair, nccl: Nccl) -> None:
+def test_what_never_comes_ends_in_time_and_what_was_aborted_at_once(pair: Pair) -> None:
     _, _, receiver = pair
     with pytest.raises(RankLost, match="rank 2 could not receive from rank 1: nothing has come within 1 seconds"):
         receiver.receive(3, 1)
+    assert not receiver.can_rejoin
     receiver.abort()
-    assert nccl.is_aborted
     with pytest.raises(RankLost, match="rank 2 could not receive from rank 1: the transfers were aborted"):
         receiver.receive(3, 1)
 
@@ -229,6 +236,32 @@ def test_many_sends_are_kept_until_they_have_ended(pair: Pair) -> None:
     for _ in range(8):
         sender.send_envelope(Envelope((Update(7, step=rows(3)),)), 2)
     assert cuda.now >= began + 7 * LATENCY, "messages were let go of before they had left"
+
+
+def test_neighbours_exchange_a_message_when_they_join(pair: Pair, nccl: Nccl) -> None:
+    """NCCL makes a connection when it is first used, which would take seconds of a timestep."""
+    assert nccl.calls == [("send", 1), ("receive", 1)]
+
+
+def test_a_rank_that_does_not_take_part_in_the_first_exchange_is_named(nccl: Nccl) -> None:
+    class Groups(ProcessGroups):
+        places = MappingProxyType({"nccl": ("cpu",)})
+
+        def connect(self) -> Gloo:
+            return Gloo(self.rendezvous.rank, {})
+
+        def connect_pair(self, sender: int, device: torch.device) -> Nccl:
+            return nccl
+
+    with pytest.raises(RankLost, match="rank 2 could not receive from rank 1: nothing has come within 1 seconds"):
+        joined(nccl.cuda, 2, Groups)
+
+
+def test_nothing_that_waits_for_an_envelope_of_another_gpu_has_room_for_activations(pair: Pair) -> None:
+    _, sender, receiver = pair
+    sender.send_envelope(Envelope((Update(7, step=rows(3)),)), 2)
+    receiver.receive_envelope(1)
+    assert receiver.all_ranks.posted_bytes(1) == PREFIX_BYTES + INLINE_HEAD_BYTES
 
 
 @pytest.mark.parametrize(("rank", "senders"), [(1, [1]), (2, [2, 1]), (3, [2, 3]), (4, [3])])

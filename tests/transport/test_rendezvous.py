@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+
 import psutil
 import pytest
 
 from pipedec.core import PipedecError
-from pipedec.transport.rendezvous import StoreServer, join_store, wait_for_key
+from pipedec.transport.rendezvous import (
+    CONNECT_SECONDS,
+    MEETING_SECONDS,
+    Rendezvous,
+    Store,
+    StoreServer,
+    join_store,
+    store_of_epoch,
+    wait_for_key,
+)
+from pipedec.transport.torch_distributed import ProcessGroups
 
 LOOPBACK = "127.0.0.1"
 
@@ -18,6 +30,26 @@ def test_who_joins_sees_what_others_have_set() -> None:
     assert server.store.get("one") == b"1"
     assert wait_for_key(joined, "one", 5.0)
     assert not wait_for_key(joined, "two", 0.1)
+
+
+def pair_store(server: StoreServer) -> Store:
+    """Where stage 2 finds stage 1."""
+    store = store_of_epoch(join_store(LOOPBACK, server.port), 0)
+    return ProcessGroups(Rendezvous(2, 3, store, MEETING_SECONDS, "lo")).pair_store(1)
+
+
+def test_a_stage_waits_for_a_neighbour_as_long_as_for_all_ranks() -> None:
+    server = StoreServer(LOOPBACK)
+    assert pair_store(server).timeout.total_seconds() == MEETING_SECONDS
+
+
+@pytest.mark.slow
+def test_a_neighbour_that_first_meets_its_other_one_is_waited_for() -> None:
+    """Longer than a store is waited for when it is joined."""
+    server = StoreServer(LOOPBACK)
+    theirs, mine = pair_store(server), pair_store(server)
+    threading.Timer(CONNECT_SECONDS + 1.0, theirs.set, ("the id of NCCL", "it has come")).start()
+    assert mine.get("the id of NCCL") == b"it has come"
 
 
 def test_it_listens_on_its_address_alone() -> None:
