@@ -42,9 +42,10 @@ def loading_bars(bars: Mapping[str, Collection[int]]) -> Iterator[Callable[[int,
             title = next(title for title, ranks in bars.items() if rank in ranks)
             alike = [told for other in bars[title] if (told := reported.get(other)) and told[0] == what]
             completed, in_all = sum(told[1] for told in alike), sum(told[2] for told in alike)
-            progress.update(tasks[title], description=f"{title}: {what} weights", completed=completed, total=in_all)
+            described = f"{title}: warming up" if what == "warming" else f"{title}: {what} weights"
+            progress.update(tasks[title], description=described, completed=completed, total=in_all)
             if completed == in_all and len(bars) > 1 and not console.is_terminal:
-                console.print(f"{title}: {what} weights: done", soft_wrap=True)
+                console.print(f"{described}: done", soft_wrap=True)
 
         yield update
 

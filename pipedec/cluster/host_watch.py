@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 
 from pipedec.cluster.processes import ABORTED, LOST_ANOTHER, RankProcesses, killed_ranks
 from pipedec.cluster.recovery import Losses, Restarts
-from pipedec.cluster.stalls import Stall, find_stall
+from pipedec.cluster.stalls import Stall, find_stall, stall_limit
 from pipedec.config import Cluster
 from pipedec.core import PipedecError, RankLost, SchedulerLost
 from pipedec.messages import Recovery
@@ -50,6 +50,7 @@ class HostWatch:
         on_recovery: told of every recovery when it is over.
         reassign: which other hosts take over these ranks. Raises RankLost if none does. None if there are no others.
         host_to_leave: the host to go on without where nothing arrives from one rank at another; None to end the silent rank.
+        timestep_ms: as planned, or emulated; 0 if neither is.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class HostWatch:
         on_recovery: Callable[[Recovery], None] = lambda recovery: None,
         reassign: Reassign | None = None,
         host_to_leave: Callable[[Stall, Supervision], str | None] = lambda stall, look: None,
+        timestep_ms: float = 0.0,
     ) -> None:  # fmt: skip
         self._scheduler = scheduler
         self._node = node
@@ -71,6 +73,7 @@ class HostWatch:
         self._restarts = Restarts(settings)
         self._losses = Losses(_LATE_SECONDS)
         self._known = 0  # the last epoch of which it is noted who was lost
+        self._stall_seconds = stall_limit(settings.stall_timeout, timestep_ms)
         self._ending = threading.Event()
         self._outage: float | None = None  # since when there is one; times are on the monotonic clock
         self._grace_until = 0.0
@@ -182,7 +185,7 @@ class HostWatch:
         if self._reassign is None or time.monotonic() < self._grace_until:
             return False
         reasons = dict.fromkeys(look.lost_nodes, "stopped answering")
-        stall = find_stall(look.activities, self._settings.stall_timeout)
+        stall = find_stall(look.activities, self._stall_seconds)
         if stall is not None and (host := self._host_to_leave(stall, look)) is not None:
             reasons = {host: f"is left: {rank_name(stall.suspect)} {stall.reason}"}
         away = sorted(rank for rank, node in look.places.items() if node in reasons)
@@ -206,7 +209,7 @@ class HostWatch:
         """Own ranks that run and must not, each with the reason as the end of a sentence."""
         alive, doomed = self._alive(), dict[int, str]()
         if time.monotonic() > self._grace_until:
-            stall = find_stall(look.activities, self._settings.stall_timeout)
+            stall = find_stall(look.activities, self._stall_seconds)
             if stall is not None and not stall.is_apart:
                 doomed[stall.suspect] = stall.reason
             doomed |= dict.fromkeys(look.expired, "stopped answering")

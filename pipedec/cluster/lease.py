@@ -19,8 +19,8 @@ from pipedec.topology import Topology, rank_name
 LEASE_RENEWAL_SECONDS = 1.0
 GIVE_UP_SECONDS = 5.0
 RECOVERY_SECONDS = 20.0  # in which a rank must take part in the epoch after one that has ended, or reach Redis again
-BUSY_LEASE_MS = 30_000  # while a rank meets the others or loads weights, which may keep its other threads waiting
-_BUSY = ("meeting", "loading", "connecting")
+BUSY_LEASE_MS = 30_000  # while a rank meets the others, loads weights or warms up, which may keep its other threads waiting
+_BUSY = ("meeting", "loading", "warming", "connecting")
 logger = logging.getLogger(__name__)
 
 

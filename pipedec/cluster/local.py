@@ -80,6 +80,7 @@ class LocalCluster(Supervisor):
             HostWatch(
                 scheduler, _NODE, self._processes, self._start_rank, self.spec.settings.cluster, self._keep_redis,
                 lambda recovery: self.on_recovery(recovery),
+                timestep_ms=self.spec.emulation.timestep_ms if self.spec.emulation else 0.0,
             ),
             self.spec.settings.cluster.log_level,
         )  # fmt: skip

@@ -13,8 +13,10 @@ from pipedec.cluster.logs import WATCH, run_log
 from pipedec.cluster.node_rank import LaunchedRank, LaunchedRun, serve_rank
 from pipedec.cluster.processes import RankProcesses
 from pipedec.cluster.spares import Spares
-from pipedec.config import cluster_from_json
+from pipedec.config import ClusterConfig, cluster_from_json
+from pipedec.core import UserError
 from pipedec.messages import Recovery
+from pipedec.plan.partition import plan
 from pipedec.plan.placement import Placement, rank_places, spare_places
 from pipedec.scheduler import RedisScheduler
 from pipedec.topology import Topology
@@ -34,7 +36,7 @@ class NodeRun:
         self._processes = processes
         self._say = say
         config = cluster_from_json(run.config)
-        self._settings = config.settings
+        self._config, self._settings = config, config.settings
         self._spares = Spares(rank_places(config), spare_places(config, count=run.num_spares), run.redis_host)
         self._scheduler: RedisScheduler | None = None
         self._log = ExitStack()
@@ -64,7 +66,7 @@ class NodeRun:
         self._log.enter_context(run_log(self._run.run_id, WATCH, cluster.log_level, lambda: scheduler.epoch))
         return HostWatch(
             self._scheduler, self._host, self._processes, self.start_rank, cluster, keep_redis, self._tell,
-            spares.reassigned if cluster.recovers else None, spares.host_to_leave,
+            spares.reassigned if cluster.recovers else None, spares.host_to_leave, _planned_ms(self._config),
         )  # fmt: skip
 
     def close(self) -> None:
@@ -75,3 +77,11 @@ class NodeRun:
 
     def _tell(self, recovery: Recovery) -> None:
         self._say("recovery", recovery=asdict(recovery))
+
+
+def _planned_ms(config: ClusterConfig) -> float:
+    """The timestep of the plan; 0 where the models are not on this host, as on a spare that is not ready."""
+    try:
+        return plan(config).timestep_ms
+    except UserError:
+        return 0.0

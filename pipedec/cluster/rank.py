@@ -1,7 +1,8 @@
 """One rank of a resident cluster, from process start to process end.
 
-Owns the order of a rank's start (meet the others, load its own weights, report that it is alive, serve), how it goes on in the
-next epoch of the run when another rank, or Redis, is lost, and the order of its end. What becomes of a failure is for ``entry``.
+Owns the order of a rank's start (meet the others, load its own weights, warm up, report that it is alive, serve), how it goes on
+in the next epoch of the run when another rank, or Redis, is lost, and the order of its end. What becomes of a failure is for
+``entry``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from pipedec.cluster.processes import leave
 from pipedec.config import AUTO, captures_graphs
 from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost
 from pipedec.decoding import Drafter
+from pipedec.decoding.company import DRAFT_KNEE
 from pipedec.device import device_of
+from pipedec.drafting import DraftModel
 from pipedec.engine.activity import Doing
 from pipedec.engine.build import DTYPES, load_drafter, load_prompter, load_stage, weights_on
 from pipedec.engine.devices import num_gpus, rank_device
@@ -39,9 +42,11 @@ from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import Choice, RankDescription, RunDescription
-from pipedec.model import ModelConfig, described_attention
+from pipedec.model import ModelConfig, Usual, described_attention, device_capture
+from pipedec.model.captured_graphs import Capture, Run
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RedisScheduler
+from pipedec.stage import StageWorker
 from pipedec.topology import rank_name
 from pipedec.tracing import Tracer
 from pipedec.transport.rendezvous import Store
@@ -149,7 +154,7 @@ class _Rank:
         return isinstance(error, _SURVIVED) or self._scheduler.current_epoch() != self._scheduler.epoch
 
     def _take_part(self) -> DraftLoop | StageLoop:
-        """Meet the others and load the weights, unless they are loaded; when it returns, the loop can serve."""
+        """Meet the others; load the weights and warm up, unless that is done; when it returns, the loop can serve."""
         self._doing.begin("meeting")
         joined = self._join()
         loop = self._loop = self._loop or self._load()
@@ -199,14 +204,43 @@ class _Rank:
         self._doing.begin("loading")
         self._clock_offset_us = measured_offset_us(self._scheduler.clock_us)
         began = time.monotonic()
-        loop = allocated(self._new_loop, self._name)
+        model = allocated(self._load_model, self._name)
         self._memory.loaded()
+        loop = self._new_loop(model)
         logger.info("loaded in %.1f s: %s KV slots", time.monotonic() - began, f"{self._spec.kv_slots:,}")
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector, which halts a timestep, need not look at it again
+        if model is not None:
+            model.warm_up(self._usual, self._warming)
+            logger.info("warm after %.1f s", time.monotonic() - began)
         return loop
 
-    def _new_loop(self) -> DraftLoop | StageLoop:
+    def _load_model(self) -> StageWorker | DraftModel | None:
+        if self._place.rank > 0:
+            return load_stage(self._spec, self._place.rank, self._device, self._loading, self._told_capture)
+        return None if self._loads_late else load_drafter(self._spec, self._device, self._loading, self._told_capture)
+
+    @property
+    def _loads_late(self) -> bool:
+        """Whether requests wait for this process, which can do without its draft model."""
+        return self._place.rank == 0 and self._first_epoch > 0 and self._spec.draft is not None
+
+    @property
+    def _usual(self) -> Usual:
+        return Usual(self._spec.knee if self._place.rank > 0 else DRAFT_KNEE, self._spec.max_context)
+
+    def _told_capture(self, device: torch.device) -> Capture | None:
+        """How forwards are captured, each of which counts as warming up whenever it happens."""
+        if (capture := device_capture(device)) is None:
+            return None
+
+        def told(run: Run) -> Run:
+            with self._doing.warming():
+                return capture(run)
+
+        return told
+
+    def _new_loop(self, model: StageWorker | DraftModel | None) -> DraftLoop | StageLoop:
         wiring = Wiring(
             self._scheduler, self._transport, self._spec.topology,
             tracer=Tracer(self._place.rank, clock_offset_us=self._clock_offset_us),
@@ -219,25 +253,22 @@ class _Rank:
             device=self._streams,
             turn=turn_of(self._spec.emulation, self._place.rank, self._scheduler.keys.run_id),
         )  # fmt: skip
-        return self._rank_zero(wiring) if self._place.rank == 0 else self._stage(wiring)
+        if isinstance(model, StageWorker):
+            return StageLoop(model, self._place.rank, wiring)
+        return self._rank_zero(wiring, model)
 
-    def _stage(self, wiring: Wiring) -> StageLoop:
-        rank = self._place.rank
-        return StageLoop(load_stage(self._spec, rank, self._device, self._loading), rank, wiring)
-
-    def _rank_zero(self, wiring: Wiring) -> DraftLoop:
+    def _rank_zero(self, wiring: Wiring, drafter: DraftModel | None) -> DraftLoop:
         spec, limits = self._spec, self._spec.settings.limits
-        is_late = self._first_epoch > 0 and spec.draft is not None  # requests wait for this process, and can do without
         return DraftLoop(
             load_prompter(spec),
-            None if is_late else load_drafter(spec, self._device, self._loading),
+            drafter,
             spec.trained_masks,
             wiring,
             tree=limits.tree,
             max_num_seqs=limits.max_num_seqs,
             knee=spec.knee,
             kv=spec.kv_manager(),
-            load_drafter=self._load_late if is_late else None,
+            load_drafter=self._load_late if self._loads_late else None,
             about=self._named(),
         )
 
@@ -260,12 +291,17 @@ class _Rank:
 
     def _load_late(self) -> Drafter:
         """In another thread."""
-        drafter = allocated(lambda: load_drafter(self._spec, self._device), self._name)
+        drafter = allocated(lambda: load_drafter(self._spec, self._device, capture=self._told_capture), self._name)
         assert drafter is not None
+        drafter.warm_up(self._usual)
         return drafter
 
     def _loading(self, done: int, total: int) -> None:
         self._report("loading", done, total)
+
+    def _warming(self, done: int, total: int) -> None:
+        self._doing.warm()
+        self._report("warming", done, total)
 
     def _description(self, joined: _Joined) -> RankDescription:
         """What users are told of this rank."""

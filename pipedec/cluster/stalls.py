@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,7 +11,10 @@ from pipedec.topology import rank_name
 
 _SLOWER = 5.0  # a rank may compute a timestep for so many times as long as its longest one so far
 _TIMESTEPS = 2.0  # a rank may wait for so many timesteps, each as long as if the stages computed one after another
-_BUSY = ("computing", "loading", "meeting", "connecting")
+_BUSY = ("computing", "warming", "loading", "meeting", "connecting")
+LEAST_SECONDS = 4.0  # that a timestep may take, unless the user says otherwise
+_PLANNED_TIMESTEPS = 20.0  # a timestep may take so many times as long as planned
+_WARMING_SECONDS = 120.0  # that anything may take which is computed for the first time
 _APART_SECONDS = 3.0  # a host that cannot be reached for longer is cut off
 
 
@@ -22,12 +26,14 @@ class Stall:
         rank: the one that computes, waits or tries.
         peer: for whom it waits, or whose host it cannot reach; None if it computes.
         is_apart: it cannot reach the host, so that the process of ``peer`` is not to blame.
+        is_warming: it computes what it has not computed before.
     """
 
     rank: int
     peer: int | None
     seconds: float
     is_apart: bool = False
+    is_warming: bool = False
 
     @property
     def suspect(self) -> int:
@@ -37,6 +43,8 @@ class Stall:
     @property
     def reason(self) -> str:
         """What ``suspect`` has done, as the end of a sentence."""
+        if self.is_warming:
+            return f"took more than {self.seconds:.0f} s to compute something for the first time"
         if self.peer is None:
             return f"computed one timestep for more than {self.seconds:.0f} s (--stall-timeout)"
         if self.is_apart:
@@ -44,12 +52,23 @@ class Stall:
         return f"kept {rank_name(self.rank)} waiting for more than {self.seconds:.0f} s (--stall-timeout)"
 
 
+def stall_limit(given: float | None, timestep_ms: float = 0.0) -> float:
+    """Seconds after which ``find_stall`` should find one.
+
+    Args:
+        given: by the user, who is followed; None for what the plan suggests.
+        timestep_ms: the planned one; 0 without a plan.
+    """
+    return max(LEAST_SECONDS, _PLANNED_TIMESTEPS * timestep_ms / 1000) if given is None else given
+
+
 def find_stall(activities: Mapping[int, Activity], stall_seconds: float) -> Stall | None:
     """The rank or link that holds all others up, if one has done so for longer than ``stall_seconds``.
 
     Ranks wait for each other, so nearly all stand still when one does: whoever waits is followed to the one for whom it waits,
     up to one that does not wait itself. Where they wait in a circle, something was lost on the way to the one that has waited
-    longest. Ranks that have computed long timesteps before have more time.
+    longest. Ranks that have computed long timesteps before have more time. So has one that computes something for the first time,
+    and who waits for it: nobody counts as having waited for longer than since the last rank did so.
 
     Args:
         activities: of every rank that has told one; each may have told it a second ago.
@@ -57,12 +76,15 @@ def find_stall(activities: Mapping[int, Activity], stall_seconds: float) -> Stal
     if apart := [rank for rank, told in activities.items() if told.kind == "connecting" and told.seconds > _APART_SECONDS]:
         rank = max(apart, key=lambda one: activities[one].began)
         return Stall(rank, activities[rank].peer, activities[rank].seconds, is_apart=True)
-    if overdue := [rank for rank, told in activities.items() if told.kind == "computing" and _is_overdue(told, stall_seconds)]:
+    if overdue := [rank for rank, told in activities.items() if _is_overdue(told, stall_seconds)]:
         rank = max(overdue, key=lambda one: activities[one].began)
-        return Stall(rank, None, activities[rank].seconds)
+        return Stall(rank, None, activities[rank].seconds, is_warming=activities[rank].kind == "warming")
+    warmed = [told.warmed_seconds + told.age_seconds for told in activities.values() if told.warmed_seconds is not None]
+    is_usual = min(warmed, default=math.inf)  # for so long nobody has computed anything for the first time
+    waited = {rank: min(told.seconds, is_usual) for rank, told in activities.items() if told.kind == "waiting"}
     limit = max(stall_seconds, _TIMESTEPS * sum(told.longest_seconds for told in activities.values()))
-    peers = {rank: told.peer for rank, told in activities.items() if told.kind == "waiting" and told.seconds > limit / 2}
-    starved = [rank for rank in peers if activities[rank].seconds > limit]
+    peers = {rank: activities[rank].peer for rank, seconds in waited.items() if seconds > limit / 2}
+    starved = [rank for rank in peers if waited[rank] > limit]
     for rank in sorted(starved, key=lambda one: -activities[one].began):
         last = _last_to_wait(rank, peers, activities)
         if (peer := peers[last]) is not None and not (peer in activities and activities[peer].kind in _BUSY):
@@ -71,8 +93,10 @@ def find_stall(activities: Mapping[int, Activity], stall_seconds: float) -> Stal
 
 
 def _is_overdue(told: Activity, stall_seconds: float) -> bool:
-    """Whether a rank has computed one timestep for too long."""
-    return told.seconds > max(stall_seconds, _SLOWER * told.longest_seconds)
+    """Whether a rank has computed one timestep, or anything for the first time, for too long."""
+    if told.kind == "warming":
+        return told.seconds > max(stall_seconds, _WARMING_SECONDS)
+    return told.kind == "computing" and told.seconds > max(stall_seconds, _SLOWER * told.longest_seconds)
 
 
 def _last_to_wait(rank: int, peers: Mapping[int, int | None], activities: Mapping[int, Activity]) -> int:

@@ -25,7 +25,7 @@ TURN_SECONDS = 1.0  # of a wait for the end of the run
 _REPORT_SECONDS = 0.05
 _LATE_SECONDS = 3.0  # on a busy machine a killed rank is seen to end long after its neighbours
 
-StartProgress = Callable[[int, str, int, int], None]  # rank, "checking" or "loading" weights, units done, units in all
+StartProgress = Callable[[int, str, int, int], None]  # rank, "checking", "loading" or "warming", units done, units in all
 
 
 class Ranks(Protocol):

@@ -138,9 +138,13 @@ class Cluster:
     ] = 5
     restart_window: Annotated[Annotated[float, Meta(gt=0)], Help("Time in which --max-restarts counts.", "SECONDS")] = 300.0
     stall_timeout: Annotated[
-        Annotated[float, Meta(gt=0)],
-        Help("A rank is replaced if a timestep takes it longer, or if it is silent for longer while others wait.", "SECONDS"),
-    ] = 4.0
+        Annotated[float, Meta(gt=0)] | None,
+        Help(
+            "A rank is replaced if a timestep takes it longer, or if it is silent for longer while others wait "
+            "(default: 20 planned timesteps, at least 4 seconds; 120 for what it computes for the first time).",
+            "SECONDS",
+        ),
+    ] = None
     log_level: Annotated[
         LogLevel, Help("Detail of the log that each rank writes to a file of its own; debug adds a line for every request.")
     ] = "info"

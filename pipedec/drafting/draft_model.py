@@ -9,18 +9,18 @@ Drafts need not be complete, so its KV memory is best effort: a request without 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
-from pipedec.device import to_device
+from pipedec.device import to_device, to_host
 from pipedec.drafting.lane import DraftLane, Entering
 from pipedec.grammar import Bitmask
 from pipedec.grammar.masks import allowed_tokens
 from pipedec.kv import KVManager
-from pipedec.model import DraftVocabulary, StageModel
+from pipedec.model import DraftVocabulary, FirstForward, StageModel, Usual, warm_up
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, RowChanges
 
@@ -50,6 +50,14 @@ class DraftModel:
         self._pool = model.make_pool(slots, block)
         self._kv = KVManager(slots, block, shares_prefixes)
         self._lanes: dict[int, DraftLane] = {}  # by request
+
+    def warm_up(self, usual: Usual, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compute forwards as of usual requests (see ``model.warm_up``), before any request comes."""
+
+        def use(forward: FirstForward, hidden_RE: Tensor) -> None:
+            to_host(self._model.logits(hidden_RE[-forward.num_judged :]).log_softmax(-1).topk(1).indices)
+
+        warm_up(self._model, self._pool, usual, use, progress)
 
     @property
     def num_lanes(self) -> int:

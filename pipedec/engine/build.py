@@ -10,7 +10,6 @@ import torch
 
 from pipedec.config import AUTO, NONE, ClusterConfig, Cut, Models, Settings, checkpoint_dtype
 from pipedec.core import UserError
-from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
 from pipedec.engine.devices import arithmetic_of, chosen_device, num_gpus
 from pipedec.engine.sequences import Sequences
@@ -173,7 +172,7 @@ def load_stage(
 
 def load_drafter(
     spec: PipelineSpec, device: torch.device, progress: Progress | None = None, capture: NewCapture = device_capture
-) -> Drafter | None:
+) -> DraftModel | None:
     """The whole draft model; None if there is no draft. Arguments as of ``load_stage``."""
     if spec.draft is None:
         return None

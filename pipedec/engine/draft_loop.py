@@ -146,7 +146,8 @@ class DraftLoop:
     def _decode(self) -> None:
         """One session: from a request that finds the pipeline empty until no request is left."""
         pipeline = self._pipeline()
-        for _ in decode(self._pool, pipeline, self._follow_queue, (self._tasks.note, self._counters.note, self._feed.note)):
+        listeners = self._tasks.note, self._counters.note, self._feed.note, lambda timestep: self._wiring.doing.count_timestep()
+        for _ in decode(self._pool, pipeline, self._follow_queue, listeners):
             continue  # everything has been said to the answers' readers
         self._feed.flush()
         self._stopping |= pipeline.is_stopping or self._queue.is_stopping

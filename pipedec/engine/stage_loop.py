@@ -153,6 +153,7 @@ class StageLoop:
     def _count(self) -> None:
         """The device has been given one timestep's work."""
         self._timesteps += 1
+        self._wiring.doing.count_timestep()
         self._tasks.recorder.phases.begin("between timesteps")
         if (now := time.perf_counter()) > self._told + TELLING_SECONDS:
             self._told = now

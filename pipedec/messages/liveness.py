@@ -9,10 +9,12 @@ class Activity(Record, frozen=True):
     """What a rank does, as its lease tells.
 
     Attributes:
-        kind: ``idle``, ``computing``, ``waiting`` (for a transfer), ``loading``, ``meeting`` or ``connecting`` (to another host).
+        kind: ``idle``, ``computing``, ``warming`` (computing what may take long because it is computed for the first time),
+            ``waiting`` (for a transfer), ``loading``, ``meeting`` or ``connecting`` (to another host).
         peer: the rank that it waits for, or whose host it tries to reach.
         seconds: for how long it had done so when it told this.
         longest_seconds: of its completed timesteps.
+        warmed_seconds: how long ago it was warming last; None if it has not been.
         age_seconds: how long ago it told this, by Redis' clock.
     """
 
@@ -20,6 +22,7 @@ class Activity(Record, frozen=True):
     peer: int | None = None
     seconds: float = 0.0
     longest_seconds: float = 0.0
+    warmed_seconds: float | None = None
     age_seconds: float = 0.0
 
     @property

@@ -17,12 +17,14 @@ from pipedec.model.pool import KVPool, KVShape
 from pipedec.model.quantized import rounded
 from pipedec.model.stage_model import StageModel
 from pipedec.model.transformers_model import load_transformers
+from pipedec.model.warm_up import FirstForward, Usual, warm_up
 
 __all__ = [
     "BitaConfig",
     "BitaWeights",
     "Checkpoint",
     "DraftVocabulary",
+    "FirstForward",
     "KVCache",
     "KVPool",
     "KVShape",
@@ -30,6 +32,7 @@ __all__ = [
     "ModelConfig",
     "NewCapture",
     "StageModel",
+    "Usual",
     "checked_bita",
     "described_attention",
     "device_capture",
@@ -37,6 +40,7 @@ __all__ = [
     "load_transformers",
     "quick_digest",
     "rounded",
+    "warm_up",
     "weight_files",
     "weights_digest",
 ]

@@ -52,6 +52,11 @@ class Bucket:
         )
         return bucket if bucket.is_small else None
 
+    @classmethod
+    def of_one(cls, rows: int, slots: int) -> Bucket:
+        """The bucket of a request alone, whether it is small or not."""
+        return cls(_power(rows), 1, _power(rows), _power(max(FEWEST_SLOTS, slots)))
+
     @property
     def is_small(self) -> bool:
         """Whether buffers are large enough for it, and little of it is filling."""
@@ -59,6 +64,18 @@ class Bucket:
         if self.rows > CAPTURED_ROWS or num_slots > CAPTURED_SLOTS or in_rectangles * self.most_slots > CAPTURED_CELLS:
             return False
         return in_rectangles <= MOST_FILLING * self.rows
+
+
+def usual_sizes(rows: int, slots: int) -> list[tuple[int, int]]:
+    """Rows and slots of forwards of one request, ascending by slots: one for each bucket of at most so many.
+
+    Args:
+        rows, slots: at least 1; no more rows than slots.
+    """
+    counts = [min(1 << exponent, rows) for exponent in range(_power(rows).bit_length())]
+    contexts = [min(FEWEST_SLOTS << exponent, slots) for exponent in range(max(_power(slots) // FEWEST_SLOTS, 1).bit_length())]
+    sizes = ((count, context) for context in contexts for count in counts if count <= context)
+    return [(count, context) for count, context in sizes if Bucket.of_one(count, context).is_small]
 
 
 class BucketBuffers:

@@ -47,8 +47,8 @@ class LayersShape:
 class CapturedGraphs:
     """The graphs of one stage in one pool.
 
-    A forward is captured when its bucket comes for the first time. All graphs read the same buffers and write the same output, so
-    one forward follows the other on the device.
+    A forward is captured when its bucket comes for the first time in this stage's turn; before that it is computed as it is. All
+    graphs read the same buffers and write the same output, so one forward follows the other on the device.
 
     Args:
         capture: how forwards are captured.
@@ -56,18 +56,23 @@ class CapturedGraphs:
 
     Attributes:
         pool: whose addresses the graphs contain.
+        turn: (which, of how many) forwards may be captured; (0, 1) for each.
     """
 
     def __init__(self, shape: LayersShape, pool: Pool, capture: Capture, most_graphs: int = MOST_GRAPHS) -> None:
         self.pool = pool
+        self.turn = 0, 1
+        self._num_forwards = 0
         self._shape, self._capture, self._most_graphs = shape, capture, most_graphs
         self._buffers: BucketBuffers | None = None
         self._graphs: dict[Bucket, tuple[BucketTensors, Run]] = {}
 
     def bucket_of(self, lanes: Sequence[LaneRows]) -> Bucket | None:
         """The bucket as which these rows are computed; None if they are not to be captured."""
-        bucket = Bucket.of(lanes)
-        return bucket if bucket in self._graphs or len(self._graphs) < self._most_graphs else None
+        bucket, (own, turns) = Bucket.of(lanes), self.turn
+        self._num_forwards += 1
+        may_capture = self._num_forwards % turns == own and len(self._graphs) < self._most_graphs
+        return bucket if bucket in self._graphs or may_capture else None
 
     def forward(self, bucket: Bucket, layers: Layers, inputs: Tensor, cos_sin: CosSin, lanes: Sequence[LaneRows]) -> Tensor:
         """Compute the rows of ``lanes`` and write their keys and values: hidden_RE without the rows that fill up.

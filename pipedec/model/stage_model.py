@@ -66,6 +66,7 @@ class StageModel:
         flash: attends for all requests at once in forwards that are not captured, with the arguments of
             ``flash_attn_varlen_func``; None attends request by request.
         capture: captures forwards of few rows, which are then replayed (see ``CapturedGraphs``); None computes each as it is.
+        capture_turn: which of them may be captured if they are new (see ``CapturedGraphs.turn``).
 
     Args:
         dtype: of activations, caches, and weights that are not quantized.
@@ -95,6 +96,7 @@ class StageModel:
         self.pad_rows = False
         self.flash = flash_kernel(dtype, self.device)
         self.capture: Capture | None = None
+        self.capture_turn = 0, 1
         self._graphs: CapturedGraphs | None = None
         self._quantize = quantize
         self._rotary = Rotary(config, dtype, self.device)
@@ -155,6 +157,11 @@ class StageModel:
     def num_layers(self) -> int:
         """Number of layers of this stage."""
         return len(self.layers)
+
+    @property
+    def num_masks(self) -> int:
+        """Mask rows that the BiTA was trained with; 0 without one."""
+        return 0 if self._bita is None else self._bita.num_masks
 
     @property
     def num_bytes(self) -> int:
@@ -243,6 +250,7 @@ class StageModel:
         if self._graphs is None or self._graphs.pool is not pool:
             shape = LayersShape(self._windows, self.config.queries_per_kv_head, self.config.hidden_size)
             self._graphs = CapturedGraphs(shape, pool, self.capture)
+        self._graphs.turn = self.capture_turn
         return self._graphs
 
     def _cos_sin(self, lanes: Sequence[LaneRows]) -> CosSin:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from pipedec.config import AUTO, ClusterConfig, DeviceConfig, PartitionConfig, RedisConfig, ServerConfig
-from pipedec.core import UserError
+from pipedec.core import Load, UserError
 from pipedec.plan.costs import RankTiming
 from pipedec.plan.partition import Plan, knee_of
 
@@ -62,6 +62,13 @@ class Emulation:
     def timing(self, rank: int) -> RankTiming | None:
         """The timing of a rank; None for rank 0 without a draft."""
         return self.draft if rank == 0 else self.stages[rank - 1]
+
+    @property
+    def timestep_ms(self) -> float:
+        """How long a timestep of as many rows as the knee takes, in slow motion."""
+        load = Load(self.knee)
+        drafting_ms = self.draft.compute_ms(load) if self.draft else 0.0
+        return self.slow_motion * max(drafting_ms, *(stage.compute_ms(load) + stage.send_ms(load.rows) for stage in self.stages))
 
     @property
     def knee(self) -> int:

@@ -105,6 +105,12 @@ class PipelineSpec:
         return self.emulation.knee if self.emulation else KNEE_ROWS
 
     @property
+    def max_context(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        most = self._target_config.max_positions
+        return min(self.settings.limits.max_model_len or most, most)
+
+    @property
     def kv_slots(self) -> int:
         """Slots of every rank's KV pool: tokens for which every rank has memory, but no more than requests can use.
 
@@ -164,8 +170,7 @@ class PipelineSpec:
         if self.draft is not None:
             draft = ModelConfig.from_directory(self.draft)
             ranks.insert(0, self._rank_budget(0, draft, draft.num_layers, self.largest_draft_weights, measured))
-        context = min(limits.max_model_len or target.max_positions, target.max_positions)
-        return KVBudget(ranks, context, limits.max_num_seqs, self.topology.num_groups, self.kv_block)
+        return KVBudget(ranks, self.max_context, limits.max_num_seqs, self.topology.num_groups, self.kv_block)
 
     def needs(self, rank: int) -> RankNeeds:
         """What a rank with a model allocates on a GPU. Weights are counted by their shapes, as in a plan."""

@@ -10,14 +10,17 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pipedec.core import Opening, Step, Update, Verdict
+from pipedec.core import Opening, SamplingParams, Step, Update, Verdict
 from pipedec.device import to_host
-from pipedec.model import KVCache
+from pipedec.model import FirstForward, KVCache
+from pipedec.sampling import Sampler, greedy
 from pipedec.stage.corruption import known_finite
 from pipedec.stage.final_lane import FinalLane
 from pipedec.stage.lane import Lane
 from pipedec.stage.slot_tokens import SlotTokens
 from pipedec.stage.worker import StageWorker
+
+_BY_CHANCE = SamplingParams(temperature=1.0, top_p=0.9, seed=0)  # as most requests that sample
 
 
 class FinalStageWorker(StageWorker):
@@ -28,6 +31,15 @@ class FinalStageWorker(StageWorker):
     @cached_property
     def _tokens(self) -> SlotTokens:
         return SlotTokens(self.cache_slots)
+
+    def _rehearse(self, forward: FirstForward, hidden_RE: Tensor) -> None:
+        """Choose tokens greedily and by chance."""
+        logits_RV = self._model.logits(hidden_RE[-forward.num_judged :])
+        rows, device = len(logits_RV), logits_RV.device
+        sampler = Sampler(_BY_CHANCE, self._model.config.vocab_size, device)
+        mask_RN, token_ids = torch.eye(rows, dtype=torch.bool, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
+        drawn = sampler.choose(logits_RV, torch.arange(rows), mask_RN, token_ids)
+        to_host(torch.cat((greedy(logits_RV), drawn)))
 
     def reset(self) -> None:
         """Drop all lanes."""

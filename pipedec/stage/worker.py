@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from pipedec.core import Envelope, Load, Opening, RankLost, SlotRuns, Step, Update, Verdict
-from pipedec.device import to_device
-from pipedec.model import KVCache, StageModel
+from pipedec.device import to_device, to_host
+from pipedec.model import FirstForward, KVCache, StageModel, Usual, warm_up
 from pipedec.stage.corruption import marked
 from pipedec.stage.lane import Lane
 from pipedec.threads import NewSequence
@@ -75,6 +75,14 @@ class StageWorker:
     def cache_slots(self) -> int:
         """Capacity of the KV pool in rows."""
         return self._pool.slots
+
+    def warm_up(self, usual: Usual, progress: Callable[[int, int], None]) -> None:
+        """Compute forwards as of usual requests (see ``model.warm_up``), before any request comes. Nothing is counted."""
+        warm_up(self._model, self._pool, usual, self._rehearse, progress, self._stage)
+
+    def _rehearse(self, forward: FirstForward, hidden_RE: Tensor) -> None:
+        """Do what is done with the rows of a forward, and wait for the device."""
+        to_host(hidden_RE[-1:])
 
     def reset(self) -> None:
         """Drop all lanes: requests come again with all their rows, and nothing in the pool is theirs any more."""

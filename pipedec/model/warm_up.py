@@ -1,0 +1,137 @@
+"""Forwards that a model computes before it serves, so that no request waits for what only first ones need.
+
+On a GPU these load kernels and libraries, choose algorithms and capture graphs, which may take seconds each. What the forwards
+compute means nothing: they use slots of the pool that no request has yet. Shapes as in ``stage_model``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pipedec.hardware import CAPTURED_ROWS
+from pipedec.model.buckets import FEWEST_SLOTS, usual_sizes
+from pipedec.model.cache import KVCache
+from pipedec.model.lane_rows import LaneRows
+from pipedec.model.pool import KVPool
+from pipedec.tree import Visibility
+
+if TYPE_CHECKING:
+    from pipedec.model.stage_model import StageModel
+
+CHUNK = 2 * CAPTURED_ROWS  # rows of a prompt that are too many for a graph
+_CPU_ROWS = 8  # no processor needs more rows to load what it needs
+_TURNS = 16  # of models, each of which captures further buckets only in its own
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What requests usually ask of a model.
+
+    Attributes:
+        rows: most rows that enter together.
+        context: most tokens of a prompt and its answer.
+    """
+
+    rows: int
+    context: int
+
+
+@dataclass(frozen=True)
+class FirstForward:
+    """A forward of rows of one request: of a tree, or of a prompt.
+
+    Attributes:
+        rows: masks among them.
+        slots: that the rows attend to, their own among them.
+        masks: how many of the rows are masks, the last ones.
+    """
+
+    rows: int
+    slots: int
+    is_prompt: bool = False
+    masks: int = 0
+
+    @property
+    def num_judged(self) -> int:
+        """How many rows need logits, from the end: of a prompt only the last token's and the masks'."""
+        return 1 + self.masks if self.is_prompt else self.rows
+
+    def compute(self, model: StageModel, pool: KVPool) -> Tensor:
+        """hidden_RE of tokens 0, or of activations 0. Overwrites the pool's first slots, of which nobody may have any."""
+        blocks = -(-self.slots // pool.block) * pool.block
+        pool.tensor.narrow(3, 0, blocks).zero_()  # memory that was never written may hold NaN
+        cache = pool.cache(with_prompt=self.masks > 0)
+        cache.extend(((0, blocks),))
+        cache.adopt(self.slots - self.rows)
+        return model.forward(self._inputs(model), [self._lane(cache.past_length, cache, model.device)])
+
+    def _inputs(self, model: StageModel) -> Tensor:
+        if not model.is_first:
+            return torch.zeros(self.rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
+        token_ids = torch.zeros(self.rows, dtype=torch.int64)
+        token_ids[self.rows - self.masks :] = -1 - torch.arange(self.masks)
+        return token_ids.to(model.device)
+
+    def _lane(self, past: int, cache: KVCache, device: torch.device) -> LaneRows:
+        positions = torch.arange(past, past + self.rows, device=device)
+        if self.is_prompt:
+            return LaneRows(positions, cache, None, self.slots, self.masks)
+        seen = torch.ones(self.rows, self.rows, dtype=torch.bool, device=device).tril_()
+        return LaneRows(positions, cache, Visibility(seen, past, lambda: positions))
+
+
+def warm_up(
+    model: StageModel,
+    pool: KVPool,
+    usual: Usual,
+    use: Callable[[FirstForward, Tensor], None],
+    progress: Callable[[int, int], None],
+    turn: int = 0,
+) -> None:
+    """Compute forwards of every usual kind and size, the captured ones the largest first, since their graphs share memory.
+
+    Afterwards ``model`` captures what else comes only in its turn, one forward in 16: where a new bucket passes several models,
+    the first one to capture it does not hold up a timestep together with all others.
+
+    Args:
+        pool: of which nobody uses any slot.
+        use: what is done with the rows of a forward, hidden_RE; it waits until the device has computed it.
+        progress: called with how many forwards were computed, and how many there are: before each, and at the end.
+        turn: of this model.
+    """
+    is_captured = model.capture is not None
+    if not is_captured and model.device.type == "cpu":
+        usual = replace(usual, rows=min(usual.rows, _CPU_ROWS))
+    forwards = first_forwards(usual, pool.slots, is_captured, model.num_masks)
+    for done, forward in enumerate(forwards):
+        progress(done, len(forwards))
+        use(forward, forward.compute(model, pool))
+    progress(len(forwards), len(forwards))
+    model.capture_turn = turn % _TURNS, _TURNS
+
+
+def first_forwards(usual: Usual, slots: int, is_captured: bool, num_masks: int) -> list[FirstForward]:
+    """What ``warm_up`` computes: all buckets of one request, and a chunk that has none; a few sizes where nothing is captured. With
+    a BiTA also masks behind a prompt.
+
+    Args:
+        slots: of the pool.
+        num_masks: 0 without a BiTA.
+    """
+    context = min(usual.context, slots)
+    rows = min(usual.rows, context)
+    short = min(max(FEWEST_SLOTS, rows), context)
+    if is_captured:
+        found = [FirstForward(*size) for size in reversed(usual_sizes(rows, context))]
+        chunk = min(CHUNK, context)
+        found.append(FirstForward(chunk, chunk, is_prompt=True))
+    else:
+        found = [FirstForward(rows, rows, is_prompt=True), FirstForward(rows, short), FirstForward(1, short)]
+    if 0 < num_masks < short:
+        found.append(FirstForward(num_masks + 1, short, is_prompt=True, masks=num_masks))
+    return found
