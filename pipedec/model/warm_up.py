@@ -116,8 +116,8 @@ def warm_up(
 
 
 def first_forwards(usual: Usual, slots: int, is_captured: bool, num_masks: int) -> list[FirstForward]:
-    """What ``warm_up`` computes: all buckets of one request, and a chunk that has none; a few sizes where nothing is captured. With
-    a BiTA also masks behind a prompt.
+    """What ``warm_up`` computes: all buckets of one request, and a chunk that has none; where nothing is captured, a chunk and a
+    tree. With a BiTA also masks behind a prompt.
 
     Args:
         slots: of the pool.
@@ -131,7 +131,7 @@ def first_forwards(usual: Usual, slots: int, is_captured: bool, num_masks: int) 
         chunk = min(CHUNK, context)
         found.append(FirstForward(chunk, chunk, is_prompt=True))
     else:
-        found = [FirstForward(rows, rows, is_prompt=True), FirstForward(rows, short), FirstForward(1, short)]
+        found = [FirstForward(rows, rows, is_prompt=True), FirstForward(rows, short)]
     if 0 < num_masks < short:
         found.append(FirstForward(num_masks + 1, short, is_prompt=True, masks=num_masks))
     return found
