@@ -20,7 +20,7 @@ LEASE_RENEWAL_SECONDS = 1.0
 GIVE_UP_SECONDS = 5.0
 RECOVERY_SECONDS = 20.0  # in which a rank must take part in the epoch after one that has ended, or reach Redis again
 BUSY_LEASE_MS = 30_000  # while a rank meets the others, loads weights or warms up, which may keep its other threads waiting
-_BUSY = ("meeting", "loading", "warming", "connecting")
+_BUSY = ("meeting", "loading", "connecting")
 logger = logging.getLogger(__name__)
 
 
@@ -66,6 +66,7 @@ class LeaseKeeper:
         self._changing = threading.Lock()  # held while the epoch changes, and while what is left of the last one is interrupted
         self._trouble: float | None = None  # since when the epoch has ended or Redis is away; monotonic
         self._is_up = False  # Redis has known the run
+        self._is_settled = False
         self._turned = time.monotonic()  # when the lease was renewed last, or Redis was seen to be away
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name=f"lease of rank {rank}", daemon=True)
@@ -80,12 +81,14 @@ class LeaseKeeper:
         with self._changing:
             self._scheduler.enter(epoch)
             self._trouble = None
+            self._is_settled = False
             self._doing.meet_again()
         self._renew()
 
     def settle(self) -> None:
-        """The rank has met the others and loaded its weights: from now on it soon counts as dead. Raises as ``enter``."""
+        """The rank has met the others and can serve: from now on it soon counts as dead. Raises as ``enter``."""
         self._doing.begin("idle")
+        self._is_settled = True
         self._renew()
 
     def stop(self) -> None:
@@ -97,7 +100,8 @@ class LeaseKeeper:
     def _renew(self) -> None:
         activity = self._doing.activity()
         if self._recovers:
-            self._scheduler.lease_ms = BUSY_LEASE_MS if activity.kind in _BUSY else self._lease_ms
+            is_busy = activity.kind in _BUSY or (activity.kind == "warming" and not self._is_settled)
+            self._scheduler.lease_ms = BUSY_LEASE_MS if is_busy else self._lease_ms
         self._scheduler.renew_lease(self._rank, activity)
 
     def _lost_peer(self) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from pipedec.cluster.stalls import Stall, find_stall
+from pipedec.cluster.stalls import Stall, find_stall, stall_limit
 from pipedec.messages import Activity
 
 
@@ -87,3 +87,35 @@ def test_hosts_that_cannot_reach_each_other_are_told_and_no_process_is_blamed() 
     assert stall == Stall(2, 1, 3.5, is_apart=True)
     assert stall.reason == "cannot be reached by rank 2 (stage 2)"
     assert find_stall({1: Activity("connecting", 2, 2.9), 0: meeting}, 4.0) is None
+
+
+def warming(seconds: float) -> Activity:
+    return Activity("warming", None, seconds)
+
+
+def test_what_is_computed_for_the_first_time_may_take_two_minutes_and_no_more() -> None:
+    assert find_stall({0: waiting(2, 119.0), 1: waiting(0, 119.0), 2: warming(119.0)}, 4.0) is None
+    stall = find_stall({0: waiting(2, 121.0), 1: waiting(0, 121.0), 2: warming(121.0)}, 4.0)
+    assert stall is not None and stall.suspect == 2
+    assert stall.reason == "took more than 121 s to compute something for the first time"
+    assert find_stall({2: warming(299.0)}, 300.0) is None, "unless a timestep may take longer"
+
+
+def test_who_has_waited_for_a_first_time_has_not_waited_before() -> None:
+    """Rank 2 has just ended what took it 20 s; the others have told that they wait before they heard of it."""
+    late = replace(waiting(1, 0.1), warmed_seconds=0.1)
+    activities = {0: waiting(3, 20.1), 1: waiting(0, 20.2), 2: late, 3: waiting(2, 20.3)}
+    assert find_stall(activities, 4.0) is None
+    later = {rank: replace(told, seconds=told.seconds + 5.0) for rank, told in activities.items()}
+    stall = find_stall(later | {2: replace(late, seconds=5.1, warmed_seconds=5.1)}, 4.0)
+    assert stall is not None and stall.suspect in range(4), "but it has since"
+    assert find_stall(later | {2: replace(late, age_seconds=1.0)}, 4.0) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "timestep_ms", "limit"), [(None, 0.0, 4.0), (None, 13.4, 4.0), (None, 1500.0, 30.0), (1.5, 1500.0, 1.5)]
+)
+def test_a_timestep_may_take_twenty_times_as_long_as_planned_unless_the_user_says_otherwise(
+    given: float | None, timestep_ms: float, limit: float
+) -> None:
+    assert stall_limit(given, timestep_ms) == limit

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
+from support.clock import Clock
 
 from pipedec.core import EpochEnded
 from pipedec.engine.activity import Doing
@@ -29,3 +32,50 @@ def test_an_interrupted_rank_stops_at_what_it_begins_next_until_it_meets_the_oth
     doing.meet_again()
     assert doing.activity().kind == "meeting"
     doing.begin("idle")
+
+
+def test_the_first_timesteps_of_an_epoch_count_as_warming_up_and_not_as_timesteps() -> None:
+    doing, kinds = Doing(), list[str]()
+    doing.meet_again()
+    for _ in range(5):
+        doing.begin("waiting", 1)
+        doing.begin("computing")
+        kinds.append(doing.activity().kind)
+        doing.count_timestep()
+    assert kinds == ["warming"] * 3 + ["computing"] * 2
+    doing.meet_again()
+    doing.begin("computing")
+    assert doing.activity().kind == "warming"
+
+
+def test_what_is_warmed_up_in_a_timestep_is_told_and_no_part_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    doing = Doing()
+    assert doing.activity().warmed_seconds is None
+    doing.begin("computing")
+    clock.advance(1.0)
+    with doing.warming():
+        clock.advance(20.0)
+        told = doing.activity()
+        assert (told.kind, told.seconds, told.longest_seconds) == ("warming", 20.0, 1.0)
+    clock.advance(2.0)
+    told = doing.activity()
+    assert (told.kind, told.seconds, told.longest_seconds, told.warmed_seconds) == ("computing", 2.0, 1.0, 2.0)
+    doing.interrupt(EpochEnded("the run is in epoch 2"))
+    with doing.warming():
+        doing.warm()
+    assert doing.activity().kind == "computing", "what is loaded is not given up"
+
+
+def test_another_thread_that_warms_up_says_nothing() -> None:
+    doing, kinds = Doing(), list[str]()
+
+    def load_late() -> None:
+        with doing.warming():
+            kinds.append(doing.activity().kind)
+
+    doing.begin("waiting", 1)
+    thread = threading.Thread(target=load_late)
+    thread.start()
+    thread.join()
+    assert kinds == ["waiting"]
