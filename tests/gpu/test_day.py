@@ -1,0 +1,140 @@
+"""``make gpu-day`` itself: what has passed is not run again, nothing runs longer than it may, and a failure is told."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import day
+import pytest
+from day import CLEANUP_SECONDS, DAY_SECONDS, Day, Result
+from day_figures import Reading
+from day_steps import STEPS, Command, Step
+
+MACHINE = {"revision": "1", "GPUs": "none"}
+WRITE = "import sys; open(sys.argv[1], 'a').write('x')"
+
+
+def python(program: str, *arguments: str) -> Command:
+    return ("{python}", "-c", program.replace("{", "{{").replace("}", "}}"), *arguments)
+
+
+def step(name: str, *commands: Command, limit_seconds: float = 60, **values: object) -> Step:
+    return Step(name, limit_seconds, commands, commands, "the cable", **values)  # type: ignore[arg-type]
+
+
+def run(tmp_path: Path, *steps: Step, machine: dict[str, str] = MACHINE, **values: Sequence[str]) -> list[Result]:
+    return a_day(tmp_path, steps, machine).run(**values)
+
+
+def a_day(tmp_path: Path, steps: Sequence[Step], machine: dict[str, str] = MACHINE, seconds: float = 600) -> Day:
+    return Day(tmp_path, steps, machine, {"python": sys.executable, "count": str(tmp_path / "count")}, False, seconds)
+
+
+def report(tmp_path: Path) -> str:
+    return (tmp_path / "report.md").read_text()
+
+
+def test_a_day_has_a_time_for_every_step() -> None:
+    assert len({one.name for one in STEPS}) == len(STEPS)
+    assert sum(one.limit_seconds for one in STEPS) <= DAY_SECONDS
+    assert DAY_SECONDS + CLEANUP_SECONDS * sum(len(one.cleanup) for one in STEPS) <= 45 * 60
+
+
+def test_the_guide_has_a_line_for_every_step() -> None:
+    guide = (day.ROOT / "docs" / "gpu.md").read_text()
+    assert [one.name for one in STEPS if f"| `{one.name}` |" not in guide] == []
+
+
+@pytest.mark.parametrize("one", STEPS, ids=lambda one: one.name)
+def test_at_toy_size_a_step_runs_the_same_commands(one: Step) -> None:
+    def kinds(commands: Sequence[Command]) -> list[tuple[str, ...]]:
+        return [tuple(word for word in command[:6] if not word.startswith("--"))[:3] for command in commands]
+
+    assert kinds(one.toy) == kinds(one.commands)
+
+
+def test_what_has_passed_is_not_run_again(tmp_path: Path) -> None:
+    steps = step("first", python(WRITE, "{count}")), step("second", python(WRITE, "{count}"), python("raise SystemExit(1)"))
+    outcomes = [[result.outcome for result in run(tmp_path, *steps)] for _ in range(2)]
+    assert outcomes == [["passed", "failed"]] * 2
+    assert (tmp_path / "count").read_text() == "xxx"
+    run(tmp_path, *steps, only=["first"], again=["first"])
+    assert (tmp_path / "count").read_text() == "xxxx"
+    run(tmp_path, *steps, only=["first"], machine={"revision": "1", "GPUs": "another"})
+    assert (tmp_path / "count").read_text() == "xxxxx"
+
+
+def test_a_failure_ends_its_step_only(tmp_path: Path) -> None:
+    steps = step("bad", python("print('no luck'); raise SystemExit(3)"), python(WRITE, "{count}")), step("good", python(""))
+    bad, good = run(tmp_path, *steps)
+    assert (bad.outcome, good.outcome) == ("failed", "passed")
+    assert "ended with status 3" in bad.note and "the cable" in bad.note
+    assert not (tmp_path / "count").exists()
+    assert "no luck" in report(tmp_path) and "| good | passed |" in report(tmp_path)
+
+
+def test_a_step_that_takes_too_long_is_ended_and_cleaned_up(tmp_path: Path) -> None:
+    """Here it ends by Ctrl-C, so that it can say where it was."""
+    hangs = python("import time\ntry: time.sleep(600)\nexcept KeyboardInterrupt: print('was asleep')")
+    (result,) = run(tmp_path, step("hangs", hangs, limit_seconds=2, cleanup=(python(WRITE, "{count}"),)))
+    assert result.outcome == "failed" and "took longer than 2 s" in result.note
+    assert "was asleep" in report(tmp_path)
+    assert (tmp_path / "count").read_text() == "x"
+
+
+@pytest.mark.slow
+def test_a_step_that_is_deaf_is_killed(tmp_path: Path) -> None:
+    deaf = python("import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(600)")
+    (result,) = run(tmp_path, step("deaf", deaf, limit_seconds=2))
+    assert result.outcome == "failed" and result.seconds < 60
+
+
+def test_when_the_day_is_over_other_steps_wait_for_the_next_run(tmp_path: Path) -> None:
+    (result,) = a_day(tmp_path, [step("late", python(WRITE, "{count}"))], seconds=0).run()
+    assert result.outcome == "not run" and not (tmp_path / "count").exists()
+    assert [one.outcome for one in run(tmp_path, step("late", python("")))] == ["passed"]
+
+
+def test_figures_stand_in_the_report_and_must_be_there(tmp_path: Path) -> None:
+    def read(folder: Path) -> Reading:
+        return Reading("fast", f"{json.loads((folder / 'rows.json').read_text())} ms")
+
+    writes = python("import sys; open(sys.argv[1], 'w').write('12')", "{folder}/rows.json")
+    passed, failed = run(tmp_path, step("measured", writes, read=read), step("silent", python(""), read=read))
+    assert (passed.outcome, passed.note) == ("passed", "fast") and "12 ms" in report(tmp_path)
+    assert failed.outcome == "failed" and "FileNotFoundError" in failed.note
+
+
+def test_an_interrupted_step_is_run_by_the_next_day(tmp_path: Path) -> None:
+    interrupts = python("import os, signal, sys; os.kill(os.getppid(), signal.SIGINT); sys.stdin.read(); signal.pause()")
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, step("first", python("")), step("second", interrupts, cleanup=(python(WRITE, "{count}"),)))
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert (tmp_path / "count").read_text() == "x"
+    assert "| first | passed |" in report(tmp_path) and "| second | not run |" in report(tmp_path)
+
+
+def facts(gpus: int = 0) -> dict[str, object]:
+    return {"gpus": gpus, "card": "cpu", "shown": {"GPUs": "none"}}
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_exit_status_says_whether_all_have_passed(tmp_path: Path, status: int) -> None:
+    steps = step("good", python("")), step("other", python(f"raise SystemExit({status})"))
+    assert day.main(["--toy", "--device", "cpu", "--out", str(tmp_path)], steps, facts) == status
+
+
+def test_a_day_needs_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert day.main(["--out", str(tmp_path)], STEPS, facts) == 2
+    assert "--toy --device cpu" in capsys.readouterr().err
+    for arguments in (["--device", "cpu"], ["--only", "nothing"]):
+        with pytest.raises(SystemExit) as refused:
+            day.main(arguments, STEPS, facts)
+        assert refused.value.code == 2
