@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pipedec.scheduler import RedisScheduler, connect
@@ -20,6 +20,8 @@ class RankPlace:
         host: the host of cluster.yaml on which it was started, if whoever started it knows.
         recovers: whether somebody replaces ranks that are lost; if not, the loss of one ends the run.
         survives: whether this process goes on when another rank is lost; if not, it ends and all ranks are started again.
+        digests: of the tensors with which the run began, by model and name, as far as they are known.
+        lists: whether it digests all tensors that its host has, so that the others are compared with them.
     """
 
     rank: int
@@ -29,11 +31,18 @@ class RankPlace:
     host: str | None = None
     recovers: bool = False
     survives: bool = True
+    digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False, hash=False)
+    lists: bool = False
+
+    @property
+    def has_others_elsewhere(self) -> bool:
+        """Whether the run has ranks on other hosts, or may yet have."""
+        return self.local_world_size < self.world_size
 
     @property
     def speaks_for_host(self) -> bool:
         """Whether it is the rank that compares its host with the others, if the run has ranks elsewhere."""
-        return self.local_rank == 0 and self.local_world_size < self.world_size
+        return self.local_rank == 0 and self.has_others_elsewhere
 
 
 @dataclass(frozen=True)

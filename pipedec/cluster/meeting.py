@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +22,7 @@ import torch
 from msgspec import structs
 
 from pipedec import __version__
+from pipedec.checkpoints import combined, config_digest, part_digests
 from pipedec.cluster.address import RankPlace
 from pipedec.cluster.lease import RECOVERY_SECONDS
 from pipedec.cluster.memory import RankMemory
@@ -32,7 +33,6 @@ from pipedec.core import EpochEnded, PipedecError, RankLost, UserError
 from pipedec.directories import cache_directory
 from pipedec.engine.activity import Doing
 from pipedec.messages import AddressEvent, CardEvent, Event, LoadedEvent, RankDescription
-from pipedec.model import quick_digest, weights_digest
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RedisScheduler, scripts_digest
 from pipedec.topology import rank_name
@@ -44,11 +44,13 @@ LOADING_SECONDS = 3600.0
 PROBE_SECONDS = 3.0
 LOOPBACK = "127.0.0.1"
 logger = logging.getLogger(__name__)
+COPY_AGAIN = "copy the same checkpoint to all hosts with `pipedec distribute`"
 _POLL_SECONDS = 0.2
 
 _Kind = TypeVar("_Kind", CardEvent, AddressEvent, LoadedEvent)
 _DONE: Mapping[type[Event], str] = {CardEvent: "come", AddressEvent: "come", LoadedEvent: "load the weights"}
-Progress = Callable[[int, int], None]  # files read, files in all
+Progress = Callable[[int, int], None]  # tensors digested, tensors in all
+TensorDigests = Mapping[str, Mapping[str, str]]  # by model and name of the tensor
 RouteTo = Callable[[str], str | None]
 
 
@@ -100,7 +102,7 @@ class Meeting:
         self._doing = doing or Doing()
         self._memory = memory or RankMemory(spec, place.rank, host, torch.device("cpu"))
         self._nccl_versions = nccl_versions
-        self._digests: dict[str, str] | None = None  # of the weights of all models, every byte; once they were asked for
+        self._digests: dict[str, dict[str, str]] | None = None  # of the tensors that this rank reads; once they were asked for
         self._begin()
 
     def _begin(self) -> None:
@@ -131,18 +133,21 @@ class Meeting:
         server = StoreServer(interface.address) if own.rank == 0 and self._store is None else None
         with socket.create_server((interface.address, 0), family=_family(interface.address)) as listener:
             port = server.port if server else int(listener.getsockname()[1])
-            digests = self._compared_digests(progress)
+            digests = self._own_digests(progress) if self._place.has_others_elsewhere else {}
+            check_tensors(own, digests, "than the run began with", self._place.digests)
             slots = self._run_slots()
             kv_bytes = self._memory.kv_bytes([card.rank for card in cards if card.gpu == own.gpu], slots)
             self._publish(AddressEvent(own.rank, interface.address, port, digests, kv_bytes))
             addresses = self._gather(AddressEvent, MEETING_SECONDS if is_alone else DIGEST_SECONDS)
-            check_equal(own, cards[0], _WEIGHTS, digests, addresses[0].digests)
+            for card, address in zip(cards[: own.rank], addresses, strict=False):
+                check_tensors(own, digests, f"than {_name(card)}", address.digests)
             self._probe(cards, addresses)
             store = self._store or (server.store if server else join_store(addresses[0].address, addresses[0].port))
             store = store_of_epoch(store, self._scheduler.epoch)
             rendezvous = Rendezvous(own.rank, len(cards), store, MEETING_SECONDS, interface.name)
             measured = {one.rank: one.kv_bytes for one in addresses if one.kv_bytes is not None}
-            yield Met(rendezvous, interface, addresses[0].digests, self._memory.agreed_slots(measured, slots))
+            agreed = self._memory.agreed_slots(measured, slots)
+            yield Met(rendezvous, interface, _of_models(address.digests for address in addresses), agreed)
 
     def loaded(self, description: RankDescription) -> None:
         """Tell rank 0 that this rank can serve."""
@@ -166,8 +171,8 @@ class Meeting:
     @cached_property
     def card(self) -> CardEvent:
         """This rank's host, versions, checkpoints and settings, as it publishes them to the others."""
-        models = self._models() if self._place.speaks_for_host else {}
-        configs = {name: quick_digest(path) for name, path in models.items()}
+        parts = self._spec.parts(self._place.rank) if self._place.speaks_for_host else []
+        configs = {part.key: config_digest(Path(part.model)) for part in parts}
         server = self._scheduler.server_host
         address = (routed_address(server) if server else None) or LOOPBACK
         versions = {
@@ -185,20 +190,11 @@ class Meeting:
         }
         return CardEvent(self._place.rank, self._host, machine_id(), address, versions, configs, settings)
 
-    def _models(self) -> dict[str, Path]:
-        models = {"target": self._spec.target, "draft": self._spec.draft, "bita": self._spec.bita}
-        return {name: path for name, path in models.items() if path is not None}
-
-    def _compared_digests(self, progress: Progress) -> dict[str, str]:
-        """The digests that this rank compares with those of rank 0."""
-        if not self._place.speaks_for_host:
-            return {}
+    def _own_digests(self, progress: Progress) -> dict[str, dict[str, str]]:
+        """Of the tensors that this rank reads, by model and name: before any is loaded, which then comes from the page cache."""
         if self._digests is None:
-            models, digests = self._models(), dict[str, str]()
-            for done, (name, path) in enumerate(models.items()):
-                progress(done, len(models))
-                digests[name] = weights_digest(path, cache_directory())
-            self._digests = digests
+            parts = [part for part in self._spec.parts(self._place.rank) if part.is_read or self._place.lists]
+            self._digests = part_digests(parts, cache_directory(), progress, self._place.lists)
         return self._digests
 
     def _configured_interface(self) -> str | None:
@@ -265,12 +261,11 @@ class Meeting:
 
 
 _VERSION = "{own} has {name} {mine}, but {other} has {theirs}: install the same version on both"
-_CONFIG = "{own} has another {name} than {other}: copy the same checkpoint to both hosts"
+_CONFIG = "{own} has another {name} than {other}: copy the same checkpoint to both hosts with `pipedec distribute`"
 _SETTINGS = (
     "{own} has {name} {mine}, but {other} has {theirs}: give both the same flags, --device and --dtype if their GPUs differ"
 )
 _NCCL = "{own} has {name} {mine}, but {other} has {theirs}: install the same build on both, or give --transport gloo"
-_WEIGHTS = "{own} has other weights of the {name} than {other}: copy the same checkpoint to both hosts"
 
 
 def check_cards(own: CardEvent, first: CardEvent) -> None:
@@ -292,6 +287,23 @@ def check_equal(own: CardEvent, first: CardEvent, message: str, mine: Mapping[st
         if name in theirs and value != theirs[name]:
             found = {"mine": value, "theirs": theirs[name]}
             raise UserError(message.format(own=_name(own), other=_name(first), name=name, **found))
+
+
+def check_tensors(own: CardEvent, mine: TensorDigests, than: str, theirs: TensorDigests) -> None:
+    """Raises UserError for the first tensor that is another one here than ``theirs``; ``than`` says whose those are."""
+    for model, tensors in mine.items():
+        known = theirs.get(model, {})
+        if other := next((name for name, digest in tensors.items() if known.get(name, digest) != digest), None):
+            raise UserError(f"{_name(own)} has other weights of the {model} {than} ({other}): {COPY_AGAIN}")
+
+
+def _of_models(told: Iterable[TensorDigests]) -> dict[str, str]:
+    """The digest of each model, of the tensors that all ranks together read."""
+    models: dict[str, dict[str, str]] = {}
+    for digests in told:
+        for model, tensors in digests.items():
+            models.setdefault(model, {}).update(tensors)
+    return {model: combined(tensors) for model, tensors in models.items() if tensors}
 
 
 def choose_interface(

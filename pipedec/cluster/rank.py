@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from pipedec.checkpoints import check_here
 from pipedec.cluster.address import RankPlace, Report
 from pipedec.cluster.clock import measured_offset_us
 from pipedec.cluster.epochs import next_epoch
@@ -98,6 +99,7 @@ class _Rank:
         self._place, self._spec, self._scheduler = place, spec, scheduler
         self._report, self._describe = report, describe
         self._host = checked_host(place, spec.places, spec.servers)
+        check_here(spec.parts(place.rank), f"{rank_name(place.rank)} on {self._host}")
         self._device = rank_device(spec, place.rank, place.local_rank)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -114,9 +116,7 @@ class _Rank:
             leaves=lambda: not self._transport.can_rejoin,
         )  # fmt: skip
         self._memory = RankMemory(spec, place.rank, self._host, self._device)
-        self._meeting = Meeting(
-            scheduler, place, self._host, spec, store, self._doing, self._memory, self._transport.versions
-        )
+        self._meeting = Meeting(scheduler, place, self._host, spec, store, self._doing, self._memory, self._transport.versions)
         self._first_epoch = scheduler.epoch
         self._clock_offset_us = 0
         self._loop: DraftLoop | StageLoop | None = None  # once the weights are loaded

@@ -165,7 +165,7 @@ class Job:
             checked_host(self.place, rank_places(self.config), self.config.servers)  # before torch is loaded
         from pipedec.engine.build import resolve, resolve_partition
 
-        return resolve(self.settings) if self.config is None else resolve_partition(self.config)
+        return resolve(self.settings, in_parts=True) if self.config is None else resolve_partition(self.config)
 
 
 @click.command(help=__doc__)
@@ -186,7 +186,7 @@ def _torchrun_place(stages: int) -> RankPlace:
             f"let --nnodes × --nproc-per-node be {stages + 1}, or change --stages"
         )
     recovers = _restarts() < _restarts("MAX_RESTARTS")
-    return RankPlace(rank, world_size, local_rank, local_world_size, recovers=recovers, survives=not recovers)
+    return RankPlace(rank, world_size, local_rank, local_world_size, recovers=recovers, survives=not recovers, lists=rank == 0)
 
 
 def _print_description(description: RankDescription) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 
+from pipedec.checkpoints import has_weights
 from pipedec.config import AUTO, NONE, ClusterConfig, Cut, Models, Settings, checkpoint_dtype
 from pipedec.core import UserError
 from pipedec.drafting import DraftModel
 from pipedec.engine.devices import arithmetic_of, chosen_device, num_gpus
 from pipedec.engine.sequences import Sequences
+from pipedec.gguf import model_files
 from pipedec.hardware import MODEL_SHAPES, WeightFormat
 from pipedec.messages import BitaDescription
 from pipedec.model import (
@@ -40,20 +42,24 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 Progress = Callable[[int, int], None]
 
 
-def resolve(settings: Settings = DEFAULTS) -> PipelineSpec:
+def resolve(settings: Settings = DEFAULTS, in_parts: bool = False) -> PipelineSpec:
     """The pipeline that a user asks for; by default the shipped pair in four stages.
+
+    Args:
+        in_parts: whether this host need not hold all weights; whoever loads some has to check that they are here.
 
     Raises:
         UserError: a checkpoint or a number is wrong, the KV budget is too small, or this machine does not have the device.
     """
     chosen_device(settings.cut.device)
-    spec = _resolved(settings, None)
+    spec = _resolved(settings, None, in_parts)
     spec.check_kv_budget()
     return spec
 
 
 def resolve_partition(config: ClusterConfig, name: str | None = None) -> PipelineSpec:
-    """The pipeline that a partition of a cluster.yaml describes, with the place of every rank.
+    """The pipeline that a partition of a cluster.yaml describes, with the place of every rank. This host need not hold all
+    weights: whoever loads some has to check that they are here.
 
     Raises:
         UserError: there is no such partition, a model is a shape without weights, or as ``resolve``.
@@ -66,15 +72,15 @@ def resolve_partition(config: ClusterConfig, name: str | None = None) -> Pipelin
     plan, places = make_plan(config, name), rank_places(config, name)
     settings = config.settings.replaced(layers=tuple(len(stage.layers) for stage in plan.stages))
     spec = replace(
-        _resolved(settings, places), servers=config.servers, duplex=config.network.duplex,
+        _resolved(settings, places, in_parts=True), servers=config.servers, duplex=config.network.duplex,
         kv_room=(plan.draft.kv_room if plan.draft else 0, *(stage.kv_room for stage in plan.stages)),
     )  # fmt: skip
     spec.check_kv_budget()
     return spec
 
 
-def _resolved(settings: Settings, places: tuple[Placement, ...] | None) -> PipelineSpec:
-    target, draft, bita = checked_models(settings.models)
+def _resolved(settings: Settings, places: tuple[Placement, ...] | None, in_parts: bool) -> PipelineSpec:
+    target, draft, bita = checked_models(settings.models, in_parts)
     trained = None if bita is None else checked_bita(bita, target)
     drafts_on, *computes_on = _arithmetics(settings.cut.device, places)
     numbers = settings.numbers
@@ -94,37 +100,44 @@ def _resolved(settings: Settings, places: tuple[Placement, ...] | None) -> Pipel
     )  # fmt: skip
 
 
-def checked_models(models: Models) -> tuple[Path, Path | None, Path | None]:
+def checked_models(models: Models, in_parts: bool = False) -> tuple[Path, Path | None, Path | None]:
     """The target, draft and BiTA; None for what the pipeline does without.
 
     Without a target they are the shipped ones; any other target has no draft of its own unless one is shipped for it, and needs
     none if it has a BiTA.
+
+    Args:
+        in_parts: as in ``checked``.
 
     Raises:
         UserError: a checkpoint is missing, damaged or does not fit the others.
     """
     shipped = reference_pair() if models.target is None else None
     target = Path(models.target) if models.target is not None else reference_pair() / "target"
-    config = checked(target)
+    config = checked(target, in_parts)
     draft = _chosen(models.draft, lambda: shipped / "draft" if shipped else shipped_draft(str(target)))
     bita = _chosen(models.bita, lambda: shipped and shipped / "bita")
     if models.draft is None and draft is None and bita is None:
         raise UserError("give --draft DIR beside --target (a small model with the same tokenizer), or --draft none")
     fits_vocabulary(target, config.vocab_size)
     if draft is not None:
-        checked(draft)
+        checked(draft, in_parts)
         _check_vocabulary(target, draft)
     return target, draft, bita
 
 
-def checked(directory: Path) -> ModelConfig:
+def checked(directory: Path, in_parts: bool = False) -> ModelConfig:
     """The config of a complete checkpoint.
+
+    Args:
+        in_parts: whether files with weights may be missing here; what there is must fit.
 
     Raises:
         UserError: it is missing, damaged, of an unsupported family, or lacks tensors.
     """
     config = ModelConfig.from_directory(directory)
-    Checkpoint(directory).check_complete(config)
+    if not in_parts or has_weights(model_files(directory)):
+        Checkpoint(directory).check_complete(config, in_parts)
     return config
 
 

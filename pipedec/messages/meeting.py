@@ -16,7 +16,7 @@ class CardEvent(EventRecord, frozen=True, tag="card"):
         machine: the same for ranks that share a machine and its network, and for no others.
         address: its own address on the way to Redis.
         versions: of pipedec, torch, llguidance and the protocols in Redis and between ranks.
-        configs: digests of what is not weights, and of the first row of every tensor, by model.
+        configs: digests of what is not weights, by model.
         settings: what follows from its flags and must be the same everywhere.
         gpu: the identifier of the GPU on which it will load its weights; empty on a processor, and once they are loaded.
     """
@@ -36,14 +36,14 @@ class AddressEvent(EventRecord, frozen=True, tag="address"):
 
     Attributes:
         port: a port on which it listens until all ranks have connected; on rank 0, the one of the store in which they meet.
-        digests: of the weights by model, from the first rank of every machine, if there are several.
         kv_bytes: for which it has measured memory for keys and values; None if it has not.
+        digests: of the tensors that the rank reads, by model and name, if there are several machines.
     """
 
     rank: int
     address: str
     port: int
-    digests: Mapping[str, str]
+    digests: Mapping[str, Mapping[str, str]]
     kv_bytes: int | None = None
 
 

@@ -6,11 +6,10 @@ Knows tensors and Hugging Face checkpoints, but not the cluster, tokenizers or d
 
 from pipedec.config import ModelConfig
 from pipedec.model.attention import described_attention
-from pipedec.model.bita import BitaConfig, BitaWeights, checked_bita, fingerprint
+from pipedec.model.bita import BitaConfig, BitaWeights, checked_bita
 from pipedec.model.cache import KVCache
 from pipedec.model.captured_graphs import NewCapture, device_capture
 from pipedec.model.checkpoint import Checkpoint
-from pipedec.model.digest import quick_digest, weight_files, weights_digest
 from pipedec.model.draft_vocabulary import DraftVocabulary
 from pipedec.model.lane_rows import LaneRows
 from pipedec.model.pool import KVPool, KVShape
@@ -36,11 +35,7 @@ __all__ = [
     "checked_bita",
     "described_attention",
     "device_capture",
-    "fingerprint",
     "load_transformers",
-    "quick_digest",
     "rounded",
     "warm_up",
-    "weight_files",
-    "weights_digest",
 ]

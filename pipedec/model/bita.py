@@ -6,7 +6,6 @@ Q prompt tokens, D head size, M masks, E hidden size.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipedec.checkpoints import SINGLE_FILE, fingerprint, is_whole
 from pipedec.config import ModelConfig
 from pipedec.core import UserError
-from pipedec.model.checkpoint import SINGLE_FILE, Checkpoint
 
 MAX_MASKS = 16
 PROMPTINGS = ("deep", "shallow", "none")
@@ -124,7 +123,7 @@ class BitaWeights:
 
 
 def checked_bita(directory: Path, target: Path) -> BitaConfig:
-    """Read a BiTA's config and check that its tensors fit and that it was trained for ``target``.
+    """Read a BiTA's config and check that its tensors fit and, if all of the target is here, that it was trained for ``target``.
 
     Raises:
         UserError: it cannot be read, or was trained for another target.
@@ -132,18 +131,9 @@ def checked_bita(directory: Path, target: Path) -> BitaConfig:
     config = BitaConfig.from_directory(directory)
     model = ModelConfig.from_directory(target)
     BitaWeights.load(directory, model, range(1), torch.float32, torch.device("cpu"))
-    if config.target != fingerprint(target):
+    if is_whole(target) and config.target != fingerprint(target):
         raise UserError(f"{directory} was trained for another target than {target}: train one for it (pipedec train bita)")
     return config
-
-
-def fingerprint(target: Path) -> str:
-    """A quick digest of a target's weights: SHA-256 over the name, shape and first row of every tensor (16 hex digits)."""
-    total = hashlib.sha256()
-    for name, shape, first_row in Checkpoint(target).first_rows():
-        total.update(f"{name} {list(shape)}".encode())
-        total.update(first_row.contiguous().view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()[:16]
 
 
 def _shapes(bita: BitaConfig, target: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -14,9 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipedec.checkpoints.digests import VOCABULARY_FILE
 from pipedec.core import UserError
 
-FILE = "draft_vocabulary.safetensors"
+FILE = VOCABULARY_FILE
 _NONE = -1
 
 

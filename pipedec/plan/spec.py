@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipedec.checkpoints import Part, rank_parts
 from pipedec.config import AUTO, LENGTH_DEPENDENT, NONE, ModelConfig, ServerConfig, Settings, model_shape
 from pipedec.core import KNEE_ROWS
 from pipedec.hardware import DEVICES, WeightFormat
@@ -73,6 +74,15 @@ class PipelineSpec:
     @property
     def bita(self) -> Path | None:
         return _directory(self.settings.models.bita)
+
+    @property
+    def models(self) -> dict[str, Path | None]:
+        """The checkpoints by key; None for what the pipeline does without."""
+        return {"target": self.target, "draft": self.draft, "bita": self.bita}
+
+    def parts(self, rank: int) -> list[Part]:
+        """What a rank reads of the checkpoints."""
+        return rank_parts(rank, self.layers, self.models)
 
     @property
     def dtype(self) -> str:

@@ -21,6 +21,7 @@ from support.clock import Clock
 from support.processes import wait_until
 from support.tiny_pair import Pair
 
+from pipedec.checkpoints import weights_digest
 from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.local import serve_rank
 from pipedec.cluster.meeting import LOOPBACK, Interface, Meeting, Met, check_cards, check_nccl, choose_interface, use_interface
@@ -73,14 +74,15 @@ class Run:
         return RedisScheduler(connect(self._url), self._name, self.spec.topology)
 
     def meet(
-        self, rank: int, local_rank: int | None = None, local_world_size: int = 3, epoch: int = 0, gpu: Gpu | None = None
-    ) -> Future[Met]:
+        self, rank: int, local_rank: int | None = None, local_world_size: int = 3, epoch: int = 0, gpu: Gpu | None = None,
+        **more: Any,
+    ) -> Future[Met]:  # fmt: skip
         """As a rank of one host, unless a smaller local world says otherwise.
 
         Args:
             gpu: on which it is about to load its weights.
         """
-        place = RankPlace(rank, 3, rank if local_rank is None else local_rank, local_world_size)
+        place = RankPlace(rank, 3, rank if local_rank is None else local_rank, local_world_size, **more)
         scheduler, memory = self.connect(), None
         scheduler.enter(epoch)
         if gpu is not None:
@@ -178,14 +180,45 @@ def test_hosts_whose_targets_would_have_another_dtype_are_found(run: Run, no_int
 
 
 def test_weights_that_differ_in_one_byte_are_found(run: Run) -> None:
-    """Their first rows, configurations and tokenizers are equal."""
+    """Rank 0 has listed all tensors of its host. Their names, configurations and tokenizers are equal."""
+    listed = {"target": {"model.layers.3.mlp.up_proj.weight": "f" * 64}}
     with socket.create_server((LOOPBACK, 0)) as other_host:
         for rank in (0, 2):
             run.scheduler.publish(run.scheduler.keys.meeting, run.card(rank))
-            address = AddressEvent(rank, LOOPBACK, other_host.getsockname()[1], {"target": "f" * 64} if rank == 0 else {})
+            address = AddressEvent(rank, LOOPBACK, other_host.getsockname()[1], listed if rank == 0 else {})
             run.scheduler.publish(run.scheduler.keys.meeting, address)
-        with pytest.raises(UserError, match=r"^rank 1 \(stage 1\) on here has other weights of the target than rank 0"):
+        named = (
+            r"^rank 1 \(stage 1\) on here has other weights of the target than rank 0 .* on host-0 \(model\.layers\.3\.mlp\.up"
+        )
+        with pytest.raises(UserError, match=named):
             run.meet(1, 0, 1).result(30)
+
+
+def test_a_rank_that_takes_over_must_have_the_weights_with_which_the_run_began(run: Run, no_interface: None) -> None:
+    for rank in (0, 2):
+        run.scheduler.publish(run.scheduler.keys.meeting, run.card(rank))
+    begun = {"target": {"model.layers.0.input_layernorm.weight": "f" * 64}, "draft": {"model.norm.weight": "f" * 64}}
+    with pytest.raises(
+        UserError, match=r"^rank 1 .* other weights of the target than the run began with \(.*: copy .* `pipedec d"
+    ):
+        run.meet(1, 0, 1, digests=begun).result(30)
+
+
+def test_each_rank_digests_what_it_reads_and_rank_zero_all_if_it_is_to(
+    run: Run, monkeypatch: pytest.MonkeyPatch, no_interface: None
+) -> None:
+    """As on three machines. The models have the digests that they have where one host digests all of them."""
+    monkeypatch.setattr("pipedec.cluster.meeting.choose_interface", lambda *_: Interface("lo", LOOPBACK, "all are here"))
+    met = [future.result(30) for future in [run.meet(rank, 0, 1, lists=rank == 0) for rank in range(3)]]
+    whole = {"target": run.spec.target, "draft": run.spec.draft, "bita": run.spec.bita}
+    assert [one.digests for one in met] == [{key: weights_digest(path, None) for key, path in whole.items() if path}] * 3
+    told = [event for _, event in run.scheduler.read_answer(run.scheduler.keys.meeting, "0", 0)]
+    digests = {event.rank: event.digests for event in told if isinstance(event, AddressEvent)}
+    assert {rank: sorted(found) for rank, found in digests.items()} == {
+        0: ["bita", "draft", "target"], 1: ["bita", "target"], 2: ["bita", "target"]
+    }  # fmt: skip
+    assert digests[1]["target"].items() | digests[2]["target"].items() == digests[0]["target"].items()
+    assert not digests[1]["target"].keys() & digests[2]["target"].keys()
 
 
 def test_a_host_that_cannot_be_reached_is_named_with_its_address(run: Run) -> None:

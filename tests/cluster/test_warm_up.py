@@ -1,4 +1,4 @@
-"""Ranks whose first forwards take long: they warm up before they serve, nobody takes that for a stall, and what hangs later is one."""
+"""Ranks whose first forwards take long warm up before they serve. That is no stall; what hangs later is one."""
 
 from __future__ import annotations
 

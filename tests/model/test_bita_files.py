@@ -15,9 +15,10 @@ from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny_llama
 from torch import Tensor
 
+from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
 from pipedec.model import BitaConfig, BitaWeights, ModelConfig, checked_bita
-from pipedec.model.bita import MAX_MASKS, fingerprint
+from pipedec.model.bita import MAX_MASKS
 
 LAYERS, MASKS, PROMPT_TOKENS = 4, 3, 5
 CPU = torch.device("cpu")

@@ -86,10 +86,18 @@ def test_shards_give_the_same_stage_as_one_file(tmp_path):
     assert torch.equal(*outputs)
 
 
-def test_a_missing_shard_is_named(sharded):
+def test_a_missing_shard_is_named_by_who_needs_it(sharded):
     missing = shards(sharded)[1]
+    config, needed = ModelConfig.from_directory(sharded), load_file(missing)
     missing.unlink()
-    assert_refused(sharded, missing.name, "missing")
+    assert_refused(sharded, missing.name, "missing", check=True)
+    Checkpoint(sharded).check_complete(config, is_part=True)
+    for layer in range(config.num_layers):
+        if any(name.startswith(f"model.layers.{layer}.") for name in needed):
+            with pytest.raises(UserError, match=f"{missing.name} is missing"):
+                StageModel.load(sharded, range(layer, layer + 1), torch.float32, "cpu")
+        elif 0 < layer < config.num_layers - 1:
+            StageModel.load(sharded, range(layer, layer + 1), torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("content", [None, b"<html>not found</html>", b"", b"\xff" * 64])

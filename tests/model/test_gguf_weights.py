@@ -17,11 +17,11 @@ from support.stage_chain import StageChain
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from pipedec.checkpoints.digests import config_digest, quick_digest, weights_digest
 from pipedec.gguf import TensorIndex, model_files
 from pipedec.gguf.index import TYPES
 from pipedec.model import Checkpoint, ModelConfig, load_transformers
 from pipedec.model.checkpoint import CHUNK
-from pipedec.model.digest import config_digest, quick_digest, weights_digest
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 IDS = torch.randint(0, 64, (20,), generator=torch.Generator().manual_seed(1))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from pipedec.checkpoints import fingerprint
 from pipedec.model import BitaConfig, BitaWeights, ModelConfig
-from pipedec.model.bita import fingerprint
 
 
 def save_random_bita(

@@ -16,9 +16,9 @@ from support.annotated_answers import PASTA, record, write_records
 from support.refusals import refusal
 from support.tiny_pair import Pair
 
+from pipedec.checkpoints import fingerprint
 from pipedec.cli.train import train as command
 from pipedec.core import UserError
-from pipedec.model.bita import fingerprint
 from pipedec.threads import Sequence, measure
 from pipedec.train.cards.render import CARDS, card
 from pipedec.train.chat_endpoint import ChatEndpoint

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 
 from pipedec.bench.record import Row, key_of
 from pipedec.bench.sweep.trees import BITA
+from pipedec.checkpoints import weights_digest
 from pipedec.client.running import Running
 from pipedec.config import NONE, ClusterConfig, PartitionConfig, ServerConfig, Settings
 from pipedec.directories import cache_directory
 from pipedec.engine.build import resolve
 from pipedec.messages import RunDescription
-from pipedec.model import BitaConfig, weights_digest
+from pipedec.model import BitaConfig
 from pipedec.plan.emulation import Emulation, with_stages
 from pipedec.plan.partition import Plan
 from pipedec.plan.partition import plan as make_plan

@@ -196,7 +196,7 @@ def checkpoint_facts(model: Path) -> CheckpointFacts:
     try:
         if not model_files(model).is_dir():
             return CheckpointFacts("no such directory")
-        from pipedec.model import quick_digest, weight_files
+        from pipedec.checkpoints import quick_digest, weight_files
 
         return CheckpointFacts(None, quick_digest(model), sum(path.stat().st_size for path in weight_files(model)))
     except Exception as error:  # a damaged file, a torch that cannot be imported

@@ -15,10 +15,11 @@ from msgspec import Meta
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
 from pipedec.flags import Help, check_fields
 from pipedec.model import ModelConfig
-from pipedec.model.bita import MAX_MASKS, BitaConfig, fingerprint
+from pipedec.model.bita import MAX_MASKS, BitaConfig
 from pipedec.train.bita.evaluation import evaluate
 from pipedec.train.bita.learned import Learned, mask_pass, token_pass
 from pipedec.train.bita.mask_rows import MaskRows, draw_places, mask_rows, places_of, sample_batches

@@ -18,9 +18,10 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
+from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
 from pipedec.flags import Help, check_fields
-from pipedec.model import DraftVocabulary, fingerprint, load_transformers
+from pipedec.model import DraftVocabulary, load_transformers
 from pipedec.text.convert import load_for_training
 from pipedec.text.prompt import load_tokenizer
 from pipedec.train.cards.render import CARDS

@@ -20,9 +20,9 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
 from pipedec.flags import Help, check_fields
-from pipedec.model.bita import fingerprint
 from pipedec.train.annotate.records import Annotated as AnnotatedAnswer
 from pipedec.train.annotate.records import read_annotated
 from pipedec.train.cards.render import CARDS

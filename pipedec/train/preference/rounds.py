@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
-from pipedec.model.bita import fingerprint
 from pipedec.train.chat_endpoint import ChatEndpoint
 from pipedec.train.preference.bonbon import BonbonRecipe, Kept, prefer
 from pipedec.train.run import Run

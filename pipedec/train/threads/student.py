@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
 from pipedec.model import ModelConfig
-from pipedec.model.bita import fingerprint
 from pipedec.text.convert import load_for_training
 from pipedec.threads import load_dialect
 from pipedec.train.threads.rows import with_marker

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
 from pipedec.model import ModelConfig
-from pipedec.model.bita import fingerprint
 from pipedec.threads import load_dialect
 from pipedec.train.annotate.records import UNSTRUCTURED, Annotated, read_annotated
 from pipedec.train.cards.render import CARDS

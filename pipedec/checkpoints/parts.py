@@ -1,0 +1,201 @@
+"""Which tensors and files of the checkpoints a rank reads, and which of them a host lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipedec.checkpoints.digests import Progress, tensor_digests
+from pipedec.checkpoints.tensors import INDEX_FILE, SINGLE_FILE, Shape, TensorFiles
+from pipedec.config import ModelConfig
+from pipedec.core import UserError
+from pipedec.gguf import INDEX_FILE as GGUF_INDEX
+from pipedec.gguf import is_gguf, located, model_files
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+_SHOWN = 3  # files that an error names
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive layers of a model: those of the first stage with the embedding, those of the last with final norm and head."""
+
+    layers: range
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """What somebody reads of one checkpoint: always the files that describe it, and some of its tensors.
+
+    Attributes:
+        key: ``target``, ``draft`` or ``bita``.
+        model: the directory, or a GGUF file.
+        spans: of which the tensors are read.
+        is_whole: whether all tensors are, whatever ``spans`` say.
+    """
+
+    key: str
+    model: str
+    spans: tuple[Span, ...] = ()
+    is_whole: bool = False
+
+    @property
+    def is_read(self) -> bool:
+        """Whether any tensors are."""
+        return self.is_whole or bool(self.spans)
+
+    def __or__(self, other: Part) -> Part:
+        """What both of them read."""
+        return Part(self.key, self.model, tuple(dict.fromkeys(self.spans + other.spans)), self.is_whole or other.is_whole)
+
+    def tensors(self, files: TensorFiles) -> list[str]:
+        """The names of the tensors, of a checkpoint with these files."""
+        if self.is_whole:
+            return list(files.file_of)
+        if not self.spans:
+            return []
+        config = ModelConfig.from_directory(Path(self.model))
+        shapes = [span_shapes(config, span, files.file_of) for span in self.spans]
+        return list(dict.fromkeys(name for names in shapes for name in names))
+
+    def missing(self) -> list[Path]:
+        """The files that are needed and not here.
+
+        Raises:
+            UserError: the checkpoint is damaged.
+        """
+        if is_gguf(self.model):
+            file = located(self.model)
+            return [] if file.is_file() else [file]
+        directory = Path(self.model)
+        needed = [directory / "config.json"]
+        if lacking := [file for file in needed if not file.is_file()]:
+            return lacking
+        if not self.is_read:
+            return []
+        if not has_weights(directory):
+            return [directory / SINGLE_FILE]
+        files = TensorFiles(directory)
+        return files.missing(self.tensors(files))
+
+
+def rank_parts(rank: int, layers: Sequence[tuple[int, int]], models: Mapping[str, str | Path | None]) -> list[Part]:
+    """What a rank reads of each of the models that there are.
+
+    Args:
+        rank: 0 for the draft's.
+        layers: for each stage, its first layer of the target and the layer after its last.
+        models: the checkpoints by key; None for what the pipeline does without.
+    """
+    spans = (Span(range(*layers[rank - 1]), rank == 1, rank == len(layers)),) if rank else ()
+    parts = {
+        "target": Part("target", str(models["target"]), spans),
+        "draft": Part("draft", str(models.get("draft")), is_whole=rank == 0),
+        "bita": Part("bita", str(models.get("bita")), is_whole=True),
+    }
+    return [part for key, part in parts.items() if models.get(key) is not None]
+
+
+def merged(parts: Iterable[Part]) -> list[Part]:
+    """One part per model: what all of them read together."""
+    found: dict[str, Part] = {}
+    for part in parts:
+        found[part.key] = found[part.key] | part if part.key in found else part
+    return list(found.values())
+
+
+def missing_files(parts: Iterable[Part]) -> list[Path]:
+    """The files that are needed and not on this host. UserError for a damaged checkpoint."""
+    return [file for part in parts for file in part.missing()]
+
+
+def check_here(parts: Iterable[Part], whose: str) -> None:
+    """Raises UserError if a file that is needed is not on this host.
+
+    Args:
+        whose: who needs them, as the beginning of the sentence.
+    """
+    if missing := missing_files(parts):
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        named = ", ".join(file.name for file in missing[:_SHOWN])
+        raise UserError(f"{whose} lacks {named}{more} of {missing[0].parent}: copy what is missing with `pipedec distribute`")
+
+
+def part_digests(
+    parts: Iterable[Part], cache: Path | None, progress: Progress, whatever_is_here: bool = False
+) -> dict[str, dict[str, str]]:
+    """Digests by model and name: of the tensors of these parts, or of all tensors that this host has. See ``tensor_digests``.
+
+    Raises:
+        UserError: a file that is needed is not here, or cannot be read.
+    """
+    chosen = {}
+    for part in parts:
+        if whatever_is_here and not has_weights(model_files(part.model)):
+            continue
+        files = TensorFiles(part.model)
+        names = list(files.places) if whatever_is_here else part.tensors(files)
+        files.check_here(names)
+        chosen[part.key] = [files.places[name] for name in names]
+    digests = tensor_digests([tensor for tensors in chosen.values() for tensor in tensors], cache, progress)
+    return {key: {tensor.name: digests[tensor] for tensor in tensors if tensor in digests} for key, tensors in chosen.items()}
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether a directory says what tensors its checkpoint has."""
+    return any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE, GGUF_INDEX))
+
+
+def is_whole(model: Path) -> bool:
+    """Whether this host holds all weights of a checkpoint."""
+    return has_weights(model_files(model)) and TensorFiles(model).is_whole
+
+
+def span_shapes(config: ModelConfig, span: Span, known: Iterable[str] = ()) -> dict[str, Shape]:
+    """Name and shape of every tensor that a stage needs, in the order of the model.
+
+    Args:
+        known: names of the checkpoint's tensors: if the head is tied and is not among them, the last stage needs the embedding.
+    """
+    shapes: dict[str, Shape] = {EMBEDDING: (config.vocab_size, config.hidden_size)} if span.first else {}
+    for layer in span.layers:
+        shapes.update(_layer_shapes(config, layer))
+    if span.last:
+        shapes[FINAL_NORM] = (config.hidden_size,)
+        shapes[head_name(config, known)] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def head_name(config: ModelConfig, known: Iterable[str]) -> str:
+    """Name of the head's tensor: the embedding if the config ties them and the checkpoint has no separate head."""
+    return EMBEDDING if config.tie_word_embeddings and HEAD not in known else HEAD
+
+
+def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
+    """Names and shapes of one transformer layer."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    prefix = f"model.layers.{layer}."
+    projections = (
+        ("self_attn.q_proj", queries, hidden, config.attention_bias),
+        ("self_attn.k_proj", keys, hidden, config.attention_bias),
+        ("self_attn.v_proj", keys, hidden, config.attention_bias),
+        ("self_attn.o_proj", hidden, queries, config.output_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    )
+    shapes: dict[str, Shape] = {prefix + "input_layernorm.weight": (hidden,)}
+    for projection, outputs, inputs, bias in projections:
+        shapes[f"{prefix}{projection}.weight"] = (outputs, inputs)
+        if bias:
+            shapes[f"{prefix}{projection}.bias"] = (outputs,)
+    if config.qk_norm:
+        shapes.update({f"{prefix}self_attn.{norm}.weight": (config.head_dim,) for norm in ("q_norm", "k_norm")})
+    shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
+    return shapes
