@@ -1,10 +1,14 @@
 """Checkpoints as files: where their tensors are, which of them a rank reads, which files a host lacks, digests. No torch."""
 
 from pipedec.checkpoints.digests import (
+    COPY_AGAIN,
     Digests,
+    TensorDigests,
     combined,
     config_digest,
+    file_digest,
     fingerprint,
+    first_difference,
     quick_digest,
     tensor_digests,
     weight_files,
@@ -24,17 +28,21 @@ from pipedec.checkpoints.parts import (
 from pipedec.checkpoints.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, TensorFiles
 
 __all__ = [
+    "COPY_AGAIN",
     "INDEX_FILE",
     "SINGLE_FILE",
     "Digests",
     "Part",
     "Span",
     "StoredTensor",
+    "TensorDigests",
     "TensorFiles",
     "check_here",
     "combined",
     "config_digest",
+    "file_digest",
     "fingerprint",
+    "first_difference",
     "has_weights",
     "is_whole",
     "merged",

@@ -27,12 +27,14 @@ CONFIG_FILES = (
     VOCABULARY_FILE,
 )
 MAX_ENTRIES = 256  # files in the cache
+COPY_AGAIN = "copy the same checkpoint to all hosts with `pipedec distribute`"  # the mend where digests differ
 _MAX_THREADS = 8
 _PIECE = 1 << 22  # bytes
 _UNUSED = ".rotary_emb.inv_freq"  # tensors of old checkpoints that nobody reads
 
 Progress = Callable[[int, int], None]  # tensors digested, tensors in all; what it raises ends the digest
 Digests = Mapping[str, str]  # by name of the tensor, 64 hex digits each
+TensorDigests = Mapping[str, Digests]  # by model
 
 
 def config_digest(model: Path) -> str:
@@ -90,6 +92,16 @@ def tensor_digests(
     for file, entry in entries.items():
         entry.keep({tensor.name: digest for tensor, digest in found.items() if tensor.file == file})
     return found
+
+
+def first_difference(mine: TensorDigests, theirs: TensorDigests) -> tuple[str, str] | None:
+    """The model and the name of the first tensor that both have and that is not the same; None if there is none."""
+    for model, tensors in mine.items():
+        known = theirs.get(model, {})
+        for name, digest in tensors.items():
+            if known.get(name, digest) != digest:
+                return model, name
+    return None
 
 
 def file_digest(path: Path) -> str:

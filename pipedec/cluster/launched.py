@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from msgspec import structs
 
+from pipedec.cluster.listed_weights import ListedWeights, proved_one
 from pipedec.cluster.node_rank import LaunchedRun
 from pipedec.cluster.nodes import Nodes
 from pipedec.cluster.supervisor import TURN_SECONDS, StartProgress, Supervisor
@@ -24,6 +25,8 @@ from pipedec.config import NONE, ClusterConfig, cluster_to_json
 from pipedec.core import RankLost, SchedulerLost, UserError
 from pipedec.gguf import is_named
 from pipedec.hardware import MODEL_SHAPES
+from pipedec.messages import AddressEvent
+from pipedec.plan.files import checkpoints_of
 from pipedec.plan.placement import rank_places, spare_places
 from pipedec.topology import Topology
 
@@ -60,6 +63,7 @@ class LaunchedCluster(Supervisor):
         self._log_path = log
         self._log: IO[str] | None = None
         self._is_watched = False  # by the nodes
+        self._listed: ListedWeights | None = None  # if there are several hosts, which may have different ones
         self._told = 0  # the last epoch of which ``on_recovery`` knows
 
     @property
@@ -68,8 +72,9 @@ class LaunchedCluster(Supervisor):
         return None if self.config.redis.url else self.config.redis.host or self.places[0].host
 
     def _open_redis(self) -> str:
-        _check_checkpoints(self.config)
+        models = checkpoints_of(self.config)
         self._check_redis()
+        self._listed = ListedWeights(models) if len(self.nodes.hosts) > 1 else None
         self._log = self._log_path.open("w", encoding="utf-8") if self._log_path else None
         self.nodes.connect(self._log)
         if (url := self.config.redis.connection_url) is not None:
@@ -102,8 +107,25 @@ class LaunchedCluster(Supervisor):
 
     def _start(self, progress: StartProgress | None) -> None:
         super()._start(progress)
-        self.nodes.watch()
+        self.nodes.watch(self._known_weights(progress))
         self._is_watched = True
+
+    def _known_weights(self, progress: StartProgress | None) -> dict[str, dict[str, str]]:
+        """Digests of all tensors of the run. UserError if a host has others than this machine."""
+        if self._listed is None:
+            return {}
+        assert self.scheduler is not None
+
+        def turn(done: int, total: int) -> None:
+            self.check()
+            if progress is not None:
+                progress(0, "comparing", done, total)
+
+        listed = self._listed.wait(turn)
+        told = self.scheduler.read_answer(self.scheduler.keys.meeting, "0", 0.0)
+        return proved_one(
+            [(self.nodes.host_of(event.rank), event.digests) for _, event in told if isinstance(event, AddressEvent)], listed
+        )
 
     @property
     def outlives_supervisor(self) -> bool:
@@ -165,6 +187,9 @@ class LaunchedCluster(Supervisor):
         return f"{found[0]} on {self.nodes.host_of(rank)}" if rank < len(self.places) else found[0]
 
     def _close(self) -> None:
+        if self._listed is not None:
+            self._listed.close()
+            self._listed = None
         if self._log is not None:
             with suppress(OSError):  # the disk is full: its last lines are lost
                 self._log.close()
@@ -184,10 +209,3 @@ def _without_redis(config: ClusterConfig) -> ClusterConfig:
 
 def _absolute(model: str) -> str:
     return model if model == NONE or model in MODEL_SHAPES or is_named(model) else str(Path(model).absolute())
-
-
-def _check_checkpoints(config: ClusterConfig) -> None:
-    """Raises UserError if a model is a shape without weights."""
-    for key in ("target", "draft"):
-        if (model := getattr(config.settings.models, key)) in MODEL_SHAPES:
-            raise UserError(f"{key}: {model} is a shape to plan with and has no weights: give a checkpoint directory")

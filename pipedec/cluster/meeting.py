@@ -22,7 +22,7 @@ import torch
 from msgspec import structs
 
 from pipedec import __version__
-from pipedec.checkpoints import combined, config_digest, part_digests
+from pipedec.checkpoints import COPY_AGAIN, TensorDigests, combined, config_digest, first_difference, part_digests
 from pipedec.cluster.address import RankPlace
 from pipedec.cluster.lease import RECOVERY_SECONDS
 from pipedec.cluster.memory import RankMemory
@@ -44,13 +44,11 @@ LOADING_SECONDS = 3600.0
 PROBE_SECONDS = 3.0
 LOOPBACK = "127.0.0.1"
 logger = logging.getLogger(__name__)
-COPY_AGAIN = "copy the same checkpoint to all hosts with `pipedec distribute`"
 _POLL_SECONDS = 0.2
 
 _Kind = TypeVar("_Kind", CardEvent, AddressEvent, LoadedEvent)
 _DONE: Mapping[type[Event], str] = {CardEvent: "come", AddressEvent: "come", LoadedEvent: "load the weights"}
 Progress = Callable[[int, int], None]  # tensors digested, tensors in all
-TensorDigests = Mapping[str, Mapping[str, str]]  # by model and name of the tensor
 RouteTo = Callable[[str], str | None]
 
 
@@ -291,10 +289,9 @@ def check_equal(own: CardEvent, first: CardEvent, message: str, mine: Mapping[st
 
 def check_tensors(own: CardEvent, mine: TensorDigests, than: str, theirs: TensorDigests) -> None:
     """Raises UserError for the first tensor that is another one here than ``theirs``; ``than`` says whose those are."""
-    for model, tensors in mine.items():
-        known = theirs.get(model, {})
-        if other := next((name for name, digest in tensors.items() if known.get(name, digest) != digest), None):
-            raise UserError(f"{_name(own)} has other weights of the {model} {than} ({other}): {COPY_AGAIN}")
+    if difference := first_difference(mine, theirs):
+        model, tensor = difference
+        raise UserError(f"{_name(own)} has other weights of the {model} {than} ({tensor}): {COPY_AGAIN}")
 
 
 def _of_models(told: Iterable[TensorDigests]) -> dict[str, str]:

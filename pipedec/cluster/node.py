@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pipedec.cluster.node_run import NodeRun
     from pipedec.scheduler import EmbeddedServer
 
-PROTOCOL = 2  # of orders and news: to be raised whenever a launcher and a node of different versions would misunderstand
+PROTOCOL = 3  # of orders and news: to be raised whenever a launcher and a node of different versions would misunderstand
 END_SECONDS = 3.0
 LINGER_SECONDS = 5.0  # for which clients may still read the end of a run from a Redis that this node has started
 TURN_SECONDS = 0.5  # an end of a process is seen at once
@@ -117,7 +117,7 @@ class Node:
             while self._take_part():
                 continue
         except PipedecError as error:
-            self._say("failed", message=str(error))
+            self._say("failed", message=str(error), is_mistake=isinstance(error, UserError))
         except Exception as error:
             self._say("failed", message=f"internal error of the node: {type(error).__name__}: {error}")
         finally:
@@ -188,7 +188,7 @@ class Node:
             case "start":
                 self._start_rank(**order)
             case "watch":
-                self._begin_watch()
+                self._begin_watch(**order)
             case "examine":
                 self._examine(**order)
             case "reach":
@@ -227,14 +227,16 @@ class Node:
         from pipedec.cluster.node_run import NodeRun
 
         self._run = NodeRun(validated(LaunchedRun, run), host, self._ranks, self._say)
+        self._say("joined")
 
     def _start_rank(self, rank: int) -> None:
         assert self._run is not None
         self._run.start_rank(rank)
         self._running.add(rank)
 
-    def _begin_watch(self) -> None:
+    def _begin_watch(self, digests: dict[str, dict[str, str]]) -> None:
         assert self._run is not None
+        self._run.digests = digests
         self._watch = self._run.watch(self._keep_redis)
         self._watch.turn()  # tells the others which ranks are here
         self._is_on_its_own.set()

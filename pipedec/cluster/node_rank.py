@@ -5,7 +5,7 @@ Redis, torch and the rest are imported in the rank's own process, so that the no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ class LaunchedRank:
 
     Attributes:
         placed: its host and device; not always the planned ones.
+        digests: as of ``RankPlace``.
         local_rank, local_world_size: number of this rank among those of its host, and how many there are.
     """
 
@@ -49,6 +50,7 @@ class LaunchedRank:
     local_rank: int
     local_world_size: int
     placed: Placement
+    digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False)
 
 
 def serve_rank(started: LaunchedRank, report: Callable[[Any], None]) -> int:
@@ -60,7 +62,7 @@ def serve_rank(started: LaunchedRank, report: Callable[[Any], None]) -> int:
     settings = config.settings
     place = RankPlace(
         started.rank, started.world_size, started.local_rank, started.local_world_size, host=started.placed.host,
-        recovers=settings.cluster.recovers,
+        recovers=settings.cluster.recovers, digests=started.digests,
     )  # fmt: skip
     topology = Topology.even(settings.cut.stages, settings.cut.num_groups)
     address = RunAddress(run.redis_url, run.run_id)

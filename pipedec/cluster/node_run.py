@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from msgspec.structs import asdict
 
+from pipedec.checkpoints import Part, check_here
 from pipedec.cluster.address import RunAddress
 from pipedec.cluster.host_watch import HostWatch
 from pipedec.cluster.logs import WATCH, run_log
@@ -16,6 +17,7 @@ from pipedec.cluster.spares import Spares
 from pipedec.config import ClusterConfig, cluster_from_json
 from pipedec.core import UserError
 from pipedec.messages import Recovery
+from pipedec.plan.files import checkpoints_of, host_parts
 from pipedec.plan.partition import plan
 from pipedec.plan.placement import Placement, rank_places, spare_places
 from pipedec.scheduler import RedisScheduler
@@ -28,6 +30,12 @@ class NodeRun:
     Args:
         host: the name of this host in the file.
         say: tells the launcher.
+
+    Attributes:
+        digests: of the tensors with which the run began, once they are known.
+
+    Raises:
+        UserError: this host lacks a part of the checkpoints, that of a spare included.
     """
 
     def __init__(self, run: LaunchedRun, host: str, processes: RankProcesses, say: Callable[..., None]) -> None:
@@ -37,7 +45,10 @@ class NodeRun:
         self._say = say
         config = cluster_from_json(run.config)
         self._config, self._settings = config, config.settings
+        self.digests: Mapping[str, Mapping[str, str]] = {}
         self._spares = Spares(rank_places(config), spare_places(config, count=run.num_spares), run.redis_host)
+        check_here([Part(key, model) for key, model in checkpoints_of(config).items()], "this host")  # the plan reads them
+        check_here(host_parts(config, self._spares.standing_by).get(host, ()), "this host")
         self._scheduler: RedisScheduler | None = None
         self._log = ExitStack()
         self._placed: dict[int, Placement] = {}  # of the ranks that were started here
@@ -55,7 +66,8 @@ class NodeRun:
         else:  # one rank of each host compares its checkpoints with those of rank 0
             local_rank = len(others) if rank else 0
             local_world_size = min(len(self._spares.devices(self._host)), most)
-        self._processes.start(rank, serve_rank, LaunchedRank(self._run, rank, world_size, local_rank, local_world_size, placed))
+        started = LaunchedRank(self._run, rank, world_size, local_rank, local_world_size, placed, self.digests)
+        self._processes.start(rank, serve_rank, started)
         self._say("started", rank=rank, pid=self._processes.pids[rank])
 
     def watch(self, keep_redis: Callable[[], None]) -> HostWatch:

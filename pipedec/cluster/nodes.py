@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from typing import IO, Any
@@ -28,6 +28,7 @@ from pipedec.validation import validated
 
 CONNECT_SECONDS = 15.0
 REDIS_SECONDS = 15.0
+JOIN_SECONDS = 60.0  # the headers of many shards may come over a network
 WATCH_SECONDS = 15.0
 END_SECONDS = 6.0
 _LOST = -signal.SIGHUP  # exit status of a rank that was lost with its host
@@ -123,21 +124,29 @@ class Nodes:
         return url
 
     def tell(self, run: LaunchedRun) -> None:
-        """Tell all nodes of the run."""
+        """Tell all nodes of the run.
+
+        Raises:
+            UserError: a host lacks a part of the checkpoints.
+        """
         for host, link in self._links.items():
             link.order("join", run=asdict(run), host=host)
+        self._await("joined", self._links, JOIN_SECONDS)
 
     def start_rank(self, rank: int) -> None:
         self._links[self._host_of[rank]].order("start", rank=rank)
 
-    def watch(self) -> None:
+    def watch(self, digests: Mapping[str, Mapping[str, str]]) -> None:
         """Let every node watch its ranks: from now on they need this process no longer.
+
+        Args:
+            digests: of the tensors with which the run has begun, by model and name; later ranks must have the same.
 
         Raises:
             PipedecError: names a host that could not begin.
         """
         for link in self._links.values():
-            link.order("watch")
+            link.order("watch", digests=digests)
         self._await("watching", self._links, WATCH_SECONDS)
 
     @property
@@ -216,7 +225,7 @@ class Nodes:
             if news is None:
                 raise UserError(self._links[host].why_it_ended())
             if news["news"] == "failed":
-                raise PipedecError(f"{host}: {news['message']}")
+                raise (UserError if news.get("is_mistake") else PipedecError)(f"{host}: {news['message']}")
             if news["news"] == kind:
                 found[host] = news
             else:

@@ -157,7 +157,7 @@ def test_a_node_without_a_launcher_ends_after_its_ranks(pair: Pair) -> None:
     for order in ({"order": "join", "run": asdict(run), "host": "localhost"}, {"order": "start", "rank": 0}):
         sender.send_bytes(json.dumps(order).encode())
     Node(orders, lambda news, **contents: said.append((news, contents)), threading.Event(), idle_seconds=0.1).run()
-    assert [news for news, _ in said] == ["hello", "started", "ended"] and said[-1][1] == {"rank": 0, "status": 1}
+    assert [news for news, _ in said] == ["hello", "joined", "started", "ended"] and said[-1][1] == {"rank": 0, "status": 1}
 
 
 def client_of(cluster: LaunchedCluster) -> Client:

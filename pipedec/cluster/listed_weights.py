@@ -1,0 +1,86 @@
+"""The digests of all tensors that the launching machine has of a run's checkpoints, with which those of every host are compared.
+
+They are computed in a thread while the hosts start. Loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+
+from pipedec.checkpoints import COPY_AGAIN, Part, TensorDigests, first_difference, has_weights, part_digests
+from pipedec.core import UserError
+from pipedec.directories import cache_directory
+from pipedec.gguf import located, model_files
+
+_TURN_SECONDS = 1.0
+
+
+class ListedWeights:
+    """What this machine has of the checkpoints ``models``, which may be nothing.
+
+    Args:
+        models: directories or GGUF files by key.
+    """
+
+    def __init__(self, models: Mapping[str, str]) -> None:
+        self._parts = [Part(key, model) for key, model in models.items() if _is_here(model)]
+        self._is_over = False
+        self._told = (0, 1)
+        self._thread = ThreadPoolExecutor(1, "weights")
+        self._future: Future[TensorDigests] = self._thread.submit(
+            part_digests, self._parts, cache_directory(), self._progress, whatever_is_here=True
+        )
+
+    def wait(self, turn: Callable[[int, int], None]) -> TensorDigests:
+        """The digests by model and name.
+
+        Args:
+            turn: called about once a second until they are there, with (tensors digested, tensors in all).
+
+        Raises:
+            UserError: a file is damaged or cannot be read.
+        """
+        while True:
+            try:
+                return self._future.result(_TURN_SECONDS)
+            except NotYet:
+                turn(*self._told)
+
+    def close(self) -> None:
+        """Give up what has not been digested."""
+        self._is_over = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _progress(self, done: int, total: int) -> None:
+        self._told = done, total
+        if self._is_over:
+            raise CancelledError
+
+
+def proved_one(told: Iterable[tuple[str, TensorDigests]], listed: TensorDigests) -> dict[str, dict[str, str]]:
+    """All digests that are known, by model and name.
+
+    Args:
+        told: hosts, and what their ranks have told of their tensors.
+        listed: what this machine has.
+
+    Raises:
+        UserError: a host has another tensor than this machine.
+    """
+    known = {model: dict(tensors) for model, tensors in listed.items()}
+    for host, digests in told:
+        if difference := first_difference(digests, listed):
+            model, tensor = difference
+            raise UserError(f"{host} has other weights of the {model} than this machine ({tensor}): {COPY_AGAIN}")
+        for model, tensors in digests.items():
+            known.setdefault(model, {}).update(tensors)
+    return known
+
+
+def _is_here(model: str) -> bool:
+    try:
+        return located(model).exists() and has_weights(model_files(model))
+    except UserError:
+        return False
