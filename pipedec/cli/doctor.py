@@ -18,11 +18,11 @@ from pipedec.cli.options import Json
 from pipedec.cli.show import console as progress
 from pipedec.cluster.doctor.comparison import compare
 from pipedec.cluster.doctor.facts import Questions
-from pipedec.cluster.doctor.findings import Finding, has_problem
+from pipedec.cluster.doctor.findings import Finding, Level, has_problem
 from pipedec.cluster.doctor.host import HostDoctor
 from pipedec.cluster.survey import Survey
 from pipedec.config import load_cluster, redis_url_from_environment
-from pipedec.core import PipedecError
+from pipedec.core import PipedecError, UserError
 from pipedec.flags import Help, own_options
 
 Findings = Mapping[str, Finding]  # by name
@@ -36,14 +36,21 @@ _PAPER = 100  # columns of a table that is not printed to a terminal
 @click.command()
 @own_options
 def doctor(
-    cluster: Annotated[Path | None, Help("Examine all hosts of a cluster.yaml over ssh.", "FILE")] = None, as_json: Json = False
+    cluster: Annotated[Path | None, Help("Examine all hosts of a cluster.yaml over ssh.", "FILE")] = None,
+    partition: Annotated[
+        str | None, Help("With --cluster, the partition that they are to suit (default: the default of the file).", "NAME")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Examine this host: packages, GPUs, network, memory, ports, Redis, directories.
 
-    With --cluster, examine the hosts of the file side by side, compare them with each other and with the file, and let each
-    try to connect to the others. Every problem comes with its mend. Exits with status 1 if there is a problem.
+    With --cluster, examine the hosts of the file side by side, compare them with each other, with the file and with the plan of
+    a partition: free memory, parts of checkpoints, links between hosts, which are measured. Every problem comes with its mend.
+    Exits with status 1 if something prevents a start.
     """
-    table = _this_host() if cluster is None else _hosts_of(cluster)
+    if partition is not None and cluster is None:
+        raise UserError("--partition needs the file: give --cluster cluster.yaml, too")
+    table = _this_host() if cluster is None else _hosts_of(cluster, partition)
     if as_json:
         print(json.dumps({host: [asdict(finding) for finding in findings.values()] for host, findings in table.items()}))
     else:
@@ -59,10 +66,10 @@ def _this_host() -> Mapping[str, Findings]:
     return {report.facts.network.host_name: {finding.name: finding for finding in report.findings}}
 
 
-def _hosts_of(file: Path) -> Mapping[str, Findings]:
+def _hosts_of(file: Path, partition: str | None) -> Mapping[str, Findings]:
     config = load_cluster(file)
-    with progress.status(f"Examining {len(config.servers)} hosts"), Survey(config) as survey:
-        return compare(config, survey.answers())
+    with progress.status(f"Examining {len(config.servers)} hosts"), Survey(config, partition) as survey:
+        return compare(config, survey.answers(), survey.unplanned)
 
 
 def show(table: Mapping[str, Findings], console: Console) -> None:
@@ -74,11 +81,26 @@ def show(table: Mapping[str, Findings], console: Console) -> None:
     for name in dict.fromkeys(name for findings in table.values() for name in findings):
         shown.add_row(name, *(_cell(findings.get(name)) for findings in table.values()))
     console.print(shown)
+    for (level, name, mend), hosts in _mends(table).items():
+        line = f"{_MARKS[level]}{', '.join(hosts)}: {name}: {mend}"
+        console.print(line, style=_STYLES[level], markup=False, soft_wrap=True)
+    console.print(_summary(table))
+
+
+def _mends(table: Mapping[str, Findings]) -> dict[tuple[Level, str, str], list[str]]:
+    """The hosts by what is to be done on them."""
+    found: dict[tuple[Level, str, str], list[str]] = {}
     for host, findings in table.items():
         for finding in findings.values():
             if finding.mend is not None:
-                mark, style = _MARKS[finding.level], _STYLES[finding.level]
-                console.print(f"{mark}{host}: {finding.name}: {finding.mend}", style=style, markup=False, soft_wrap=True)
+                found.setdefault((finding.level, finding.name, finding.mend), []).append(host)
+    return found
+
+
+def _summary(table: Mapping[str, Findings]) -> str:
+    levels = [finding.level for findings in table.values() for finding in findings.values()]
+    counts = {"host": len(table), "problem": levels.count("problem"), "note": levels.count("note")}
+    return ", ".join(f"{count} {noun}{'s' if count != 1 else ''}" for noun, count in counts.items())
 
 
 def _cell(finding: Finding | None) -> str:

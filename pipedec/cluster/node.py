@@ -193,6 +193,8 @@ class Node:
                 self._examine(**order)
             case "reach":
                 self._reach(**order)
+            case "measure":
+                self._measure(**order)
 
     def _examine(self, questions: dict[str, Any], environment: dict[str, str]) -> None:
         from pipedec.cluster.doctor.facts import Questions
@@ -206,6 +208,11 @@ class Node:
         from pipedec.cluster.doctor.host import unreachable
 
         self._say("reached", unreachable=unreachable(places))
+
+    def _measure(self, address: str, port: int) -> None:
+        from pipedec.cluster.doctor.links import measure
+
+        self._say("measured", link=asdict(measure(address, port)))
 
     def _start_redis(self, port: int | None, password: str, towards: list[str], interface: str | None) -> None:
         from pipedec.scheduler.server import ALL_ADDRESSES, LOOPBACK, EmbeddedServer

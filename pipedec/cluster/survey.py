@@ -1,4 +1,6 @@
-"""The doctor on every host of a cluster.yaml at once: a node on each is asked, in two rounds, and has a deadline for each.
+"""The doctor on every host of a cluster.yaml at once: a node on each is asked, in rounds, and has a deadline for each.
+
+In the last round one link after the other is measured, so that none disturbs another.
 
 Knows what the hosts are asked; what the answers mean is for ``doctor.comparison``.
 """
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,24 +20,41 @@ from pipedec import __version__
 from pipedec.cluster.doctor.checks import HostReport
 from pipedec.cluster.doctor.comparison import Answer
 from pipedec.cluster.doctor.facts import Questions
-from pipedec.cluster.doctor.findings import Finding, problem
+from pipedec.cluster.doctor.findings import Finding, note, problem
+from pipedec.cluster.doctor.links import SESSION_SECONDS, Link
+from pipedec.cluster.doctor.needs import HostNeeds, host_needs
 from pipedec.cluster.network import host_of_destination
 from pipedec.cluster.node_link import News, NodeLink
 from pipedec.config import NONE, ClusterConfig
 from pipedec.core import UserError
 from pipedec.gguf import is_named
 from pipedec.hardware import MODEL_SHAPES
+from pipedec.plan.partition import plan
 from pipedec.plan.placement import rank_places
 from pipedec.validation import validated
 
 ANSWER_SECONDS = 90.0  # torch may be imported from a slow file system
+MEASURE_SECONDS = SESSION_SECONDS + 5.0
 END_SECONDS = 5.0
 
 
 class Survey:
-    """Nodes on all hosts of ``config``. A context manager, which ends them."""
+    """Nodes on all hosts of ``config``. A context manager, which ends them.
 
-    def __init__(self, config: ClusterConfig, seconds: float = ANSWER_SECONDS) -> None:
+    Args:
+        partition: that the hosts are to suit; None for the file's default, or none if it has none.
+
+    Attributes:
+        unplanned: why it is not known what the hosts need, or what is wrong with the plan.
+
+    Raises:
+        UserError: there is no such partition.
+    """
+
+    def __init__(self, config: ClusterConfig, partition: str | None = None, seconds: float = ANSWER_SECONDS) -> None:
+        self._needs, self.unplanned = planned_needs(config, partition)
+        with suppress(UserError):  # the file names no partition
+            config = config.for_partition(partition)
         self._config = config
         self._seconds = seconds
         self._news: SimpleQueue[News] = SimpleQueue()
@@ -57,7 +76,7 @@ class Survey:
 
     def answers(self) -> dict[str, Answer]:
         """The answer of every host, by name; one that does not answer in time has an answer that says so."""
-        for host, questions in questions_for(self._config).items():
+        for host, questions in questions_for(self._config, self._needs).items():
             environment = {**self._config.launch.environment, **self._config.server(host).environment}
             self._links[host].order("examine", questions=asdict(questions), environment=environment)
         answers = {host: _examined(news) for host, news in self._collect("examined", self._links).items()}
@@ -65,17 +84,31 @@ class Survey:
         able = [host for host, answer in answers.items() if answer.report is not None]
         for host in able:
             self._links[host].order("reach", places={other: place for other, place in places.items() if other != host})
-        return answers | {host: _reached(answers[host], news) for host, news in self._collect("reached", able).items()}
+        answers |= {host: _reached(answers[host], news) for host, news in self._collect("reached", able).items()}
+        return {host: self._measured(host, answer, places) for host, answer in answers.items()}
 
-    def _collect(self, kind: str, hosts: Iterable[str]) -> dict[str, dict[str, Any] | Finding]:
+    def _measured(self, host: str, answer: Answer, places: Mapping[str, tuple[str, int]]) -> Answer:
+        """With the links from this host to those to which its ranks send, and which can be reached."""
+        if answer.report is None or (needs := self._needs.get(host)) is None or not needs.has_ranks:
+            return answer
+        reachable = [target for target in needs.targets if target in places and target not in answer.unreachable]
+        return replace(answer, links={target: self._measure(host, places[target]) for target in reachable})
+
+    def _measure(self, host: str, place: tuple[str, int]) -> Link:
+        self._links[host].order("measure", address=place[0], port=place[1])
+        news = self._collect("measured", [host], MEASURE_SECONDS)[host]
+        return Link(error=news.value) if isinstance(news, Finding) else validated(Link, news["link"])
+
+    def _collect(self, kind: str, hosts: Iterable[str], seconds: float | None = None) -> dict[str, dict[str, Any] | Finding]:
         """The next news of one kind from each host, with the time at which it came; or why there is none."""
         found: dict[str, dict[str, Any] | Finding] = {}
-        deadline = time.monotonic() + self._seconds
+        seconds = self._seconds if seconds is None else seconds
+        deadline = time.monotonic() + seconds
         while silent := [host for host in hosts if host not in found]:
             try:
                 host, news = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
             except Empty:
-                return {host: found.get(host) or self._late(host) for host in hosts}
+                return {host: found.get(host) or self._late(host, seconds) for host in hosts}
             if host in silent and (heard := self._hear(host, news, kind)) is not None:
                 found[host] = heard
         return {host: found[host] for host in hosts}
@@ -94,9 +127,9 @@ class Survey:
                 return news | {"received_us": time.time_ns() // 1000}
         return None
 
-    def _late(self, host: str) -> Finding:
+    def _late(self, host: str, seconds: float) -> Finding:
         destination = self._config.server(host).ssh_destination
-        return problem("ssh", f"no answer within {self._seconds:.0f} s", f"look at the host: `ssh {destination} uptime`")
+        return problem("ssh", f"no answer within {seconds:.0f} s", f"look at the host: `ssh {destination} uptime`")
 
 
 def _examined(news: dict[str, Any] | Finding) -> Answer:
@@ -119,10 +152,33 @@ def _place(answer: Answer) -> tuple[str, int] | None:
     return (network.address, network.port) if network and network.address and network.port else None
 
 
-def questions_for(config: ClusterConfig) -> dict[str, Questions]:
-    """What each host is asked."""
+def planned_needs(config: ClusterConfig, partition: str | None) -> tuple[dict[str, HostNeeds], Finding | None]:
+    """What each host needs for a partition, as far as the plan can be made here, and what is wrong with the plan.
+
+    Raises:
+        UserError: there is no partition of that name.
+    """
+    if partition is not None:
+        config.find_partition(partition)
+    try:
+        planned = plan(config, partition)
+        needs = host_needs(config, planned)
+    except UserError as error:
+        mend = "see `pipedec plan`: without a plan, free memory, links and parts of checkpoints are not examined"
+        return {}, note("plan", str(error), mend)
+    if planned.problems:
+        return needs, problem("plan", "; ".join(planned.problems), f"see `pipedec plan --partition {planned.partition}`")
+    return needs, None
+
+
+def questions_for(config: ClusterConfig, needs: Mapping[str, HostNeeds]) -> dict[str, Questions]:
+    """What each host is asked.
+
+    Args:
+        needs: of the hosts with ranks or spares.
+    """
     starts_redis = None if config.redis.url else _redis_host(config)
-    models = tuple(model if is_named(model) else str(Path(model).absolute()) for model in _checkpoints(config))
+    models = tuple(map(_path, _checkpoints(config)))
     names = {server.host: host_of_destination(server.ssh_destination) for server in config.servers}
     return {
         server.host: Questions(
@@ -131,9 +187,19 @@ def questions_for(config: ClusterConfig) -> dict[str, Questions]:
             checkpoints=models,
             peers=tuple(name for host, name in names.items() if host != server.host),
             server=server,
+            needs=_with_paths(needs[server.host]) if server.host in needs else None,
         )
         for server in config.servers
     }
+
+
+def _with_paths(needs: HostNeeds) -> HostNeeds:
+    return replace(needs, parts={_path(model): parts for model, parts in needs.parts.items()})
+
+
+def _path(model: str) -> str:
+    """The same on every host."""
+    return model if is_named(model) else str(Path(model).absolute())
 
 
 def _redis_host(config: ClusterConfig) -> str | None:

@@ -16,17 +16,12 @@ from support.tiny_pair import Pair
 
 from pipedec.cluster.doctor.checks import HostReport, examine
 from pipedec.cluster.doctor.comparison import Answer, compare
-from pipedec.cluster.doctor.facts import (
-    CheckpointFacts,
-    Gpu,
-    GpuFacts,
-    HostFacts,
-    NetworkFacts,
-    Questions,
-    RedisFacts,
-    checkpoint_facts,
-)
+from pipedec.cluster.doctor.checkpoints import CheckpointFacts, MissingFile, checkpoint_facts
+from pipedec.cluster.doctor.facts import HostFacts, NetworkFacts, Questions, RedisFacts
 from pipedec.cluster.doctor.findings import Finding, has_problem, problem
+from pipedec.cluster.doctor.gpus import HELD_DOWN, TOO_HOT, Gpu, GpuFacts, GpuState, Holder
+from pipedec.cluster.doctor.links import Link
+from pipedec.cluster.doctor.needs import GpuNeed, HostNeeds, Part
 from pipedec.config import ClusterConfig, ServerConfig
 from pipedec.validation import parse_json
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from pipedec.cluster.doctor.facts import CheckpointFacts, Gpu, GpuFacts, HostFacts, NetworkFacts, Questions, RedisFacts
-from pipedec.cluster.doctor.findings import Finding, note, ok, problem
+from pipedec.cluster.doctor.checkpoints import CheckpointFacts
+from pipedec.cluster.doctor.facts import HostFacts, NetworkFacts, Questions, RedisFacts
+from pipedec.cluster.doctor.findings import Finding, gb, gib, note, ok, problem
+from pipedec.cluster.doctor.gpu_checks import gpu_findings
+from pipedec.cluster.doctor.needs import HostNeeds
 from pipedec.cluster.network import is_loopback
 from pipedec.config import ServerConfig
 
-GIB = 1 << 30
 FEWEST_FILES = 256  # a rank has some dozens open; the node of a host, those of its ranks
-NCCL_SHARED_MEMORY_BYTES = GIB  # what Docker gives (64 MiB) is too little for NCCL
+NCCL_SHARED_MEMORY_BYTES = 1 << 30  # what Docker gives (64 MiB) is too little for NCCL
 LARGEST_OFFSET_US = 1_000_000  # traces and time limits are aligned to Redis; logs and certificates are not
+NAMED = 3  # files of which the names are told
+DISTRIBUTE = "`pipedec distribute cluster.yaml`"
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,10 @@ def examine(facts: HostFacts, questions: Questions) -> tuple[Finding, ...]:
     """The findings about one host, in the order of the table."""
     return (
         *_packages(facts),
-        *_gpus(facts),
+        *gpu_findings(facts.gpus, questions.needs.gpus if questions.needs else ()),
+        _flash_attention(facts),
         *_network(facts.network, questions),
-        ok("memory", f"{_gib(facts.memory_bytes)}, {facts.cpus} CPUs"),
+        _memory(facts, questions.needs),
         _shared_memory(facts),
         _open_files(facts.open_files),
         _redis_server(facts, questions),
@@ -42,12 +45,6 @@ def examine(facts: HostFacts, questions: Questions) -> tuple[Finding, ...]:
         _ssh(facts.ssh),
         *(_checkpoint(directory, found) for directory, found in facts.checkpoints.items()),
     )
-
-
-def gpu_list(gpus: Iterable[Gpu]) -> str:
-    """Like ``7 × NVIDIA GeForce RTX 3090, 24.0 GiB``."""
-    counts = Counter((gpu.name, _gib(gpu.memory_bytes)) for gpu in gpus)
-    return "; ".join(f"{count} × {name}, {memory}" for (name, memory), count in counts.items()) or "none"
 
 
 def _packages(facts: HostFacts) -> list[Finding]:
@@ -59,29 +56,6 @@ def _packages(facts: HostFacts) -> list[Finding]:
     return found
 
 
-def _gpus(facts: HostFacts) -> list[Finding]:
-    gpus = facts.gpus
-    driver = f"{gpus.driver}, torch for CUDA {gpus.cuda or 'none'}" if gpus.driver else "none"
-    return [_usable(gpus), ok("NVIDIA driver", driver), _flash_attention(facts)]
-
-
-def _usable(gpus: GpuFacts) -> Finding:
-    name, installed, usable = "GPUs", gpus.installed, gpus.usable
-    if gpus.error and not gpus.installed:
-        return problem(name, gpus.error, "install torch again: `python -c 'import torch'` must work")
-    if not installed:
-        return note(name, "none: ranks compute on the CPU")
-    if gpus.cuda is None and gpus.error is None:
-        return problem(name, f"{gpu_list(installed)}; torch has no CUDA", "install a build of torch with CUDA: see pytorch.org")
-    if gpus.error is not None:
-        mend = f"update the driver to one for CUDA {gpus.cuda}, or install torch for an older CUDA"
-        return problem(name, f"{gpu_list(installed)}; torch: {gpus.error}", mend)
-    if len(usable) < len(installed):
-        value = f"torch sees {len(usable)} of {len(installed)}: {gpu_list(usable)}"
-        return note(name, value, "unset CUDA_VISIBLE_DEVICES if pipedec may use all of them")
-    return ok(name, gpu_list(usable))
-
-
 def _flash_attention(facts: HostFacts) -> Finding:
     name, version = "flash-attn", facts.versions.get("flash-attn")
     if facts.flash_attention_error is not None:
@@ -91,9 +65,22 @@ def _flash_attention(facts: HostFacts) -> Finding:
         return ok(name, version)
     if not facts.gpus.usable:
         return ok(name, "not installed (used on GPUs only)")
-    return note(
-        name, "not installed: prompts and long answers take longer", f"{facts.python} -m pip install 'pipedec[flash-attn]'"
-    )
+    mend = f"optional: {facts.python} -m pip install --no-build-isolation flash-attn, which compiles for about an hour"
+    return Finding(name, "ok", "not installed: it helps prompts of more than 256 rows only", mend)
+
+
+def _memory(facts: HostFacts, needs: HostNeeds | None) -> Finding:
+    name, value = "memory", f"{gib(facts.memory_bytes)}, {gib(facts.available_memory_bytes)} available, {facts.cpus} CPUs"
+    if needs is None or not needs.memory_bytes:
+        return ok(name, value)
+    value += f"; loading takes {gib(needs.memory_bytes)}"
+    if needs.memory_bytes > facts.memory_bytes:
+        return problem(name, value, "give this host fewer ranks, or more memory")
+    if needs.memory_bytes > facts.available_memory_bytes:
+        return note(name, value, "end what uses the memory")
+    if needs.memory_bytes + needs.checkpoint_bytes > facts.memory_bytes:
+        return note(name, f"{value}; {gb(needs.checkpoint_bytes)} of the checkpoint are read from the disk at every restart")
+    return ok(name, value)
 
 
 def _network(facts: NetworkFacts, questions: Questions) -> list[Finding]:
@@ -133,7 +120,7 @@ def _shared_memory(facts: HostFacts) -> Finding:
     name, total, free = "shared memory", facts.shared_memory_bytes, facts.free_shared_memory_bytes
     if total is None or free is None:
         return note(name, "no /dev/shm")
-    value = f"{_gib(free)} of {_gib(total)} free"
+    value = f"{gib(free)} of {gib(total)} free"
     if free >= NCCL_SHARED_MEMORY_BYTES:
         return ok(name, value)
     if len(facts.gpus.installed) > 1:
@@ -183,12 +170,17 @@ def _ssh(path: str | None) -> Finding:
 
 
 def _checkpoint(directory: str, found: CheckpointFacts) -> Finding:
+    at_once = [file for file in found.missing if not file.only_for_spares]
+    free = f"; {gb(found.free_bytes)} of disk free" if found.free_bytes is not None else ""
     if found.error is not None:
-        return problem(
-            directory, found.error, f"copy the checkpoint to {directory} on this host, or correct the path in the file"
-        )
-    return ok(directory, f"{found.weight_bytes / 1e9:.3g} GB")
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"
+        mend = f"copy the checkpoint to {directory} on this host ({DISTRIBUTE}), or correct the path in the file"
+        return problem(directory, f"{found.error}{free}", mend)
+    if not found.missing:
+        return ok(directory, gb(found.weight_bytes))
+    lacking, num_bytes = at_once or list(found.missing), sum(file.num_bytes for file in found.missing)
+    names = ", ".join(file.name for file in lacking[:NAMED]) + (", …" if len(lacking) > NAMED else "")
+    value = f"{len(lacking)} files are missing, about {gb(sum(file.num_bytes for file in lacking))}: {names}{free}"
+    mend = DISTRIBUTE
+    if found.free_bytes is not None and num_bytes > found.free_bytes:
+        mend = f"free {gb(num_bytes - found.free_bytes)} on the disk of {directory}, then {DISTRIBUTE}"
+    return problem(directory, value, mend) if at_once else note(directory, f"for a rank taken over {value}", mend)

@@ -6,12 +6,14 @@ Judges answers that have been collected; asks nobody.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pipedec.cluster.doctor.checks import LARGEST_OFFSET_US, HostReport, gpu_list
-from pipedec.cluster.doctor.facts import CheckpointFacts
-from pipedec.cluster.doctor.findings import Finding, note, ok, problem
+from pipedec.cluster.doctor.checks import DISTRIBUTE, LARGEST_OFFSET_US, NAMED, HostReport
+from pipedec.cluster.doctor.findings import Finding, gb, note, ok, problem
+from pipedec.cluster.doctor.gpu_checks import TORCH_INDEX, gpu_list
+from pipedec.cluster.doctor.link_checks import link_findings
+from pipedec.cluster.doctor.links import Link
 from pipedec.config import ClusterConfig, ServerConfig
 from pipedec.hardware import DEVICES
 
@@ -27,16 +29,23 @@ class Answer:
         report: None if the host did not answer; ``failure`` says why.
         clock_offset_us: the host's clock minus this machine's, as far as the delay of ssh lets it be known.
         unreachable: why other hosts cannot be connected to from this one, by their name.
+        links: to the hosts to which its ranks send, as measured; None if it has no ranks.
     """
 
     report: HostReport | None = None
     failure: Finding | None = None
     clock_offset_us: int = 0
     unreachable: Mapping[str, str] = field(default_factory=dict)
+    links: Mapping[str, Link] | None = None
 
 
-def compare(config: ClusterConfig, answers: Mapping[str, Answer]) -> dict[str, dict[str, Finding]]:
+def compare(
+    config: ClusterConfig, answers: Mapping[str, Answer], unplanned: Finding | None = None
+) -> dict[str, dict[str, Finding]]:
     """All findings of every host by name, in the order of the table.
+
+    Args:
+        unplanned: why no partition is planned, or what is wrong with the plan; stands in the column of the first host.
 
     A finding from the comparison replaces the host's own of the same name, unless that is a problem already.
     """
@@ -50,9 +59,13 @@ def compare(config: ClusterConfig, answers: Mapping[str, Answer]) -> dict[str, d
             _clock(answers[host]),
             _devices(config.server(host), report),
             *_reach(answers[host], len(others)),
+            *link_findings(config.network, report.facts.network, answers[host].links),
+            *_cuda(report, reports),
         ):
             if (own := table[host].get(finding.name)) is None or own.level != "problem":
                 table[host][finding.name] = finding
+    if unplanned is not None:
+        next(iter(table.values()))[unplanned.name] = unplanned
     return table
 
 
@@ -65,7 +78,7 @@ def _versions(report: HostReport, reports: Mapping[str, HostReport]) -> list[Fin
     found = []
     for name in (*MUST_AGREE, *SHOULD_AGREE):
         version = report.facts.versions.get(name)
-        usual = _usual(reports, lambda one, name=name: _public(one.facts.versions.get(name)))  # type: ignore[misc]
+        usual = _usual(_public(one.facts.versions.get(name)) for one in reports.values())
         if version is None or usual is None or _public(version) == usual:
             continue
         value = f"{version}, but {usual} elsewhere"
@@ -74,24 +87,45 @@ def _versions(report: HostReport, reports: Mapping[str, HostReport]) -> list[Fin
     return found
 
 
-def _checkpoints(report: HostReport, reports: Mapping[str, HostReport]) -> list[Finding]:
+def _cuda(report: HostReport, reports: Mapping[str, HostReport]) -> list[Finding]:
+    """Builds of torch for different CUDA, and different versions of NCCL, do not understand each other."""
+    gpus, all_gpus = report.facts.gpus, [one.facts.gpus for one in reports.values() if one.facts.gpus.usable]
+    if not gpus.usable:
+        return []
     found = []
-    for directory, checkpoint in report.facts.checkpoints.items():
-        usual = _usual(reports, lambda one, directory=directory: _identity(one.facts.checkpoints[directory]))  # type: ignore[misc]
-        if checkpoint.error is None and _identity(checkpoint) != usual:
-            value = f"another model than elsewhere ({checkpoint.weight_bytes / 1e9:.3g} GB)"
-            found.append(problem(directory, value, f"copy {directory} from a host that has the right one"))
+    cuda, nccl = _usual(one.cuda for one in all_gpus), _usual(one.nccl for one in all_gpus)
+    if gpus.cuda != cuda:
+        torch, index = _public(report.facts.versions.get("torch")), f"{TORCH_INDEX}/cu{(cuda or '').replace('.', '')}"
+        mend = f"{report.facts.python} -m pip install --force-reinstall torch=={torch} --index-url {index}"
+        found.append(problem("NCCL", f"{gpus.nccl} for CUDA {gpus.cuda}, but CUDA {cuda} elsewhere", mend))
+    elif gpus.nccl != nccl:
+        mend = f"install torch and its packages as on the other hosts, whose NCCL is {nccl}"
+        found.append(problem("NCCL", f"{gpus.nccl}, but {nccl} elsewhere", mend))
+    if gpus.driver != (driver := _usual(one.driver for one in all_gpus)):
+        found.append(note("NVIDIA driver", f"{gpus.driver}, but {driver} elsewhere"))
     return found
 
 
-def _identity(checkpoint: CheckpointFacts) -> str | None:
-    return f"{checkpoint.quick_digest} {checkpoint.weight_bytes}" if checkpoint.error is None else None
+def _checkpoints(report: HostReport, reports: Mapping[str, HostReport]) -> list[Finding]:
+    """Configuration and tokenizer must be the same everywhere, and so must every file of weights that several hosts have."""
+    found = []
+    for model, own in report.facts.checkpoints.items():
+        if own.error is not None:
+            continue
+        everywhere = [one.facts.checkpoints[model] for one in reports.values() if model in one.facts.checkpoints]
+        differ = [name for name, file in own.files.items() if file != _usual(one.files.get(name) for one in everywhere)]
+        if own.config_digest != _usual(one.config_digest for one in everywhere if one.error is None):
+            differ.insert(0, "configuration or tokenizer")
+        if differ:
+            value = f"another model than elsewhere ({gb(own.weight_bytes)}): {', '.join(differ[:NAMED])} differ"
+            found.append(problem(model, value, f"remove these files from {model} on this host, then {DISTRIBUTE}"))
+    return found
 
 
-def _usual(reports: Mapping[str, HostReport], value_of: Callable[[HostReport], str | None]) -> str | None:
+def _usual(values: Iterable[str | None]) -> str | None:
     """The value that most hosts have; that of the first host if none is more frequent."""
-    values = Counter(value for report in reports.values() if (value := value_of(report)) is not None)
-    return values.most_common(1)[0][0] if values else None
+    counts = Counter(value for value in values if value is not None)
+    return counts.most_common(1)[0][0] if counts else None
 
 
 def _public(version: str | None) -> str | None:

@@ -11,29 +11,27 @@ import platform
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
 
 from pipedec import __version__
 from pipedec.cluster.clock import measured_offset_us
+from pipedec.cluster.doctor.checkpoints import CheckpointFacts, checkpoint_facts
+from pipedec.cluster.doctor.gpus import GpuFacts, first_line, gpu_facts
+from pipedec.cluster.doctor.needs import HostNeeds
 from pipedec.cluster.network import addresses_of, interface_address, interface_of, is_loopback, is_this_host, routed_address
 from pipedec.cluster.versions import installed_version
 from pipedec.config import ServerConfig, state_directory
 from pipedec.core import PipedecError
-from pipedec.gguf import model_files
 from pipedec.scheduler import connect
 from pipedec.scheduler.client import address_of, translated_errors
 from pipedec.scheduler.server import find_server_binary, server_version
 
 ANYWHERE = "192.0.2.1"  # an address for documentation: no host has it, and only a default route leads there
-NVIDIA_SMI_SECONDS = 20.0
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,7 @@ class Questions:
         checkpoints: directories that must be there.
         peers: names or addresses of the other hosts.
         server: the host's entry in the file; None without a file.
+        needs: what the ranks of the partition take here; None if there is no partition, or no rank of it on this host.
     """
 
     redis_url: str | None = field(default=None, repr=False)
@@ -53,33 +52,7 @@ class Questions:
     checkpoints: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     server: ServerConfig | None = None
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """As its driver names it."""
-
-    name: str
-    memory_bytes: int
-
-
-@dataclass(frozen=True)
-class GpuFacts:
-    """GPUs in the order of their PCI bus.
-
-    Attributes:
-        driver: version of the NVIDIA driver; None without one.
-        installed: those the driver lists.
-        usable: those torch can use.
-        cuda: version of CUDA that torch was built for; None for a build without CUDA.
-        error: why torch could not say.
-    """
-
-    driver: str | None
-    installed: tuple[Gpu, ...]
-    usable: tuple[Gpu, ...]
-    cuda: str | None
-    error: str | None = None
+    needs: HostNeeds | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +66,7 @@ class NetworkFacts:
         interfaces: name and address of every interface that has an address.
         address: the one to talk to the other hosts with; None if there is none but loopback.
         interface: the interface of ``address``.
+        speeds_mbps: what interfaces have negotiated, in Mbit/s, where they tell.
         port: a TCP port that could be opened on all addresses; None if none could.
     """
 
@@ -103,6 +77,7 @@ class NetworkFacts:
     address: str | None
     interface: str | None
     port: int | None
+    speeds_mbps: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -116,15 +91,6 @@ class RedisFacts:
 
 
 @dataclass(frozen=True)
-class CheckpointFacts:
-    """A checkpoint directory: what is wrong with it, or a digest of a part of it and the size of its weights."""
-
-    error: str | None
-    quick_digest: str = ""
-    weight_bytes: int = 0
-
-
-@dataclass(frozen=True)
 class HostFacts:
     """All of it.
 
@@ -132,6 +98,7 @@ class HostFacts:
         python: path of the interpreter.
         versions: of pipedec, python and packages; None for a package that is not installed.
         flash_attention_error: why an installed flash-attn cannot be imported.
+        memory_bytes, available_memory_bytes: RAM.
         shared_memory_bytes, free_shared_memory_bytes: of /dev/shm; None where there is none.
         redis_server: path and version of the server binary, or ``redis_server_error``.
     """
@@ -143,6 +110,7 @@ class HostFacts:
     network: NetworkFacts
     cpus: int
     memory_bytes: int
+    available_memory_bytes: int
     shared_memory_bytes: int | None
     free_shared_memory_bytes: int | None
     open_files: int
@@ -164,14 +132,16 @@ def gather(questions: Questions, port: int | None) -> HostFacts:
     server, server_error = _redis_server()
     state, state_error = _state_directory()
     total, free = _shared_memory()
+    memory, parts = psutil.virtual_memory(), questions.needs.parts if questions.needs else {}
     return HostFacts(
         python=sys.executable,
         versions=package_versions(),
         flash_attention_error=_flash_attention_error(),
-        gpus=_gpus(),
+        gpus=gpu_facts(),
         network=_network(questions, port),
         cpus=os.cpu_count() or 1,
-        memory_bytes=psutil.virtual_memory().total,
+        memory_bytes=memory.total,
+        available_memory_bytes=memory.available,
         shared_memory_bytes=total,
         free_shared_memory_bytes=free,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -181,7 +151,7 @@ def gather(questions: Questions, port: int | None) -> HostFacts:
         state_directory=state,
         state_directory_error=state_error,
         ssh=shutil.which("ssh"),
-        checkpoints={directory: checkpoint_facts(Path(directory)) for directory in questions.checkpoints},
+        checkpoints={model: checkpoint_facts(model, parts.get(model)) for model in questions.checkpoints},
     )
 
 
@@ -191,60 +161,14 @@ def package_versions() -> dict[str, str | None]:
     return {"pipedec": __version__, "python": platform.python_version(), **packages}
 
 
-def checkpoint_facts(model: Path) -> CheckpointFacts:
-    """Whether a checkpoint, or the prompt of a BiTA, is there. Reads a small part of the weights."""
-    try:
-        if not model_files(model).is_dir():
-            return CheckpointFacts("no such directory")
-        from pipedec.checkpoints import quick_digest, weight_files
-
-        return CheckpointFacts(None, quick_digest(model), sum(path.stat().st_size for path in weight_files(model)))
-    except Exception as error:  # a damaged file, a torch that cannot be imported
-        return CheckpointFacts(_first_line(error))
-
-
 def _flash_attention_error() -> str | None:
     if importlib.util.find_spec("flash_attn") is None:
         return None
     try:
         importlib.import_module("flash_attn")
     except Exception as error:  # a build for another torch fails in any way
-        return _first_line(error)
+        return first_line(error)
     return None
-
-
-def _gpus() -> GpuFacts:
-    driver, installed = _nvidia_smi()
-    cuda = None
-    try:
-        import torch
-
-        cuda = torch.version.cuda
-        usable = _usable_gpus() if cuda and (installed or torch.cuda.is_available()) else ()
-        return GpuFacts(driver, installed or usable, usable, cuda)
-    except Exception as error:  # a torch that cannot be imported, a driver that is too old
-        return GpuFacts(driver, installed, (), cuda, _first_line(error))
-
-
-def _usable_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that torch can use. Raises whatever torch raises when the driver does not suit it."""
-    import torch
-
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    torch.cuda.init()
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(Gpu(one.name, one.total_memory) for one in found)
-
-
-def _nvidia_smi() -> tuple[str | None, tuple[Gpu, ...]]:
-    """The version of the driver and the GPUs, as the driver's own program tells them."""
-    query = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        ended = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=True)
-        rows = [[part.strip() for part in line.split(",")] for line in ended.stdout.splitlines()]
-        return rows[0][0], tuple(Gpu(name, int(float(memory)) * MIB) for _, name, memory in rows)
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return None, ()
 
 
 def _network(questions: Questions, port: int | None) -> NetworkFacts:
@@ -259,6 +183,7 @@ def _network(questions: Questions, port: int | None) -> NetworkFacts:
         address=address,
         interface=interface_of(address) if address else None,
         port=port,
+        speeds_mbps={interface: found.speed for interface, found in psutil.net_if_stats().items() if found.speed > 0},
     )
 
 
@@ -309,8 +234,3 @@ def _state_directory() -> tuple[str | None, str | None]:
         return str(state_directory()), None
     except PipedecError as error:
         return None, str(error)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]

@@ -42,5 +42,14 @@ def problem(name: str, value: str, mend: str) -> Finding:
     return Finding(name, "problem", value, mend)
 
 
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def gb(num_bytes: int) -> str:
+    """As sizes of files and checkpoints are told."""
+    return f"{num_bytes / 1e9:.3g} GB"
+
+
 def has_problem(findings: Iterable[Finding]) -> bool:
     return any(finding.level == "problem" for finding in findings)

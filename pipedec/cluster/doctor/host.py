@@ -10,13 +10,14 @@ from contextlib import ExitStack
 
 from pipedec.cluster.doctor.checks import HostReport, examine
 from pipedec.cluster.doctor.facts import Questions, gather
+from pipedec.cluster.doctor.links import LinkServer
 from pipedec.cluster.network import can_connect
 
 REACH_SECONDS = 3.0
 
 
 class HostDoctor:
-    """Examines this host. Keeps a TCP port open until ``close``, so that other hosts can try to connect to it."""
+    """Examines this host. Keeps a TCP port open until ``close``, which other hosts connect to and measure."""
 
     def __init__(self) -> None:
         self._open = ExitStack()
@@ -35,9 +36,11 @@ class HostDoctor:
     def _open_port(self) -> socket.socket | None:
         """A socket that listens on a free TCP port of all addresses; None if the system refuses."""
         try:
-            return self._open.enter_context(socket.create_server(("", 0), backlog=64))
+            listener = socket.create_server(("", 0), backlog=64)
         except OSError:
             return None
+        self._open.callback(LinkServer(listener).close)
+        return listener
 
 
 def unreachable(places: Mapping[str, tuple[str, int]]) -> dict[str, str]:
