@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import asdict, replace
@@ -10,23 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checkpoints import save_tiny_llama
 from support.clusters import clustered
 from support.hosts import Hosts
 from support.tiny_pair import Pair
 
+from pipedec.cluster.doctor.checkpoints import CheckpointFacts, MissingFile, checkpoint_facts
 from pipedec.cluster.doctor.checks import HostReport, examine
 from pipedec.cluster.doctor.comparison import Answer, compare
-from pipedec.cluster.doctor.checkpoints import CheckpointFacts, MissingFile, checkpoint_facts
 from pipedec.cluster.doctor.facts import HostFacts, NetworkFacts, Questions, RedisFacts
 from pipedec.cluster.doctor.findings import Finding, has_problem, problem
 from pipedec.cluster.doctor.gpus import HELD_DOWN, TOO_HOT, Gpu, GpuFacts, GpuState, Holder
-from pipedec.cluster.doctor.links import Link
 from pipedec.cluster.doctor.needs import GpuNeed, HostNeeds, Part
 from pipedec.config import ClusterConfig, ServerConfig
 from pipedec.validation import parse_json
 
 GB = 10**9
-GPU = Gpu("NVIDIA GeForce RTX 3090", 25_300_000_000)
+STATE = GpuState(
+    free_bytes=25 * GB, power_watts=350, default_power_watts=350, sm_mhz=210, max_sm_mhz=2100, max_memory_mhz=9751,
+    is_persistent=True, compute_mode="Default",
+)  # fmt: skip
+GPU = Gpu("NVIDIA GeForce RTX 3090", 25_300_000_000, STATE)
 NETWORK = NetworkFacts(
     host_name="alpha", is_in_file=True, own_addresses=("10.0.0.1",), interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.1"},
     address="10.0.0.1", interface="eth0", port=40000,
@@ -35,14 +40,16 @@ HEALTHY = HostFacts(
     python="/opt/python",
     versions={"pipedec": "0.1.0", "python": "3.11.7", "torch": "2.13.0+cu128", "transformers": "5.2.0", "flash-attn": "2.8"},
     flash_attention_error=None,
-    gpus=GpuFacts("570.1", (GPU, GPU), (GPU, GPU), "12.8"),
-    network=NETWORK, cpus=16, memory_bytes=128 * GB, shared_memory_bytes=64 * GB, free_shared_memory_bytes=60 * GB,
+    gpus=GpuFacts("570.1", (GPU, GPU), (GPU, GPU), "12.8", nccl="2.27.5"),
+    network=NETWORK, cpus=16, memory_bytes=128 * GB, available_memory_bytes=120 * GB,
+    shared_memory_bytes=64 * GB, free_shared_memory_bytes=60 * GB,
     open_files=1024, redis_server="/usr/bin/redis-server 7.2", redis_server_error=None,
     redis=RedisFacts("alpha:6379", "7.2.1", 300), state_directory="/run/pipedec", state_directory_error=None, ssh="/usr/bin/ssh",
-    checkpoints={"/models/a": CheckpointFacts(None, "c0ffee", 140 * GB)},
+    checkpoints={"/models/a": CheckpointFacts(None, "c0ffee", {"model.safetensors": "140 f00"}, 140 * GB)},
 )  # fmt: skip
 SERVER = ServerConfig("alpha", {"rtx3090": 2})
-ASKED = Questions("redis://alpha:6379/0", starts_redis=True, checkpoints=("/models/a",), peers=("beta",), server=SERVER)
+NEEDS = HostNeeds((GpuNeed(0, (1, 2), 18 * GB, 20 * GB), GpuNeed(1, (3,), 18 * GB, 24 * GB)), 8 * GB, 40 * GB)
+ASKED = Questions("redis://alpha:6379/0", True, ("/models/a",), ("beta",), SERVER, NEEDS)
 
 
 def changed(facts: HostFacts, path: str, value: object) -> HostFacts:
@@ -62,7 +69,7 @@ def test_a_healthy_host_has_no_problem_and_no_note() -> None:
     ("path", "value", "name", "level", "words"),
     [
         ("versions", {**HEALTHY.versions, "torch": None}, "torch", "problem", "not installed pip install torch"),
-        ("versions", {**HEALTHY.versions, "flash-attn": None}, "flash-attn", "note", "not installed pip install"),
+        ("versions", {**HEALTHY.versions, "flash-attn": None}, "flash-attn", "ok", "256 rows only --no-build-isolation an hour"),
         ("flash_attention_error", "undefined symbol", "flash-attn", "problem", "undefined symbol --force-reinstall"),
         ("gpus.cuda", None, "GPUs", "problem", "torch has no CUDA install a build of torch"),
         ("gpus.error", "driver too old (11040)", "GPUs", "problem", "driver too old update the driver 12.8"),
@@ -84,7 +91,12 @@ def test_a_healthy_host_has_no_problem_and_no_note() -> None:
         ("redis", None, "Redis", "ok", "none named"),
         ("state_directory", None, "state directory", "problem", "PIPEDEC_STATE_DIR"),
         ("ssh", None, "ssh client", "note", "pipedec launch"),
-        ("checkpoints", {"/models/a": CheckpointFacts("no such directory")}, "/models/a", "problem", "no such copy the"),
+        ("checkpoints", {"/models/a": CheckpointFacts("no such directory")}, "/models/a", "problem", "no such copy distribute"),
+        ("memory_bytes", 7 * GB, "memory", "problem", "6.5 GiB takes 7.5 GiB fewer ranks"),
+        ("available_memory_bytes", 7 * GB, "memory", "note", "6.5 GiB available takes 7.5 GiB end what uses"),
+        ("memory_bytes", 45 * GB, "memory", "note", "40 GB from the disk at every restart"),
+        ("gpus.cuda", "13.0", "NVIDIA driver", "problem", "570.1 580 or newer update 525 (CUDA 12)"),
+        ("gpus", GpuFacts(None, (), (), None, driver_error="cannot communicate"), "GPUs", "note", "cannot communicate restart"),
     ],
 )  # fmt: skip
 def test_one_ailment_changes_one_finding(path: str, value: object, name: str, level: str, words: str) -> None:
@@ -93,7 +105,63 @@ def test_one_ailment_changes_one_finding(path: str, value: object, name: str, le
     assert finding.level == level
     text = f"{finding.value} {finding.mend}"
     assert all(word in text for word in words.split()), text
-    assert all(other is finding or other.level == "ok" or path in ("gpus", "gpus.usable") for other in found), found
+    assert all(other is finding or other.level == "ok" or path in ("gpus", "gpus.usable", "gpus.cuda") for other in found), found
+
+
+ELSEWHERE = (Holder(4242, "python3", 20 * GB),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "level", "words"),
+    [
+        ({"free_bytes": 5 * GB, "holders": ELSEWHERE}, "GPU memory", "problem",
+         "GPU 1: 4.7 of 23.6 GiB free, rank 3 needs 16.8 GiB, python3 (pid 4242) holds 18.6 GiB kill 4242"),
+        ({"free_bytes": 5 * GB}, "GPU memory", "problem", "`nvidia-smi` may name it"),
+        ({"free_bytes": 20 * GB}, "GPU memory", "note", "rank 3 needs 22.4 GiB keys and values"),
+        ({"free_bytes": 23 * GB}, None, "ok", ""),
+        ({"power_watts": 280.0}, "GPU power", "note", "GPU 1 280 of 350 W sudo nvidia-smi -i 1 -pl 350"),
+        ({"slowdown": TOO_HOT}, "GPU clocks", "note", "by heat: GPU 1 at 210 of 2100 MHz fans"),
+        ({"slowdown": HELD_DOWN}, "GPU clocks", "note", "for applications sudo nvidia-smi -i 1 -rac"),
+        ({"is_persistent": False}, "GPU persistence", "note", "off for GPU 1 sudo nvidia-smi -pm 1"),
+        ({"compute_mode": "Prohibited"}, "GPU compute mode", "problem", "GPU 1 takes no process -i 1 -c DEFAULT"),
+        ({"compute_mode": "Exclusive_Process"}, None, "ok", ""),
+        ({"compute_mode": "Exclusive_Process", "holders": ELSEWHERE}, "GPU compute mode", "problem", "has one -i 1 -c DEFAULT"),
+    ],
+)  # fmt: skip
+def test_a_gpu_that_ails_is_named(changes: dict[str, Any], name: str | None, level: str, words: str) -> None:
+    ailing = replace(GPU, state=replace(STATE, **changes))
+    found = examine(changed(HEALTHY, "gpus.usable", (GPU, ailing)), ASKED)
+    assert [(one.name, one.level) for one in found if one.level != "ok"] == ([(name, level)] if name else [])
+    text = " ".join(f"{one.value} {one.mend}" for one in found if one.name == name)
+    assert all(word in text for word in words.split()), text
+
+
+def test_a_gpu_that_takes_one_process_is_not_shared() -> None:
+    exclusive = replace(GPU, state=replace(STATE, compute_mode="Exclusive_Process"))
+    shared = changed(HEALTHY, "gpus.usable", (exclusive, GPU))
+    assert [one.level for one in examine(shared, ASKED) if one.name == "GPU compute mode"] == ["problem"]
+    assert [one.level for one in examine(shared, replace(ASKED, needs=None)) if one.name == "GPU compute mode"] == ["note"]
+
+
+def test_a_driver_that_tells_little_says_nothing_about_the_rest() -> None:
+    found = examine(changed(HEALTHY, "gpus.usable", (Gpu("NVIDIA L40", 48 * GB),) * 2), ASKED)
+    assert not has_problem(found) and not {one.name for one in found} & {"GPU memory", "GPU power"}
+
+
+@pytest.mark.parametrize(
+    ("missing", "free", "level", "words"),
+    [
+        ((MissingFile("a", 5 * GB, False), MissingFile("b", 5 * GB, True)), 11 * GB, "problem", "5 GB in a; 11 GB of disk"),
+        ((MissingFile("a", 5 * GB, False),), 2 * GB, "problem", "free 3 GB on the disk of /models/a, then `pipedec distribute"),
+        ((MissingFile("a", 5 * GB, True),), None, "note", "5 GB in a take over distribute"),
+    ],
+)  # fmt: skip
+def test_missing_files_are_named(missing: tuple[MissingFile, ...], free: int | None, level: str, words: str) -> None:
+    checkpoint = CheckpointFacts(None, "c0ffee", {}, 0, missing, free)
+    finding = next(
+        one for one in examine(changed(HEALTHY, "checkpoints", {"/models/a": checkpoint}), ASKED) if one.name == "/models/a"
+    )
+    assert finding.level == level and all(word in f"{finding.value} {finding.mend}" for word in words.split()), finding
 
 
 def test_what_is_not_needed_on_a_host_is_no_problem_there() -> None:
@@ -115,16 +183,41 @@ def test_a_report_survives_json() -> None:
 
 
 def test_checkpoints_are_looked_into(pair: Pair, tmp_path: Path) -> None:
-    whole = checkpoint_facts(pair.target)
+    whole = checkpoint_facts(str(pair.target))
     assert whole.error is None and whole.weight_bytes == (pair.target / "model.safetensors").stat().st_size
     copy = Path(shutil.copytree(pair.target, tmp_path / "copy"))
-    assert checkpoint_facts(copy) == whole
-    assert checkpoint_facts(pair.draft).quick_digest != whole.quick_digest
+    assert checkpoint_facts(str(copy)) == replace(whole, free_bytes=checkpoint_facts(str(copy)).free_bytes)
+    assert checkpoint_facts(str(pair.draft)).files != whole.files
+    with (copy / "model.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\1\2\3\4")
+    assert checkpoint_facts(str(copy)).files != whole.files
     (copy / "model.safetensors").write_bytes(b"cut off")
-    assert "model.safetensors" in str(checkpoint_facts(copy).error)
+    assert "model.safetensors" in str(checkpoint_facts(str(copy)).error)
     (copy / "model.safetensors").unlink()
-    assert "holds neither model.safetensors nor" in str(checkpoint_facts(copy).error)
-    assert checkpoint_facts(tmp_path / "none").error == "no such directory"
+    assert "holds neither model.safetensors nor" in str(checkpoint_facts(str(copy)).error)
+    assert checkpoint_facts(str(copy), ()).error is None
+    nowhere = checkpoint_facts(str(tmp_path / "none"))
+    assert nowhere.error == "no such directory" and nowhere.free_bytes
+
+
+def test_a_host_needs_the_shards_of_its_parts_only(tmp_path: Path) -> None:
+    model = save_tiny_llama(tmp_path / "model", num_hidden_layers=4)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    shard_of = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())["weight_map"]
+    second, last = Part(1, 2, False, False), Part(3, 4, False, True)
+    needed = {shard for name, shard in shard_of.items() if name.startswith("model.layers.1.")}
+    assert needed < set(shard_of.values())
+    for shard in set(shard_of.values()) - needed:
+        (tmp_path / "shards" / shard).unlink()
+    assert checkpoint_facts(str(tmp_path / "shards"), (second,)).missing == ()
+    assert checkpoint_facts(str(tmp_path / "shards"), (second,)).files.keys() == needed
+    missing = checkpoint_facts(str(tmp_path / "shards"), (second, replace(last, is_spare=True))).missing
+    of_last = ("model.layers.3.", "lm_head.", "model.norm.")
+    expected = {shard for name, shard in shard_of.items() if name.startswith(of_last)}
+    assert {file.name for file in missing} == expected - needed
+    assert all(file.only_for_spares and file.num_bytes > 0 for file in missing)
+    assert {file.name for file in checkpoint_facts(str(tmp_path / "shards")).missing} == set(shard_of.values()) - needed
 
 
 def cluster(**servers: ServerConfig) -> ClusterConfig:
@@ -147,6 +240,8 @@ def test_equal_hosts_differ_in_nothing() -> None:
     assert table["beta"]["devices"].value == "2 rtx3090"
 
 
+OTHER_FILE = CheckpointFacts(None, "c0ffee", {"model.safetensors": "140 bad"}, 139 * GB)
+OTHER_CONFIG = CheckpointFacts(None, "0ther", {}, 0)
 WHOLE, PART = Gpu("NVIDIA A100-SXM4-80GB", 84 * GB), Gpu("NVIDIA GeForce RTX 3090", 12 * GB)
 
 
@@ -155,8 +250,13 @@ WHOLE, PART = Gpu("NVIDIA A100-SXM4-80GB", 84 * GB), Gpu("NVIDIA GeForce RTX 309
     [
         ("versions", {**HEALTHY.versions, "torch": "2.12.0"}, "torch", "problem", "2.12.0, but 2.13.0 elsewhere torch==2.13.0"),
         ("versions", {**HEALTHY.versions, "python": "3.12.1"}, "python", "note", "3.12.1, but 3.11.7"),
-        ("checkpoints", {"/models/a": CheckpointFacts(None, "c0ffee", 139 * GB)}, "/models/a", "problem", "another 139 copy"),
+        ("checkpoints", {"/models/a": OTHER_FILE}, "/models/a", "problem",
+         "another 139 model.safetensors differ distribute"),
+        ("checkpoints", {"/models/a": OTHER_CONFIG}, "/models/a", "problem", "configuration or tokenizer differ"),
         ("checkpoints", {"/models/a": CheckpointFacts("no such directory")}, "/models/a", "problem", "no such directory"),
+        ("gpus.nccl", "2.28.1", "NCCL", "problem", "2.28.1, but 2.27.5 elsewhere"),
+        ("gpus.cuda", "12.6", "NCCL", "problem", "12.6, but CUDA 12.8 elsewhere torch==2.13.0 whl/cu128"),
+        ("gpus.driver", "575.2", "NVIDIA driver", "note", "575.2, but 570.1 elsewhere"),
         ("gpus.usable", (GPU,), "devices", "problem", "2 rtx3090 in the file, but torch can use 1"),
         ("gpus.usable", (GPU, WHOLE), "devices", "problem", "GPU #1 is a NVIDIA A100-SXM4-80GB, rtx3090 PCI bus"),
         ("gpus.usable", (PART, GPU), "devices", "problem", "GPU #0 12.0 24 GB"),
@@ -180,6 +280,7 @@ def test_clocks_firewalls_and_silence() -> None:
     assert table["beta"]["other hosts"].level == "problem" and "open all TCP ports of alpha" in str(
         table["beta"]["other hosts"].mend
     )
+    assert "links" not in table["beta"]
     silent = problem("ssh", "no answer", "look at the host")
     assert compared(HEALTHY, HEALTHY, report=None, failure=silent)["beta"] == {"ssh": silent}
 

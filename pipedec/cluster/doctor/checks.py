@@ -179,8 +179,9 @@ def _checkpoint(directory: str, found: CheckpointFacts) -> Finding:
         return ok(directory, gb(found.weight_bytes))
     lacking, num_bytes = at_once or list(found.missing), sum(file.num_bytes for file in found.missing)
     names = ", ".join(file.name for file in lacking[:NAMED]) + (", …" if len(lacking) > NAMED else "")
-    value = f"{len(lacking)} files are missing, about {gb(sum(file.num_bytes for file in lacking))}: {names}{free}"
+    what = "missing" if at_once else "missing for ranks that this host may take over"
+    value = f"{what}: about {gb(sum(file.num_bytes for file in lacking))} in {names}{free}"
     mend = DISTRIBUTE
     if found.free_bytes is not None and num_bytes > found.free_bytes:
         mend = f"free {gb(num_bytes - found.free_bytes)} on the disk of {directory}, then {DISTRIBUTE}"
-    return problem(directory, value, mend) if at_once else note(directory, f"for a rank taken over {value}", mend)
+    return problem(directory, value, mend) if at_once else note(directory, value, mend)

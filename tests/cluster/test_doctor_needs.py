@@ -1,0 +1,83 @@
+"""What a partition needs of each host, from the plan of the paper's cluster and of small ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.clusters import clustered
+
+from pipedec.cluster.doctor.needs import PROCESS_BYTES, HostNeeds, Part, host_needs
+from pipedec.cluster.survey import planned_needs, questions_for
+from pipedec.config import ServerConfig, paper_cluster
+from pipedec.hardware import MODEL_SHAPES
+from pipedec.plan.partition import plan
+
+SHAPE = MODEL_SHAPES["llama-3.1-8b"]
+SERVERS = [ServerConfig("a", {"rtx3090": 2}), ServerConfig("b", {"rtx3090": 1, "cpu": 2}), ServerConfig("c", {"rtx3090": 1})]
+ON_A_AND_B = {
+    "stages": 3, "layers": [11, 11, 10],
+    "devices": [{"host": "a", "device": "rtx3090", "count": 2}, {"host": "b", "device": "rtx3090"}],
+    "draft_device": {"host": "b", "device": "cpu"},
+}  # fmt: skip
+MODELS = {"target": "llama-3.1-8b", "draft": "llama-3.2-1b", "dtype": "bfloat16", "draft_dtype": "bfloat16"}
+
+
+def needs(**keys: Any) -> dict[str, HostNeeds]:
+    config = clustered(SERVERS, {"p": ON_A_AND_B}, **{**MODELS, **keys})
+    return host_needs(config, plan(config))
+
+
+def test_every_gpu_needs_what_its_ranks_take() -> None:
+    config = paper_cluster()
+    made = plan(config, "paper-14")
+    found = host_needs(config, made)
+    assert list(found) == ["server-4", "server-1", "server-2"]
+    assert [(need.index, need.ranks) for need in found["server-1"].gpus] == [(index, (index + 1,)) for index in range(7)]
+    by_rank = {rank: need for host in found.values() for need in host.gpus for rank in need.ranks}
+    for rank in made.stages:
+        assert rank.weight_bytes + rank.workspace_bytes < by_rank[rank.rank].least_bytes <= by_rank[rank.rank].planned_bytes
+        assert by_rank[rank.rank].planned_bytes <= rank.memory_bytes
+    links = {host: its.targets for host, its in found.items()}
+    assert links == {"server-4": ("server-1",), "server-1": ("server-2",), "server-2": ("server-4",)}
+
+
+def test_a_given_kv_memory_is_needed_in_full() -> None:
+    free, given = needs()["a"].gpus[0], needs(kv_cache_memory="3GiB")["a"].gpus[0]
+    assert given.least_bytes == given.planned_bytes
+    assert given.least_bytes - free.least_bytes > 2 << 30
+
+
+def test_loading_takes_processes_the_largest_tensor_and_weights_on_the_processor() -> None:
+    found = needs()
+    assert found["a"].memory_bytes == 2 * (PROCESS_BYTES + 2 * SHAPE.embedding_parameters)
+    draft = 2 * MODEL_SHAPES["llama-3.2-1b"].parameters
+    assert found["b"].memory_bytes > found["a"].memory_bytes / 2 + draft
+    stage = 2 * (10 * SHAPE.layer_parameters + SHAPE.embedding_parameters)
+    assert found["b"].checkpoint_bytes == stage + draft
+
+
+def test_hosts_read_parts_and_spares_may_read_all() -> None:
+    found = needs(spares=[{"host": "c", "device": "rtx3090"}])
+    target, draft = MODELS["target"], MODELS["draft"]
+    whole = Part(0, 32, True, True, is_spare=True)
+    assert found["a"].parts == {target: (Part(0, 11, True, False), Part(11, 22, False, False)), draft: ()}
+    assert found["b"].parts == {target: (Part(22, 32, False, True),)}
+    assert found["c"].parts == {target: (whole,), draft: (Part(0, 16, True, True, is_spare=True),)}
+    assert [host for host, its in found.items() if its.has_ranks] == ["b", "a"] and found["c"].gpus == ()
+
+
+def test_ranks_of_one_host_need_no_link() -> None:
+    config = clustered(SERVERS, {"p": {"stages": 2, "servers": ["a"]}}, **{**MODELS, "draft": "none"})
+    assert host_needs(config, plan(config))["a"].targets == ()
+
+
+def test_a_plan_that_cannot_be_made_is_a_note_and_one_that_does_not_fit_a_problem() -> None:
+    unnamed = clustered(SERVERS, {"p": ON_A_AND_B, "q": ON_A_AND_B}, **MODELS)
+    found, finding = planned_needs(unnamed, None)
+    assert found == {} and finding is not None and finding.level == "note" and "name a partition: p, q" in finding.value
+    assert all(one.needs is None for one in questions_for(unnamed, found).values())
+    found, finding = planned_needs(unnamed, "q")
+    assert finding is None and questions_for(unnamed, found)["c"].needs is None
+    large = clustered(SERVERS, {"p": {**ON_A_AND_B, "layers": "auto"}}, **{**MODELS, "target": "llama-3.1-70b"})
+    found, finding = planned_needs(large, None)
+    assert found and finding is not None and finding.level == "problem" and "pipedec plan" in str(finding.mend)
