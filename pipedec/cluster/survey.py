@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -22,12 +21,11 @@ from pipedec.cluster.doctor.comparison import Answer
 from pipedec.cluster.doctor.facts import Questions
 from pipedec.cluster.doctor.findings import Finding, note, problem
 from pipedec.cluster.doctor.links import SESSION_SECONDS, Link
-from pipedec.cluster.doctor.needs import HostNeeds, host_needs
+from pipedec.cluster.doctor.needs import HostNeeds, checkpoint_path, host_needs
 from pipedec.cluster.network import host_of_destination
 from pipedec.cluster.node_link import News, NodeLink
 from pipedec.config import NONE, ClusterConfig
 from pipedec.core import UserError
-from pipedec.gguf import is_named
 from pipedec.hardware import MODEL_SHAPES
 from pipedec.plan.partition import plan
 from pipedec.plan.placement import rank_places
@@ -89,7 +87,7 @@ class Survey:
 
     def _measured(self, host: str, answer: Answer, places: Mapping[str, tuple[str, int]]) -> Answer:
         """With the links from this host to those to which its ranks send, and which can be reached."""
-        if answer.report is None or (needs := self._needs.get(host)) is None or not needs.has_ranks:
+        if answer.report is None or (needs := self._needs.get(host)) is None or not needs.ranks:
             return answer
         reachable = [target for target in needs.targets if target in places and target not in answer.unreachable]
         return replace(answer, links={target: self._measure(host, places[target]) for target in reachable})
@@ -175,10 +173,10 @@ def questions_for(config: ClusterConfig, needs: Mapping[str, HostNeeds]) -> dict
     """What each host is asked.
 
     Args:
-        needs: of the hosts with ranks or spares.
+        needs: of the hosts with ranks or spares; empty without a plan, when every host must have all checkpoints.
     """
     starts_redis = None if config.redis.url else _redis_host(config)
-    models = tuple(map(_path, _checkpoints(config)))
+    models = tuple(map(checkpoint_path, _checkpoints(config))) if not needs else ()
     names = {server.host: host_of_destination(server.ssh_destination) for server in config.servers}
     return {
         server.host: Questions(
@@ -187,19 +185,10 @@ def questions_for(config: ClusterConfig, needs: Mapping[str, HostNeeds]) -> dict
             checkpoints=models,
             peers=tuple(name for host, name in names.items() if host != server.host),
             server=server,
-            needs=_with_paths(needs[server.host]) if server.host in needs else None,
+            needs=needs.get(server.host),
         )
         for server in config.servers
     }
-
-
-def _with_paths(needs: HostNeeds) -> HostNeeds:
-    return replace(needs, parts={_path(model): parts for model, parts in needs.parts.items()})
-
-
-def _path(model: str) -> str:
-    """The same on every host."""
-    return model if is_named(model) else str(Path(model).absolute())
 
 
 def _redis_host(config: ClusterConfig) -> str | None:

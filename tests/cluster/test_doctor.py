@@ -16,13 +16,14 @@ from support.clusters import clustered
 from support.hosts import Hosts
 from support.tiny_pair import Pair
 
+from pipedec.checkpoints import Part, Span
 from pipedec.cluster.doctor.checkpoints import CheckpointFacts, MissingFile, checkpoint_facts
 from pipedec.cluster.doctor.checks import HostReport, examine
 from pipedec.cluster.doctor.comparison import Answer, compare
 from pipedec.cluster.doctor.facts import HostFacts, NetworkFacts, Questions, RedisFacts
 from pipedec.cluster.doctor.findings import Finding, has_problem, problem
 from pipedec.cluster.doctor.gpus import HELD_DOWN, TOO_HOT, Gpu, GpuFacts, GpuState, Holder
-from pipedec.cluster.doctor.needs import GpuNeed, HostNeeds, Part
+from pipedec.cluster.doctor.needs import GpuNeed, HostNeeds
 from pipedec.config import ClusterConfig, ServerConfig
 from pipedec.validation import parse_json
 
@@ -48,7 +49,8 @@ HEALTHY = HostFacts(
     checkpoints={"/models/a": CheckpointFacts(None, "c0ffee", {"model.safetensors": "140 f00"}, 140 * GB)},
 )  # fmt: skip
 SERVER = ServerConfig("alpha", {"rtx3090": 2})
-NEEDS = HostNeeds((GpuNeed(0, (1, 2), 18 * GB, 20 * GB), GpuNeed(1, (3,), 18 * GB, 24 * GB)), 8 * GB, 40 * GB)
+GPU_NEEDS = GpuNeed(0, (1, 2), 18 * GB, 20 * GB), GpuNeed(1, (3,), 18 * GB, 24 * GB)
+NEEDS = HostNeeds((1, 2, 3), False, GPU_NEEDS, memory_bytes=8 * GB, checkpoint_bytes=40 * GB)
 ASKED = Questions("redis://alpha:6379/0", True, ("/models/a",), ("beta",), SERVER, NEEDS)
 
 
@@ -182,42 +184,46 @@ def test_a_report_survives_json() -> None:
     assert parse_json(HostReport, json.dumps(asdict(report))) == report
 
 
+def whole(model: Path) -> Part:
+    return Part("target", str(model), is_whole=True)
+
+
 def test_checkpoints_are_looked_into(pair: Pair, tmp_path: Path) -> None:
-    whole = checkpoint_facts(str(pair.target))
-    assert whole.error is None and whole.weight_bytes == (pair.target / "model.safetensors").stat().st_size
+    found = checkpoint_facts(whole(pair.target))
+    assert found.error is None and found.weight_bytes == (pair.target / "model.safetensors").stat().st_size
     copy = Path(shutil.copytree(pair.target, tmp_path / "copy"))
-    assert checkpoint_facts(str(copy)) == replace(whole, free_bytes=checkpoint_facts(str(copy)).free_bytes)
-    assert checkpoint_facts(str(pair.draft)).files != whole.files
+    assert replace(checkpoint_facts(whole(copy)), free_bytes=found.free_bytes) == found
+    assert checkpoint_facts(whole(pair.draft)).files != found.files
     with (copy / "model.safetensors").open("r+b") as file:
         file.seek(-4, os.SEEK_END)
         file.write(b"\1\2\3\4")
-    assert checkpoint_facts(str(copy)).files != whole.files
+    assert checkpoint_facts(whole(copy)).files != found.files
     (copy / "model.safetensors").write_bytes(b"cut off")
-    assert "model.safetensors" in str(checkpoint_facts(str(copy)).error)
+    assert "model.safetensors" in str(checkpoint_facts(whole(copy)).error)
     (copy / "model.safetensors").unlink()
-    assert "holds neither model.safetensors nor" in str(checkpoint_facts(str(copy)).error)
-    assert checkpoint_facts(str(copy), ()).error is None
-    nowhere = checkpoint_facts(str(tmp_path / "none"))
+    assert "holds neither model.safetensors nor" in str(checkpoint_facts(whole(copy)).error)
+    described = checkpoint_facts(replace(whole(copy), is_whole=False))
+    assert described.error is None and described.missing == () and described.config_digest == found.config_digest
+    nowhere = checkpoint_facts(whole(tmp_path / "none"))
     assert nowhere.error == "no such directory" and nowhere.free_bytes
 
 
 def test_a_host_needs_the_shards_of_its_parts_only(tmp_path: Path) -> None:
-    model = save_tiny_llama(tmp_path / "model", num_hidden_layers=4)
-    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
-    shard_of = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())["weight_map"]
-    second, last = Part(1, 2, False, False), Part(3, 4, False, True)
+    model = tmp_path / "model"
+    save_tiny_llama(model, max_shard_size="40KB")
+    shard_of = json.loads((model / "model.safetensors.index.json").read_text())["weight_map"]
+    shards = set(shard_of.values())
     needed = {shard for name, shard in shard_of.items() if name.startswith("model.layers.1.")}
-    assert needed < set(shard_of.values())
-    for shard in set(shard_of.values()) - needed:
-        (tmp_path / "shards" / shard).unlink()
-    assert checkpoint_facts(str(tmp_path / "shards"), (second,)).missing == ()
-    assert checkpoint_facts(str(tmp_path / "shards"), (second,)).files.keys() == needed
-    missing = checkpoint_facts(str(tmp_path / "shards"), (second, replace(last, is_spare=True))).missing
-    of_last = ("model.layers.3.", "lm_head.", "model.norm.")
-    expected = {shard for name, shard in shard_of.items() if name.startswith(of_last)}
-    assert {file.name for file in missing} == expected - needed
+    assert needed < shards
+    for shard in shards - needed:
+        (model / shard).unlink()
+    second = Part("target", str(model), (Span(range(1, 2), False, False),))
+    found = checkpoint_facts(second)
+    assert found.error is None and found.missing == () and found.files.keys() == needed
+    missing = checkpoint_facts(second, whole(model)).missing
+    assert {file.name for file in missing} == shards - needed
     assert all(file.only_for_spares and file.num_bytes > 0 for file in missing)
-    assert {file.name for file in checkpoint_facts(str(tmp_path / "shards")).missing} == set(shard_of.values()) - needed
+    assert [file.only_for_spares for file in checkpoint_facts(whole(model)).missing] == [False] * len(shards - needed)
 
 
 def cluster(**servers: ServerConfig) -> ClusterConfig:
@@ -280,7 +286,6 @@ def test_clocks_firewalls_and_silence() -> None:
     assert table["beta"]["other hosts"].level == "problem" and "open all TCP ports of alpha" in str(
         table["beta"]["other hosts"].mend
     )
-    assert "links" not in table["beta"]
     silent = problem("ssh", "no answer", "look at the host")
     assert compared(HEALTHY, HEALTHY, report=None, failure=silent)["beta"] == {"ssh": silent}
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from support.checkpoints import save_tiny_llama
 from support.clusters import clustered
 
-from pipedec.cluster.doctor.needs import PROCESS_BYTES, HostNeeds, Part, host_needs
+from pipedec.checkpoints import Span
+from pipedec.cluster.doctor.facts import Questions
+from pipedec.cluster.doctor.needs import PROCESS_BYTES, HostNeeds, host_needs
 from pipedec.cluster.survey import planned_needs, questions_for
 from pipedec.config import ServerConfig, paper_cluster
 from pipedec.hardware import MODEL_SHAPES
 from pipedec.plan.partition import plan
+from pipedec.validation import validated
 
 SHAPE = MODEL_SHAPES["llama-3.1-8b"]
 SERVERS = [ServerConfig("a", {"rtx3090": 2}), ServerConfig("b", {"rtx3090": 1, "cpu": 2}), ServerConfig("c", {"rtx3090": 1})]
@@ -56,14 +62,23 @@ def test_loading_takes_processes_the_largest_tensor_and_weights_on_the_processor
     assert found["b"].checkpoint_bytes == stage + draft
 
 
-def test_hosts_read_parts_and_spares_may_read_all() -> None:
-    found = needs(spares=[{"host": "c", "device": "rtx3090"}])
-    target, draft = MODELS["target"], MODELS["draft"]
-    whole = Part(0, 32, True, True, is_spare=True)
-    assert found["a"].parts == {target: (Part(0, 11, True, False), Part(11, 22, False, False)), draft: ()}
-    assert found["b"].parts == {target: (Part(22, 32, False, True),)}
-    assert found["c"].parts == {target: (whole,), draft: (Part(0, 16, True, True, is_spare=True),)}
-    assert [host for host, its in found.items() if its.has_ranks] == ["b", "a"] and found["c"].gpus == ()
+def test_hosts_read_parts_and_spares_may_read_all(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path / "target", layers=4)
+    save_tiny_llama(tmp_path / "draft", layers=2)
+    partition = {**ON_A_AND_B, "layers": [1, 2, 1]}
+    models = {"target": tmp_path / "target", "draft": tmp_path / "draft"}
+    config = clustered(SERVERS, {"p": partition}, **models, spares=[{"host": "c", "device": "rtx3090"}])
+    found = host_needs(config, plan(config))
+    parts = {host: {now.key: (now, later) for now, later in its.parts()} for host, its in found.items()}
+    first, second, third = Span(range(0, 1), True, False), Span(range(1, 3), False, False), Span(range(3, 4), False, True)
+    spans = {host: (its["target"][0].spans, its["draft"][0].is_whole) for host, its in parts.items()}
+    assert spans == {"b": ((third,), True), "a": ((first, second), False), "c": ((), False)}
+    may_read = {host: [later.is_whole for _, later in its.values()] for host, its in parts.items()}
+    assert may_read["c"] == [True, True] and may_read["a"] == [False, False]
+    assert [host for host, its in found.items() if its.ranks] == ["b", "a"] and found["c"].gpus == ()
+    assert {now.model for now, _ in parts["a"].values()} == {str(model) for model in models.values()}
+    questions = questions_for(config, found)["c"]
+    assert validated(Questions, asdict(questions)) == questions
 
 
 def test_ranks_of_one_host_need_no_link() -> None:

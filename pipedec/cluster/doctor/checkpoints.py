@@ -7,15 +7,14 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipedec.checkpoints import INDEX_FILE, Part, TensorFiles, config_digest, has_weights, weight_files
 from pipedec.cluster.doctor.gpus import first_line
-from pipedec.cluster.doctor.needs import Part
-from pipedec.core import UserError
-from pipedec.gguf import is_gguf, model_files
+from pipedec.gguf import model_files
 
 SAMPLES = 16  # pieces of a file that stand for all of it
 SAMPLE_BYTES = 1 << 16
@@ -51,68 +50,37 @@ class CheckpointFacts:
     free_bytes: int | None = None
 
 
-def checkpoint_facts(model: str, parts: Sequence[Part] | None = None) -> CheckpointFacts:
+def checkpoint_facts(part: Part, spare: Part | None = None) -> CheckpointFacts:
     """Whether a checkpoint, or the prompt of a BiTA, is there.
 
     Args:
-        model: a directory, a GGUF file or the name of a model that is installed.
-        parts: what the ranks of this host read of it; None for all of it.
+        part: what the ranks of this host read of it.
+        spare: what they may have to read when they take over others.
     """
-    free = _free_bytes(Path(model))
+    free = _free_bytes(Path(part.model))
     try:
-        if not (directory := model_files(model)).is_dir():
+        if not (directory := model_files(part.model)).is_dir():
             return CheckpointFacts("no such directory", free_bytes=free)
-        from pipedec.checkpoints import weight_files
-        from pipedec.checkpoints import config_digest
-
-        present = weight_files(Path(model))
-        needed = None if is_gguf(model) else _needed(directory, parts)
-        if not present and needed is None and parts != ():
-            Checkpoint(model)  # says what it lacks
-        for file in present:
-            _check_whole(file)
-        missing = [file for file in needed or () if not (directory / file.name).is_file()]
+        if not has_weights(directory) and part.is_read:
+            TensorFiles(part.model)  # says what it lacks
+        present, lacking = weight_files(Path(part.model)), part.missing()
+        later = [file for file in (spare or part).missing() if file not in lacking]
+        typical = _typical_bytes(directory)
         return CheckpointFacts(
-            None, config_digest(Path(model)), {file.name: _sampled(file) for file in present},
-            sum(file.stat().st_size for file in present), tuple(missing), free,
+            None, config_digest(Path(part.model)), {file.name: _sampled(file) for file in present},
+            sum(file.stat().st_size for file in present),
+            tuple(MissingFile(file.name, typical, file in later) for file in (*lacking, *later)), free,
         )  # fmt: skip
-    except Exception as error:  # a damaged file, a torch that cannot be imported
+    except Exception as error:  # a damaged file, a disk that fails
         return CheckpointFacts(first_line(error), free_bytes=free)
 
 
-def _needed(directory: Path, parts: Sequence[Part] | None) -> list[MissingFile] | None:
-    """The files that the parts are in, as the index has it; None without an index."""
-    from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, HEAD, INDEX_FILE
-
-    if not (directory / INDEX_FILE).exists():
-        return None
-    index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
-    shard_of: dict[str, str] = index["weight_map"]
-    typical = int(index.get("metadata", {}).get("total_size", 0)) // len(set(shard_of.values()))
-
-    def holds(part: Part, tensor: str) -> bool:
-        if tensor in (EMBEDDING, FINAL_NORM, HEAD):
-            return (part.first and tensor == EMBEDDING) or (part.last and (tensor != EMBEDDING or HEAD not in shard_of))
-        number = tensor.removeprefix("model.layers.").partition(".")[0]
-        return number.isdecimal() and part.start <= int(number) < part.stop
-
-    every = parts if parts is not None else [Part(0, 1 << 30, True, True)]
-    at_once = {shard for name, shard in shard_of.items() if any(holds(part, name) for part in every if not part.is_spare)}
-    later = {shard for name, shard in shard_of.items() if any(holds(part, name) for part in every if part.is_spare)}
-    return [MissingFile(shard, typical, shard not in at_once) for shard in sorted(at_once | later)]
-
-
-def _check_whole(file: Path) -> None:
-    """Raises UserError if a file is no safetensors file, or is cut off."""
-    from safetensors import SafetensorError, safe_open
-
-    if file.suffix != ".safetensors":
-        return
-    try:
-        with safe_open(str(file), framework="pt"):
-            return
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{file.name}: {first_line(error)}") from None
+def _typical_bytes(directory: Path) -> int:
+    """Of a file with weights, by the index; 0 without one."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
+        return int(index["metadata"]["total_size"]) // len(set(index["weight_map"].values()))
+    return 0
 
 
 def _sampled(file: Path) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from pipedec import __version__
+from pipedec.checkpoints import Part
 from pipedec.cluster.clock import measured_offset_us
 from pipedec.cluster.doctor.checkpoints import CheckpointFacts, checkpoint_facts
 from pipedec.cluster.doctor.gpus import GpuFacts, first_line, gpu_facts
@@ -41,7 +42,7 @@ class Questions:
     Attributes:
         redis_url: the Redis to reach, with its password: never print it. None if there is none yet.
         starts_redis: a Redis server will be started on this host.
-        checkpoints: directories that must be there.
+        checkpoints: those that must be there as a whole.
         peers: names or addresses of the other hosts.
         server: the host's entry in the file; None without a file.
         needs: what the ranks of the partition take here; None if there is no partition, or no rank of it on this host.
@@ -132,7 +133,7 @@ def gather(questions: Questions, port: int | None) -> HostFacts:
     server, server_error = _redis_server()
     state, state_error = _state_directory()
     total, free = _shared_memory()
-    memory, parts = psutil.virtual_memory(), questions.needs.parts if questions.needs else {}
+    memory = psutil.virtual_memory()
     return HostFacts(
         python=sys.executable,
         versions=package_versions(),
@@ -151,7 +152,7 @@ def gather(questions: Questions, port: int | None) -> HostFacts:
         state_directory=state,
         state_directory_error=state_error,
         ssh=shutil.which("ssh"),
-        checkpoints={model: checkpoint_facts(model, parts.get(model)) for model in questions.checkpoints},
+        checkpoints=_checkpoints(questions),
     )
 
 
@@ -159,6 +160,12 @@ def package_versions() -> dict[str, str | None]:
     """Versions of pipedec, python, and the packages on which results depend."""
     packages = {package: installed_version(package) for package in ("torch", "transformers", "flash-attn")}
     return {"pipedec": __version__, "python": platform.python_version(), **packages}
+
+
+def _checkpoints(questions: Questions) -> dict[str, CheckpointFacts]:
+    parts = questions.needs.parts() if questions.needs else []
+    found = {model: checkpoint_facts(Part("target", model, is_whole=True)) for model in questions.checkpoints}
+    return found | {part.model: checkpoint_facts(part, spare) for part, spare in parts}
 
 
 def _flash_attention_error() -> str | None:

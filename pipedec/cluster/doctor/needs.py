@@ -6,11 +6,14 @@ Taken from the plan, on the machine that has the file. Plain data that fits into
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 
+from pipedec.checkpoints import Part, merged, rank_parts
 from pipedec.config import NONE, ClusterConfig, checkpoint_dtype, model_shape
-from pipedec.hardware import DEVICES, DTYPE_BYTES
+from pipedec.gguf import is_named
+from pipedec.hardware import DEVICES, DTYPE_BYTES, MODEL_SHAPES
 from pipedec.plan.partition import Plan, StagePlan
 from pipedec.plan.placement import rank_places, spare_places
 
@@ -35,39 +38,35 @@ class GpuNeed:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Layers of a checkpoint from ``start`` to before ``stop``, for a rank.
-
-    Attributes:
-        first, last: whether the rank reads the embedding, and the norm and the head.
-        is_spare: for ranks that the host may take over, and does not have yet.
-    """
-
-    start: int
-    stop: int
-    first: bool
-    last: bool
-    is_spare: bool = False
-
-
-@dataclass(frozen=True)
 class HostNeeds:
     """What the ranks of one host need together.
 
     Attributes:
+        ranks: on this host.
+        has_spare: whether the host may take over further ranks.
+        gpus: by their index.
         memory_bytes: RAM while weights are loaded: processes, the weights of ranks on the processor, the largest tensor of each.
         checkpoint_bytes: what the ranks read of target and draft.
-        parts: what they read, by checkpoint; all of one that is not named.
-        targets: other hosts to which they send.
-        has_ranks: whether there are any, beside spares.
+        layers: of every stage, as in ``rank_parts``.
+        models: the checkpoints by key; None for what the pipeline does without, or has no weights of.
+        targets: other hosts to which the ranks send.
     """
 
+    ranks: tuple[int, ...] = ()
+    has_spare: bool = False
     gpus: tuple[GpuNeed, ...] = ()
     memory_bytes: int = 0
     checkpoint_bytes: int = 0
-    parts: Mapping[str, tuple[Part, ...]] = field(default_factory=dict)
+    layers: tuple[tuple[int, int], ...] = ()
+    models: Mapping[str, str | None] = field(default_factory=dict)
     targets: tuple[str, ...] = ()
-    has_ranks: bool = True
+
+    def parts(self) -> list[tuple[Part, Part]]:
+        """Of every checkpoint, what the ranks read of it, and what the host may have to read later."""
+        now = merged(part for rank in self.ranks for part in rank_parts(rank, self.layers, self.models))
+        by_key = {part.key: part for part in now}
+        named = [(key, model) for key, model in self.models.items() if model is not None]
+        return [(part := by_key.get(key, Part(key, model)), replace(part, is_whole=self.has_spare)) for key, model in named]
 
 
 def host_needs(config: ClusterConfig, plan: Plan) -> dict[str, HostNeeds]:
@@ -80,16 +79,29 @@ def host_needs(config: ClusterConfig, plan: Plan) -> dict[str, HostNeeds]:
     places = [place.host for place in rank_places(config)]
     spares = {place.host for place in spare_places(config)}
     links = list(dict.fromkeys(pair for pair in pairwise([*places, places[0]]) if pair[0] != pair[1]))
+    layers = tuple((stage.layers.start, stage.layers.stop) for stage in plan.stages)
     found = {}
     for host in dict.fromkeys([*places, *spares]):
         ranks = [rank for rank in _planned(plan) if rank.placement.host == host]
-        memory = sum(_loading_bytes(config, rank) for rank in ranks) + PROCESS_BYTES * (host == places[0] and plan.draft is None)
+        idle = PROCESS_BYTES if plan.draft is None and host == places[0] else 0  # rank 0 without a draft
         found[host] = HostNeeds(
-            _gpus(config, plan, ranks), memory, sum(_checkpoint_bytes(config, plan, rank) for rank in ranks),
-            _parts(config, plan, ranks, host == places[0], host in spares),
-            tuple(target for source, target in links if source == host), host in places,
+            tuple(rank for rank, its_host in enumerate(places) if its_host == host), host in spares, _gpus(config, plan, ranks),
+            idle + sum(_loading_bytes(config, rank) for rank in ranks),
+            sum(_checkpoint_bytes(config, plan, rank) for rank in ranks), layers, _models(config),
+            tuple(target for source, target in links if source == host),
         )  # fmt: skip
     return found
+
+
+def _models(config: ClusterConfig) -> dict[str, str | None]:
+    """The paths are the same on every host."""
+    named = {"target": config.target, "draft": config.draft, "bita": config.bita}
+    return {key: None if model == NONE or model in MODEL_SHAPES else checkpoint_path(model) for key, model in named.items()}
+
+
+def checkpoint_path(model: str) -> str:
+    """The absolute path of a checkpoint, or the name of a model that is installed."""
+    return model if is_named(model) else str(Path(model).absolute())
 
 
 def _planned(plan: Plan) -> list[StagePlan]:
@@ -109,20 +121,6 @@ def _gpus(config: ClusterConfig, plan: Plan, ranks: Sequence[StagePlan]) -> tupl
         planned = sum(rank.total_bytes for rank in together)
         needs.append(GpuNeed(index, tuple(rank.rank for rank in together), least, max(least, planned)))
     return tuple(needs)
-
-
-def _parts(
-    config: ClusterConfig, plan: Plan, ranks: Sequence[StagePlan], has_rank_0: bool, has_spare: bool
-) -> dict[str, tuple[Part, ...]]:
-    num_layers = plan.stages[-1].layers.stop
-    target = [
-        Part(rank.layers.start, rank.layers.stop, rank.rank == 1, rank.rank == len(plan.stages)) for rank in ranks if rank.rank
-    ]
-    parts = {config.target: (*target, *([Part(0, num_layers, True, True, is_spare=True)] if has_spare else []))}
-    if config.draft != NONE and not has_rank_0:
-        whole = Part(0, model_shape(config.draft).num_hidden_layers, True, True, is_spare=True)
-        parts[config.draft] = (whole,) if has_spare else ()
-    return parts
 
 
 def _loading_bytes(config: ClusterConfig, rank: StagePlan) -> int:
