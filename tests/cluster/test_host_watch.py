@@ -249,6 +249,15 @@ def test_a_rank_that_computes_forever_is_killed_and_replaced(host: Host, run: Ru
     assert run.recovered == [(0, (1,), reason, {})]
 
 
+def test_where_timesteps_are_planned_to_be_long_ranks_have_longer(run: Run) -> None:
+    host = Host(run, timestep_ms=1000.0)
+    for _ in hosting(host):
+        run.look = replace(run.look, activities={1: Activity("computing", None, 19.0), 2: Activity("waiting", 1, 18.9)})
+        assert all(host.watch.turn() for _ in range(3)) and not run.recovered
+        run.look = replace(run.look, activities={1: Activity("computing", None, 21.0), 2: Activity("waiting", 1, 20.9)})
+        host.turn_until(lambda: host.started == [1])
+
+
 def test_a_rank_that_does_not_go_on_is_killed_and_replaced(host: Host, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, pid = Clock(monkeypatch), host.processes.pids[1]
     run.look = replace(run.look, epoch=1, members=(0, 2))

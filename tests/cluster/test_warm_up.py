@@ -1,4 +1,4 @@
-"""Ranks whose first forwards take long warm up before they serve. That is no stall; what hangs later is one."""
+"""Ranks whose first forwards take long warm up before they serve. Nobody takes that for a stall; what hangs later is one."""
 
 from __future__ import annotations
 
@@ -151,6 +151,6 @@ def test_a_stage_on_another_host_may_warm_up_for_long(hosts3: Hosts, pair: Pair,
         assert slow_calls(tmp_path) == 1
         asked = ("--method", "pp", "--prompt", SENTENCES[0], "--max-tokens", "20", "--ignore-eos", "--json")
         assert len(json.loads(cli("submit", *asked))["token_ids"]) == 20
-        assert json.loads(cli("status", "--json"))["num_recoveries"] == 0
+        assert "Recoveries" not in cli("status")
     finally:
         cli("down")

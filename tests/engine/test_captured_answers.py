@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from support.captures import Repeated
-from test_local_pipeline import NUM_TOKENS, OPTIONS, PROMPT, answer, expected, make_pipeline, models, request
+from support.specs import bare_spec
+from test_local_pipeline import LAYERS, NUM_TOKENS, OPTIONS, PROMPT, answer, expected, make_pipeline, models, request
 
+from pipedec.engine.build import load_drafter, load_stage
+from pipedec.engine.local import LocalPipeline
+from pipedec.engine.sequences import Sequences
 from pipedec.methods import METHODS, BitaOptions
+from pipedec.model import Usual
+from pipedec.model.buckets import usual_sizes
 
 __all__ = ["models"]  # a fixture
 CHOSEN = {method: choices[0] for method, choices in OPTIONS.items()} | {"bita": BitaOptions()}
@@ -30,3 +37,30 @@ def test_captured_pipelines_give_the_tokens_of_transformers(models: Path, method
     used = [capture for capture in captures if capture.captures]
     assert len(used) == (4 if method in ("pp", "bita") else 5), "every stage, and the draft if there is one"
     assert all(capture.replays > capture.captures for capture in used)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_warmed_up_stages_capture_nothing_while_they_answer(models: Path, method: str) -> None:
+    """One request after another, by each method: its buckets have been captured before, and nothing of that was counted."""
+    captures = list[Repeated]()
+
+    def capture(device: object) -> Repeated:
+        captures.append(Repeated())
+        return captures[-1]
+
+    spec = bare_spec(models / "target", LAYERS, (4, 4), models / "near", models / "bita", dtype="float32", draft_dtype="float32")
+    cpu = torch.device("cpu")
+    stages = [load_stage(spec, rank, cpu, capture=capture) for rank in range(1, 5)]
+    drafter = load_drafter(spec, cpu, capture=capture)
+    assert drafter is not None
+    for model in (drafter, *stages):
+        model.warm_up(Usual(spec.knee, 256), lambda done, total: None)
+    assert all(stage.rows == stage.pruned_rows == stage.num_lanes == 0 for stage in stages)
+    assert drafter.num_lanes == drafter.used_slots == 0
+    before = [one.captures for one in captures]
+    assert before == [len(usual_sizes(spec.knee, 256))] * 5
+    pipeline = LocalPipeline(stages, spec.topology, Sequences(spec.target), drafter, trained_masks=spec.trained_masks)
+    for prompt in (PROMPT, PROMPT * 8):
+        tokens, _ = answer(pipeline, request(prompt, method=method, options=CHOSEN[method], ignore_eos=True))
+        assert tokens == expected(models / "target", prompt, NUM_TOKENS)
+    assert [one.captures for one in captures] == before

@@ -57,6 +57,15 @@ def test_slow_motion_has_bounds(factor: float) -> None:
         emulation(slow_motion=factor)
 
 
+def test_a_timestep_lasts_as_long_as_the_slowest_rank_s_in_slow_motion() -> None:
+    made = emulation(slow_motion=10.0)
+    load = Load(made.knee)
+    assert made.timestep_ms == pytest.approx(10 * (made.stages[0].compute_ms(load) + made.stages[0].send_ms(load.rows)))
+    assert made.draft is not None
+    slow = replace(made, draft=replace(made.draft, compute=PassTime(1000, 0.1, 0)))
+    assert slow.timestep_ms == pytest.approx(10_000, rel=0.1)
+
+
 def test_another_stage_count_takes_the_same_devices() -> None:
     cut = plan(with_stages(paper_cluster(), "paper-14", 8), "paper-14")
     assert [stage.placement.device for stage in cut.stages] == ["rtx3090"] * 8

@@ -1,0 +1,110 @@
+"""What a model computes before it serves: which forwards, which of them are captured, and that nothing is left of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.bita_files import save_random_bita
+from support.captures import Repeated
+from support.checkpoints import save_tiny
+from torch import Tensor
+
+from pipedec.hardware import CAPTURED_ROWS, CAPTURED_SLOTS
+from pipedec.model import BitaWeights, FirstForward, LaneRows, StageModel, Usual, warm_up
+from pipedec.model.buckets import FEWEST_SLOTS, Bucket, usual_sizes
+from pipedec.model.warm_up import CHUNK, first_forwards
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny("llama", folder / "target")
+    save_random_bita(folder / "bita", folder / "target", 3)
+    return folder
+
+
+def load(directory: Path, layers: range) -> StageModel:
+    stage = StageModel.load(directory / "target", layers, torch.float32, "cpu")
+    stage.attach(BitaWeights.load(directory / "bita", stage.config, layers, stage.dtype, stage.device))
+    return stage
+
+
+@pytest.mark.parametrize("rows", [1, 23, 64, 75])
+@pytest.mark.parametrize("slots", [40, 128, 1000, 4096, 131_072])
+def test_one_size_is_warmed_up_for_each_bucket_of_one_request(rows: int, slots: int) -> None:
+    rows = min(rows, slots)
+    needed = {Bucket.of_one(count, context) for count in range(1, rows + 1) for context in _contexts(count, slots)}
+    sizes = usual_sizes(rows, slots)
+    assert all(count <= min(rows, context) and context <= slots for count, context in sizes)
+    buckets = [Bucket.of_one(*size) for size in sizes]
+    assert len(set(buckets)) == len(buckets) and set(buckets) == {bucket for bucket in needed if bucket.is_small}
+    assert len(buckets) <= 8 * 9, "of 256 graphs, so that others have room"
+
+
+def _contexts(rows: int, slots: int) -> list[int]:
+    powers = [FEWEST_SLOTS << exponent for exponent in range(12)]
+    return sorted({min(power, slots) for power in powers if rows <= min(power, slots)})
+
+
+def test_a_usual_pipeline_warms_up_with_42_buckets_and_a_long_chunk() -> None:
+    forwards = first_forwards(Usual(64, 4096), 100_000, is_captured=True, num_masks=0)
+    assert len(forwards) == 7 * 6 + 1 and forwards[-1] == FirstForward(CHUNK, CHUNK, is_prompt=True)
+    assert forwards[0] == FirstForward(64, 4096) and CHUNK > CAPTURED_ROWS
+    assert max(one.slots for one in first_forwards(Usual(64, 10**6), 10**6, True, 0)) == CAPTURED_SLOTS
+    assert max(one.slots for one in first_forwards(Usual(64, 4096), 1000, True, 0)) == 1000, "the pool has no more"
+    assert len(first_forwards(Usual(64, 4096), 100_000, is_captured=False, num_masks=3)) == 3
+
+
+@pytest.mark.parametrize("layers", [range(0, 2), range(2, 4)], ids=["first", "last"])
+def test_a_warmed_up_model_computes_as_before_and_captures_nothing_usual(directory: Path, layers: range) -> None:
+    cold, warm = load(directory, layers), load(directory, layers)
+    cold.capture, warm.capture = Repeated(), Repeated()
+    pools = cold.make_pool(1024), warm.make_pool(1024)
+    pools[1].tensor.fill_(torch.nan)
+    pools[1].tensor[..., pools[0].slots :, :] = pools[0].tensor[..., pools[0].slots :, :]  # the learned prompt
+    told, used = list[tuple[int, int]](), list[FirstForward]()
+
+    def use(forward: FirstForward, hidden_RE: Tensor) -> None:
+        assert len(hidden_RE) == forward.rows and hidden_RE.isfinite().all()
+        used.append(forward)
+
+    warm_up(warm, pools[1], Usual(16, 500), use, lambda done, total: told.append((done, total)), turn=3)
+    assert used == first_forwards(Usual(16, 500), 1024, True, 3) and told == [(done, len(used)) for done in range(len(used) + 1)]
+    captures = warm.capture.captures
+    assert captures == len(usual_sizes(16, 500)) == 15
+    caches = [pool.cache() for pool in pools]
+    for cache in caches:
+        cache.extend(((0, 512),))
+    for rows in (16, 16, 3, 1, 11):
+        generator = torch.Generator().manual_seed(rows)
+        inputs = torch.randn(rows, warm.config.hidden_size, generator=generator) if layers.start else torch.arange(rows)
+        found = [
+            model.forward(inputs, [LaneRows(torch.arange(rows) + cache.past_length, cache, None, 400)])
+            for model, cache in zip((cold, warm), caches, strict=True)
+        ]
+        assert found[0].equal(found[1])
+    assert warm.capture.captures == captures
+
+
+def test_after_the_warm_up_a_model_captures_what_is_new_only_in_its_turn(directory: Path) -> None:
+    """Stages meet a new bucket one after the other, with the same forward: only one of them may capture it then."""
+    captured = list[list[int]]()
+    for turn in (1, 2):
+        model = load(directory, range(2, 4))
+        model.capture = capture = Repeated()
+        pool = model.make_pool(4096)
+        warm_up(model, pool, Usual(4, 128), lambda forward, hidden_RE: None, lambda done, total: None, turn)
+        cache, captured_at, known = pool.cache(), list[int](), capture.captures
+        cache.extend(((0, 4096),))
+        for number in range(40):
+            rows = 33
+            hidden_RE = torch.zeros(rows, model.config.hidden_size)
+            model.forward(hidden_RE, [LaneRows(torch.arange(rows), cache, None, 4000)])
+            cache.reset()
+            if capture.captures > known:
+                captured_at.append(number)
+                known = capture.captures
+        captured.append(captured_at)
+    assert all(len(numbers) == 1 for numbers in captured) and captured[0] != captured[1]
