@@ -120,6 +120,7 @@ class _Rank:
         self._first_epoch = scheduler.epoch
         self._clock_offset_us = 0
         self._loop: DraftLoop | StageLoop | None = None  # once the weights are loaded
+        self._cold: StageWorker | DraftModel | None = None  # what is loaded and has not been warmed up
         self._has_served = False
         self._apart: float | None = None  # since when it has not met the others, after it had; monotonic
         self._opened: RunDescription | None = None  # by rank 0
@@ -158,6 +159,9 @@ class _Rank:
         self._doing.begin("meeting")
         joined = self._join()
         loop = self._loop = self._loop or self._load()
+        if self._cold is not None:
+            self._cold.warm_up(self._usual, self._warming)
+            self._cold = None
         description = self._description(joined)
         if not self._has_served:
             self._describe(description)
@@ -210,9 +214,7 @@ class _Rank:
         logger.info("loaded in %.1f s: %s KV slots", time.monotonic() - began, f"{self._spec.kv_slots:,}")
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector, which halts a timestep, need not look at it again
-        if model is not None:
-            model.warm_up(self._usual, self._warming)
-            logger.info("warm after %.1f s", time.monotonic() - began)
+        self._cold = model
         return loop
 
     def _load_model(self) -> StageWorker | DraftModel | None:
@@ -300,7 +302,7 @@ class _Rank:
         self._report("loading", done, total)
 
     def _warming(self, done: int, total: int) -> None:
-        self._doing.warm()
+        self._doing.begin("warming")
         self._report("warming", done, total)
 
     def _description(self, joined: _Joined) -> RankDescription:

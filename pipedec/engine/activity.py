@@ -39,10 +39,6 @@ class Doing:
             raise self._interruption
         self._begin("warming" if kind == "computing" and self._unusual_timesteps else kind, peer)
 
-    def warm(self) -> None:
-        """The rank begins to compute something for the first time. Raises nothing: what is loaded is not given up."""
-        self._begin("warming", None)
-
     @contextmanager
     def warming(self) -> Iterator[None]:
         """In the context the rank computes what may take long because it is computed for the first time; then it goes on as
@@ -52,7 +48,7 @@ class Doing:
             yield
             return
         before = self._now
-        self.warm()
+        self._begin("warming", None)
         try:
             yield
         finally:
