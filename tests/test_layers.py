@@ -18,6 +18,7 @@ CLIENTS = [
     "pipedec.server.run",
     "pipedec.cluster.launched",
     "pipedec.cluster.node",
+    "pipedec.cluster.torchrun",
     "pipedec.cluster.survey",
     "pipedec.cluster.doctor.comparison",
     "pipedec.methods",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from pipedec.cluster.address import RankPlace
 from pipedec.cluster.epochs import PATIENCE_SECONDS, next_epoch
 from pipedec.cluster.lease import RECOVERY_SECONDS, LeaseKeeper
 from pipedec.cluster.meeting import Meeting
+from pipedec.cluster.processes import LOST_ANOTHER
 from pipedec.config import Settings
 from pipedec.core import EpochEnded, RankLost, SchedulerInterrupted
 from pipedec.engine.activity import Doing
@@ -130,6 +132,26 @@ def test_the_lease_keeper_interrupts_a_rank_whose_epoch_has_ended(attach: Callab
         doing.begin("idle")
         assert wait_until(lambda: attach().supervise("local").activities[1].kind == "idle", 60)
     keeper.stop()
+
+
+def test_the_lease_keeper_ends_a_process_that_nothing_else_lets_come_loose(
+    attach: Callable[[], RedisScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over NCCL, at once, and before anything is interrupted or aborted."""
+    happened: list[str | int] = []
+    monkeypatch.setattr(os, "_exit", happened.append)
+    scheduler, doing = attach(), CountedDoing()
+    keeper = LeaseKeeper(
+        scheduler, 1, doing, lambda: happened.append("abort"), recovers=True, renewal_seconds=0.05, leaves=lambda: True
+    )
+    keeper.start()
+    assert wait_until(lambda: doing.told > 2, 60)
+    assert not happened
+    attach().recover([2], "rank 2 was killed")
+    assert wait_until(lambda: happened, 60)
+    keeper.enter(1)
+    keeper.stop()
+    assert happened[0] == LOST_ANOTHER
 
 
 def test_a_meeting_notices_the_next_epoch_at_once(server: EmbeddedServer, pair: Pair, state_directory: object) -> None:

@@ -373,7 +373,12 @@ def test_redis_on_every_host_is_refused(pair: Pair) -> None:
 
 
 def test_the_file_is_preferred_to_the_launching_shell(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("GLOO_SOCKET_IFNAME", "eth7"), ("NCCL_DEBUG", "INFO"), ("NCCL_IB_DISABLE", "1"), ("OTHER", "1")):
+    for name, value in (
+        ("GLOO_SOCKET_IFNAME", "eth7"),
+        ("NCCL_DEBUG", "INFO"),
+        ("TORCH_NCCL_DESYNC_DEBUG", "1"),
+        ("OTHER", "1"),
+    ):
         monkeypatch.setenv(name, value)
     plain = ServerConfig("one", {"cpu": 2}, environment={"NCCL_DEBUG": "WARN", "B": "own"})
     config = cluster_on(
@@ -381,10 +386,11 @@ def test_the_file_is_preferred_to_the_launching_shell(pair: Pair, monkeypatch: p
     )
     nodes = Nodes(config, rank_places(config))
     assert nodes.environment("one") == {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "GLOO_SOCKET_IFNAME": "eth7", "NCCL_DEBUG": "WARN", "NCCL_IB_DISABLE": "1", "B": "own",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "GLOO_SOCKET_IFNAME": "eth7", "NCCL_DEBUG": "WARN", "TORCH_NCCL_DESYNC_DEBUG": "1",
+        "B": "own",
     }  # fmt: skip
     assert nodes.environment("two") == {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "NCCL_DEBUG": "INFO", "NCCL_IB_DISABLE": "1", "B": "all's",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "NCCL_DEBUG": "INFO", "TORCH_NCCL_DESYNC_DEBUG": "1", "B": "all's",
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from pipedec.cluster.processes import RankProcesses, describe_exit
+from pipedec.config import RANK_ENVIRONMENT
 
 # A process of its own: the fork server of this one is running already.
 _PROGRAM = """
@@ -26,6 +28,22 @@ if __name__ == "__main__":
     assert tempfile.gettempdir() == before
     print(multiprocessing.util.get_temp_dir())
     ranks.kill()
+"""
+
+# Says what the environment is when torch is about to be loaded, and ends.
+_WATCH = """
+import json, os, sys
+class Watch:
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            os.write(1, json.dumps(dict(os.environ)).encode())
+            os._exit(0)
+sys.meta_path.insert(0, Watch)
+"""
+_TORCHRUN = """
+sys.argv[1:] = ["--redis", "redis://127.0.0.1:1/0", "--stages", "1"]
+from pipedec.cluster.torchrun import main
+main()
 """
 
 
@@ -82,3 +100,12 @@ def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path, length: int) 
     sockets = Path(done.stdout.strip())
     assert sockets.is_relative_to(scratch if len(str(scratch)) < 70 else "/tmp") and not sockets.exists()
     assert not list(scratch.iterdir())
+
+
+@pytest.mark.parametrize("start", ["import pipedec.cluster.fork_server", _TORCHRUN], ids=["fork server", "torchrun"])
+def test_ranks_have_their_environment_before_torch_is_loaded(start: str) -> None:
+    """What the user has set stays."""
+    given = {"NCCL_MAX_P2P_NCHANNELS": "7", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    inherited = {name: value for name, value in os.environ.items() if name not in RANK_ENVIRONMENT}
+    found = subprocess.run([sys.executable, "-c", _WATCH + start], capture_output=True, env=inherited | given, check=True)
+    assert json.loads(found.stdout).items() >= (RANK_ENVIRONMENT | given).items()
