@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,15 @@ def test_a_launched_cluster_says_what_transformers_says(
     assert password and not any(password in line for line in command_lines)
     cluster.stop()
     assert not any(psutil.pid_exists(pid) for pid in pids.values()) and password not in log.read_text()
+
+
+@pytest.mark.slow
+def test_rank_0_answers_from_the_device_of_a_stage(pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase) -> None:
+    config = cluster_on(pair, ServerConfig("localhost", {"cpu": 2}), launch=LaunchConfig())
+    shared = replace(config.partitions["two"], draft_device=DeviceConfig("localhost", "cpu", shared=True))
+    with LaunchedCluster(replace(config, partitions={"two": shared})) as cluster:
+        assert cluster.places[0] == cluster.places[2] != cluster.places[1]
+        check_answer(cluster, reference, tokenizer)
 
 
 @pytest.mark.slow

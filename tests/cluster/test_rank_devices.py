@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.tiny_pair import Pair
@@ -11,6 +13,7 @@ from pipedec.cluster.rank import chosen_backend
 from pipedec.core import UserError
 from pipedec.engine.devices import rank_device
 from pipedec.messages import Choice
+from pipedec.plan.placement import Placement
 from pipedec.plan.spec import PipelineSpec
 
 
@@ -58,3 +61,12 @@ def test_all_stages_of_a_host_choose_the_same_transport(
     made = spec(pair, has_draft)
     places = [RankPlace(rank, 4, local_rank, len(ranks)) for local_rank, rank in enumerate(ranks)]
     assert {chosen_backend(place, made, gpus).name for place in places if place.rank > 0} == {backend}
+
+
+def test_stages_keep_nccl_where_rank_0_shares_the_device_of_one(pair: Pair) -> None:
+    """Two hosts of two GPUs: rank 0 computes on that of stage 4. What it sends goes through host memory anyway."""
+    places = tuple(Placement(host, "rtx3090", index) for host in ("a", "b") for index in (0, 1))
+    planned = replace(spec(pair, has_draft=True, stages=4), places=(places[-1], *places))
+    on_b = [RankPlace(rank, 5, local_rank, 3, host="b") for local_rank, rank in enumerate((0, 3, 4))]
+    assert [rank_device(planned, place.rank, place.local_rank, gpus=2).index for place in on_b] == [1, 0, 1]
+    assert {chosen_backend(place, planned, gpus=2) for place in on_b[1:]} == {Choice("nccl", "every stage has a GPU of its own")}

@@ -118,6 +118,18 @@ def test_a_cluster_file_gives_each_rank_what_its_device_leaves(pair: Pair) -> No
     assert resolve_partition(config).kv_block == 256, "a rank may use CUDA"
 
 
+def test_ranks_that_share_a_device_have_room_for_the_same_tokens(pair: Pair) -> None:
+    shared = {"stages": 2, "draft_device": DeviceConfig("here", "rtx3090", shared=True)}
+    models = {"target": pair.target, "draft": pair.draft, "dtype": "float32", "draft_dtype": "float32"}
+    config = clustered([ServerConfig("here", {"rtx3090": 2})], {"two": shared}, **models, max_num_seqs=65_536, max_model_len=512)
+    made, planned = resolve_partition(config), plan(config)
+    assert made.places is not None and made.kv_room is not None and made.places[0] == made.places[2] != made.places[1]
+    draft, _, last = made.kv_budget().ranks
+    assert (draft.token_bytes, last.token_bytes) == (DRAFT_LAYERS * 128, len(planned.stages[1].layers) * 128)
+    assert made.kv_room[0] + made.kv_room[2] < made.kv_room[1], "one card less what is fixed twice"
+    assert abs(draft.tokens - last.tokens) <= 1 and made.kv_slots == min(draft.tokens, last.tokens) // 256 * 256
+
+
 def test_a_processor_s_memory_is_nominal(pair: Pair) -> None:
     made = resolve_partition(cluster(pair, max_num_seqs=50_000))
     assert set(made.kv_room or ()) == {DEFAULT_BYTES} and made.kv_block == 16

@@ -320,8 +320,10 @@ def test_without_a_draft_nothing_is_shared(paper: ClusterConfig) -> None:
 
 def test_a_stage_gives_the_draft_some_of_its_time_and_gets_fewer_layers(paper: ClusterConfig) -> None:
     """80 layers, the head and one forward of the draft, on 14 cards: no cut has a slowest card with less than six layers."""
-    planned = plan(paper, "7x2-3090")
+    assert plan(paper, "7x2-3090").problems == ()
+    planned = plan(paper.for_partition("7x2-3090", {"layers": "auto"}))
     assert planned.problems == () and planned.shared_stage == 14
+    assert [len(stage.layers) for stage in planned.stages] == [6] * 12 + [5, 3]
     *others, last = planned.stages
     assert planned.draft is not None and planned.draft.compute_ms == pytest.approx(DRAFT_MS, rel=1e-3)
     assert last.compute_ms == pytest.approx(len(last.layers) * LAYER_MS + HEAD_MS)
