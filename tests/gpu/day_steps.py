@@ -65,7 +65,8 @@ def pipedec(line: str, *more: str) -> Command:
 
 def tests(name: str, limit_seconds: float, path: str, toy: str, if_fails: str) -> Step:
     """The tests of a file that need a GPU; at toy size those of its checks on the CPU that ``toy`` chooses, as pytest's -k."""
-    run = "{python}", "-m", "pytest", "-n", "0", "-rs", path, "--junitxml={folder}/tests.xml", "--hypothesis-profile=fast"
+    options = "-n 0 -rs --hypothesis-profile=fast -o junit_family=xunit1 --junitxml={folder}/tests.xml"
+    run = "{python}", "-m", "pytest", path, *options.split()
     return Step(name, limit_seconds, ((*run, "-m", "gpu"),), ((*run, "-m", "not gpu", "-k", toy),), if_fails, read=figures.tests)
 
 

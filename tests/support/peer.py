@@ -28,16 +28,22 @@ class Peer:
     """Starts a rank. ``do`` runs a function with its transport there and returns the result, or the text of its error.
 
     With ``backend`` "nccl" the stages create their own group as usual, but with gloo on CPUs.
+
+    Args:
+        device: of the stages; with ``cuda`` each has the GPU of its number, the first one GPU 0.
+        variables: of the environment in which the rank connects.
     """
 
     def __init__(
-        self, rank: int, world_size: int, meeting: Path, dtype: torch.dtype, timeout_seconds: float = 600.0, backend: str = "gloo"
-    ) -> None:
+        self, rank: int, world_size: int, meeting: Path, dtype: torch.dtype, timeout_seconds: float = 600.0,
+        backend: str = "gloo", device: str = "cpu", variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["pipedec.transport.torch_distributed"])
         self._pipe, theirs = context.Pipe()
         place = (rank, world_size, meeting, timeout_seconds)
-        self.process = context.Process(target=_serve, args=(backend, place, dtype, theirs))
+        at = "cpu" if rank == 0 or device == "cpu" else f"{device}:{rank - 1}"
+        self.process = context.Process(target=_serve, args=(backend, place, dtype, theirs, at, dict(variables)))
         self.process.start()
         theirs.close()
 
@@ -58,13 +64,22 @@ class Peer:
         self._pipe.close()
 
 
-def _serve(backend: str, place: tuple[int, int, Path, float], dtype: torch.dtype, orders: Connection) -> None:
+def _serve(
+    backend: str, place: tuple[int, int, Path, float], dtype: torch.dtype, orders: Connection, device: str,
+    variables: Mapping[str, str],
+) -> None:  # fmt: skip
+    global _device
+    os.environ.update(variables)
     torch.set_num_threads(1)
+    _device = torch.device(device)
+    if _device.type == "cuda":
+        torch.cuda.set_device(_device)
     _record_messages()
     rank, world_size, meeting, timeout_seconds = place
     rendezvous = Rendezvous(rank, world_size, file_store(meeting, world_size), timeout_seconds, "lo")
     try:
-        transport = TorchTransport(backend, rank, HIDDEN_SIZE, dtype, torch.device("cpu"), new_groups=GlooGroups)
+        groups = GlooGroups if device == "cpu" else ProcessGroups
+        transport = TorchTransport(backend, rank, HIDDEN_SIZE, dtype, _device, new_groups=groups)
         transport.join(rendezvous)
     except PipedecError as error:
         orders.send(str(error))
@@ -92,6 +107,7 @@ class GlooGroups(ProcessGroups):
         return group
 
 
+_device = torch.device("cpu")  # of this process
 _messages: list[tuple[str, int, str]] = []
 _stage_groups: dict[ProcessGroupGloo, str] = {}
 
@@ -120,7 +136,7 @@ def make_step(num_rows: int, dtype: torch.dtype | None, seed: int, num_threads: 
     """A random step, without activations if ``dtype`` is None; its rows are those of ``num_threads`` threads in turn."""
     generator = torch.Generator().manual_seed(seed)
     token_ids, parents = torch.randint(0, 2**40, (2, num_rows), generator=generator)
-    hidden = None if dtype is None else torch.randn(num_rows, HIDDEN_SIZE, generator=generator).to(dtype)
+    hidden = None if dtype is None else torch.randn(num_rows, HIDDEN_SIZE, generator=generator).to(_device, dtype)
     return Step(token_ids, parents, hidden, torch.arange(num_rows) % num_threads if num_threads else None)
 
 
