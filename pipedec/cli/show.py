@@ -25,7 +25,7 @@ console = Console(stderr=True, highlight=False)
 
 @contextmanager
 def loading_bars(bars: Mapping[str, Collection[int]]) -> Iterator[Callable[[int, str, int, int], None]]:
-    """Progress bars over the weights of ranks; yields the callback for a cluster's ``start``.
+    """Progress bars over the weights of ranks and their warm-up; yields the callback for a cluster's ``start``.
 
     Without a terminal, each of several bars is a line when it is full.
 
@@ -43,7 +43,8 @@ def loading_bars(bars: Mapping[str, Collection[int]]) -> Iterator[Callable[[int,
             alike = [told for other in bars[title] if (told := reported.get(other)) and told[0] == what]
             completed, in_all = sum(told[1] for told in alike), sum(told[2] for told in alike)
             described = f"{title}: warming up" if what == "warming" else f"{title}: {what} weights"
-            progress.update(tasks[title], description=described, completed=completed, total=in_all)
+            shown = f"{described}, {completed} of {in_all} forwards" if what == "warming" else described
+            progress.update(tasks[title], description=shown, completed=completed, total=in_all)
             if completed == in_all and len(bars) > 1 and not console.is_terminal:
                 console.print(f"{described}: done", soft_wrap=True)
 

@@ -1,12 +1,15 @@
-"""Several answers on standard output: in the order of the prompts, whatever order they are generated in."""
+"""What commands show: several answers in the order of the prompts, whatever order they are generated in; bars while ranks start."""
 
 from __future__ import annotations
 
+import io
 import random
 
 import pytest
+from rich.console import Console
 
-from pipedec.cli.show import Pages
+from pipedec.cli import show
+from pipedec.cli.show import Pages, loading_bars
 
 
 def test_the_first_answer_that_has_not_ended_is_printed_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,3 +37,13 @@ def test_every_order_gives_the_same_page(seed: int, capsys: pytest.CaptureFixtur
             pages.close(index)
             del left[index]
     assert capsys.readouterr().out == "0a\n\n1a1b\n\n2a2b2c\n\n3a3b3c\n"
+
+
+def test_the_bar_of_a_warm_up_counts_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(show, "console", Console(file=screen, force_terminal=True, width=120))
+    with loading_bars({"3 ranks": range(3)}) as progress:
+        progress(0, "loading", 5, 10)
+        progress(0, "warming", 12, 40)
+        progress(2, "warming", 3, 40)
+    assert "3 ranks: warming up, 15 of 80 forwards" in screen.getvalue()

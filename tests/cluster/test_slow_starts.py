@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -140,17 +141,17 @@ def test_a_stage_on_another_host_may_warm_up_for_long(hosts3: Hosts, pair: Pair,
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump(document))
 
-    def cli(*arguments: str) -> str:
+    def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = (sys.executable, "-m", "pipedec.cli", *arguments)
         ended = hosts3.run(0, *command, environment={"OMP_NUM_THREADS": "1"}, timeout=150)
         assert ended.returncode == 0, ended.stderr
-        return ended.stdout
+        return ended
 
     cli("launch", str(file), "--detach")
     try:
         assert slow_calls(tmp_path) == 1
         asked = ("--method", "pp", "--prompt", SENTENCES[0], "--max-tokens", "20", "--ignore-eos", "--json")
-        assert len(json.loads(cli("submit", *asked))["token_ids"]) == 20
-        assert "Recoveries" not in cli("status")
+        assert len(json.loads(cli("submit", *asked).stdout)["token_ids"]) == 20
+        assert "Recoveries" not in cli("status").stderr
     finally:
         cli("down")
