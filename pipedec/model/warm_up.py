@@ -128,8 +128,8 @@ def first_forwards(usual: Usual, slots: int, is_captured: bool, num_masks: int) 
     short = min(max(FEWEST_SLOTS, rows), context)
     if is_captured:
         found = [FirstForward(*size) for size in reversed(usual_sizes(rows, context))]
-        chunk = min(CHUNK, context)
-        found.append(FirstForward(chunk, chunk, is_prompt=True))
+        if context > CAPTURED_ROWS:
+            found.append(FirstForward(min(CHUNK, context), min(CHUNK, context), is_prompt=True))
     else:
         found = [FirstForward(rows, rows, is_prompt=True), FirstForward(rows, short)]
     if 0 < num_masks < short:

@@ -1,4 +1,4 @@
-"""What commands show: several answers in the order of the prompts, in whatever order they are generated; bars while ranks start."""
+"""What commands show: several answers in the order of the prompts, and bars while ranks start."""
 
 from __future__ import annotations
 

@@ -54,6 +54,7 @@ def test_a_usual_pipeline_warms_up_with_42_buckets_and_a_long_chunk() -> None:
     assert forwards[0] == FirstForward(64, 4096) and CHUNK > CAPTURED_ROWS
     assert max(one.slots for one in first_forwards(Usual(64, 10**6), 10**6, True, 0)) == CAPTURED_SLOTS
     assert max(one.slots for one in first_forwards(Usual(64, 4096), 1000, True, 0)) == 1000, "the pool has no more"
+    assert max(one.rows for one in first_forwards(Usual(64, 200), 10**6, True, 0)) == 64, "there are no long chunks"
     assert len(first_forwards(Usual(64, 4096), 100_000, is_captured=False, num_masks=3)) == 3
 
 
