@@ -28,7 +28,7 @@ OUTAGE_SECONDS = 10.0  # how long Redis may be away, or without the run
 _LATE_SECONDS = 3.0  # on a busy machine a killed rank is seen to end long after its neighbours
 _ABORTED_SECONDS = 1.0  # in which it usually is; less than ranks wait that have lost one and begin the next epoch themselves
 _ENTER_SECONDS = 15.0  # in which a rank that is alive should have taken part in a new epoch
-_START_SECONDS = 60.0  # in which a new process should have, which first loads its weights
+_START_SECONDS = 60.0  # in which a new process should have, which first checks its checkpoints, and loads its weights afterwards
 _SLOW_SECONDS = 1.0  # a reply that takes longer says little about the leases of the others
 _GRACE_SECONDS = 5.0  # in which they are renewed
 

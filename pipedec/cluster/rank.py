@@ -293,6 +293,8 @@ class _Rank:
 
     def _load_late(self) -> Drafter:
         """In another thread."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # which counts for one thread
         drafter = allocated(lambda: load_drafter(self._spec, self._device, capture=self._told_capture), self._name)
         assert drafter is not None
         drafter.warm_up(self._usual)
