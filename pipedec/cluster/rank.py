@@ -377,7 +377,7 @@ def _clock_remarks(offset_us: int) -> tuple[str, ...]:
 
 
 def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> Choice:
-    """NCCL if every rank of this host that needs a GPU (all but a rank 0 without a draft) has one of its own, else gloo.
+    """NCCL if every stage of this host has a GPU that no other stage has, else gloo. Rank 0 takes no part in it and may share one.
 
     Without a plan the ranks of a host are consecutive, so rank 0 is on this host if this rank equals its local rank.
 
@@ -388,9 +388,9 @@ def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> Choice:
         return Choice(given, "as given")
     if rank_device(spec, place.rank, place.local_rank, gpus).type != "cuda":
         return Choice("gloo", "NCCL needs GPUs")
-    without_gpu = 1 if spec.draft is None and place.rank == place.local_rank else 0
-    if spec.places is None and gpus < place.local_world_size - without_gpu:
-        return Choice("gloo", f"{place.local_world_size} ranks share {gpus} GPUs of this host")
+    stages = place.local_world_size - (1 if place.rank == place.local_rank else 0)
+    if spec.places is None and gpus < stages:
+        return Choice("gloo", f"{stages} stages share {gpus} GPUs of this host")
     return Choice("nccl", "every stage has a GPU of its own")
 
 

@@ -49,7 +49,8 @@ def test_stages_beside_rank_0_without_a_draft_have_a_gpu_each(pair: Pair, gpus: 
         (False, 3, range(4), "nccl"),
         (False, 2, range(4), "gloo"),
         (True, 4, range(4), "nccl"),
-        (True, 3, range(4), "gloo"),
+        (True, 3, range(4), "nccl"),  # rank 0 and stage 3 share a GPU
+        (True, 2, range(4), "gloo"),
         (False, 2, range(2, 4), "nccl"),  # a host without rank 0: all of its ranks are stages
         (False, 1, range(2, 4), "gloo"),
         (False, 0, range(2, 4), "gloo"),
