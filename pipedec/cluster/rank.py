@@ -377,7 +377,7 @@ def _clock_remarks(offset_us: int) -> tuple[str, ...]:
 
 
 def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> Choice:
-    """NCCL if every stage of this host has a GPU that no other stage has, else gloo. Rank 0 takes no part in it and may share one.
+    """NCCL if every stage of this host has a GPU that no other stage has, else gloo. Rank 0, which takes no part, may share one.
 
     Without a plan the ranks of a host are consecutive, so rank 0 is on this host if this rank equals its local rank.
 
