@@ -28,6 +28,7 @@ SIZES = {
 KV_BYTES = {"cpu": 2 * 2**20, "cuda": 256 * 2**20}
 CONTEXT, PROMPT_TOKENS, TOKENS = 1024, 512, 32
 MB = 1e6
+LOADED_BYTES = {"cpu": 1 * MB, "cuda": 100 * MB}  # beside weights and cache: tables, and buffers that captures read
 
 
 def partition(target: Path, device: str) -> ClusterConfig:
@@ -73,7 +74,7 @@ def test_a_stage_takes_the_memory_that_its_plan_counts(
         figures["in use on the card, with all that others have there"] = (total, memory - free)
     for name, (planned, measured) in figures.items():
         record_property(name, f"planned {planned / MB:.1f} MB, measured {measured / MB:.1f} MB")
-    assert held <= loaded <= 1.02 * held + MB, figures
+    assert held <= loaded <= 1.02 * held + LOADED_BYTES[device], figures
     assert reserved <= total, figures
     # What the plan counts beside weights and cache has a fixed part, which hides errors of the part that grows with the model.
     smallest = partition(saved(tmp_path / "smallest", layers=1, hidden=32, vocab=300), device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -60,16 +61,16 @@ class _OnGpu:
 
 
 class _OnCpu(TorchDispatchMode):
-    """Sees the results of all operations. Storages that are gone are noticed with the next operation."""
+    """Sees the results of all operations. Memory that is free again is noticed with the next one that takes some."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._alive: dict[int, tuple[Callable[[], bool], int]] = {}  # whether it is gone, and its bytes
         self.most = 0
 
     @property
     def present(self) -> int:
-        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0]()}
         return sum(num_bytes for _, num_bytes in self._alive.values())
 
     @property
@@ -78,11 +79,22 @@ class _OnCpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         known = len(self._alive)
-        for tensor in made:
-            reference = StorageWeakRef(tensor.untyped_storage())
-            self._alive.setdefault(reference.cdata, (reference, tensor.untyped_storage().nbytes()))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                key, is_gone, num_bytes = _memory_of(tensor)
+                self._alive.setdefault(key, (is_gone, num_bytes))
         if len(self._alive) > known:
             self.most = max(self.most, self.present)
         return result
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, Callable[[], bool], int]:
+    """What tells its memory from any other, whether it is gone, and its bytes. Weights packed for oneDNN have no storage."""
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:
+        reference = weakref.ref(tensor)
+        return id(tensor), lambda: reference() is None, tensor.numel() * tensor.element_size()
+    held = StorageWeakRef(storage)
+    return held.cdata, held.expired, storage.nbytes()
