@@ -86,11 +86,15 @@ class Survey:
         return {host: self._measured(host, answer, places) for host, answer in answers.items()}
 
     def _measured(self, host: str, answer: Answer, places: Mapping[str, tuple[str, int]]) -> Answer:
-        """With the links from this host to those to which its ranks send, and which can be reached."""
+        """With the links from this host to those to which its ranks send."""
         if answer.report is None or (needs := self._needs.get(host)) is None or not needs.ranks:
             return answer
-        reachable = [target for target in needs.targets if target in places and target not in answer.unreachable]
-        return replace(answer, links={target: self._measure(host, places[target]) for target in reachable})
+        lost = {target: "no answer from it" for target in needs.targets if target not in places} | dict(answer.unreachable)
+        links = {
+            target: Link(error=lost[target]) if target in lost else self._measure(host, places[target])
+            for target in needs.targets
+        }
+        return replace(answer, links=links)
 
     def _measure(self, host: str, place: tuple[str, int]) -> Link:
         self._links[host].order("measure", address=place[0], port=place[1])

@@ -6,11 +6,15 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from pipedec.cli.doctor import show
+from pipedec.cluster.doctor.findings import note, problem
 from pipedec.scheduler import EmbeddedServer
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -25,6 +29,8 @@ def test_a_host_is_examined(pipedec: Pipedec) -> None:
     assert others == [] and host == socket.gethostname()
     assert {"pipedec", "torch", "GPUs", "Redis", "state directory"} <= {finding["name"] for finding in findings}
     assert all(finding["name"].split()[0] in shown.out for finding in findings)
+    num_notes = sum(finding["level"] == "note" for finding in findings)
+    assert shown.out.splitlines()[-1] == f"1 host, 0 problems, {num_notes} note{'s' if num_notes != 1 else ''}"
 
 
 def test_gpus_that_torch_cannot_use_are_a_problem(pipedec: Pipedec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +58,20 @@ def test_redis_is_tried(pipedec: Pipedec, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_bad_file_is_refused(pipedec: Pipedec, tmp_path: Path) -> None:
     assert "no such file" in pipedec("doctor", "--cluster", tmp_path / "none.yaml").refused()
+
+
+def test_a_partition_needs_a_file(pipedec: Pipedec, tmp_path: Path) -> None:
+    assert "give --cluster cluster.yaml, too" in pipedec("doctor", "--partition", "p").refused()
+    file = tmp_path / "cluster.yaml"
+    file.write_text("target: llama-3.1-8b\nservers: [{host: a, devices: {cpu: 1}}]\npartitions: {p: {stages: 1}}\n")
+    assert "partition 'q'" in pipedec("doctor", "--cluster", file, "--partition", "q").refused()
+
+
+def test_what_is_to_be_done_on_several_hosts_is_said_once() -> None:
+    table = {host: {"GPU persistence": note("GPU persistence", "off", "sudo nvidia-smi -pm 1")} for host in ("alpha", "beta")}
+    table["beta"]["disk"] = problem("disk", "full", "free some")
+    console = Console(file=StringIO(), width=100)
+    show(table, console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[-3:-1] == ["! alpha, beta: GPU persistence: sudo nvidia-smi -pm 1", "✗ beta: disk: free some"]
+    assert lines[-1] == "2 hosts, 1 problem, 2 notes"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,6 +46,22 @@ def test_the_state_of_every_gpu_is_read(answers: dict[str, str]) -> None:
     state = facts.installed[1].state
     assert (state.is_persistent, state.compute_mode, state.slowdown) == (False, "Exclusive_Process", 0x21)
     assert state.holders == (Holder(4242, "python3", 20000 * MIB), Holder(4243, "[Not Found]", None))
+
+
+def test_gpus_of_torch_have_the_state_that_the_driver_tells(answers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    answers["driver_version"], answers["uuid,memory.free"] = BASE, STATES
+    seen = [SimpleNamespace(name="NVIDIA GeForce RTX 3090", total_memory=24 * 2**30, uuid=uuid) for uuid in ("bbbb", "aaaa")]
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 3))
+    monkeypatch.setattr("torch.cuda.init", lambda: None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(seen))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: seen[index])
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    facts = gpu_facts()
+    assert facts.error is None and facts.nccl == "2.29.3"
+    assert [gpu.state.free_bytes for gpu in facts.usable] == [4000 * MIB, 24100 * MIB]
+    del seen[0]
+    assert [gpu.state.free_bytes for gpu in gpu_facts().usable] == [24100 * MIB]
 
 
 def test_older_drivers_call_the_reasons_otherwise(answers: dict[str, str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,16 @@ def test_every_gpu_needs_what_its_ranks_take() -> None:
         assert by_rank[rank.rank].planned_bytes <= rank.memory_bytes
     links = {host: its.targets for host, its in found.items()}
     assert links == {"server-4": ("server-1",), "server-1": ("server-2",), "server-2": ("server-4",)}
+
+
+def test_ranks_that_share_a_gpu_need_their_sum() -> None:
+    config = clustered(SERVERS, {"p": ON_A_AND_B}, **MODELS)
+    made = plan(config)
+    assert made.draft is not None
+    shared = replace(made, draft=replace(made.draft, placement=made.stages[2].placement))
+    (alone,), (together,) = host_needs(config, made)["b"].gpus, host_needs(config, shared)["b"].gpus
+    assert (alone.ranks, together.ranks) == ((3,), (0, 3))
+    assert together.least_bytes > alone.least_bytes + made.draft.weight_bytes + made.draft.workspace_bytes
 
 
 def test_a_given_kv_memory_is_needed_in_full() -> None:
