@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,10 @@ from pipedec.core import PipedecError
 from pipedec.messages import Activity
 
 _FIRST_TIMESTEPS = 3  # of an epoch: they may take as long as a warm-up
+_SLOW_SECONDS, _SLOWER = 0.2, 4.0  # a timestep is slow if it takes at least so long, and so many times as long as usual
+_RECENT = 16  # timesteps, of whose times the usual one is an average
+_LOG_SECONDS = 1.0  # from one line about slow timesteps to the next
+logger = logging.getLogger(__name__)
 
 
 class _Doing(NamedTuple):
@@ -31,6 +36,8 @@ class Doing:
         self._warmed: float | None = None  # when it was warming last
         self._now = _Doing("idle", None, time.monotonic())
         self._longest_seconds = 0.0
+        self._usual_seconds = 0.0  # of a timestep
+        self._logged = 0.0  # when a slow timestep was logged last
         self._interruption: PipedecError | None = None
 
     def begin(self, kind: str, peer: int | None = None) -> None:
@@ -64,7 +71,16 @@ class Doing:
             self._warmed = now
         self._now = _Doing(kind, peer, now)
         if before.kind == "computing":
-            self._longest_seconds = max(self._longest_seconds, now - before.since)
+            self._count_seconds(now - before.since, now)
+
+    def _count_seconds(self, seconds: float, now: float) -> None:
+        """A timestep was computed in so many seconds."""
+        self._longest_seconds = max(self._longest_seconds, seconds)
+        usual = self._usual_seconds or seconds
+        if seconds > max(_SLOW_SECONDS, _SLOWER * usual) and now > self._logged + _LOG_SECONDS:
+            self._logged = now
+            logger.info("slow timestep: computed for %.2f s, usually %.3f s", seconds, usual)
+        self._usual_seconds = usual + (seconds - usual) / _RECENT
 
     def activity(self) -> Activity:
         """What it does, and for how long it has done so. For any thread."""

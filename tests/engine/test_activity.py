@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import pytest
@@ -80,3 +81,15 @@ def test_another_thread_that_warms_up_says_nothing() -> None:
     thread.start()
     thread.join()
     assert kinds == ["waiting"]
+
+
+def test_slow_timesteps_are_logged_once_a_second(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pipedec")
+    clock, doing = Clock(monkeypatch), Doing()
+    for seconds in (1.0, 1.0, 3.0, 9.0, 9.0, 0.5):  # three times as long as usual is not slow; the second long one comes at once
+        with clock.halted():
+            doing.begin("computing")
+        clock.advance(seconds)
+        with clock.halted():
+            doing.begin("idle")
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["slow timestep: computed for 9.00 s"] * 2
