@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -106,8 +107,13 @@ def hosting(host: Host, ranks: Sequence[int] = (0, 1, 2)) -> Iterator[Host]:
     for rank in ranks:
         host.start(rank)
     host.started.clear()
-    yield host
-    host.processes.kill()
+    try:
+        yield host
+    finally:
+        host.processes.kill()
+
+
+hosted = contextmanager(hosting)
 
 
 def end(host: Host, rank: int, how: int = signal.SIGKILL) -> None:
@@ -170,12 +176,11 @@ def test_a_neighbour_that_aborts_when_a_rank_is_lost_costs_no_restart(
 ) -> None:
     """As NCCL may make it do."""
     clock, ends = Clock(monkeypatch), [(1, signal.SIGKILL), (2, signal.SIGABRT)]
-    host = Host(run, Cluster(max_restarts=1, restart_window=600))
-    for running in hosting(host):
-        assert running.watch.turn()
+    with hosted(Host(run, Cluster(max_restarts=1, restart_window=600))) as host:
+        assert host.watch.turn()
         with clock.halted():
             for rank, how in reversed(ends) if order == "first" else ends:
-                end(running, rank, how)
+                end(host, rank, how)
                 assert wait_until(lambda ended=rank: ended in host.processes.exit_statuses)  # type: ignore[misc]
                 assert order == "together" or host.watch.turn()
                 assert order != "first" or rank == 1 or not host.started, "it may have lost another"
@@ -185,13 +190,12 @@ def test_a_neighbour_that_aborts_when_a_rank_is_lost_costs_no_restart(
 
 
 def test_a_rank_that_aborts_by_itself_is_a_loss(run: Run) -> None:
-    host = Host(run, Cluster(max_restarts=1, restart_window=600))
-    for running in hosting(host):
-        end(running, 2, signal.SIGABRT)
+    with hosted(Host(run, Cluster(max_restarts=1, restart_window=600))) as host:
+        end(host, 2, signal.SIGABRT)
         host.turn_until(lambda: host.started == [2])
         assert run.recovered == [(0, (2,), "rank 2 (stage 2) was killed by SIGABRT", {})]
         run.serve()
-        end(running, 2, signal.SIGABRT)
+        end(host, 2, signal.SIGABRT)
         with pytest.raises(RankLost, match="1 rank had been replaced"):
             host.turn_until(lambda: False)
 
@@ -203,34 +207,32 @@ def test_what_ends_because_of_a_loss_on_another_host_costs_no_restart_here(
 ) -> None:
     clock = Clock(monkeypatch)
     run.look = replace(run.look, places={0: "there", 1: "here", 2: "here"})
-    host = Host(run, Cluster(max_restarts=1, restart_window=600))
-    for running in hosting(host, (1, 2)):
-        assert running.watch.turn()
+    with hosted(Host(run, Cluster(max_restarts=1, restart_window=600)), (1, 2)) as host:
+        assert host.watch.turn()
         lost = Recovery(1, (0,), "it was killed", 0)
         run.look = replace(run.look, epoch=1, members=(), recoveries=(lost,))
         with clock.halted():
-            assert running.watch.turn()
+            assert host.watch.turn()
             for rank in (1, 2):
-                end(running, rank, how)
+                end(host, rank, how)
             assert wait_until(lambda: len(host.processes.exit_statuses) == 2)
         host.turn_until(lambda: sorted(host.started) == [1, 2])
         assert not run.recovered and not run.aborted
         run.serve()
-        end(running, 1)
+        end(host, 1)
         host.turn_until(lambda: len(host.started) == 3)
         assert not run.aborted, "only now has this host lost one"
 
 
 def test_a_new_process_that_fails_before_it_serves_costs_a_restart(run: Run) -> None:
     """However soon after a loss: or it might do so without end."""
-    host = Host(run, Cluster(max_restarts=2, restart_window=600))
-    for running in hosting(host):
+    with hosted(Host(run, Cluster(max_restarts=2, restart_window=600))) as host:
         for _ in range(2):
             run.look = replace(run.look, members=(0, 1, 2))
             host.started.clear()
-            end(running, 1)
+            end(host, 1)
             host.turn_until(lambda: host.started)
-        end(running, 1)
+        end(host, 1)
         with pytest.raises(RankLost, match="2 ranks had been replaced"):
             host.turn_until(lambda: False)
 
