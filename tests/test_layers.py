@@ -11,6 +11,7 @@ CLIENTS = [
     "pipedec.cli.submit",
     "pipedec.cli.cluster",
     "pipedec.cli.launch",
+    "pipedec.cli.distribute",
     "pipedec.cli.plan",
     "pipedec.cli.serve",
     "pipedec.cli.top",
@@ -19,6 +20,7 @@ CLIENTS = [
     "pipedec.cluster.launched",
     "pipedec.cluster.node",
     "pipedec.cluster.torchrun",
+    "pipedec.cluster.inbox",
     "pipedec.cluster.survey",
     "pipedec.cluster.doctor.comparison",
     "pipedec.methods",
@@ -26,7 +28,7 @@ CLIENTS = [
 
 COMMANDS = [
     "", "generate", "chat", "up", "launch", "node", "serve", "submit", "status", "top", "down", "doctor", "plan", "verify",
-    "bench", "train", "train annotate",
+    "bench", "train", "train annotate", "distribute",
 ]  # fmt: skip
 
 

@@ -6,10 +6,11 @@ from pipedec.checkpoints.digests import (
     TensorDigests,
     combined,
     config_digest,
-    file_digest,
+    content_digest,
     fingerprint,
     first_difference,
     quick_digest,
+    remember,
     tensor_digests,
     weight_files,
     weights_digest,
@@ -24,6 +25,7 @@ from pipedec.checkpoints.parts import (
     missing_files,
     part_digests,
     rank_parts,
+    span_shapes,
 )
 from pipedec.checkpoints.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, TensorFiles
 
@@ -40,7 +42,7 @@ __all__ = [
     "check_here",
     "combined",
     "config_digest",
-    "file_digest",
+    "content_digest",
     "fingerprint",
     "first_difference",
     "has_weights",
@@ -50,6 +52,8 @@ __all__ = [
     "part_digests",
     "quick_digest",
     "rank_parts",
+    "remember",
+    "span_shapes",
     "tensor_digests",
     "weight_files",
     "weights_digest",

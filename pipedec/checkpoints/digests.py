@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 
-from pipedec.checkpoints.tensors import StoredTensor, TensorFiles
+from pipedec.checkpoints.tensors import StoredTensor, TensorFiles, read_header
 from pipedec.core import UserError
 from pipedec.gguf import is_gguf, located, model_files
 
@@ -30,6 +30,7 @@ MAX_ENTRIES = 256  # files in the cache
 COPY_AGAIN = "copy the same checkpoint to all hosts with `pipedec distribute`"  # the mend where digests differ
 _MAX_THREADS = 8
 _PIECE = 1 << 22  # bytes
+_WHOLE = ""  # stands for the name of a tensor: the digest of a whole file
 _UNUSED = ".rotary_emb.inv_freq"  # tensors of old checkpoints that nobody reads
 
 Progress = Callable[[int, int], None]  # tensors digested, tensors in all; what it raises ends the digest
@@ -92,6 +93,35 @@ def tensor_digests(
     for file, entry in entries.items():
         entry.keep({tensor.name: digest for tensor, digest in found.items() if tensor.file == file})
     return found
+
+
+def content_digest(path: Path, cache: Path | None, name: str | None = None, digests: dict[str, str] | None = None) -> str:
+    """Of all bytes of any file; of a safetensors file, by way of the digests of its tensors (64 hex digits).
+
+    Args:
+        cache: as in ``tensor_digests``.
+        name: of the file when it is in its place.
+        digests: gets what ``remember`` is to keep.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    found = {} if digests is None else digests
+    if (name or path.name).endswith(".safetensors"):
+        tensors = read_header(path)
+        found |= {tensor.name: digest for tensor, digest in tensor_digests(tensors, cache).items()}
+        with path.open("rb") as file:
+            header = file.read(min((tensor.offset for tensor in tensors), default=0))
+        return combined(found | {"": hashlib.sha256(header).hexdigest()})
+    entry = _Entry(path, cache)
+    found[_WHOLE] = entry.known.get(_WHOLE) or file_digest(path)
+    entry.keep(found)
+    return found[_WHOLE]
+
+
+def remember(path: Path, digests: Digests, cache: Path) -> None:
+    """Keep digests that are known of a file which has just been written."""
+    _Entry(path, cache).keep(digests)
 
 
 def first_difference(mine: TensorDigests, theirs: TensorDigests) -> tuple[str, str] | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipedec.checkpoints.digests import Progress, tensor_digests
+from pipedec.checkpoints.digests import VOCABULARY_FILE, Progress, tensor_digests
 from pipedec.checkpoints.tensors import INDEX_FILE, SINGLE_FILE, Shape, TensorFiles
 from pipedec.config import ModelConfig
 from pipedec.core import UserError
@@ -16,6 +16,7 @@ from pipedec.gguf import is_gguf, located, model_files
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+_DESCRIBING = (".json", ".jinja", ".model", ".txt")
 _SHOWN = 3  # files that an error names
 
 
@@ -63,25 +64,34 @@ class Part:
         shapes = [span_shapes(config, span, files.file_of) for span in self.spans]
         return list(dict.fromkeys(name for names in shapes for name in names))
 
-    def missing(self) -> list[Path]:
-        """The files that are needed and not here.
+    def files(self) -> list[Path]:
+        """The files with these tensors, whether or not they are here. A GGUF file is needed whatever is read.
 
         Raises:
             UserError: the checkpoint is damaged.
         """
         if is_gguf(self.model):
-            file = located(self.model)
-            return [] if file.is_file() else [file]
-        directory = Path(self.model)
-        needed = [directory / "config.json"]
-        if lacking := [file for file in needed if not file.is_file()]:
-            return lacking
+            return [located(self.model)]
         if not self.is_read:
             return []
+        directory = Path(self.model)
         if not has_weights(directory):
             return [directory / SINGLE_FILE]
-        files = TensorFiles(directory)
-        return files.missing(self.tensors(files))
+        stored = TensorFiles(directory)
+        return sorted({stored.file_of[name] for name in self.tensors(stored) if name in stored.file_of})
+
+    def describing_files(self) -> list[Path]:
+        """Those that are here of the files that every host needs: sizes, tokenizer, chat template, index."""
+        if is_gguf(self.model):
+            return []
+        directory = Path(self.model)
+        found = [file for file in directory.glob("*") if file.suffix in _DESCRIBING or file.name == VOCABULARY_FILE]
+        return sorted(file for file in (*found, *directory.glob("additional_chat_templates/*.jinja")) if file.name[0] != ".")
+
+    def missing(self) -> list[Path]:
+        """The files that are needed and not here. Raises as ``files``."""
+        described = [] if is_gguf(self.model) else [Path(self.model) / "config.json"]
+        return [file for file in described if not file.is_file()] or [file for file in self.files() if not file.is_file()]
 
 
 def rank_parts(rank: int, layers: Sequence[tuple[int, int]], models: Mapping[str, str | Path | None]) -> list[Part]:

@@ -79,10 +79,6 @@ class TensorFiles:
         """Whether all files are here."""
         return len(self.places) == len(self.file_of)
 
-    def missing(self, names: Iterable[str]) -> list[Path]:
-        """The files that are not here, though they hold tensors among ``names``."""
-        return sorted({self.file_of[name] for name in names if name in self.file_of and name not in self.places})
-
     def check_here(self, names: Iterable[str]) -> None:
         """Raises UserError if a tensor among ``names`` is missing, or its file is not here."""
         for name in names:

@@ -20,6 +20,7 @@ COMMANDS = {
     ),
     "up": ("pipedec.cli.cluster", "Start a cluster on this machine that stays up between requests."),
     "launch": ("pipedec.cli.launch", "Start the cluster of a cluster.yaml on its hosts, over ssh."),
+    "distribute": ("pipedec.cli.distribute", "Copy to the hosts of a cluster.yaml what they lack of the checkpoints."),
     "node": ("pipedec.cli.node", "Watch the ranks of one host, as launch orders."),
     "serve": ("pipedec.cli.serve", "Serve the OpenAI HTTP API, with a cluster on this machine or in front of a running one."),
     "submit": ("pipedec.cli.submit", "Send a prompt to a running cluster and stream the answer."),

@@ -53,7 +53,7 @@ class LaunchedCluster(Supervisor):
         self, config: ClusterConfig, partition: str | None = None, run_id: str | None = None, log: Path | None = None,
         spares: int | None = None, given: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.config = _for_hosts(config.for_partition(partition, given))
+        self.config = for_hosts(config.for_partition(partition, given))
         self.partition, _ = self.config.find_partition()
         self.places = rank_places(self.config)
         self.spares = spare_places(self.config, count=spares)
@@ -196,7 +196,7 @@ class LaunchedCluster(Supervisor):
             self._log = None
 
 
-def _for_hosts(config: ClusterConfig) -> ClusterConfig:
+def for_hosts(config: ClusterConfig) -> ClusterConfig:
     """With checkpoint directories that do not depend on where a rank runs."""
     models = config.settings.models
     paths = {key: _absolute(model) for key in ("target", "draft", "bita") if (model := getattr(models, key)) is not None}

@@ -36,17 +36,20 @@ class NodeLink:
         directory: where it runs there; None for where the host's shell starts.
         news: gets what the node says.
         log: gets what the host prints, each line after the host's name; None to drop it.
+        module: what runs there, and speaks as a node does.
 
     Raises:
         UserError: there is no ssh on this machine.
     """
 
     def __init__(
-        self, server: ServerConfig, python: str, directory: str | None, news: SimpleQueue[News], log: IO[str] | None
-    ) -> None:
+        self, server: ServerConfig, python: str, directory: str | None, news: SimpleQueue[News], log: IO[str] | None,
+        module: str = NODE_MODULE,
+    ) -> None:  # fmt: skip
         self.server = server
         self._python = python
         self._directory = directory
+        self._module = module
         self._news = news
         self._log = log
         self._printed: deque[str] = deque(maxlen=20)
@@ -57,18 +60,23 @@ class NodeLink:
         self._listener.start()
 
     @staticmethod
-    def command(server: ServerConfig, python: str, directory: str | None) -> list[str]:
+    def command(server: ServerConfig, python: str, directory: str | None, module: str = NODE_MODULE) -> list[str]:
         """The command line that starts the node of ``server``."""
-        return remote_command(server, [python, "-m", NODE_MODULE], directory)
+        return remote_command(server, [python, "-m", module], directory)
 
     def order(self, name: str, **contents: Any) -> None:
         """Give an order. One that does not arrive is no error: the end of the connection is news."""
+        self.write(json.dumps({"order": name} | contents).encode() + b"\n")
+
+    def write(self, content: bytes) -> bool:
+        """Send bytes; whether there is still a connection."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"order": name} | contents).encode() + b"\n")
+            self._process.stdin.write(content)
             self._process.stdin.flush()
-        except BrokenPipeError:
-            return
+        except (BrokenPipeError, ValueError):  # it has ended there, or was ended here
+            return False
+        return True
 
     def why_it_ended(self) -> str:
         """Why a node that should run has ended, and what to do, in one line that begins with the host."""
@@ -115,7 +123,7 @@ class NodeLink:
             thread.join(1.0)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        command = self.command(self.server, self._python, self._directory)
+        command = self.command(self.server, self._python, self._directory, self._module)
         try:
             # A session of its own keeps Ctrl-C from it: the supervisor ends it when the ranks have ended.
             return subprocess.Popen(

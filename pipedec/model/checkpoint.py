@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipedec.checkpoints import SINGLE_FILE, Span, TensorFiles
-from pipedec.checkpoints.parts import EMBEDDING, FINAL_NORM, HEAD, head_name, span_shapes
+from pipedec.checkpoints import SINGLE_FILE, Span, TensorFiles, span_shapes
+from pipedec.checkpoints.parts import EMBEDDING, FINAL_NORM, HEAD, head_name
 from pipedec.config import ModelConfig
 from pipedec.core import UserError
 

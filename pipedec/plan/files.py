@@ -1,16 +1,20 @@
-"""Which parts of the checkpoints each host of a partition needs: those of its ranks, and all if it has a spare.
+"""Which parts and files of the checkpoints each host of a partition needs: those of its ranks, and all if it has a spare.
 
 A spare takes over whatever rank is lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from pipedec.checkpoints import Part, merged, rank_parts
-from pipedec.config import NONE, ClusterConfig
+from pipedec.checkpoints import Part, Span, TensorFiles, has_weights, merged, rank_parts, span_shapes
+from pipedec.config import NONE, ClusterConfig, ModelConfig, checkpoint_dtype
 from pipedec.core import UserError
-from pipedec.hardware import MODEL_SHAPES
+from pipedec.gguf import model_files
+from pipedec.hardware import DTYPE_BYTES, MODEL_SHAPES
 from pipedec.plan.partition import plan
 from pipedec.plan.placement import Placement, rank_places
 
@@ -41,3 +45,52 @@ def host_parts(config: ClusterConfig, spares: Sequence[Placement] = ()) -> dict[
     for place in spares:
         parts.setdefault(place.host, []).extend(Part(key, model, is_whole=True) for key, model in models.items())
     return {host: merged(found) for host, found in parts.items()}
+
+
+@dataclass(frozen=True)
+class NeededFile:
+    """A file with weights, and who needs it.
+
+    Attributes:
+        num_bytes: its size; what its tensors take by their shapes where it is not on this machine, None where nothing tells.
+        is_here: whether it is on this machine.
+    """
+
+    key: str
+    path: Path
+    num_bytes: int | None
+    is_here: bool
+    hosts: tuple[str, ...]
+
+
+def needed_files(parts: Mapping[str, Sequence[Part]]) -> list[NeededFile]:
+    """Every file with weights that a host needs. The index of a checkpoint is enough; its shards need not be here.
+
+    Args:
+        parts: those of each host.
+    """
+    hosts: dict[tuple[str, Path], list[str]] = {}
+    for host, its_parts in parts.items():
+        for part in its_parts:
+            for file in part.files():
+                hosts.setdefault((part.key, file), []).append(host)
+    models = {part.key: part.model for its_parts in parts.values() for part in its_parts}
+    sizes = {key: _estimated_sizes(model) if key != "bita" else {} for key, model in models.items()}
+    return [
+        NeededFile(key, file, file.stat().st_size if file.is_file() else sizes[key].get(file), file.is_file(), tuple(needed_by))
+        for (key, file), needed_by in sorted(hosts.items(), key=lambda item: ("target draft bita".find(item[0][0]), item[0][1]))
+    ]
+
+
+def _estimated_sizes(model: str) -> dict[Path, int]:
+    """Of the files of a checkpoint that are not here, by the shapes of their tensors."""
+    if not has_weights(model_files(model)):
+        return {}
+    config, stored = ModelConfig.from_directory(Path(model)), TensorFiles(model)
+    shapes = span_shapes(config, Span(range(config.num_layers), first=True, last=True), stored.file_of)
+    sizes: dict[Path, int] = {}
+    for name, shape in shapes.items():
+        if name in stored.file_of:
+            file = stored.file_of[name]
+            sizes[file] = sizes.get(file, 0) + math.prod(shape) * DTYPE_BYTES.get(checkpoint_dtype(model), 2)
+    return sizes

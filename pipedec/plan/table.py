@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from pipedec.hardware import DEVICES, GIGA
+from pipedec.plan.files import NeededFile
 from pipedec.plan.partition import Plan
 
 _PROMPT_TOKENS = 1000
@@ -18,6 +21,33 @@ _CONCURRENT = (1, 4, 8, 16, 32, 64)
 def plan_table(plan: Plan) -> Group:
     """One line per rank, in at most 100 columns; expected times and problems are below it. Ranks that lack memory are red."""
     return Group(_ranks(plan), Text(_summary(plan)))
+
+
+def files_table(hosts: Collection[str], files: Sequence[NeededFile]) -> Group:
+    """One line per host and file, and what each host needs together."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading in ("host", "checkpoint", "file"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("GB", justify="right", no_wrap=True)
+    table.add_column("also on", overflow="fold")
+    lines = []
+    for host in hosts:
+        needed = [file for file in files if host in file.hosts]
+        for file in needed:
+            others = ", ".join(other for other in file.hosts if other != host)
+            table.add_row(host, file.key, file.path.name, _size([file]), others)
+        lines.append(f"{host}: {len(needed)} files, {_size(needed)} GB")
+    return Group(
+        table, Text("\n".join([*lines, "Every host needs the configuration, tokenizer and index of each checkpoint, too."]))
+    )
+
+
+def _size(files: Sequence[NeededFile]) -> str:
+    """Their GB; about, if some are not on this machine."""
+    if any(file.num_bytes is None for file in files):
+        return "?"
+    about = "" if all(file.is_here for file in files) else "~"
+    return f"{about}{sum(file.num_bytes or 0 for file in files) / GIGA:.2f}"
 
 
 def _ranks(plan: Plan) -> Table:

@@ -1,0 +1,137 @@
+"""Copies to the hosts of a cluster.yaml what they lack of the checkpoints, from this machine over ssh. Loads no torch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from pipedec import __version__
+from pipedec.checkpoints import Part, content_digest
+from pipedec.cluster.inbox import PIECE_BYTES, WantedFile
+from pipedec.cluster.node_link import News, NodeLink
+from pipedec.config import ClusterConfig
+from pipedec.core import PipedecError, UserError
+from pipedec.directories import cache_directory
+from pipedec.gguf import is_gguf, is_named
+
+INBOX_MODULE = "pipedec.cluster.inbox"
+CONNECT_SECONDS = 30.0
+COMPARE_SECONDS = 3600.0  # in which a host must have digested what it has, or a file that has come
+END_SECONDS = 5.0
+
+Wanted = tuple[WantedFile, Path]  # a file as it is to be on a host, and where it is here
+Sent = Callable[[int], None]  # that many more bytes have been sent
+
+
+class Sources:
+    """The checkpoints on this machine, and where they are to be on the hosts.
+
+    Args:
+        models: the paths on the hosts, by key.
+    """
+
+    def __init__(self, models: Mapping[str, str]) -> None:
+        self._models = models
+        self._digests: dict[Path, str] = {}
+
+    def wanted(self, parts: Iterable[Part], checking: Callable[[Path], None] = lambda file: None) -> list[Wanted]:
+        """Every file of parts of the checkpoints here, as it is to be on a host, and where it is here.
+
+        Args:
+            checking: called with each file before its digest is computed.
+
+        Raises:
+            UserError: a checkpoint is not here at all, or damaged.
+        """
+        found = []
+        for part in parts:
+            place = self._models[part.key]
+            for source in () if is_named(place) else (*part.describing_files(), *part.files()):
+                path = Path(place) if is_gguf(part.model) else Path(place) / source.relative_to(part.model)
+                size, digest = (source.stat().st_size, self._digest(source, checking)) if source.is_file() else (0, None)
+                found.append((WantedFile(str(path), size, digest), source))
+        return found
+
+    def _digest(self, file: Path, checking: Callable[[Path], None]) -> str:
+        if file not in self._digests:
+            checking(file)
+            self._digests[file] = content_digest(file, cache_directory())
+        return self._digests[file]
+
+
+@dataclass(frozen=True)
+class Missing:
+    """How many files a host lacks, their bytes in all, and how many of these have come before."""
+
+    files: int
+    num_bytes: int
+    bytes_there: int
+
+
+class Delivery:
+    """The files that one host lacks. A context manager, which ends the connection.
+
+    Raises:
+        UserError: there is no ssh on this machine.
+    """
+
+    def __init__(self, config: ClusterConfig, host: str, files: Sequence[Wanted]) -> None:
+        server, launch = config.server(host), config.launch
+        self._host = host
+        self._files = {file.path: (file, source) for file, source in files}
+        self._news: SimpleQueue[News] = SimpleQueue()
+        python = server.python or launch.python or sys.executable
+        self._link = NodeLink(server, python, launch.directory, self._news, None, INBOX_MODULE)
+        self._missing: Mapping[str, int] = {}
+
+    def __enter__(self) -> Delivery:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:  # another thread may be sending
+            self._link.wait(0.0)
+        self._link.end()
+        self._link.wait(time.monotonic() + END_SECONDS)
+
+    def compare(self) -> Missing:
+        """Ask what is missing.
+
+        Raises:
+            UserError: names the host, and says why it cannot take files in, or which file is neither there nor here.
+        """
+        hello = self._await("hello", CONNECT_SECONDS)
+        if hello["pipedec"] != __version__:
+            raise UserError(f"{self._host} has pipedec {hello['pipedec']}, but here it is {__version__}: install the same")
+        self._link.order("compare", files=[asdict(file) for file, _ in self._files.values()])
+        self._missing = self._await("compared", COMPARE_SECONDS)["missing"]
+        files = [self._files[path][0] for path in self._missing]
+        if lost := [file.path for file in files if file.digest is None]:
+            raise UserError(f"{self._host} lacks {lost[0]}, and so does this machine: download it, or give --from DIR")
+        return Missing(len(files), sum(file.num_bytes for file in files), sum(self._missing.values()))
+
+    def send(self, sent: Sent) -> None:
+        """Send what is missing; ``compare`` has been called. Raises as ``compare``."""
+        for path, offset in self._missing.items():
+            file, source = self._files[path]
+            self._link.order("take", file=asdict(file), offset=offset)
+            with source.open("rb") as content:
+                content.seek(offset)
+                while (piece := content.read(PIECE_BYTES)) and self._link.write(piece):
+                    sent(len(piece))
+            self._await("taken", COMPARE_SECONDS)
+
+    def _await(self, kind: str, seconds: float) -> dict[str, Any]:
+        try:
+            _, news = self._news.get(timeout=seconds)
+        except Empty:
+            raise PipedecError(f"{self._host} did not answer within {seconds:.0f} s: see `pipedec doctor`") from None
+        if news is None:
+            raise UserError(self._link.why_it_ended())
+        if news["news"] != kind:
+            raise UserError(f"{self._host}: {news.get('message', news['news'])}")
+        return news

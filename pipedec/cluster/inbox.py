@@ -1,0 +1,154 @@
+"""What ``pipedec distribute`` starts on a host: it says which files of the checkpoints are missing there, and takes them in.
+
+It speaks JSON, one object per line: orders on standard input, news on standard output; the bytes of a file follow the order
+that announces them. A file that has not come whole is kept as ``NAME.DIGEST.part`` and continued the next time. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pipedec import __version__
+from pipedec.checkpoints import content_digest, remember
+from pipedec.core import PipedecError, UserError
+from pipedec.directories import cache_directory
+from pipedec.hardware import GIGA
+
+PIECE_BYTES = 1 << 20
+DIGEST_DIGITS = 12  # of the name of a part
+_SPARE_BYTES = 1 << 26  # that stay free
+
+
+@dataclass(frozen=True)
+class WantedFile:
+    """A file as it is on the launching machine; ``digest`` is its ``content_digest``, None where that machine has not got it."""
+
+    path: str
+    num_bytes: int
+    digest: str | None
+
+    @property
+    def part(self) -> Path:
+        return Path(f"{self.path}.{(self.digest or '')[:DIGEST_DIGITS]}.part")
+
+    def is_here(self) -> bool:
+        """Whether this host has it, with the same content."""
+        path = Path(self.path)
+        if not path.is_file():
+            return False
+        if self.digest is None:
+            return True
+        try:
+            return path.stat().st_size == self.num_bytes and content_digest(path, cache_directory()) == self.digest
+        except UserError:
+            return False
+
+    @property
+    def bytes_here(self) -> int:
+        """Those that have come before."""
+        return min(self.part.stat().st_size, self.num_bytes) if self.digest is not None and self.part.is_file() else 0
+
+
+def main() -> None:
+    """Entry point: ``python -m pipedec.cluster.inbox``."""
+    orders, news = sys.stdin.buffer, os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever else is printed is no news
+    try:
+        _say(news, "hello", pipedec=__version__)
+        for line in orders:
+            _follow(json.loads(line), orders, news)
+    except PipedecError as error:
+        _say(news, "failed", message=str(error))
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        _say(news, "failed", message=f"{place}{error.strerror}: checkpoints must be where this user may write")
+    except KeyboardInterrupt:
+        return
+
+
+def _follow(order: dict[str, Any], orders: BinaryIO, news: Any) -> None:
+    match order:
+        case {"order": "compare", "files": files}:
+            wanted = [WantedFile(**file) for file in files]
+            missing = [file for file in wanted if not file.is_here()]
+            _check_room(file for file in missing if file.digest is not None)
+            _say(news, "compared", missing={file.path: file.bytes_here for file in missing})
+        case {"order": "take", "file": file, "offset": offset}:
+            wanted_file = WantedFile(**file)
+            _take(wanted_file, offset, orders)
+            _say(news, "taken", path=wanted_file.path)
+
+
+def _take(file: WantedFile, offset: int, stream: BinaryIO) -> None:
+    """Append the rest of a file to what has come before, and put it into its place when it is whole and right."""
+    path, part = Path(file.path), file.part
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for other in path.parent.glob(f"{path.name}.*.part"):
+        if other != part:
+            other.unlink()  # of another content
+    part.touch()
+    with part.open("r+b") as output:
+        _lock(output)
+        output.seek(offset)
+        output.truncate()
+        left = file.num_bytes - offset
+        while left:
+            piece = stream.read(min(left, PIECE_BYTES))
+            if not piece:
+                raise UserError(f"{file.path} has not come whole: call pipedec distribute again")
+            output.write(piece)
+            left -= len(piece)
+    digests: dict[str, str] = {}
+    try:
+        is_right = content_digest(part, None, path.name, digests) == file.digest
+    except UserError:
+        is_right = False
+    if not is_right:
+        part.unlink()
+        raise UserError(f"{file.path} has come with other bytes than it was sent with: call pipedec distribute again")
+    part.replace(path)
+    remember(path, digests, cache_directory())
+
+
+def _lock(part: BinaryIO) -> None:
+    """Raises UserError if somebody else writes it."""
+    try:
+        fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        shared = "if hosts share this directory, call pipedec distribute again when it is whole"
+        raise UserError(f"{part.name} is being written by another host or call: {shared}") from None
+
+
+def _check_room(files: Iterable[WantedFile]) -> None:
+    """Raises UserError if a file system has no room for what is missing there."""
+    needed: dict[int, tuple[Path, int]] = {}
+    for file in files:
+        directory = next(parent for parent in Path(file.path).parents if parent.exists())
+        if not os.access(directory, os.W_OK):
+            raise UserError(f"{directory} cannot be written: give this user the right to, or create {Path(file.path).parent}")
+        device = directory.stat().st_dev
+        _, before = needed.get(device, (directory, 0))
+        needed[device] = directory, before + file.num_bytes - file.bytes_here
+    for directory, num_bytes in needed.values():
+        free = shutil.disk_usage(directory).free - _SPARE_BYTES
+        if num_bytes > free:
+            left, missing = max(free, 0) / GIGA, num_bytes / GIGA
+            raise UserError(f"{directory} has {left:.2f} GB left, but {missing:.2f} GB are missing: make room there")
+
+
+def _say(news: Any, name: str, **contents: Any) -> None:
+    with suppress(BrokenPipeError):  # nobody listens any more: standard input ends, too
+        print(json.dumps({"news": name} | contents), file=news, flush=True)
+
+
+if __name__ == "__main__":
+    main()
