@@ -5,8 +5,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-# Without an NVIDIA driver the CPU build of torch is enough; the other one is several gigabytes.
-TORCH := torch==2.13.0$(shell command -v nvidia-smi > /dev/null 2>&1 || echo +cpu)
+# Without an NVIDIA driver the CPU build of torch is enough; the other one is several gigabytes. TORCH_INDEX=URL takes the build of
+# another index, for example https://download.pytorch.org/whl/cu126 for drivers that are too old for CUDA 13.
+TORCH := torch==2.13.0$(if $(TORCH_INDEX),,$(shell command -v nvidia-smi > /dev/null 2>&1 || echo +cpu))
 
 # Two workers; each has one thread to compute with, and tests of one file stay together because they share clusters and models.
 # Modules are compiled once and not by each of the many processes that tests start.
@@ -96,7 +97,8 @@ $(CLIENTS)/%/.ready: Makefile
 $(VENV)/.ready: pyproject.toml models/pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (a few minutes the first time) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) "$(TORCH)" || $(PIP) --index-url https://download.pytorch.org/whl/cpu torch==2.13.0
+	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) )"$(TORCH)" || \
+	  $(if $(TORCH_INDEX),false,$(PIP) --index-url https://download.pytorch.org/whl/cpu torch==2.13.0)
 	@$(PIP) --editable . --editable ./models
 	@touch $@
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipedec.checkpoints.digests import VOCABULARY_FILE, Progress, tensor_digests
+from pipedec.checkpoints.digests import VOCABULARY_FILE, Progress, fingerprint, tensor_digests
 from pipedec.checkpoints.tensors import INDEX_FILE, SINGLE_FILE, Shape, TensorFiles
 from pipedec.config import ModelConfig
+from pipedec.config.model import json_object
 from pipedec.core import UserError
 from pipedec.gguf import INDEX_FILE as GGUF_INDEX
 from pipedec.gguf import is_gguf, located, model_files
@@ -164,6 +165,13 @@ def has_weights(directory: Path) -> bool:
 def is_whole(model: Path) -> bool:
     """Whether this host holds all weights of a checkpoint."""
     return has_weights(model_files(model)) and TensorFiles(model).is_whole
+
+
+def check_trained_for(bita: Path, target: Path) -> None:
+    """Raises UserError if a BiTA was trained for another target. Where a part of the target is missing, nothing tells."""
+    trained_for = json_object(bita / "config.json").get("target")
+    if is_whole(target) and trained_for != fingerprint(target):
+        raise UserError(f"{bita} was trained for another target than {target}: train one for it (pipedec train bita)")
 
 
 def span_shapes(config: ModelConfig, span: Span, known: Iterable[str] = ()) -> dict[str, Shape]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
+from pathlib import Path
 
-from pipedec.checkpoints import COPY_AGAIN, Part, TensorDigests, first_difference, has_weights, part_digests
+from pipedec.checkpoints import COPY_AGAIN, Part, TensorDigests, check_trained_for, first_difference, has_weights, part_digests
 from pipedec.core import UserError
 from pipedec.directories import cache_directory
 from pipedec.gguf import located, model_files
@@ -25,13 +26,11 @@ class ListedWeights:
     """
 
     def __init__(self, models: Mapping[str, str]) -> None:
-        self._parts = [Part(key, model) for key, model in models.items() if _is_here(model)]
+        self._models = {key: model for key, model in models.items() if _is_here(model)}
         self._is_over = False
         self._told = (0, 1)
         self._thread = ThreadPoolExecutor(1, "weights")
-        self._future: Future[TensorDigests] = self._thread.submit(
-            part_digests, self._parts, cache_directory(), self._progress, whatever_is_here=True
-        )
+        self._future: Future[TensorDigests] = self._thread.submit(self._digests)
 
     def wait(self, turn: Callable[[int, int], None]) -> TensorDigests:
         """The digests by model and name.
@@ -40,7 +39,7 @@ class ListedWeights:
             turn: called about once a second until they are there, with (tensors digested, tensors in all).
 
         Raises:
-            UserError: a file is damaged or cannot be read.
+            UserError: a file is damaged or cannot be read, or the BiTA is that of another target.
         """
         while True:
             try:
@@ -52,6 +51,12 @@ class ListedWeights:
         """Give up what has not been digested."""
         self._is_over = True
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _digests(self) -> TensorDigests:
+        if {"target", "bita"} <= self._models.keys():
+            check_trained_for(Path(self._models["bita"]), Path(self._models["target"]))  # the hosts cannot tell from their parts
+        parts = [Part(key, model) for key, model in self._models.items()]
+        return part_digests(parts, cache_directory(), self._progress, whatever_is_here=True)
 
     def _progress(self, done: int, total: int) -> None:
         self._told = done, total

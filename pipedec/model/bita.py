@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipedec.checkpoints import SINGLE_FILE, fingerprint, is_whole
+from pipedec.checkpoints import SINGLE_FILE, check_trained_for
 from pipedec.config import ModelConfig
 from pipedec.core import UserError
 
@@ -131,8 +131,7 @@ def checked_bita(directory: Path, target: Path) -> BitaConfig:
     config = BitaConfig.from_directory(directory)
     model = ModelConfig.from_directory(target)
     BitaWeights.load(directory, model, range(1), torch.float32, torch.device("cpu"))
-    if is_whole(target) and config.target != fingerprint(target):
-        raise UserError(f"{directory} was trained for another target than {target}: train one for it (pipedec train bita)")
+    check_trained_for(directory, target)
     return config
 
 
