@@ -79,7 +79,8 @@ def tensor_digests(
     wanted = [tensor for tensor in tensors if not tensor.name.endswith(_UNUSED)]
     entries = {file: _Entry(file, cache) for file in {tensor.file for tensor in wanted}}
     found = {tensor: known for tensor in wanted if (known := entries[tensor.file].known.get(tensor.name))}
-    progress(len(found), len(wanted))
+    if len(found) < len(wanted):
+        progress(len(found), len(wanted))
     missing = sorted((tensor for tensor in wanted if tensor not in found), key=lambda one: (one.file, one.offset))
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
         running = {threads.submit(_digest, tensor): tensor for tensor in missing}

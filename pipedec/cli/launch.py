@@ -44,9 +44,9 @@ def launch(
 
     FILE says which rank runs on which device of which host. Every host needs pipedec, and its part of the checkpoints at the same
     paths (`pipedec distribute`); ssh must reach it without asking for a password (your ssh configuration applies). A host called
-    localhost is this machine, and needs no ssh. The cluster loads its weights once and serves `pipedec submit` until `pipedec down`
-    or Ctrl-C. Options take precedence over the keys of the file. Every host replaces ranks that are lost, and goes on if this
-    command is killed; spares take over those of a host that is gone.
+    localhost is this machine, and needs no ssh. The cluster loads its weights once and serves `pipedec submit` until
+    `pipedec down` or Ctrl-C. Options take precedence over the keys of the file. Every host replaces ranks that are lost, and
+    goes on if this command is killed; spares take over those of a host that is gone.
     """
     config = load_cluster(file)
     log = state_directory() / "hosts.log"
