@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -27,7 +28,8 @@ from transformers import PreTrainedTokenizerBase
 from pipedec.client.client import Client
 from pipedec.cluster.launched import LaunchedCluster
 from pipedec.cluster.node import PROTOCOL, Node
-from pipedec.cluster.node_rank import LaunchedRun
+from pipedec.cluster.node_rank import LaunchedRank, LaunchedRun
+from pipedec.cluster.node_run import NodeRun
 from pipedec.cluster.nodes import Nodes
 from pipedec.cluster.ssh import remote_command
 from pipedec.cluster.state import RunningCluster
@@ -147,6 +149,41 @@ def test_a_node_that_fails_says_why() -> None:
         order(process, "redis", port=port, password="secret", towards=[], interface=None)
         assert news(process)["message"].startswith(f"port {port} is in use: choose another port for Redis")
         assert process.wait(10) == 0
+
+
+def test_a_node_whose_host_lacks_a_part_says_so_before_any_rank_is_started(pair: Pair, tmp_path: Path) -> None:
+    """Also where the host has only a spare."""
+    target = Path(shutil.copytree(pair.target, tmp_path / "target"))
+    (target / "model.safetensors").unlink()
+    pair = replace(pair, target=target)
+    servers = [ServerConfig("localhost", {"cpu": 3}), ServerConfig("spare", {"cpu": 1})]
+    for host, num_spares in (("localhost", 0), ("spare", 1)):
+        said: list[tuple[str, Any]] = []
+        orders, sender = multiprocessing.Pipe(duplex=False)
+        config = cluster_to_json(cluster_on(pair, *servers, launch=LaunchConfig()))
+        run = LaunchedRun(config, "redis://127.0.0.1:1/0", "lost", None, num_spares)
+        sender.send_bytes(json.dumps({"order": "join", "run": asdict(run), "host": host}).encode())
+        sender.close()
+        Node(orders, lambda news, said=said, **contents: said.append((news, contents)), threading.Event()).run()
+        assert [news for news, _ in said] == ["hello", "failed"] and said[1][1]["is_mistake"]
+        lacks = f"this host lacks model.safetensors of {target}: copy what is missing with `pipedec distribute`"
+        assert said[1][1]["message"] == lacks
+
+
+def test_ranks_that_start_later_are_told_the_weights_with_which_the_run_began(pair: Pair) -> None:
+    class Processes:
+        pids: ClassVar[dict[int, int]] = {1: 1, 2: 2}
+        started: ClassVar[list[LaunchedRank]] = []
+
+        def start(self, rank: int, serve: Any, started: LaunchedRank) -> None:
+            self.started.append(started)
+
+    run = LaunchedRun(cluster_to_json(on_localhost(pair)), "redis://127.0.0.1:1/0", "told", None, 0)
+    node = NodeRun(run, "localhost", Processes(), lambda news, **contents: None)  # type: ignore[arg-type]
+    node.start_rank(1)
+    node.digests = {"target": {"model.norm.weight": "f" * 64}}
+    node.start_rank(2)
+    assert [started.digests for started in Processes.started] == [{}, node.digests]
 
 
 def test_a_node_without_a_launcher_ends_after_its_ranks(pair: Pair) -> None:
