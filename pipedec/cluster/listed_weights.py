@@ -5,16 +5,18 @@ They are computed in a thread while the hosts start. Loads no torch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
 
 from pipedec.checkpoints import COPY_AGAIN, Part, TensorDigests, check_trained_for, first_difference, has_weights, part_digests
-from pipedec.core import UserError
+from pipedec.core import PipedecError, UserError
 from pipedec.directories import cache_directory
 from pipedec.gguf import located, model_files
 
+LIST_SECONDS = 3600.0
 _TURN_SECONDS = 1.0
 
 
@@ -40,11 +42,17 @@ class ListedWeights:
 
         Raises:
             UserError: a file is damaged or cannot be read, or the BiTA is that of another target.
+            PipedecError: it takes too long.
         """
+        deadline = time.monotonic() + LIST_SECONDS
         while True:
             try:
                 return self._future.result(_TURN_SECONDS)
             except NotYet:
+                if time.monotonic() > deadline:
+                    places = ", ".join(self._models.values())
+                    message = f"this machine has not digested {places} within {LIST_SECONDS:.0f} s"
+                    raise PipedecError(f"{message}: launch from one with a faster disk, or with none of it") from None
                 turn(*self._told)
 
     def close(self) -> None:

@@ -13,8 +13,9 @@ from support.processes import wait_until
 from support.tiny_pair import Pair
 
 from pipedec.checkpoints import combined, digests, part_digests, rank_parts, weights_digest
+from pipedec.cluster import listed_weights
 from pipedec.cluster.listed_weights import ListedWeights, proved_one
-from pipedec.core import UserError
+from pipedec.core import PipedecError, UserError
 
 LAYERS = [(0, 4), (4, 8)]
 
@@ -67,7 +68,7 @@ def test_a_list_that_nobody_wants_any_more_is_given_up(
 ) -> None:
     """While the first tensor is read."""
     begun, go_on, count = threading.Event(), threading.Event(), []
-    digest = digests._digest  # noqa: SLF001 - the slow part
+    digest = digests._digest  # the slow part
 
     def slow(tensor):  # type: ignore[no-untyped-def]
         begun.set()
@@ -78,6 +79,9 @@ def test_a_list_that_nobody_wants_any_more_is_given_up(
     monkeypatch.setattr(digests, "_digest", slow)
     listed = ListedWeights({"target": str(pair.target)})
     assert begun.wait(30)
+    monkeypatch.setattr(listed_weights, "LIST_SECONDS", 0.0)
+    with pytest.raises(PipedecError, match=rf"^this machine has not digested {pair.target} within 0 s: launch from"):
+        listed.wait(ignore)
     listed.close()
     go_on.set()
     assert wait_until(lambda: not any(thread.name.startswith("weights") for thread in threading.enumerate()))
