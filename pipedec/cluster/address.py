@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipedec.scheduler import RedisScheduler, connect
 from pipedec.topology import Topology
 
-Report = Callable[[str, int, int], None]  # what the rank does, how many units are done, how many there are
+# What the rank does, how many units are done, how many there are; or "digests", and those of what it reads, by model and name.
+Report = Callable[[str, Any, int], None]
 
 
 @dataclass(frozen=True)

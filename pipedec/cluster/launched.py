@@ -17,21 +17,22 @@ from urllib.parse import urlsplit
 
 from msgspec import structs
 
+from pipedec.checkpoints import TensorDigests
 from pipedec.cluster.listed_weights import ListedWeights, proved_one
 from pipedec.cluster.node_rank import LaunchedRun
 from pipedec.cluster.nodes import Nodes
 from pipedec.cluster.supervisor import TURN_SECONDS, StartProgress, Supervisor
 from pipedec.config import NONE, ClusterConfig, cluster_to_json
-from pipedec.core import RankLost, SchedulerLost, UserError
+from pipedec.core import PipedecError, RankLost, SchedulerLost, UserError
 from pipedec.gguf import is_named
 from pipedec.hardware import MODEL_SHAPES
-from pipedec.messages import AddressEvent
 from pipedec.plan.files import checkpoints_of
 from pipedec.plan.placement import rank_places, spare_places
-from pipedec.topology import Topology
+from pipedec.topology import Topology, rank_name
 
 _THIS_MACHINE = (None, "localhost", "127.0.0.1", "::1")  # as hosts of a URL; None for a Unix socket
 
+TOLD_SECONDS = 15.0  # after rank 0 has said that all are ready, what the others have said before is on its way
 _END_SECONDS = 10.0
 
 
@@ -64,6 +65,7 @@ class LaunchedCluster(Supervisor):
         self._log: IO[str] | None = None
         self._is_watched = False  # by the nodes
         self._listed: ListedWeights | None = None  # if there are several hosts, which may have different ones
+        self._digests: dict[int, TensorDigests] = {}  # that ranks have told
         self._told = 0  # the last epoch of which ``on_recovery`` knows
 
     @property
@@ -74,7 +76,8 @@ class LaunchedCluster(Supervisor):
     def _open_redis(self) -> str:
         models = checkpoints_of(self.config)
         self._check_redis()
-        self._listed = ListedWeights(models) if len(self.nodes.hosts) > 1 else None
+        hosts = {place.host for place in (*self.places, *self.spares)}
+        self._listed, self._digests = ListedWeights(models) if len(hosts) > 1 else None, {}
         self._log = self._log_path.open("w", encoding="utf-8") if self._log_path else None
         self.nodes.connect(self._log)
         if (url := self.config.redis.connection_url) is not None:
@@ -106,26 +109,38 @@ class LaunchedCluster(Supervisor):
             self.nodes.start_rank(rank)
 
     def _start(self, progress: StartProgress | None) -> None:
-        super()._start(progress)
-        self.nodes.watch(self._known_weights(progress))
+        def note(rank: int, what: str, done: Any, total: int) -> None:
+            if what == "digests":
+                self._digests[rank] = done
+            elif progress is not None:
+                progress(rank, what, done, total)
+
+        super()._start(note)
+        self.nodes.watch(self._known_weights(note))
         self._is_watched = True
 
-    def _known_weights(self, progress: StartProgress | None) -> dict[str, dict[str, str]]:
-        """Digests of all tensors of the run. UserError if a host has others than this machine."""
+    def _known_weights(self, note: StartProgress) -> dict[str, dict[str, str]]:
+        """Digests of all tensors of the run.
+
+        Raises:
+            UserError: a host has others than this machine.
+            PipedecError: a rank has told none.
+        """
         if self._listed is None:
             return {}
-        assert self.scheduler is not None
 
         def turn(done: int, total: int) -> None:
             self.check()
-            if progress is not None:
-                progress(0, "comparing", done, total)
+            note(0, "comparing", done, total)
 
-        listed = self._listed.wait(turn)
-        told = self.scheduler.read_answer(self.scheduler.keys.meeting, "0", 0.0)
-        return proved_one(
-            [(self.nodes.host_of(event.rank), event.digests) for _, event in told if isinstance(event, AddressEvent)], listed
-        )
+        listed, deadline = self._listed.wait(turn), time.monotonic() + TOLD_SECONDS
+        while silent := [rank for rank in self.topology.ranks if rank not in self._digests]:
+            if time.monotonic() > deadline:
+                raise PipedecError(self.with_hosts(f"{rank_name(silent[0])} has not told the digests of its weights"))
+            self.check()
+            for rank, report in self._ranks.read(TURN_SECONDS):
+                note(rank, *report)
+        return proved_one([(self.nodes.host_of(rank), digests) for rank, digests in self._digests.items()], listed)
 
     @property
     def outlives_supervisor(self) -> bool:

@@ -68,11 +68,13 @@ class Met:
     Attributes:
         digests: of the weights by model, if the ranks are on several hosts.
         kv_slots: of every rank's KV pool, if ranks have measured their memory.
+        own: digests of the tensors that this rank reads, by model and name, if there may be several hosts.
     """
 
     rendezvous: Rendezvous
     interface: Interface
     digests: Mapping[str, str]
+    own: TensorDigests
     kv_slots: int | None
 
 
@@ -145,7 +147,7 @@ class Meeting:
             rendezvous = Rendezvous(own.rank, len(cards), store, MEETING_SECONDS, interface.name)
             measured = {one.rank: one.kv_bytes for one in addresses if one.kv_bytes is not None}
             agreed = self._memory.agreed_slots(measured, slots)
-            yield Met(rendezvous, interface, _of_models(address.digests for address in addresses), agreed)
+            yield Met(rendezvous, interface, _of_models(address.digests for address in addresses), digests, agreed)
 
     def loaded(self, description: RankDescription) -> None:
         """Tell rank 0 that this rank can serve."""

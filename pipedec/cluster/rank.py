@@ -185,6 +185,8 @@ class _Rank:
     def _join(self) -> _Joined:
         """Compare this place with the others', and connect to them."""
         with self._meeting.hold(lambda done, total: self._report("checking", done, total)) as met:
+            if self._place.has_others_elsewhere and not self._has_served:
+                self._report("digests", met.own, 0)
             self._transport.join(met.rendezvous)
         self._spec = replace(self._spec, agreed_slots=met.kv_slots)
         backend = self._wanted

@@ -209,6 +209,7 @@ def test_each_rank_digests_what_it_reads_and_rank_zero_all_if_it_is_to(
     monkeypatch.setattr("pipedec.cluster.meeting.choose_interface", lambda *_: Interface("lo", LOOPBACK, "all are here"))
     met = [future.result(30) for future in [run.meet(rank, 0, 1, lists=rank == 0) for rank in range(3)]]
     whole = {"target": run.spec.target, "draft": run.spec.draft, "bita": run.spec.bita}
+    assert [sorted(one.own) for one in met] == [["bita", "draft", "target"], ["bita", "target"], ["bita", "target"]]
     assert [one.digests for one in met] == [{key: weights_digest(path, None) for key, path in whole.items() if path}] * 3
     told = [event for _, event in run.scheduler.read_answer(run.scheduler.keys.meeting, "0", 0)]
     digests = {event.rank: event.digests for event in told if isinstance(event, AddressEvent)}
