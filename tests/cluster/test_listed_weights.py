@@ -74,6 +74,7 @@ def test_a_list_that_nobody_wants_any_more_is_given_up(
     def slow(file: int, length: int, offset: int) -> bytes:
         begun.set()
         assert go_on.wait(30)
+        threading.Event().wait(0.1)  # as a disk takes its time
         read.append(offset)
         return pread(file, length, offset)
 
@@ -86,4 +87,4 @@ def test_a_list_that_nobody_wants_any_more_is_given_up(
     listed.close()
     go_on.set()
     assert wait_until(lambda: not any(thread.name.startswith("weights") for thread in threading.enumerate()))
-    assert 0 < len(read) < 20, "of all tensors"
+    assert 0 < len(read) < 40, "of 75 tensors"
