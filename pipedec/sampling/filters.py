@@ -11,6 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_USUALLY_ENOUGH = 1024  # tokens that are sorted; more only if they do not have the mass
+_ROUNDING = 1e-10  # more than the error of a sum of probabilities
+
 
 def tempered(logits_RV: Tensor, temperature: float) -> Tensor:
     """Logits divided by ``temperature``, which is above 0. Each row's maximum is first shifted to 0 to prevent overflow."""
@@ -42,7 +45,10 @@ def top_p(logits_RV: Tensor, mass: float, count: int = 0) -> Tensor:
         return logits_RV
     probabilities_RV = logits_RV.softmax(-1)
     vocab_size = logits_RV.shape[-1]
-    sorted_RK = probabilities_RV.topk(min(count, vocab_size) if count > 0 else vocab_size).values
+    count = min(count, vocab_size) if count > 0 else vocab_size
+    sorted_RK = probabilities_RV.topk(min(count, _USUALLY_ENOUGH)).values
+    if count > _USUALLY_ENOUGH and bool((sorted_RK.sum(-1) < mass + _ROUNDING).any()):
+        sorted_RK = probabilities_RV.topk(count).values
     before_RK = sorted_RK.cumsum(-1) - sorted_RK
     last_R1 = (before_RK < mass).sum(-1, keepdim=True) - 1
     return _without(logits_RV, probabilities_RV < sorted_RK.gather(-1, last_R1.clamp(min=0)))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import LOWEST_LOGPROB
+from pipedec.device import to_device
 
 
 class Logprobs:
@@ -39,6 +40,7 @@ class Logprobs:
     def keep(self, rows: Tensor) -> None:
         """Drop all rows except ``rows``: int64."""
         if self._rows is not None:
+            rows = to_device(rows, self._rows[0].device)
             self._rows = self._rows[0][rows], self._rows[1][rows]
 
     def accept(self, rows: list[int]) -> None:

@@ -2,7 +2,7 @@
 
 A token at a position gets the same noise whatever the decoding method, the number of stages or the number of rows.
 
-Shapes: P positions, V vocabulary, B blocks of four tokens.
+Shapes: P positions, V vocabulary, B blocks of four tokens; R rows with K tokens each.
 """
 
 from __future__ import annotations
@@ -45,8 +45,21 @@ def gumbel(seed: int, positions_P: Tensor, vocab_size: int, stream: int = 0) -> 
         stream: below 2**32; distinguishes decode threads, since two threads may have tokens at the same position.
     """
     blocks_B = torch.arange(-(-vocab_size // 4), dtype=torch.int64, device=positions_P.device)
-    zeros_B = torch.zeros_like(blocks_B)
-    counters = blocks_B[None, :], positions_P[:, None], zeros_B + stream, zeros_B
-    words = torch.stack(philox(counters, (seed & _WORD, seed >> 32)), -1)
-    uniform_PV = (words.flatten(1)[:, :vocab_size].double() + 0.5) / 2**32  # above 0 and below 1
-    return -(-uniform_PV.log()).log()
+    words = torch.stack(_words(seed, blocks_B[None, :], positions_P[:, None], stream), -1)
+    return _gumbel(words.flatten(1)[:, :vocab_size])
+
+
+def gumbel_of(seed: int, positions_R1: Tensor, token_ids_RK: Tensor, stream: int = 0) -> Tensor:
+    """The same noise for these tokens only, float64 [R, K], up to the rounding of its logarithms."""
+    words = torch.stack(_words(seed, token_ids_RK // 4, positions_R1, stream), -1)
+    return _gumbel(words.gather(-1, (token_ids_RK % 4)[..., None]).squeeze(-1))
+
+
+def _words(seed: int, blocks: Tensor, positions: Tensor, stream: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    zeros = torch.zeros_like(blocks)
+    return philox((blocks, positions, zeros + stream, zeros), (seed & _WORD, seed >> 32))
+
+
+def _gumbel(words: Tensor) -> Tensor:
+    uniform = (words.double() + 0.5) / 2**32  # above 0 and below 1
+    return -(-uniform.log()).log()

@@ -2,7 +2,7 @@
 
 Owns the token counts of the prompt and of the accepted output. The tokens on a row's path in the tree are passed with the row.
 
-Shapes: R rows, N tree slots, V vocabulary.
+Shapes: R rows, N tree slots, V vocabulary, T tokens, some of them repeatedly.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ class History:
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self._in_prompt_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self._accepted_V = torch.zeros(vocab_size, dtype=torch.float64, device=device)
+        self._seen_T = torch.zeros(0, dtype=torch.int64, device=device)  # of both, in order of arrival
 
     def add_prompt(self, token_ids: Tensor) -> None:
         """Add a chunk of the prompt: int64 [any number]."""
         self._in_prompt_V[token_ids] = True
+        self._seen_T = torch.cat((self._seen_T, token_ids))
 
     def add_accepted(self, token_ids: Tensor) -> None:
         """Add committed tokens: int64 [any number]; every repetition counts."""
         self._accepted_V.index_add_(0, token_ids, torch.ones_like(token_ids, dtype=self._accepted_V.dtype))
+        self._seen_T = torch.cat((self._seen_T, token_ids))
 
     def penalised(self, logits_RV: Tensor, mask_RN: Tensor, token_ids_N: Tensor, params: SamplingParams) -> Tensor:
-        """Logits after the repetition, frequency and presence penalties.
+        """Logits after the repetition, frequency and presence penalties, float64.
 
         As in vLLM, the repetition penalty applies to tokens of prompt and output, the others to tokens of the output only.
 
@@ -37,10 +40,17 @@ class History:
             mask_RN: bool, which tree slots are on a row's path, the row itself included.
             token_ids_N: int64, the tokens of the tree.
         """
-        on_path = mask_RN.to(self._accepted_V.dtype)
-        counts_RV = self._accepted_V.repeat(len(logits_RV), 1).scatter_add_(1, token_ids_N.expand_as(on_path), on_path)
-        in_output_RV = counts_RV > 0
-        repetition = params.repetition_penalty
-        repeated_RV = torch.where(logits_RV > 0, logits_RV / repetition, logits_RV * repetition)
-        logits_RV = torch.where(in_output_RV | self._in_prompt_V, repeated_RV, logits_RV)
-        return logits_RV - params.frequency_penalty * counts_RV - params.presence_penalty * in_output_RV
+        logits_RV, dtype = logits_RV.double(), self._accepted_V.dtype
+        on_path_RN = mask_RN.to(dtype) @ (token_ids_N[:, None] == token_ids_N).to(dtype)  # how often on a row's path
+        seen_RT = self._columns(logits_RV, self._seen_T, 0, params)
+        of_tree_RN = self._columns(logits_RV, token_ids_N, on_path_RN, params)
+        return logits_RV.index_copy(1, self._seen_T, seen_RT).index_copy_(1, token_ids_N, of_tree_RN)
+
+    def _columns(self, logits_RV: Tensor, token_ids_T: Tensor, on_path: Tensor | int, params: SamplingParams) -> Tensor:
+        """The logits of some tokens after the penalties, [R, T]."""
+        counts = self._accepted_V[token_ids_T] + on_path
+        in_output, repetition = counts > 0, params.repetition_penalty
+        logits_RT = logits_RV.index_select(1, token_ids_T)
+        repeated_RT = torch.where(logits_RT > 0, logits_RT / repetition, logits_RT * repetition)
+        logits_RT = torch.where(in_output | self._in_prompt_V[token_ids_T], repeated_RT, logits_RT)
+        return logits_RT - params.frequency_penalty * counts - params.presence_penalty * in_output

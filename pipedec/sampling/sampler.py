@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from pipedec.core import SamplingParams, UserError
+from pipedec.device import to_device, to_host
+from pipedec.sampling.candidates import SMALL_VOCABULARY, TEMPERATURES, drawn
 from pipedec.sampling.filters import min_p, tempered, top_k, top_p
 from pipedec.sampling.noise import gumbel
 from pipedec.sampling.penalties import History
@@ -66,12 +68,23 @@ class Sampler:
             mask_RN: bool, which tree slots are on a row's path, the row itself included.
             token_ids_N: int64, the tokens of the tree.
         """
-        params, logits_RV = self._params, logits_RV.double()
         if self._bias_V is not None:
             logits_RV = logits_RV + self._bias_V
         if self._history is not None:
-            logits_RV = self._history.penalised(logits_RV, mask_RN, token_ids_N, params)
-        return greedy(self._perturbed(logits_RV, positions_R))
+            logits_RV = self._history.penalised(logits_RV, mask_RN, token_ids_N, self._params)
+        if not self._has_candidates(logits_RV.shape[-1]):
+            return greedy(self._perturbed(logits_RV, positions_R))
+        chosen_R, is_sure_R = drawn(logits_RV, positions_R, self._params, self._stream)
+        unsure = to_host((~is_sure_R).nonzero()[:, 0])
+        if len(unsure):
+            rows = to_device(unsure, logits_RV.device)
+            chosen_R[rows] = greedy(self._perturbed(logits_RV[rows], positions_R[unsure]))
+        return chosen_R
+
+    def _has_candidates(self, vocab_size: int) -> bool:
+        """Whether tokens are drawn, and it saves time to look at the likeliest first."""
+        coldest, hottest = TEMPERATURES
+        return self._params.is_stochastic and vocab_size > SMALL_VOCABULARY and coldest <= self._params.temperature <= hottest
 
     def scores(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
         """Scores that rank predictions of the tokens that ``choose`` will return at these positions: [R, V].
@@ -82,16 +95,16 @@ class Sampler:
             logits_RV: predicted logits, e.g. of mask rows.
             positions_R: int64, position ids of the predicted tokens, on the host.
         """
-        return self._perturbed(logits_RV.double() if self._bias_V is None else logits_RV + self._bias_V, positions_R)
+        return self._perturbed(logits_RV if self._bias_V is None else logits_RV + self._bias_V, positions_R)
 
     def _perturbed(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
         """[R, V], scores whose argmax is the token: filtered logits plus noise, or the logits alone if decoding is greedy."""
-        params = self._params
+        params, logits_RV = self._params, logits_RV.double()
         if params.seed is None or not params.is_stochastic:
             return logits_RV
-        distinct_P, which_R = positions_R.unique(return_inverse=True)  # siblings share their noise
-        noise_RV = gumbel(params.seed, distinct_P.to(logits_RV.device), logits_RV.shape[-1], self._stream)[which_R]
-        return filtered(logits_RV, params) + noise_RV
+        distinct_P, which_R = (to_device(part, logits_RV.device) for part in positions_R.unique(return_inverse=True))
+        noise_PV = gumbel(params.seed, distinct_P, logits_RV.shape[-1], self._stream)  # siblings share their noise
+        return filtered(logits_RV, params) + noise_PV.index_select(0, which_R)
 
 
 def filtered(logits_RV: Tensor, params: SamplingParams) -> Tensor:

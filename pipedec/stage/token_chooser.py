@@ -65,8 +65,8 @@ class TokenChooser:
             tree = forest.trees[number]
             positions, mask_RN = tree.next_positions[of_tree], tree.tree_mask[of_tree]
             token_ids = tree.token_ids.clamp(min=0)
-            on_device = to_device(mask_RN, self._device), to_device(token_ids, self._device)
-            chosen[of_step] = self._samplers[number].choose(logits_RV[of_step], positions, *on_device)
+            own, *on_device = (to_device(part, self._device) for part in (of_step, mask_RN, token_ids))
+            chosen[own] = self._samplers[number].choose(logits_RV[own], positions, *on_device)
         return chosen
 
     def _possible(self, logits_RV: Tensor, paths: list[Path]) -> Tensor:
@@ -92,8 +92,9 @@ class TokenChooser:
             return self._samplers[0].scores(logits_MV, positions_M)
         scores_MV = torch.zeros_like(logits_MV, dtype=torch.float64)
         for number in threads_M.unique().tolist():
-            own = threads_M == number
-            scores_MV[own] = self._samplers[number].scores(logits_MV[own], positions_M[own])
+            of_thread = (threads_M == number).nonzero()[:, 0]
+            own = to_device(of_thread, self._device)
+            scores_MV[own] = self._samplers[number].scores(logits_MV[own], positions_M[of_thread])
         return scores_MV
 
     def replayed(self, changes: ThreadChanges) -> None:
@@ -136,5 +137,6 @@ def _without(logits_RV: Tensor, rows_by_ban: dict[frozenset[int], list[int]]) ->
     logits_RV = logits_RV.clone()
     for banned, rows in rows_by_ban.items():
         if banned:
-            logits_RV[torch.tensor(rows)[:, None], list(banned)] = -torch.inf
+            of_rows, tokens = (to_device(torch.tensor(ids), logits_RV.device) for ids in (rows, list(banned)))
+            logits_RV[of_rows[:, None], tokens] = -torch.inf
     return logits_RV

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedec.sampling.noise import gumbel, philox
+from pipedec.sampling.noise import gumbel, gumbel_of, philox
 
 ALL_ONES = 0xFFFFFFFF
 
@@ -43,6 +43,13 @@ def test_every_row_has_the_noise_it_has_alone(seed: int, positions: list[int], v
         torch.testing.assert_close(
             row, gumbel(seed, torch.tensor([position]), vocab_size + 5)[0, :vocab_size], rtol=0, atol=1e-12
         )
+
+
+def test_a_token_has_the_noise_that_it_has_among_all() -> None:
+    positions, token_ids = torch.tensor([3, 70, 3]), torch.tensor([[0, 5, 22], [21, 6, 6], [7, 1, 2]])
+    for seed, stream in ((5, 0), (2**63 + 1, ALL_ONES)):
+        among_all = gumbel(seed, positions, 23, stream).gather(1, token_ids)
+        torch.testing.assert_close(gumbel_of(seed, positions[:, None], token_ids, stream), among_all, rtol=0, atol=1e-12)
 
 
 def test_seed_and_position_both_count() -> None:
