@@ -25,6 +25,9 @@ LAUNCH_US_PER_LAYER = 15.0
 CAPTURED_ROWS = 256  # with more of them computing takes longer than launching kernels
 CAPTURED_SLOTS = 1 << 15  # of all requests; each layer copies their keys and values
 CAPTURED_CELLS = 1 << 21  # of the rectangles of rows and slots
+# Rows that torch's kernel for 4-bit weights in bfloat16 on a GPU multiplies at once (ATen/native/cuda/int4mm.cu,
+# tinygemm_m16n8k16_chunk_kernel): each tile of so many rows is a block of its own, which reads and widens all weights again.
+INT4_KERNEL_ROWS = 16
 _SMALLEST_SHARE = 0.95  # of the memory on the data sheet: drivers keep some of it
 
 
@@ -37,12 +40,14 @@ class PassTime:
         row_ms: time to multiply one row by them at the peak rate.
         launch_ms: launch overhead of the kernels.
         past_ms: time to read one token's keys and values in the KV cache.
+        reread_ms: time to read weights again for each further ``INT4_KERNEL_ROWS`` rows; 0 if one reading serves all rows.
     """
 
     read_ms: float
     row_ms: float
     launch_ms: float
     past_ms: float = 0.0
+    reread_ms: float = 0.0
 
     def ms(self, rows: int, past: int = 0) -> float:
         """Milliseconds for ``rows`` rows that attend to ``past`` tokens in all, each read once for its request.
@@ -50,12 +55,14 @@ class PassTime:
         Memory-bound up to ``knee_rows`` (or more, with much past), then compute-bound. The products of queries with keys and
         values are not counted: they are small beside the weights' at the lengths planned for.
         """
-        return max(self.read_ms + past * self.past_ms, rows * self.row_ms) + self.launch_ms
+        again_ms = (rows - 1) // INT4_KERNEL_ROWS * self.reread_ms
+        return max(self.read_ms + again_ms + past * self.past_ms, rows * self.row_ms) + self.launch_ms
 
     @property
     def knee_rows(self) -> float:
-        """The knee of the roofline: number of rows from which compute takes longer than reading the weights."""
-        return self.read_ms / self.row_ms
+        """The knee of the roofline: number of rows from which compute takes longer than reading the weights once."""
+        at_peak = self.read_ms / self.row_ms
+        return min(at_peak, INT4_KERNEL_ROWS) if self.reread_ms else at_peak
 
 
 @dataclass(frozen=True)
@@ -94,9 +101,16 @@ class WeightFormat:
         """Memory traffic of one pass. On a GPU weights are widened to ``dtype`` in its memory, written there and read again, but
         for 4 bits in bfloat16, which a kernel of torch reads as they are. A processor widens them in its cache."""
         widened = 2 * self.element_bytes if self.quantize is not None and device.is_gpu else 0
-        in_kernel = self.quantize == "int4" and self.dtype == "bfloat16"
-        layers = self.layer_bytes + (0 if in_kernel else widened)
+        layers = self.layer_bytes + (0 if self._widens_in_kernel else widened)
         return layer_weights * layers + head_weights * (self.table_bytes + widened)
+
+    def reread_bytes(self, layer_weights: int, device: Device) -> float:
+        """Memory traffic of each further ``INT4_KERNEL_ROWS`` rows of a pass. A matrix is larger than a GPU's cache."""
+        return layer_weights * self.layer_bytes if self._widens_in_kernel and device.is_gpu else 0
+
+    @property
+    def _widens_in_kernel(self) -> bool:
+        return self.quantize == "int4" and self.dtype == "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -179,7 +193,8 @@ class Device:
         row_seconds = 2 * (layer_weights + head_weights) / self.peak_flops(weights.dtype)
         launch_ms = layers * LAUNCH_US_PER_LAYER / 1000
         past_ms = layers * cache_values * weights.element_bytes * byte_ms
-        return PassTime(read_ms, 1000 * row_seconds, launch_ms, past_ms)
+        reread_ms = weights.reread_bytes(layer_weights, self) * byte_ms
+        return PassTime(read_ms, 1000 * row_seconds, launch_ms, past_ms, reread_ms)
 
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -272,6 +287,12 @@ DEVICES = {
         Device("cpu", 64, 40, 1, 1, "nominal share of a server's processor, not a data sheet figure"),
     )
 }
+
+
+def reported_device(name: str) -> Device | None:
+    """The GPU that a driver reports under this name; None if it is not in the table."""
+    return next((device for device in DEVICES.values() if device.is_gpu and re.search(device.reported, name)), None)
+
 
 LINKS = {
     link.name: link

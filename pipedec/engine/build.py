@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 
 from pipedec.checkpoints import has_weights
-from pipedec.config import AUTO, NONE, ClusterConfig, Cut, Models, Settings, checkpoint_dtype
-from pipedec.core import UserError
+from pipedec.config import AUTO, NONE, ClusterConfig, Cut, Models, Settings, checkpoint_dtype, model_shape
+from pipedec.core import KNEE_ROWS, UserError
 from pipedec.drafting import DraftModel
-from pipedec.engine.devices import arithmetic_of, chosen_device, num_gpus
+from pipedec.engine.devices import arithmetic_of, chosen_device, gpu_names, num_gpus
 from pipedec.engine.sequences import Sequences
 from pipedec.gguf import model_files
-from pipedec.hardware import MODEL_SHAPES, WeightFormat
+from pipedec.hardware import DEVICES, MODEL_SHAPES, WeightFormat, reported_device
 from pipedec.messages import BitaDescription
 from pipedec.model import (
     BitaWeights,
@@ -27,9 +27,11 @@ from pipedec.model import (
     checked_bita,
     device_capture,
 )
+from pipedec.plan.costs import ModelCosts
 from pipedec.plan.dtypes import GIVEN, Arithmetic, chosen_dtypes, draft_dtype
 from pipedec.plan.layers import even_layers, explicit_layers
 from pipedec.plan.partition import plan as make_plan
+from pipedec.plan.partition import room_of
 from pipedec.plan.placement import Placement, rank_places
 from pipedec.plan.spec import PipelineSpec
 from pipedec.shipped import reference_pair, shipped_draft
@@ -53,6 +55,7 @@ def resolve(settings: Settings = DEFAULTS, in_parts: bool = False) -> PipelineSp
     """
     chosen_device(settings.cut.device)
     spec = _resolved(settings, None, in_parts)
+    spec = replace(spec, row_room=room_on(spec, gpu_names() if settings.cut.device != "cpu" else []))
     spec.check_kv_budget()
     return spec
 
@@ -74,6 +77,7 @@ def resolve_partition(config: ClusterConfig, name: str | None = None) -> Pipelin
     spec = replace(
         _resolved(settings, places, in_parts=True), servers=config.servers, duplex=config.network.duplex,
         kv_room=(plan.draft.kv_room if plan.draft else 0, *(stage.kv_room for stage in plan.stages)),
+        row_room=KNEE_ROWS if settings.cut.device == "cpu" else plan.room,
     )  # fmt: skip
     spec.check_kv_budget()
     return spec
@@ -98,6 +102,18 @@ def _resolved(settings: Settings, places: tuple[Placement, ...] | None, in_parts
         num_gpus(),
         places=places,
     )  # fmt: skip
+
+
+def room_on(spec: PipelineSpec, gpus: Sequence[str]) -> int:
+    """Rows that may enter at a timestep (see ``room_of``) if any stage may be on any of these GPUs.
+
+    Args:
+        gpus: as their driver names them; without any, and for one that is not in the table, ``KNEE_ROWS`` rows.
+    """
+    costs = ModelCosts(model_shape(str(spec.target)), spec.weights, KNEE_ROWS, 0, spec.topology.num_groups)
+    parts = [(stop - start, rank == spec.topology.final_rank) for rank, (start, stop) in enumerate(spec.layers, start=1)]
+    devices = [reported_device(name) or DEVICES["cpu"] for name in gpus] or [DEVICES["cpu"]]
+    return room_of((device, costs.pass_time(device, *part)) for device in devices for part in parts)
 
 
 def checked_models(models: Models, in_parts: bool = False) -> tuple[Path, Path | None, Path | None]:

@@ -52,6 +52,11 @@ def gpu_id(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
+def gpu_names() -> list[str]:
+    """What their driver calls the GPUs that torch can use here."""
+    return [torch.cuda.get_device_name(index) for index in range(num_gpus())]
+
+
 def rank_device(spec: PipelineSpec, rank: int, local_rank: int, gpus: int | None = None) -> torch.device:
     """The device of a rank of a cluster. Rank 0 without a draft computes nothing and uses the CPU.
 

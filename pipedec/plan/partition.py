@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from math import ceil, floor
 
 from pipedec.config import PLANNED_MODEL_LEN, ClusterConfig, Cut, Settings, checkpoint_dtype, model_shape
-from pipedec.core import ROW_ID_BYTES, Load, UserError
-from pipedec.hardware import DEVICES, GIGA, LINKS, Link, WeightFormat
+from pipedec.core import KNEE_ROWS, ROW_ID_BYTES, Load, UserError
+from pipedec.hardware import CAPTURED_ROWS, DEVICES, GIGA, LINKS, Device, Link, PassTime, WeightFormat
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.costs import ModelCosts, RankTiming
 from pipedec.plan.dtypes import Arithmetic, chosen_dtypes
@@ -122,6 +122,15 @@ class Plan:
         return knee_of(stage.timing for stage in self.stages)
 
     @property
+    def room(self) -> int:
+        """Rows that may enter at a timestep (see ``room_of``): as many as the default method sends, at most."""
+        return room_of((DEVICES[stage.placement.device], stage.timing.compute) for stage in self.stages)
+
+    def timestep_with(self, rows: int) -> float:
+        """As ``timestep_ms``, with so many rows."""
+        return _timestep_ms(self.draft, self.stages, self.duplex, Load(rows))
+
+    @property
     def kv_tokens(self) -> int:
         """Tokens of all running requests together for which every rank has memory."""
         return self.kv.tokens
@@ -157,6 +166,20 @@ def knee_of(stages: Iterable[RankTiming]) -> int:
     return max(1, floor(min(stage.compute.knee_rows for stage in stages)))
 
 
+def room_of(stages: Iterable[tuple[Device, PassTime]]) -> int:
+    """Rows that may enter at a timestep of stages on these devices: those that the slowest computes in about the time of one.
+
+    On a GPU this is the largest power of two up to the knee, since captured forwards have a power of two of rows and compute as
+    many. The figures of a processor are nominal: ``KNEE_ROWS``.
+    """
+    return min(_captured_rows(time.knee_rows) if device.is_gpu else KNEE_ROWS for device, time in stages)
+
+
+def _captured_rows(knee: float) -> int:
+    """The most rows of a captured forward that are no more than ``knee``."""
+    return min(CAPTURED_ROWS, 1 << max(floor(knee), 1).bit_length() - 1)
+
+
 def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     """The plan of one partition of ``config``. Stages that do not fit are listed in ``problems``.
 
@@ -189,7 +212,7 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     if draft and not draft.fits:
         problems.append(f"the draft {_shortage(draft)}: use a larger device or a smaller draft")
     try:
-        kv.check(max_model_len, costs.rows)
+        kv.check(max_model_len, max(costs.rows, room_of((DEVICES[one.placement.device], one.timing.compute) for one in stages)))
     except UserError as error:
         problems = problems or [str(error)]
     timestep = _timestep_ms(draft, stages, config.network.duplex, Load(width))

@@ -43,6 +43,7 @@ class PipelineSpec:
         duplex: of the links between the ranks: ``half`` if a rank takes part in one transfer at a time, else ``full``.
         kv_room: for each rank, from 0, the bytes for keys and values that a cluster.yaml leaves; None without one.
         agreed_slots: of every rank's KV pool, once ranks on GPUs have measured their memory; None before, and where none does.
+        row_room: rows that may enter at a timestep of the stages' devices (see ``room_of``).
     """
 
     settings: Settings
@@ -57,6 +58,7 @@ class PipelineSpec:
     duplex: str = "full"
     kv_room: tuple[int, ...] | None = None
     agreed_slots: int | None = None
+    row_room: int = KNEE_ROWS
 
     def replaced(self, **values: Any) -> PipelineSpec:
         """With other settings by name, which are known to be right."""
@@ -111,8 +113,8 @@ class PipelineSpec:
 
     @property
     def knee(self) -> int:
-        """Rows that a stage computes in about the time of one: of the emulated devices, else a common one."""
-        return self.emulation.knee if self.emulation else KNEE_ROWS
+        """Rows that a stage computes in about the time of one: on the emulated devices, or on its own."""
+        return self.emulation.knee if self.emulation else self.row_room
 
     @property
     def max_context(self) -> int:

@@ -87,6 +87,7 @@ def _summary(plan: Plan) -> str:
         *_sharing(plan),
         f"Expected with {plan.rows} rows per timestep:",
         f"  timestep             {plan.timestep_ms:7.1f} ms   per token, as long as every token is a hit",
+        f"{f'  timestep, {plan.room} rows':<21}  {plan.timestep_with(plan.room):7.1f} ms   {_most_rows(plan)}",
         f"  whole pipeline       {plan.pipeline_ms:7.1f} ms   per miss: one pass through all groups",
         f"  plain pipeline (pp)  {plan.pp_token_ms:7.1f} ms   per token, without speculation",
         f"  knee                 {plan.knee:7,} rows per timestep, up to which a further row costs nothing",
@@ -105,6 +106,11 @@ def _summary(plan: Plan) -> str:
         *(f"Problem: {problem}" for problem in plan.problems),
     ]
     return "\n".join(lines)
+
+
+def _most_rows(plan: Plan) -> str:
+    hop_ms = max(stage.timing.send_ms(plan.room) for stage in plan.stages)
+    return f"as many as the default method sends, a hop in {hop_ms:.1f} ms"
 
 
 def _line(name: str, values: list[str]) -> str:

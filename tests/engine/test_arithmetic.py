@@ -13,10 +13,13 @@ from support.clusters import clustered
 from support.tiny_pair import Pair
 
 from pipedec.config import DeviceConfig, ServerConfig, Settings
-from pipedec.engine.build import resolve, resolve_partition, weights_on
+from pipedec.core import KNEE_ROWS, UserError
+from pipedec.engine.build import resolve, resolve_partition, room_on, weights_on
 from pipedec.engine.devices import arithmetic_of
 from pipedec.hardware import WeightFormat
 from pipedec.plan.dtypes import Arithmetic
+from pipedec.plan.emulation import Emulation
+from pipedec.plan.partition import plan
 
 CPU = torch.device("cpu")
 Settle = Callable[[bool], None]
@@ -111,3 +114,49 @@ def test_a_cluster_file_decides_by_its_devices_on_every_host(pair: Pair, tmp_pat
     )
     made = resolve_partition(replace(config, partitions={"two": on_gpu}))
     assert (made.dtype, made.settings.numbers.draft_dtype) == ("float32", "bfloat16")
+
+
+def test_a_cluster_file_says_how_many_rows_enter_at_a_timestep(pair: Pair) -> None:
+    """Of its plan, on every host the same; an emulation has that of its devices, and a processor's figures are nominal."""
+    partition = {"stages": 2, "devices": [DeviceConfig("here", "h100", 2)], "draft_device": DeviceConfig("here", "cpu")}
+    servers = [ServerConfig("here", {"h100": 2, "cpu": 3})]
+    config = clustered(servers, {"two": partition}, target=str(pair.target), draft=str(pair.draft), dtype="bfloat16")
+    made, planned = resolve_partition(config), plan(config)
+    assert made.knee == planned.room == 256
+    assert replace(made, emulation=Emulation.of_plan(planned)).knee == planned.knee == 295
+    assert resolve_partition(config.for_partition(given={"device": "cpu"})).knee == KNEE_ROWS
+    on_cpu = replace(config.partitions["two"], devices=(DeviceConfig("here", "cpu", 2),))
+    assert resolve_partition(replace(config, partitions={"two": on_cpu})).knee == KNEE_ROWS
+
+
+def test_without_a_cluster_file_the_gpus_say_how_many_rows_enter_at_a_timestep(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings.of(target=pair.target, draft=pair.draft, dtype="bfloat16", stages=2)
+    for gpus, knee in (
+        (["NVIDIA A100-SXM4-80GB"], 128),
+        (["NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 3090"], 64),
+        (["an unknown GPU"], KNEE_ROWS),
+        ([], KNEE_ROWS),
+    ):
+        monkeypatch.setattr("pipedec.engine.build.gpu_names", lambda names=gpus: names)
+        assert resolve(settings).knee == knee, gpus
+    monkeypatch.setattr("pipedec.engine.build.gpu_names", lambda: ["NVIDIA A100-SXM4-80GB"])
+    assert resolve(settings.replaced(device="cpu")).knee == KNEE_ROWS
+    quantized = resolve(settings.replaced(device="cpu", quantize="int4"))
+    assert room_on(quantized, ["NVIDIA GeForce RTX 3090"]) == 16
+
+
+def test_the_kv_budget_counts_as_many_rows_as_enter(pair: Pair) -> None:
+    """A request of 448 tokens and 64 rows fits into two blocks of a GPU's size, but not with 256 rows."""
+    partition = {"stages": 2, "draft_device": DeviceConfig("here", "cpu")}
+    for device, fits in (("rtx3090", True), ("h100", False)):
+        config = clustered(
+            [ServerConfig("here", {device: 2, "cpu": 1})], {"two": partition}, target=str(pair.target), draft=str(pair.draft),
+            dtype="bfloat16", max_model_len=448, kv_cache_memory=512 * 256,
+        )  # fmt: skip
+        if fits:
+            resolve_partition(config)
+        else:
+            with pytest.raises(UserError, match="one request of 448 tokens needs"):
+                resolve_partition(config)

@@ -14,11 +14,12 @@ from rich.console import Console
 from support.clusters import clustered
 
 from pipedec.config import ClusterConfig, DeviceConfig, ServerConfig, load_cluster
-from pipedec.core import UserError
+from pipedec.core import KNEE_ROWS, ROW_ID_BYTES, UserError
 from pipedec.hardware import DEVICES, MODEL_SHAPES, WIDENED_VALUES, WeightFormat
+from pipedec.model.buckets import Bucket
 from pipedec.plan.costs import CONTEXT_BYTES, CUBLAS_BYTES, NCCL_BYTES, ModelCosts
 from pipedec.plan.layers import balance, even_layers, explicit_layers
-from pipedec.plan.partition import Plan, delay_by_sharing_ms, plan
+from pipedec.plan.partition import Plan, delay_by_sharing_ms, plan, room_of
 from pipedec.plan.placement import Placement, rank_places, spare_places
 from pipedec.plan.table import plan_table
 from pipedec.transport.wire import message_bytes
@@ -151,6 +152,44 @@ def test_a_prompt_passes_in_chunks_at_the_knee(paper: ClusterConfig) -> None:
     assert planned.ttft_ms(1000) < 700
     assert planned.ttft_ms(1000, 2) == pytest.approx((14 + 13) * at_knee, rel=0.005), "75 rows beside one that decodes"
     assert planned.ttft_ms(1000, 14 * 76) > 5 * planned.ttft_ms(1000), "an eighth of the rows where others need all of them"
+
+
+@pytest.mark.parametrize(
+    ("device", "numbers", "knee", "room"),
+    [
+        ("rtx3090", {"dtype": "float32"}, 76, 64),
+        ("rtx3090", {"dtype": "bfloat16"}, 75, 64),
+        ("rtx3090", {"dtype": "bfloat16", "quantize": "int4"}, 16, 16),
+        ("a100-80", {"dtype": "bfloat16"}, 153, 128),
+        ("h100", {"dtype": "bfloat16"}, 295, 256),
+        ("l40s", {"dtype": "bfloat16"}, 418, 256),
+        ("cpu", {"dtype": "float32"}, 49, KNEE_ROWS),
+    ],
+)
+def test_what_enters_at_a_timestep_fills_a_captured_forward_below_the_knee(
+    device: str, numbers: dict[str, str], knee: int, room: int
+) -> None:
+    partition = {"stages": 2, "draft_device": DeviceConfig("a", "cpu")}
+    planned = plan(clustered((ServerConfig("a", {device: 3, "cpu": 3}),), {"only": partition}, target="llama-3.1-8b", **numbers))
+    assert (planned.knee, planned.room) == (knee, room)
+    assert Bucket(room, 1, room, 128).is_small or device == "cpu", "it is captured"
+
+
+def test_the_slowest_device_limits_what_enters() -> None:
+    times = {name: DEVICES[name].pass_time(10**9, 0, 4, WeightFormat("bfloat16")) for name in ("rtx3090", "h100", "cpu")}
+    assert room_of([(DEVICES["h100"], times["h100"]), (DEVICES["rtx3090"], times["rtx3090"])]) == 64
+    assert room_of([(DEVICES["h100"], times["h100"]), (DEVICES["cpu"], times["cpu"])]) == KNEE_ROWS
+
+
+def test_the_table_shows_the_transfers_of_as_many_rows_as_the_default_method_sends(paper: ClusterConfig) -> None:
+    """8192 float32 values and three ids per row, over 10 Gbit/s to the next server and over PCIe in it, one after the other."""
+    planned = plan(paper, "paper-14")
+    hop_ms = 0.05 + 64 * (8192 * 4 + ROW_ID_BYTES) / 1.25e6
+    more_ms = 32 * (8192 * 4 + ROW_ID_BYTES) * (1 / 1.25e6 + 1 / 12e6)
+    assert planned.timestep_with(64) == pytest.approx(planned.timestep_ms + more_ms), "64 rows are computed in the time of 32"
+    assert f"timestep, 64 rows {planned.timestep_with(64):10.1f} ms" in shown(planned) and f"a hop in {hop_ms:.1f} ms" in shown(
+        planned
+    )
 
 
 def test_plain_decoding_takes_a_pass_per_token_for_any_number_of_requests_up_to_the_knee(paper: ClusterConfig) -> None:
