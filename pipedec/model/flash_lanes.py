@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipedec.device import to_device
 from pipedec.model.attention import attention_with_lse, merge_by_lse
 from pipedec.model.lane_rows import LaneAttention, LaneRows, Part, Placed
 from pipedec.model.rectangles import Rectangles
@@ -85,11 +86,11 @@ class PagedRows:
         blocks = [lane.cache.blocks(count) for (lane, _), count in zip(placed, num_slots, strict=True)]
         return cls(
             _rows_of(placed),
-            torch.tensor(_sums(counts), dtype=torch.int32, device=device),
-            torch.tensor(_sums(num_slots), dtype=torch.int32, device=device),
+            _int32(_sums(counts), device),
+            _int32(_sums(num_slots), device),
             max(counts),
             max(num_slots),
-            torch.tensor([_filled(own, width) for own in blocks], dtype=torch.int32, device=device),
+            _int32([_filled(own, width) for own in blocks], device),
         )
 
     def attend(
@@ -157,7 +158,11 @@ class TreeRows:
 def _rows_of(placed: Sequence[Placed]) -> Tensor:
     """int64 [T], the ordinary rows of these lanes."""
     rows = [row for lane, first in placed for row in range(first, first + lane.num_tokens)]
-    return torch.tensor(rows, device=placed[0][0].positions.device)
+    return to_device(torch.tensor(rows), placed[0][0].positions.device)
+
+
+def _int32(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    return to_device(torch.tensor(values, dtype=torch.int32), device)
 
 
 def _sums(counts: Iterable[int]) -> list[int]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipedec.device import to_device
+
 
 @dataclass(frozen=True)
 class Rectangles:
@@ -44,7 +46,7 @@ class Rectangles:
         most_rows, most_slots = max(map(len, rows)), max(sum(map(len, runs)) for runs in slots)
         found = cls.empty(len(rows), most_rows, most_slots, sum(map(len, rows)))
         found.fill(rows, slots)
-        return cls(found.rows.to(device), found.slots.to(device), found.order.to(device))
+        return cls(*(to_device(indices, device) for indices in (found.rows, found.slots, found.order)))
 
     def fill(self, rows: Sequence[range], slots: Sequence[Sequence[range]]) -> None:
         """Enter the requests' rows and slots (see ``of``) into rectangles on the host. Whatever lies behind them stays."""

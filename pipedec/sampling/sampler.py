@@ -75,10 +75,9 @@ class Sampler:
         if not self._has_candidates(logits_RV.shape[-1]):
             return greedy(self._perturbed(logits_RV, positions_R))
         chosen_R, is_sure_R = drawn(logits_RV, positions_R, self._params, self._stream)
-        unsure = to_host((~is_sure_R).nonzero()[:, 0])
+        unsure = (~is_sure_R).nonzero()[:, 0]
         if len(unsure):
-            rows = to_device(unsure, logits_RV.device)
-            chosen_R[rows] = greedy(self._perturbed(logits_RV[rows], positions_R[unsure]))
+            chosen_R[unsure] = greedy(self._perturbed(logits_RV[unsure], positions_R[to_host(unsure)]))
         return chosen_R
 
     def _has_candidates(self, vocab_size: int) -> bool:

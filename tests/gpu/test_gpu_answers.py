@@ -72,12 +72,15 @@ def test_quantised_answers_are_those_of_weights_that_were_rounded(device: str, q
 
 @pytest.mark.gpu
 def test_graphs_change_nothing(spec: PipelineSpec, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    """But near ties in 16 bits: captured forwards have more rows and slots, and so other kernels, than those that are not."""
+    sampling, ids = SamplingParams(max_tokens=TOKENS, ignore_eos=True), load_prompter(spec).token_ids(PROMPT, False, TOKENS)
     for dtype in ("float32", "bfloat16"):
-        captured = answers(spec.replaced(dtype=dtype), sampling)
+        captured = answers(spec.replaced(dtype=dtype), sampling)["pp"]
         with monkeypatch.context() as patch:
             patch.setenv("PIPEDEC_GRAPHS", "off")
-            assert answers(spec.replaced(dtype=dtype), sampling)["pp"] == captured["pp"]
+            eager = answers(spec.replaced(dtype=dtype), sampling)["pp"]
+        divergence = Reference(spec.replaced(dtype=dtype)).compare(ids, eager, captured)
+        assert divergence is None or divergence.is_near_tie(dtype), f"{dtype}: {divergence}"
 
 
 def test_no_timestep_of_a_middle_stage_waits_for_the_device(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from support import naive_sampling
 from support.examples import examples
 from torch import Tensor
 
+from pipedec.bench.reads.device import DEVICE, CountedDevice, Marked
 from pipedec.core import SamplingParams
 from pipedec.sampling import Sampler, filtered, greedy
 from pipedec.sampling.candidates import SMALL_VOCABULARY, drawn
@@ -123,3 +126,34 @@ def test_top_p_sorts_more_where_the_most_probable_lack_the_mass() -> None:
         assert kept.tolist() == [3000, int((logits[1].softmax(-1).cumsum(-1) < mass).sum()) + 1]
     ramp = torch.linspace(0, -1, 3000)[None].double()
     assert int((top_p(ramp, 0.9) > -torch.inf).sum()) == int((ramp[0].softmax(-1).cumsum(-1) < 0.9).sum()) + 1 > 2000
+
+
+class HostIndices(CountedDevice):
+    """Also counts indices on the host into tensors of the device, whose copies it would wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host_indices = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if getattr(func, "__name__", "") in ("__getitem__", "__setitem__") and isinstance(args[0], Marked):
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            self.host_indices += any(isinstance(index, list | Tensor) and not isinstance(index, Marked) for index in indices)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("vocab_size", [500, SMALL_VOCABULARY + 1])
+@pytest.mark.parametrize(("top_p", "min_p"), [(1.0, 0.0), (0.8, 0.0), (1.0, 0.1)])
+def test_the_host_waits_once_for_the_device_and_sends_it_no_indices_that_block(
+    vocab_size: int, top_p: float, min_p: float
+) -> None:
+    params = SamplingParams(0.3, top_p=top_p, min_p=min_p, seed=3, presence_penalty=0.5)
+    with HostIndices() as mode:
+        logits, tree, mask = (
+            part.to(DEVICE)
+            for part in (logits_of("peaked", vocab_size, 1), torch.arange(6), torch.ones(6, 6, dtype=torch.bool).tril())
+        )
+        sampler = Sampler(params, vocab_size, DEVICE)
+        sampler.add_prompt(torch.arange(9).to(DEVICE))
+        assert isinstance(sampler.choose(logits, torch.arange(6) + 9, mask, tree), Marked)
+        assert mode.reads.total() == (vocab_size > SMALL_VOCABULARY) and not mode.mixed and not mode.host_indices
