@@ -41,7 +41,7 @@ def tests(folder: Path) -> Reading:
     cases = list(ElementTree.parse(path).iter("testcase"))
     failed = [str(case.get("name")) for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = Counter(str(found.get("message")) for case in cases if (found := case.find("skipped")) is not None)
-    counts = [f"{len(cases) - len(failed) - skipped.total()} tests passed"]
+    counts = [f"{len(cases) - len(failed) - skipped.total()} of {len(cases)} tests passed"]
     counts += [f"failed: {', '.join(failed)}"] if failed else []
     counts += [f"{count} skipped: {reason}" for reason, count in skipped.items()]
     recorded = [(case.get("name"), found.get("name"), found.get("value")) for case in cases for found in case.iter("property")]

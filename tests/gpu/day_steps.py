@@ -40,8 +40,8 @@ class Step:
 
     Attributes:
         limit_seconds: of all its commands together; what still runs then is ended, and the step has failed.
-        commands, toy: run one after the other until one fails. Placeholders are filled in: ``{python}``, ``{pipedec}``,
-            ``{device}``, ``{card}``, ``{models}``, and ``{folder}``, the step's own.
+        commands, toy: run one after the other until one fails; no ``toy`` if another step has the same. Placeholders are filled
+            in: ``{python}``, ``{pipedec}``, ``{device}``, ``{card}``, ``{models}``, and ``{folder}``, the step's own.
         if_fails: what to look at.
         cleanup: commands that run behind the others, whatever became of them.
         files, toy_files: written to the step's folder before it begins, by name; filled in likewise.
@@ -70,8 +70,12 @@ def tests(name: str, limit_seconds: float, path: str, toy: str, if_fails: str) -
     return Step(name, limit_seconds, ((*run, "-m", "gpu"),), ((*run, "-m", "not gpu", "-k", toy),), if_fails, read=figures.tests)
 
 
-def stages(count: int, toy_count: int, toy_methods: str) -> Step:
-    """A cluster of ``count`` stages on one card over gloo: wall time beside the computed time of as many cards."""
+def stages(count: int, toy_count: int | None = None) -> Step:
+    """A cluster of ``count`` stages on one card over gloo: wall time beside the computed time of as many cards.
+
+    Args:
+        toy_count: stages at toy size; None for nothing, since another step shows the same.
+    """
 
     def commands(stages: int, methods: str, tokens: int, timesteps: int) -> tuple[Command, ...]:
         asked = "--methods", methods, "--prompt", PROMPT, "--max-tokens", str(tokens)
@@ -88,9 +92,9 @@ def stages(count: int, toy_count: int, toy_methods: str) -> Step:
         return {"cluster.yaml": CLUSTER.replace("{stages}", str(stages)).replace("{ranks}", str(stages + 1))}
 
     return Step(
-        f"stages-{count}", 150, commands(count, METHODS, 64, 100), commands(toy_count, toy_methods, 4, 4),
+        f"stages-{count}", 150, commands(count, METHODS, 64, 100), commands(toy_count, "pp,pipedec", 4, 4) if toy_count else (),
         "`pipedec status`, and the table's column *left*: what a timestep takes beside the slowest stage's forward",
-        cleanup=(pipedec("down"),), files=files(count), toy_files=files(toy_count), read=figures.stages,
+        cleanup=(pipedec("down"),), files=files(count), toy_files=files(toy_count or count), read=figures.stages,
     )  # fmt: skip
 
 
@@ -105,7 +109,7 @@ STEPS = (
         "the message names method and token; `PIPEDEC_GRAPHS=off` tells whether graphs are to blame",
     ),
     tests(
-        "transport", 240, "tests/gpu/test_gpu_transport.py", "one_rank or (neighbours and 2-)",
+        "transport", 240, "tests/gpu/test_gpu_transport.py", "one_rank or (neighbours and cpu-2)",
         "`NCCL_DEBUG=INFO`; `--transport gloo` does without NCCL",
     ),
     tests(
@@ -162,7 +166,7 @@ STEPS = (
         "which operation is slow, and with how many rows",
         read=figures.operations,
     ),
-    stages(4, 2, "pp,pipedec"),
-    stages(8, 1, "pp"),
-    stages(16, 1, "pp"),
+    stages(4, 2),
+    stages(8),
+    stages(16),
 )  # fmt: skip

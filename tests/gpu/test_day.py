@@ -14,6 +14,10 @@ import pytest
 from day import CLEANUP_SECONDS, DAY_SECONDS, Day, Result
 from day_figures import Reading
 from day_steps import STEPS, Command, Step
+from support.checkpoints import save_tiny_llama
+
+from pipedec.config import load_cluster
+from pipedec.plan.partition import plan
 
 MACHINE = {"revision": "1", "GPUs": "none"}
 WRITE = "import sys; open(sys.argv[1], 'a').write('x')"
@@ -56,7 +60,19 @@ def test_at_toy_size_a_step_runs_the_same_commands(one: Step) -> None:
     def kinds(commands: Sequence[Command]) -> list[tuple[str, ...]]:
         return [tuple(word for word in command[:6] if not word.startswith("--"))[:3] for command in commands]
 
-    assert kinds(one.toy) == kinds(one.commands)
+    alike = next(other for other in STEPS if other.toy and kinds(other.commands) == kinds(one.commands))
+    assert kinds(one.toy or alike.toy) == kinds(one.commands)
+
+
+@pytest.mark.parametrize("one", [one for one in STEPS if one.files], ids=lambda one: one.name)
+def test_the_computed_cluster_has_a_card_for_every_rank(one: Step, tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path / "target", layers=24, vocab=300)
+    save_tiny_llama(tmp_path / "draft", layers=1, vocab=300)
+    for files, count in ((one.files, int(one.name.removeprefix("stages-"))), (one.toy_files, None)):
+        (path := tmp_path / "cluster.yaml").write_text(files["cluster.yaml"].format(models=tmp_path, card="h100"))
+        planned = plan(load_cluster(path), "all")
+        assert planned.problems == () and planned.draft is not None
+        assert count is None or len(planned.stages) == count
 
 
 def test_what_has_passed_is_not_run_again(tmp_path: Path) -> None:
