@@ -155,6 +155,7 @@ class TorchTransport:
 
     Attributes:
         backend: of the steps between stages, once the ranks have joined.
+        can_rejoin: this process can join other ranks after ``abort``; with a communicator of NCCL only its successor can.
 
     Raises:
         UserError: the backend is unknown or does not work on ``place``.
@@ -177,6 +178,7 @@ class TorchTransport:
         if rank > 0 and place.type not in new_groups.places[backend]:
             raise UserError("transport nccl needs --device cuda; use gloo on a CPU")
         self.backend = "gloo"
+        self.can_rejoin = True
         self._wanted = backend
         self._rank = rank
         self._hidden_size, self._dtype, self._place = hidden_size, dtype, place
@@ -208,6 +210,7 @@ class TorchTransport:
             self._all = groups.connect()
             uses_nccl = self._all_stages_request_nccl() and self._rank > 0
             self.backend = "nccl" if uses_nccl else "gloo"
+            self.can_rejoin = not uses_nccl or rendezvous.world_size == 2  # a single stage has no neighbours
             pairs = groups.connect_neighbours(self._place) if uses_nccl else {}
             self._connect_links(groups, pairs)
             for peer in pairs:
@@ -220,11 +223,6 @@ class TorchTransport:
         votes = torch.tensor([self._rank == 0 or self._wanted == "nccl"], dtype=torch.uint8)
         self._all.allreduce(votes, ReduceOp.MIN).wait(self._timeout)
         return bool(votes.item())
-
-    @property
-    def can_rejoin(self) -> bool:
-        """Whether this process can join other ranks after ``abort``; over NCCL only its successor can."""
-        return self.backend != "nccl"
 
     @property
     def versions(self) -> dict[str, str]:
