@@ -21,7 +21,7 @@ from pipedec.config import (
     state_directory,
 )
 from pipedec.core import UserError
-from pipedec.hardware import DEVICES, MODEL_SHAPES, SUPPORTED_MODEL_TYPES, WeightFormat, reported_device
+from pipedec.hardware import DEVICES, MODEL_SHAPES, SUPPORTED_MODEL_TYPES, WeightFormat
 from pipedec.methods import LayerTreeOptions
 from pipedec.model import ModelConfig
 
@@ -376,29 +376,6 @@ def test_compute_takes_over_near_the_roofline() -> None:
     assert time.ms(64) == time.ms(1) == pytest.approx(4000 / 936 + 0.09)
     assert time.knee_rows == pytest.approx(76, abs=0.1)
     assert time.ms(152) == pytest.approx(2 * (time.ms(1) - 0.09) + 0.09, rel=0.01)
-
-
-def test_a_kernel_for_four_bits_reads_the_weights_again_for_every_sixteen_rows() -> None:
-    gpu, cpu = DEVICES["rtx3090"], DEVICES["cpu"]
-    time = gpu.pass_time(10**9, 0, 0, WeightFormat("bfloat16", "int4"))
-    assert time.ms(1) == time.ms(16) == pytest.approx(625 / 936)
-    assert time.ms(17) == time.ms(32) == pytest.approx(2 * time.ms(1)) and time.ms(64) == pytest.approx(4 * time.ms(1))
-    assert time.knee_rows == 16
-    assert gpu.pass_time(10**9, 0, 0, WeightFormat("float16", "int4")).reread_ms == 0, "widened before the product"
-    assert cpu.pass_time(10**9, 0, 0, WeightFormat("bfloat16", "int4")).reread_ms == 0, "widened in its cache"
-
-
-@pytest.mark.parametrize(
-    ("reported", "name"),
-    [
-        ("NVIDIA GeForce RTX 3090", "rtx3090"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA L40S", "l40s"),
-        ("NVIDIA L40", "l40"), ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"),
-        ("NVIDIA A100-SXM4-40GB", None), ("Tesla T4", None), ("", None),
-    ],
-)  # fmt: skip
-def test_a_gpu_is_known_by_the_name_that_its_driver_reports(reported: str, name: str | None) -> None:
-    device = reported_device(reported)
-    assert (device and device.name) == name
 
 
 def test_state_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
-"""Devices: what a driver reports is compared with a plan."""
+"""Devices: what a driver reports is compared with a plan, and what the kernels of a format cost."""
 
 from __future__ import annotations
 
 import pytest
 
-from pipedec.hardware import DEVICES
+from pipedec.hardware import DEVICES, WeightFormat, reported_device
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,26 @@ from pipedec.hardware import DEVICES
 )
 def test_a_gpu_is_compared_with_the_plan(planned: str, name: str, gigabytes: float, difference: str | None) -> None:
     assert DEVICES[planned].difference(name, round(gigabytes * 1e9)) == difference
+
+
+def test_a_kernel_for_four_bits_reads_the_weights_again_for_every_sixteen_rows() -> None:
+    gpu, cpu = DEVICES["rtx3090"], DEVICES["cpu"]
+    time = gpu.pass_time(10**9, 0, 0, WeightFormat("bfloat16", "int4"))
+    assert time.ms(1) == time.ms(16) == pytest.approx(625 / 936)
+    assert time.ms(17) == time.ms(32) == pytest.approx(2 * time.ms(1)) and time.ms(64) == pytest.approx(4 * time.ms(1))
+    assert time.knee_rows == 16
+    assert gpu.pass_time(10**9, 0, 0, WeightFormat("float16", "int4")).reread_ms == 0, "widened before the product"
+    assert cpu.pass_time(10**9, 0, 0, WeightFormat("bfloat16", "int4")).reread_ms == 0, "widened in its cache"
+
+
+@pytest.mark.parametrize(
+    ("reported", "name"),
+    [
+        ("NVIDIA GeForce RTX 3090", "rtx3090"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", "l40"), ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", None), ("Tesla T4", None), ("", None),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_known_by_the_name_that_its_driver_reports(reported: str, name: str | None) -> None:
+    device = reported_device(reported)
+    assert (device and device.name) == name
