@@ -117,6 +117,13 @@ def test_when_the_day_is_over_other_steps_wait_for_the_next_run(tmp_path: Path) 
     assert [one.outcome for one in run(tmp_path, step("late", python("")))] == ["passed"]
 
 
+def test_what_another_step_shows_at_toy_size_is_not_run_there(tmp_path: Path) -> None:
+    same = Step("same", 60, (python(WRITE, "{count}"),), (), "the cable", read=lambda folder: Reading("read", ""))
+    values = {"python": sys.executable, "count": str(tmp_path / "count")}
+    (result,) = Day(tmp_path, [same], MACHINE, values, is_toy=True).run()
+    assert result.outcome == "passed" and "another step" in result.note and not (tmp_path / "count").exists()
+
+
 def test_figures_stand_in_the_report_and_must_be_there(tmp_path: Path) -> None:
     def read(folder: Path) -> Reading:
         return Reading("fast", f"{json.loads((folder / 'rows.json').read_text())} ms")
