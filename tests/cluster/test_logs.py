@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
+import shutil
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from support.processes import wait_until
 from support.tiny_pair import SENTENCES, Pair
@@ -24,9 +27,10 @@ logger = logging.getLogger("pipedec.tests")
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-def test_a_lost_rank_is_in_the_logs_and_no_secret_is(pair: Pair, state_directory: Path) -> None:
+def test_a_lost_rank_is_in_the_logs_and_no_secret_is(pair: Pair, state_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = PromptRequest(SENTENCES[0], True, "pp", SamplingParams(max_tokens=4, ignore_eos=True))
-    with LocalCluster(pair.spec(2), "logged") as cluster:
+    run_id = f"logged-{secrets.token_hex(4)}"
+    with LocalCluster(pair.spec(2), run_id) as cluster:
         assert cluster.scheduler is not None
         client, scheduler = Client(cluster.scheduler, cluster.check), cluster.scheduler
         text = client.ask(request).text
@@ -34,7 +38,12 @@ def test_a_lost_rank_is_in_the_logs_and_no_secret_is(pair: Pair, state_directory
         assert wait_until(lambda: scheduler.status().epoch == 1 and not scheduler.status().is_recovering, 60)
         assert client.ask(request).text == text
         password = RedisConfig(cluster.address.redis_url).password
-    files = {path.stem: path.read_text() for path in log_directory("logged").iterdir()}
+        theirs = psutil.Process(cluster.pids[0]).environ()
+    files = {path.stem: path.read_text() for path in log_directory(run_id).iterdir()}
+    for name in ("PIPEDEC_STATE_DIR", "XDG_RUNTIME_DIR", "HOME"):  # ranks have the environment of this process's first cluster
+        monkeypatch.setenv(name, theirs[name]) if name in theirs else monkeypatch.delenv(name, raising=False)
+    files |= {path.stem: path.read_text() for path in log_directory(run_id).iterdir()}
+    shutil.rmtree(log_directory(run_id))
     assert files.keys() == {"rank-0", "rank-1", "rank-2", "watch"}
     lines = [line for file in files.values() for line in file.splitlines()]
     assert [line for line in lines if not LINE.fullmatch(line)] == []
@@ -43,7 +52,7 @@ def test_a_lost_rank_is_in_the_logs_and_no_secret_is(pair: Pair, state_directory
     for rank in range(3):
         assert "sends over gloo (" in files[f"rank-{rank}"] and "KV slots" in files[f"rank-{rank}"]
     assert "rank 1 (stage 1) was killed by SIGKILL" in files["watch"] and "1 of 5 restarts" in files["watch"]
-    assert password and not any(secret in "".join(lines) for secret in (password, SENTENCES[0], "redis://"))
+    assert password and not any(one in "".join(lines) for one in (password, SENTENCES[0], "redis://"))
 
 
 def test_a_process_of_the_user_logs_losses_of_this_thread_alone(state_directory: Path) -> None:

@@ -38,7 +38,7 @@ def test_a_lost_stage_costs_one_restart_and_nobody_hangs(pair: Pair, tmp_path: P
         os.kill(pids[VICTIM], signal.SIGUSR1)
         completion = client.ask(REQUEST)
         assert (completion.token_ids, completion.text) == (alone.token_ids, alone.text)
-        assert completion.metrics.recoveries == 1
+        assert completion.metrics.recoveries <= 1, "the stage may be lost before the request begins"
         status = cluster.scheduler.status()
         (recovery,) = status.recoveries
         assert VICTIM in recovery.lost and recovery.reason == f"rank {VICTIM} (stage {VICTIM}) was killed by SIGKILL"
