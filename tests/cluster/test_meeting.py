@@ -115,6 +115,13 @@ def run(server: EmbeddedServer, pair: Pair, request: pytest.FixtureRequest, stat
     made.scheduler.clear()
 
 
+@pytest.fixture(autouse=True)
+def nccl_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that meet in this process tell NCCL their interface."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+
+
 @pytest.fixture
 def no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
