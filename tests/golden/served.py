@@ -152,7 +152,7 @@ def _frames(line: str) -> list[Any]:
 
 def _files(started: Started, state: Path, scratch: Path) -> Faces:
     """What is on disk, and what ``run`` holds in Redis."""
-    (file,) = state.iterdir()
+    (file,) = (file for file in state.iterdir() if file.name != "logs")
     running = json.loads(file.read_text())
     yield from _under(f"state directory: {file.name}", shape_of(running))
     with connect(running["redis_url"]) as redis:
