@@ -194,7 +194,10 @@ class Meeting:
         """Of the tensors that this rank reads, by model and name: before any is loaded, which then comes from the page cache."""
         if self._digests is None:
             parts = [part for part in self._spec.parts(self._place.rank) if part.is_read or self._place.lists]
+            began = time.monotonic()
             self._digests = part_digests(parts, cache_directory(), progress, self._place.lists)
+            num_tensors = sum(map(len, self._digests.values()))
+            logger.info("has the digests of %d tensors after %.1f s", num_tensors, time.monotonic() - began)
         return self._digests
 
     def _configured_interface(self) -> str | None:

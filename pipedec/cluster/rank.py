@@ -160,7 +160,9 @@ class _Rank:
         joined = self._join()
         loop = self._loop = self._loop or self._load()
         if self._cold is not None:
+            began = time.monotonic()
             self._cold.warm_up(self._usual, self._warming)
+            logger.info("warmed up in %.1f s", time.monotonic() - began)
             self._cold = None
         description = self._description(joined)
         if not self._has_served:
@@ -198,11 +200,7 @@ class _Rank:
             )
             backend = Choice(self._transport.backend, why)
         logger.info(
-            "has met the other ranks, and sends over %s (%s), interface %s (%s)",
-            backend.name,
-            backend.why,
-            met.interface.name,
-            met.interface.why,
+            "has met the other ranks, and sends over %s (%s) by interface %s", backend.name, backend.why, met.interface.name
         )
         return _Joined(backend, Choice(met.interface.name, met.interface.why), met.digests)
 
@@ -213,7 +211,7 @@ class _Rank:
         model = allocated(self._load_model, self._name)
         self._memory.loaded()
         loop = self._new_loop(model)
-        logger.info("loaded in %.1f s: %s KV slots", time.monotonic() - began, f"{self._spec.kv_slots:,}")
+        logger.info("loaded in %.1f s: %d KV slots, knee %d rows", time.monotonic() - began, self._spec.kv_slots, self._spec.knee)
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector, which halts a timestep, need not look at it again
         self._cold = model
@@ -240,7 +238,10 @@ class _Rank:
 
         def told(run: Run) -> Run:
             with self._doing.warming():
-                return capture(run)
+                began = time.monotonic()
+                captured = capture(run)
+                logger.debug("captured a forward in %.2f s", time.monotonic() - began)
+                return captured
 
         return told
 

@@ -6,6 +6,7 @@ Memory of a process that was killed may be freed late, so whoever lacks some wai
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from pipedec.plan.spec import PipelineSpec
 
 FREED_SECONDS = 10.0  # in which the driver frees the memory of a process that was killed
 _POLL_SECONDS = 0.2
+logger = logging.getLogger(__name__)
 
 FreeMemory = Callable[[torch.device], GpuMemory]
 _Made = TypeVar("_Made")
@@ -44,11 +46,12 @@ def measured_tokens(
     limits = spec.settings.limits
     needed = slots or spec.kv_budget().needed(limits.max_model_len, spec.knee)
     needs = [spec.needs(rank) for rank in ranks]
-    deadline = time.monotonic() + patience_seconds
+    deadline, is_waiting = time.monotonic() + patience_seconds, False
     while True:
         memory = free(device)
         tokens = tokens_beside(memory.usable(limits.gpu_memory_utilization), needs)
         if tokens >= needed:
+            logger.info("%s free of %s on the GPU: room for %d tokens of %s", _gb(memory.free), _gb(memory.total), tokens, who)
             return tokens
         if time.monotonic() >= deadline:
             needed_bytes = sum(one.fixed_bytes + needed * one.token_bytes for one in needs)
@@ -56,6 +59,9 @@ def measured_tokens(
                 f"{who} cannot load: weights, workspace, and keys and values of {needed:,} tokens need {_gb(needed_bytes)}, but "
                 f"{_shown(memory, limits.gpu_memory_utilization, device, len(ranks))}"
             )
+        if not is_waiting:
+            is_waiting = True
+            logger.warning("waits up to %.0f s for GPU memory: room for %d tokens, needs %d", patience_seconds, tokens, needed)
         time.sleep(_POLL_SECONDS)
 
 
@@ -77,14 +83,17 @@ def allocated(load: Callable[[], _Made], who: str, patience_seconds: float = FRE
     """What ``load`` returns. It is called again while its GPU has too little memory.
 
     Raises:
-        UserError: it has too little for ``patience_seconds``.
+        UserError: it has too little for ``patience_seconds``, counted from the first refusal: loading may take minutes.
     """
-    deadline = time.monotonic() + patience_seconds
+    deadline: float | None = None
     while True:
         try:
             return load()
         except torch.OutOfMemoryError as error:
             reason = str(error).partition("\n")[0]
+        if deadline is None:
+            deadline = time.monotonic() + patience_seconds
+            logger.warning("waits up to %.0f s for GPU memory: %s", patience_seconds, reason)
         gc.collect()  # what was loaded of it, now that the frames of the error are gone
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

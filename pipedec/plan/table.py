@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from rich import box
@@ -12,6 +13,7 @@ from rich.text import Text
 from pipedec.hardware import DEVICES, GIGA
 from pipedec.plan.files import NeededFile
 from pipedec.plan.partition import Plan
+from pipedec.plan.placement import Placement
 
 _PROMPT_TOKENS = 1000
 _REQUEST_TOKENS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
@@ -126,5 +128,8 @@ def _kv_bytes(plan: Plan) -> str:
 def _reserve(plan: Plan) -> str:
     """What the plan leaves free of each kind of GPU, for the allocator's fragments and whatever else runs there."""
     ranks = [*([plan.draft] if plan.draft else []), *plan.stages]
-    usable = {rank.placement.device: rank.memory_bytes for rank in ranks if DEVICES[rank.placement.device].is_gpu}
+    parts = Counter[Placement]()  # of the ranks that share a GPU
+    for rank in ranks:
+        parts[rank.placement] += rank.memory_bytes
+    usable = {place.device: most for place, most in parts.items() if DEVICES[place.device].is_gpu}
     return ", ".join(f"{(DEVICES[name].memory_bytes - most) / GIGA:.1f} GB of each {name}" for name, most in usable.items())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import save_tiny
+from support.clock import Clock
 from support.tiny_pair import Pair
 
 from pipedec.config import Settings, model_shape
@@ -150,6 +151,16 @@ def test_an_allocation_is_tried_again_while_a_killed_rank_still_holds_memory() -
     loads = Loads(2)
     assert allocated(loads, "rank 1 (stage 1) on here") == "loaded"
     assert loads.calls == 3
+
+
+def test_an_allocation_that_fails_after_minutes_of_loading_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, loads = Clock(monkeypatch), Loads(1)
+
+    def load() -> str:
+        clock.advance(300)
+        return loads()
+
+    assert allocated(load, "rank 1 (stage 1) on here") == "loaded"
 
 
 def test_an_allocation_that_fails_for_long_is_told_in_one_line() -> None:

@@ -408,6 +408,7 @@ def test_the_memory_of_a_shared_device_holds_the_same_tokens_of_both_ranks(paper
     assert planned.kv_tokens <= tokens and draft.total_bytes + last.total_bytes <= usable
     text = shown(planned)
     assert "* Rank 0 and stage 14 share this device" in text and text.count("rtx3090 #1 *") == 2
+    assert "GPU memory reserve   1.3 GB of each rtx3090" in text
     assert max(len(line) for line in text.splitlines()) <= 100
 
 
