@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import SamplingParams
+from pipedec.device import to_device
 
 
 class History:
@@ -23,11 +24,13 @@ class History:
 
     def add_prompt(self, token_ids: Tensor) -> None:
         """Add a chunk of the prompt: int64 [any number]."""
+        token_ids = to_device(token_ids, self._in_prompt_V.device)
         self._in_prompt_V[token_ids] = True
         self._seen_T = torch.cat((self._seen_T, token_ids))
 
     def add_accepted(self, token_ids: Tensor) -> None:
         """Add committed tokens: int64 [any number]; every repetition counts."""
+        token_ids = to_device(token_ids, self._accepted_V.device)
         self._accepted_V.index_add_(0, token_ids, torch.ones_like(token_ids, dtype=self._accepted_V.dtype))
         self._seen_T = torch.cat((self._seen_T, token_ids))
 
