@@ -31,7 +31,7 @@ COPY_AGAIN = "copy the same checkpoint to all hosts with `pipedec distribute`"  
 _MAX_THREADS = 8
 _PIECE = 1 << 22  # bytes
 _WHOLE = ""  # stands for the name of a tensor: the digest of a whole file
-_UNUSED = ".rotary_emb.inv_freq"  # tensors of old checkpoints that nobody reads
+_UNUSED = ".rotary_emb.inv_freq"  # tensors of old checkpoints that are not used
 
 Progress = Callable[[int, int], None]  # tensors digested, tensors in all; what it raises ends the digest
 Digests = Mapping[str, str]  # by name of the tensor, 64 hex digits each
@@ -39,27 +39,27 @@ TensorDigests = Mapping[str, Digests]  # by model
 
 
 def config_digest(model: Path) -> str:
-    """Of what is not weights: sizes, end tokens, tokenizer, index. Files that do not exist do not count (64 hex digits)."""
+    """Digest what is not weights: sizes, end tokens, tokenizer, index (64 hex digits). Missing files do not count."""
     files = [model_files(model) / name for name in CONFIG_FILES]
     return combined({path.name: file_digest(path) for path in files if path.is_file()})
 
 
 def quick_digest(model: Path) -> str:
-    """Of configuration and tokenizer, and of the first row of every tensor, if all are here: most of what could differ, in no
+    """Digest configuration, tokenizer and the first row of every tensor, if all are here: most of what could differ, in no
     time."""
     rows = fingerprint(model) if TensorFiles(model).is_whole else ""
     return hashlib.sha256(f"{config_digest(model)} {rows}".encode()).hexdigest()
 
 
 def weights_digest(model: Path, cache: Path | None) -> str:
-    """Of all tensors of a checkpoint, every byte (64 hex digits); see ``tensor_digests``. UserError if a file is missing."""
+    """Digest all tensors of a checkpoint, every byte (64 hex digits); see ``tensor_digests``. UserError if a file is missing."""
     files = TensorFiles(model)
     files.check_here(files.file_of)
     return combined({tensor.name: digest for tensor, digest in tensor_digests(files.places.values(), cache).items()})
 
 
 def combined(digests: Digests) -> str:
-    """One digest of named ones (64 hex digits). Tensors that nobody reads do not count."""
+    """Combine named digests into one (64 hex digits). Unused tensors do not count."""
     lines = [f"{name} {digest}\n" for name, digest in sorted(digests.items()) if not name.endswith(_UNUSED)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -67,7 +67,7 @@ def combined(digests: Digests) -> str:
 def tensor_digests(
     tensors: Iterable[StoredTensor], cache: Path | None, progress: Progress = lambda done, total: None
 ) -> dict[StoredTensor, str]:
-    """Of each tensor: its type, shape and bytes. Tensors that nobody reads are left out.
+    """Digest the type, shape and bytes of each tensor. Unused tensors are left out.
 
     Args:
         cache: a directory in which digests are kept while path, size, inode and both times of a file are the same; None reads all
@@ -97,7 +97,7 @@ def tensor_digests(
 
 
 def content_digest(path: Path, cache: Path | None, name: str | None = None, digests: dict[str, str] | None = None) -> str:
-    """Of all bytes of any file; of a safetensors file, by way of the digests of its tensors (64 hex digits).
+    """Digest all bytes of a file; of a safetensors file, by way of the digests of its tensors (64 hex digits).
 
     Args:
         cache: as in ``tensor_digests``.
