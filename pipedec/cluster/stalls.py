@@ -15,6 +15,7 @@ _BUSY = ("computing", "warming", "loading", "meeting", "connecting")
 LEAST_SECONDS = 4.0  # that a timestep may take, unless the user says otherwise
 _PLANNED_TIMESTEPS = 20.0  # a timestep may take so many times as long as planned
 _WARMING_SECONDS = 120.0  # that anything may take which is computed for the first time
+_TELLS_SECONDS = 2.0  # a rank that can tells what it does more often
 _APART_SECONDS = 3.0  # a host that cannot be reached for longer is cut off
 
 
@@ -68,7 +69,8 @@ def find_stall(activities: Mapping[int, Activity], stall_seconds: float) -> Stal
     Ranks wait for each other, so nearly all stand still when one does: whoever waits is followed to the one for whom it waits,
     up to one that does not wait itself. Where they wait in a circle, something was lost on the way to the one that has waited
     longest. Ranks that have computed long timesteps before have more time. So has one that computes something for the first time,
-    and who waits for it: nobody counts as having waited for longer than since the last rank did so.
+    and who waits for it: nobody counts as having waited for longer than since the last rank did so. Nobody is blamed for what it
+    told before it could have waited for long, unless it has told nothing since.
 
     Args:
         activities: of every rank that has told one; each may have told it a second ago.
@@ -84,10 +86,11 @@ def find_stall(activities: Mapping[int, Activity], stall_seconds: float) -> Stal
     waited = {rank: min(told.seconds, is_usual) for rank, told in activities.items() if told.kind == "waiting"}
     limit = max(stall_seconds, _TIMESTEPS * sum(told.longest_seconds for told in activities.values()))
     peers = {rank: activities[rank].peer for rank, seconds in waited.items() if seconds > limit / 2}
+    excused = {rank for rank, told in activities.items() if told.kind in _BUSY or _may_wait_as_well(told, limit / 2)}
     starved = [rank for rank in peers if waited[rank] > limit]
     for rank in sorted(starved, key=lambda one: -activities[one].began):
         last = _last_to_wait(rank, peers, activities)
-        if (peer := peers[last]) is not None and not (peer in activities and activities[peer].kind in _BUSY):
+        if (peer := peers[last]) is not None and peer not in excused:
             return Stall(last, peer, activities[last].seconds)
     return None
 
@@ -97,6 +100,11 @@ def _is_overdue(told: Activity, stall_seconds: float) -> bool:
     if told.kind == "warming":
         return told.seconds > max(stall_seconds, _WARMING_SECONDS)
     return told.kind == "computing" and told.seconds > max(stall_seconds, _SLOWER * told.longest_seconds)
+
+
+def _may_wait_as_well(told: Activity, seconds: float) -> bool:
+    """Whether a rank that has begun to do this may by now have done so for ``seconds``, which it will tell soon."""
+    return told.seconds <= seconds < told.began and told.age_seconds < _TELLS_SECONDS
 
 
 def _last_to_wait(rank: int, peers: Mapping[int, int | None], activities: Mapping[int, Activity]) -> int:

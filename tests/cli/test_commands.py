@@ -94,8 +94,9 @@ def test_submit_prints_one_json_document_and_writes_a_trace(
     tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert tracks == {"scheduler", "rank 0: draft", "rank 1: stage 1", "rank 2: stage 2"}
     assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1, 2, 3}
-    prefill = {"1F1", "2F1"} if known_resident.spec.settings.cluster.dispatch == "windows" else {"1P0", "2F2"}
-    assert {*prefill, "1>2@1", "0S" + str(document["timesteps"])} <= {event["name"] for event in events}
+    windows = known_resident.spec.settings.cluster.dispatch == "windows"  # they count the two timesteps of the prompt, too
+    prefill, last = ({"1F1", "2F1"}, document["timesteps"] + 2) if windows else ({"1P0", "2F2"}, document["timesteps"])
+    assert {*prefill, "1>2@1", f"0S{last}"} <= {event["name"] for event in events}
 
     plain = pipedec("submit", *short, "--method", "pp", "--json")
     assert json.loads(plain.out)["token_ids"] == expected and json.loads(plain.out)["hit_rate"] == 0

@@ -66,6 +66,15 @@ def test_one_that_has_stopped_is_blamed_whatever_it_said_last(last_told: Activit
     assert stall is not None and stall.suspect == 2
 
 
+@pytest.mark.parametrize("told", [waiting(1, 0.4), waiting(1, 0.02), idle(0.3)], ids=["waiting", "just begun", "idle"])
+def test_nobody_is_blamed_for_what_it_told_before_it_could_have_waited_for_long(told: Activity) -> None:
+    """Rank 1 computes something for the first time; rank 2 waits for it, and last told so in the beginning."""
+    activities = {0: waiting(2, 1.1), 1: warming(1.2), 2: replace(told, age_seconds=0.7)}
+    assert find_stall(activities, 1.0) is None
+    stall = find_stall(activities | {2: replace(told, age_seconds=0.05)}, 1.0)
+    assert stall is not None and stall.suspect == 2, "it has just told that it does something else"
+
+
 def test_whoever_waits_longest_for_one_that_waits_itself_is_followed() -> None:
     """Between groups: 4 has waited for 3 since before 3 began to wait for 2, which stands still."""
     activities = {0: waiting(4, 4.8), 1: waiting(0, 4.7), 2: waiting(1, 0.1), 3: waiting(2, 4.5), 4: waiting(3, 5.5)}
