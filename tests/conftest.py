@@ -81,13 +81,14 @@ def short_directory() -> Iterator[Path]:
 
 
 @pytest.fixture
-def leaves_nothing(short_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def leaves_nothing(request: pytest.FixtureRequest, short_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails the test if it hangs, or if a process it started or a temporary file of ours is still there after its end."""
     scratch = Path(tempfile.mkdtemp(dir=short_directory))
     monkeypatch.setenv("TMPDIR", str(scratch))
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     before = marked_processes()
-    with deadline(TEST_SECONDS):
+    limit = request.node.get_closest_marker("seconds")
+    with deadline(TEST_SECONDS if limit is None else limit.args[0]):
         yield
     assert wait_until(lambda: not marked_processes() - before), [
         (pid, Path(f"/proc/{pid}/cmdline").read_bytes()[-200:]) for pid in marked_processes() - before

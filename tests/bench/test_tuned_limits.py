@@ -16,7 +16,6 @@ from pipedec.config import paper_cluster
 from pipedec.core import SamplingParams
 from pipedec.data.prompts import PromptSet
 
-LARGEST_RATIO = 1.03
 QUESTIONS = {
     "modules": (
         "What does shutil.copytree() do?", "How do I parse a date with the datetime module?",
@@ -37,11 +36,14 @@ QUESTIONS = {
         "What should a visitor see in Rome?", "Describe a healthy breakfast.",
     ),
 }  # fmt: skip
-GRIDS = {
+GRIDS = {  # width and forwards of the best ones
     ("paper-14", None): [(32, 3), (64, 2), (64, 3)],
     ("paper-14", 1): [(16, 8), (64, 3), (64, 8)],
-    ("home-4x3090", None): [(16, 5), (24, 5), (24, 6)],
+    ("home-4x3090", None): [(16, 4), (16, 5), (16, 6)],
 }
+# In 4 bits only 16 rows are computed in one reading of the weights, so that there are few rows to choose from: a draft forward
+# more or less than the best number makes 5 % there.
+LARGEST_RATIO = {"paper-14": 1.03, "home-4x3090": 1.08}
 METHOD = "pipedec-bestfirst"
 
 
@@ -66,4 +68,5 @@ def test_tuned_limits_are_about_as_good_as_the_best_fixed_ones(
     study = Study(config, [PromptSet(questions, QUESTIONS[questions])], recordings / questions)
     times = PolicyFigures.of(study.run(Silent())).means["ms_per_token"].to_dict()
     best = min(fixed, key=times.__getitem__)
-    assert times[METHOD] <= LARGEST_RATIO * times[best], f"{times[METHOD]:.2f} ms per token; {times[best]:.2f} with {best}"
+    ratio = times[METHOD] / times[best]
+    assert ratio <= LARGEST_RATIO[preset], f"{times[METHOD]:.2f} ms per token; {times[best]:.2f} with {best}"

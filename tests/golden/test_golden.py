@@ -12,6 +12,7 @@ ADVICE = "If this was intended: make golden, in a commit of its own that says wh
 
 
 @pytest.mark.slow
+@pytest.mark.seconds(1200.0)
 @pytest.mark.numbers
 @pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize("part", PARTS)
