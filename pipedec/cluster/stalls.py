@@ -15,7 +15,7 @@ _BUSY = ("computing", "warming", "loading", "meeting", "connecting")
 LEAST_SECONDS = 4.0  # that a timestep may take, unless the user says otherwise
 _PLANNED_TIMESTEPS = 20.0  # a timestep may take so many times as long as planned
 _WARMING_SECONDS = 120.0  # that anything may take which is computed for the first time
-_TELLS_SECONDS = 2.0  # a rank that can tells what it does more often
+_TELLS_SECONDS = 2.0  # a live rank reports what it does more often than this
 _APART_SECONDS = 3.0  # a host that cannot be reached for longer is cut off
 
 
@@ -69,8 +69,8 @@ def find_stall(activities: Mapping[int, Activity], stall_seconds: float) -> Stal
     Ranks wait for each other, so nearly all stand still when one does: whoever waits is followed to the one for whom it waits,
     up to one that does not wait itself. Where they wait in a circle, something was lost on the way to the one that has waited
     longest. Ranks that have computed long timesteps before have more time. So has one that computes something for the first time,
-    and who waits for it: nobody counts as having waited for longer than since the last rank did so. Nobody is blamed for what it
-    told before it could have waited for long, unless it has told nothing since.
+    and who waits for it: nobody counts as having waited for longer than since the last rank did so. A rank is not blamed on a
+    report that is too early to show whether it is waiting as well, if its next report is due.
 
     Args:
         activities: of every rank that has told one; each may have told it a second ago.
@@ -103,7 +103,7 @@ def _is_overdue(told: Activity, stall_seconds: float) -> bool:
 
 
 def _may_wait_as_well(told: Activity, seconds: float) -> bool:
-    """Whether a rank that has begun to do this may by now have done so for ``seconds``, which it will tell soon."""
+    """Whether a rank may by now have waited for ``seconds``, although its last report could not show it and the next is due."""
     return told.seconds <= seconds < told.began and told.age_seconds < _TELLS_SECONDS
 
 

@@ -43,7 +43,7 @@ GRIDS = {  # width and forwards of the best ones
 }
 # In 4 bits only 16 rows are computed in one reading of the weights, so that there are few rows to choose from: a draft forward
 # more or less than the best number makes 5 % there.
-LARGEST_RATIO = {"paper-14": 1.03, "home-4x3090": 1.08}
+LARGEST_RATIO = {"paper-14": 1.03, "home-4x3090": 1.06}
 METHOD = "pipedec-bestfirst"
 
 
