@@ -6,13 +6,30 @@ The simplest place to debug a method: one timestep after another in one thread.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
 
 import torch
 from msgspec import structs
 
-from pipedec.core import EMPTY, KNEE_ROWS, Envelope, Metrics, Opening, Request, Step, TokenLogprobs, Update, UserError, Verdict
+from pipedec.core import (
+    EMPTY,
+    KNEE_ROWS,
+    Envelope,
+    Load,
+    Metrics,
+    Opening,
+    Request,
+    Step,
+    TokenLogprobs,
+    Update,
+    UserError,
+    Verdict,
+)
 from pipedec.decoding import Company, Drafter, LaneSizes, Method, TimestepTiming
 from pipedec.device import Mark, device_of, elapsed
 from pipedec.engine.admission import threads_within
@@ -38,6 +55,7 @@ from pipedec.threads import NewSequence, Sequence
 from pipedec.topology import Topology
 
 _IDLE_TIMESTEPS = 16
+Prunes = Literal["at once", "with the rows"]
 
 
 @dataclass
@@ -117,6 +135,9 @@ class LocalPipeline:
         stages: their workers; the last one is a FinalStageWorker.
         kv: of the stages' KV pools. Prefixes outlast a run.
         lane_sizes: how much of them requests get before they need it.
+        prunes: when a stage replays a verdict: before its next step, as with the paper's dispatcher, or when the rows behind the
+            verdict reach it, as with windows. Tokens, hits, misses and timesteps are the same; rows per stage are not.
+        delay: timesteps that a message from one group to the next one is on its way; 0 unless verdicts travel with the rows.
 
     Attributes:
         stages: see ``stages`` of the arguments.
@@ -138,6 +159,8 @@ class LocalPipeline:
         knee: int = KNEE_ROWS,
         kv: KVManager | None = None,
         lane_sizes: LaneSizes = LaneSizes(),
+        prunes: Prunes = "at once",
+        delay: int = 0,
     ) -> None:
         if len(stages) != topology.num_stages:
             raise ValueError(f"{len(stages)} stages do not fill a topology of {topology.num_stages}")
@@ -150,6 +173,7 @@ class LocalPipeline:
         timed = None if drafter is None else TimedDrafter(drafter, self._recorder.drafting)
         self._company = Company(topology.num_groups, timed, device, trained_masks, knee, kv=kv, lane_sizes=lane_sizes)
         self._emulation = emulation
+        self._prunes_at_once, self._delay = prunes == "at once", delay
         self._clock: EmulatedClock | None = None
         self.answers: dict[int, LocalAnswer] = {}
         self.emulated_ms: float | None = None
@@ -157,7 +181,13 @@ class LocalPipeline:
         self.feed: LiveFeed | None = None
 
     @classmethod
-    def load(cls, spec: PipelineSpec, lane_sizes: LaneSizes = LaneSizes(), capture: NewCapture = device_capture) -> LocalPipeline:
+    def load(
+        cls,
+        spec: PipelineSpec,
+        lane_sizes: LaneSizes = LaneSizes(),
+        capture: NewCapture = device_capture,
+        prunes: Prunes = "at once",
+    ) -> LocalPipeline:
         """All stages of ``spec``, and its draft, in this process.
 
         Args:
@@ -168,7 +198,7 @@ class LocalPipeline:
         stages = [load_stage(spec, rank, device, capture=capture) for rank in range(1, spec.settings.cut.stages + 1)]
         sequences, drafter, masks = Sequences(spec.target), load_drafter(spec, device, capture=capture), spec.trained_masks
         kv = spec.kv_manager()
-        return cls(stages, spec.topology, sequences, drafter, device, spec.emulation, masks, spec.knee, kv, lane_sizes)
+        return cls(stages, spec.topology, sequences, drafter, device, spec.emulation, masks, spec.knee, kv, lane_sizes, prunes)
 
     def run(self, request: Request) -> Iterator[Verdict]:
         """Decode ``request`` alone and yield every verdict. Raises as ``run_all``."""
@@ -194,7 +224,8 @@ class LocalPipeline:
         """
         self.answers, self.fill = {}, []
         clock = self._clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
-        pool, stages = Pool(self._company), _Stages(self.stages, self._topology, self._recorder, clock)
+        pool = Pool(self._company)
+        stages = _Stages(self.stages, self._topology, self._recorder, clock, self._prunes_at_once, self._delay)
         schedule = _Schedule(pool, self._begin, stages.reset, arrivals, cancels or {}, losses)
         try:
             while schedule.is_open:
@@ -296,89 +327,115 @@ class _Schedule:
 
 
 class _Stages:
-    """The ``Pipeline`` of the decode loop in which every stage replays a verdict at once, if the answer goes on (PipeDec §3.4.3).
+    """The ``Pipeline`` of the decode loop in one process: messages wait in a queue in front of each group.
 
-    Openings, slots and closings travel with the rows: a request may have adopted rows in flight of one that has ended.
+    A verdict travels with the rows behind it. If stages prune at once (PipeDec §3.4.3), one by which the answer goes on does not:
+    all stages replay it before their next step. What opens or closes a lane travels with the rows in any case: a request may have
+    adopted rows in flight of one that has ended.
+
+    Args:
+        delay: timesteps that a message from one group to the next one is on its way.
     """
 
-    def __init__(self, workers: list[StageWorker], topology: Topology, recorder: Recorder, clock: EmulatedClock | None) -> None:
+    def __init__(
+        self,
+        workers: list[StageWorker],
+        topology: Topology,
+        recorder: Recorder,
+        clock: EmulatedClock | None,
+        prunes_at_once: bool = True,
+        delay: int = 0,
+    ) -> None:
+        if prunes_at_once and delay:
+            raise ValueError("what is on its way cannot be pruned: let verdicts travel with the rows")
         self._workers = dict(enumerate(workers, start=1))
         self._topology = topology
         self._recorder = recorder
         self._clock = clock
-        self._arrivals: list[tuple[Update, ...]] = [() for _ in topology.groups]  # by group, in this timestep
+        self._prunes_at_once = prunes_at_once
+        self._delay = delay
         self._load = TimestepLoad()
         self._worked: list[tuple[Mark, Mark]] = []  # by group, in this timestep
         self._idle_timesteps = 0
+        self._clear()
 
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
         self._load = TimestepLoad(deciding_seconds=self._recorder.cpu_seconds if number > 1 else 0.0)
-        self._sync(entering)
-        self._transmit(entering)
-        self._check_idle()
+        arrivals = self._arrivals(self._replay(entering) if self._prunes_at_once else entering)
+        self._check_idle(arrivals)
         with self._recorder.beside(self._load):
             meanwhile()
-        results = self._compute()
+        results = self._compute(arrivals)
         timing = self._timing()
         is_full = number >= self._topology.num_groups
         return Timestep(number, entering, results, timing if is_full else None, self._load)
 
     def reset(self) -> None:
         """Every stage loses its lanes, and what was on its way is lost."""
-        self._arrivals = [() for _ in self._topology.groups]
+        self._clear()
         for worker in self._workers.values():
             worker.reset()
 
     def close(self, last: Envelope) -> None:
-        for entering in (last, *[EMPTY] * (self._topology.num_groups - 1)):
-            self._transmit(entering)
-            self._compute()
+        self._compute(self._arrivals(last))
+        while any(message.updates for queue in self._queues for message in queue):
+            self._compute(self._arrivals(EMPTY))
 
-    def _sync(self, entering: Envelope) -> None:
-        for update in entering.updates:
-            if update.verdict is not None and update.verdict.finished is None:
-                for worker in self._workers.values():
-                    worker.sync(update.number, update.verdict)
+    def _clear(self) -> None:
+        """Nothing is on its way."""
+        behind_first = self._topology.groups[1:]
+        self._queues = [deque[Envelope](), *(deque([EMPTY] * (1 + self._delay)) for _ in behind_first)]
 
-    def _transmit(self, entering: Envelope) -> None:
-        """Pass what has reached every group to the next one, with the rows that are left."""
-        earlier = zip(self._topology.exit_ranks, self._arrivals[:-1], strict=False)
-        moved = [self._pass_on(rank, updates, self._workers[rank].outgoing()) for rank, updates in earlier]
-        steps = {update.number: update.step for update in entering.updates if update.step is not None}
-        self._arrivals = [self._pass_on(0, entering.updates, steps), *moved]
+    def _replay(self, entering: Envelope) -> Envelope:
+        """Every stage replays the verdicts by which answers go on, and prunes what waits to be sent; returns what else enters."""
+        verdicts = [Update(update.number, verdict=update.verdict) for update in entering.updates if _goes_on(update)]
+        if not verdicts:
+            return entering
+        waiting = dict(zip(self._topology.exit_ranks, self._queues[1:], strict=False))
+        for rank, worker in self._workers.items():
+            if rank in waiting:
+                waiting[rank].append(worker.replay(verdicts, waiting[rank].pop()))
+            else:
+                worker.replay(verdicts)
+        left = (structs.replace(update, verdict=None) if _goes_on(update) else update for update in entering.updates)
+        return Envelope(tuple(update for update in left if update != Update(update.number)))
 
-    def _check_idle(self) -> None:
-        self._idle_timesteps = 0 if any(self._arrivals) else self._idle_timesteps + 1
-        if self._idle_timesteps == _IDLE_TIMESTEPS:
-            raise RuntimeError(f"no row has entered the pipeline for {_IDLE_TIMESTEPS} timesteps, and no answer has ended")
+    def _arrivals(self, entering: Envelope) -> list[Envelope]:
+        """What each group takes in now."""
+        self._queues[0].append(entering)
+        arrivals = [queue.popleft() for queue in self._queues]
+        for rank, message in zip((0, *self._topology.exit_ranks), arrivals, strict=False):
+            self._note_sent(rank, message)
+        return arrivals
 
-    def _compute(self) -> tuple[Update, ...]:
-        """Every group computes its rows, stage by stage; the last group may yield verdicts."""
+    def _check_idle(self, arrivals: list[Envelope]) -> None:
+        self._idle_timesteps = 0 if any(message.updates for message in arrivals) else self._idle_timesteps + 1
+        if self._idle_timesteps == _IDLE_TIMESTEPS * (1 + self._delay):
+            raise RuntimeError(f"no row has entered the pipeline for {self._idle_timesteps} timesteps, and no answer has ended")
+
+    def _compute(self, arrivals: list[Envelope]) -> tuple[Update, ...]:
+        """Every group computes its rows, stage by stage. Returns what the last stage says."""
         self._worked.clear()
-        for group, updates in zip(self._topology.groups, self._arrivals, strict=True):
+        for index, (group, message) in enumerate(zip(self._topology.groups, arrivals, strict=True), start=1):
             began = self._recorder.mark()
-            for rank in group if updates else ():
-                self._take_in(rank, updates)
+            for rank in group if message.updates else ():
+                message = self._workers[rank].advance(message, partial(self._computing, rank))
                 if not self._topology.is_exit(rank):
-                    updates = self._pass_on(rank, updates, self._workers[rank].outgoing())
+                    self._note_sent(rank, message)
             self._worked.append((began, self._recorder.mark()))
-        verdicts = [(update.number, update.verdict) for update in self._arrivals[-1] if update.verdict is not None]
-        closed = (Update(number, verdict=Verdict((), verdict.finished)) for number, verdict in verdicts)
-        return (*closed, *self._workers[self._topology.final_rank].results())
+            if index < len(self._queues):
+                self._queues[index].append(message)
+        return message.updates
 
-    def _take_in(self, rank: int, updates: tuple[Update, ...]) -> None:
-        worker = self._workers[rank]
-        worker.replay(updates)
-        if steps := {update.number: update.step for update in updates if update.step is not None}:
-            self._load.computed[rank] = worker.load(steps)
-            worker.compute(steps)
+    def _computing(self, rank: int, name: str, load: Load) -> AbstractContextManager[None]:
+        """A ``Span`` of a stage."""
+        if load.rows:
+            self._load.computed[rank] = load
+        return nullcontext()
 
-    def _pass_on(self, rank: int, updates: tuple[Update, ...], steps: dict[int, Step]) -> tuple[Update, ...]:
-        """What travels on from a rank: these updates, with the rows that leave it."""
-        if steps:
-            self._load.sent[rank] = sum(step.num_rows for step in steps.values())
-        passed = (_travelling(update, steps.get(update.number)) for update in updates)
-        return tuple(update for update in passed if update != Update(update.number))
+    def _note_sent(self, rank: int, message: Envelope) -> None:
+        if rows := message.num_rows:
+            self._load.sent[rank] = rows
 
     def _timing(self) -> TimestepTiming:
         """As rank 0 would measure it if every stage had a device of its own, or an emulated one."""
@@ -395,7 +452,6 @@ class _Stages:
             yield elapsed(began, ended)
 
 
-def _travelling(update: Update, step: Step | None) -> Update:
-    """What of an update goes from group to group; every stage has replayed a verdict by which the answer goes on."""
-    ends = update.verdict is not None and update.verdict.finished is not None
-    return structs.replace(update, step=step, verdict=update.verdict if ends else None)
+def _goes_on(update: Update) -> bool:
+    """Whether it has a verdict that does not end the answer."""
+    return update.verdict is not None and update.verdict.finished is None

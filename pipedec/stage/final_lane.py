@@ -22,7 +22,7 @@ from pipedec.tree import Advance
 
 
 class FinalLane(Lane):
-    """One request on the last stage. Its output is verdicts; nothing is ever pending.
+    """One request on the last stage, whose output is verdicts.
 
     Args:
         vocab_size: V.
@@ -83,7 +83,6 @@ class FinalLane(Lane):
 
     def enter(self, step: Step) -> LaneRows:
         self._entered = super().enter(step)
-        self._pending = None
         if self._entered.visibility is None:
             self._enter_chunk(step.token_ids[: self._entered.num_tokens])
         return self._entered

@@ -16,7 +16,6 @@ from pipedec.model import FirstForward, KVCache
 from pipedec.sampling import Sampler, greedy
 from pipedec.stage.corruption import known_finite
 from pipedec.stage.final_lane import FinalLane
-from pipedec.stage.lane import Lane
 from pipedec.stage.slot_tokens import SlotTokens
 from pipedec.stage.worker import StageWorker
 
@@ -25,8 +24,6 @@ _BY_CHANCE = SamplingParams(temperature=1.0, top_p=0.9, seed=0)  # as most reque
 
 class FinalStageWorker(StageWorker):
     """The last stage L_n."""
-
-    _computed: tuple[int, ...] = ()  # numbers of requests with rows computed since the last ``results``
 
     @cached_property
     def _tokens(self) -> SlotTokens:
@@ -41,27 +38,6 @@ class FinalStageWorker(StageWorker):
         drawn = sampler.choose(logits_RV, torch.arange(rows), mask_RN, token_ids)
         to_host(torch.cat((greedy(logits_RV), drawn)))
 
-    def reset(self) -> None:
-        """Drop all lanes."""
-        super().reset()
-        self._computed = ()
-
-    def compute(self, steps: Mapping[int, Step]) -> None:
-        """Compute the rows of all requests in one forward, and choose the tokens after them."""
-        self._computed += tuple(number for number in self._valid(steps) if number not in self._computed)
-        super().compute(steps)
-
-    def results(self) -> tuple[Update, ...]:
-        """Verify the requests that had rows since the last call.
-
-        Returns:
-            the verdicts, with log-probabilities if requested; none for requests of which no further token is accepted, unless
-            there are log-probabilities of their prompts.
-        """
-        computed, self._computed = self._computed, ()
-        updates = (self._result(number) for number in computed if number in self._lanes)
-        return tuple(update for update in updates if update is not None)
-
     def _result(self, number: int) -> Update | None:
         lane = cast(FinalLane, self._lanes[number])
         verdict, prompt = lane.verdict(), lane.take_prompt_logprobs()
@@ -69,20 +45,28 @@ class FinalStageWorker(StageWorker):
             return Update(number, prompt_logprobs=prompt) if prompt else None
         return Update(number, verdict=verdict, logprobs=lane.take_logprobs(), prompt_logprobs=prompt)
 
-    def _reply(self, updates: tuple[Update, ...]) -> tuple[Update, ...]:
-        """The results. A verdict without tokens tells rank 0 that a lane is closed, and so on every stage."""
+    def _reply(self, updates: tuple[Update, ...], steps: Mapping[int, Step]) -> tuple[Update, ...]:
+        """The results: verdicts on requests that had rows, with log-probabilities if requested; none for those of which no
+        further token is accepted, unless there are log-probabilities of their prompts. A verdict without tokens tells rank 0 that
+        a lane is closed, and so on every stage.
+        """
         ends = [(update.number, update.verdict.finished) for update in updates if update.verdict is not None]
         closed = (Update(number, verdict=Verdict((), reason)) for number, reason in ends if reason is not None)
-        return (*closed, *self.results())
+        results = map(self._result, steps)
+        return (*closed, *(result for result in results if result is not None))
 
-    def _new_lane(self, opening: Opening, cache: KVCache) -> Lane:
+    def _new_lane(self, opening: Opening, cache: KVCache) -> FinalLane:
         vocab_size = self._model.config.vocab_size
         return FinalLane(opening, self._new_sequence(opening), cache, self._device, vocab_size, self._tokens, self._stage)
 
-    def _distribute(self, lanes: Sequence[Lane], hidden_RE: Tensor, counts: Sequence[int]) -> None:
+    def _outputs(self, steps: Mapping[int, Step], hidden_RE: Tensor, counts: Sequence[int]) -> dict[int, Step]:
         """Compute the logits of all requests at once, let each lane choose its tokens, and read these from the device once."""
-        computed = [(cast(FinalLane, lane), own_RE) for lane, own_RE in zip(lanes, hidden_RE.split(counts), strict=True)]
-        for lane, own_RE in computed if not known_finite(hidden_RE) else ():
+        lanes = [cast(FinalLane, self._lanes[number]) for number in steps]
+        self._judge(list(zip(lanes, hidden_RE.split(counts), strict=True)), known_finite(hidden_RE))
+        return dict(steps)
+
+    def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> None:
+        for lane, own_RE in () if is_finite else computed:
             lane.note_corruption(own_RE)
         judging = [(lane, own_RE[len(own_RE) - lane.num_judged :]) for lane, own_RE in computed if lane.num_judged]
         if not judging:

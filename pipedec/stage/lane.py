@@ -1,4 +1,4 @@
-"""A lane: what a stage keeps of one running request: its KV cache, a copy of its prediction trees, and the output not sent yet.
+"""A lane: what a stage keeps of one running request: its KV cache and a copy of its prediction trees.
 
 Knows its own request only, and no model: the worker computes the rows of all lanes at once.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import bisect_left
 
 import torch
-from torch import Tensor
 
 from pipedec.core import Opening, SlotRuns, Step, Verdict
 from pipedec.device import to_device
@@ -19,7 +18,7 @@ from pipedec.tree import Advance, is_mask
 
 
 class Lane:
-    """One request on one stage. In every timestep: ``sync`` if there is a verdict; ``enter``, then ``computed`` if it has rows.
+    """One request on one stage. In every timestep: ``sync`` if there is a verdict, then ``enter`` if it has rows.
 
     Args:
         new_sequence: makes the sequence of the answer.
@@ -33,7 +32,6 @@ class Lane:
         self._forest = Forest(new_sequence())
         self._cache = cache
         self._device = device
-        self._pending: Step | None = None  # a prefill chunk, or the newest rows of the forest
 
     @property
     def has_ended(self) -> bool:
@@ -60,7 +58,6 @@ class Lane:
         Masks may follow the last chunk; neither forest nor cache keeps these.
         """
         num_masks = self._count_masks(step)
-        self._pending = step
         if self._cache.past_length < self._prefill_length:
             first = self._cache.past_length
             positions = torch.arange(first, first + step.num_rows, device=self._device)
@@ -69,48 +66,44 @@ class Lane:
         positions, visibility = to_device(self._forest.positions[rows], self._device), self._forest.visibility(rows)
         return LaneRows(positions, self._cache, visibility.to(self._device), num_masks=num_masks)
 
-    def computed(self, hidden_RE: Tensor) -> None:
-        """Keep the activations of the rows that entered last until ``outgoing``."""
-        entered = self._pending
-        assert entered is not None
-        self._pending = Step(entered.token_ids, entered.parents, hidden_RE, entered.threads)
-
-    def sync(self, verdict: Verdict) -> int:
-        """Replay a verdict: commit and prune forest, cache and pending output. A verdict without tokens changes nothing.
+    def sync(self, verdict: Verdict) -> Advance | None:
+        """Replay a verdict: commit and prune forest and cache. A verdict without tokens changes nothing.
 
         Returns:
-            the number of rows that were pruned.
+            what became of the rows; None if nothing has changed.
         """
         if not verdict.tokens:
-            return 0
+            return None
         advance, changes = self._forest.advance(verdict)
         self._replay(advance, changes)
-        return advance.num_rows - len(advance.committed) - len(advance.kept)
+        return advance
 
-    def outgoing(self) -> Step | None:
-        """Take the pending output, with parents as the next stage's trees will number them; None if no row is left."""
-        pending, self._pending = self._pending, None
-        return pending if pending is not None and pending.num_rows else None
+    def pruned(self, waiting: Step, advance: Advance) -> Step | None:
+        """What ``advance`` has left of the rows that were the forest's newest before it, with parents as they are numbered now.
+
+        Args:
+            waiting: the rows, with their activations.
+
+        Returns:
+            None if no row is left.
+        """
+        assert waiting.hidden is not None
+        first = advance.num_rows - waiting.num_rows
+        kept = advance.kept[bisect_left(advance.kept.tolist(), first) :]
+        if not len(kept):
+            return None
+        forest = self._forest
+        rows = slice(forest.num_rows - len(kept), forest.num_rows)
+        threads = None if forest.threads is None else forest.threads[rows]
+        hidden = waiting.hidden[kept - first]
+        return Step(forest.token_ids[rows].clone(), forest.parents[rows].clone(), hidden, threads)
 
     def _count_masks(self, step: Step) -> int:
         """The number of masks in a step, which are its last rows."""
         return int(is_mask(step.token_ids).sum()) if self._has_masks else 0
 
     def _replay(self, advance: Advance, changes: ThreadChanges) -> None:
-        """Apply the forest's changes to the cache and to the pending output."""
+        """Apply the forest's changes to the cache."""
         self._cache.advance(advance.committed, advance.kept)
         if changes.affects_threads and (kept := self._forest.release()) is not None:
             self._cache.release(kept)
-        if self._pending is not None:
-            self._prune(self._pending, advance)
-
-    def _prune(self, pending: Step, advance: Advance) -> None:
-        """Drop pending rows that the forest has dropped; those that are left are its newest, numbered anew."""
-        assert pending.hidden is not None
-        first = advance.num_rows - pending.num_rows
-        kept = advance.kept[bisect_left(advance.kept.tolist(), first) :]
-        forest = self._forest
-        rows = slice(forest.num_rows - len(kept), forest.num_rows)
-        threads = None if forest.threads is None else forest.threads[rows]
-        hidden = pending.hidden[kept - first]
-        self._pending = Step(forest.token_ids[rows].clone(), forest.parents[rows].clone(), hidden, threads)

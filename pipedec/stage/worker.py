@@ -1,11 +1,12 @@
 """The workers of the pipeline's stages: contiguous layers, and a lane for each running request.
 
-A worker receives rows and verdicts of any number of requests. It computes all rows in one forward, holds its output until the
-verdicts of the timestep have pruned it (PipeDec §3.4.3), and passes it on. Requests come and go at any timestep.
+A worker has two entries. ``replay`` takes in verdicts and openings. ``advance`` takes a message, replays what it brings, and computes
+its rows, of any number of requests, in one forward. Requests come and go at any timestep.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -14,7 +15,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from pipedec.core import Envelope, Load, Opening, RankLost, SlotRuns, Step, Update, Verdict
+from pipedec.core import EMPTY, Envelope, Load, Opening, RankLost, Step, Update, Verdict
 from pipedec.device import to_device, to_host
 from pipedec.model import FirstForward, KVCache, StageModel, Usual, warm_up
 from pipedec.stage.corruption import marked
@@ -89,81 +90,35 @@ class StageWorker:
         self.pruned_rows += sum(lane.num_candidates for lane in self._lanes.values())
         self._lanes.clear()
 
-    def open(self, number: int, opening: Opening) -> None:
-        """Open a lane for a request, and copy the rows that it is to have copies of.
+    def replay(self, updates: Iterable[Update], waiting: Envelope = EMPTY) -> Envelope:
+        """Take in all that updates bring but their rows: verdicts, openings and slots.
+
+        A verdict commits and prunes rows (PipeDec §3.4.3). With ``finished`` it then drops the lane, so that the slots of an ended
+        request hold its tokens, for others to adopt. Openings come last, in order: they may copy rows that a verdict moves, and
+        have slots of requests that a verdict ends.
+
+        Args:
+            waiting: what ``advance`` has returned last, if it waits to be sent.
+
+        Returns:
+            ``waiting`` without the rows that were pruned.
 
         Raises:
-            ValueError: the number has one, or its slots are not in the pool.
+            ValueError: a request is open already, or its slots are not in the pool.
             UserError: on the last stage, ``logit_bias`` names a token that is not in the vocabulary.
         """
-        if number in self._lanes:
-            raise ValueError(f"request {number} is open already")
-        cache = self._pool.cache(with_prompt=opening.tokens_per_mask > 0)
-        cache.extend(opening.slots)
-        cache.adopt(opening.cached, opening.copied)
-        self._lanes[number] = self._new_lane(opening, cache)
-
-    def extend(self, number: int, slots: SlotRuns) -> None:
-        """Give a request further slots. Raises ValueError if these are not in the pool."""
-        if (lane := self._lanes.get(number)) is not None:
-            lane.extend(slots)
-
-    def sync(self, number: int, verdict: Verdict) -> None:
-        """Replay a verdict: commit and prune what the lane holds. A verdict with ``finished`` then drops the lane.
-
-        So the slots of a request that has ended hold its tokens, for others to adopt.
-        """
-        if (lane := self._lanes.get(number)) is None:
-            return
-        self.pruned_rows += lane.sync(verdict)
-        if verdict.finished is not None:
-            self.pruned_rows += lane.num_candidates
-            del self._lanes[number]
-
-    def replay(self, updates: Iterable[Update]) -> None:
-        """All that updates bring before their rows: verdicts, openings and slots.
-
-        Openings come last, in order: they may copy rows that a verdict moves, and have slots of requests that a verdict ends.
-        """
+        steps = _steps_of(waiting)
         for update in sorted(updates, key=lambda update: update.opening is not None):
             if update.opening is not None:
-                self.open(update.number, update.opening)
+                self._open(update.number, update.opening)
             if update.verdict is not None:
-                self.sync(update.number, update.verdict)
-            if update.slots:
-                self.extend(update.number, update.slots)
+                self._sync(update.number, update.verdict, steps)
+            if update.slots and (lane := self._lanes.get(update.number)) is not None:
+                lane.extend(update.slots)
+        return dataclasses.replace(waiting, updates=_with_steps(waiting.updates, steps)) if waiting.updates else waiting
 
-    def compute(self, steps: Mapping[int, Step]) -> None:
-        """Compute the rows of all requests in one forward. The output is pending until ``sync`` and ``outgoing``."""
-        steps, arrived = self._valid(steps), steps
-        rows = _num_rows(steps)
-        self.rows += rows
-        self.pruned_rows += _num_rows(arrived) - rows
-        if not steps:
-            return
-        lanes = [self._lanes[number] for number in steps]
-        entered = [lane.enter(step) for lane, step in zip(lanes, steps.values(), strict=True)]
-        inputs = torch.cat([step.token_ids if step.hidden is None else step.hidden for step in steps.values()])
-        inputs = to_device(inputs, self._device)
-        hidden_RE = marked(inputs, self._model.forward(inputs, entered), self._stage)
-        self._distribute(lanes, hidden_RE, [rows.num_rows for rows in entered])
-
-    def outgoing(self) -> dict[int, Step]:
-        """Take the pending output of all requests, with parents as the next stage's trees will number them."""
-        steps = {number: lane.outgoing() for number, lane in self._lanes.items()}
-        return {number: step for number, step in steps.items() if step is not None}
-
-    def results(self) -> tuple[Update, ...]:
-        """Nothing: only the last stage verifies rows."""
-        return ()
-
-    def load(self, steps: Mapping[int, Step]) -> Load:
-        """The work of ``compute``."""
-        steps = self._valid(steps)
-        return Load(_num_rows(steps), sum(self._lanes[number].num_cached for number in steps))
-
-    def advance(self, envelope: Envelope, span: Span = _unrecorded) -> Envelope:
-        """One timestep: replay verdicts, open lanes, await the activations, compute the rows of all requests.
+    def advance(self, message: Envelope, span: Span = _unrecorded) -> Envelope:
+        """One timestep: replay what the message brings, await its activations, and compute its rows.
 
         Args:
             span: the context for a part of the work, by its name ("sync" or "dec") and load.
@@ -176,16 +131,17 @@ class StageWorker:
             RankLost: the updates do not fit the requests here, or activations did not come; the message names the rank that has
                 sent them.
         """
-        has_verdicts = any(update.verdict is not None for update in envelope.updates)
+        has_verdicts = any(update.verdict is not None for update in message.updates)
         with span("sync", Load()) if has_verdicts else nullcontext():
-            self._replay_received(envelope.updates)
-        steps = {update.number: update.step for update in envelope.updates if update.step is not None}
+            self._replay_received(message.updates)
+        steps = _steps_of(message)
         if steps:
-            envelope.await_hidden()
-            load = self.load(steps)
+            message.await_hidden()
+            steps = self._valid(steps)
+            load = Load(_num_rows(steps), sum(self._lanes[number].num_cached for number in steps))
             with span("dec", load) if load.rows else nullcontext():
-                self.compute(steps)
-        return Envelope(self._reply(envelope.updates), envelope.ends_session)
+                steps = self._compute(steps)
+        return Envelope(self._reply(message.updates, steps), message.ends_session)
 
     def _replay_received(self, updates: Iterable[Update]) -> None:
         try:
@@ -194,22 +150,64 @@ class StageWorker:
             peer = self._stage - 1
             raise RankLost(f"rank {peer} sent updates that do not fit the requests of rank {self._stage}: {error}") from error
 
-    def _reply(self, updates: tuple[Update, ...]) -> tuple[Update, ...]:
-        outgoing = self.outgoing()
-        return tuple(replace(update, step=outgoing.get(update.number)) for update in updates)
+    def _open(self, number: int, opening: Opening) -> None:
+        """Open a lane for a request, and copy the rows that it is to have copies of."""
+        if number in self._lanes:
+            raise ValueError(f"request {number} is open already")
+        cache = self._pool.cache(with_prompt=opening.tokens_per_mask > 0)
+        cache.extend(opening.slots)
+        cache.adopt(opening.cached, opening.copied)
+        self._lanes[number] = self._new_lane(opening, cache)
+
+    def _sync(self, number: int, verdict: Verdict, waiting: dict[int, Step]) -> None:
+        """Replay a verdict, and prune what waits to be sent by it."""
+        if (lane := self._lanes.get(number)) is None:
+            return
+        if (advance := lane.sync(verdict)) is not None:
+            self.pruned_rows += advance.num_rows - len(advance.committed) - len(advance.kept)
+            if (step := waiting.pop(number, None)) is not None and (left := lane.pruned(step, advance)) is not None:
+                waiting[number] = left
+        if verdict.finished is not None:
+            self.pruned_rows += lane.num_candidates
+            del self._lanes[number]
+
+    def _compute(self, steps: Mapping[int, Step]) -> dict[int, Step]:
+        """Compute the rows of all requests in one forward. Returns what leaves the stage."""
+        if not steps:
+            return {}
+        self.rows += _num_rows(steps)
+        lanes = [self._lanes[number] for number in steps]
+        entered = [lane.enter(step) for lane, step in zip(lanes, steps.values(), strict=True)]
+        inputs = torch.cat([step.token_ids if step.hidden is None else step.hidden for step in steps.values()])
+        inputs = to_device(inputs, self._device)
+        hidden_RE = marked(inputs, self._model.forward(inputs, entered), self._stage)
+        return self._outputs(steps, hidden_RE, [rows.num_rows for rows in entered])
+
+    def _reply(self, updates: tuple[Update, ...], steps: Mapping[int, Step]) -> tuple[Update, ...]:
+        return _with_steps(updates, steps)
 
     def _new_lane(self, opening: Opening, cache: KVCache) -> Lane:
         return Lane(opening, self._new_sequence(opening), cache, self._device)
 
     def _valid(self, steps: Mapping[int, Step]) -> dict[int, Step]:
-        """The steps of requests that go on."""
-        return {number: step for number, step in steps.items() if number in self._lanes and not self._lanes[number].has_ended}
+        """The steps of requests that go on; the rows of others are void."""
+        valid = {number: step for number, step in steps.items() if number in self._lanes and not self._lanes[number].has_ended}
+        self.pruned_rows += _num_rows(steps) - _num_rows(valid)
+        return valid
 
-    def _distribute(self, lanes: Sequence[Lane], hidden_RE: Tensor, counts: Sequence[int]) -> None:
-        """Give each lane the activations of its rows, of which it has ``counts``."""
-        for lane, own_RE in zip(lanes, hidden_RE.split(counts), strict=True):
-            lane.computed(own_RE)
+    def _outputs(self, steps: Mapping[int, Step], hidden_RE: Tensor, counts: Sequence[int]) -> dict[int, Step]:
+        """The steps with their activations, of which each has so many rows."""
+        by_step = zip(steps.items(), hidden_RE.split(counts), strict=True)
+        return {number: Step(step.token_ids, step.parents, own_RE, step.threads) for (number, step), own_RE in by_step}
 
 
 def _num_rows(steps: Mapping[int, Step]) -> int:
     return sum(step.num_rows for step in steps.values())
+
+
+def _steps_of(message: Envelope) -> dict[int, Step]:
+    return {update.number: update.step for update in message.updates if update.step is not None}
+
+
+def _with_steps(updates: tuple[Update, ...], steps: Mapping[int, Step]) -> tuple[Update, ...]:
+    return tuple(replace(update, step=steps.get(update.number)) for update in updates)
