@@ -1,57 +1,50 @@
--- uses: room fence grant graph answers
+-- uses: fence grant graph
 -- finish.lua
--- Purpose:   a rank reports a task done, schedules the tasks that follow from it, publishes events to answers, and receives its
---            next message, all in one round trip.
--- Invariant: a task takes effect once. If the same rank reports it again (the reply was lost), nothing changes and the reply
---            is the same message. A report for another workflow, or of a task that was not granted, does nothing.
---            Once a request has been cancelled, every newly scheduled sync of its workflow carries the cancellation.
---            An answer that has got its last event gets no other.
+-- Purpose:   a rank reports tasks done, and schedules those that follow from them. What it is granted next comes to its queue.
+-- Invariant: a task takes effect once: a report for another workflow, or of tasks that were not granted, does nothing.
 -- KEYS:      as in graph.lua
--- ARGV:      1 time to live of the keys in seconds  2 number of the workflow  3 rank  4 id of the finished task
---            5 planned tasks, JSON [[id, [ids it depends on], payload JSON text], ...]
---            6 events, JSON [[request number, event JSON text], ...]  7 prefix of the answer keys  8 epoch of the caller
--- Returns:   the rank's next message (JSON), or nil if its queue is empty; error PIPEDEC LOST if the workflow does not exist
---            any more (FLUSHALL, expiry), PIPEDEC STALE if the run is in another epoch
-local stale = fence.refusal(RUN, ARGV[8])
+-- ARGV:      1 time to live of the keys in seconds  2 number of the workflow  3 ids of the finished tasks, JSON
+--            4 planned tasks, JSON [[id, [ids it depends on], payload JSON text], ...]  5 epoch of the caller
+--            6 lines of the trace to keep from now on; empty for as many as before
+-- Returns:   1, or 0 if nothing has changed; error PIPEDEC LOST if the workflow does not exist any more (FLUSHALL, expiry),
+--            PIPEDEC STALE if the run is in another epoch
+local stale = fence.refusal(RUN, ARGV[5])
 if stale then
   return stale
 end
-local rank, id = tonumber(ARGV[3]), ARGV[4]
-local planned, events = cjson.decode(ARGV[5]), cjson.decode(ARGV[6])
-local last, reply = 'last ' .. rank, 'reply ' .. rank
-local stored = redis.call('HMGET', WORKFLOW, 'number', 'entries', 'trace', last, reply, 'granted ' .. id)
+local finished, planned = cjson.decode(ARGV[3]), cjson.decode(ARGV[4])
+local fields = { 'number', 'entries', 'trace' }
+for index, id in ipairs(finished) do
+  fields[3 + index] = 'granted ' .. id
+end
+local stored = redis.call('HMGET', WORKFLOW, unpack(fields))
 if not stored[1] then
   return redis.error_reply('PIPEDEC LOST the workflow is no longer stored')
 end
 if stored[1] ~= NUMBER then
-  return false
+  return 0
 end
-if not stored[6] then
-  if stored[4] ~= id then
-    return false
+for index = 1, #finished do
+  if not stored[3 + index] then
+    return 0
   end
-  local message = stored[5] ~= '' and stored[5] or redis.call('LPOP', KEYS[FIRST_QUEUE + rank])
-  redis.call('HSET', WORKFLOW, reply, message or '')
-  return message
 end
-
-graph.entries, graph.trace_lines = stored[2], tonumber(stored[3])
-local transfer_finished = graph.report(id)
+if ARGV[6] ~= '' then
+  redis.call('HSET', WORKFLOW, 'trace', ARGV[6])
+end
+graph.entries, graph.trace_lines = stored[2], tonumber(ARGV[6] ~= '' and ARGV[6] or stored[3])
+for index, id in ipairs(finished) do
+  graph.report(id, stored[3 + index])
+end
 for _, plan in ipairs(planned) do
   graph.add(plan)
 end
-graph.complete(id)
-for _, event in ipairs(events) do
-  local number = string.format('%d', event[1])
-  if redis.call('SISMEMBER', RUNNING, number) == 1 then
-    answers.append(ARGV[7] .. number, UNREAD, number, event[2], TTL)
-  end
+for _, id in ipairs(finished) do
+  graph.complete(id)
 end
-graph.release(transfer_finished)
-if string.sub(id, 1, 6) == 'C:end:' then
+graph.release()
+if string.sub(finished[#finished], 1, 6) == 'C:end:' then
   redis.call('HSET', WORKFLOW, 'running', '0')
   redis.call('DEL', DONE)
 end
-local message = redis.call('LPOP', KEYS[FIRST_QUEUE + rank])
-redis.call('HSET', WORKFLOW, last, id, reply, message or '')
-return message
+return 1

@@ -1,16 +1,16 @@
 -- graph.lua: the task graph of a workflow. Not a script of its own: shared by begin.lua and finish.lua; the loader puts it
 -- in front of every script that names it in its first line ("-- uses: ...").
--- Purpose:   adds tasks with their dependencies, completes tasks, releases the tasks that waited for them, and grants
---            transfers without conflict (the paper's Algorithm 2).
--- Invariant: a task is granted once, after all its dependencies are done; a rank takes part in at most one granted transfer.
--- KEYS:      1 workflow (hash)  2 done (zset)  3 pending (list)  4 bitmap (string)  5 trace (list)  6 run (hash)
---            7 running (set)  8 cancelled (set)  9 unread (set)  10 + rank: queue of that rank (list)
+-- Purpose:   adds tasks with their dependencies, completes tasks, and grants those that are ready, transfers without conflict
+--            (the paper's Algorithm 2). A rank gets all that it may do in a row in one message, in the order in which it does it.
+-- Invariant: a task is granted once: when all its dependencies are done, or those that are not are granted in front of it to
+--            one of its own ranks. All ranks get what they share in the same order, so none waits for another in a circle.
+-- KEYS:      1 workflow (hash)  2 done (zset)  3 trace (list)  4 run (hash)  5 + rank: queue of that rank (list)
 -- ARGV:      1 time to live of the keys in seconds  2 number of the workflow
-local WORKFLOW, DONE, PENDING, BITMAP, TRACE, RUN = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local RUNNING, CANCELLED, UNREAD, FIRST_QUEUE = KEYS[7], KEYS[8], KEYS[9], 10
+local WORKFLOW, DONE, TRACE, RUN, FIRST_QUEUE = KEYS[1], KEYS[2], KEYS[3], KEYS[4], 5
 local TTL, NUMBER = ARGV[1], ARGV[2]
 
-local graph = { ready = {}, entries = '', trace_lines = 0 }
+-- granted: by rank, what its message will say. promised: by task, how many of its dependencies are granted in front of it.
+local graph = { ready = {}, granted = {}, promised = {}, entries = '', trace_lines = 0 }
 
 local function split(id)
   local kind, name, target, seq = string.match(id, '^(%a):([^:]+):([^:]+):(%-?%d+)$')
@@ -41,14 +41,16 @@ function graph.add(planned)
     local others = redis.call('HGET', WORKFLOW, field)
     redis.call('HSET', WORKFLOW, field, others and (others .. ',' .. target) or target)
   end
-  if kind == 'C' and name == 'sync' and redis.call('SISMEMBER', CANCELLED, NUMBER) == 1 then
-    payload = payload .. ',"cancelled":true'
-  end
   if unmet == 0 then
     table.insert(graph.ready, { id, payload })
   else
     redis.call('HSET', WORKFLOW, 'task ' .. id, payload, 'unmet ' .. id, unmet)
   end
+end
+
+local function make_ready(id)
+  table.insert(graph.ready, { id, redis.call('HGET', WORKFLOW, 'task ' .. id) })
+  redis.call('HDEL', WORKFLOW, 'task ' .. id, 'unmet ' .. id)
 end
 
 -- Marks a task done, and moves the tasks that had no other unmet dependency to graph.ready.
@@ -60,10 +62,9 @@ function graph.complete(id)
   if others then
     redis.call('HDEL', WORKFLOW, field)
     for other in string.gmatch(others, '%S+') do
-      if redis.call('HINCRBY', WORKFLOW, 'unmet ' .. other, -1) == 0 then
-        local payload = redis.call('HGET', WORKFLOW, 'task ' .. other)
-        redis.call('HDEL', WORKFLOW, 'task ' .. other, 'unmet ' .. other)
-        table.insert(graph.ready, { other, payload })
+      local waits = redis.call('HEXISTS', WORKFLOW, 'unmet ' .. other) == 1 -- it may be granted already
+      if waits and redis.call('HINCRBY', WORKFLOW, 'unmet ' .. other, -1) == 0 then
+        make_ready(other)
       end
     end
   end
@@ -71,28 +72,6 @@ function graph.complete(id)
     redis.call('ZREMRANGEBYSCORE', DONE, '-inf', seq - 1)
     redis.call('HDEL', WORKFLOW, 'active ' .. seq)
   end
-end
-
-local function push(rank, message)
-  local queue = KEYS[FIRST_QUEUE + rank]
-  redis.call('RPUSH', queue, message)
-  redis.call('EXPIRE', queue, TTL)
-end
-
--- Tells every rank what it must know of the request (JSON), before it gets a task.
-function graph.announce(opening)
-  for rank = 0, #KEYS - FIRST_QUEUE do
-    push(rank, '{"kind":"open","number":' .. NUMBER .. ',"opening":' .. opening .. '}')
-  end
-end
-
--- more: further members of the JSON object.
-local function message_of(id, payload, more)
-  return '{"kind":"task","number":' .. NUMBER .. ',"task":"' .. id .. '"' .. (more or '') .. ',"payload":' .. payload .. '}'
-end
-
-local function mark_granted(id)
-  redis.call('HSET', WORKFLOW, 'granted ' .. id, graph.trace_lines > 0 and now() or '0')
 end
 
 -- What a compute task is granted with beside its payload: a dec with the active entry ranks, a window with the order of its
@@ -105,74 +84,90 @@ local function terms(name, rank, seq)
     local links = redis.call('HMGET', RUN, 'groups', 'duplex')
     return ',"transfers":' .. grant.transfers_of(tonumber(rank), links[1], links[2])
   end
+  return ''
 end
 
--- Algorithm 2, lines 9 to 17: in order of arrival, grant the transfers whose two ranks are both free.
-function graph.grant_transfers()
-  for _, id in ipairs(redis.call('LRANGE', PENDING, 0, -1)) do
-    local _, source, target = split(id)
-    if redis.call('GETBIT', BITMAP, source) == 0 and redis.call('GETBIT', BITMAP, target) == 0 then
-      redis.call('SETBIT', BITMAP, source, 1)
-      redis.call('SETBIT', BITMAP, target, 1)
-      redis.call('EXPIRE', BITMAP, TTL)
-      redis.call('LREM', PENDING, 1, id)
-      local payload = redis.call('HGET', WORKFLOW, 'task ' .. id)
-      redis.call('HDEL', WORKFLOW, 'task ' .. id)
-      mark_granted(id)
-      local message = message_of(id, payload)
-      push(source, message)
-      push(target, message)
+local function grant_to(rank, text)
+  graph.granted[rank] = graph.granted[rank] and (graph.granted[rank] .. ',' .. text) or text
+end
+
+-- Grants a task. Behind it become ready those that depend on it and on nothing else that is neither done nor granted like that,
+-- if the rank that ends it is one of theirs.
+local function grant_task(id, payload)
+  local kind, name, target, seq = split(id)
+  redis.call('HSET', WORKFLOW, 'granted ' .. id, graph.trace_lines > 0 and now() or '0')
+  if kind == 'T' then
+    local text = '{"task":"' .. id .. '"}'
+    grant_to(name, text)
+    grant_to(target, text)
+  else
+    grant_to(target, '{"task":"' .. id .. '","payload":' .. payload .. terms(name, target, seq) .. '}')
+  end
+  for other in string.gmatch(redis.call('HGET', WORKFLOW, 'next ' .. id) or '', '%S+') do
+    local of_kind, source, of_rank = split(other)
+    if of_kind ~= 'V' and (of_rank == target or (of_kind == 'T' and source == target)) then
+      graph.promised[other] = (graph.promised[other] or 0) + 1
+      if redis.call('HGET', WORKFLOW, 'unmet ' .. other) == tostring(graph.promised[other]) then
+        make_ready(other)
+      end
     end
   end
 end
 
--- Empties graph.ready. Virtual tasks complete at once, which may make others ready; transfers join the pending list and are
--- granted if both ranks are free; compute tasks are granted last, so that a receiver does not wait for its sender's next
--- computation.
-function graph.release(transfer_finished)
-  local computes, scan, index = {}, transfer_finished, 1
-  while graph.ready[index] do
-    local id, payload = graph.ready[index][1], graph.ready[index][2]
-    local kind = string.sub(id, 1, 1)
-    if kind == 'V' then
-      graph.complete(id)
-    elseif kind == 'T' then
-      redis.call('HSET', WORKFLOW, 'task ' .. id, payload)
-      redis.call('RPUSH', PENDING, id)
-      redis.call('EXPIRE', PENDING, TTL)
-      scan = true
-    else
-      table.insert(computes, { id, payload })
+-- Algorithm 2, lines 9 to 17, again until nothing is pending: in order of arrival, the transfers whose two ranks are both free.
+-- Each round begins with a free bitmap: a rank does what it is granted one after another.
+local function grant_transfers(pending)
+  while #pending > 0 do
+    local bitmap, waiting = {}, {}
+    for _, task in ipairs(pending) do
+      local _, source, target = split(task[1])
+      if bitmap[source] or bitmap[target] then
+        table.insert(waiting, task)
+      else
+        bitmap[source], bitmap[target] = true, true
+        grant_task(task[1], task[2])
+      end
     end
-    index = index + 1
+    pending = waiting
   end
-  if scan then
-    graph.grant_transfers()
+end
+
+-- Empties graph.ready. Virtual tasks complete at once, which may make others ready; transfers are granted before what is
+-- computed, so that a receiver does not wait for its sender's next computation. Then every rank gets its message.
+function graph.release()
+  while #graph.ready > 0 do
+    local computes, transfers, index = {}, {}, 1
+    while graph.ready[index] do
+      local task = graph.ready[index]
+      local kind = string.sub(task[1], 1, 1)
+      if kind == 'V' then
+        graph.complete(task[1])
+      else
+        table.insert(kind == 'T' and transfers or computes, task)
+      end
+      index = index + 1
+    end
+    graph.ready = {}
+    grant_transfers(transfers)
+    for _, task in ipairs(computes) do
+      grant_task(task[1], task[2])
+    end
   end
-  for _, compute in ipairs(computes) do
-    local id, payload = compute[1], compute[2]
-    local _, name, rank, seq = split(id)
-    mark_granted(id)
-    push(rank, message_of(id, payload, terms(name, rank, seq)))
+  for rank, tasks in pairs(graph.granted) do
+    local queue = KEYS[FIRST_QUEUE + rank]
+    redis.call('RPUSH', queue, '{"kind":"tasks","number":' .. NUMBER .. ',"tasks":[' .. tasks .. ']}')
+    redis.call('EXPIRE', queue, TTL)
   end
   redis.call('EXPIRE', WORKFLOW, TTL)
   redis.call('EXPIRE', DONE, TTL)
 end
 
--- Reports a granted task done: frees the ranks of a transfer and writes the trace line. Returns whether it was a transfer.
-function graph.report(id)
-  local kind, source, target = split(id)
-  local granted = redis.call('HGET', WORKFLOW, 'granted ' .. id)
+-- Reports a granted task done and writes its trace line.
+function graph.report(id, granted)
   redis.call('HDEL', WORKFLOW, 'granted ' .. id)
-  if kind == 'T' then
-    redis.call('SETBIT', BITMAP, source, 0)
-    redis.call('SETBIT', BITMAP, target, 0)
-    redis.call('EXPIRE', BITMAP, TTL)
-  end
-  if graph.trace_lines > 0 then
+  if graph.trace_lines > 0 and granted ~= '0' then -- 0: it was granted before there was a trace
     redis.call('RPUSH', TRACE, id .. ' ' .. granted .. ' ' .. now())
     redis.call('LTRIM', TRACE, -graph.trace_lines, -1)
     redis.call('EXPIRE', TRACE, TTL)
   end
-  return kind == 'T'
 end

@@ -84,17 +84,8 @@ class Company:
         self._controller = self._experience.controller
         self._scoring = Scoring()
         self._draft_room = DraftRoom()
-        self._memory = Memory(self.kv, knee, passage, lane_sizes)
+        self._memory = Memory(self.kv, knee, lane_sizes)
         self._requests: dict[int, Running] = {}  # by number, in order of age
-
-    @property
-    def whole_prompts(self) -> bool:
-        """Whether a prompt enters in one step, however long it is, and gets all the slots that it will ever need."""
-        return self._memory.is_given_at_once
-
-    @whole_prompts.setter
-    def whole_prompts(self, value: bool) -> None:
-        self._memory.is_given_at_once = value
 
     @property
     def num_waiting(self) -> int:
@@ -116,8 +107,8 @@ class Company:
             UserError: the method is unknown, cannot work with its options, or needs a draft model or a BiTA and there is none;
                 prompt and answer need more KV memory than there is; or the prompt's log-probabilities cannot be had.
         """
-        if request.sampling.prompt_logprobs is not None and (self.whole_prompts or request.threads is not None):
-            raise UserError("prompt_logprobs needs --dispatch windows and an answer in one thread: leave it, or threads, out")
+        if request.sampling.prompt_logprobs is not None and request.threads is not None:
+            raise UserError("prompt_logprobs needs an answer in one thread: leave it, or threads, out")
         self._memory.check(request, self._policy(request, sequence).together)
 
     def open(self, request: Request, new_sequence: NewSequence) -> None:
@@ -189,7 +180,7 @@ class Company:
         """Requests that must be paused now, since others need their memory, or to go on with the draft model that has come; to be
         asked before each ``propose``.
         """
-        if self._drafter is not None and self._undrafted and not self.whole_prompts:
+        if self._drafter is not None and self._undrafted:
             undrafted, self._undrafted = self._undrafted, set()
             return [number for number in undrafted if self._requests[number].has_lane]
         return self._memory.to_pause(list(self._requests.values()))
@@ -255,7 +246,7 @@ class Company:
                     is_full = True
                     continue
                 cached = found
-            claim = self._memory.fitted(one, one.claim(self.whole_prompts, cached))
+            claim = self._memory.fitted(one, one.claim(cached))
             prompt_rows += claim.prompt
             yield claim
 
@@ -335,7 +326,7 @@ class Company:
         for number, one in self._requests.items():
             if not one.has_lane or (one.method.is_tuned and not self._controller.is_speculating):
                 continue
-            chunk = one.undrafted if self.whole_prompts else one.undrafted[:room]
+            chunk = one.undrafted[:room]
             if chunk:
                 chunks[number] = chunk
                 one.drafted += len(chunk)

@@ -33,17 +33,11 @@ class Memory:
 
     Args:
         knee: rows that usually enter at one timestep, at most.
-        passage: timesteps that a row takes to pass through the pipeline.
-
-    Attributes:
-        is_given_at_once: whether a lane gets all the slots that it will ever need when it opens, since it cannot grow.
     """
 
-    def __init__(self, kv: KVManager, knee: int, passage: int, sizes: LaneSizes = LaneSizes()) -> None:
-        self.is_given_at_once = False
+    def __init__(self, kv: KVManager, knee: int, sizes: LaneSizes = LaneSizes()) -> None:
         self._kv = kv
         self._knee = knee
-        self._passage = passage
         self._sizes = sizes
         self._grown: dict[int, SlotRuns] = {}  # by request: slots of which the stages have yet to be told
         self._spared = 0  # free slots that are kept for certain rows
@@ -80,11 +74,11 @@ class Memory:
 
     def cached_for(self, one: Running) -> int | None:
         """How many tokens a waiting request would find cached if it opened now; None if it cannot."""
-        return None if one.is_closing else self._kv.cached_for(_adoptable(one), self._slots_to_open(one) + self._wanted)
+        return None if one.is_closing else self._kv.cached_for(_adoptable(one), one.to_reserve(self._sizes.ahead) + self._wanted)
 
     def open(self, one: Running) -> Lease | None:
         """Give a request its first slots; None if there is no room now."""
-        return self._kv.open(one.number, _adoptable(one), self._slots_to_open(one))
+        return self._kv.open(one.number, _adoptable(one), one.to_reserve(self._sizes.ahead))
 
     def fitted(self, one: Running, claim: Claim) -> Claim:
         """The claim of a request as far as there is memory for it."""
@@ -120,7 +114,7 @@ class Memory:
             requests: in order of age.
         """
         lanes = [one for one in requests if one.has_lane]
-        if self.is_given_at_once or not lanes:
+        if not lanes:
             return []
         is_short = len(lanes) > 1 and self._is_short(lanes)
         return [lanes[-1].number] if is_short or self._is_in_the_way(lanes, requests) else []
@@ -145,7 +139,7 @@ class Memory:
         if self.cached_for(waiting) is not None:
             return False
         stays = sum(self._kv.slots_of(one.number) for one in lanes if one.request.priority <= waiting.request.priority)
-        return self._kv.capacity - stays >= self._slots_to_open(waiting)
+        return self._kv.capacity - stays >= waiting.to_reserve(self._sizes.ahead)
 
     def _free_slots(self, one: Running) -> int:
         """Slots of a lane in which there are no rows."""
@@ -154,18 +148,10 @@ class Memory:
     @property
     def _spare(self) -> int:
         """Free slots that candidates may have."""
-        return 0 if self.is_given_at_once else max(self._kv.free_slots - self._spared, 0)
-
-    def _slots_to_open(self, one: Running) -> int:
-        if not self.is_given_at_once:
-            return one.to_reserve(self._sizes.ahead)
-        in_flight = (self._passage + 1) * max(self._knee, one.method.together)
-        return min(one.most + in_flight, self._kv.capacity)
+        return max(self._kv.free_slots - self._spared, 0)
 
     def _grow(self, one: Running, rows: int) -> bool:
         """Give a lane slots for ``rows`` more rows. Returns whether there was memory."""
-        if self.is_given_at_once:
-            return False
         slots = self._kv.slots_of(one.number) + rows
         growth = self._sizes.growth
         more = growth if self._spare >= rows + growth else 0

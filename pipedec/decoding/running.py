@@ -113,7 +113,7 @@ class Running:
             return self.method.together
         return wish.whole or wish.certain
 
-    def claim(self, whole_prompts: bool, cached: int = 0) -> Claim:
+    def claim(self, cached: int = 0) -> Claim:
         """What it would let enter at the next timestep.
 
         Args:
@@ -125,7 +125,7 @@ class Running:
         if not self.is_prefilling:
             return Claim(number, priority, self.method.wish())
         rows, tail = len(self.text) + self.method.masks.count - (self.entered or cached), self._tail
-        if whole_prompts or rows <= tail:
+        if rows <= tail:
             return Claim(number, priority, Wish(whole=rows))
         return Claim(number, priority, prompt=rows, tail=tail)
 

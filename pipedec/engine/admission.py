@@ -46,10 +46,8 @@ class Admission:
         request = self._request(message.number, prompt, heard, company.kv)
         maker = partial(self.sequences.maker, len(request.prompt_token_ids), request.sampling, request.threads)
         brought, known = (Said(maker(said), len(said)) if said else None for said in (prompt.resume, heard))
-        new_sequence, tells = maker(request.said), company.whole_prompts
-        answer = Answer(
-            request, new_sequence, self.prompter, self.num_stages, prompt.show_threads, brought, known, stage_tells=tells
-        )
+        new_sequence = maker(request.said)
+        answer = Answer(request, new_sequence, self.prompter, self.num_stages, prompt.show_threads, brought, known)
         if not answer.is_complete:
             company.check(request, new_sequence())
         return answer, new_sequence

@@ -40,7 +40,6 @@ class Answer:
         new_sequence: makes a sequence as the request's method gets one.
         brought: what the request has brought with it; None if it has brought nothing.
         known: what the client has heard, also from another process; None if it has heard nothing.
-        stage_tells: the last stage itself tells the client of log-probabilities: in the order in which it samples.
         show_threads: also send the client the text of each thread as it is generated.
 
     Raises:
@@ -56,7 +55,6 @@ class Answer:
         show_threads: bool = False,
         brought: Said | None = None,
         known: Said | None = None,
-        stage_tells: bool = False,
     ) -> None:
         self.request = request
         self.completion = Completion(request.method, num_stages, len(request.prompt_token_ids), seed=request.sampling.seed)
@@ -66,7 +64,6 @@ class Answer:
         self._new_sequence = new_sequence
         self._prompter = prompter
         self._news = News(prompter) if show_threads else None
-        self._stage_tells = stage_tells
         self._sampled: dict[Place, int] = {}  # ordinals among all accepted tokens
         self._num_sampled = len(request.said)
         self._again: Transcript | None = None  # of an answer in threads that is said again, until it has said what was told
@@ -134,9 +131,6 @@ class Answer:
         """An answer in threads begins anew: its tokens are the same, but they come in another order."""
         if self._transcript.sequence.can_fork:
             self._again = self._new_transcript(self._new_sequence)
-            if self._stage_tells:
-                self._sampled.clear()
-                self._num_sampled = 0
         if self._news is not None:
             self._news.restart()
 

@@ -71,7 +71,6 @@ class DraftLoop:
         self._tasks = RankTasks(0, wiring)
         timed = None if drafter is None else self._timed(drafter)
         self._company = Company(wiring.topology.num_groups, timed, wiring.place, trained_masks, knee, kv=kv)
-        self._company.whole_prompts = not wiring.window
         self._late_drafter = None if load_drafter is None else LateDrafter(load_drafter)
         self._company.awaits_drafter = load_drafter is not None
         self._pool = Pool(self._company)
@@ -162,10 +161,9 @@ class DraftLoop:
             self._company.adopt(self._timed(drafter))
 
     def _pipeline(self) -> RankZero:
-        if not self._wiring.window:
-            return TaskPipeline(self._tasks, self._wiring)
         self._sessions += 1
-        return WindowPipeline(self._sessions, self._tasks, self._wiring)
+        driver = WindowPipeline if self._wiring.window else TaskPipeline
+        return driver(self._sessions, self._tasks, self._wiring)
 
     def _follow_queue(self) -> None:
         """Begin requests for which there is room, and end those that were cancelled."""
@@ -174,8 +172,6 @@ class DraftLoop:
         self._feed.watcher = self._queue.watcher
         if time.monotonic() > self._told + _TELLING_SECONDS:
             self._tell_counters()
-        if not self._wiring.window:
-            return  # task dispatch: a request is cancelled at its next verdict, and the next one has a workflow of its own
         for number in self._queue.cancelled():
             self._pool.cancel(number)
         room = 0 if self._queue.is_stopping else self._max_num_seqs - self._pool.num_running

@@ -1,13 +1,11 @@
 """One rank's side of the scheduler: takes tasks, executes transfers, reports what is done and which tasks follow from it.
 
-Knows tasks, transfers and deadlines. What rows and verdicts mean is known to workers and methods; what is scheduled next is
-decided by Algorithm 4 (``workflow.post_process``).
+Knows tasks, transfers and deadlines. What rows and verdicts mean is known to workers and methods.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from pipedec.core import EMPTY, Envelope, EpochEnded, PipedecError, Step, Update
+from pipedec.core import EMPTY, Envelope, EpochEnded, PipedecError, Update
 from pipedec.decoding import TimestepTiming
 from pipedec.device import HOST, Device, HostDevice
 from pipedec.engine.activity import Doing
@@ -25,7 +23,7 @@ from pipedec.engine.sequences import Sequences
 from pipedec.messages import Event, OverranEvent, TraceEvents
 from pipedec.plan.emulation import Emulation
 from pipedec.scheduler.protocol import Message, Scheduler
-from pipedec.scheduler.workflow import Facts, Task, post_process
+from pipedec.scheduler.workflow import Planned, Task
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
 from pipedec.transport import Transport
@@ -74,26 +72,18 @@ class RankTasks:
 
     Attributes:
         recorder: times the rank's work.
-        events: for clients, each with its request's number; sent with the next report.
-        inbox: steps received, in order.
-        ended: requests that have ended with the present task; what the rank has to say about them goes with its report.
     """
 
     def __init__(self, rank: int, wiring: Wiring) -> None:
         self.rank = rank
         self.recorder = Recorder(Pacer(wiring.emulation, rank, wiring.device, wiring.turn), wiring.device)
-        self.events: list[tuple[int, Event]] = []
-        self.inbox: deque[Step] = deque()
-        self.ended: list[int] = []
-        self._outbox: dict[Task, Step] = {}
         self._wiring = wiring
         self._following: Message | None = None  # the next message, if the last report brought it
-        self._began = self.recorder.mark()  # when the present task was received
         self._overran: list[int] = []  # timesteps whose real work took longer than its emulated time
         self._watched: dict[int, _Watched] = {}  # requests of which something is reported at their end
 
     def next(self) -> Message:
-        """Wait for the next message that is no transfer; transfers are executed on the way.
+        """Wait for the next message.
 
         It has no deadline: the loss of another rank also arrives as a message.
 
@@ -107,44 +97,39 @@ class RankTasks:
 
     def poll(self, timeout_seconds: float) -> Message | None:
         """As ``next``; None if no message arrives in time."""
-        while (message := self._receive(self._wiring.scheduler.wait, self.rank, timeout_seconds)) is not None:
-            self._began = self.recorder.mark()
-            if message.task is None or message.task.kind != "T":
-                return message
-            self._transfer(message.task, message)
-        return None
+        return self.request(partial(self._wiring.scheduler.wait, self.rank), timeout_seconds)
 
     def request(self, wait: Callable[[float], Message | None], timeout_seconds: float) -> Message | None:
-        """For rank 0 when nothing runs: the next request or ``stop``, None if neither arrives in time. Raises as ``next``.
+        """As ``poll``, for rank 0 when nothing runs: the next request or ``stop``.
 
         Args:
             wait: brings it, unless it came with the last report.
         """
-        return self._receive(wait, timeout_seconds)
-
-    def _receive(self, wait: Callable[..., Message | None], *arguments: float) -> Message | None:
-        """The message that came with the last report, else what ``wait`` brings."""
         message, self._following = self._following, None
         if message is None:
-            self._wiring.doing.begin("idle")
-            with self.recorder.waiting():
-                message = wait(*arguments)
-            self._wiring.doing.begin("computing")
+            message = self._waited(partial(wait, timeout_seconds))
         if message is not None and message.kind == "abort":
             raise PipedecError(message.text)
         if message is not None and message.kind == "recover":
             raise EpochEnded(message.text)
         return message
 
-    def report(self, task: Task, facts: Facts) -> None:
-        """Report a task done, with the tasks that follow from it and the events so far."""
-        self.recorder.add(task.label, "transfer" if task.kind == "T" else task.name, self._began)
-        self.note(self.timestep(task.seq))
-        for number in self.ended:
-            self.events += [(number, event) for event in self.closed(number)]
-        events, self.events, self.ended = self.events, [], []
-        planned = post_process(task, self._wiring.topology, facts)
-        self._following = self._wiring.scheduler.finish(self.rank, task, planned, events)
+    def report(self, done: Sequence[Task], planned: Sequence[Planned], waits: bool = True, trace_lines: int | None = None) -> None:
+        """Report tasks done, with the tasks that follow from them.
+
+        Args:
+            waits: ``next`` or ``poll`` follows; what they bring comes in the same round trip if it comes soon.
+            trace_lines: see ``Scheduler.report``.
+        """
+        scheduler, seconds = self._wiring.scheduler, POLL_SECONDS if waits else 0.0
+        self._following = self._waited(partial(scheduler.report, self.rank, done, planned, seconds, trace_lines))
+
+    def _waited(self, wait: Callable[[], Message | None]) -> Message | None:
+        self._wiring.doing.begin("idle")
+        with self.recorder.waiting():
+            message = wait()
+        self._wiring.doing.begin("computing")
+        return message
 
     def timestep(
         self,
@@ -192,7 +177,7 @@ class RankTasks:
         return events
 
     def send(self, envelope: Envelope, target: int, number: int) -> None:
-        """Inside a window: send the envelope of a timestep to rank ``target``. Its span ends when the rows have left."""
+        """Send the envelope of a timestep to rank ``target``. Its span ends when the rows have left."""
         began = self.recorder.mark()
         if rows := envelope.num_rows:
             self.recorder.pacer.delay_sending(rows)  # the receiver must not get it earlier than over the emulated link
@@ -202,7 +187,7 @@ class RankTasks:
         self.recorder.add(Task.transfer(self.rank, target, number).label, "transfer", began, sent)
 
     def receive(self, source: int) -> Envelope:
-        """Inside a window: wait for the next envelope from rank ``source``; its activations may come later."""
+        """Wait for the next envelope from rank ``source``; its activations may come later."""
         with self._waiting_for(source, "between timesteps"):
             envelope = self._wiring.transport.receive_envelope(source)
         if envelope.await_hidden is EMPTY.await_hidden:
@@ -221,30 +206,3 @@ class RankTasks:
         yield
         self.recorder.phases.begin(then)
         self._wiring.doing.begin("computing")
-
-    def keep(self, step: Step | None, seq: int) -> int:
-        """Keep the step until its transfer is granted. Returns its number of rows."""
-        if step is None:
-            return 0
-        self._outbox[Task.transfer(self.rank, self.rank + 1, seq)] = step
-        return step.num_rows
-
-    def forget(self) -> None:
-        """The answer has ended: discard the rows that were still in flight."""
-        self.inbox.clear()
-        self._outbox.clear()
-
-    def _transfer(self, task: Task, message: Message) -> None:
-        """Algorithm 3: the sender takes the step from its outbox, the receiver puts it into its inbox and reports."""
-        rows = message.payload["rows"]
-        self._wiring.doing.begin("waiting", task.target if task.source == self.rank else task.source)
-        with self.recorder.pacer.sending(task.source, rows):
-            if task.source == self.rank:
-                self._wiring.transport.send(self._outbox.pop(task), task.target)
-            else:
-                self.inbox.append(self._wiring.transport.receive(rows, task.source))
-        self._wiring.doing.begin("computing")
-        if task.target == self.rank:
-            self.report(task, Facts())
-        else:
-            self.recorder.add(task.label, "transfer", self._began)

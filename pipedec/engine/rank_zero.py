@@ -1,15 +1,15 @@
-"""What both drivers of rank 0 share: the task that rank 0 has not reported yet, and the end of a workflow."""
+"""What both drivers of rank 0 share: the tasks that rank 0 has not reported yet."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pipedec.core import Envelope
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.engine.recorder import Timestep
-from pipedec.scheduler.protocol import Message
-from pipedec.scheduler.workflow import Facts, Task
+from pipedec.scheduler.protocol import Granted
+from pipedec.scheduler.workflow import Planned, Task
 
 
 class RankZero(ABC):
@@ -22,7 +22,7 @@ class RankZero(ABC):
     def __init__(self, tasks: RankTasks, wiring: Wiring) -> None:
         self._tasks = tasks
         self._wiring = wiring
-        self._held = Message("task")
+        self._held = Granted(Task.compute("end", 0, 0))
         self.is_stopping = False  # the run was asked to stop; the running requests are finished first
 
     @abstractmethod
@@ -31,26 +31,16 @@ class RankZero(ABC):
     @abstractmethod
     def close(self, last: Envelope) -> None: ...
 
-    def _take(self, name: str) -> Message:
-        """Wait for rank 0's next task, a ``name``, and hold it."""
-        while (message := self._tasks.next()).task is None:
+    def _take(self, name: str) -> Granted:
+        """Wait for rank 0's next tasks, the last of which is a ``name``, and hold that. A transfer may come before it."""
+        while not (message := self._tasks.next()).tasks:
             self.is_stopping |= message.kind == "stop"
-        assert message.task.name == name, f"rank 0 got {message.task.id} instead of a {name}"
-        self._held = message
-        return message
+        self._held = message.tasks[-1]
+        assert self._held.task.name == name, f"rank 0 got {self._held.task.id} instead of a {name}"
+        return self._held
 
-    def _report(self, facts: Facts) -> None:
-        """Report the task that is held."""
-        self._tasks.report(self._held_task, facts)
-
-    @property
-    def _held_task(self) -> Task:
-        assert self._held.task is not None
-        return self._held.task
-
-    def _end(self) -> None:
-        """End the workflow: every rank has reported its last task."""
-        self._report(Facts(finished=True))
-        self._tasks.forget()
+    def _end(self, planned: Sequence[Planned]) -> None:
+        """Report the last task, and end the session."""
+        self._tasks.report([self._held.task], planned)
         self._take("end")
-        self._report(Facts())
+        self._tasks.report([self._held.task], [], waits=False)

@@ -1,5 +1,8 @@
-"""What a stage rank does: it takes tasks, and its worker computes rows and replays verdicts."""
+"""What a stage rank does: it takes tasks, and its worker computes rows and replays verdicts.
 
+With windows a rank runs many timesteps without asking the scheduler in between. With single tasks (PipeDec, Algorithm 3) it is granted
+its transfers one by one, and what it has computed waits until its transfer is granted, for verdicts to prune it.
+"""
 from __future__ import annotations
 
 import time
@@ -7,15 +10,13 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
-import torch
-from msgspec import convert
-
-from pipedec.core import Envelope, Load, Step, Update, Verdict
+from pipedec.core import EMPTY, Envelope, Load, Update
 from pipedec.engine.rank_tasks import RankTasks, Wiring
-from pipedec.messages import CacheSlotsEvent, Event, LogprobsEvent, StageStats
-from pipedec.scheduler.protocol import Message
+from pipedec.messages import CacheSlotsEvent, Event, StageStats
+from pipedec.scheduler.paper import Facts, post_process, results_of
+from pipedec.scheduler.protocol import Granted, Message
 from pipedec.scheduler.transfers import checked_transfers
-from pipedec.scheduler.workflow import Facts, Task
+from pipedec.scheduler.workflow import Planned, Task
 from pipedec.stage import StageWorker
 from pipedec.transport import Transport
 
@@ -32,10 +33,10 @@ class StageLoop:
         self._wiring = wiring
         self._tasks = RankTasks(rank, wiring)
         self._traced: set[int] = set()  # requests
-        self._num_sampled = 0  # tokens of the only request, in task dispatch
+        self._arrived = EMPTY  # with single tasks: what was received and not computed
+        self._waiting = EMPTY  # with single tasks: what was computed and not sent
         self._timesteps = 0
         self._told = 0.0  # when what was counted was told
-        self._handlers = {"pre": self._prefill, "dec": self._decode, "sync": self._sync, "window": self._window}
 
     def serve(self, transport: Transport) -> None:
         """Serve until ``stop``, and until rank 0 has left: it finishes the running requests before it stops.
@@ -50,6 +51,7 @@ class StageLoop:
         self._tasks = RankTasks(self._rank, self._wiring)
         self._worker.reset()
         self._traced.clear()
+        self._arrived = self._waiting = EMPTY
         while (message := self._tasks.next()).kind != "stop":
             self._execute(message)
         while 0 in self._wiring.scheduler.status().alive:
@@ -57,67 +59,58 @@ class StageLoop:
                 self._execute(late)
 
     def _execute(self, message: Message) -> None:
-        if message.opening is not None:
-            self._open(Update(message.number, message.opening))
-            self._worker.open(message.number, message.opening)
-            self._num_sampled = len(message.opening.said)
-        if message.task is not None:
-            self._tasks.report(message.task, self._handlers[message.task.name](message.task, message))
+        """Do what was granted, one task after another, and report it: a transfer is reported by its receiver."""
+        done, planned = list[Task](), list[Planned]()
+        for granted in message.tasks:
+            task, facts = granted.task, Facts()
+            if task.kind == "T":
+                self._transfer(task)
+            elif task.name == "window":
+                self._window(granted)
+            elif task.name == "sync":
+                self._sync(granted)
+                facts = Facts(has_output=bool(self._waiting.updates))
+            else:
+                results = self._compute(task.seq)
+                facts = Facts(bool(self._waiting.updates), results, granted.active)
+            if task.target == self._rank:
+                done.append(task)
+                planned += post_process(task, self._wiring.topology, facts)
+        if done:
+            self._tasks.report(done, planned)
 
-    def _prefill(self, task: Task, message: Message) -> Facts:
-        token_ids = message.payload.get("token_ids")
-        step = self._tasks.inbox.popleft() if token_ids is None else self._prompt_chunk(token_ids)
-        verdict = self._compute(message.number, step)
-        return Facts(self._keep(message.number, task.seq), verdict, is_first_chunk=message.payload["is_first_chunk"])
+    def _transfer(self, task: Task) -> None:
+        if task.target == self._rank:
+            self._arrived = self._tasks.receive(task.source)
+            self._arrived.await_hidden()
+        else:
+            self._waiting, leaving = EMPTY, self._waiting
+            self._tasks.send(leaving, task.target, task.seq)
 
-    def _prompt_chunk(self, token_ids: list[int]) -> Step:
-        chunk = torch.tensor(token_ids, dtype=torch.int64)
-        return Step(chunk, torch.full_like(chunk, -1))
+    def _compute(self, seq: int) -> tuple[Update, ...]:
+        """Compute what has arrived. Returns the results of the last stage."""
+        self._arrived, arrived = EMPTY, self._arrived
+        reply = self._advance(arrived, seq)
+        if self._rank == self._wiring.topology.final_rank:
+            return reply.updates
+        self._waiting = reply
+        return ()
 
-    def _decode(self, task: Task, message: Message) -> Facts:
-        verdict = self._compute(message.number, self._tasks.inbox.popleft())
-        topology = self._wiring.topology
-        waits_for_sync = topology.is_exit(self._rank) and topology.has_sync(message.active)
-        rows = 0 if waits_for_sync else self._keep(message.number, task.seq)
-        return Facts(rows, verdict, active=message.active)
+    def _sync(self, granted: Granted) -> None:
+        results = results_of(granted.payload)
+        with self._span(granted.task.seq, "sync", Load()):
+            self._waiting = self._worker.replay(results, self._waiting)
 
-    def _compute(self, number: int, step: Step) -> Verdict | None:
-        """Compute the rows of the only request. Returns the verdict, whose log-probabilities go out with the next report."""
-        steps = {number: step}
-        self._tasks.recorder.phases.begin("computing")
-        with self._tasks.recorder.computing(self._worker.load(steps)):
-            self._worker.compute(steps)
-            results = self._worker.results()
-        self._count()
-        for result in results:
-            if result.logprobs:
-                self._tasks.events.append((number, LogprobsEvent([list(row) for row in result.logprobs], self._num_sampled)))
-                self._num_sampled += len(result.logprobs)
-        return results[0].verdict if results else None
-
-    def _keep(self, number: int, seq: int) -> int:
-        return self._tasks.keep(self._worker.outgoing().get(number), seq)
-
-    def _sync(self, task: Task, message: Message) -> Facts:
-        verdict = convert(message.payload["verdict"], Verdict)
-        self._worker.sync(message.number, verdict)
-        if verdict.finished:
-            self._tasks.forget()
-            self._tasks.ended.append(message.number)
-            self._tasks.events += [(message.number, event) for event in self._slots(message.number)]
-            return Facts(finished=True)
-        return Facts(self._keep(message.number, task.seq))
-
-    def _window(self, task: Task, message: Message) -> Facts:
+    def _window(self, granted: Granted) -> None:
         """All timesteps of a window, without asking the scheduler in between (see ``windows``).
 
         A rank whose order of transfers says so takes the next envelope, all of it, before it sends what became of the last.
         """
-        wiring, last = self._wiring, task.seq + message.payload["timesteps"] - 1
-        granted = checked_transfers(message.payload["transfers"], self._rank, wiring.topology, wiring.duplex)
-        receives_first = len(granted) == 2 and granted[0][0].target == self._rank
+        wiring, first, last = self._wiring, granted.task.seq, granted.task.seq + granted.payload["timesteps"] - 1
+        phases = checked_transfers(granted.payload["transfers"], self._rank, wiring.topology, wiring.duplex)
+        receives_first = len(phases) == 2 and phases[0][0].target == self._rank
         withheld: Envelope | None = None
-        for number in range(task.seq, last + 1):
+        for number in range(first, last + 1):
             received = self._tasks.receive(self._rank - 1)
             if withheld is not None:
                 received.await_hidden()
@@ -129,8 +122,7 @@ class StageLoop:
                 self._send(reply, number)
             if received.ends_session:
                 self._tell()
-                return Facts(finished=True)
-        return Facts()
+                return
 
     def _send(self, reply: Envelope, number: int) -> None:
         self._tasks.send(reply, self._wiring.topology.following(self._rank), number)

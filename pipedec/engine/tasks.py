@@ -1,85 +1,86 @@
-"""The driver of the decode loop in which the scheduler grants every task and every transfer (PipeDec Appendix B).
+"""The driver of the decode loop in which the scheduler grants every task and every transfer (PipeDec, Appendices A and B).
 
-One request at a time, as in the paper. Its prompt enters whole, and prefill is its first timestep.
+The first message of a session passes all stages before anything else enters, which is the paper's prefill; later ones follow each
+other. Accepted tokens do not travel with the rows: the last stage tells Redis, and every rank replays them in a sync.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from msgspec import convert
+from msgspec.structs import replace
 
-from pipedec.core import Envelope, Opening, Step, Update, Verdict
+from pipedec.core import EMPTY, Envelope, Update, Verdict
+from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.engine.rank_zero import RankZero
 from pipedec.engine.recorder import Timestep
-from pipedec.scheduler.workflow import Facts, initial_tasks
-
-PREFILL_CHUNK = 512  # tokens, so that activations of long prompts need no more memory
+from pipedec.scheduler.paper import Facts, initial_tasks, post_process, results_of
+from pipedec.scheduler.protocol import TASKS_TRACE
+from pipedec.scheduler.workflow import Planned
 
 
 class TaskPipeline(RankZero):
-    """Rank 0's driver of one request. A timestep is rank 0's dec and, if rows have reached the last stage, its sync."""
+    """Rank 0's driver of one session. A timestep is rank 0's dec and, if anything has reached the last stage, its sync."""
 
-    _number = -1  # of the request
-    _stages_know_the_end = False
+    def __init__(self, session: int, tasks: RankTasks, wiring: Wiring) -> None:
+        super().__init__(tasks, wiring)
+        self._session = session
+        self._traced = set[int]()  # requests
+        self._trace_lines = 0
 
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
-        (update,) = entering.updates or (Update(self._number),)
-        if update.opening is not None:
-            assert update.step is not None
-            self._number = update.number
-            verdict: Verdict | None = self._prefill(update.opening, update.step, meanwhile)
-        else:
-            verdict = self._decode(update.step, meanwhile)
+        message = _without_replayed(entering)
+        self._note_traced(message)
+        results = self._prefill(message, meanwhile) if number == 1 else self._decode(message, meanwhile)
         timing = self._tasks.recorder.timing()
-        has_result = verdict is not None and bool(verdict.accepted or verdict.finished)
-        results = (Update(self._number, verdict=verdict),) if has_result else ()
         is_full = number > self._wiring.topology.num_groups
         return self._tasks.timestep(number - 1, entering, results, timing if is_full else None)
 
     def close(self, last: Envelope) -> None:
-        """A stop string that only rank 0 knows of cancels the rest, which ends with the next sync or when no rows are left."""
-        if not self._stages_know_the_end:
-            self._wiring.scheduler.cancel(self._number)
-        while not self._stages_know_the_end and self._has_rows:
-            self._decode(None, meanwhile=lambda: None)
-        self._end()
+        self._decode(_without_replayed(last), meanwhile=lambda: None)
+        while self._held.task.name == "sync" or self._held.active:
+            self._decode(EMPTY, meanwhile=lambda: None)
+        self._end(self._following(Facts(active=self._held.active, finished=True)))
 
-    def _prefill(self, opening: Opening, prompt: Step, meanwhile: Callable[[], None]) -> Verdict:
-        chunks = prefill_chunks(prompt.token_ids.tolist(), opening.prompt_length + len(opening.said))
-        self._wiring.scheduler.begin(self._number, opening, initial_tasks(self._wiring.topology, chunks))
-        for index in range(len(chunks)):
-            self._take("pre")
-            if index == 0:
-                meanwhile()  # the draft model computes the whole prompt
-            self._report(Facts())
-        return self._take_verdict()
+    def _prefill(self, message: Envelope, meanwhile: Callable[[], None]) -> tuple[Update, ...]:
+        self._wiring.scheduler.begin_session(self._session, initial_tasks(self._wiring.topology), self._trace_lines)
+        return self._compute("pre", message, meanwhile)
 
-    def _decode(self, step: Step | None, meanwhile: Callable[[], None]) -> Verdict | None:
-        rows = self._tasks.keep(step, self._held_task.seq)
-        self._report(Facts(rows_out=rows, active=self._held.active))
-        active = self._take("dec").active
-        meanwhile()
-        if not self._wiring.topology.has_sync(active):
-            return None
-        self._report(Facts(active=active))
-        return self._take_verdict()
+    def _decode(self, message: Envelope, meanwhile: Callable[[], None]) -> tuple[Update, ...]:
+        facts = Facts(has_output=bool(message.updates), active=self._held.active)
+        self._tasks.report([self._held.task], self._following(facts), trace_lines=self._trace_lines)
+        return self._compute("dec", message, meanwhile)
 
-    def _take_verdict(self) -> Verdict:
-        """Wait for the verdict with which every rank was told to sync."""
-        verdict = convert(self._take("sync").payload["verdict"], Verdict)
-        self._stages_know_the_end = verdict.finished is not None
-        return verdict
+    def _compute(self, name: str, message: Envelope, meanwhile: Callable[[], None]) -> tuple[Update, ...]:
+        """Send the message, draft, and wait for what the last stage says of its rows, if there are any."""
+        granted = self._take(name)
+        if message.updates or name == "pre":
+            self._tasks.send(message, 1, max(granted.task.seq - 1, 0))
+        with self._tasks.recorder.span(granted.task.label, name):
+            meanwhile()
+        if name == "dec" and not self._wiring.topology.has_sync(granted.active):
+            return ()
+        self._tasks.report([granted.task], self._following(Facts(active=granted.active)))
+        return results_of(self._take("sync").payload)
 
-    @property
-    def _has_rows(self) -> bool:
-        """Whether rows may be in the pipeline."""
-        return self._held_task.name == "sync" or bool(self._held.active)
+    def _following(self, facts: Facts) -> list[Planned]:
+        return post_process(self._held.task, self._wiring.topology, facts)
+
+    def _note_traced(self, message: Envelope) -> None:
+        """While a request is traced, so are its tasks."""
+        for update in message.updates:
+            if update.opening is not None and update.opening.trace:
+                self._traced.add(update.number)
+            if update.verdict is not None and update.verdict.finished is not None:
+                self._traced.discard(update.number)
+        self._trace_lines = TASKS_TRACE if self._traced else 0
 
 
-def prefill_chunks(token_ids: list[int], length: int) -> list[list[int]]:
-    """The first ``length`` ids, which are tokens, in chunks of at most ``PREFILL_CHUNK``; the masks behind stay with the last."""
-    starts = range(0, length, PREFILL_CHUNK)
-    chunks = [token_ids[start : start + PREFILL_CHUNK] for start in starts]
-    chunks[-1] = token_ids[starts[-1] :]
-    return chunks
+def _without_replayed(entering: Envelope) -> Envelope:
+    """What the stages have yet to learn: they have replayed the tokens of all verdicts, but not that an answer has ended."""
+    updates = (replace(update, verdict=_end_of(update.verdict)) for update in entering.updates)
+    return Envelope(tuple(update for update in updates if update != Update(update.number)))
+
+
+def _end_of(verdict: Verdict | None) -> Verdict | None:
+    return Verdict((), verdict.finished) if verdict is not None and verdict.finished is not None else None

@@ -14,8 +14,9 @@ from pipedec.core import Envelope, Update
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.engine.rank_zero import RankZero
 from pipedec.engine.recorder import Timestep
+from pipedec.scheduler.protocol import SESSION_TRACE
 from pipedec.scheduler.transfers import checked_transfers
-from pipedec.scheduler.workflow import Facts, Task
+from pipedec.scheduler.workflow import Task, after_window, initial_windows
 
 
 class WindowPipeline(RankZero):
@@ -27,7 +28,7 @@ class WindowPipeline(RankZero):
         self._granted = 0  # the last timestep of the present window
         self._in_flight = 0  # timesteps whose results the last stage has not sent yet
         self._returned = tasks.recorder.mark()  # when the last timestep ended
-        wiring.scheduler.begin_session(session, wiring.window)
+        wiring.scheduler.begin_session(session, initial_windows(wiring.topology, wiring.window), SESSION_TRACE)
 
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
         if any(update.verdict is not None for update in entering.updates):
@@ -47,14 +48,15 @@ class WindowPipeline(RankZero):
         self._send(replace(last, ends_session=True), self._begun + 1)
         while self._in_flight:
             self._receive()
-        self._end()
+        self._end(after_window(self._held.task, self._wiring.topology, 0))
 
     def _send(self, envelope: Envelope, number: int) -> None:
         """Begin a timestep, in the next window if the present one is over."""
         if number > self._granted:
+            topology = self._wiring.topology
             if self._granted:
-                self._report(Facts(window=self._wiring.window))
-            payload, topology = self._take("window").payload, self._wiring.topology
+                self._tasks.report([self._held.task], after_window(self._held.task, topology, self._wiring.window))
+            payload = self._take("window").payload
             checked_transfers(payload["transfers"], 0, topology, self._wiring.duplex)
             self._granted += payload["timesteps"]
         self._begun = number

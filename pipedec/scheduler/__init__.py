@@ -4,18 +4,18 @@ from pipedec.scheduler.async_redis import AsyncRedisScheduler
 from pipedec.scheduler.client import connect
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.memory import MemoryScheduler
-from pipedec.scheduler.protocol import GrantedTask, Message, Post, Remembered, RunStatus, Scheduler, Shown, Supervision, Taken
+from pipedec.scheduler.protocol import Granted, GrantedTask, Message, Post, Remembered, RunStatus, Scheduler, Shown, Supervision, Taken
 from pipedec.scheduler.redis_scheduler import RedisScheduler
 from pipedec.scheduler.scripts import scripts_digest
 from pipedec.scheduler.server import EmbeddedServer
 from pipedec.scheduler.transfers import Transfer, checked_transfers
-from pipedec.scheduler.workflow import Facts, Payload, Planned, Task, initial_tasks, initial_windows, post_process
+from pipedec.scheduler.workflow import Payload, Planned, Task, after_window, initial_windows
 from pipedec.topology import Topology
 
 __all__ = [
     "AsyncRedisScheduler",
     "EmbeddedServer",
-    "Facts",
+    "Granted",
     "GrantedTask",
     "Keys",
     "MemoryScheduler",
@@ -33,10 +33,9 @@ __all__ = [
     "Task",
     "Topology",
     "Transfer",
+    "after_window",
     "checked_transfers",
     "connect",
-    "initial_tasks",
     "initial_windows",
-    "post_process",
     "scripts_digest",
 ]

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -118,27 +118,39 @@ class DedicatedConnection:
 
     def call(self, *arguments: Any) -> Any:
         """Send one command and return its reply, undecoded. Raises redis-py's exceptions."""
+        return self.call_all([arguments])[0]
+
+    def call_all(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Send commands and return their replies, undecoded, in one round trip. Raises redis-py's exceptions."""
         if not self._busy.acquire(blocking=False):
-            return self._client.execute_command(*arguments)
+            return [self._client.execute_command(*command) for command in commands]
         try:
-            return self._exchange(arguments)
+            return self._exchange(commands)
         finally:
             self._busy.release()
 
-    def _exchange(self, arguments: tuple[Any, ...]) -> Any:
+    def _exchange(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         if self._connection is None:
             self._connection = self._client.connection_pool.get_connection()
+        replies = list[Any]()
         try:
-            self._connection.send_command(*arguments)
-            return self._connection.read_response()
+            self._connection.send_packed_command(self._connection.pack_commands(commands))
+            for _ in commands:
+                replies.append(self._connection.read_response())
+            return replies
         except redis.ResponseError:
-            raise  # a complete reply: the connection can be used again
+            if len(replies) + 1 < len(commands):
+                self._drop()  # other replies follow
+            raise
         except BaseException:
             # The reply may still arrive (a signal can interrupt the wait), and the next command must not read it.
-            broken, self._connection = self._connection, None
-            broken.disconnect()
-            self._client.connection_pool.release(broken)
+            self._drop()
             raise
+
+    def _drop(self) -> None:
+        broken, self._connection = self._connection, None
+        broken.disconnect()
+        self._client.connection_pool.release(broken)
 
 
 def _version_of(info: Mapping[str, Any]) -> str:

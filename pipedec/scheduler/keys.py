@@ -51,14 +51,6 @@ class Keys:
         return self._of_epoch("done")
 
     @property
-    def pending(self) -> str:
-        return self._of_epoch("pending")
-
-    @property
-    def bitmap(self) -> str:
-        return self._of_epoch("bitmap")
-
-    @property
     def trace(self) -> str:
         return self._of_epoch("trace")
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from msgspec.structs import replace
 
-from pipedec.core import EpochEnded, Opening, QueueFull, RankLost, SchedulerLost, UserError
+from pipedec.core import EpochEnded, QueueFull, RankLost, SchedulerLost, UserError
 from pipedec.messages import (
     AbortEvent,
     Activity,
@@ -27,11 +27,10 @@ from pipedec.messages import (
     TokensEvent,
 )
 from pipedec.scheduler.protocol import (
-    REQUEST_TRACE,
     RESTORED,
-    SESSION_TRACE,
     SHOWN_BATCHES,
     WATCH_SECONDS,
+    Granted,
     GrantedTask,
     Message,
     Post,
@@ -39,28 +38,21 @@ from pipedec.scheduler.protocol import (
     RunStatus,
     Shown,
     Taken,
-    cancelled_payload,
-    max_running,
     tokens_told,
 )
 from pipedec.scheduler.transfers import transfers_of
-from pipedec.scheduler.workflow import Payload, Planned, Task, initial_windows
+from pipedec.scheduler.workflow import Payload, Planned, Task
 from pipedec.topology import Topology, of_rank
 
 
 @dataclass
 class _Graph:
-    """The task graph of a workflow, as ``lua/graph.lua`` keeps it in Redis.
-
-    Attributes:
-        cancelled: the running requests that have been cancelled.
-    """
+    """The task graph of a session, as ``lua/graph.lua`` keeps it in Redis."""
 
     number: int
     trace_lines: int
     topology: Topology
     duplex: str
-    cancelled: set[int]
     running: bool = True
     waiting: dict[Task, Payload] = field(default_factory=dict)
     unmet: dict[Task, int] = field(default_factory=dict)
@@ -68,11 +60,10 @@ class _Graph:
     granted: dict[Task, int] = field(default_factory=dict)
     done: set[Task] = field(default_factory=set)
     active: dict[int, list[int]] = field(default_factory=dict)
-    pending: list[tuple[Task, Payload]] = field(default_factory=list)
-    busy: set[int] = field(default_factory=set)
-    replies: dict[int, tuple[Task, Message | None]] = field(default_factory=dict)
     trace: deque[GrantedTask] = field(default_factory=deque)
-    ready: deque[tuple[Task, Payload]] = field(default_factory=deque)
+    ready: list[tuple[Task, Payload]] = field(default_factory=list)
+    messages: dict[int, list[Granted]] = field(default_factory=dict)  # by rank, of the present call
+    promised: Counter[Task] = field(default_factory=Counter)  # dependencies granted in front of the task, in the present call
 
     def add(self, planned: Planned) -> None:
         task, payload = planned.task, planned.payload
@@ -81,8 +72,6 @@ class _Graph:
             self.dependents.setdefault(before, []).append(task)
         if task.name == "dec" and task.target in self.topology.entry_ranks:
             self.active.setdefault(task.seq, []).append(task.target)
-        if task.name == "sync" and self.number in self.cancelled:
-            payload = cancelled_payload(payload)
         if unmet:
             self.waiting[task], self.unmet[task] = payload, len(unmet)
         else:
@@ -91,59 +80,72 @@ class _Graph:
     def complete(self, task: Task) -> None:
         self.done.add(task)
         for other in self.dependents.pop(task, []):
-            self.unmet[other] -= 1
-            if self.unmet[other] == 0:
-                del self.unmet[other]
-                self.ready.append((other, self.waiting.pop(other)))
+            if other in self.unmet:  # it may be granted already
+                self.unmet[other] -= 1
+                if self.unmet[other] == 0:
+                    self._make_ready(other)
         if task == Task.finish_all(task.seq):
             self.done = {other for other in self.done if other.seq >= task.seq}
             self.active.pop(task.seq, None)
 
     def report(self, task: Task) -> None:
         granted_us = self.granted.pop(task)
-        if task.kind == "T":
-            self.busy -= {task.source, task.target}
-        if self.trace_lines:
+        if self.trace_lines and granted_us:
             self.trace.append(GrantedTask(task, granted_us, _now_us()))
-        if len(self.trace) > self.trace_lines:
+        while len(self.trace) > self.trace_lines:
             self.trace.popleft()
 
-    def release(self, push: Callable[[int, Message], None]) -> None:
-        computes = []
+    def release(self) -> dict[int, list[Granted]]:
+        """What each rank is granted."""
         while self.ready:
-            task, payload = self.ready.popleft()
-            if task.kind == "V":
-                self.complete(task)
-            elif task.kind == "T":
-                self.pending.append((task, payload))
-            else:
-                computes.append((task, payload))
-        self._grant_transfers(push)
-        for task, payload in computes:
-            self.granted[task] = _now_us()
-            push(task.target, self._message(task, payload))
+            computes, transfers = list[tuple[Task, Payload]](), list[tuple[Task, Payload]]()
+            for task, payload in self.ready:  # which grows
+                if task.kind == "V":
+                    self.complete(task)
+                else:
+                    (transfers if task.kind == "T" else computes).append((task, payload))
+            self.ready = []
+            self._grant_transfers(transfers)
+            for task, payload in computes:
+                self._grant(task, payload)
+        messages, self.messages = self.messages, {}
+        self.promised.clear()
+        return messages
 
-    def _message(self, task: Task, payload: Payload) -> Message:
-        """The message with which a compute task is granted."""
+    def _make_ready(self, task: Task) -> None:
+        del self.unmet[task]
+        self.ready.append((task, self.waiting.pop(task)))
+
+    def _grant(self, task: Task, payload: Payload) -> None:
+        self.granted[task] = _now_us() if self.trace_lines else 0
+        granted = self._granted(task, payload)
+        for rank in task.ranks:
+            self.messages.setdefault(rank, []).append(granted)
+        for other in self.dependents.get(task, []):
+            if task.target in other.ranks:
+                self.promised[other] += 1
+                if self.unmet.get(other) == self.promised[other]:
+                    self._make_ready(other)
+
+    def _granted(self, task: Task, payload: Payload) -> Granted:
         if task.name == "dec":
-            return Message("task", self.number, task, payload, active=tuple(sorted(self.active.get(task.seq, ()))))
+            return Granted(task, payload, tuple(sorted(self.active.get(task.seq, ()))))
         if task.name == "window":
             phases = transfers_of(task.target, self.topology, self.duplex)
             payload = {**payload, "transfers": [[list(transfer) for transfer in phase] for phase in phases]}
-        return Message("task", self.number, task, payload)
+        return Granted(task, payload)
 
-    def _grant_transfers(self, push: Callable[[int, Message], None]) -> None:
-        """Algorithm 2, lines 9 to 17."""
-        waiting = []
-        for task, payload in self.pending:
-            if task.source in self.busy or task.target in self.busy:
-                waiting.append((task, payload))
-                continue
-            self.busy |= {task.source, task.target}
-            self.granted[task] = _now_us()
-            for rank in task.ranks:
-                push(rank, Message("task", self.number, task, payload))
-        self.pending = waiting
+    def _grant_transfers(self, pending: list[tuple[Task, Payload]]) -> None:
+        """Algorithm 2, lines 9 to 17, until nothing is pending."""
+        while pending:
+            busy, waiting = set[int](), []
+            for task, payload in pending:
+                if busy.intersection(task.ranks):
+                    waiting.append((task, payload))
+                else:
+                    busy.update(task.ranks)
+                    self._grant(task, payload)
+            pending = waiting
 
 
 class MemoryScheduler:
@@ -226,7 +228,7 @@ class MemoryScheduler:
     def restore(self, description: RunDescription, duplex: str, submitted: int, remembered: Sequence[Remembered]) -> int:
         if self._state is None:
             self._state, self._epoch, self._serving, self._recovers = "up", self.epoch + 1, self.epoch, True
-            self._max_running, self._max_waiting = max_running(description), description.settings.limits.max_waiting
+            self._max_running, self._max_waiting = description.settings.limits.max_num_seqs, description.settings.limits.max_waiting
             self._submitted, self._duplex = submitted, duplex
             self._recoveries.append(Recovery(self._epoch, (), RESTORED, _now_us()))
             for number, request, events in remembered:
@@ -254,60 +256,44 @@ class MemoryScheduler:
         if self._state == "stopping":  # it was asked to stop in an epoch that has ended
             for queue in self._queues.values():
                 queue.append(Message("stop"))
-        self._max_running, self._max_waiting = max_running(description), description.settings.limits.max_waiting
+        self._max_running, self._max_waiting = description.settings.limits.max_num_seqs, description.settings.limits.max_waiting
 
-    def begin_session(self, session: int, window: int) -> None:
-        if self._state is None:
-            raise UserError("the run is not up")
-        self._begin(session, SESSION_TRACE, initial_windows(self.topology, window))
-
-    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned]) -> None:
-        self._begin(request_number, REQUEST_TRACE if opening.trace else 0, planned, opening)
-
-    def _begin(self, workflow: int, trace_lines: int, planned: Sequence[Planned], opening: Opening | None = None) -> None:
+    def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None:
         self._check_epoch()
         self._check_failure()
         if self.graph is not None and self.graph.running:
             raise UserError(f"workflow {self.graph.number} is still running")
-        self.graph = _Graph(workflow, trace_lines, self.topology, self._duplex, self._cancelled)
-        for rank in self.topology.ranks if opening is not None else ():
-            self._push(rank, Message("open", workflow, opening=opening))
+        if self._state is None:
+            raise UserError("the run is not up")
+        self.graph = _Graph(session, trace_lines, self.topology, self._duplex)
         for plan in planned:
             self.graph.add(plan)
-        self.graph.release(self._push)
+        self._push_tasks(self.graph)
 
-    def finish(
-        self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[tuple[int, Event]] = ()
+    def report(
+        self, rank: int, done: Sequence[Task], planned: Sequence[Planned], timeout_seconds: float = 0.0, trace_lines: int | None = None
     ) -> Message | None:
         self._check_epoch()
         graph = self.graph
         if graph is None:
             raise SchedulerLost("the workflow is no longer stored")
-        if task not in graph.granted:
-            return self._repeat(graph, rank, task)
-        graph.report(task)
-        for plan in planned:
-            graph.add(plan)
-        graph.complete(task)
-        graph.release(self._push)
-        if task.name == "end":
-            graph.running = False
-            graph.done.clear()
-        for number, event in events:
-            if number in self._running:
-                self._append(number, event)
-        message = self.wait(rank, 0)
-        graph.replies[rank] = (task, message)
-        return message
+        if all(task in graph.granted for task in done):
+            graph.trace_lines = graph.trace_lines if trace_lines is None else trace_lines
+            for task in done:
+                graph.report(task)
+            for plan in planned:
+                graph.add(plan)
+            for task in done:
+                graph.complete(task)
+            self._push_tasks(graph)
+            if done[-1].name == "end":
+                graph.running = False
+                graph.done.clear()
+        return self.wait(rank, timeout_seconds) if timeout_seconds > 0 else None
 
-    def _repeat(self, graph: _Graph, rank: int, task: Task) -> Message | None:
-        """The reply to a repeated report: the message returned the first time or, if there was none, the next one."""
-        last, message = graph.replies.get(rank, (None, None))
-        if last != task:
-            return None
-        message = message or self.wait(rank, 0)
-        graph.replies[rank] = (task, message)
-        return message
+    def _push_tasks(self, graph: _Graph) -> None:
+        for rank, granted in graph.release().items():
+            self._push(rank, Message("tasks", graph.number, tuple(granted)))
 
     def wait(self, rank: int, timeout_seconds: float) -> Message | None:
         queue = self._queues[rank]

@@ -9,11 +9,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from msgspec import convert
-
-from pipedec.core import Opening
 from pipedec.messages import Activity, Event, Recovery, RunDescription, RunStats, StageStats, TokensEvent
 from pipedec.scheduler.workflow import Payload, Planned, Task
 
@@ -21,8 +18,23 @@ WATCH_SECONDS = 5.0  # that the lease of those who watch lasts
 SHOWN_BATCHES = 128  # of the live feed, that are kept
 SHOWN_SECONDS = 15.0  # for which they are kept behind the last one
 SESSION_TRACE = 4096  # windows of a session of which the trace is kept
+TASKS_TRACE = 1_000_000  # single tasks, while a request is traced
 RESTORED = "Redis had lost the run"  # the reason of a recovery
-REQUEST_TRACE = 1_000_000  # tasks of a traced request of which the trace is kept
+
+
+@dataclass(frozen=True)
+class Granted:
+    """A task that a rank may do now.
+
+    Attributes:
+        payload: see ``Planned``. A window also has ``transfers``, the order in which the rank takes part in transfers between
+            two timesteps (see ``transfers.checked_transfers``).
+        active: for a dec, the entry ranks that are active in its timestep, ascending.
+    """
+
+    task: Task
+    payload: Payload = field(default_factory=dict)
+    active: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -30,27 +42,19 @@ class Message:
     """A message in a rank's queue.
 
     Attributes:
-        kind: ``"open"``; ``"task"``; ``"request"`` (only from ``wait_request`` and ``journal``); ``"stop"``; ``"abort"``;
-            ``"recover"``: the epoch has ended.
-        number: the request it belongs to; of a task, the workflow: a session, or a request; -1 for stop and abort.
-        task: the granted task; None unless ``kind`` is ``"task"``.
-        payload: the task's payload. In the verdict of a sync task, ``finished`` is ``"cancelled"`` if the request was
-            cancelled before the task was scheduled and the answer had not ended otherwise. A window has ``transfers``, the
-            order in which the rank takes part in transfers between two timesteps (see ``transfers.checked_transfers``).
-        active: for a dec task, the entry ranks that are active in its timestep, ascending.
+        kind: ``"tasks"``; ``"request"`` (only from ``wait_request`` and ``journal``); ``"stop"``; ``"abort"``; ``"recover"``: the
+            epoch has ended.
+        number: the request, or the session of the tasks; -1 for stop and abort.
+        tasks: what the rank does next, one after another.
         text: for a request its JSON, for an abort or the end of an epoch the reason.
-        opening: the request that begins, if ``kind`` is ``"open"``; its tasks follow.
         told: of a request in the journal, the token ids that its answer has.
         attempts: of a request in the journal, how many epochs have ended since it got its last token.
     """
 
     kind: str
     number: int = -1
-    task: Task | None = None
-    payload: Payload = field(default_factory=dict)
-    active: tuple[int, ...] = ()
+    tasks: tuple[Granted, ...] = ()
     text: str = ""
-    opening: Opening | None = None
     told: tuple[int, ...] = ()
     attempts: int = 0
 
@@ -58,21 +62,14 @@ class Message:
     def from_json(cls, line: str | bytes) -> Message:
         """Parse a message as the Lua scripts write it."""
         raw = json.loads(line)
-        task = Task.parse(raw["task"]) if "task" in raw else None
-        payload = raw.get("payload", {})
-        if raw.get("cancelled"):
-            payload = cancelled_payload(payload)
-        if "transfers" in raw:
-            payload = {**payload, "transfers": raw["transfers"]}
-        opening = convert(raw["opening"], Opening, str_keys=True) if "opening" in raw else None
-        active = tuple(sorted(raw.get("active", ())))
-        return cls(raw["kind"], raw.get("number", -1), task, payload, active, raw.get("text", ""), opening)
+        return cls(raw["kind"], raw.get("number", -1), tuple(map(_granted, raw.get("tasks", ()))), raw.get("text", ""))
 
 
-def cancelled_payload(payload: Payload) -> Payload:
-    """The payload of a sync task with its verdict marked as cancelled, unless the verdict ends the answer anyway."""
-    verdict = payload["verdict"]
-    return {**payload, "verdict": {**verdict, "finished": verdict.get("finished") or "cancelled"}}
+def _granted(raw: dict[str, Any]) -> Granted:
+    payload = raw.get("payload", {})
+    if "transfers" in raw:
+        payload = {**payload, "transfers": raw["transfers"]}
+    return Granted(Task.parse(raw["task"]), payload, tuple(sorted(raw.get("active", ()))))
 
 
 class Post(NamedTuple):
@@ -137,11 +134,6 @@ def tokens_told(events: Iterable[Event]) -> tuple[int, ...]:
         if isinstance(event, TokensEvent):
             told[event.index :] = event.token_ids
     return tuple(told)
-
-
-def max_running(description: RunDescription) -> int:
-    """How many requests of a run are in its pipeline at the same time; with single tasks, only one."""
-    return description.settings.limits.max_num_seqs if description.settings.cluster.dispatch == "windows" else 1
 
 
 @dataclass(frozen=True)
@@ -300,40 +292,27 @@ class Scheduler(Protocol):
             RankLost: the run has failed.
         """
 
-    def begin_session(self, session: int, window: int) -> None:
-        """Start the workflow of a session: every rank gets its first window, of ``window`` timesteps, the first of which is 1.
-
-        Any number of requests may run in a session, of which its tasks know nothing.
+    def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None:
+        """Start the workflow of a session with its initial tasks. Any number of requests may run in it, of which it knows nothing.
 
         Args:
             session: its number; no two of a run may be the same.
+            trace_lines: how many lines of its trace are kept.
 
         Raises:
             UserError: another workflow is running, or the run is not up.
             RankLost: the run has failed.
         """
 
-    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned]) -> None:
-        """Tell every rank of a request, in a message of kind ``open``, then start its workflow with its initial tasks.
-
-        Raises:
-            UserError: another workflow is running.
-            RankLost: the run has failed.
-        """
-
-    def finish(
-        self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[tuple[int, Event]] = ()
+    def report(
+        self, rank: int, done: Sequence[Task], planned: Sequence[Planned], timeout_seconds: float = 0.0, trace_lines: int | None = None
     ) -> Message | None:
-        """Report ``task`` done, schedule ``planned`` and publish ``events``, in one atomic step.
+        """Report tasks done and schedule ``planned``, in one atomic step; then ``wait``, in the same round trip.
 
-        A transfer is reported by its receiver only (Algorithm 3). A repeated report changes nothing and returns the same
-        message as the first.
+        A transfer is reported by its receiver only (Algorithm 3). A repeated report changes nothing.
 
         Args:
-            events: each with the number of its request. Those of requests that are not running are dropped.
-
-        Returns:
-            The rank's next message, or None if its queue is empty.
+            trace_lines: how many lines of the trace are kept from now on; None for as many as before.
         """
 
     def wait(self, rank: int, timeout_seconds: float) -> Message | None:
@@ -439,8 +418,8 @@ class Scheduler(Protocol):
         """Delete an answer that has been read, or that nobody will read: nothing is written to it any more."""
 
     def cancel(self, request_number: int) -> bool:
-        """End a request: a waiting one at once, a running one when rank 0 learns of it (``Taken``); in task dispatch at its
-        next verdict. False if it is unknown or has ended.
+        """End a request: a waiting one at once, a running one when rank 0 learns of it (``Taken``). False if it is unknown or has
+        ended.
         """
 
     def abort(self, rank: int, message: str) -> bool:
@@ -474,9 +453,7 @@ class Scheduler(Protocol):
         """The scheduler's clock in µs since the epoch, to which ranks on all machines align their traces."""
 
     def trace(self) -> list[GrantedTask]:
-        """The trace of the workflow begun last: of a session the last ``SESSION_TRACE`` windows, of a request all its tasks
-        if its opening asks for one, else none.
-        """
+        """The trace of the session begun last, as far as it is kept."""
 
     def clear(self) -> None:
         """Delete everything the run has stored."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import redis
 from msgspec import structs
 
-from pipedec.core import EpochEnded, Opening
+from pipedec.core import EpochEnded
 from pipedec.messages import Activity, Event, Recovery, RunDescription, RunStats, StageStats, to_json
 from pipedec.scheduler.client import BLOCK_SECONDS, PATIENCE_SECONDS, DedicatedConnection, patiently, translated_errors
 from pipedec.scheduler.client_calls import (
@@ -30,9 +30,7 @@ from pipedec.scheduler.client_calls import (
 )
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import (
-    REQUEST_TRACE,
     RESTORED,
-    SESSION_TRACE,
     SHOWN_BATCHES,
     SHOWN_SECONDS,
     WATCH_SECONDS,
@@ -44,12 +42,11 @@ from pipedec.scheduler.protocol import (
     Shown,
     Supervision,
     Taken,
-    max_running,
     tokens_told,
 )
 from pipedec.scheduler.scripts import script_sha, script_text
 from pipedec.scheduler.transfers import groups_text
-from pipedec.scheduler.workflow import Planned, Task, initial_windows
+from pipedec.scheduler.workflow import Planned, Task
 from pipedec.topology import Topology, of_rank
 from pipedec.validation import parse_json
 
@@ -77,8 +74,8 @@ class ServerUsage:
 class RedisScheduler:
     """Implements ``Scheduler`` on one Redis server.
 
-    One object serves one process. It reports tasks under the number of the workflow whose message it received last, so that
-    a rank that was suspended for a while cannot finish tasks of a later one.
+    One object serves one process. It reports tasks under the number of the session whose message it received last, so that a rank
+    that was suspended for a while cannot finish tasks of a later one.
 
     Args:
         patience_seconds: how long Redis may carry out no commands because it is busy or has no memory, before a call raises
@@ -97,6 +94,7 @@ class RedisScheduler:
         self.patience_seconds = patience_seconds
         self.round_trips = 0
         self._workflow = -1  # its number
+        self._knows_finish = False  # the server has been given the script
         self._scripts: dict[str, Any] = {}
         self._num_shown = 0  # batches of the live feed
         self._operations: dict[int, str] = {}  # by which requests were submitted, until their answers are closed
@@ -145,7 +143,7 @@ class RedisScheduler:
         keys, ranks = self.keys, self.topology.ranks
         told = [*self._told_keys(), keys.recoveries]
         names = [keys.run, keys.members, keys.running, keys.attempts, *told, keys.bell, keys.waiting]
-        ended = [keys.workflow, keys.done, keys.pending, keys.bitmap, keys.trace, keys.answer(keys.meeting)]
+        ended = [keys.workflow, keys.done, keys.trace, keys.answer(keys.meeting)]
         arguments = [json.dumps(list(lost)), reason, len(ranks), KEPT_RECOVERIES, json.dumps(list(places.items()))]
         names += [*map(keys.alive, ranks), *self._queues, *ended]
         return int(self._run_script("recover", names, [KEY_SECONDS, self.epoch, *arguments]))
@@ -199,42 +197,42 @@ class RedisScheduler:
         return {int(rank): node.decode() for rank, node in told.items()}
 
     def open(self, description: RunDescription, duplex: str = "full", recovers: bool = False) -> None:
-        limits = [max_running(description), description.settings.limits.max_waiting]
+        limits = [description.settings.limits.max_num_seqs, description.settings.limits.max_waiting]
         about = [to_json(description), groups_text(self.topology), duplex, *limits, self.epoch, int(recovers)]
         self._run_script("open", [self.keys.run, self.keys.recoveries, *self._queues], [KEY_SECONDS, *about])
 
     def restore(self, description: RunDescription, duplex: str, submitted: int, remembered: Sequence[Remembered]) -> int:
-        keys, limits = self.keys, [max_running(description), description.settings.limits.max_waiting]
+        keys, limits = self.keys, [description.settings.limits.max_num_seqs, description.settings.limits.max_waiting]
         about = [to_json(description), groups_text(self.topology), duplex, *limits, submitted, RESTORED]
         texts = [[one.number, one.request, *map(to_json, one.events)] for one in remembered]
         names = [keys.run, keys.running, keys.requests, keys.recoveries, *(keys.answer(one.number) for one in remembered)]
         return int(self._run_script("restore", names, [KEY_SECONDS, self.epoch, *about, json.dumps(texts)]))
 
-    def begin_session(self, session: int, window: int) -> None:
-        self._begin(session, SESSION_TRACE, initial_windows(self.topology, window), "")
-
-    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned]) -> None:
-        self._begin(request_number, REQUEST_TRACE if opening.trace else 0, planned, to_json(opening))
-
-    def _begin(self, workflow: int, trace_lines: int, planned: Sequence[Planned], opening: str) -> None:
-        arguments = [KEY_SECONDS, workflow, self._entries, trace_lines, _encode(planned), opening, self.epoch]
+    def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None:
+        arguments = [KEY_SECONDS, session, self._entries, trace_lines, _encode(planned), self.epoch]
         self._run_script("begin", self._graph_keys(), arguments)
-        self._workflow = workflow
+        self._workflow = session
 
-    def finish(
-        self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[tuple[int, Event]] = ()
+    def report(
+        self, rank: int, done: Sequence[Task], planned: Sequence[Planned], timeout_seconds: float = 0.0, trace_lines: int | None = None
     ) -> Message | None:
-        texts = json.dumps([[number, to_json(event)] for number, event in events])
-        keys = self._graph_keys()
-        report = [self._workflow, rank, task.id, _encode(planned), texts, self.keys.answer_prefix, self.epoch]
-        arguments = [len(keys), *keys, KEY_SECONDS, *report]
-        return self._message(self._ask(partial(self._report, arguments)))
+        keys, ids = self._graph_keys(), json.dumps([task.id for task in done])
+        about = [KEY_SECONDS, self._workflow, ids, _encode(planned), self.epoch, "" if trace_lines is None else trace_lines]
+        commands: list[list[Any]] = [["EVALSHA", script_sha("finish"), len(keys), *keys, *about]]
+        if timeout_seconds > 0:
+            commands.append(["BLPOP", self._queues[rank], min(timeout_seconds, BLOCK_SECONDS)])
+        *_, reply = self._ask(partial(self._exchange, commands))
+        return self._message(reply[1]) if timeout_seconds > 0 and reply is not None else None
 
-    def _report(self, arguments: Sequence[Any]) -> Any:
+    def _exchange(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        if not self._knows_finish:  # a server that does not know the script would let the other command wait
+            self.client.script_load(script_text("finish"))
+            self._knows_finish = True
         try:
-            return self._connection.call("EVALSHA", script_sha("finish"), *arguments)
-        except redis.exceptions.NoScriptError:  # nothing has run: this server does not have the script yet
-            return self._connection.call("EVAL", script_text("finish"), *arguments)
+            return self._connection.call_all(commands)
+        except redis.exceptions.NoScriptError:  # nothing has run
+            self._knows_finish = False
+            return self._exchange(commands)
 
     def wait(self, rank: int, timeout_seconds: float) -> Message | None:
         if timeout_seconds <= 0:
@@ -416,7 +414,7 @@ class RedisScheduler:
     def _lasting_keys(self) -> list[str]:
         """The keys that every rank keeps alive, beside those that ``lease.lua`` knows."""
         keys = self.keys
-        graph = [keys.workflow, keys.done, keys.pending, keys.bitmap, keys.trace]
+        graph = [keys.workflow, keys.done, keys.trace]
         queue = [keys.waiting, keys.requests, keys.bell, keys.cancelled, keys.unread, keys.owners, keys.attempts]
         told = [keys.suspects, keys.ends, keys.places, keys.recoveries, keys.nodes]
         return [keys.answer(keys.meeting), *graph, *queue, *told, *self._queues]
@@ -427,8 +425,7 @@ class RedisScheduler:
 
     def _graph_keys(self) -> list[str]:
         keys = self.keys
-        single = [keys.workflow, keys.done, keys.pending, keys.bitmap, keys.trace, keys.run]
-        return [*single, keys.running, keys.cancelled, keys.unread, *self._queues]
+        return [keys.workflow, keys.done, keys.trace, keys.run, *self._queues]
 
     def _blpop(self, queues: list[str], timeout_seconds: float) -> Any:
         """[queue, element] of the first of ``queues`` that has one; None after ``timeout_seconds``, or ``BLOCK_SECONDS`` if these
@@ -444,7 +441,7 @@ class RedisScheduler:
         if line is None:
             return None
         message = Message.from_json(line)
-        if message.kind in ("open", "task"):
+        if message.kind == "tasks":
             self._workflow = message.number
         return message
 

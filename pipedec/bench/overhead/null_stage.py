@@ -237,7 +237,6 @@ class ScriptedDraftLoop(DraftLoop):
     def __init__(self, probe: Probe, wiring: Wiring) -> None:
         super().__init__(cast(Prompter, OneWordPrompter()), None, 0, wiring)
         self._company = cast(Company, ScriptedCompany(probe))
-        self._company.whole_prompts = not wiring.window
         self._pool = Pool(self._company)
         self._admission = cast(Admission, ScriptedAdmission(wiring.topology.num_stages))
         self._probe = probe

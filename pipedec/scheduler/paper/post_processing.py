@@ -1,0 +1,143 @@
+"""Algorithm 4: which tasks follow from a task that is done. Pure functions; the numbers in brackets are the paper's cases.
+
+Deviations, so that a rank asks Redis at most twice in a timestep: transfers between two timesteps wait for the barrier, and [2]
+and [4] are scheduled ahead, with the first task of a group. So a rank is granted at once what it does in a row: it sends and
+receives, computes, and sends on to the next stage of its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from msgspec import convert, to_builtins
+
+from pipedec.core import TokenLogprobs, Update, Verdict
+from pipedec.scheduler.workflow import Payload, Planned, Task
+from pipedec.topology import Topology
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules must know of a task that is done, as its rank reports it.
+
+    Attributes:
+        has_output: whether there is anything for the next rank, after pruning: rows, or what opens and closes requests.
+        results: after a pre or dec of rank n, what it says of the rows that it has computed.
+        active: after a dec, the entry ranks active in this timestep, as granted with the task.
+        finished: after a sync or dec of rank 0, whether the session ends.
+    """
+
+    has_output: bool = False
+    results: tuple[Update, ...] = ()
+    active: tuple[int, ...] = ()
+    finished: bool = False
+
+
+class _Result(NamedTuple):
+    """A result in the payload of a sync: an ``Update`` without what the last stage never says."""
+
+    number: int
+    verdict: Verdict | None = None
+    logprobs: TokenLogprobs = ()
+    prompt_logprobs: TokenLogprobs = ()
+
+
+def results_of(payload: Payload) -> tuple[Update, ...]:
+    """What a sync tells its rank: verdicts to replay; rank 0 all that the last stage says."""
+    results = convert(payload["results"], list[_Result])
+    return tuple(
+        Update(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=prompt) for number, verdict, logprobs, prompt in results
+    )
+
+
+def initial_tasks(topology: Topology) -> list[Planned]:
+    """The tasks that start a session: [1], and [2] for every stage.
+
+    Deviation: rank 0 has the prompts, and stage 1 gets them by a transfer, as it gets all rows.
+    """
+    planned = [Planned(Task.compute("pre", 0, 0))]  # [1]
+    for rank in range(1, topology.num_stages + 1):
+        transfer = Task.transfer(rank - 1, rank, 0)
+        before = (Task.compute("pre", rank - 1, 0),) if rank > 1 else ()
+        planned += [Planned(transfer, before), Planned(Task.compute("pre", rank, 0), (transfer,))]  # [1] [2]
+    return planned
+
+
+def post_process(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
+    """The tasks that a rank schedules after finishing ``task``; none after a transfer or the end."""
+    if task.name == "pre" and task.target == topology.final_rank:  # [3]
+        # Deviation: the first tokens reach the ranks by a sync like all later ones, and those syncs schedule the tasks of
+        # timestep 1 ([11], [12]).
+        return _syncs(task.seq, facts.results, {rank: [Task.compute("pre", rank, task.seq)] for rank in topology.ranks})
+    if task.name == "dec":
+        return _after_decode(task, topology, facts)
+    if task.name == "sync":
+        return _after_sync(task, topology, facts)
+    return []
+
+
+def _after_decode(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
+    """Cases [5] to [10]; [4] is scheduled by ``_send_on``."""
+    rank, seq = task.target, task.seq
+    sync = topology.has_sync(facts.active)
+    planned: list[Planned] = []
+    if rank == 0 and not sync:  # [5] [6]
+        planned += [_barrier(seq, topology.active_ranks(facts.active)), _next_of_rank_zero(seq, facts)]
+    elif rank == 0:  # [7]
+        planned.append(_barrier(seq, topology.ranks))  # [5] follows at rank 0's sync, whose verdicts may end the session
+    if not sync and facts.has_output and topology.feeds_next_group(rank):  # [8]
+        planned += _send_on(topology, rank, seq)
+    if rank == topology.final_rank:  # [9]
+        computed = {other: [Task.compute("dec", other, seq)] for other in topology.active_ranks(facts.active)}
+        planned += _syncs(seq, facts.results, {other: computed.get(other, []) for other in topology.ranks})
+    if not sync:  # [10]
+        planned.append(Planned(Task.finish(rank, seq)))
+    return planned
+
+
+def _after_sync(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
+    """Cases [11] and [12]."""
+    rank, seq = task.target, task.seq
+    planned: list[Planned] = []
+    if facts.has_output and topology.feeds_next_group(rank):  # [12]
+        planned += _send_on(topology, rank, seq)
+    if rank == 0:
+        if seq == 0:  # otherwise rank 0's dec has scheduled the barrier ([7]); prefill has none
+            planned.append(_barrier(seq, topology.ranks))
+        planned.append(_next_of_rank_zero(seq, facts))
+    planned.append(Planned(Task.finish(rank, seq)))  # [11]
+    return planned
+
+
+def _next_of_rank_zero(seq: int, facts: Facts) -> Planned:
+    """[5]. Deviation: if the session ends, (C,end,0,seq) takes the place of the next dec."""
+    following = Task.compute("end", 0, seq) if facts.finished else Task.compute("dec", 0, seq + 1)
+    return Planned(following, (Task.finish_all(seq),))
+
+
+def _barrier(seq: int, ranks: Sequence[int]) -> Planned:
+    return Planned(Task.finish_all(seq), tuple(Task.finish(rank, seq) for rank in ranks))
+
+
+def _send_on(topology: Topology, rank: int, seq: int) -> list[Planned]:
+    """The output of timestep ``seq`` goes to the next group, whose stages compute it in ``seq`` + 1 one after another."""
+    barrier, transfer = Task.finish_all(seq), Task.transfer(rank, rank + 1, seq)
+    planned = [Planned(transfer, (barrier,)), Planned(Task.compute("dec", rank + 1, seq + 1), (transfer, barrier))]
+    for stage in topology.groups[topology.group_of(rank + 1)][:-1]:  # [4]
+        inside = Task.transfer(stage, stage + 1, seq + 1)
+        planned += [
+            Planned(inside, (Task.compute("dec", stage, seq + 1),)),
+            Planned(Task.compute("dec", stage + 1, seq + 1), (inside,)),
+        ]
+    return planned
+
+
+def _syncs(seq: int, results: Sequence[Update], after: dict[int, list[Task]]) -> list[Planned]:
+    """Every rank replays the accepted tokens. Rank 0 alone learns what else was said, and passes on which answers end."""
+    verdicts = ((result.number, result.verdict) for result in results if result.verdict is not None)
+    accepted = [_Result(number, Verdict(verdict.accepted)) for number, verdict in verdicts if verdict.tokens]
+    said = [_Result(result.number, result.verdict, result.logprobs, result.prompt_logprobs) for result in results]
+    whole, tokens = ({"results": to_builtins(told)} for told in (said, accepted))
+    return [Planned(Task.compute("sync", rank, seq), tuple(after[rank]), tokens if rank else whole) for rank in after]
