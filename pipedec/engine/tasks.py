@@ -55,7 +55,7 @@ class TaskPipeline(RankZero):
         """Send the message, draft, and wait for what the last stage says of its rows, if there are any."""
         granted = self._take(name)
         if message.updates or name == "pre":
-            self._tasks.send(message, 1, max(granted.task.seq - 1, 0))
+            self._tasks.send(message, 1, granted.task.seq - 1)
         with self._tasks.recorder.span(granted.task.label, name):
             meanwhile()
         if name == "dec" and not self._wiring.topology.has_sync(granted.active):

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 from support.simulated_pipeline import History, SimulatedPipeline
 
-from pipedec.core import Opening, SamplingParams
-from pipedec.scheduler import MemoryScheduler, RedisScheduler, Scheduler, Task
+from pipedec.scheduler import Granted, MemoryScheduler, RedisScheduler, Scheduler, Task
 from pipedec.topology import Topology
 
 TOPOLOGIES = [
@@ -54,25 +53,31 @@ def check_barriers(history: History) -> None:
     assert computes == sorted(computes)
 
 
-def check_openings(topology: Topology, history: History, num_chunks: int) -> None:
-    """Every rank is told of the request once, before its first task, and by no task."""
-    for rank in topology.ranks:
-        messages = [message for receiver, message in history.received if receiver == rank]
-        assert [message.kind for message in messages] == ["open"] + ["task"] * (len(messages) - 1)
-        assert messages[0].number == messages[1].number
-        assert messages[0].opening == Opening(num_chunks, SamplingParams())
-        keys = {"token_ids"} if rank == 1 else set()
-        assert set().union(*(message.payload for message in messages)) <= {"rows", "verdict", "is_first_chunk"} | keys
-
-
 def check_answer(topology: Topology, history: History, num_tokens: int) -> None:
-    accepted = [verdict.tokens[0] for verdict in history.verdicts[0]]
-    assert accepted == list(range(1, num_tokens + 1))
-    assert all(history.verdicts[rank] == history.verdicts[0] for rank in topology.ranks)
-    assert history.verdicts[0][-1].finished == "length"
+    told = history.verdicts[0]
+    assert [verdict.tokens[0] for verdict in told] == list(range(1, num_tokens + 1))
+    assert told[-1].finished == "length"
+    for rank in range(1, topology.num_stages + 1):
+        assert [verdict.accepted for verdict in history.verdicts[rank]] == [verdict.accepted for verdict in told]
+        assert all(verdict.finished is None for verdict in history.verdicts[rank]), "what ends an answer travels with the rows"
     assert len(history.hits) == num_tokens - 1
     assert history.timesteps == sum(1 if hit else topology.num_groups for hit in history.hits)
+    assert history.closed == list(range(1, topology.num_stages + 1))
     assert history.finished[-1].name == "end"
+
+
+def check_messages(topology: Topology, history: History) -> None:
+    """A rank gets what it does in a row at once, and reports it at once: at most two messages and two reports in a timestep."""
+    last = max(task.seq for task in history.finished)
+    for rank in topology.ranks:
+        messages = [granted for receiver, granted in history.received if receiver == rank]
+        for granted in messages:
+            names = [one.task.name for one in granted]
+            assert sum(name in ("pre", "dec", "sync", "end") for name in names) <= 1, names
+        for seq in range(1, last + 1):
+            assert sum(any(one.task.kind == "C" and one.task.seq == seq for one in granted) for granted in messages) <= 2
+        assert history.reports[rank] <= 2 * (last + 1) + 1
+        assert set().union(*(one.payload for granted in messages for one in granted)) <= {"results"}
 
 
 @pytest.mark.fast_cases
@@ -80,11 +85,10 @@ def check_answer(topology: Topology, history: History, num_tokens: int) -> None:
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=named)
 def test_whole_answers(make_scheduler: MakeScheduler, topology: Topology, seed: int) -> None:
     num_tokens = 20 if topology.num_stages < 14 else 8
-    pipeline = SimulatedPipeline(topology, make_scheduler(topology), random.Random(seed), num_tokens, repeat_rate=0.1)
-    history = pipeline.run(num_chunks=1 + 2 * seed)
+    history = SimulatedPipeline(topology, make_scheduler(topology), random.Random(seed), num_tokens, repeat_rate=0.1).run()
     check_order(history)
     check_barriers(history)
-    check_openings(topology, history, 1 + 2 * seed)
+    check_messages(topology, history)
     check_answer(topology, history, num_tokens)
 
 
@@ -100,84 +104,69 @@ def test_short_answers(make_scheduler: MakeScheduler, topology: Topology, num_to
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=named)
 def test_an_answer_that_a_stop_string_ends(make_scheduler: MakeScheduler, topology: Topology, seed: int) -> None:
-    """Rank 0 lets the pipeline run empty, then ends the answer by itself; the next request finds nothing of it."""
+    """Rank 0 alone knows, and lets the pipeline run empty; the next session finds nothing of it."""
     scheduler = make_scheduler(topology)
     for number in range(2):
-        pipeline = SimulatedPipeline(topology, scheduler, random.Random(seed), 100, hit_rate=0.9, stop_after=3)
-        history = pipeline.run(number)
+        history = SimulatedPipeline(topology, scheduler, random.Random(seed), 100, hit_rate=0.9, stop_after=3).run(number)
         check_order(history)
         check_barriers(history)
-        check_openings(topology, history, 1)
+        assert history.closed == list(range(1, topology.num_stages + 1))
         tokens = [verdict.tokens[0] for verdict in history.verdicts[0]]
         assert tokens == list(range(1, len(tokens) + 1)) and 3 <= len(tokens) <= 3 + topology.num_groups
-        assert all(verdicts == history.verdicts[0] for verdicts in history.verdicts.values())
-        end, last = history.finished[-1], max(task.seq for task in history.finished if task.name == "sync")
-        assert end.name == "end" and end.seq > last
-        assert [task for task in history.finished if task.seq == end.seq] == [Task.compute("dec", 0, end.seq), end]
+        end = history.finished[-1]
+        assert end.name == "end" and [task for task in history.finished if task.seq == end.seq] == [Task.compute("dec", 0, end.seq), end]
         assert all(scheduler.wait(rank, 0) is None for rank in topology.ranks)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_rank_is_in_two_transfers(seed: int) -> None:
+def test_transfers_that_do_not_conflict_may_run_together(seed: int) -> None:
+    """Algorithm 2: of those that are granted together, each in the first round in which both its ranks are free."""
     source = random.Random(seed)
     topology = Topology.even(7, source.randint(1, 7))
-    scheduler = MemoryScheduler(topology)
-    pipeline = SimulatedPipeline(topology, scheduler, source, num_tokens=25)
-    most = 0
-
-    def observe() -> None:
-        nonlocal most
-        assert scheduler.graph is not None
-        busy = [rank for task in scheduler.graph.granted if task.kind == "T" for rank in task.ranks]
-        assert len(busy) == len(set(busy))
-        assert set(busy) == scheduler.graph.busy
-        for task, _ in scheduler.graph.pending:
-            assert set(task.ranks) & scheduler.graph.busy, "a transfer waits though both its ranks are free"
-        most = max(most, len(busy) // 2)
-
-    check_order(pipeline.run(observe=observe))
-    assert most >= (2 if topology.num_groups > 4 else 1)
+    pipeline = SimulatedPipeline(topology, MemoryScheduler(topology), source, num_tokens=25)
+    history = pipeline.run()
+    check_order(history)
+    assert pipeline.most_transfers >= (2 if topology.num_groups > 4 else 1)
 
 
 @pytest.mark.fast_cases("3")
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=named)
 def test_both_back_ends_grant_the_same(make_redis_scheduler: Callable[[Topology], RedisScheduler], topology: Topology) -> None:
     num_tokens = 12 if topology.num_stages < 14 else 6
-    histories = [
-        SimulatedPipeline(topology, scheduler, random.Random(11), num_tokens, repeat_rate=0.1).run(num_chunks=2)
-        for scheduler in (MemoryScheduler(topology), make_redis_scheduler(topology))
-    ]
     memory, redis = (
-        [(rank, replace(message, payload=json.loads(json.dumps(message.payload)))) for rank, message in history.received]
-        for history in histories
+        SimulatedPipeline(topology, scheduler, random.Random(11), num_tokens, repeat_rate=0.1).run()
+        for scheduler in (MemoryScheduler(topology), make_redis_scheduler(topology))
     )
-    assert memory == redis
-    assert histories[0].finished == histories[1].finished
+    assert [as_sent(message) for message in memory.received] == redis.received
+    assert memory.finished == redis.finished
 
 
-def test_the_memory_scheduler_keeps_nothing_of_a_finished_request() -> None:
+def as_sent(received: tuple[int, tuple[Granted, ...]]) -> tuple[int, tuple[Granted, ...]]:
+    rank, granted = received
+    return rank, tuple(replace(one, payload=json.loads(json.dumps(one.payload))) for one in granted)
+
+
+def test_the_memory_scheduler_keeps_nothing_of_a_finished_session() -> None:
     topology = Topology.even(6, 3)
     scheduler = MemoryScheduler(topology)
     for number in range(3):
         SimulatedPipeline(topology, scheduler, random.Random(number), 15).run(number)
         graph = scheduler.graph
         assert graph is not None and not graph.running
-        kept = (graph.waiting, graph.unmet, graph.dependents, graph.granted, graph.done, graph.active, graph.pending, graph.busy)
-        assert not any(kept)
+        assert not any((graph.waiting, graph.unmet, graph.dependents, graph.granted, graph.done, graph.active))
         assert all(scheduler.wait(rank, 0) is None for rank in topology.ranks)
 
 
-def test_redis_keeps_nothing_of_a_finished_request(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_redis_keeps_nothing_of_a_finished_session(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
     topology = Topology.even(6, 3)
     scheduler = make_redis_scheduler(topology)
     keys, client = scheduler.keys, scheduler.client
     for number in range(3):
         SimulatedPipeline(topology, scheduler, random.Random(number), 15).run(number)
         words = {field.decode().split(" ")[0] for field in client.hkeys(keys.workflow)}
-        assert words == {"number", "running", "entries", "trace", "last", "reply"}
-        assert not client.get(keys.bitmap).strip(b"\0")
+        assert words == {"number", "running", "entries", "trace"}
         remaining = {key.decode() for key in client.scan_iter(match=keys.prefix + "*")}
-        assert remaining == {keys.workflow, keys.bitmap}
+        assert remaining == {keys.workflow, keys.run}
 
 
 @pytest.mark.slow

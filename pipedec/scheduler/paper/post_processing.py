@@ -55,13 +55,16 @@ def results_of(payload: Payload) -> tuple[Update, ...]:
 def initial_tasks(topology: Topology) -> list[Planned]:
     """The tasks that start a session: [1], and [2] for every stage.
 
-    Deviation: rank 0 has the prompts, and stage 1 gets them by a transfer, as it gets all rows.
+    Deviation: rank 0 has the prompts, and stage 1 gets them by a transfer, as it gets all rows; its seq is that before prefill.
     """
-    planned = [Planned(Task.compute("pre", 0, 0))]  # [1]
-    for rank in range(1, topology.num_stages + 1):
-        transfer = Task.transfer(rank - 1, rank, 0)
-        before = (Task.compute("pre", rank - 1, 0),) if rank > 1 else ()
-        planned += [Planned(transfer, before), Planned(Task.compute("pre", rank, 0), (transfer,))]  # [1] [2]
+    prompts = Task.transfer(0, 1, -1)
+    planned = [Planned(Task.compute("pre", 0, 0)), Planned(prompts), Planned(Task.compute("pre", 1, 0), (prompts,))]  # [1]
+    for rank in range(1, topology.num_stages):  # [2]
+        transfer = Task.transfer(rank, rank + 1, 0)
+        planned += [
+            Planned(transfer, (Task.compute("pre", rank, 0),)),
+            Planned(Task.compute("pre", rank + 1, 0), (transfer,)),
+        ]
     return planned
 
 
