@@ -1,4 +1,4 @@
--- uses: fence grant graph
+-- uses: room fence grant graph
 -- begin.lua
 -- Purpose:   starts the workflow of a session: deletes the state of the previous one, and adds the initial tasks.
 -- Invariant: at most one workflow runs at a time.

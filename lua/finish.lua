@@ -1,4 +1,4 @@
--- uses: fence grant graph
+-- uses: room fence grant graph
 -- finish.lua
 -- Purpose:   a rank reports tasks done, and schedules those that follow from them. What it is granted next comes to its queue.
 -- Invariant: a task takes effect once: a report for another workflow, or of tasks that were not granted, does nothing.

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Event as Flag
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,21 +16,21 @@ from support.processes import wait_until
 from support.tiny_pair import CONTEXT, Pair
 
 from pipedec.config import Settings
-from pipedec.core import EpochEnded, Opening, PipedecError, SamplingParams, SchedulerLost, Verdict
+from pipedec.core import EpochEnded, PipedecError, SamplingParams, SchedulerLost, Verdict
 from pipedec.decoding import Drafter
+from pipedec.device import HostDevice
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
 from pipedec.messages import (
     CompletionEvent,
     ErrorEvent,
-    Event,
     PromptRequest,
     RunDescription,
     RunStats,
     TokensEvent,
 )
-from pipedec.scheduler import MemoryScheduler, Message, Planned, Post, Task
+from pipedec.scheduler import Granted, MemoryScheduler, Message, Planned, Post, Task
 from pipedec.text.prompt import Prompter
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
@@ -37,7 +38,7 @@ from pipedec.tree import Candidates, DraftRows
 
 TOPOLOGY = Topology.even(1, 1)
 DESCRIPTION = RunDescription(Settings.of(target="target", dispatch="tasks"), ((1,),), ((0, 8),))
-NO_TRANSPORT: Any = None  # no step is ever sent
+NO_TRANSPORT: Any = SimpleNamespace(send_envelope=lambda envelope, target: HostDevice().mark())  # what is sent goes nowhere
 REQUEST, DRAFTED = (PromptRequest("Hello", True, name, SamplingParams(max_tokens=4)).to_json() for name in ("pp", "stpp"))
 
 
@@ -55,21 +56,24 @@ class EndsAtOnce(MemoryScheduler):
         self._tasks: deque[Message] = deque()
         self.open(DESCRIPTION)
 
-    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned]) -> None:
-        self.begun.append(request_number)
-        verdict = {"verdict": to_builtins(Verdict.of(5, finished="length"))}
-        tasks = [(Task.compute("pre", 0, 0), {}), (Task.compute("sync", 0, 0), verdict), (Task.compute("end", 0, 0), {})]
-        self._tasks.extend(Message("task", request_number, task, payload) for task, payload in tasks)
+    def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None:
+        number = max(self.status().running)  # the end of the one before may not be published yet
+        self.begun.append(number)
+        results = {"results": [[number, to_builtins(Verdict.of(5, finished="length")), [], []]]}
+        names = {"pre": {}, "sync": results, "dec": {}, "end": {}}
+        self._tasks.extend(
+            Message("tasks", session, (Granted(Task.compute(name, 0, 0), payload),)) for name, payload in names.items()
+        )
 
     def wait(self, rank: int, timeout_seconds: float) -> Message | None:
         return self._tasks.popleft() if self._tasks else super().wait(rank, timeout_seconds)
 
-    def finish(
-        self, rank: int, task: Task, planned: Sequence[Planned], events: Sequence[tuple[int, Event]] = ()
+    def report(
+        self, rank: int, done: Sequence[Task], planned: Sequence[Planned], timeout_seconds: float = 0.0, trace_lines: int | None = None
     ) -> Message | None:
-        if task.name == "end":
+        if done[0].name == "end":
             self._meanwhile(self)
-        return self.wait(rank, 0)
+        return self.wait(rank, 0) if timeout_seconds else None
 
     def wait_request(self, timeout_seconds: float) -> Message | None:
         message = super().wait_request(timeout_seconds)
@@ -166,9 +170,9 @@ def lose_rank(scheduler: MemoryScheduler) -> None:
 class Fatal(MemoryScheduler):
     """Rank 1 is lost as soon as a request begins."""
 
-    def begin(self, request_number: int, opening: Opening, planned: Sequence[Planned]) -> None:
+    def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None:
         self.recover([1], "rank 1 was killed")
-        super().begin(request_number, opening, planned)
+        super().begin_session(session, planned, trace_lines)
 
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["a new process", "the same process"])

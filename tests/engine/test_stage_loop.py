@@ -17,7 +17,7 @@ from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import Event, StageStats, TraceEvents
-from pipedec.scheduler import Message, Task
+from pipedec.scheduler import Granted, Message, Task
 from pipedec.scheduler.protocol import Scheduler
 from pipedec.scheduler.transfers import transfers_of
 from pipedec.stage import StageWorker
@@ -36,14 +36,14 @@ class OneWindow:
 
     def __init__(self, timesteps: int, duplex: str) -> None:
         payload = {"timesteps": timesteps, "transfers": transfers_of(RANK, TOPOLOGY, duplex)}
-        self._next = [Message("task", 1, Task.compute("window", RANK, 1), payload)]
+        self._next = [Message("tasks", 1, (Granted(Task.compute("window", RANK, 1), payload),))]
         self.stats: list[StageStats] = []
         self.events: list[Event] = []
 
     def wait(self, rank: int, timeout_seconds: float) -> Message:
         return self._next.pop()
 
-    def finish(self, *report: Any) -> Message:
+    def report(self, *report: Any) -> Message:
         return Message("stop")
 
     def tell(self, stats: StageStats) -> None:

@@ -9,8 +9,10 @@ import pytest
 import redis
 from support.processes import wait_until
 
-from pipedec.core import Opening, SamplingParams, SchedulerLost
-from pipedec.scheduler import EmbeddedServer, RedisScheduler, Task, connect, initial_tasks
+from pipedec.config import Settings
+from pipedec.core import SchedulerLost
+from pipedec.messages import RunDescription
+from pipedec.scheduler import EmbeddedServer, Planned, RedisScheduler, Task, connect, initial_windows
 from pipedec.scheduler.client import DedicatedConnection
 from pipedec.topology import Topology
 
@@ -54,15 +56,29 @@ def test_a_second_thread_does_not_wait_for_the_first(redis_client: redis.Redis) 
     assert replies in ([[b"awaited", b"message"]], [(b"awaited", b"message")])
 
 
+def test_replies_of_several_commands_come_in_one_round_trip(redis_client: redis.Redis) -> None:
+    connection = DedicatedConnection(redis_client)
+    redis_client.rpush("several", "message")
+    assert connection.call_all([("ECHO", "first"), ("BLPOP", "several", 1)]) == [b"first", [b"several", b"message"]]
+
+
+def test_an_error_reply_to_the_first_of_two_commands_leaves_no_reply_behind(redis_client: redis.Redis) -> None:
+    connection = DedicatedConnection(redis_client)
+    with pytest.raises(redis.ResponseError):
+        connection.call_all([("LPOP",), ("ECHO", "late")])
+    assert connection.call("ECHO", "next") == b"next"
+
+
 def test_a_script_is_sent_again_after_script_flush(redis_client: redis.Redis) -> None:
     scheduler = RedisScheduler(redis_client, "forgetful", TWO)
-    scheduler.begin(0, Opening(1, SamplingParams()), initial_tasks(TWO, [[1]]))
-    assert scheduler.wait(0, 1) is not None, "the opening"
-    message = scheduler.wait(0, 1)
-    assert message is not None and message.task == Task.compute("pre", 0, 0)
-    redis_client.script_flush()
-    assert scheduler.finish(0, message.task, []) is None
-    assert redis_client.hget(scheduler.keys.workflow, "last 0") == b"C:pre:0:0"
+    scheduler.open(RunDescription(Settings.of(target="target"), TWO.groups, ((0, 1), (1, 2))))
+    scheduler.begin_session(0, initial_windows(TWO, 4), 0)
+    assert scheduler.wait(1, 1) is not None
+    for seq in (1, 5):
+        redis_client.script_flush()
+        following = Planned(Task.compute("window", 1, seq + 4), (), {"timesteps": 4})
+        message = scheduler.report(1, [Task.compute("window", 1, seq)], [following], 1)
+        assert message is not None and message.tasks[0].task == following.task
 
 
 def test_a_dead_server_raises_scheduler_lost() -> None:

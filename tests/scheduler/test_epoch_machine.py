@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pipedec.config import Settings
 from pipedec.core import EpochEnded
 from pipedec.messages import RunDescription, TokensEvent
-from pipedec.scheduler import MemoryScheduler, Message, RedisScheduler, Remembered, Scheduler
+from pipedec.scheduler import MemoryScheduler, Message, RedisScheduler, Remembered, Scheduler, initial_windows
 from pipedec.topology import Topology
 
 TWO = Topology.even(2, 2)
@@ -27,7 +27,7 @@ CALLS: list[Callable[[Scheduler], object]] = [
     lambda zombie: zombie.publish(0, TokensEvent([9], "z")),
     lambda zombie: zombie.complete(0),
     lambda zombie: zombie.renew_lease(1),
-    lambda zombie: zombie.begin_session(7, 8),
+    lambda zombie: zombie.begin_session(7, initial_windows(TWO, 8), 0),
     lambda zombie: zombie.end_orphans(),
 ]
 _runs = count()

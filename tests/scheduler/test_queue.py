@@ -15,7 +15,9 @@ from support.run_stats import run_stats
 from pipedec.config import Settings
 from pipedec.core import RankLost, SchedulerLost, UserError
 from pipedec.messages import AbortEvent, CancelledEvent, ErrorEvent, Event, RunDescription, StageStats, TokensEvent
-from pipedec.scheduler import Facts, MemoryScheduler, Message, Post, RedisScheduler, Scheduler, Task, Topology, post_process
+from pipedec.scheduler import (
+    MemoryScheduler, Message, Post, RedisScheduler, Scheduler, Task, Topology, after_window, initial_windows,
+)  # fmt: skip
 
 MakeScheduler = Callable[[Topology], Scheduler]
 TWO = Topology.even(2, 2)
@@ -60,13 +62,10 @@ def test_many_requests_of_one_priority_are_taken_in_the_order_of_their_numbers(s
     assert taken(scheduler, 100) == numbers[64:]
 
 
-@pytest.mark.parametrize(("max_num_seqs", "dispatch", "places"), [(3, "windows", 3), (64, "tasks", 1)])
-def test_a_full_queue_refuses_in_one_line(make_scheduler: MakeScheduler, max_num_seqs: int, dispatch: str, places: int) -> None:
+def test_a_full_queue_refuses_in_one_line(make_scheduler: MakeScheduler) -> None:
     """The requests for which there is a place do not count as waiting, whether rank 0 has taken them yet or not."""
-    scheduler = make_scheduler(TWO)
-    scheduler.open(
-        replace(DESCRIPTION, settings=DESCRIPTION.settings.replaced(max_num_seqs=max_num_seqs, max_waiting=2, dispatch=dispatch))
-    )
+    scheduler, places = make_scheduler(TWO), 3
+    scheduler.open(replace(DESCRIPTION, settings=DESCRIPTION.settings.replaced(max_num_seqs=places, max_waiting=2)))
     numbers = [scheduler.submit("{}") for _ in range(places + 2)]
     assert taken(scheduler, places) == numbers[:places]
     with pytest.raises(UserError) as refusal:
@@ -271,9 +270,8 @@ def test_ranks_publish_to_running_requests_only(scheduler: Scheduler) -> None:
     scheduler.submit("{}")
     taken(scheduler, 2)
     scheduler.complete(0, ErrorEvent("over"))
-    scheduler.begin_session(0, 4)
-    events = [(0, TokensEvent([1], "late")), (1, TokensEvent([2], "b")), (1, TokensEvent([3], "c"))]
-    scheduler.finish(1, Task.compute("window", 1, 1), [], events)
+    scheduler.publish(0, TokensEvent([1], "late"))
+    scheduler.publish(1, TokensEvent([2], "b"), TokensEvent([3], "c"))
     assert answer(scheduler, 0) == [ErrorEvent("over")]
     assert answer(scheduler, 1) == [TokensEvent([2], "b"), TokensEvent([3], "c")]
 
@@ -388,14 +386,14 @@ class Crowd:
 
 
 def run_session(scheduler: Scheduler, number: int) -> None:
-    scheduler.begin_session(number, 4)
+    scheduler.begin_session(number, initial_windows(TWO, 4), 10)
     for rank in TWO.ranks:
         assert scheduler.wait(rank, 0) is not None
         task = Task.compute("window", rank, 1)
-        scheduler.finish(rank, task, post_process(task, TWO, Facts(window=4, finished=True)))
+        scheduler.report(rank, [task], after_window(task, TWO, 0) if rank == 0 else [])
     end = scheduler.wait(0, 0)
-    assert end is not None and end.task is not None
-    scheduler.finish(0, end.task, [])
+    assert end is not None
+    scheduler.report(0, [end.tasks[0].task], [])
 
 
 @pytest.mark.fast_cases
@@ -421,7 +419,7 @@ def test_a_session_has_all_its_keys_once_it_has_ended(make_redis_scheduler: Call
     scheduler.open(DESCRIPTION)
     run_session(scheduler, 1)
     ended = scheduler.usage()
-    scheduler.begin_session(2, 4)
+    scheduler.begin_session(2, initial_windows(TWO, 4), 10)
     assert scheduler.usage().is_working
     assert not ended.is_working and scheduler.client.exists(scheduler.keys.trace) == 0
 

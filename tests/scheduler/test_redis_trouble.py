@@ -20,10 +20,11 @@ from support.processes import wait_until
 from pipedec.config import Settings
 from pipedec.core import EpochEnded, SchedulerBusy, SchedulerInterrupted, SchedulerLost
 from pipedec.messages import RunDescription, TokensEvent
-from pipedec.scheduler import AsyncRedisScheduler, EmbeddedServer, RedisScheduler, RunStatus, connect
+from pipedec.scheduler import AsyncRedisScheduler, EmbeddedServer, RedisScheduler, RunStatus, connect, initial_windows
 from pipedec.topology import Topology
 
 TWO = Topology.even(2, 2)
+WINDOWS = initial_windows(TWO, 64)
 RUN = "trouble"
 DESCRIPTION = RunDescription(Settings.of(target="target", max_num_seqs=4), TWO.groups, ((0, 1), (1, 2)))
 _BUSY = "while redis.call('TIME')[1] < ARGV[1] do end"
@@ -69,7 +70,7 @@ def test_calls_on_a_server_without_memory_name_that_and_change_nothing(server: E
         lambda: run.publish(0, TokensEvent([1], "a")),
         lambda: run.complete(0, TokensEvent([1], "a")),
         lambda: run.renew_lease(0),
-        lambda: run.begin_session(1, 64),
+        lambda: run.begin_session(1, WINDOWS, 0),
         lambda: run.cancel(0),
         lambda: run.cancel(1),
         lambda: run.recover([1], "rank 1 was killed"),
@@ -80,21 +81,21 @@ def test_calls_on_a_server_without_memory_name_that_and_change_nothing(server: E
     assert run.status() == before
     client.config_set("maxmemory", "0")
     assert [message.text for message in run.take(4).requests] == ["waiting"]
-    run.begin_session(1, 64)
+    run.begin_session(1, WINDOWS, 0)
     message = run.wait(1, 1)
-    assert message is not None and message.task is not None and message.task.name == "window"
+    assert message is not None and message.tasks[0].task == WINDOWS[1].task
 
 
 def test_a_report_on_a_server_without_memory_is_made_when_there_is_some(server: EmbeddedServer, run: RedisScheduler) -> None:
-    run.begin_session(1, 64)
+    run.begin_session(1, WINDOWS, 0)
     message = run.wait(1, 1)
-    assert message is not None and message.task is not None
+    assert message is not None
     client = fill(server)
     with pytest.raises(SchedulerBusy):
-        run.finish(1, message.task, [])
+        run.report(1, [message.tasks[0].task], [])
     run.patience_seconds = 30.0
     threading.Timer(0.3, client.config_set, ["maxmemory", "0"]).start()
-    assert run.finish(1, message.task, []) is None
+    assert run.report(1, [message.tasks[0].task], []) is None
 
 
 def test_somebody_else_s_slow_script_is_waited_for_and_then_named(server: EmbeddedServer, run: RedisScheduler) -> None:
@@ -133,11 +134,11 @@ def test_a_replica_is_refused_by_name(server: EmbeddedServer, run: RedisSchedule
 def test_a_flushed_script_is_sent_again(server: EmbeddedServer, run: RedisScheduler) -> None:
     redis.Redis.from_url(server.url).script_flush()
     assert run.submit("more") == 2
-    run.begin_session(1, 64)
+    run.begin_session(1, WINDOWS, 0)
     message = run.wait(1, 1)
-    assert message is not None and message.task is not None
+    assert message is not None
     redis.Redis.from_url(server.url).script_flush()
-    assert run.finish(1, message.task, []) is None
+    assert run.report(1, [message.tasks[0].task], []) is None
 
 
 def test_a_broken_connection_is_an_interruption_after_which_calls_work_again(server: EmbeddedServer, run: RedisScheduler) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import pytest
-from msgspec import convert
 from msgspec.structs import replace
 from support.processes import wait_until
 from support.simulated_pipeline import SimulatedPipeline
 
 from pipedec.config import Settings
-from pipedec.core import EpochEnded, Opening, PipedecError, RankLost, SamplingParams, SchedulerLost, UserError, Verdict
+from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost, UserError
 from pipedec.messages import (
     AbortEvent,
     CancelledEvent,
@@ -23,36 +21,27 @@ from pipedec.messages import (
     TokensEvent,
 )
 from pipedec.methods import LayerTreeOptions
-from pipedec.scheduler import (
-    Facts,
-    Message,
-    Planned,
-    RedisScheduler,
-    Remembered,
-    Scheduler,
-    Task,
-    initial_tasks,
-    post_process,
-)
+from pipedec.scheduler import Planned, RedisScheduler, Remembered, Scheduler, Task
+from pipedec.scheduler.paper import initial_tasks
 from pipedec.topology import Topology
 
 MakeScheduler = Callable[[Topology], Scheduler]
 TWO = Topology.even(2, 2)
 DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,), (2,)), ((0, 1), (1, 2)))
-OPENING = Opening(3, SamplingParams(stop=("END",), logit_bias={5: -1.0}), threads="{}")
 
 
-def planned_verdict(message: Message | None) -> Verdict:
-    assert message is not None
-    return convert(message.payload["verdict"], Verdict)
+def begin(scheduler: Scheduler, session: int = 0, trace: bool = False) -> None:
+    """Begin a session of single tasks, in a run that is up."""
+    if scheduler.current_epoch() is None:
+        scheduler.open(DESCRIPTION)
+    scheduler.begin_session(session, initial_tasks(TWO), 100 if trace else 0)
 
 
-def begin(scheduler: Scheduler, number: int = 0, trace: bool = False) -> None:
-    """Begin a request of one chunk; every rank takes its opening."""
-    opening = replace(OPENING, trace=trace)
-    scheduler.begin(number, opening, initial_tasks(TWO, [[1, 2, 3]]))
-    for rank in TWO.ranks:
-        assert scheduler.wait(rank, 1) == Message("open", number, opening=opening)
+def taken(scheduler: Scheduler, rank: int) -> list[str]:
+    """The ids of the tasks that a rank is granted in one message."""
+    message = scheduler.wait(rank, 1)
+    assert message is not None and message.kind == "tasks"
+    return [granted.task.id for granted in message.tasks]
 
 
 def submit_and_take(scheduler: Scheduler) -> None:
@@ -62,60 +51,40 @@ def submit_and_take(scheduler: Scheduler) -> None:
     assert [message.number for message in scheduler.take(1).requests] == [0]
 
 
-def prefill(scheduler: Scheduler, finished: str | None = None) -> Callable[[], Message | None]:
-    """Run a begun request up to the report of rank 2 that schedules the first syncs; returns what makes that report again."""
-    for rank in (0, 1):
-        message = scheduler.wait(rank, 1)
-        assert message is not None and message.task == Task.compute("pre", rank, 0)
-        scheduler.finish(rank, message.task, post_process(message.task, TWO, Facts(rows_out=3, is_first_chunk=True)))
-    message = scheduler.wait(2, 1)
-    assert message is not None and message.task == Task.transfer(1, 2, 0) and message.payload == {"rows": 3}
-    following = scheduler.finish(2, Task.transfer(1, 2, 0), [])
-    assert following is not None and following.task == Task.compute("pre", 2, 0)
-    planned = post_process(following.task, TWO, Facts(verdict=Verdict.of(5, finished=finished)))
-    report = partial(scheduler.finish, 2, following.task, planned)
-    own = report()
-    assert own is not None and own.task == Task.compute("sync", 2, 0)
-    assert report() == own
-    return report
+PRE_1 = [Task.transfer(0, 1, -1), Task.compute("pre", 1, 0)]  # what stage 1 reports first
 
 
-def test_a_task_reported_twice_has_effect_once(make_scheduler: MakeScheduler) -> None:
+def test_a_rank_is_granted_in_one_message_what_it_does_in_a_row(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     begin(scheduler)
-    task = Task.compute("pre", 1, 0)
-    assert scheduler.wait(1, 1) is not None
-    planned = post_process(task, TWO, Facts(rows_out=3, is_first_chunk=True))
-    first = scheduler.finish(1, task, planned)
-    again = scheduler.finish(1, task, planned)
-    assert first == again and first is not None and first.task == Task.transfer(1, 2, 0)
-    assert scheduler.wait(1, 0) is None, "the transfer was granted twice"
+    assert taken(scheduler, 0) == ["T:0:1:-1", "C:pre:0:0"]
+    assert taken(scheduler, 1) == ["T:0:1:-1", "C:pre:1:0", "T:1:2:0"]
+    assert taken(scheduler, 2) == ["T:1:2:0", "C:pre:2:0"]
 
 
-def test_a_repeated_report_returns_the_message_that_came_since(make_scheduler: MakeScheduler) -> None:
+def test_a_report_made_twice_has_effect_once(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     begin(scheduler)
-    message = scheduler.wait(0, 1)
-    assert message is not None and message.task is not None
-    assert scheduler.finish(0, message.task, []) is None
-    following = Task.compute("dec", 0, 1)
-    scheduler.finish(1, Task.compute("pre", 1, 0), [Planned(following)])
-    for _ in range(2):
-        repeated = scheduler.finish(0, message.task, [Planned(Task.compute("dec", 0, 9))])
-        assert repeated is not None and repeated.task == following
+    for rank in TWO.ranks:
+        taken(scheduler, rank)
+    planned = [Planned(Task.compute("dec", 1, 1))]
+    granted = scheduler.report(1, PRE_1, planned, 1)
+    assert granted is not None and [one.task for one in granted.tasks] == [Task.compute("dec", 1, 1)]
+    assert scheduler.report(1, PRE_1, planned, 0.01) is None, "the task was granted twice"
 
 
 def test_a_task_never_granted_has_no_effect(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     begin(scheduler)
     for rank in (0, 2):
-        assert scheduler.finish(rank, Task.compute("dec", rank, 5), [Planned(Task.compute("dec", rank, 6))]) is None
-    assert scheduler.wait(2, 0) is None
-    waits = scheduler.wait(0, 0)
-    assert waits is not None and waits.task == Task.compute("pre", 0, 0), "what waited for rank 0 still does"
+        taken(scheduler, rank)
+        planned = [Planned(Task.compute("dec", rank, 6))]
+        assert scheduler.report(rank, [Task.compute("pre", rank, 0), Task.compute("dec", rank, 5)], planned, 0.01) is None
+    scheduler.report(0, [Task.compute("pre", 0, 0)], [Planned(Task.compute("dec", 0, 1))])
+    assert taken(scheduler, 0) == ["C:dec:0:1"], "the first report did nothing"
 
 
-def test_one_request_at_a_time(make_scheduler: MakeScheduler) -> None:
+def test_one_session_at_a_time(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     begin(scheduler, 3)
     with pytest.raises(UserError, match="workflow 3 is still running"):
@@ -125,57 +94,12 @@ def test_one_request_at_a_time(make_scheduler: MakeScheduler) -> None:
 def test_dec_tasks_name_the_active_entries(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     received = SimulatedPipeline(TWO, scheduler, random.Random(1), 20).run().received
-    decs = [(rank, message) for rank, message in received if message.task is not None and message.task.name == "dec"]
-    by_seq = {message.task.seq: message.active for _, message in decs if message.task is not None}
-    for rank, message in decs:
-        assert message.task is not None and message.active == by_seq[message.task.seq]
-        assert rank == 0 or rank in message.active
+    decs = [(rank, granted) for rank, message in received for granted in message if granted.task.name == "dec"]
+    by_seq = {granted.task.seq: granted.active for _, granted in decs}
+    for rank, granted in decs:
+        assert granted.active == by_seq[granted.task.seq]
+        assert rank == 0 or rank in granted.active
     assert {(1,), (1, 2)} <= set(by_seq.values())
-
-
-def test_cancel_ends_the_answer_at_the_next_verdict(make_scheduler: MakeScheduler) -> None:
-    scheduler = make_scheduler(TWO)
-    submit_and_take(scheduler)
-    begin(scheduler)
-    assert scheduler.cancel(0)
-    prefill(scheduler)
-    for rank in (0, 1):
-        assert planned_verdict(scheduler.wait(rank, 1)) == Verdict.of(5, finished="cancelled")
-    assert not scheduler.cancel(7)
-
-
-def test_cancel_does_not_rewrite_an_answer_that_ended_itself(make_scheduler: MakeScheduler) -> None:
-    scheduler = make_scheduler(TWO)
-    submit_and_take(scheduler)
-    begin(scheduler)
-    assert scheduler.cancel(0)
-    prefill(scheduler, finished="stop")
-    assert planned_verdict(scheduler.wait(0, 1)).finished == "stop"
-
-
-def test_cancel_after_the_verdict_waits_for_the_next(make_scheduler: MakeScheduler) -> None:
-    scheduler = make_scheduler(TWO)
-    submit_and_take(scheduler)
-    begin(scheduler)
-    prefill(scheduler)
-    assert scheduler.cancel(0)
-    assert [planned_verdict(scheduler.wait(rank, 1)).finished for rank in (0, 1)] == [None, None]
-
-
-@pytest.mark.parametrize("finished", ["cancelled", None])
-def test_a_repeated_report_carries_the_cancellation_that_the_first_one_carried(
-    make_scheduler: MakeScheduler, finished: str | None
-) -> None:
-    """Whether the request is cancelled before the first report or between the two: all ranks replay the same verdict."""
-    scheduler = make_scheduler(TWO)
-    submit_and_take(scheduler)
-    begin(scheduler)
-    assert finished is None or scheduler.cancel(0)
-    report = prefill(scheduler)
-    assert scheduler.cancel(0)
-    verdicts = [planned_verdict(report()), *(planned_verdict(scheduler.wait(rank, 1)) for rank in (0, 1))]
-    assert verdicts == [Verdict.of(5, finished=finished)] * 3
-    assert [scheduler.wait(rank, 0) for rank in TWO.ranks] == [None] * 3, "each rank has its verdict once"
 
 
 def test_cancel_of_a_waiting_or_taken_request(make_scheduler: MakeScheduler) -> None:
@@ -183,15 +107,13 @@ def test_cancel_of_a_waiting_or_taken_request(make_scheduler: MakeScheduler) -> 
     scheduler.open(DESCRIPTION)
     numbers = [scheduler.submit(f"request {index}") for index in range(3)]
     assert numbers == [0, 1, 2]
-    taken = scheduler.wait_request(1)
-    assert taken is not None and (taken.kind, taken.number, taken.text) == ("request", 0, "request 0")
-    assert scheduler.cancel(1) and scheduler.cancel(0)
+    first = scheduler.wait_request(1)
+    assert first is not None and (first.kind, first.number, first.text) == ("request", 0, "request 0")
+    assert scheduler.cancel(1) and scheduler.cancel(0) and not scheduler.cancel(7)
     assert [event for _, event in scheduler.read_answer(1, "0", 1)] == [CancelledEvent()]
     following = scheduler.wait_request(1)
     assert following is not None and following.number == 2
-    begin(scheduler, 0)
-    prefill(scheduler)
-    assert planned_verdict(scheduler.wait(0, 1)).finished == "cancelled"
+    assert scheduler.take(0).cancelled == [0]
 
 
 def test_a_run_takes_requests_only_while_it_is_up(make_scheduler: MakeScheduler) -> None:
@@ -220,7 +142,7 @@ def test_abort_overtakes_every_queue_and_reaches_every_reader(make_scheduler: Ma
     for text in ("running", "waiting"):
         scheduler.submit(text)
     assert scheduler.wait_request(1) is not None
-    begin(scheduler, 0)
+    begin(scheduler)
     assert scheduler.failure() is None
     assert scheduler.abort(2, 'out of memory: "é"')
     assert not scheduler.abort(1, "lost rank 2")
@@ -244,9 +166,9 @@ def test_reading_an_answer_continues_at_a_position(make_scheduler: MakeScheduler
     scheduler.publish(0, TokensEvent([1], "a"))
     [(position, event)] = scheduler.read_answer(0, "0", 1)
     assert event == TokensEvent([1], "a")
-    begin(scheduler)
     events = [TokensEvent([], "“x”", [ThreadNews((0, 1), "y", "ended", 3)]), OverranEvent([3, 4])]
-    scheduler.finish(0, Task.compute("pre", 0, 0), [], [(0, event) for event in events] + [(1, OverranEvent([1]))])
+    scheduler.publish(0, *events)
+    scheduler.publish(1, OverranEvent([1]))
     assert [event for _, event in scheduler.read_answer(0, position, 1)] == events
     assert scheduler.read_answer(1, "0", 0) == [], "an event of a request that does not run"
     scheduler.close_answer(0)
@@ -284,7 +206,7 @@ def test_trace_holds_every_task_once(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     history = SimulatedPipeline(TWO, scheduler, random.Random(2), 5).run(trace=True)
     trace = scheduler.trace()
-    assert [line.task for line in trace] == history.finished
+    assert {line.task for line in trace} == set(history.finished) and len(trace) == len(history.finished)
     assert all(0 < line.granted_us <= line.finished_us for line in trace)
     SimulatedPipeline(TWO, scheduler, random.Random(2), 5).run(1)
     assert scheduler.trace() == []
@@ -310,7 +232,7 @@ def test_clear_leaves_no_key(make_redis_scheduler: Callable[[Topology], RedisSch
     scheduler.submit("b")
     scheduler.cancel(1)
     begin(scheduler, trace=True)
-    prefill(scheduler)
+    scheduler.report(0, [Task.compute("pre", 0, 0)], [])
     scheduler.publish(0, TokensEvent([1], "a"))
     scheduler.stop()
     names = [key.decode() for key in scheduler.client.scan_iter(match=scheduler.keys.prefix + "*")]
@@ -333,27 +255,32 @@ def test_a_deleted_workflow_raises_scheduler_lost(make_redis_scheduler: Callable
     begin(scheduler)
     scheduler.client.delete(scheduler.keys.workflow)
     with pytest.raises(SchedulerLost, match="lost the run"):
-        scheduler.finish(0, Task.compute("pre", 0, 0), [])
+        scheduler.report(0, [Task.compute("pre", 0, 0)], [])
 
 
-def test_a_rank_cannot_finish_tasks_of_a_later_request(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_a_rank_cannot_finish_tasks_of_a_later_session(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
     first = make_redis_scheduler(TWO)
     begin(first)
     stopped = RedisScheduler(first.client, first.keys.run_id, TWO)
     assert stopped.wait(1, 1) is not None
+    for rank in (0, 2):
+        taken(first, rank)
     first.client.hset(first.keys.workflow, "running", "0")
-    first.begin(1, OPENING, initial_tasks(TWO, [[1, 2, 3]]))
-    assert stopped.finish(1, Task.compute("pre", 1, 0), [Planned(Task.compute("dec", 2, 1))]) is None
-    assert first.wait(2, 0) == Message("open", 1, opening=OPENING) and first.wait(2, 0) is None
+    begin(first, 1)
+    for rank in TWO.ranks:
+        taken(first, rank)
+    assert stopped.report(1, PRE_1, [Planned(Task.compute("dec", 2, 1))], 0.01) is None
+    assert first.wait(2, 0) is None
 
 
-def test_one_round_trip_reports_a_task_and_gets_the_next(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_one_round_trip_reports_tasks_and_waits_for_the_next(
+    make_redis_scheduler: Callable[[Topology], RedisScheduler],
+) -> None:
     scheduler = make_redis_scheduler(TWO)
     begin(scheduler)
-    assert scheduler.wait(1, 1) is not None
+    taken(scheduler, 1)
     before = scheduler.round_trips
-    planned = post_process(Task.compute("pre", 1, 0), TWO, Facts(rows_out=3, is_first_chunk=True))
-    following = scheduler.finish(1, Task.compute("pre", 1, 0), planned, [(0, OverranEvent([1]))])
+    following = scheduler.report(1, PRE_1, [Planned(Task.compute("dec", 1, 1))], 1)
     assert following is not None and scheduler.round_trips == before + 1
 
 
@@ -366,9 +293,8 @@ def test_status_and_members(make_scheduler: Callable[[Topology], Scheduler]) -> 
     assert scheduler.members() == [0, 1, 2]
     scheduler.submit("{}")
     scheduler.submit("{}")
-    message = scheduler.wait_request(1)
-    assert message is not None
-    scheduler.begin(message.number, OPENING, initial_tasks(Topology.even(2, 2), [[1]]))
+    assert scheduler.wait_request(1) is not None
+    begin(scheduler)
     status = scheduler.status()
     assert (status.state, status.submitted, status.waiting, status.running) == ("up", 2, 1, (0,))
     assert status.alive == (0, 1, 2)
@@ -422,9 +348,8 @@ def test_a_caller_of_an_ended_epoch_changes_nothing(make_scheduler: MakeSchedule
     submit_and_take(scheduler)
     begin(scheduler)
     assert scheduler.recover([2], "rank 2 was killed") == 1
-    task = Task.compute("pre", 0, 0)
     calls: list[Callable[[], object]] = [
-        lambda: scheduler.finish(0, task, []),
+        lambda: scheduler.report(0, [Task.compute("pre", 0, 0)], []),
         lambda: scheduler.take(1),
         lambda: scheduler.publish(0, TokensEvent([1], "a")),
         lambda: scheduler.complete(0),
@@ -435,7 +360,7 @@ def test_a_caller_of_an_ended_epoch_changes_nothing(make_scheduler: MakeSchedule
         lambda: scheduler.suspect(1, "rank 2 does not answer"),
         lambda: scheduler.note_end(1, "it failed"),
         lambda: scheduler.open(DESCRIPTION),
-        lambda: scheduler.begin_session(1, 64),
+        lambda: begin(scheduler, 1),
     ]
     for call in calls:
         with pytest.raises(EpochEnded, match=r"^the run is in epoch 1, not in 0$"):
@@ -468,7 +393,7 @@ def test_a_new_epoch_finds_the_running_requests_and_what_their_answers_have(make
     for text in ("first", "second", "third"):
         scheduler.submit(text)
     scheduler.take(2)
-    begin(scheduler, 0)
+    begin(scheduler)
     scheduler.publish(
         0, TokensEvent([5, 6], "a", index=0), TokensEvent([7], "b", index=2, offset=1), TokensEvent([7, 8], "bc", None, 2, 1)
     )

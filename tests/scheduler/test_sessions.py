@@ -9,7 +9,8 @@ import pytest
 from pipedec.config import Settings
 from pipedec.core import RankLost, UserError
 from pipedec.messages import RunDescription
-from pipedec.scheduler import Facts, Message, Scheduler, Task, Topology, post_process
+from pipedec.scheduler import Granted, Message, Scheduler, Task, Topology, after_window, initial_windows
+from pipedec.scheduler.protocol import SESSION_TRACE
 
 MakeScheduler = Callable[[Topology], Scheduler]
 TWO = Topology.even(2, 2)
@@ -20,50 +21,55 @@ def window(rank: int, seq: int) -> Task:
     return Task.compute("window", rank, seq)
 
 
-def open_session(scheduler: Scheduler, duplex: str = "full") -> dict[int, Message]:
+def open_session(scheduler: Scheduler, duplex: str = "full") -> dict[int, Granted]:
     """A session with windows of 4 timesteps. Returns every rank's first window."""
     scheduler.open(DESCRIPTION, duplex)
-    scheduler.begin_session(0, 4)
-    granted = {rank: scheduler.wait(rank, 0) for rank in TWO.ranks}
-    assert all(message is not None for message in granted.values())
-    return {rank: message for rank, message in granted.items() if message is not None}
+    begin(scheduler, 0)
+    return {rank: granted(scheduler.wait(rank, 0)) for rank in TWO.ranks}
+
+
+def begin(scheduler: Scheduler, session: int) -> None:
+    scheduler.begin_session(session, initial_windows(TWO, 4), SESSION_TRACE)
+
+
+def granted(message: Message | None) -> Granted:
+    assert message is not None and message.kind == "tasks"
+    [only] = message.tasks
+    return only
 
 
 def finish(scheduler: Scheduler, rank: int, seq: int, finished: bool = False) -> Message | None:
-    return scheduler.finish(rank, window(rank, seq), post_process(window(rank, seq), TWO, Facts(window=4, finished=finished)))
+    planned = after_window(window(0, seq), TWO, 0 if finished else 4) if rank == 0 else []
+    return scheduler.report(rank, [window(rank, seq)], planned, timeout_seconds=0.01)
 
 
 def test_windows_follow_each_other_without_a_barrier(make_scheduler: MakeScheduler) -> None:
     """A rank that has finished its window gets the next one while another rank still works on the previous one."""
     scheduler = make_scheduler(TWO)
-    for rank, message in open_session(scheduler).items():
-        assert message.kind == "task" and message.task == window(rank, 1) and message.payload["timesteps"] == 4
-    following = finish(scheduler, 0, 1)
-    assert following is not None and following.task == window(0, 5) and following.payload["timesteps"] == 4
-    following = finish(scheduler, 1, 1)
-    assert following is not None and following.task == window(1, 5)
+    for rank, first in open_session(scheduler).items():
+        assert first.task == window(rank, 1) and first.payload["timesteps"] == 4
+    following = granted(finish(scheduler, 0, 1))
+    assert following.task == window(0, 5) and following.payload["timesteps"] == 4
+    assert granted(finish(scheduler, 1, 1)).task == window(1, 5)
     last = finish(scheduler, 0, 5, finished=True), finish(scheduler, 1, 5, finished=True)
     assert last == (None, None), "rank 2 is still at its first window"
-    following = finish(scheduler, 2, 1)
-    assert following is not None and following.task == window(2, 5)
+    assert granted(finish(scheduler, 2, 1)).task == window(2, 5)
     finish(scheduler, 2, 5, finished=True)
-    end = scheduler.wait(0, 0)
-    assert end is not None and end.task == Task.compute("end", 0, 5)
+    assert granted(scheduler.wait(0, 0)).task == Task.compute("end", 0, 5)
 
 
 def test_sessions_follow_each_other(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     open_session(scheduler)
     with pytest.raises(UserError, match="workflow 0 is still running"):
-        scheduler.begin_session(1, 4)
+        begin(scheduler, 1)
     for rank in TWO.ranks:
         finish(scheduler, rank, 1, finished=True)
-    end = scheduler.wait(0, 0)
-    assert end is not None and end.task is not None
-    scheduler.finish(0, end.task, [])
-    scheduler.begin_session(1, 4)
+    end = granted(scheduler.wait(0, 0))
+    scheduler.report(0, [end.task], [])
+    begin(scheduler, 1)
     messages = [scheduler.wait(rank, 0) for rank in TWO.ranks]
-    assert [(message.number, message.task) for message in messages if message is not None] == [
+    assert [(message.number, message.tasks[0].task) for message in messages if message is not None] == [
         (1, window(rank, 1)) for rank in TWO.ranks
     ]
 
@@ -71,11 +77,11 @@ def test_sessions_follow_each_other(make_scheduler: MakeScheduler) -> None:
 def test_a_session_needs_a_run_that_is_up(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     with pytest.raises(UserError, match="not up"):
-        scheduler.begin_session(0, 4)
+        begin(scheduler, 0)
     scheduler.open(DESCRIPTION)
     scheduler.abort(1, "out of memory")
     with pytest.raises(RankLost, match="rank 1: out of memory"):
-        scheduler.begin_session(0, 4)
+        begin(scheduler, 0)
 
 
 def test_the_order_of_transfers_depends_on_the_duplex(make_scheduler: MakeScheduler) -> None:

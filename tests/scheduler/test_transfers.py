@@ -14,15 +14,15 @@ from pipedec.config import Settings
 from pipedec.core import PipedecError
 from pipedec.messages import RunDescription
 from pipedec.scheduler import (
-    Facts,
     MemoryScheduler,
     RedisScheduler,
     Scheduler,
     Task,
     Topology,
     Transfer,
+    after_window,
     checked_transfers,
-    post_process,
+    initial_windows,
 )
 from pipedec.scheduler.transfers import DUPLEXES, Phase, transfer_phases, transfers_between_timesteps, transfers_of
 
@@ -89,9 +89,9 @@ def test_every_rank_accepts_its_own_order(topology: Topology, duplex: str) -> No
 def granted(scheduler: Scheduler, duplex: str) -> list[Any]:
     """The transfers that every rank is granted."""
     scheduler.open(DESCRIPTION, duplex)
-    scheduler.begin_session(0, 4)
+    scheduler.begin_session(0, initial_windows(scheduler.topology, 4), 0)
     messages = [scheduler.wait(rank, 0) for rank in scheduler.topology.ranks]
-    return [message.payload["transfers"] for message in messages if message is not None]
+    return [message.tasks[0].payload["transfers"] for message in messages if message is not None]
 
 
 @pytest.mark.parametrize("duplex", DUPLEXES)
@@ -114,12 +114,11 @@ def test_a_rank_refuses_what_a_redis_grants_that_knows_other_links(
         scheduler.client.hset(scheduler.keys.run, field, value)
         for rank in reversed(FIVE.ranks):
             task = Task.compute("window", rank, seq)
-            message = scheduler.finish(rank, task, post_process(task, FIVE, Facts(window=4)))
-        assert message is not None
+            scheduler.report(rank, [task], after_window(task, FIVE, 4) if rank == 0 else [])
         again = scheduler.wait(2, 0)
         assert again is not None
         with pytest.raises(PipedecError, match=r"rank 2 .* refuses the order"):
-            checked_transfers(again.payload["transfers"], 2, FIVE, "half")
+            checked_transfers(again.tasks[0].payload["transfers"], 2, FIVE, "half")
 
 
 RIGHT = [[[1, 2]], [[2, 3]]]  # of rank 2 of five stages, half duplex

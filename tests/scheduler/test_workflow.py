@@ -5,15 +5,20 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import to_builtins
 
-from pipedec.core import UserError, Verdict
-from pipedec.scheduler.workflow import Facts, Planned, Task, initial_tasks, initial_windows, post_process
+from pipedec.core import Accepted, Update, UserError, Verdict
+from pipedec.scheduler.paper import Facts, initial_tasks, post_process, results_of
+from pipedec.scheduler.workflow import Planned, Task, after_window, initial_windows
 from pipedec.topology import Topology
 
 PAIRS = Topology(((1, 2), (3, 4), (5,)))
-TWO = Topology.even(2, 2)
-VERDICT = Verdict.of(7)
+TWO, ALONE = Topology.even(2, 2), Topology.even(3, 3)
+RESULTS = (
+    Update(3, verdict=Verdict.of(7, finished="stop"), logprobs=(((7, -0.5),),)),
+    Update(4, verdict=Verdict((), "paused")),
+    Update(5, prompt_logprobs=(((1, -1.0), (2, -2.0)),)),
+)
+ACCEPTED = (Update(3, verdict=Verdict((Accepted(0, (7,)),))),)
 
 
 def strings(planned: list[Planned]) -> dict[str, list[str]]:
@@ -48,7 +53,7 @@ def test_bad_groups_raise_user_error(groups: tuple[tuple[int, ...], ...]) -> Non
 @pytest.mark.parametrize(
     ("task", "identifier", "label"),
     [
-        (Task.compute("pre", 2, -3), "C:pre:2:-3", "2P-3"),
+        (Task.compute("pre", 2, 0), "C:pre:2:0", "2P0"),
         (Task.compute("dec", 2, 17), "C:dec:2:17", "2F17"),
         (Task.compute("sync", 0, 17), "C:sync:0:17", "0S17"),
         (Task.compute("end", 0, 17), "C:end:0:17", "0E17"),
@@ -69,121 +74,100 @@ def test_other_strings_are_refused(identifier: str) -> None:
         Task.parse(identifier)
 
 
-def test_case_1_every_chunk_at_ranks_0_and_1() -> None:
-    planned = initial_tasks(PAIRS, [[1, 2], [3]])
-    assert strings(planned) == {
-        "C:pre:0:-1": [],
-        "C:pre:1:-1": [],
-        "C:pre:0:0": ["C:pre:0:-1"],
-        "C:pre:1:0": ["C:pre:1:-1"],
+def test_cases_1_2_prefill_passes_all_stages() -> None:
+    """Deviation: all of it is scheduled at once, and rank 0 sends the prompts."""
+    assert strings(initial_tasks(Topology.even(3, 2))) == {
+        "C:pre:0:0": [],
+        "T:0:1:-1": [],
+        "C:pre:1:0": ["T:0:1:-1"],
+        "T:1:2:0": ["C:pre:1:0"],
+        "C:pre:2:0": ["T:1:2:0"],
+        "T:2:3:0": ["C:pre:2:0"],
+        "C:pre:3:0": ["T:2:3:0"],
     }
-    first, later = {"is_first_chunk": True}, {"is_first_chunk": False}
-    chunks = [first, {**first, "token_ids": [1, 2]}, later, {**later, "token_ids": [3]}]
-    assert [plan.payload for plan in planned] == chunks
-    with pytest.raises(UserError):
-        initial_tasks(PAIRS, [])
+    for rank in range(3):
+        assert post_process(Task.compute("pre", rank, 0), Topology.even(3, 2), Facts(has_output=True)) == []
 
 
-def test_case_2_prefill_sends_rows_to_the_next_stage() -> None:
-    facts = Facts(rows_out=2)
-    planned = post_process(Task.compute("pre", 1, 0), PAIRS, facts)
-    assert strings(planned) == {"T:1:2:0": [], "C:pre:2:0": ["T:1:2:0", "C:pre:2:-1"]}
-    assert [plan.payload for plan in planned] == [{"rows": 2}, {"rows": 2, "is_first_chunk": False}]
-    first = post_process(Task.compute("pre", 1, -1), PAIRS, Facts(rows_out=2, is_first_chunk=True))
-    assert strings(first) == {"T:1:2:-1": [], "C:pre:2:-1": ["T:1:2:-1"]}
-    assert first[1].payload == {"rows": 2, "is_first_chunk": True}
-    assert post_process(Task.compute("pre", 0, 0), PAIRS, facts) == []
-
-
-def test_case_3_first_token_reaches_the_ranks_by_sync() -> None:
-    planned = post_process(Task.compute("pre", 5, 0), PAIRS, Facts(verdict=VERDICT))
+def test_case_3_first_tokens_reach_the_ranks_by_sync() -> None:
+    planned = post_process(Task.compute("pre", 5, 0), PAIRS, Facts(results=RESULTS))
     assert strings(planned) == {f"C:sync:{rank}:0": [f"C:pre:{rank}:0"] for rank in range(6)}
-    assert all(plan.payload == {"verdict": to_builtins(VERDICT)} for plan in planned)
-    assert post_process(Task.compute("pre", 5, -1), PAIRS, Facts()) == []
-    with pytest.raises(ValueError, match="without a verdict"):
-        post_process(Task.compute("pre", 5, 0), PAIRS, Facts())
+    assert results_of(planned[0].payload) == RESULTS
+    assert all(results_of(plan.payload) == ACCEPTED for plan in planned[1:])
 
 
-def test_case_4_within_a_group() -> None:
-    planned = post_process(Task.compute("dec", 1, 9), PAIRS, Facts(rows_out=4, active=(1, 3)))
-    assert strings(planned) == {"T:1:2:9": [], "C:dec:2:9": ["T:1:2:9"], "V:finish:1:9": []}
-    assert planned[0].payload == planned[1].payload == {"rows": 4}
+def test_cases_4_8_12_a_group_is_scheduled_with_its_first_stage() -> None:
+    for planned in (
+        post_process(Task.compute("dec", 2, 9), PAIRS, Facts(has_output=True, active=(1,)))[:-1],
+        post_process(Task.compute("sync", 2, 9), PAIRS, Facts(has_output=True))[:-1],
+    ):
+        assert strings(planned) == {
+            "T:2:3:9": ["V:finish:all:9"],
+            "C:dec:3:10": ["T:2:3:9", "V:finish:all:9"],
+            "T:3:4:10": ["C:dec:3:10"],
+            "C:dec:4:10": ["T:3:4:10"],
+        }
+    assert strings(post_process(Task.compute("dec", 1, 9), PAIRS, Facts(True, active=(1, 3)))) == {"V:finish:1:9": []}
 
 
 def test_cases_5_6_8_10_rank_0_without_sync() -> None:
-    planned = post_process(Task.compute("dec", 0, 9), PAIRS, Facts(rows_out=4, active=(1,)))
+    planned = post_process(Task.compute("dec", 0, 9), ALONE, Facts(has_output=True, active=(1,)))
     assert strings(planned) == {
-        "V:finish:all:9": ["V:finish:0:9", "V:finish:1:9", "V:finish:2:9"],
+        "V:finish:all:9": ["V:finish:0:9", "V:finish:1:9"],
         "C:dec:0:10": ["V:finish:all:9"],
-        "T:0:1:9": [],
+        "T:0:1:9": ["V:finish:all:9"],
         "C:dec:1:10": ["T:0:1:9", "V:finish:all:9"],
         "V:finish:0:9": [],
     }
 
 
 def test_cases_5_7_rank_0_with_sync_waits_for_all() -> None:
-    planned = post_process(Task.compute("dec", 0, 9), PAIRS, Facts(rows_out=4, active=(1, 5)))
+    planned = post_process(Task.compute("dec", 0, 9), PAIRS, Facts(has_output=True, active=(1, 5)))
     assert strings(planned) == {"V:finish:all:9": [f"V:finish:{rank}:9" for rank in range(6)]}
 
 
-@pytest.mark.parametrize(("rows", "tasks"), [(3, {"T:2:3:9", "C:dec:3:10", "V:finish:2:9"}), (0, {"V:finish:2:9"})])
-def test_case_8_an_empty_output_activates_nothing(rows: int, tasks: set[str]) -> None:
-    planned = post_process(Task.compute("dec", 2, 9), PAIRS, Facts(rows_out=rows, active=(1,)))
-    assert set(strings(planned)) == tasks
+@pytest.mark.parametrize("name", ["dec", "sync"])
+def test_cases_8_12_no_output_activates_nothing(name: str) -> None:
+    assert set(strings(post_process(Task.compute(name, 2, 9), PAIRS, Facts(active=(1,))))) == {"V:finish:2:9"}
 
 
-def test_case_9_syncs_wait_for_tasks_that_read_unpruned_rows() -> None:
-    planned = post_process(Task.compute("dec", 5, 9), PAIRS, Facts(verdict=VERDICT, active=(1, 5)))
+def test_case_9_every_rank_that_has_computed_syncs_after_it() -> None:
+    planned = post_process(Task.compute("dec", 5, 9), PAIRS, Facts(results=RESULTS, active=(1, 5)))
     assert strings(planned) == {
-        "C:sync:0:9": ["C:dec:0:9", "T:0:1:8"],
-        "C:sync:1:9": ["C:dec:1:9", "T:1:2:9", "C:dec:2:9"],
+        "C:sync:0:9": ["C:dec:0:9"],
+        "C:sync:1:9": ["C:dec:1:9"],
         "C:sync:2:9": ["C:dec:2:9"],
         "C:sync:3:9": [],
-        "C:sync:4:9": ["T:4:5:8"],
+        "C:sync:4:9": [],
         "C:sync:5:9": ["C:dec:5:9"],
     }
-    assert all(plan.payload == {"verdict": to_builtins(VERDICT)} for plan in planned)
-    for plan in post_process(Task.compute("dec", 5, 9), PAIRS, Facts(active=(5,))):
-        assert plan.payload == {"verdict": to_builtins(Verdict())}, "no further token is accepted"
-
-
-def test_rank_0_ends_an_answer_whose_pipeline_is_empty() -> None:
-    planned = post_process(Task.compute("dec", 0, 9), PAIRS, Facts(finished=True))
-    assert strings(planned) == {
-        "V:finish:all:9": ["V:finish:0:9"],
-        "C:end:0:9": ["V:finish:all:9"],
-        "V:finish:0:9": [],
-    }
+    assert results_of(planned[0].payload) == RESULTS
+    assert all(results_of(plan.payload) == ACCEPTED for plan in planned[1:])
 
 
 def test_cases_11_12_after_a_sync() -> None:
-    assert strings(post_process(Task.compute("sync", 0, 9), PAIRS, Facts(rows_out=1))) == {
-        "T:0:1:9": [],
+    assert strings(post_process(Task.compute("sync", 0, 9), ALONE, Facts(has_output=True))) == {
+        "T:0:1:9": ["V:finish:all:9"],
         "C:dec:1:10": ["T:0:1:9", "V:finish:all:9"],
         "C:dec:0:10": ["V:finish:all:9"],
         "V:finish:0:9": [],
     }
-    assert strings(post_process(Task.compute("sync", 4, 9), PAIRS, Facts(rows_out=2))) == {
-        "T:4:5:9": [],
-        "C:dec:5:10": ["T:4:5:9", "V:finish:all:9"],
-        "V:finish:4:9": [],
-    }
     for rank in (1, 3, 5):
-        assert strings(post_process(Task.compute("sync", rank, 9), PAIRS, Facts(rows_out=2))) == {f"V:finish:{rank}:9": []}
+        assert strings(post_process(Task.compute("sync", rank, 9), PAIRS, Facts(has_output=True))) == {f"V:finish:{rank}:9": []}
 
 
 def test_the_sync_of_prefill_also_schedules_the_barrier() -> None:
-    planned = strings(post_process(Task.compute("sync", 0, 0), PAIRS, Facts(rows_out=1)))
+    planned = strings(post_process(Task.compute("sync", 0, 0), PAIRS, Facts(has_output=True)))
     assert planned["V:finish:all:0"] == [f"V:finish:{rank}:0" for rank in range(6)]
     assert planned["C:dec:0:1"] == ["V:finish:all:0"]
 
 
-def test_a_sync_that_ends_the_answer_schedules_only_the_end_task() -> None:
-    assert strings(post_process(Task.compute("sync", 0, 9), PAIRS, Facts(rows_out=1, finished=True))) == {
+def test_a_session_ends_when_the_pipeline_is_empty() -> None:
+    assert strings(post_process(Task.compute("dec", 0, 9), PAIRS, Facts(finished=True))) == {
+        "V:finish:all:9": ["V:finish:0:9"],
         "C:end:0:9": ["V:finish:all:9"],
         "V:finish:0:9": [],
     }
-    assert strings(post_process(Task.compute("sync", 2, 9), PAIRS, Facts(rows_out=5, finished=True))) == {"V:finish:2:9": []}
     assert post_process(Task.compute("end", 0, 9), PAIRS, Facts()) == []
     assert post_process(Task.transfer(0, 1, 9), PAIRS, Facts()) == []
 
@@ -195,14 +179,13 @@ def test_a_session_begins_with_a_window_of_every_rank() -> None:
 
 
 def test_after_a_window_rank_0_schedules_the_next_one_of_every_rank() -> None:
-    assert post_process(Task.compute("window", 1, 1), TWO, Facts(window=8)) == []
-    planned = {plan.task: plan for plan in post_process(Task.compute("window", 0, 1), TWO, Facts(window=8))}
+    planned = {plan.task: plan for plan in after_window(Task.compute("window", 0, 1), TWO, 8)}
     for rank in TWO.ranks:
         assert planned[Task.compute("window", rank, 9)].after == (Task.compute("window", rank, 1),)
     assert planned[Task.finish_all(1)].after == tuple(Task.compute("window", rank, 1) for rank in TWO.ranks)
 
 
 def test_a_window_in_which_the_session_ends_is_the_last() -> None:
-    planned = {plan.task: plan for plan in post_process(Task.compute("window", 0, 9), TWO, Facts(window=8, finished=True))}
+    planned = {plan.task: plan for plan in after_window(Task.compute("window", 0, 9), TWO, 0)}
     assert set(planned) == {Task.finish_all(9), Task.compute("end", 0, 9)}
     assert planned[Task.compute("end", 0, 9)].after == (Task.finish_all(9),)
