@@ -114,7 +114,9 @@ class RankTasks:
             raise EpochEnded(message.text)
         return message
 
-    def report(self, done: Sequence[Task], planned: Sequence[Planned], waits: bool = True, trace_lines: int | None = None) -> None:
+    def report(
+        self, done: Sequence[Task], planned: Sequence[Planned], waits: bool = True, trace_lines: int | None = None
+    ) -> None:
         """Report tasks done, with the tasks that follow from them.
 
         Args:

@@ -1,8 +1,9 @@
 """What a stage rank does: it takes tasks, and its worker computes rows and replays verdicts.
 
-With windows a rank runs many timesteps without asking the scheduler in between. With single tasks (PipeDec, Algorithm 3) it is granted
-its transfers one by one, and what it has computed waits until its transfer is granted, for verdicts to prune it.
+With windows a rank runs many timesteps without asking the scheduler in between. With single tasks (PipeDec, Algorithm 3) it is
+granted every transfer, and what it has computed waits for that; meanwhile verdicts prune it.
 """
+
 from __future__ import annotations
 
 import time

@@ -4,7 +4,18 @@ from pipedec.scheduler.async_redis import AsyncRedisScheduler
 from pipedec.scheduler.client import connect
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.memory import MemoryScheduler
-from pipedec.scheduler.protocol import Granted, GrantedTask, Message, Post, Remembered, RunStatus, Scheduler, Shown, Supervision, Taken
+from pipedec.scheduler.protocol import (
+    Granted,
+    GrantedTask,
+    Message,
+    Post,
+    Remembered,
+    RunStatus,
+    Scheduler,
+    Shown,
+    Supervision,
+    Taken,
+)
 from pipedec.scheduler.redis_scheduler import RedisScheduler
 from pipedec.scheduler.scripts import scripts_digest
 from pipedec.scheduler.server import EmbeddedServer

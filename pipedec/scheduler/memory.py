@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -228,7 +228,10 @@ class MemoryScheduler:
     def restore(self, description: RunDescription, duplex: str, submitted: int, remembered: Sequence[Remembered]) -> int:
         if self._state is None:
             self._state, self._epoch, self._serving, self._recovers = "up", self.epoch + 1, self.epoch, True
-            self._max_running, self._max_waiting = description.settings.limits.max_num_seqs, description.settings.limits.max_waiting
+            self._max_running, self._max_waiting = (
+                description.settings.limits.max_num_seqs,
+                description.settings.limits.max_waiting,
+            )
             self._submitted, self._duplex = submitted, duplex
             self._recoveries.append(Recovery(self._epoch, (), RESTORED, _now_us()))
             for number, request, events in remembered:
@@ -271,7 +274,12 @@ class MemoryScheduler:
         self._push_tasks(self.graph)
 
     def report(
-        self, rank: int, done: Sequence[Task], planned: Sequence[Planned], timeout_seconds: float = 0.0, trace_lines: int | None = None
+        self,
+        rank: int,
+        done: Sequence[Task],
+        planned: Sequence[Planned],
+        timeout_seconds: float = 0.0,
+        trace_lines: int | None = None,
     ) -> Message | None:
         self._check_epoch()
         graph = self.graph

@@ -293,7 +293,7 @@ class Scheduler(Protocol):
         """
 
     def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None:
-        """Start the workflow of a session with its initial tasks. Any number of requests may run in it, of which it knows nothing.
+        """Start the workflow of a session with its initial tasks. It knows nothing of the requests that run in it.
 
         Args:
             session: its number; no two of a run may be the same.
@@ -305,7 +305,12 @@ class Scheduler(Protocol):
         """
 
     def report(
-        self, rank: int, done: Sequence[Task], planned: Sequence[Planned], timeout_seconds: float = 0.0, trace_lines: int | None = None
+        self,
+        rank: int,
+        done: Sequence[Task],
+        planned: Sequence[Planned],
+        timeout_seconds: float = 0.0,
+        trace_lines: int | None = None,
     ) -> Message | None:
         """Report tasks done and schedule ``planned``, in one atomic step; then ``wait``, in the same round trip.
 

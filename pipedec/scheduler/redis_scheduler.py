@@ -214,7 +214,12 @@ class RedisScheduler:
         self._workflow = session
 
     def report(
-        self, rank: int, done: Sequence[Task], planned: Sequence[Planned], timeout_seconds: float = 0.0, trace_lines: int | None = None
+        self,
+        rank: int,
+        done: Sequence[Task],
+        planned: Sequence[Planned],
+        timeout_seconds: float = 0.0,
+        trace_lines: int | None = None,
     ) -> Message | None:
         keys, ids = self._graph_keys(), json.dumps([task.id for task in done])
         about = [KEY_SECONDS, self._workflow, ids, _encode(planned), self.epoch, "" if trace_lines is None else trace_lines]

@@ -1,7 +1,7 @@
 """The workflow of a session as plain data: tasks and their dependencies.
 
-Knows neither Redis nor processes nor tensors; the scheduler runs these tasks, tests simulate them, and traces show them. Which task
-follows from which is said by ``paper`` (Algorithm 4) or, for windows, here.
+Knows neither Redis nor processes nor tensors; the scheduler runs these tasks, tests simulate them, and traces show them. Which
+task follows from which is said by ``paper`` (Algorithm 4) or, for windows, here.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Task:
 class Planned:
     """A scheduling action S(task) → after: the task is granted once every task in ``after`` is done.
 
-    ``payload`` is a small JSON object that is delivered with the task: ``{"results": …}`` with a sync, ``{"timesteps": 8}`` with a
-    window.
+    ``payload`` is a small JSON object that is delivered with the task: ``{"results": …}`` with a sync, ``{"timesteps": 8}``
+    with a window.
     """
 
     task: Task

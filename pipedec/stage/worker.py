@@ -1,7 +1,7 @@
 """The workers of the pipeline's stages: contiguous layers, and a lane for each running request.
 
-A worker has two entries. ``replay`` takes in verdicts and openings. ``advance`` takes a message, replays what it brings, and computes
-its rows, of any number of requests, in one forward. Requests come and go at any timestep.
+A worker has two entries. ``replay`` takes in verdicts and openings. ``advance`` takes a message, replays what it brings, and
+computes its rows, of any number of requests, in one forward. Requests come and go at any timestep.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class StageWorker:
     def replay(self, updates: Iterable[Update], waiting: Envelope = EMPTY) -> Envelope:
         """Take in all that updates bring but their rows: verdicts, openings and slots.
 
-        A verdict commits and prunes rows (PipeDec §3.4.3). With ``finished`` it then drops the lane, so that the slots of an ended
-        request hold its tokens, for others to adopt. Openings come last, in order: they may copy rows that a verdict moves, and
-        have slots of requests that a verdict ends.
+        A verdict commits and prunes rows (PipeDec §3.4.3). With ``finished`` it then drops the lane; the slots of an ended request
+        hold its tokens, for others to adopt. Openings come last, in order: they may copy rows that a verdict moves, and have
+        slots of requests that a verdict ends.
 
         Args:
             waiting: what ``advance`` has returned last, if it waits to be sent.

@@ -75,13 +75,6 @@ def test_without_speculation_nothing_is_drafted_and_prompts_are_made_up_for() ->
     assert drafter.forwards[:4] == [0, 0, 0, 1], "rows are drafted behind the whole prompt"
 
 
-def test_a_prompt_that_must_not_be_cut_enters_whole() -> None:
-    company = Company(1, knee=8)
-    company.whole_prompts = True
-    company.open(Request(0, tuple(range(100)), method="pp"), partial(threads.single_thread, 100, (), 5))
-    assert proposed(company)[0].num_rows == 100
-
-
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(UserError, match="the prompt is empty"):
         Company(1).open(Request(0, (), method="pp"), partial(threads.single_thread, 0, (), 5))

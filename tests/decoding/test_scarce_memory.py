@@ -144,12 +144,3 @@ def test_what_a_structure_forces_needs_memory_too() -> None:
     one.check(does_not, single_thread(100, (), 188))
     with pytest.raises(UserError, match=r"^the request needs 321 slots .* 33 for rows that enter together\), but there are 320"):
         one.check(does_not, single_thread(100, (), 188, structure))
-
-
-def test_a_whole_prompt_gets_all_its_slots_at_once() -> None:
-    alone = company(4096, knee=8)
-    alone.whole_prompts = True
-    arrive(alone, 0, max_tokens=50)
-    update = alone.propose()[0]
-    assert update.opening is not None and update.step is not None and update.step.num_rows == 100
-    assert sum(count for _, count in update.opening.slots) >= 100 + 50 + 2 * 8

@@ -69,7 +69,12 @@ class EndsAtOnce(MemoryScheduler):
         return self._tasks.popleft() if self._tasks else super().wait(rank, timeout_seconds)
 
     def report(
-        self, rank: int, done: Sequence[Task], planned: Sequence[Planned], timeout_seconds: float = 0.0, trace_lines: int | None = None
+        self,
+        rank: int,
+        done: Sequence[Task],
+        planned: Sequence[Planned],
+        timeout_seconds: float = 0.0,
+        trace_lines: int | None = None,
     ) -> Message | None:
         if done[0].name == "end":
             self._meanwhile(self)

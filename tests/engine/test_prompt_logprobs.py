@@ -113,9 +113,7 @@ def test_a_pause_in_the_middle_of_a_prompt() -> None:
     assert scored(rows) == ()
 
 
-@pytest.mark.parametrize(("threads", "dispatch"), [(load_dialect("pasta").to_json(), "windows"), (None, "tasks")])
-def test_where_they_cannot_be_had(threads: str | None, dispatch: str) -> None:
-    company = Company(2)
-    company.whole_prompts = dispatch == "tasks"
-    with pytest.raises(UserError, match="prompt_logprobs needs --dispatch windows and an answer in one thread"):
-        company.open(Request(0, PROMPT, ASKED, "pp", threads=threads), lambda: single_thread(len(PROMPT), (), 6))
+def test_where_they_cannot_be_had() -> None:
+    threads = load_dialect("pasta").to_json()
+    with pytest.raises(UserError, match="prompt_logprobs needs an answer in one thread"):
+        Company(2).open(Request(0, PROMPT, ASKED, "pp", threads=threads), lambda: single_thread(len(PROMPT), (), 6))

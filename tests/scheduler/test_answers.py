@@ -114,7 +114,10 @@ def test_an_answer_that_a_stop_string_ends(make_scheduler: MakeScheduler, topolo
         tokens = [verdict.tokens[0] for verdict in history.verdicts[0]]
         assert tokens == list(range(1, len(tokens) + 1)) and 3 <= len(tokens) <= 3 + topology.num_groups
         end = history.finished[-1]
-        assert end.name == "end" and [task for task in history.finished if task.seq == end.seq] == [Task.compute("dec", 0, end.seq), end]
+        assert end.name == "end" and [task for task in history.finished if task.seq == end.seq] == [
+            Task.compute("dec", 0, end.seq),
+            end,
+        ]
         assert all(scheduler.wait(rank, 0) is None for rank in topology.ranks)
 
 

@@ -16,7 +16,15 @@ from pipedec.config import Settings
 from pipedec.core import RankLost, SchedulerLost, UserError
 from pipedec.messages import AbortEvent, CancelledEvent, ErrorEvent, Event, RunDescription, StageStats, TokensEvent
 from pipedec.scheduler import (
-    MemoryScheduler, Message, Post, RedisScheduler, Scheduler, Task, Topology, after_window, initial_windows,
+    MemoryScheduler,
+    Message,
+    Post,
+    RedisScheduler,
+    Scheduler,
+    Task,
+    Topology,
+    after_window,
+    initial_windows,
 )  # fmt: skip
 
 MakeScheduler = Callable[[Topology], Scheduler]

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lane_scripts import LIKELY, OPENERS, Script, run
 from lane_targets import CUT, MODELS, Target, save_target, scripts
+from support.driven_stage import DrivenStage
 from support.examples import examples
 from support.slot_books import SlotBooks
 from torch import Tensor
@@ -94,7 +95,7 @@ def test_the_scripts_fork_hit_and_end_in_every_way(target: Target) -> None:
 
 
 def test_rows_of_all_requests_are_one_forward(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    [worker] = target.workers([range(3)], torch.float64, 8)
+    [worker] = map(DrivenStage, target.workers([range(3)], torch.float64, 8))
     counts = list[int]()
     forward = worker._model.forward
     monkeypatch.setattr(worker._model, "forward", lambda inputs, lanes: counts.append(len(inputs)) or forward(inputs, lanes))
@@ -102,9 +103,8 @@ def test_rows_of_all_requests_are_one_forward(target: Target, monkeypatch: pytes
         worker.open(number, Opening(2, SamplingParams(), slots=((8 * number, 8),)))
     chunk = Step(torch.tensor([4, 5]), torch.tensor([-1, -1]))
     steps = dict.fromkeys(range(7), chunk)
-    assert worker.load(steps) == (10, 0)
     worker.compute(steps)
-    assert counts == [10], "numbers 5 and 6 are unknown"
+    assert worker.load == (10, 0) and counts == [10], "numbers 5 and 6 are unknown"
     results = worker.results()
     assert [update.number for update in results] == list(range(5)) and worker.results() == ()
     for update in results:
@@ -113,14 +113,13 @@ def test_rows_of_all_requests_are_one_forward(target: Target, monkeypatch: pytes
     worker.sync(3, Verdict(finished="cancelled"))
     token = results[0].verdict.tokens[0] if results[0].verdict else 0
     root = Step(torch.tensor([token]), torch.tensor([-1]))
-    assert worker.load({0: root, 3: root}) == (1, 2)
     worker.compute({0: root, 3: root})
-    assert counts == [10, 1] and [update.number for update in worker.results()] == [0]
+    assert worker.load == (1, 2) and counts == [10, 1] and [update.number for update in worker.results()] == [0]
 
 
 def test_rows_without_slots_are_refused(target: Target) -> None:
     """Rank 0's books are wrong."""
-    [worker] = target.workers([range(3)], torch.float64, 8)
+    [worker] = map(DrivenStage, target.workers([range(3)], torch.float64, 8))
     worker.open(1, Opening(9, SamplingParams(), slots=((8, 8),)))
     chunk = Step(torch.arange(9), torch.full((9,), -1))
     with pytest.raises(ValueError, match="9 rows do not fit into the 8 slots"):

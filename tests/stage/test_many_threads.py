@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from support.checkpoints import save_tiny_llama
+from support.driven_stage import DrivenStage
 from support.toy_dialects import IDS, TEXTS, ids, sequence_of, toy
 
 from pipedec.core import Accepted, Opening, SamplingParams, Step, Verdict
@@ -30,7 +31,7 @@ class Chain:
         models = [StageModel.load(path, range(layer, layer + 1), torch.float64, "cpu") for layer in range(2)]
         bound = toy("apar", max_children=THREADS)
         kinds, new_sequence = (StageWorker, FinalStageWorker), self._sequences(bound)
-        workers = [kind(model, new_sequence, slots=SLOTS) for kind, model in zip(kinds, models, strict=True)]
+        workers = [DrivenStage(kind(model, new_sequence, slots=SLOTS)) for kind, model in zip(kinds, models, strict=True)]
         self.middle, self.final = workers
         self.wished: list[int] = []
         self._head = models[1].logits

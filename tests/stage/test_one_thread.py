@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny
+from support.driven_stage import DrivenStage
 from support.examples import examples
 from torch import Tensor
 
@@ -95,7 +96,7 @@ def in_one_call(workers: list[StageWorker], update: Update) -> tuple[Update | No
 def in_parts(workers: list[StageWorker], update: Update) -> tuple[Update | None, list[Step | None]]:
     steps = {} if update.step is None else {update.number: update.step}
     moving, results = list[Step | None](), tuple[Update, ...]()
-    for worker in workers:
+    for worker in map(DrivenStage, workers):
         if update.opening is not None:
             worker.open(update.number, update.opening)
         if update.verdict is not None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import save_tiny_llama
+from support.driven_stage import DrivenStage
 from support.examples import examples
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -54,9 +55,9 @@ class Target:
             pad_token_id=0,
         )[0, len(PROMPT) :].tolist()
 
-    def stage(self, layers: range) -> StageWorker:
+    def stage(self, layers: range) -> DrivenStage:
         model = StageModel.load(self.path, layers, torch.float64, "cpu")
-        return (FinalStageWorker if model.is_last else StageWorker)(model, new_sequence, slots=SLOTS)
+        return DrivenStage((FinalStageWorker if model.is_last else StageWorker)(model, new_sequence, slots=SLOTS))
 
 
 def new_sequence(opening: Opening) -> NewSequence:
@@ -73,7 +74,7 @@ def opening_of(sampling: SamplingParams = SamplingParams()) -> Opening:  # noqa:
     return Opening(len(PROMPT), sampling, slots=((0, SLOTS),))
 
 
-def verdict_of(stage: StageWorker) -> Verdict | None:
+def verdict_of(stage: DrivenStage) -> Verdict | None:
     """Its only result."""
     results = stage.results()
     assert len(results) <= 1
@@ -90,7 +91,7 @@ def rows(*pairs: tuple[int, int]) -> Step:
     return Step(torch.tensor(token_ids), torch.tensor(parents))
 
 
-def begun(target: Target, layers: range = CUT[0], sampling: SamplingParams = SamplingParams()) -> StageWorker:  # noqa: B008
+def begun(target: Target, layers: range = CUT[0], sampling: SamplingParams = SamplingParams()) -> DrivenStage:  # noqa: B008
     """A first stage that has taken in the prompt, in two chunks."""
     stage = target.stage(layers)
     stage.open(1, opening_of(sampling))
@@ -127,7 +128,9 @@ def test_output_without_a_verdict_keeps_its_numbers(target: Target) -> None:
         ((40,), None),
     ],
 )
-def test_a_verdict_prunes_the_pending_output(target: Target, tokens: tuple[int, ...], left: list[tuple[int, int]] | None) -> None:
+def test_a_verdict_prunes_what_waits_to_be_sent(
+    target: Target, tokens: tuple[int, ...], left: list[tuple[int, int]] | None
+) -> None:
     stage = begun(target)
     stage.sync(1, Verdict.of(5))
     for step in (rows((5, -1)), rows((7, 0), (8, 0)), rows((20, 1), (21, 2), (22, 2))):
@@ -228,14 +231,13 @@ def check_step(target: Target, step: Step | None, paths: list[TokenPath], presen
         assert torch.allclose(step.hidden, hidden, rtol=0, atol=1e-9)
 
 
-def final_stage(target: Target, sampling: SamplingParams) -> tuple[FinalStageWorker, Verdict]:
+def final_stage(target: Target, sampling: SamplingParams) -> tuple[DrivenStage, Verdict]:
     """The whole model as the last stage, and its verdict on the prompt."""
     stage = target.stage(range(4))
-    assert isinstance(stage, FinalStageWorker)
     return stage, prefilled_verdict(stage, sampling)
 
 
-def prefilled_verdict(stage: FinalStageWorker, sampling: SamplingParams) -> Verdict:
+def prefilled_verdict(stage: DrivenStage, sampling: SamplingParams) -> Verdict:
     stage.open(1, opening_of(sampling))
     stage.compute({1: prompt_chunk(*PROMPT[:3])})
     assert verdict_of(stage) is None
@@ -296,8 +298,8 @@ def test_nothing_is_computed_after_an_answer_was_ended(target: Target, layers: r
         reply = stage.advance(envelope(rows((9, 0)), ended))
         assert reply == envelope(verdict=Verdict((), "stop") if layers.stop == 4 else ended)
         assert (stage.outgoing(), stage.num_lanes) == ({}, 0)
-        assert stage.load({1: rows((9, 0))}) == Load()
         stage.compute({1: rows((9, 0))})
+        assert stage.load == Load()
         stage.sync(1, Verdict.of(9))
         assert stage.outgoing() == {} and stage.results() == ()
 

@@ -140,7 +140,7 @@ class SimulatedPipeline:
                 self._current[rank].extend(message.tasks)
 
     def _can_move(self, rank: int) -> bool:
-        """Whether the next task of ``rank`` can be executed. A transfer counts as the receiver's, once it is next at both ranks."""
+        """Whether the next task of ``rank`` can be executed. A transfer is the receiver's, once it is next at both ranks."""
         if not self._current[rank]:
             return False
         task = self._current[rank][0].task

@@ -48,7 +48,8 @@ def results_of(payload: Payload) -> tuple[Update, ...]:
     """What a sync tells its rank: verdicts to replay; rank 0 all that the last stage says."""
     results = convert(payload["results"], list[_Result])
     return tuple(
-        Update(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=prompt) for number, verdict, logprobs, prompt in results
+        Update(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=prompt)
+        for number, verdict, logprobs, prompt in results
     )
 
 

@@ -1,0 +1,60 @@
+"""A stage worker that a test takes through a timestep piece by piece: what it has computed waits, as with single tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from pipedec.core import EMPTY, Envelope, Load, Opening, SlotRuns, Step, Update, Verdict
+from pipedec.stage import FinalStageWorker, StageWorker
+
+
+class DrivenStage:
+    """Everything else is the worker's own.
+
+    Attributes:
+        load: of what was computed last.
+    """
+
+    def __init__(self, worker: StageWorker) -> None:
+        self.worker = worker
+        self.load = Load()
+        self._waiting = EMPTY
+        self._results: tuple[Update, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
+
+    def open(self, number: int, opening: Opening) -> None:
+        self.worker.replay([Update(number, opening)])
+
+    def extend(self, number: int, slots: SlotRuns) -> None:
+        self.worker.replay([Update(number, slots=slots)])
+
+    def sync(self, number: int, verdict: Verdict) -> None:
+        """Replay a verdict, which prunes what waits."""
+        self._waiting = self.worker.replay([Update(number, verdict=verdict)], self._waiting)
+
+    def compute(self, steps: Mapping[int, Step]) -> None:
+        self.load = Load()
+        message = Envelope(tuple(Update(number, step=step) for number, step in steps.items()))
+        reply = self.worker.advance(message, self._note_load)
+        if isinstance(self.worker, FinalStageWorker):
+            self._results += reply.updates
+        else:
+            self._waiting = reply
+
+    def _note_load(self, name: str, load: Load) -> AbstractContextManager[None]:
+        self.load = load
+        return nullcontext()
+
+    def outgoing(self) -> dict[int, Step]:
+        """Take what waits."""
+        waiting, self._waiting = self._waiting, EMPTY
+        return {update.number: update.step for update in waiting.updates if update.step is not None}
+
+    def results(self) -> tuple[Update, ...]:
+        """Take what the last stage has said."""
+        results, self._results = self._results, ()
+        return results
