@@ -13,19 +13,17 @@ if stale then
   return stale
 end
 local finished, planned = cjson.decode(ARGV[3]), cjson.decode(ARGV[4])
-local fields = { 'number', 'entries', 'trace' }
-for index, id in ipairs(finished) do
-  fields[3 + index] = 'granted ' .. id
-end
-local stored = redis.call('HMGET', WORKFLOW, unpack(fields))
+local stored = redis.call('HMGET', WORKFLOW, 'number', 'entries', 'trace')
 if not stored[1] then
   return redis.error_reply('PIPEDEC LOST the workflow is no longer stored')
 end
 if stored[1] ~= NUMBER then
   return 0
 end
-for index = 1, #finished do
-  if not stored[3 + index] then
+local granted = {}
+for index, id in ipairs(finished) do
+  granted[index] = redis.call('HGET', WORKFLOW, 'granted ' .. id)
+  if not granted[index] then
     return 0
   end
 end
@@ -34,7 +32,7 @@ if ARGV[6] ~= '' then
 end
 graph.entries, graph.trace_lines = stored[2], tonumber(ARGV[6] ~= '' and ARGV[6] or stored[3])
 for index, id in ipairs(finished) do
-  graph.report(id, stored[3 + index])
+  graph.report(id, granted[index])
 end
 for _, plan in ipairs(planned) do
   graph.add(plan)

@@ -15,7 +15,7 @@ import torch
 
 from pipedec.core import EMPTY, Envelope, EpochEnded, PipedecError, Update
 from pipedec.decoding import TimestepTiming
-from pipedec.device import HOST, Device, HostDevice
+from pipedec.device import HOST, Device, HostDevice, Mark
 from pipedec.engine.activity import Doing
 from pipedec.engine.emulated_time import Pacer
 from pipedec.engine.recorder import Recorder, Span, Timestep
@@ -178,8 +178,8 @@ class RankTasks:
             tracer.drain()
         return events
 
-    def send(self, envelope: Envelope, target: int, number: int) -> None:
-        """Send the envelope of a timestep to rank ``target``. Its span ends when the rows have left."""
+    def send(self, envelope: Envelope, target: int, number: int) -> Mark:
+        """Send the envelope of a timestep to rank ``target``. Its span ends when the rows have left: at the mark that it returns."""
         began = self.recorder.mark()
         if rows := envelope.num_rows:
             self.recorder.pacer.delay_sending(rows)  # the receiver must not get it earlier than over the emulated link
@@ -187,6 +187,7 @@ class RankTasks:
         sent = self._wiring.transport.send_envelope(envelope, target)
         self._wiring.doing.begin("computing")
         self.recorder.add(Task.transfer(self.rank, target, number).label, "transfer", began, sent)
+        return sent
 
     def receive(self, source: int) -> Envelope:
         """Wait for the next envelope from rank ``source``; its activations may come later."""

@@ -81,12 +81,14 @@ class StageLoop:
             self._tasks.report(done, planned)
 
     def _transfer(self, task: Task) -> None:
+        """Algorithm 3. It is over when the device has passed its end, so that the rank is free for the next one."""
         if task.target == self._rank:
             self._arrived = self._tasks.receive(task.source)
             self._arrived.await_hidden()
+            self._tasks.recorder.mark().wait()
         else:
             self._waiting, leaving = EMPTY, self._waiting
-            self._tasks.send(leaving, task.target, task.seq)
+            self._tasks.send(leaving, task.target, task.seq).wait()
 
     def _compute(self, seq: int) -> tuple[Update, ...]:
         """Compute what has arrived. Returns the results of the last stage."""
