@@ -5,9 +5,7 @@
 --            message in each queue. Requests, answers and cancellations stay; the attempts of running requests are counted.
 -- KEYS:      1 run (hash)  2 members (set)  3 running (set)  4 attempts (hash)  5 doing (hash)  6 suspects (hash)  7 ends (hash)
 --            8 places (hash)  9 recoveries (list)  10 bell (list)  11 waiting (zset)  12 ...: alive of each rank (string),
---            then the queue of each rank in the epoch that ends (list), then workflow, done, pending, bitmap, trace and meeting
---            of
---            that epoch
+--            then the queue of each rank in the epoch that ends (list), then workflow, done, trace and meeting of that epoch
 -- ARGV:      1 time to live of the keys in seconds  2 the epoch to end  3 lost ranks, JSON list  4 reason  5 number of ranks
 --            6 how many recoveries to keep  7 new places, JSON [[rank, node], ...]
 -- Returns:   the run's epoch; error PIPEDEC FAILED if the run has failed, PIPEDEC LOST if it is not stored

@@ -31,7 +31,7 @@ Quantize = Literal["int8", "int4"]
 Device = Literal["auto", "cpu", "cuda"]
 Dispatch = Annotated[
     Literal["windows", "tasks"],
-    Help("What Redis grants: windows of timesteps, or the paper's single tasks (one request at a time)."),
+    Help("What Redis grants: windows of timesteps, or the paper's single tasks."),
 ]
 LogLevel = Literal["debug", "info", "warning", "error"]
 DEVICES = get_args(Device)

@@ -93,9 +93,9 @@ class StageWorker:
     def replay(self, updates: Iterable[Update], waiting: Envelope = EMPTY) -> Envelope:
         """Take in all that updates bring but their rows: verdicts, openings and slots.
 
-        A verdict commits and prunes rows (PipeDec §3.4.3). With ``finished`` it then drops the lane; the slots of an ended request
-        hold its tokens, for others to adopt. Openings come last, in order: they may copy rows that a verdict moves, and have
-        slots of requests that a verdict ends.
+        A verdict commits and prunes rows (PipeDec §3.4.3). With ``finished`` it then drops the lane, whose slots hold the
+        request's tokens for others to adopt. Openings come last, in order: they may copy rows that a verdict moves, and have slots
+        of requests that a verdict ends.
 
         Args:
             waiting: what ``advance`` has returned last, if it waits to be sent.
