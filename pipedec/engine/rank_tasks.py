@@ -179,7 +179,7 @@ class RankTasks:
         return events
 
     def send(self, envelope: Envelope, target: int, number: int) -> Mark:
-        """Send the envelope of a timestep to rank ``target``. Returns the mark at which the rows have left, where its span ends."""
+        """Send the envelope of a timestep to rank ``target``. Returns the mark at which the rows have left, and its span ends."""
         began = self.recorder.mark()
         if rows := envelope.num_rows:
             self.recorder.pacer.delay_sending(rows)  # the receiver must not get it earlier than over the emulated link

@@ -1,9 +1,8 @@
-"""The central scheduler: task graphs as plain data, the scheduling rules as Lua scripts in Redis, and their Python twin."""
+"""The central scheduler: task graphs as plain data, and the scheduling rules as Lua scripts in Redis."""
 
 from pipedec.scheduler.async_redis import AsyncRedisScheduler
 from pipedec.scheduler.client import connect
 from pipedec.scheduler.keys import Keys
-from pipedec.scheduler.memory import MemoryScheduler
 from pipedec.scheduler.protocol import (
     Granted,
     GrantedTask,
@@ -29,7 +28,6 @@ __all__ = [
     "Granted",
     "GrantedTask",
     "Keys",
-    "MemoryScheduler",
     "Message",
     "Payload",
     "Planned",

@@ -1,6 +1,6 @@
 """The interface of the scheduler: the messages that ranks receive and the calls that ranks and clients make.
 
-Two classes implement it by the same rules: ``RedisScheduler`` and its pure-Python twin ``MemoryScheduler``.
+``RedisScheduler`` implements it; tests have a twin of it in Python.
 """
 
 from __future__ import annotations

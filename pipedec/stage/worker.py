@@ -94,8 +94,8 @@ class StageWorker:
         """Take in all that updates bring but their rows: verdicts, openings and slots.
 
         A verdict commits and prunes rows (PipeDec §3.4.3). With ``finished`` it then drops the lane, whose slots hold the
-        request's tokens for others to adopt. Openings come last, in order: they may copy rows that a verdict moves, and have slots
-        of requests that a verdict ends.
+        request's tokens for others to adopt. Openings come last, in order: they may copy rows that a verdict moves, and have
+        slots of requests that a verdict ends.
 
         Args:
             waiting: what ``advance`` has returned last, if it waits to be sent.

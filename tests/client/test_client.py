@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.memory_scheduler import MemoryScheduler
 
 from pipedec.client.client import Client
 from pipedec.config import Settings
@@ -21,7 +22,6 @@ from pipedec.messages import (
     TokensEvent,
     TraceEvents,
 )
-from pipedec.scheduler import MemoryScheduler
 from pipedec.topology import Topology
 from pipedec.tracing import TraceEvent
 

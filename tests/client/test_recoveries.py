@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.clock import Clock
+from support.memory_scheduler import MemoryScheduler
 
 from pipedec.client.client import Client
 from pipedec.client.reply import Delta, Reply
@@ -25,7 +26,7 @@ from pipedec.messages import (
     ThreadNews,
     TokensEvent,
 )
-from pipedec.scheduler import MemoryScheduler, RunStatus, Topology
+from pipedec.scheduler import RunStatus, Topology
 from pipedec.scheduler.protocol import Remembered
 
 DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),))

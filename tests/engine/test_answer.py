@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.memory_scheduler import MemoryScheduler
 
 from pipedec.client.client import Client
 from pipedec.config import Settings
@@ -15,7 +16,6 @@ from pipedec.core import Accepted, Request, SamplingParams, StructuredOutputs, U
 from pipedec.engine.answer import Answer
 from pipedec.engine.sequences import Sequences
 from pipedec.messages import CompletionEvent, Event, LogprobsEvent, PromptRequest, RunDescription, ThreadNews
-from pipedec.scheduler import MemoryScheduler
 from pipedec.shipped import reference_pair
 from pipedec.text.prompt import Prompter
 from pipedec.threads import Sequence, bind, load_dialect

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from support.memory_scheduler import MemoryScheduler
 from support.processes import wait_until
 
 from pipedec.config import Settings
@@ -13,7 +14,7 @@ from pipedec.engine.pool import Pool
 from pipedec.engine.request_queue import RequestQueue
 from pipedec.kv import KVManager
 from pipedec.messages import RunDescription
-from pipedec.scheduler import MemoryScheduler, Topology
+from pipedec.scheduler import Topology
 from pipedec.scheduler.protocol import Taken
 from pipedec.threads import single_thread
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec import to_builtins
+from support.memory_scheduler import MemoryScheduler
 from support.processes import wait_until
 from support.tiny_pair import CONTEXT, Pair
 
@@ -30,7 +31,7 @@ from pipedec.messages import (
     RunStats,
     TokensEvent,
 )
-from pipedec.scheduler import Granted, MemoryScheduler, Message, Planned, Post, Task
+from pipedec.scheduler import Granted, Message, Planned, Post, Task
 from pipedec.text.prompt import Prompter
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from support.memory_scheduler import MemoryScheduler
 from support.processes import wait_until
 from support.run_stats import run_stats
 
@@ -12,7 +13,7 @@ from pipedec.config import Settings
 from pipedec.core import PipedecError, SchedulerLost
 from pipedec.engine.request_queue import RequestQueue
 from pipedec.messages import CancelledEvent, ErrorEvent, Event, RunDescription, RunStats, TokensEvent
-from pipedec.scheduler import MemoryScheduler, Message, Post, Topology
+from pipedec.scheduler import Message, Post, Topology
 
 DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),))
 

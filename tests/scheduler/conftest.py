@@ -7,8 +7,9 @@ from itertools import count
 
 import pytest
 import redis
+from support.memory_scheduler import MemoryScheduler
 
-from pipedec.scheduler import EmbeddedServer, MemoryScheduler, RedisScheduler, Scheduler, connect
+from pipedec.scheduler import EmbeddedServer, RedisScheduler, Scheduler, connect
 from pipedec.topology import Topology
 
 _run_numbers = count()

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from support.memory_scheduler import MemoryScheduler
 from support.simulated_pipeline import History, SimulatedPipeline
 
-from pipedec.scheduler import Granted, MemoryScheduler, RedisScheduler, Scheduler, Task
+from pipedec.scheduler import Granted, RedisScheduler, Scheduler, Task
 from pipedec.topology import Topology
 
 TOPOLOGIES = [

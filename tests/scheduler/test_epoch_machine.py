@@ -13,11 +13,12 @@ import redis
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from support.memory_scheduler import MemoryScheduler
 
 from pipedec.config import Settings
 from pipedec.core import EpochEnded
 from pipedec.messages import RunDescription, TokensEvent
-from pipedec.scheduler import MemoryScheduler, Message, RedisScheduler, Remembered, Scheduler, initial_windows
+from pipedec.scheduler import Message, RedisScheduler, Remembered, Scheduler, initial_windows
 from pipedec.topology import Topology
 
 TWO = Topology.even(2, 2)

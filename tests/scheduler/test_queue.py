@@ -9,23 +9,14 @@ from dataclasses import dataclass, field
 
 import pytest
 from msgspec.structs import replace
+from support.memory_scheduler import MemoryScheduler
 from support.processes import wait_until
 from support.run_stats import run_stats
 
 from pipedec.config import Settings
 from pipedec.core import RankLost, SchedulerLost, UserError
 from pipedec.messages import AbortEvent, CancelledEvent, ErrorEvent, Event, RunDescription, StageStats, TokensEvent
-from pipedec.scheduler import (
-    MemoryScheduler,
-    Message,
-    Post,
-    RedisScheduler,
-    Scheduler,
-    Task,
-    Topology,
-    after_window,
-    initial_windows,
-)  # fmt: skip
+from pipedec.scheduler import Message, Post, RedisScheduler, Scheduler, Task, Topology, after_window, initial_windows
 
 MakeScheduler = Callable[[Topology], Scheduler]
 TWO = Topology.even(2, 2)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.memory_scheduler import MemoryScheduler
 
 from pipedec.config import Settings
 from pipedec.core import PipedecError
 from pipedec.messages import RunDescription
 from pipedec.scheduler import (
-    MemoryScheduler,
     RedisScheduler,
     Scheduler,
     Task,
