@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from pipedec.core import Opening, Step, Verdict
-from pipedec.forest import ThreadChanges
-from pipedec.model import KVCache, KVPool, KVShape, LaneRows, StageModel
+from pipedec.model import KVPool, KVShape, LaneRows, StageModel
 from pipedec.stage.final_lane import FinalLane
-from pipedec.stage.final_worker import FinalStageWorker
 from pipedec.stage.slot_tokens import SlotTokens
-from pipedec.threads import NewSequence
-from pipedec.tree import Advance
 
 _SHAPE = KVShape(num_layers=0, num_kv_heads=0, head_dim=0, dtype=torch.float32)
 
