@@ -7,7 +7,7 @@ granted every transfer, and what it has computed waits for that; meanwhile verdi
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +19,7 @@ from pipedec.scheduler.protocol import Granted, Message
 from pipedec.scheduler.transfers import checked_transfers
 from pipedec.scheduler.workflow import Planned, Task
 from pipedec.stage import StageWorker
+from pipedec.stage.worker import Span
 from pipedec.transport import Transport
 
 STOPPING_SECONDS = 0.05
@@ -72,7 +73,7 @@ class StageLoop:
                 self._sync(granted)
                 facts = Facts(has_output=bool(self._waiting.updates))
             else:
-                results = self._compute(task.seq)
+                results = self._compute(task)
                 facts = Facts(bool(self._waiting.updates), results, granted.active)
             if task.target == self._rank:
                 done.append(task)
@@ -90,10 +91,10 @@ class StageLoop:
             self._waiting, leaving = EMPTY, self._waiting
             self._tasks.send(leaving, task.target, task.seq).wait()
 
-    def _compute(self, seq: int) -> tuple[Update, ...]:
+    def _compute(self, task: Task) -> tuple[Update, ...]:
         """Compute what has arrived. Returns the results of the last stage."""
         self._arrived, arrived = EMPTY, self._arrived
-        reply = self._advance(arrived, seq)
+        reply = self._advance(arrived, task.seq, partial(self._span_of, task))
         if self._rank == self._wiring.topology.final_rank:
             return reply.updates
         self._waiting = reply
@@ -101,7 +102,7 @@ class StageLoop:
 
     def _sync(self, granted: Granted) -> None:
         results = results_of(granted.payload)
-        with self._span(granted.task.seq, "sync", Load()):
+        with self._span_of(granted.task, "sync", Load()):
             self._waiting = self._worker.replay(results, self._waiting)
 
     def _window(self, granted: Granted) -> None:
@@ -118,7 +119,7 @@ class StageLoop:
             if withheld is not None:
                 received.await_hidden()
                 self._send(withheld, number - 1)
-            reply, withheld = self._advance(received, number), None
+            reply, withheld = self._advance(received, number, partial(self._span_in_window, number)), None
             if receives_first and number < last and not received.ends_session:
                 withheld = reply
             else:
@@ -130,12 +131,12 @@ class StageLoop:
     def _send(self, reply: Envelope, number: int) -> None:
         self._tasks.send(reply, self._wiring.topology.following(self._rank), number)
 
-    def _advance(self, received: Envelope, number: int) -> Envelope:
+    def _advance(self, received: Envelope, number: int, span: Span) -> Envelope:
         """One timestep. What this rank has to say about requests that end is published before the next rank is told."""
         for update in received.updates:
             self._open(update)
         self._tasks.recorder.phases.begin("computing")
-        reply = self._worker.advance(received, partial(self._span, number))
+        reply = self._worker.advance(received, span)
         self._count()
         self._tasks.note(self._tasks.timestep(number))
         for update in received.updates:
@@ -163,8 +164,13 @@ class StageLoop:
         )  # fmt: skip
         self._wiring.scheduler.tell(stats)
 
-    def _span(self, number: int, name: str, load: Load) -> AbstractContextManager[None]:
+    def _span_in_window(self, number: int, name: str, load: Load) -> AbstractContextManager[None]:
         return self._tasks.recorder.span(Task.compute(name, self._rank, number).label, name, load)
+
+    def _span_of(self, task: Task, name: str, load: Load) -> AbstractContextManager[None]:
+        """Of a granted task, which replays on its way that answers have ended."""
+        is_part = name == "sync" and task.name != "sync"
+        return nullcontext() if is_part else self._tasks.recorder.span(task.label, name, load)
 
     def _open(self, update: Update) -> None:
         if update.opening is not None:

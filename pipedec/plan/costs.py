@@ -23,7 +23,7 @@ CONTEXT_BYTES = 350_000_000  # the CUDA context, which exists before anything is
 LIBRARY_BYTES = 150_000_000  # code of kernels, loaded when it is first used
 CUBLAS_BYTES = 2 * 32 * 2**20  # on the stream that computes and on that of the captures: 32 MiB on Hopper, 8 MiB elsewhere
 NCCL_BYTES = 2 * 2 * 8 * 4 * 2**20  # two communicators, each with 8 channels to and fro of NCCL_BUFFSIZE, 4 MiB
-PREFILL_ROWS = 512  # rows of a prompt that enter at once with single tasks; in windows they are fewer
+PREFILL_ROWS = 512  # rows of prompts that enter at a timestep, at the most
 
 
 @dataclass(frozen=True)

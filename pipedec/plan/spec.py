@@ -148,8 +148,7 @@ class PipelineSpec:
     @property
     def shares_prefixes(self) -> bool:
         """Whether requests share the keys and values of equal prefixes. They differ where they depend on a prompt's length."""
-        is_possible = self.window > 0 and self._target_config.rope["rope_type"] not in LENGTH_DEPENDENT
-        return self.settings.limits.prefix_cache and is_possible
+        return self.settings.limits.prefix_cache and self._target_config.rope["rope_type"] not in LENGTH_DEPENDENT
 
     def kv_manager(self) -> KVManager:
         """The pipeline's KV cache manager, as rank 0 begins with it."""

@@ -53,7 +53,7 @@ def study(chosen: PolicyConfig, prompt_sets: list[PromptSet], directory: Path, p
 def swept(pair: Pair, out: Path, **changes: Any) -> list[dict[str, Any]]:
     made = SweepConfig(
         paper_cluster(), ("paper-14",), (STAGES,), ("pp", "stpp", "pipedec", "pipedec-bestfirst"), TreeGrid((8,), (4,)),
-        samples=2, sampling=SamplingParams(max_tokens=5, ignore_eos=True), clock="computed", own_work=False,
+        samples=2, sampling=SamplingParams(max_tokens=5, ignore_eos=True), clock="computed", dispatch="tasks", own_work=False,
         pair=Models(pair.target, str(pair.draft)), grid=TuningGrid(layer_depths=(2,)),
     )  # fmt: skip
     return sweep(replace(made, **changes), PROMPTS, out, Silent())

@@ -32,7 +32,6 @@ from pipedec.cluster.state import RunningCluster
 from pipedec.config import Settings
 from pipedec.config.redis import RedisConfig
 from pipedec.core import KNEE_ROWS, Completion, PipedecError, RankLost, SamplingParams, SchedulerLost, UserError
-from pipedec.engine.tasks import PREFILL_CHUNK
 from pipedec.messages import Choice, PromptRequest, RunDescription
 from pipedec.methods import METHOD_NAMES, applicable_options
 from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
@@ -97,7 +96,7 @@ def check_answers(
 def test_two_stages_say_what_transformers_says(
     resident: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]
 ) -> None:
-    assert len(tokenizer(PROMPTS[1])["input_ids"]) > PREFILL_CHUNK
+    assert len(tokenizer(PROMPTS[1])["input_ids"]) > KNEE_ROWS
     check_answers(resident, reference, tokenizer, prompts)
 
 
@@ -148,15 +147,13 @@ def test_a_trace_covers_every_rank_and_the_scheduler(resident: LocalCluster) -> 
     assert {event.rank for event in trace} == {SCHEDULER_TRACK, 0, 1, 2}
     for rank in (1, 2):
         labels = {event.label for event in trace if event.rank == rank}
-        if (
-            resident.spec.settings.cluster.dispatch == "windows"
-        ):  # the prompt's chunks are rows, and the answer's timesteps follow theirs
-            prefill = (
-                -(-(answer.prompt_tokens - answer.metrics.cached_tokens) // KNEE_ROWS) + resident.spec.settings.cut.stages - 1
-            )
+        # The prompt's chunks are rows, and the answer's timesteps follow theirs.
+        chunks = -(-(answer.prompt_tokens - answer.metrics.cached_tokens) // KNEE_ROWS)
+        if resident.spec.settings.cluster.dispatch == "windows":
+            prefill = chunks + resident.spec.settings.cut.stages - 1
             assert {f"{rank}F{rank}", f"{rank}F{rank + 1}", f"{rank}S{prefill + answer.metrics.timesteps + 1}"} <= labels
-        else:
-            assert {f"{rank}P-1", f"{rank}P0", f"{rank}F{rank}", f"{rank}S{answer.metrics.timesteps}"} <= labels
+        else:  # the first chunk passes all stages in timestep 0
+            assert {f"{rank}P0", f"{rank}F{rank}", f"{rank}S{chunks}"} <= labels
     assert all(re.fullmatch(r"(\d+[PFSWE]-?\d+)|(\d+>\d+@-?\d+)|((\d+|all)V-?\d+)", event.label) for event in trace)
     assert all(event.start_us <= event.end_us for event in trace)
     scheduled = {event.label for event in trace if event.rank == SCHEDULER_TRACK}

@@ -17,10 +17,9 @@ from support.specs import bare_spec
 from support.timesteps import check_timesteps
 from transformers import AutoModelForCausalLM
 
-from pipedec.core import Opening, Request, SamplingParams, Update, UserError, Verdict
+from pipedec.core import KNEE_ROWS, Opening, Request, SamplingParams, Update, UserError, Verdict
 from pipedec.engine.build import DTYPES
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.tasks import PREFILL_CHUNK
 from pipedec.methods import BitaOptions
 from pipedec.model import BitaWeights, ModelConfig
 from pipedec.stage import FinalStageWorker
@@ -159,7 +158,7 @@ def test_masks_are_no_tokens_that_penalties_count(models: Path) -> None:
 
 
 @pytest.mark.fast_cases("513")
-@pytest.mark.parametrize("num_tokens", [1, PREFILL_CHUNK - 1, PREFILL_CHUNK, PREFILL_CHUNK + 1, 2 * PREFILL_CHUNK + 30])
+@pytest.mark.parametrize("num_tokens", [1, KNEE_ROWS - 1, KNEE_ROWS, KNEE_ROWS + 1, 2 * KNEE_ROWS + 30])
 def test_prompts_of_one_token_and_of_several_chunks(models: Path, num_tokens: int) -> None:
     prompt = tuple(torch.randint(3, VOCAB, (num_tokens,), generator=torch.Generator().manual_seed(5)).tolist())
     pipeline, sampling = make_pipeline(models, (4, 2)), replace(DRAWN, repetition_penalty=1.3)

@@ -20,9 +20,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerB
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import Completion, Request, SamplingParams, UserError
+from pipedec.core import KNEE_ROWS, Completion, Request, SamplingParams, UserError
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.tasks import PREFILL_CHUNK
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHODS, applicable_options
 from pipedec.plan.spec import DISPATCHES
@@ -107,7 +106,7 @@ def test_one_seed_gives_one_answer(models: Path, answers: dict[str, tuple[int, .
 @pytest.mark.slow
 def test_penalties_count_every_chunk_of_the_prompt(models: Path) -> None:
     """A biased token that would be said again and again is not, because it stands in the first chunk of the prompt alone."""
-    prompt = (5, *(6 + index % 3 for index in range(PREFILL_CHUNK + 20)))
+    prompt = (5, *(6 + index % 3 for index in range(KNEE_ROWS + 20)))
     sampling = SamplingParams(repetition_penalty=3.0, logit_bias={5: 6.0, 20: 5.0})
     target = LlamaForCausalLM.from_pretrained(models / "target").eval()
     wanted = expected(target, prompt, asked(sampling, "pp").sampling)

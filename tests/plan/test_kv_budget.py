@@ -77,7 +77,7 @@ def test_rank_0_manages_what_every_pool_has(pair: Pair) -> None:
 def test_prefixes_are_shared_unless_somebody_objects(pair: Pair, tmp_path: Path) -> None:
     assert spec(pair).shares_prefixes
     assert not spec(pair, prefix_cache=False).shares_prefixes
-    assert not spec(pair, dispatch="tasks").shares_prefixes
+    assert spec(pair, dispatch="tasks").shares_prefixes
     for kind, settings in (("dynamic", {"factor": 2.0}), ("llama3", _LLAMA3)):
         rope = {"rope_type": kind, "rope_theta": 10000.0, **settings}
         save_tiny_llama(tmp_path / kind, rope_parameters=rope)

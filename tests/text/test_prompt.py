@@ -13,7 +13,6 @@ from support.examples import examples
 from support.tiny_pair import CHAT_TEMPLATE, CONTEXT, foreign_tokenizer
 
 from pipedec.core import UserError
-from pipedec.engine.tasks import PREFILL_CHUNK, prefill_chunks
 from pipedec.text.prompt import Prompter, fits_vocabulary, same_tokenizer
 from pipedec.text.stream import StopStrings
 
@@ -187,15 +186,6 @@ def test_prompt_and_answer_must_fit_the_context(prompter: Prompter) -> None:
     assert len(prompter.token_ids("How many?", raw=True, max_tokens=CONTEXT - length)) == length
     with pytest.raises(UserError, match=f"has {length} tokens and --max-tokens asks for {CONTEXT - length + 1} more"):
         prompter.token_ids("How many?", raw=True, max_tokens=CONTEXT - length + 1)
-
-
-@pytest.mark.parametrize("length", [1, PREFILL_CHUNK, PREFILL_CHUNK + 1, 3 * PREFILL_CHUNK])
-def test_chunks_are_the_prompt_in_order(length: int) -> None:
-    chunks = prefill_chunks(list(range(length)), length)
-    assert [token for chunk in chunks for token in chunk] == list(range(length))
-    assert len(chunks) == -(-length // PREFILL_CHUNK) and all(0 < len(chunk) <= PREFILL_CHUNK for chunk in chunks)
-    with_masks = prefill_chunks([*range(length), -1, -2], length)
-    assert with_masks == [*chunks[:-1], [*chunks[-1], -1, -2]], "masks stay with the last chunk"
 
 
 def test_a_missing_or_damaged_tokenizer_is_refused(tokenizer_files: Path, tmp_path: Path) -> None:

@@ -128,7 +128,8 @@ def _provenance(rows: Sequence[Row]) -> str:
     cluster = row["cluster"]
     name = cluster.get("preset") or f"run {cluster.get('run')}"
     emulated = "emulated, " if cluster.get("preset") else ""
-    return f"{name} ({cluster['stages']} stages), {emulated}times {row['clock']}, pipedec {row['version']} {row['revision'][:8]}"
+    tasks = ", single tasks" if cluster.get("dispatch") == "tasks" else ""
+    return f"{name} ({cluster['stages']} stages{tasks}), {emulated}times {row['clock']}, pipedec {row['version']} {row['revision'][:8]}"
 
 
 def _counts(rows: Sequence[Row]) -> str:

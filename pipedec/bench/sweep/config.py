@@ -115,8 +115,6 @@ class SweepConfig(Drawing):
             self.cluster.find_partition(preset)
         if not self.presets and (not self.stages or self.clock == "computed" or TUNED in self.methods):
             raise UserError("without --preset nothing is emulated: give --stages, --clock measured and no stpp-tuned")
-        if self.dispatch != "windows" and self.clock == "computed":
-            raise UserError("--clock computed runs in one process, where nothing is dispatched: leave out --dispatch")
         if self.bita and BITA not in self.methods:
             raise UserError(f"--bita needs the method {BITA}: add it to --methods")
 

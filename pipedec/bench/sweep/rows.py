@@ -37,7 +37,7 @@ class Pipeline(Struct, frozen=True):
         devices: their names, in order, if they are known.
         fits: whether the model fits into their memory.
         preset: the partition, emulated or launched; None if there is none.
-        dispatch: what Redis granted, ``windows`` or single ``tasks``.
+        dispatch: what Redis granted, ``windows`` or single ``tasks``; with computed times, whose order of pruning was followed.
     """
 
     stages: Count

@@ -97,12 +97,15 @@ def _question(asked: PromptRequest) -> PromptRequest:
 
 
 class OneProcess(Runner):
-    """Decodes in this process (``LocalPipeline``). Times are computed if the pipeline is emulated, else measured."""
+    """Decodes in this process (``LocalPipeline``). Times are computed if the pipeline is emulated, else measured.
+
+    Verdicts prune in the order of the dispatch: with windows they travel with the rows, with single tasks every stage prunes at once.
+    """
 
     def __init__(self, spec: PipelineSpec) -> None:
         super().__init__()
         self._spec = spec
-        self._pipeline = LocalPipeline.load(spec)
+        self._pipeline = LocalPipeline.load(spec, prunes="with the rows" if spec.window else "at once")
         self.prompter: Prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
         self._next_id = 0
 

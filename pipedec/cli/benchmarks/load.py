@@ -27,17 +27,18 @@ from pipedec.cli.benchmarks.shared import QuestionFlags, question_options
 from pipedec.cli.benchmarks.sweep import ProgressBar
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
+from pipedec.config.settings import Dispatch
 from pipedec.core import UserError
 from pipedec.flags import Help, options_of, own_options, partial_of
 from pipedec.messages import PromptRequest
 
 _STARTED_HERE = (
-    "preset", "stages", "slow_motion", "replay", "recording", "max_num_seqs", "target", "draft", "cluster", "own_work",
+    "preset", "stages", "dispatch", "slow_motion", "replay", "recording", "max_num_seqs", "target", "draft", "cluster", "own_work",
     "kv_tokens", "prefix_cache",
 )  # fmt: skip
 _ELSEWHERE = (
-    "preset", "stages", "slow_motion", "replay", "recording", "methods", "target", "draft", "cluster", "own_work", "intruder",
-    "random_tokens", "turns", "kv_tokens", "prefix_cache",
+    "preset", "stages", "dispatch", "slow_motion", "replay", "recording", "methods", "target", "draft", "cluster", "own_work",
+    "intruder", "random_tokens", "turns", "kv_tokens", "prefix_cache",
 )  # fmt: skip
 _COLUMNS = (
     "tokens/s", "steady", "× first", "TTFT ms", "p99", "TPOT ms", "p99", "ITL ms", "p99", "end to end s", "timesteps", "rows",
@@ -51,6 +52,7 @@ class PlaceFlags:
 
     preset: Preset | None = None
     stages: StageCount = None
+    dispatch: Dispatch = "windows"
     replay: Annotated[bool, Help("Replay recorded answers through the preset, in computed time.")] = False
     recording: Annotated[Path | None, Help("With --replay: directory of recorded answers; missing ones are recorded.", "DIR")] = (
         None
@@ -177,7 +179,8 @@ def _place(
     shape = where.applied_to(shape)
     if not where.replay:
         refuse_flags(("recording", "own_work", "random_tokens", "intruder"), "goes with --replay")
-        return OnProcesses(shape)
+        return OnProcesses(shape.dispatched(where.dispatch))
+    refuse_flags(("dispatch",), "is for real processes: leave out --replay")
     return OnReplay(shape, where.recording, request)
 
 
@@ -239,7 +242,8 @@ def _summary(rows: list[dict[str, Any]]) -> Table:
 def _title(row: dict[str, Any]) -> str:
     cluster = row["cluster"]
     name = f"{cluster['preset']}, emulated" if cluster.get("preset") else f"run {cluster.get('run')}"
-    return f"Load on {name} ({cluster['stages']} stages), times {row['clock']}"
+    tasks = ", single tasks" if cluster.get("dispatch") == "tasks" else ""
+    return f"Load on {name} ({cluster['stages']} stages{tasks}), times {row['clock']}"
 
 
 def _notes(rows: list[dict[str, Any]]) -> str:

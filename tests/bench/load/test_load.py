@@ -127,8 +127,9 @@ def test_what_can_never_fit_is_refused_and_counted(pair: Pair, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_real_processes_take_the_emulated_time(pair: Pair, tmp_path: Path, leaves_nothing: None) -> None:
-    where = ("--preset", "paper-14", "--stages", "2", "--slow-motion", "0.2", "--max-tokens", "6")
+@pytest.mark.parametrize("dispatch", ["windows", "tasks"])
+def test_real_processes_take_the_emulated_time(pair: Pair, tmp_path: Path, dispatch: str, leaves_nothing: None) -> None:
+    where = ("--preset", "paper-14", "--stages", "2", "--slow-motion", "0.2", "--max-tokens", "6", "--dispatch", dispatch)
     done = bench(pair, tmp_path, *where, "--method", "pp", "--concurrency", "1,3", "--requests", "3")
     alone, together = rows_of(done, tmp_path)
     assert alone["clock"] == "measured" and alone["refused"] == together["refused"] == 0
@@ -164,6 +165,7 @@ def test_a_running_cluster_is_measured_as_it_is(resident: LocalCluster, tmp_path
         (["--concurrency", "2"], "where? give --preset NAME"),
         (["--concurrency", "2", "--preset", "paper-14", "--replay"], "--replay needs --recording DIR"),
         (["--concurrency", "2", "--preset", "paper-14", "--random", "9"], "--random: goes with --replay"),
+        (["--concurrency", "2", "--preset", "paper-14", "--replay", "--dispatch", "tasks"], "--dispatch: is for real processes"),
         (["--concurrency", "2", "--turns", "0"], "'--turns': 0 is not in the range"),
         (["--concurrency", "2", "--turns", "2", "--intruder", "9"], "leave out --turns"),
         (["--concurrency", "2", "--preset", "paper-14", "--kv-tokens", "9"], "--kv-tokens must be at least 16, one block, not 9"),

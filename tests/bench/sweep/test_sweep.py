@@ -133,9 +133,17 @@ def test_the_papers_dispatcher_is_measured_as_windows_are(pair: Pair, tmp_path: 
     assert {row.pipeline.name for row in read_rows([tmp_path / "tasks"])} == {"paper-14, 2 stages, single tasks"}
 
 
-def test_one_process_dispatches_nothing(pair: Pair) -> None:
-    with pytest.raises(UserError, match="one process, where nothing is dispatched"):
-        config(pair, dispatch="tasks")
+@pytest.mark.slow
+def test_computed_times_follow_the_order_of_the_dispatch(pair: Pair, tmp_path: Path) -> None:
+    chosen = config(pair, stages=(3,), methods=("pp", "pipedec"), own_work=False)
+    windows = sweep(chosen, PROMPTS, tmp_path / "windows", Silent())
+    tasks = sweep(replace(chosen, dispatch="tasks"), PROMPTS, tmp_path / "tasks", Silent())
+    for travelling, at_once in zip(windows, tasks, strict=True):
+        assert [travelling[name] for name in ("answer", "timesteps", "hits")] == [
+            at_once[name] for name in ("answer", "timesteps", "hits")
+        ]
+        assert travelling["decode_ms"] >= at_once["decode_ms"], "rows of rejected branches are computed to the end"
+    assert sum(row["decode_ms"] for row in windows) > sum(row["decode_ms"] for row in tasks)
 
 
 @pytest.mark.slow
