@@ -127,9 +127,9 @@ def _provenance(rows: Sequence[Row]) -> str:
     row = rows[0]
     cluster = row["cluster"]
     name = cluster.get("preset") or f"run {cluster.get('run')}"
-    emulated = "emulated, " if cluster.get("preset") else ""
     tasks = ", single tasks" if cluster.get("dispatch") == "tasks" else ""
-    return f"{name} ({cluster['stages']} stages{tasks}), {emulated}times {row['clock']}, pipedec {row['version']} {row['revision'][:8]}"
+    clock = f"{'emulated, ' if cluster.get('preset') else ''}times {row['clock']}"
+    return f"{name} ({cluster['stages']} stages{tasks}), {clock}, pipedec {row['version']} {row['revision'][:8]}"
 
 
 def _counts(rows: Sequence[Row]) -> str:

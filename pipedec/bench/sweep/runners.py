@@ -99,7 +99,7 @@ def _question(asked: PromptRequest) -> PromptRequest:
 class OneProcess(Runner):
     """Decodes in this process (``LocalPipeline``). Times are computed if the pipeline is emulated, else measured.
 
-    Verdicts prune in the order of the dispatch: with windows they travel with the rows, with single tasks every stage prunes at once.
+    Verdicts prune as with the dispatch: they travel with the rows (windows), or all stages prune at once (single tasks).
     """
 
     def __init__(self, spec: PipelineSpec) -> None:

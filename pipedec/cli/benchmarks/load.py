@@ -33,8 +33,8 @@ from pipedec.flags import Help, options_of, own_options, partial_of
 from pipedec.messages import PromptRequest
 
 _STARTED_HERE = (
-    "preset", "stages", "dispatch", "slow_motion", "replay", "recording", "max_num_seqs", "target", "draft", "cluster", "own_work",
-    "kv_tokens", "prefix_cache",
+    "preset", "stages", "dispatch", "slow_motion", "replay", "recording", "max_num_seqs", "target", "draft", "cluster",
+    "own_work", "kv_tokens", "prefix_cache",
 )  # fmt: skip
 _ELSEWHERE = (
     "preset", "stages", "dispatch", "slow_motion", "replay", "recording", "methods", "target", "draft", "cluster", "own_work",
