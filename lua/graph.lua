@@ -2,14 +2,14 @@
 -- in front of every script that names it in its first line ("-- uses: ...").
 -- Purpose:   adds tasks with their dependencies, completes tasks, and grants those that are ready, transfers without conflict
 --            (the paper's Algorithm 2). A rank gets all that it may do in a row in one message, in the order in which it does it.
--- Invariant: a task is granted once: when all its dependencies are done, or those that are not are granted in front of it to
---            one of its own ranks. All ranks get what they share in the same order, so none waits for another in a circle.
+-- Invariant: a task is granted once: when each of its dependencies is done, or has been granted before it to one of its own
+--            ranks. All ranks get the tasks that they share in the same order, so they never wait for each other in a circle.
 -- KEYS:      1 workflow (hash)  2 done (zset)  3 trace (list)  4 run (hash)  5 + rank: queue of that rank (list)
 -- ARGV:      1 time to live of the keys in seconds  2 number of the workflow
 local WORKFLOW, DONE, TRACE, RUN, FIRST_QUEUE = KEYS[1], KEYS[2], KEYS[3], KEYS[4], 5
 local TTL, NUMBER = ARGV[1], ARGV[2]
 
--- granted: by rank, what its message will say. promised: by task, how many of its dependencies are granted in front of it.
+-- granted: by rank, the tasks of its message. promised: by task, how many of its dependencies have been granted before it.
 local graph = { ready = {}, granted = {}, promised = {}, entries = '', trace_lines = 0 }
 
 local function split(id)
@@ -74,8 +74,8 @@ function graph.complete(id)
   end
 end
 
--- What a compute task is granted with beside its payload: a dec with the active entry ranks, a window with the order of its
--- rank's transfers.
+-- What comes with a granted compute task beside its payload: the active entry ranks with a dec, the order of its rank's transfers
+-- with a window.
 local function terms(name, rank, seq)
   if name == 'dec' then
     return ',"active":[' .. (redis.call('HGET', WORKFLOW, 'active ' .. seq) or '') .. ']'
@@ -91,8 +91,8 @@ local function grant_to(rank, text)
   graph.granted[rank] = graph.granted[rank] and (graph.granted[rank] .. ',' .. text) or text
 end
 
--- Grants a task. Behind it become ready those that depend on it and on nothing else that is neither done nor granted like that,
--- if the rank that ends it is one of theirs.
+-- Grants a task. A task that depends on it then becomes ready, too, if all its other dependencies are done or have been granted
+-- in the same way, and the rank that ends this one takes part in it.
 local function grant_task(id, payload)
   local kind, name, target, seq = split(id)
   redis.call('HSET', WORKFLOW, 'granted ' .. id, graph.trace_lines > 0 and now() or '0')
@@ -132,8 +132,8 @@ local function grant_transfers(pending)
   end
 end
 
--- Empties graph.ready. Virtual tasks complete at once, which may make others ready; transfers are granted before what is
--- computed, so that a receiver does not wait for its sender's next computation. Then every rank gets its message.
+-- Empties graph.ready. Virtual tasks complete at once, which may make others ready. Transfers are granted before computations, so
+-- that a receiver does not wait for its sender's next computation. Then every rank gets its message.
 function graph.release()
   while #graph.ready > 0 do
     local computes, transfers, index = {}, {}, 1
