@@ -28,7 +28,7 @@ def test_libraries_take_the_kernels_of_the_instruction_set(instruction_set: str)
         ("pipedec.model", "StageModel", True),
         ("pipedec.model", "ModelConfig", False),
         ("pipedec.engine.local", "LocalPipeline", True),
-        ("pipedec.scheduler", "RedisScheduler", False),
+        ("pipedec.scheduler", "RankScheduler", False),
         ("transformers", "LlamaForCausalLM", True),
         ("transformers", "PreTrainedTokenizerFast", False),
         ("support.stage_chain", "StageChain", True),

@@ -26,7 +26,7 @@ from pipedec.flags import Help, check_fields
 from pipedec.messages import PromptRequest
 from pipedec.model import ModelConfig
 from pipedec.plan.spec import PipelineSpec
-from pipedec.scheduler import RedisScheduler
+from pipedec.scheduler import ClientScheduler
 
 SETTLE_SECONDS = 1.0
 _SILENCE_SECONDS = 120.0
@@ -108,7 +108,7 @@ def measure_resources(spec: PipelineSpec, config: ResourcesConfig, on_phase: Cal
     return row
 
 
-def _idle_cpu(cluster: LocalCluster, scheduler: RedisScheduler, seconds: float) -> Row:
+def _idle_cpu(cluster: LocalCluster, scheduler: ClientScheduler, seconds: float) -> Row:
     """CPU time of all ranks and of Redis without requests, in percent of one core."""
     time.sleep(SETTLE_SECONDS)
     processes = [psutil.Process(pid) for pid in cluster.pids.values()]
@@ -151,7 +151,7 @@ def latencies(answer: TimedAnswer) -> Row:
     return {name: 1000 * seconds for name, seconds in figures.items()}
 
 
-def _wait_until_idle(scheduler: RedisScheduler) -> None:
+def _wait_until_idle(scheduler: ClientScheduler) -> None:
     """A client has its answer shortly before the session ends: only then are memory and keys what the requests leave."""
     deadline = time.monotonic() + _SILENCE_SECONDS
     while scheduler.status().running or scheduler.usage().is_working:

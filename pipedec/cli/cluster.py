@@ -29,7 +29,7 @@ from pipedec.config import Settings, redis_config, settings_options, state_direc
 from pipedec.core import PipedecError, SchedulerLost, UserError
 from pipedec.flags import Help, own_options
 from pipedec.messages import RankDescription, Recovery, RunDescription
-from pipedec.scheduler import RedisScheduler
+from pipedec.scheduler import ClientScheduler, read_description
 from pipedec.topology import rank_name
 
 Detach = Annotated[bool, Help("Return when the cluster is up and leave it running.")]
@@ -190,7 +190,7 @@ def status(redis: str | None, run: str | None) -> None:
     table.add_column("host")
     table.add_column("device")
     table.add_column("since epoch", justify="right")
-    description = RedisScheduler.describe(scheduler.client, found.run_id)
+    description = read_description(scheduler.client, found.run_id)
     described = {rank.rank: rank for rank in description.ranks} if description else {}
     for rank in scheduler.topology.ranks:
         role = "draft" if rank == 0 else f"stage {rank} (group {scheduler.topology.group_of(rank) + 1})"
@@ -220,7 +220,7 @@ def _where(rank: RankDescription | None) -> tuple[str, str, str]:
     return ("", "", "") if rank is None else (rank.host, rank.device, str(rank.since_epoch))
 
 
-def _hosts(scheduler: RedisScheduler) -> str:
+def _hosts(scheduler: ClientScheduler) -> str:
     """The hosts that watch ranks, and which ones; empty if a run has no more than one."""
     nodes, places = scheduler.nodes(), scheduler.places()
     if len(nodes) < 2:
@@ -259,7 +259,7 @@ def down(redis: str | None, run: str | None) -> None:
     console.print(f"Cluster {found.run_id} is down.")
 
 
-def _wait_until_down(scheduler: RedisScheduler) -> None:
+def _wait_until_down(scheduler: ClientScheduler) -> None:
     """Wait until its ranks have left or died, then delete the run's keys in Redis."""
     deadline = time.monotonic() + DOWN_SECONDS
     with suppress(SchedulerLost):  # a Redis that was started with the run has ended with it

@@ -20,7 +20,7 @@ from pipedec.client.watch import RunWatch, is_away
 from pipedec.cluster.state import RunningCluster
 from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.messages import RunDescription
-from pipedec.scheduler import RedisScheduler, RunStatus
+from pipedec.scheduler import ClientScheduler, RunStatus
 
 _AGAIN_SECONDS = 0.5  # until the state is asked for again, or a feed that has broken
 
@@ -85,19 +85,19 @@ class RunSource:
     def close(self) -> None:
         self._is_closed = True
 
-    def _until_ended(self, follow: Callable[[RedisScheduler], None], scheduler: RedisScheduler) -> None:
+    def _until_ended(self, follow: Callable[[ClientScheduler], None], scheduler: ClientScheduler) -> None:
         while not (self._is_closed or self.has_ended()):
             follow(scheduler)
             time.sleep(_AGAIN_SECONDS)
 
-    def _follow_feed(self, scheduler: RedisScheduler) -> None:
+    def _follow_feed(self, scheduler: ClientScheduler) -> None:
         with suppress(PipedecError):  # the state tells why
             for frame in Running.of(scheduler, self._running.run_id).client.live():
                 self._frames.put(frame)
                 if self._is_closed:
                     return
 
-    def _follow_state(self, scheduler: RedisScheduler) -> None:
+    def _follow_state(self, scheduler: ClientScheduler) -> None:
         try:
             self._show_state(scheduler.status())
         except PipedecError as error:

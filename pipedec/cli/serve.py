@@ -23,7 +23,7 @@ from pipedec.config import Settings, optional_secret, settings_options
 from pipedec.config.settings import OPTIONS
 from pipedec.core import UserError
 from pipedec.flags import Help, options_of
-from pipedec.scheduler import RedisScheduler
+from pipedec.scheduler import read_description
 from pipedec.server.app import create_app
 from pipedec.server.cluster_process import ClusterEnded, ClusterProcess
 from pipedec.server.defaults import SamplingDefaults, sampling_defaults
@@ -174,7 +174,7 @@ def _running(place: RunningFlags) -> tuple[RunAddress, str]:
     """Where the cluster is that the flags name, and its target. Raises UserError or SchedulerLost if there is none."""
     found = find_run(place.redis, place.run)
     with found.connect().client as client:
-        description = RedisScheduler.describe(client, found.run_id)
+        description = read_description(client, found.run_id)
     if description is None:
         raise UserError(f"the cluster {found.run_id!r} has ended: start it again")
     return RunAddress(found.redis_url, found.run_id), description.target

@@ -14,7 +14,7 @@ from pipedec.client.reply import Delta, OnDelta, Reply
 from pipedec.client.watch import LOOK_SECONDS, SILENCE_SECONDS, RunWatch, check_silence, is_away
 from pipedec.core import Completion, PipedecError, QueueFull, SchedulerBusy, SchedulerLost, UserError
 from pipedec.messages import AbortEvent, PromptRequest, ThreadNews
-from pipedec.scheduler.protocol import RunStatus, Scheduler
+from pipedec.scheduler.protocol import ClientCalls, RunStatus
 
 _CHECK_SECONDS = 0.25  # between two calls of ``check`` while nothing arrives
 _QUIET_LOOK_SECONDS = 0.5  # between two looks at the run while nothing arrives
@@ -35,7 +35,7 @@ class Client:
     """
 
     def __init__(
-        self, scheduler: Scheduler, check: Callable[[], None] | None = None, silence_seconds: float = SILENCE_SECONDS
+        self, scheduler: ClientCalls, check: Callable[[], None] | None = None, silence_seconds: float = SILENCE_SECONDS
     ) -> None:
         self._scheduler = scheduler
         self._check = check or (lambda: None)

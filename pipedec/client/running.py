@@ -10,7 +10,7 @@ from pipedec.client.client import Client
 from pipedec.core import RankLost, UserError
 from pipedec.messages import PromptRequest, RunDescription
 from pipedec.methods import METHODS, find_method, possible_methods
-from pipedec.scheduler import RedisScheduler
+from pipedec.scheduler import ClientScheduler, read_description
 from pipedec.topology import Topology
 
 
@@ -27,7 +27,7 @@ class Running:
     client: Client
 
     @classmethod
-    def of(cls, scheduler: RedisScheduler, run_id: str, check: Callable[[], None] | None = None) -> Running:
+    def of(cls, scheduler: ClientScheduler, run_id: str, check: Callable[[], None] | None = None) -> Running:
         """The run that ``scheduler`` serves.
 
         Args:
@@ -37,7 +37,7 @@ class Running:
             UserError: it has ended, or another version runs it.
             SchedulerLost: Redis cannot be reached.
         """
-        description = RedisScheduler.describe(scheduler.client, run_id)
+        description = read_description(scheduler.client, run_id)
         if description is None:
             raise UserError(f"the cluster {run_id!r} has ended: start it again")
         return cls(run_id, description, Client(scheduler, check))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from pipedec.scheduler import RedisScheduler, connect
+from pipedec.scheduler import BaseScheduler, connect
 from pipedec.topology import Topology
+
+_Scheduler = TypeVar("_Scheduler", bound=BaseScheduler)
 
 # What the rank does, how many units are done, how many there are; or "digests", and those of what it reads, by model and name.
 Report = Callable[[str, Any, int], None]
@@ -54,6 +56,6 @@ class RunAddress:
     redis_url: str = field(repr=False)
     run_id: str
 
-    def scheduler(self, topology: Topology) -> RedisScheduler:
-        """A scheduler client for ranks of this topology. Raises SchedulerLost if Redis cannot be reached."""
-        return RedisScheduler(connect(self.redis_url), self.run_id, topology)
+    def scheduler(self, kind: type[_Scheduler], topology: Topology) -> _Scheduler:
+        """The run's scheduler for a rank, a client or a supervisor. Raises SchedulerLost if Redis cannot be reached."""
+        return kind(connect(self.redis_url), self.run_id, topology)

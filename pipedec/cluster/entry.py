@@ -19,7 +19,7 @@ from pipedec.cluster.logs import run_log
 from pipedec.cluster.processes import FAILED, LOST_ANOTHER
 from pipedec.config import set_rank_environment
 from pipedec.core import PipedecError, RankLost
-from pipedec.scheduler import RedisScheduler
+from pipedec.scheduler import RankScheduler
 from pipedec.topology import Topology, of_rank, rank_name
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ def run_rank(
         describe: is told what this rank is, once its weights are loaded.
     """
     set_rank_environment()
-    scheduler: RedisScheduler | None = None
+    scheduler: RankScheduler | None = None
     status = FAILED
     try:
-        scheduler = run_scheduler = address.scheduler(topology)
+        scheduler = run_scheduler = address.scheduler(RankScheduler, topology)
         spec = make_spec()
         with run_log(address.run_id, f"rank-{place.rank}", spec.settings.cluster.log_level, lambda: run_scheduler.epoch):
             _serve(place, spec, scheduler, report, store, describe)
@@ -69,7 +69,7 @@ def run_rank(
 
 
 def _serve(
-    place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, report: Report, store: Store | None,
+    place: RankPlace, spec: PipelineSpec, scheduler: RankScheduler, report: Report, store: Store | None,
     describe: Callable[[RankDescription], None],
 ) -> None:  # fmt: skip
     from pipedec.cluster.rank import serve
@@ -88,7 +88,7 @@ def _serve(
         raise
 
 
-def _is_replaced(scheduler: RedisScheduler, rank: int, message: str, status: int) -> bool:
+def _is_replaced(scheduler: RankScheduler, rank: int, message: str, status: int) -> bool:
     """Tell the supervisors why this process ends. False if the run is not up (yet), or has failed: then nobody replaces it."""
     with suppress(PipedecError):
         if scheduler.failure() is not None or scheduler.current_epoch() is None:
@@ -99,7 +99,7 @@ def _is_replaced(scheduler: RedisScheduler, rank: int, message: str, status: int
     return False
 
 
-def _is_first_to_fail(scheduler: RedisScheduler | None, rank: int, message: str) -> bool:
+def _is_first_to_fail(scheduler: RankScheduler | None, rank: int, message: str) -> bool:
     """Tell the other ranks; whether none of them has failed before."""
     try:
         return scheduler is None or scheduler.abort(rank, message)

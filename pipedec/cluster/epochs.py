@@ -11,13 +11,13 @@ from contextlib import suppress
 
 from pipedec.cluster.lease import RECOVERY_SECONDS
 from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerInterrupted, SchedulerLost
-from pipedec.scheduler import RedisScheduler
+from pipedec.scheduler import RankScheduler
 
 PATIENCE_SECONDS = 1.5  # in which a supervisor sees that a process has ended
 _POLL_SECONDS = 0.02
 
 
-def next_epoch(scheduler: RedisScheduler, rank: int, error: PipedecError, restore: Callable[[], None]) -> int:
+def next_epoch(scheduler: RankScheduler, rank: int, error: PipedecError, restore: Callable[[], None]) -> int:
     """Wait for the epoch behind the one of ``scheduler``, which ``error`` has ended or will.
 
     Args:
@@ -45,13 +45,13 @@ def next_epoch(scheduler: RedisScheduler, rank: int, error: PipedecError, restor
     raise RankLost(message)
 
 
-def _check_place(scheduler: RedisScheduler, rank: int) -> None:
+def _check_place(scheduler: RankScheduler, rank: int) -> None:
     """Raises RankLost if another process has taken over this rank, because this one's host was cut off or it was suspended."""
     if any(rank in recovery.lost for recovery in scheduler.status().recoveries if recovery.epoch > scheduler.epoch):
         raise RankLost("another process has taken its place")
 
 
-def _look(scheduler: RedisScheduler, error: PipedecError, begins: bool, restore: Callable[[], None]) -> int | None:
+def _look(scheduler: RankScheduler, error: PipedecError, begins: bool, restore: Callable[[], None]) -> int | None:
     """The run's epoch if it is another one, after this rank has begun it if it is to."""
     if (failure := scheduler.failure()) is not None:
         raise RankLost(failure)

@@ -20,7 +20,7 @@ from pipedec.cluster.stalls import Stall, find_stall, stall_limit
 from pipedec.config import Cluster
 from pipedec.core import PipedecError, RankLost, SchedulerLost
 from pipedec.messages import Recovery
-from pipedec.scheduler import RedisScheduler, Supervision
+from pipedec.scheduler import Supervision, SupervisorScheduler
 from pipedec.topology import rank_name
 
 TURN_SECONDS = 0.5  # an end of a process is seen at once
@@ -54,7 +54,7 @@ class HostWatch:
     """
 
     def __init__(
-        self, scheduler: RedisScheduler, node: str, processes: RankProcesses, start_rank: Callable[[int], None],
+        self, scheduler: SupervisorScheduler, node: str, processes: RankProcesses, start_rank: Callable[[int], None],
         settings: Cluster, keep_redis: Callable[[], None] = lambda: None,
         on_recovery: Callable[[Recovery], None] = lambda recovery: None,
         reassign: Reassign | None = None,

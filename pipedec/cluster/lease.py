@@ -13,7 +13,8 @@ from contextlib import suppress
 from pipedec.cluster.processes import FAILED, LOST_ANOTHER, leave
 from pipedec.core import EpochEnded, PipedecError, SchedulerLost, UserError
 from pipedec.engine.activity import Doing
-from pipedec.scheduler import RedisScheduler
+from pipedec.scheduler import BaseScheduler, RankScheduler, SupervisorScheduler
+from pipedec.scheduler.client_calls import LEASE_MS
 from pipedec.topology import Topology, rank_name
 
 LEASE_RENEWAL_SECONDS = 1.0
@@ -43,7 +44,7 @@ class LeaseKeeper:
 
     def __init__(
         self,
-        scheduler: RedisScheduler,
+        scheduler: RankScheduler,
         rank: int,
         doing: Doing | None = None,
         abort: Callable[[], None] = lambda: None,
@@ -183,7 +184,7 @@ class LeaseKeeper:
         os._exit(status)
 
 
-def claim_run(scheduler: RedisScheduler) -> None:
+def claim_run(scheduler: SupervisorScheduler) -> None:
     """Make sure that no other ranks serve under this run's name, and delete the keys that a dead run has left.
 
     To be called before the ranks meet: until then no rank of this run has written any key.
@@ -191,16 +192,16 @@ def claim_run(scheduler: RedisScheduler) -> None:
     Raises:
         UserError: a run of this name is up.
     """
-    deadline = time.monotonic() + scheduler.lease_ms / 1000 + LEASE_RENEWAL_SECONDS
+    deadline = time.monotonic() + LEASE_MS / 1000 + LEASE_RENEWAL_SECONDS
     while (run := _run_found(scheduler)).status().alive:
         if time.monotonic() > deadline:  # these are not just the last leases of dead ranks
-            name = scheduler.keys.run_id
+            name = scheduler.run_id
             raise UserError(f"a run named {name!r} is already up on that Redis: stop it, or give another --run NAME")
         time.sleep(0.2)
     run.clear()
 
 
-def _run_found(scheduler: RedisScheduler) -> RedisScheduler:
+def _run_found(scheduler: SupervisorScheduler) -> BaseScheduler:
     """The run that has this name now; it may have more ranks than ours will have."""
     stages = max([scheduler.topology.num_stages, *scheduler.members()])
-    return RedisScheduler(scheduler.client, scheduler.keys.run_id, Topology.even(stages, 1))
+    return BaseScheduler(scheduler.client, scheduler.run_id, Topology.even(stages, 1))

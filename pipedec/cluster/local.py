@@ -19,7 +19,7 @@ from pipedec.cluster.supervisor import TURN_SECONDS, StartProgress, Supervisor
 from pipedec.config import LogLevel, Settings
 from pipedec.core import SchedulerLost, UserError
 from pipedec.plan.spec import PipelineSpec
-from pipedec.scheduler import EmbeddedServer, RedisScheduler
+from pipedec.scheduler import EmbeddedServer, SupervisorScheduler
 
 _NODE = "local"  # the one host of the run
 _END_SECONDS = 10.0
@@ -74,7 +74,7 @@ class LocalCluster(Supervisor):
 
     def _start(self, progress: StartProgress | None) -> None:
         super()._start(progress)
-        scheduler = self.address.scheduler(self.topology)
+        scheduler = self.address.scheduler(SupervisorScheduler, self.topology)
         self._watching = _Watching(
             scheduler,
             HostWatch(
@@ -133,7 +133,7 @@ class _Watching:
         failure: what has ended it early.
     """
 
-    def __init__(self, scheduler: RedisScheduler, watch: HostWatch, level: LogLevel) -> None:
+    def __init__(self, scheduler: SupervisorScheduler, watch: HostWatch, level: LogLevel) -> None:
         self.failure: Exception | None = None
         self._level: LogLevel = level
         self._scheduler = scheduler
@@ -144,7 +144,7 @@ class _Watching:
 
     def _run(self) -> None:
         try:
-            with run_log(self._scheduler.keys.run_id, WATCH, self._level, lambda: self._scheduler.epoch, own_process=False):
+            with run_log(self._scheduler.run_id, WATCH, self._level, lambda: self._scheduler.epoch, own_process=False):
                 self._watch.run()
         except Exception as error:
             self.failure = error

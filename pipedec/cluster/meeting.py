@@ -34,7 +34,7 @@ from pipedec.directories import cache_directory
 from pipedec.engine.activity import Doing
 from pipedec.messages import AddressEvent, CardEvent, Event, LoadedEvent, RankDescription
 from pipedec.plan.spec import PipelineSpec
-from pipedec.scheduler import RedisScheduler, scripts_digest
+from pipedec.scheduler import RankScheduler, read_description, scripts_digest
 from pipedec.topology import rank_name
 from pipedec.transport.rendezvous import MEETING_SECONDS, Rendezvous, Store, StoreServer, join_store, store_of_epoch
 from pipedec.transport.wire import PROTOCOL
@@ -90,7 +90,7 @@ class Meeting:
     """
 
     def __init__(
-        self, scheduler: RedisScheduler, place: RankPlace, host: str, spec: PipelineSpec, store: Store | None = None,
+        self, scheduler: RankScheduler, place: RankPlace, host: str, spec: PipelineSpec, store: Store | None = None,
         doing: Doing | None = None, memory: RankMemory | None = None,
         nccl_versions: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
@@ -156,13 +156,13 @@ class Meeting:
     def wait_for_all(self, seconds: float = LOADING_SECONDS) -> list[RankDescription]:
         """Rank 0 waits until every rank can serve, and closes the meeting. Raises as ``hold``."""
         loaded = self._gather(LoadedEvent, seconds)
-        self._scheduler.close_answer(self._scheduler.keys.meeting)
+        self._scheduler.close_meeting()
         return [event.description for event in loaded]
 
     def _run_slots(self) -> int:
         """Of KV memory, on which the run has agreed in an earlier epoch; 0 if it has not."""
         scheduler = self._scheduler
-        description = RedisScheduler.describe(scheduler.client, scheduler.keys.run_id) if scheduler.epoch else None
+        description = read_description(scheduler.client, scheduler.run_id) if scheduler.epoch else None
         return description.kv_slots if description else 0
 
     def _publish(self, event: Event) -> None:
@@ -222,7 +222,8 @@ class Meeting:
             if time.monotonic() > deadline:
                 raise RankLost(f"{', '.join(map(self._planned_name, missing))} did not {_DONE[kind]} within {seconds:.0f} s")
             self._check()
-            for position, event in self._scheduler.read_answer(self._scheduler.keys.meeting, self._position, _POLL_SECONDS):
+            last = {self._scheduler.keys.meeting: self._position}
+            for _, position, event in self._scheduler.read_answers(last, _POLL_SECONDS):
                 self._position = position
                 self._events.append(event)
 

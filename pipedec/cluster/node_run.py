@@ -20,7 +20,7 @@ from pipedec.messages import Recovery
 from pipedec.plan.files import checkpoints_of, host_parts
 from pipedec.plan.partition import plan
 from pipedec.plan.placement import Placement, rank_places, spare_places
-from pipedec.scheduler import RedisScheduler
+from pipedec.scheduler import SupervisorScheduler
 from pipedec.topology import Topology
 
 
@@ -49,7 +49,7 @@ class NodeRun:
         self._spares = Spares(rank_places(config), spare_places(config, count=run.num_spares), run.redis_host)
         check_here([Part(key, model) for key, model in checkpoints_of(config).items()], "this host")  # the plan reads them
         check_here(host_parts(config, self._spares.standing_by).get(host, ()), "this host")
-        self._scheduler: RedisScheduler | None = None
+        self._scheduler: SupervisorScheduler | None = None
         self._log = ExitStack()
         self._placed: dict[int, Placement] = {}  # of the ranks that were started here
 
@@ -74,7 +74,7 @@ class NodeRun:
         """The watch over this host's ranks, from now on."""
         cut, cluster, spares = self._settings.cut, self._settings.cluster, self._spares
         topology = Topology.even(cut.stages, cut.num_groups)
-        self._scheduler = scheduler = RunAddress(self._run.redis_url, self._run.run_id).scheduler(topology)
+        self._scheduler = scheduler = RunAddress(self._run.redis_url, self._run.run_id).scheduler(SupervisorScheduler, topology)
         self._log.enter_context(run_log(self._run.run_id, WATCH, cluster.log_level, lambda: scheduler.epoch))
         return HostWatch(
             self._scheduler, self._host, self._processes, self.start_rank, cluster, keep_redis, self._tell,

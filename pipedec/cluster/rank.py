@@ -46,7 +46,7 @@ from pipedec.messages import Choice, RankDescription, RunDescription
 from pipedec.model import ModelConfig, Usual, described_attention, device_capture
 from pipedec.model.captured_graphs import Capture, Run
 from pipedec.plan.spec import PipelineSpec
-from pipedec.scheduler import RedisScheduler
+from pipedec.scheduler import RankScheduler
 from pipedec.stage import StageWorker
 from pipedec.topology import rank_name
 from pipedec.tracing import Tracer
@@ -61,7 +61,7 @@ _LARGE_OFFSET_US = 1_000_000
 
 
 def serve(
-    place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, report: Report, store: Store | None,
+    place: RankPlace, spec: PipelineSpec, scheduler: RankScheduler, report: Report, store: Store | None,
     describe: Callable[[RankDescription], None],
 ) -> None:  # fmt: skip
     """Serve as one rank until the run is stopped. For the arguments see ``run_rank``.
@@ -93,7 +93,7 @@ class _Rank:
     """A process that takes part in one epoch of the run after another, and loads its weights once."""
 
     def __init__(
-        self, place: RankPlace, spec: PipelineSpec, scheduler: RedisScheduler, report: Report, store: Store | None,
+        self, place: RankPlace, spec: PipelineSpec, scheduler: RankScheduler, report: Report, store: Store | None,
         describe: Callable[[RankDescription], None],
     ) -> None:  # fmt: skip
         self._place, self._spec, self._scheduler = place, spec, scheduler
@@ -256,7 +256,7 @@ class _Rank:
             duplex=self._spec.duplex,
             doing=self._doing,
             device=self._streams,
-            turn=turn_of(self._spec.emulation, self._place.rank, self._scheduler.keys.run_id),
+            turn=turn_of(self._spec.emulation, self._place.rank, self._scheduler.run_id),
         )  # fmt: skip
         if isinstance(model, StageWorker):
             return StageLoop(model, self._place.rank, wiring)
@@ -283,7 +283,7 @@ class _Rank:
         emulated = None if spec.emulation is None else spec.emulation.preset
         draft = None if spec.draft is None else spec.draft.name
         return {
-            "run": self._scheduler.keys.run_id,
+            "run": self._scheduler.run_id,
             "target": spec.target.name,
             "draft": draft,
             "method": None,
@@ -397,8 +397,8 @@ def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> Choice:
     return Choice("nccl", "every stage has a GPU of its own")
 
 
-def _wait_for_leavers(scheduler: RedisScheduler) -> None:
+def _wait_for_leavers(scheduler: RankScheduler) -> None:
     """Rank 0 waits until the other ranks have left, because it deletes the run's keys; ranks that never leave have died."""
     deadline = time.monotonic() + 10.0
-    while scheduler.members() and time.monotonic() < deadline:
+    while ((status := scheduler.status()).alive or status.expired) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipedec.config import redis_url_from_environment, state_directory
 from pipedec.core import PipedecError, SchedulerLost, UserError
-from pipedec.scheduler import RedisScheduler, connect
+from pipedec.scheduler import ClientScheduler, connect, read_description
 from pipedec.topology import Topology
 
 STOP_SECONDS = 20.0
@@ -38,18 +38,18 @@ class RunningCluster:
     began: int | None = None
     outlives_supervisor: bool = False
 
-    def connect(self) -> RedisScheduler:
-        """A scheduler client for the run's ranks.
+    def connect(self) -> ClientScheduler:
+        """The scheduler of the run, for a client.
 
         Raises:
             SchedulerLost: Redis cannot be reached or refuses the password.
             UserError: there is no such run, or another version runs it.
         """
         client = connect(self.redis_url)
-        description = RedisScheduler.describe(client, self.run_id)
+        description = read_description(client, self.run_id)
         if description is None:
             raise no_such_run(self.run_id)
-        return RedisScheduler(client, self.run_id, Topology(description.groups))
+        return ClientScheduler(client, self.run_id, Topology(description.groups))
 
     def save(self) -> None:
         """Make this the machine's running cluster.
@@ -80,7 +80,7 @@ class RunningCluster:
         if self.is_alive() or not self.outlives_supervisor:
             return self.is_alive()
         try:
-            return RedisScheduler.describe(connect(self.redis_url), self.run_id) is not None
+            return read_description(connect(self.redis_url), self.run_id) is not None
         except SchedulerLost:
             return False
 

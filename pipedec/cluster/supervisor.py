@@ -18,7 +18,7 @@ from pipedec.cluster.lease import claim_run
 from pipedec.cluster.processes import LOST_ANOTHER, killed_ranks
 from pipedec.core import PipedecError, RankLost, SchedulerLost
 from pipedec.messages import Recovery, RunDescription
-from pipedec.scheduler import RedisScheduler
+from pipedec.scheduler import ClientScheduler, SupervisorScheduler, read_description
 from pipedec.topology import Topology, rank_name
 
 TURN_SECONDS = 1.0  # of a wait for the end of the run
@@ -65,7 +65,7 @@ class Supervisor(ABC):
     def __init__(self, topology: Topology, run_id: str, ranks: Ranks) -> None:
         self.topology = topology
         self.run_id = run_id
-        self.scheduler: RedisScheduler | None = None
+        self.scheduler: ClientScheduler | None = None
         self.on_recovery: Callable[[Recovery], None] = lambda recovery: None
         self._ranks = ranks
         self._redis_url: str | None = None
@@ -118,9 +118,9 @@ class Supervisor(ABC):
 
     def _start(self, progress: StartProgress | None) -> None:
         self._redis_url = self._open_redis()
-        scheduler = self.address.scheduler(self.topology)
-        claim_run(scheduler)
-        self.scheduler = scheduler  # from here on the run's keys are ours to delete
+        claiming = self.address.scheduler(SupervisorScheduler, self.topology)
+        claim_run(claiming)
+        self.scheduler = ClientScheduler(claiming.client, self.run_id, self.topology)  # from here on its keys are ours to delete
         self._start_ranks()
         self._wait_until_ready(progress)
         self._is_up = True
@@ -186,7 +186,7 @@ class Supervisor(ABC):
 
     def description(self) -> RunDescription:
         """What the cluster has told its clients of itself. Raises PipedecError if its run has been stopped."""
-        if self.scheduler is None or (found := RedisScheduler.describe(self.scheduler.client, self.run_id)) is None:
+        if self.scheduler is None or (found := read_description(self.scheduler.client, self.run_id)) is None:
             raise PipedecError(f"the run {self.run_id!r} has been stopped")
         return found
 

@@ -33,7 +33,7 @@ from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.flags import Help, options_of
 from pipedec.messages import RankDescription
 from pipedec.plan.placement import rank_places
-from pipedec.scheduler import RedisScheduler
+from pipedec.scheduler import SupervisorScheduler
 from pipedec.topology import Topology, rank_name
 
 if TYPE_CHECKING:
@@ -65,14 +65,14 @@ def _run(arguments: list[str]) -> int:
         from pipedec.transport.rendezvous import MEETING_SECONDS, store_from_environment
 
         store = store_from_environment(MEETING_SECONDS)
-        _claim(job.place, job.address.scheduler(job.topology), store, _restarts())
+        _claim(job.place, job.address.scheduler(SupervisorScheduler, job.topology), store, _restarts())
     except PipedecError as error:
         print(f"pipedec: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 1
     return run_rank(job.place, job.topology, job.spec, job.address, _print_report, store, _print_description)
 
 
-def _claim(place: RankPlace, scheduler: RedisScheduler, store: Store, restarts: int) -> None:
+def _claim(place: RankPlace, scheduler: SupervisorScheduler, store: Store, restarts: int) -> None:
     """Rank 0 claims the run's name; the others wait for that, because it deletes what a dead run has left.
 
     Ranks that torchrun has started again go on with the run that they served before: its requests are in Redis.
@@ -88,7 +88,7 @@ def _claim(place: RankPlace, scheduler: RedisScheduler, store: Store, restarts: 
         raise RankLost("rank 0 (draft) ended before the ranks could meet: see what it says")
 
 
-def _takes_up(scheduler: RedisScheduler) -> bool:
+def _takes_up(scheduler: SupervisorScheduler) -> bool:
     """Begin the next epoch of the run that these ranks have served; whether there is one. PipedecError if it has failed."""
     if (epoch := scheduler.current_epoch()) is None:
         return False

@@ -22,7 +22,7 @@ from pipedec.engine.recorder import Recorder, Span, Timestep
 from pipedec.engine.sequences import Sequences
 from pipedec.messages import Event, OverranEvent, TraceEvents
 from pipedec.plan.emulation import Emulation
-from pipedec.scheduler.protocol import Message, Scheduler
+from pipedec.scheduler.protocol import Message, RankCalls
 from pipedec.scheduler.workflow import Planned, Task
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
@@ -45,7 +45,7 @@ class Wiring:
         turn: held while the rank computes, where it shares its emulated device with another rank.
     """
 
-    scheduler: Scheduler
+    scheduler: RankCalls
     transport: Transport
     topology: Topology
     tracer: Tracer
@@ -121,7 +121,7 @@ class RankTasks:
 
         Args:
             waits: ``next`` or ``poll`` follows; what they bring comes in the same round trip if it comes soon.
-            trace_lines: see ``Scheduler.report``.
+            trace_lines: see ``RankScheduler.report``.
         """
         scheduler, seconds = self._wiring.scheduler, POLL_SECONDS if waits else 0.0
         self._following = self._waited(partial(scheduler.report, self.rank, done, planned, seconds, trace_lines))

@@ -18,7 +18,7 @@ from pipedec.core import EpochEnded, PipedecError, SchedulerLost
 from pipedec.engine.live_feed import Frame
 from pipedec.engine.told import Told
 from pipedec.messages import CancelledEvent, ErrorEvent, Event, RunStats
-from pipedec.scheduler.protocol import Message, Post, Remembered, Scheduler
+from pipedec.scheduler.protocol import Message, Post, RankCalls, Remembered
 
 _LOOK_SECONDS = 0.02  # between two looks at the queue in Redis, while the pipeline runs
 _ORPHANS_SECONDS = 1.0  # between two looks for requests whose owner has died
@@ -41,7 +41,7 @@ class RequestQueue:
         watcher: names who has begun last to read the live feed; empty if nobody reads it.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: RankCalls) -> None:
         self.is_stopping = False
         self.watcher = ""
         self._frames: deque[list[Frame]] = deque(maxlen=_FRAMES)  # of the live feed, not published yet

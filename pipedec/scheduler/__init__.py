@@ -1,7 +1,9 @@
 """The central scheduler: task graphs as plain data, and the scheduling rules as Lua scripts in Redis."""
 
 from pipedec.scheduler.async_redis import AsyncRedisScheduler
+from pipedec.scheduler.base import BaseScheduler, read_description
 from pipedec.scheduler.client import connect
+from pipedec.scheduler.client_scheduler import ClientScheduler
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import (
     Granted,
@@ -10,20 +12,22 @@ from pipedec.scheduler.protocol import (
     Post,
     Remembered,
     RunStatus,
-    Scheduler,
     Shown,
     Supervision,
     Taken,
 )
-from pipedec.scheduler.redis_scheduler import RedisScheduler
+from pipedec.scheduler.rank_scheduler import RankScheduler
 from pipedec.scheduler.scripts import scripts_digest
 from pipedec.scheduler.server import EmbeddedServer
+from pipedec.scheduler.supervisor_scheduler import SupervisorScheduler
 from pipedec.scheduler.transfers import Transfer, checked_transfers
 from pipedec.scheduler.workflow import Payload, Planned, Task, after_window, initial_windows
 from pipedec.topology import Topology
 
 __all__ = [
     "AsyncRedisScheduler",
+    "BaseScheduler",
+    "ClientScheduler",
     "EmbeddedServer",
     "Granted",
     "GrantedTask",
@@ -32,12 +36,12 @@ __all__ = [
     "Payload",
     "Planned",
     "Post",
-    "RedisScheduler",
+    "RankScheduler",
     "Remembered",
     "RunStatus",
-    "Scheduler",
     "Shown",
     "Supervision",
+    "SupervisorScheduler",
     "Taken",
     "Task",
     "Topology",
@@ -46,5 +50,6 @@ __all__ = [
     "checked_transfers",
     "connect",
     "initial_windows",
+    "read_description",
     "scripts_digest",
 ]

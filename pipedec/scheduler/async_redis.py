@@ -1,6 +1,6 @@
 """The scheduler as a front-end needs it that has one event loop and any number of requests: submitting, reading, cancelling.
 
-The same keys, scripts and errors as ``RedisScheduler``; ranks do not use it.
+The same keys, scripts and errors as ``ClientScheduler``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pipedec.scheduler.client_calls import (
     events_read,
     look_call,
     shown_of,
+    status_of,
     submit_call,
 )
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import WATCH_SECONDS, RunStatus, Shown
-from pipedec.scheduler.redis_scheduler import status_of
 from pipedec.scheduler.scripts import script_sha, script_text
 from pipedec.topology import Topology
 from pipedec.validation import parse_json
@@ -77,15 +77,15 @@ class AsyncRedisScheduler:
         return self._keys.run_id
 
     async def submit(self, request_json: str, priority: int = 0, operation: str = "") -> int:
-        """As ``Scheduler.submit``; the request needs the owner's lease until its answer is closed."""
-        call = submit_call(self._keys, request_json, priority, self._owner, operation, LEASE_MS)
+        """As ``ClientScheduler.submit``; the request needs the owner's lease until its answer is closed."""
+        call = submit_call(self._keys, request_json, priority, operation, self._owner)
         number = int(await self._run(call, 0.0))
         if operation:
             self._operations[number] = operation
         return number
 
     async def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
-        """As ``Scheduler.read_answers``, but returns early, with what there is, after ``wake``."""
+        """As ``ClientScheduler.read_answers``, but returns early, with what there is, after ``wake``."""
         wake = self._keys.wake(self._owner)
         streams: Any = {wake: self._woken, **{self._keys.answer(number): position for number, position in last.items()}}
         block = max(1, int(timeout_seconds * 1000))
@@ -102,42 +102,42 @@ class AsyncRedisScheduler:
         await self._ask(pipe.execute)
 
     async def watch(self, begins: bool = False) -> None:
-        """As ``Scheduler.watch``."""
+        """As ``ClientScheduler.watch``."""
         milliseconds = int(1000 * WATCH_SECONDS)
         if begins or not await self._ask(lambda: self._client.pexpire(self._keys.watchers, milliseconds)):
             await self._ask(lambda: self._client.set(self._keys.watchers, secrets.token_hex(8), px=milliseconds))
 
     async def live_position(self) -> str:
-        """As ``Scheduler.live_position``."""
+        """As ``ClientScheduler.live_position``."""
         newest: Any = await self._ask(lambda: self._client.xrevrange(self._keys.live, count=1))
         return newest[0][0].decode() if newest else "0-0"
 
     async def read_live(self, last: str, timeout_seconds: float) -> list[Shown]:
-        """As ``Scheduler.read_live``."""
+        """As ``ClientScheduler.read_live``."""
         block = max(1, int(timeout_seconds * 1000))
         reply: Any = await self._ask(lambda: self._client.xread({self._keys.live: last}, block=block))
         return shown_of(reply)
 
     async def cancel(self, request_number: int) -> None:
-        """As ``Scheduler.cancel``."""
+        """As ``ClientScheduler.cancel``."""
         await self._run(cancel_call(self._keys, request_number))
 
     async def close_answer(self, request_number: int) -> None:
-        """As ``Scheduler.close_answer``."""
+        """As ``ClientScheduler.close_answer``."""
         await self._run(close_call(self._keys, request_number, self._operations.pop(request_number, "")))
 
     async def status(self) -> RunStatus:
-        """As ``Scheduler.status``."""
+        """As ``ClientScheduler.status``."""
         assert self.description is not None
         return status_of(await self._run(look_call(self._keys, Topology(self.description.groups))))
 
     async def renew_owner(self) -> bool:
-        """As ``Scheduler.renew_owner``."""
+        """Renew the owner's lease. False if it had none: then its requests have ended, or will."""
         owner = self._keys.owner(self._owner)
         return await self._ask(lambda: self._client.set(owner, "1", px=LEASE_MS, get=True)) is not None
 
     async def release_owner(self) -> None:
-        """As ``Scheduler.release_owner``; nobody waits for answers any more."""
+        """Give up the owner's lease: requests that it has left end. Nobody waits for answers any more."""
         names = self._keys.owner(self._owner), self._keys.wake(self._owner)
         await self._ask(lambda: self._client.delete(*names))
 

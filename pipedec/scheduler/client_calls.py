@@ -1,17 +1,18 @@
-"""The script calls of those who send requests, with their keys and arguments, shared by blocking and asyncio clients.
+"""The script calls of clients, with their keys and arguments and what they return, shared by blocking and asyncio clients.
 
 Knows no connection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from pipedec.messages import CancelledEvent, Event, event_from_json, to_json
+from pipedec.messages import CancelledEvent, Event, Recovery, RunStats, StageStats, event_from_json, to_json
 from pipedec.scheduler.keys import Keys
-from pipedec.scheduler.protocol import Shown
+from pipedec.scheduler.protocol import RunStatus, Shown
 from pipedec.topology import Topology
+from pipedec.validation import parse_json
 
 KEY_SECONDS = 60  # time to live of the run's keys, renewed with every lease
 LEASE_MS = 5000
@@ -25,7 +26,10 @@ class Call(NamedTuple):
     arguments: list[Any]
 
 
-def submit_call(keys: Keys, request_json: str, priority: int, owner: str, operation: str, lease_ms: int) -> Call:
+def submit_call(keys: Keys, request_json: str, priority: int, operation: str, owner: str = "", lease_ms: int = LEASE_MS) -> Call:
+    """Args:
+    owner: whose lease the request needs until its answer is closed; this renews it. Empty for none.
+    """
     names = [keys.run, keys.waiting, keys.requests, keys.bell, keys.running, keys.owners, keys.owner(owner)]
     names.append(keys.operation(operation))
     return Call("submit", names, [KEY_SECONDS, request_json, priority, owner, lease_ms, int(bool(operation))])
@@ -36,7 +40,7 @@ def cancel_call(keys: Keys, request_number: int) -> Call:
     return Call("cancel", names, [KEY_SECONDS, request_number, to_json(CancelledEvent())])
 
 
-def close_call(keys: Keys, request_number: int, operation: str) -> Call:
+def close_call(keys: Keys, request_number: int, operation: str = "") -> Call:
     names = [keys.answer(request_number), keys.waiting, keys.running, keys.unread, keys.owners, keys.operation(operation)]
     return Call("close", names, [KEY_SECONDS, request_number])
 
@@ -44,6 +48,28 @@ def close_call(keys: Keys, request_number: int, operation: str) -> Call:
 def look_call(keys: Keys, topology: Topology) -> Call:
     return Call(
         "look", [keys.run, keys.running, keys.waiting, keys.members, keys.recoveries, *map(keys.alive, topology.ranks)], []
+    )
+
+
+def status_of(looked: Sequence[Any]) -> RunStatus:
+    """What ``look.lua`` has returned. Raises UserError if another version has written the counters."""
+    run, running, waiting, alive, expired, recoveries = looked
+    failure, state, submitted, epoch, serving, recovers, num_recoveries, stats, *stages = run
+    return RunStatus(
+        state=state.decode() if state is not None else "gone",
+        submitted=int(submitted or 0),
+        waiting=waiting,
+        running=tuple(sorted(map(int, running))),
+        alive=tuple(sorted(alive)),
+        expired=tuple(sorted(expired)),
+        failure=failure.decode() if failure is not None else None,
+        stats=parse_json(RunStats, stats, "the counters of the run") if stats is not None else None,
+        stages=tuple(parse_json(StageStats, stage, "the counters of a stage") for stage in stages if stage is not None),
+        epoch=int(epoch or 0),
+        serving=int(serving or 0),
+        recovers=recovers == b"1",
+        recoveries=tuple(parse_json(Recovery, text, "the recovery") for text in recoveries),
+        num_recoveries=int(num_recoveries or 0),
     )
 
 

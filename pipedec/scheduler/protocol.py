@@ -1,6 +1,6 @@
-"""The interface of the scheduler: the messages that ranks receive and the calls that ranks and clients make.
+"""The interface of the scheduler: what it says to ranks, clients and supervisors, and what the engine and clients call.
 
-``RedisScheduler`` implements it; tests have a twin of it in Python.
+``RankScheduler`` and ``ClientScheduler`` implement the calls; tests have a twin of them in Python.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from pipedec.messages import Activity, Event, Recovery, RunDescription, RunStats, StageStats, TokensEvent
+from pipedec.messages import Activity, Event, Recovery, RunStats, StageStats, TokensEvent
 from pipedec.scheduler.workflow import Payload, Planned, Task
 
 WATCH_SECONDS = 5.0  # that the lease of those who watch lasts
@@ -115,8 +114,8 @@ class Taken:
     """What rank 0 learns of the queue.
 
     Attributes:
-        requests: messages of kind ``request``, sooner ones first. They are running until ``complete``.
-        cancelled: all running requests that have been cancelled, with every call until ``complete``.
+        requests: messages of kind ``request``, sooner ones first. They run until their last events are published.
+        cancelled: all running requests that have been cancelled, with every call until they end.
         stopping: the run was asked to stop.
         watcher: names who has begun last to read the live feed; empty if nobody reads it.
     """
@@ -220,89 +219,19 @@ class Supervision:
     lost_nodes: tuple[str, ...]
 
 
-class Scheduler(Protocol):
-    """The central scheduler. One object per process. Every call may raise SchedulerLost.
-
-    The calls of ranks and supervisors carry the epoch in which their process takes part. If the run is in another one, those that
-    would change something raise EpochEnded and change nothing.
-
-    Attributes:
-        round_trips: the commands sent to the server.
-    """
-
-    round_trips: int
+class RankCalls(Protocol):
+    """What the engine calls of ``RankScheduler``."""
 
     @property
-    def run_id(self) -> str:
-        """The name of the run."""
+    def epoch(self) -> int: ...
 
-    @property
-    def epoch(self) -> int:
-        """The epoch in which this process takes part."""
+    def status(self) -> RunStatus: ...
 
-    def current_epoch(self) -> int | None:
-        """The epoch of the run; None if it is not open (yet, or any more)."""
+    def clock_us(self) -> int: ...
 
-    def enter(self, epoch: int) -> None:
-        """Take part in ``epoch`` from now on."""
+    def journal(self) -> list[Message]: ...
 
-    def recover(self, lost: Sequence[int], reason: str, places: Mapping[int, str] = MappingProxyType({})) -> int:
-        """End the epoch in which this process takes part, if it is still the run's; returns the run's epoch.
-
-        All ranks get a message of kind ``recover``; requests and their answers stay.
-
-        Args:
-            lost: ranks whose processes are replaced.
-            places: the nodes that take them over, by rank.
-
-        Raises:
-            RankLost: the run has failed.
-            SchedulerLost: it is no longer stored.
-        """
-
-    def journal(self) -> list[Message]:
-        """For rank 0, at the beginning of an epoch: all running requests, in the order of their numbers."""
-
-    def restore(self, description: RunDescription, duplex: str, submitted: int, remembered: Sequence[Remembered]) -> int:
-        """For rank 0: write back a run that Redis has lost, in the epoch behind this process's; returns the run's epoch.
-
-        Nothing happens if Redis knows the run. Lost ranks of a run that is restored are replaced.
-
-        Args:
-            submitted: the number of the next request: greater than that of any before, of which clients may still hope to hear.
-            remembered: the running requests.
-        """
-
-    def suspect(self, rank: int, message: str) -> None:
-        """Tell the supervisors that ``rank`` cannot go on, because another one does not answer."""
-
-    def note_end(self, rank: int, message: str) -> None:
-        """Tell the supervisors why the process of ``rank`` ends."""
-
-    def open(self, description: RunDescription, duplex: str = "full", recovers: bool = False) -> None:
-        """Declare the run up, so that ``submit`` is accepted; in a later epoch, that its ranks serve again.
-
-        Args:
-            description: for clients; its limits say when ``submit`` refuses further requests.
-            duplex: of the links between the ranks, ``half`` or ``full``; decides the order of transfers that windows grant.
-            recovers: whether somebody replaces ranks that are lost.
-
-        Raises:
-            UserError: the run id is in use.
-            RankLost: the run has failed.
-        """
-
-    def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None:
-        """Start the workflow of a session with its initial tasks. It knows nothing of the requests that run in it.
-
-        Args:
-            session: its number; no two of a run may be the same.
-            trace_lines: how many lines of its trace are kept.
-
-        Raises:
-            UserError: another workflow is running, or the run is not up.
-            RankLost: the run has failed.
-        """
+    def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None: ...
 
     def report(
         self,
@@ -311,154 +240,45 @@ class Scheduler(Protocol):
         planned: Sequence[Planned],
         timeout_seconds: float = 0.0,
         trace_lines: int | None = None,
-    ) -> Message | None:
-        """Report tasks done and schedule ``planned``, in one atomic step; then ``wait``, in the same round trip.
+    ) -> Message | None: ...
 
-        A transfer is reported by its receiver only (Algorithm 3). A repeated report changes nothing.
+    def wait(self, rank: int, timeout_seconds: float) -> Message | None: ...
 
-        Args:
-            trace_lines: how many lines of the trace are kept from now on; None for as many as before.
-        """
+    def wait_request(self, timeout_seconds: float) -> Message | None: ...
 
-    def wait(self, rank: int, timeout_seconds: float) -> Message | None:
-        """The rank's next message, or None if none arrives within ``timeout_seconds``."""
+    def take(self, limit: int) -> Taken: ...
 
-    def submit(self, request_json: str, priority: int = 0, owner: str = "", operation: str = "") -> int:
-        """Queue a request and return its number.
+    def end_orphans(self) -> list[int]: ...
 
-        Args:
-            priority: requests of a lower one are taken first, those of the same one in the order of their numbers.
-            owner: whose lease the request needs until its answer is closed; this renews it. Empty for none.
-            operation: an id, by which a call that is repeated, because its reply was lost, is known. Empty for none.
+    def publish(self, request_number: int, *events: Event) -> None: ...
 
-        Raises:
-            QueueFull: as many requests run and wait as the run allows.
-            UserError: it is not up.
-            RankLost: it has failed.
-        """
+    def publish_all(self, posts: Sequence[Post], stats: RunStats | None = None) -> None: ...
 
-    def renew_owner(self, owner: str) -> bool:
-        """Renew the lease of an owner of requests. False if it had none: then its requests have ended, or will."""
+    def show(self, frames: Sequence[str]) -> None: ...
 
-    def release_owner(self, owner: str) -> None:
-        """Give up the lease of an owner: requests that it has left end."""
+    def tell(self, stats: StageStats) -> None: ...
 
-    def end_orphans(self) -> list[int]:
-        """For rank 0: cancel the requests of owners without a lease, and close their answers. Returns the numbers."""
+    def trace(self) -> list[GrantedTask]: ...
 
-    def take(self, limit: int) -> Taken:
-        """For rank 0, without waiting: at most ``limit`` requests, in the order of (priority, number), and what was cancelled.
 
-        Raises:
-            RankLost: the run has failed.
-        """
+class ClientCalls(Protocol):
+    """What ``Client`` calls of ``ClientScheduler``."""
 
-    def wait_request(self, timeout_seconds: float) -> Message | None:
-        """For rank 0 when nothing runs: the next ``request``, ``stop`` or ``abort``, or None after ``timeout_seconds``.
+    @property
+    def run_id(self) -> str: ...
 
-        Raises:
-            RankLost: the run has failed.
-        """
+    def status(self) -> RunStatus: ...
 
-    def publish(self, request_number: int, *events: Event) -> None:
-        """Append events to the answer of a request."""
+    def submit(self, request_json: str, priority: int = 0, operation: str = "") -> int: ...
 
-    def complete(self, request_number: int, *events: Event) -> None:
-        """Append the last events to the answer of a request, which is not running any more, in one atomic step."""
+    def cancel(self, request_number: int) -> bool: ...
 
-    def publish_all(self, posts: Sequence[Post], stats: RunStats | None = None) -> None:
-        """Append events to the answers of several requests, in order, in one atomic step.
+    def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]: ...
 
-        Args:
-            stats: for ``status``; None if there is nothing new.
-        """
+    def close_answer(self, request_number: int) -> None: ...
 
-    def tell(self, stats: StageStats) -> None:
-        """Let ``status`` know of a stage's counters, when its lease is renewed next. Sends nothing itself."""
+    def watch(self, begins: bool = False) -> None: ...
 
-    def watch(self, begins: bool = False) -> None:
-        """For readers of the live feed: rank 0 publishes it for ``WATCH_SECONDS`` more.
+    def live_position(self) -> str: ...
 
-        Args:
-            begins: the reader knows nothing yet, so that rank 0 has to tell what runs.
-        """
-
-    def live_position(self) -> str:
-        """The position behind which what follows in the live feed comes."""
-
-    def show(self, frames: Sequence[str]) -> None:
-        """Rank 0: add frames, each a JSON object, to the live feed. Only the last batches are kept, not for long."""
-
-    def read_live(self, last: str, timeout_seconds: float) -> list[Shown]:
-        """Wait for batches of the live feed.
-
-        Args:
-            last: position of the last batch known.
-
-        Returns:
-            what there is behind it; nothing after ``timeout_seconds``.
-        """
-
-    def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
-        """The events of an answer behind position ``last``, each with its position.
-
-        Args:
-            last: position of the last event already read; ``"0"`` to start at the beginning.
-
-        Returns:
-            [] if no event arrives within ``timeout_seconds``.
-
-        Raises:
-            PipedecError: what arrived is no event.
-        """
-
-    def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
-        """``read_answer`` of several answers at once: the events of any of them, each with its request and position.
-
-        Args:
-            last: by request number, the position of the last event already read.
-        """
-
-    def close_answer(self, request_number: int) -> None:
-        """Delete an answer that has been read, or that nobody will read: nothing is written to it any more."""
-
-    def cancel(self, request_number: int) -> bool:
-        """End a request: a waiting one at once, a running one when rank 0 learns of it (``Taken``). False if it is unknown or has
-        ended.
-        """
-
-    def abort(self, rank: int, message: str) -> bool:
-        """Record that the run failed at ``rank``, and notify every rank and every reader of an answer.
-
-        Only the first failure is recorded: True for it, False for later ones.
-        """
-
-    def failure(self) -> str | None:
-        """The message of the first abort, or None."""
-
-    def stop(self) -> None:
-        """Ask every rank to end after the messages already in its queue, and refuse further requests."""
-
-    def renew_lease(self, rank: int, activity: Activity | None = None) -> None:
-        """Renew the lease of ``rank`` and the time to live of the run's keys; tell the supervisors what it does."""
-
-    def expired_ranks(self) -> list[int]:
-        """Ranks whose lease has expired."""
-
-    def leave(self, rank: int) -> None:
-        """Give up the lease of a rank that exits normally."""
-
-    def members(self) -> list[int]:
-        """Ranks that have taken a lease and have not left, expired ones included."""
-
-    def status(self) -> RunStatus:
-        """The state of the run, and all that a waiting client needs to know of it, in one round trip."""
-
-    def clock_us(self) -> int:
-        """The scheduler's clock in µs since the epoch, to which ranks on all machines align their traces."""
-
-    def trace(self) -> list[GrantedTask]:
-        """The trace of the session begun last, as far as it is kept."""
-
-    def clear(self) -> None:
-        """Delete everything the run has stored."""
+    def read_live(self, last: str, timeout_seconds: float) -> list[Shown]: ...

@@ -28,7 +28,7 @@ from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import NONE
 from pipedec.core import PipedecError, RankLost, UserError
-from pipedec.scheduler import EmbeddedServer, GrantedTask, RedisScheduler, Task, connect
+from pipedec.scheduler import EmbeddedServer, GrantedTask, RankScheduler, Task, connect
 from pipedec.topology import Topology
 
 
@@ -91,7 +91,7 @@ def test_critical_path_follows_grants_and_busy_ranks() -> None:
 def test_critical_path_of_a_real_trace_is_a_chain_of_causes() -> None:
     topology = Topology.even(2, 2)
     with EmbeddedServer() as server:
-        scheduler = RedisScheduler(connect(server.url), "critical", topology)
+        scheduler = RankScheduler(connect(server.url), "critical", topology)
         SimulatedPipeline(topology, scheduler, random.Random(3), num_tokens=6, hit_rate=1.0).run(trace=True)
         lines = {line.task: line for line in scheduler.trace()}
     lengths = critical_path_lengths(list(lines.values()))

@@ -16,6 +16,7 @@ import pytest
 from msgspec import structs
 from support.processes import deadline, wait_until
 from support.tiny_pair import SENTENCES, Pair
+from support.whole_scheduler import WholeScheduler
 
 from pipedec.client.async_client import AsyncClient, AsyncReply
 from pipedec.client.client import Client
@@ -24,7 +25,7 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.config import Settings
 from pipedec.core import PipedecError, QueueFull, RankLost, SamplingParams, SchedulerLost, UserError
 from pipedec.messages import PromptRequest, RunDescription
-from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
+from pipedec.scheduler import ClientScheduler, EmbeddedServer, connect
 from pipedec.topology import Topology
 
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -68,12 +69,12 @@ def assert_nothing_left(cluster: LocalCluster) -> None:
     assert wait_until(lambda: (stats := scheduler.status().stats) is None or stats.kv.used == 0)
 
 
-def scheduler_of(cluster: LocalCluster) -> RedisScheduler:
+def scheduler_of(cluster: LocalCluster) -> ClientScheduler:
     assert cluster.scheduler is not None
     return cluster.scheduler
 
 
-def stored(scheduler: RedisScheduler) -> list[str]:
+def stored(scheduler: ClientScheduler) -> list[str]:
     """Its keys, but for the prefix and the answer on which the ranks have met."""
     names = [name.decode().removeprefix(scheduler.keys.prefix) for name in scheduler.client.keys(scheduler.keys.prefix + "*")]
     return [name for name in names if name != "answer:-1"]
@@ -291,9 +292,9 @@ def server() -> Iterator[EmbeddedServer]:
     running.stop()
 
 
-def opened(server: EmbeddedServer, run_id: str) -> RedisScheduler:
+def opened(server: EmbeddedServer, run_id: str) -> WholeScheduler:
     """A run without ranks, which takes requests and answers none."""
-    scheduler = RedisScheduler(connect(server.url), run_id, Topology.even(1, 1))
+    scheduler = WholeScheduler(connect(server.url), run_id, Topology.even(1, 1))
     scheduler.open(RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),)))
     return scheduler
 

@@ -36,7 +36,7 @@ class Answers(MemoryScheduler):
         self.open(DESCRIPTION)
         self.events = events
 
-    def submit(self, request: str, priority: int = 0, owner: str = "", operation: str = "") -> int:
+    def submit(self, request: str, priority: int = 0, operation: str = "", owner: str = "") -> int:
         number = super().submit(request, priority)
         self.take(1)
         self.publish(number, *self.events)
@@ -85,7 +85,7 @@ def test_a_refused_request_is_an_error(event: Event, message: str) -> None:
 class FailsAtOnce(MemoryScheduler):
     """The run fails while the request waits."""
 
-    def submit(self, request: str, priority: int = 0, owner: str = "", operation: str = "") -> int:
+    def submit(self, request: str, priority: int = 0, operation: str = "", owner: str = "") -> int:
         number = super().submit(request, priority)
         self.abort(1, "rank 1 went away")
         return number
@@ -108,7 +108,7 @@ class OneOfEach(MemoryScheduler):
         self.room = room
         self.cancels: list[int] = []
 
-    def submit(self, request: str, priority: int = 0, owner: str = "", operation: str = "") -> int:
+    def submit(self, request: str, priority: int = 0, operation: str = "", owner: str = "") -> int:
         if self.room == 0:
             raise UserError("the queue is full")
         self.room -= 1

@@ -23,6 +23,7 @@ from msgspec.structs import asdict
 from support.processes import marked_processes, redis_of, wait_until
 from support.timesteps import check_timesteps
 from support.tiny_pair import Pair
+from support.whole_scheduler import WholeScheduler
 from transformers import PreTrainedTokenizerBase
 
 import pipedec
@@ -34,7 +35,7 @@ from pipedec.config.redis import RedisConfig
 from pipedec.core import KNEE_ROWS, Completion, PipedecError, RankLost, SamplingParams, SchedulerLost, UserError
 from pipedec.messages import Choice, PromptRequest, RunDescription
 from pipedec.methods import METHOD_NAMES, applicable_options
-from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
+from pipedec.scheduler import EmbeddedServer, connect
 from pipedec.tracing import SCHEDULER_TRACK
 from pipedec.verify.reference import Reference
 
@@ -416,7 +417,7 @@ def test_two_runs_share_a_redis(pair: Pair, resident: LocalCluster) -> None:
 
 def test_what_a_dead_run_left_does_not_hinder_the_next(pair: Pair) -> None:
     with own_redis() as (server, redis_client):
-        dead = RedisScheduler(redis_client, "again", pair.spec(1).topology, lease_ms=300)
+        dead = WholeScheduler(redis_client, "again", pair.spec(1).topology, lease_ms=300)
         dead.renew_lease(1)
         dead.open(RunDescription(Settings.of(target="target"), ((1,),), ((0, 8),)))
         dead.abort(1, "went away")

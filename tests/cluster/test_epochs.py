@@ -13,6 +13,7 @@ import pytest
 from support.clock import Clock
 from support.processes import wait_until
 from support.tiny_pair import Pair
+from support.whole_scheduler import WholeScheduler
 
 from pipedec.cluster.address import RankPlace
 from pipedec.cluster.epochs import PATIENCE_SECONDS, next_epoch
@@ -23,7 +24,7 @@ from pipedec.config import Settings
 from pipedec.core import EpochEnded, RankLost, SchedulerInterrupted
 from pipedec.engine.activity import Doing
 from pipedec.messages import Activity, RunDescription
-from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
+from pipedec.scheduler import EmbeddedServer, connect
 from pipedec.topology import Topology
 
 TOPOLOGY = Topology.even(2, 2)
@@ -38,19 +39,19 @@ def server() -> Iterator[EmbeddedServer]:
 
 
 @pytest.fixture
-def attach(server: EmbeddedServer) -> Callable[[], RedisScheduler]:
+def attach(server: EmbeddedServer) -> Callable[[], WholeScheduler]:
     """Makes schedulers of one open run."""
     name = f"epochs-{next(_names)}"
-    first = RedisScheduler(connect(server.url), name, TOPOLOGY, lease_ms=400)
+    first = WholeScheduler(connect(server.url), name, TOPOLOGY, lease_ms=400)
     first.open(DESCRIPTION, recovers=True)
-    return lambda: RedisScheduler(connect(server.url), name, TOPOLOGY, lease_ms=400)
+    return lambda: WholeScheduler(connect(server.url), name, TOPOLOGY, lease_ms=400)
 
 
 def no_restore() -> None:
     raise AssertionError("Redis has lost nothing")
 
 
-def test_a_rank_waits_for_the_epoch_that_a_supervisor_begins(attach: Callable[[], RedisScheduler]) -> None:
+def test_a_rank_waits_for_the_epoch_that_a_supervisor_begins(attach: Callable[[], WholeScheduler]) -> None:
     rank, supervisor = attach(), attach()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(next_epoch, rank, 1, RankLost("rank 1 could not receive from rank 0"), no_restore)
@@ -60,7 +61,7 @@ def test_a_rank_waits_for_the_epoch_that_a_supervisor_begins(attach: Callable[[]
     assert [recovery.lost for recovery in supervisor.status().recoveries] == [(0,)]
 
 
-def test_a_rank_begins_the_epoch_itself_if_nobody_has_died(attach: Callable[[], RedisScheduler]) -> None:
+def test_a_rank_begins_the_epoch_itself_if_nobody_has_died(attach: Callable[[], WholeScheduler]) -> None:
     ranks = [attach() for _ in TOPOLOGY.ranks]
     with ThreadPoolExecutor(3) as threads:
         broken = RankLost("rank 1 could not send to rank 2: Connection reset by peer")
@@ -71,7 +72,7 @@ def test_a_rank_begins_the_epoch_itself_if_nobody_has_died(attach: Callable[[], 
 
 
 def test_a_broken_connection_to_redis_begins_the_next_epoch_at_once(
-    attach: Callable[[], RedisScheduler], monkeypatch: pytest.MonkeyPatch
+    attach: Callable[[], WholeScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept = list[float]()
     monkeypatch.setattr(time, "sleep", slept.append)
@@ -80,7 +81,7 @@ def test_a_broken_connection_to_redis_begins_the_next_epoch_at_once(
 
 
 def test_a_run_that_does_not_recover_is_aborted_with_the_cause(
-    attach: Callable[[], RedisScheduler], monkeypatch: pytest.MonkeyPatch
+    attach: Callable[[], WholeScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank, other, clock = attach(), attach(), Clock(monkeypatch)
     monkeypatch.setattr(time, "sleep", lambda seconds: clock.advance(RECOVERY_SECONDS))  # long before the rank looks again
@@ -90,7 +91,7 @@ def test_a_run_that_does_not_recover_is_aborted_with_the_cause(
         next_epoch(other, 2, RankLost("it is gone, too"), no_restore)
 
 
-def test_redis_that_has_lost_the_run_is_told_it_again(attach: Callable[[], RedisScheduler]) -> None:
+def test_redis_that_has_lost_the_run_is_told_it_again(attach: Callable[[], WholeScheduler]) -> None:
     rank, zero = attach(), attach()
     zero.client.delete(zero.keys.run)
     with ThreadPoolExecutor(2) as threads:
@@ -99,7 +100,7 @@ def test_redis_that_has_lost_the_run_is_told_it_again(attach: Callable[[], Redis
         assert waiting.result(60) == restored == 1
 
 
-def _restored(zero: RedisScheduler) -> None:
+def _restored(zero: WholeScheduler) -> None:
     zero.restore(DESCRIPTION, "full", 7, [])
 
 
@@ -114,7 +115,7 @@ class CountedDoing(Doing):
 
 
 @pytest.mark.parametrize("ends", ["by a supervisor", "with the run's keys"])
-def test_the_lease_keeper_interrupts_a_rank_whose_epoch_has_ended(attach: Callable[[], RedisScheduler], ends: str) -> None:
+def test_the_lease_keeper_interrupts_a_rank_whose_epoch_has_ended(attach: Callable[[], WholeScheduler], ends: str) -> None:
     """Until it enters the next one, in which the keeper renews its lease."""
     scheduler, doing, aborted = attach(), CountedDoing(), threading.Event()
     keeper = LeaseKeeper(scheduler, 1, doing, aborted.set, recovers=True, renewal_seconds=0.05)
@@ -135,7 +136,7 @@ def test_the_lease_keeper_interrupts_a_rank_whose_epoch_has_ended(attach: Callab
 
 
 def test_the_lease_keeper_ends_a_process_that_nothing_else_lets_come_loose(
-    attach: Callable[[], RedisScheduler], monkeypatch: pytest.MonkeyPatch
+    attach: Callable[[], WholeScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over NCCL, at once, and before anything is interrupted or aborted."""
     happened: list[str | int] = []
@@ -156,11 +157,11 @@ def test_the_lease_keeper_ends_a_process_that_nothing_else_lets_come_loose(
 
 def test_a_meeting_notices_the_next_epoch_at_once(server: EmbeddedServer, pair: Pair, state_directory: object) -> None:
     spec, name = pair.spec(2), "meets-again"
-    first = RedisScheduler(connect(server.url), name, spec.topology)
+    first = WholeScheduler(connect(server.url), name, spec.topology)
     first.open(DESCRIPTION, recovers=True)
     meetings, all_met = {}, threading.Barrier(3)
     for rank in (0, 1, 2):
-        scheduler = RedisScheduler(connect(server.url), name, spec.topology)
+        scheduler = WholeScheduler(connect(server.url), name, spec.topology)
         meetings[rank] = scheduler, Meeting(scheduler, RankPlace(rank, 3, rank, 3, recovers=True), "here", spec)
 
     def meet(rank: int) -> int:

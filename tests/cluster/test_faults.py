@@ -16,6 +16,7 @@ import psutil
 import pytest
 from support.processes import redis_of, wait_until
 from support.tiny_pair import Pair
+from support.whole_scheduler import WholeScheduler
 
 from pipedec.client.client import Client
 from pipedec.cluster.lease import LeaseKeeper
@@ -24,7 +25,7 @@ from pipedec.cluster.state import RunningCluster
 from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerLost
 from pipedec.messages import PromptRequest
 from pipedec.plan.spec import DISPATCHES
-from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
+from pipedec.scheduler import EmbeddedServer, connect
 from pipedec.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -181,7 +182,7 @@ def test_a_killed_client_leaves_the_cluster_serving(pair: Pair, resident: LocalC
     """Its answer is read by nobody and must not hinder the next request."""
     assert resident.scheduler is not None
     number = resident.scheduler.submit(LONG.to_json())
-    assert resident.scheduler.read_answer(number, "0", 20)
+    assert resident.scheduler.read_answers({number: "0"}, 20)
     short = PromptRequest("Hello", True, "pp", SamplingParams(max_tokens=3, ignore_eos=True))
     resident.scheduler.cancel(number)  # so that this test need not wait for all of the answer
     assert len(Client(resident.scheduler, resident.check).ask(short).token_ids) == 3
@@ -200,7 +201,7 @@ def test_the_lease_keeper_ends_a_rank_that_is_stuck(
     trouble: str, give_up: Callable[[], list[int]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with EmbeddedServer() as server:
-        scheduler = RedisScheduler(connect(server.url), "stuck", Topology.even(2, 2), lease_ms=400)
+        scheduler = WholeScheduler(connect(server.url), "stuck", Topology.even(2, 2), lease_ms=400)
         keeper = LeaseKeeper(scheduler, 1, renewal_seconds=0.05, give_up_seconds=0.2)
         keeper.start()
         said = {
@@ -221,7 +222,7 @@ def test_the_lease_keeper_ends_a_rank_that_is_stuck(
 def test_a_full_disk_keeps_no_rank_alive(give_up: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     with EmbeddedServer() as server, open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(full, write_through=True))
-        scheduler = RedisScheduler(connect(server.url), "full", Topology.even(2, 2), lease_ms=400)
+        scheduler = WholeScheduler(connect(server.url), "full", Topology.even(2, 2), lease_ms=400)
         keeper = LeaseKeeper(scheduler, 1, renewal_seconds=0.05, give_up_seconds=0.2)
         keeper.start()
         scheduler.abort(2, "went away")
@@ -230,7 +231,7 @@ def test_a_full_disk_keeps_no_rank_alive(give_up: Callable[[], list[int]], monke
 
 def test_the_lease_keeper_gives_the_lease_up_in_order(give_up: Callable[[], list[int]]) -> None:
     with EmbeddedServer() as server:
-        scheduler = RedisScheduler(connect(server.url), "tidy", Topology.even(1, 1), lease_ms=400)
+        scheduler = WholeScheduler(connect(server.url), "tidy", Topology.even(1, 1), lease_ms=400)
         keeper = LeaseKeeper(scheduler, 1, renewal_seconds=0.05, give_up_seconds=0.2)
         keeper.start()
         assert not wait_until(lambda: scheduler.expired_ranks(), 0.8)  # renewed in time

@@ -30,7 +30,7 @@ OPTIONS = Cluster(max_restarts=3, restart_window=600)
 
 
 class Run:
-    """A run as a watch sees it, by the rules of ``Scheduler``: nobody is a member of a new epoch."""
+    """A run as a watch sees it, by the rules of ``SupervisorScheduler``: nobody is a member of a new epoch."""
 
     def __init__(self) -> None:
         self.look = Supervision(0, "up", None, (0, 1, 2), (), {}, {}, {}, {}, (), ())

@@ -20,6 +20,7 @@ from msgspec import structs
 from support.clock import Clock
 from support.processes import wait_until
 from support.tiny_pair import Pair
+from support.whole_scheduler import WholeScheduler
 
 from pipedec.checkpoints import weights_digest
 from pipedec.cluster.address import RankPlace, RunAddress
@@ -35,7 +36,7 @@ from pipedec.messages import AddressEvent, CardEvent
 from pipedec.plan.kv_memory import DEFAULT_BYTES, GpuMemory, tokens_beside
 from pipedec.plan.placement import Placement
 from pipedec.plan.spec import PipelineSpec
-from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
+from pipedec.scheduler import EmbeddedServer, connect
 from pipedec.transport.rendezvous import MEETING_SECONDS
 
 GB = 10**9
@@ -70,8 +71,8 @@ class Run:
         self.threads = ThreadPoolExecutor(3)
         self.scheduler = self.connect()
 
-    def connect(self) -> RedisScheduler:
-        return RedisScheduler(connect(self._url), self._name, self.spec.topology)
+    def connect(self) -> WholeScheduler:
+        return WholeScheduler(connect(self._url), self._name, self.spec.topology)
 
     def meet(
         self, rank: int, local_rank: int | None = None, local_world_size: int = 3, epoch: int = 0, gpu: Gpu | None = None,

@@ -9,7 +9,7 @@ import pytest
 from pipedec.cluster.processes import LOST_ANOTHER
 from pipedec.cluster.supervisor import Supervisor
 from pipedec.core import RankLost
-from pipedec.scheduler import EmbeddedServer, RedisScheduler, connect
+from pipedec.scheduler import ClientScheduler, EmbeddedServer, connect
 from pipedec.topology import Topology
 
 
@@ -69,7 +69,7 @@ class OfThree(Supervisor):
 def test_a_killed_rank_is_blamed_although_its_neighbour_was_seen_to_end_before_it(ends: tuple[tuple[int, int], ...]) -> None:
     with EmbeddedServer() as server:
         supervisor = OfThree(Topology.even(3, 3), "run", EndingRanks(*ends))
-        supervisor.scheduler = RedisScheduler(connect(server.url), "run", Topology.even(3, 3))
+        supervisor.scheduler = ClientScheduler(connect(server.url), "run", Topology.even(3, 3))
         with pytest.raises(RankLost, match=r"rank 2 \(stage 2\) ended with -9"):
             supervisor.check()
         supervisor.kill()

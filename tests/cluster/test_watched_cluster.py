@@ -8,12 +8,13 @@ import pytest
 from msgspec import structs
 from support.processes import wait_until
 from support.tiny_pair import CONTEXT, SENTENCES, Pair
+from support.whole_scheduler import WholeScheduler
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import SamplingParams, UserError
 from pipedec.messages import PromptRequest, RunStats
-from pipedec.scheduler import RedisScheduler, RunStatus, connect
+from pipedec.scheduler import ClientScheduler, RunStatus, connect
 from pipedec.text.prompt import Prompter
 
 STAGES = 3
@@ -35,7 +36,7 @@ def token_ids(pair: Pair) -> tuple[int, ...]:
     return ids
 
 
-def scheduler_of(cluster: LocalCluster) -> RedisScheduler:
+def scheduler_of(cluster: LocalCluster) -> ClientScheduler:
     assert cluster.scheduler is not None
     return cluster.scheduler
 
@@ -127,7 +128,7 @@ def test_requests_of_a_dead_front_end_end_and_others_go_on(cluster: LocalCluster
     other = PromptRequest(SENTENCES[0], True, sampling=structs.replace(SAMPLING, max_tokens=150))
     alone = client.ask(other).token_ids
     with connect(cluster.address.redis_url) as redis:
-        dead = RedisScheduler(redis, cluster.run_id, scheduler_of(cluster).topology)
+        dead = WholeScheduler(redis, cluster.run_id, scheduler_of(cluster).topology)
         numbers = [dead.submit(ENDLESS.to_json(), owner="dead") for _ in range(3)]
         assert wait_until(lambda: set(status_of(cluster).running) == set(numbers))
         replies = [client.submit(other) for _ in range(2)]
@@ -144,7 +145,8 @@ def test_requests_of_a_dead_front_end_end_and_others_go_on(cluster: LocalCluster
 
 def test_a_front_end_that_goes_on_keeps_its_requests(cluster: LocalCluster) -> None:
     """Rank 0 has looked for orphans meanwhile: those of the other front-end are gone."""
-    scheduler, client = scheduler_of(cluster), client_of(cluster)
+    known, client = scheduler_of(cluster), client_of(cluster)
+    scheduler = WholeScheduler(known.client, known.run_id, known.topology)
     kept = scheduler.submit(ENDLESS.to_json(), owner="alive")
     orphan = scheduler.submit(ENDLESS.to_json(), owner="gone")
     assert wait_until(lambda: status_of(cluster).running == (kept, orphan))

@@ -16,7 +16,7 @@ from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import SamplingParams
 from pipedec.messages import PromptRequest
-from pipedec.scheduler import RedisScheduler, connect
+from pipedec.scheduler import ClientScheduler, connect
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("leaves_nothing")]
 REQUEST = PromptRequest(SENTENCES[0], True, "pipedec", SamplingParams(max_tokens=120, ignore_eos=True))
@@ -29,7 +29,7 @@ class Watching:
         self.frames: list[dict[str, Any]] = []
         self._ends = False
         address = cluster.address
-        self._scheduler = RedisScheduler(connect(address.redis_url), address.run_id, cluster.topology)
+        self._scheduler = ClientScheduler(connect(address.redis_url), address.run_id, cluster.topology)
         self._feed = Running.of(self._scheduler, address.run_id).client.live()
         self._thread = threading.Thread(target=self._read)
         self._thread.start()

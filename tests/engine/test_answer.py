@@ -79,7 +79,7 @@ class Recorded(MemoryScheduler):
         self.open(RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),)))
         self._answer = events
 
-    def submit(self, request_json: str, priority: int = 0, owner: str = "", operation: str = "") -> int:
+    def submit(self, request_json: str, priority: int = 0, operation: str = "", owner: str = "") -> int:
         number = super().submit(request_json)
         self.take(1)
         self.publish(number, *self._answer)

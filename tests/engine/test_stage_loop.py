@@ -18,7 +18,7 @@ from pipedec.engine.sequences import Sequences
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import Event, StageStats, TraceEvents
 from pipedec.scheduler import Granted, Message, Task
-from pipedec.scheduler.protocol import Scheduler
+from pipedec.scheduler.protocol import RankCalls
 from pipedec.scheduler.transfers import transfers_of
 from pipedec.stage import StageWorker
 from pipedec.topology import Topology
@@ -107,7 +107,7 @@ def served(envelopes: list[Envelope], duplex: str = "full") -> tuple[OneWindow, 
     device = GpuDevice(cuda=cuda, now=lambda: cuda.now)
     scheduler, transport = OneWindow(len(envelopes), duplex), LateTransport(cuda, device, envelopes, log)
     wiring = Wiring(
-        cast(Scheduler, scheduler), cast(Transport, transport), TOPOLOGY, Tracer(RANK), cast(Sequences, Path()), duplex=duplex,
+        cast(RankCalls, scheduler), cast(Transport, transport), TOPOLOGY, Tracer(RANK), cast(Sequences, Path()), duplex=duplex,
         window=len(envelopes), device=device,
     )  # fmt: skip
     StageLoop(cast(StageWorker, LateWorker(cuda, log)), RANK, wiring).serve(cast(Transport, transport))

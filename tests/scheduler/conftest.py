@@ -8,8 +8,9 @@ from itertools import count
 import pytest
 import redis
 from support.memory_scheduler import MemoryScheduler
+from support.whole_scheduler import Scheduler, WholeScheduler
 
-from pipedec.scheduler import EmbeddedServer, RedisScheduler, Scheduler, connect
+from pipedec.scheduler import EmbeddedServer, connect
 from pipedec.topology import Topology
 
 _run_numbers = count()
@@ -29,8 +30,8 @@ def redis_client(redis_server: EmbeddedServer) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def make_redis_scheduler(redis_client: redis.Redis) -> Callable[[Topology], RedisScheduler]:
-    return lambda topology: RedisScheduler(redis_client, f"test-{next(_run_numbers)}", topology, lease_ms=50)
+def make_redis_scheduler(redis_client: redis.Redis) -> Callable[[Topology], WholeScheduler]:
+    return lambda topology: WholeScheduler(redis_client, f"test-{next(_run_numbers)}", topology, lease_ms=50)
 
 
 @pytest.fixture(params=["memory", "redis"])

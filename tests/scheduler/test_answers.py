@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 from support.memory_scheduler import MemoryScheduler
 from support.simulated_pipeline import History, SimulatedPipeline
+from support.whole_scheduler import Scheduler, WholeScheduler
 
-from pipedec.scheduler import Granted, RedisScheduler, Scheduler, Task
+from pipedec.scheduler import Granted, Task
 from pipedec.topology import Topology
 
 TOPOLOGIES = [
@@ -135,7 +136,7 @@ def test_transfers_that_do_not_conflict_may_run_together(seed: int) -> None:
 
 @pytest.mark.fast_cases("3")
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=named)
-def test_both_back_ends_grant_the_same(make_redis_scheduler: Callable[[Topology], RedisScheduler], topology: Topology) -> None:
+def test_both_back_ends_grant_the_same(make_redis_scheduler: Callable[[Topology], WholeScheduler], topology: Topology) -> None:
     num_tokens = 12 if topology.num_stages < 14 else 6
     memory, redis = (
         SimulatedPipeline(topology, scheduler, random.Random(11), num_tokens, repeat_rate=0.1).run()
@@ -161,7 +162,7 @@ def test_the_memory_scheduler_keeps_nothing_of_a_finished_session() -> None:
         assert all(scheduler.wait(rank, 0) is None for rank in topology.ranks)
 
 
-def test_redis_keeps_nothing_of_a_finished_session(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_redis_keeps_nothing_of_a_finished_session(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
     topology = Topology.even(6, 3)
     scheduler = make_redis_scheduler(topology)
     keys, client = scheduler.keys, scheduler.client
@@ -174,7 +175,7 @@ def test_redis_keeps_nothing_of_a_finished_session(make_redis_scheduler: Callabl
 
 
 @pytest.mark.slow
-def test_stored_state_does_not_grow_with_the_answer(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_stored_state_does_not_grow_with_the_answer(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
     topology = Topology.even(4, 4)
     scheduler = make_redis_scheduler(topology)
     client, keys = scheduler.client, scheduler.keys

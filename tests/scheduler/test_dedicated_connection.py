@@ -12,7 +12,7 @@ from support.processes import wait_until
 from pipedec.config import Settings
 from pipedec.core import SchedulerLost
 from pipedec.messages import RunDescription
-from pipedec.scheduler import EmbeddedServer, Planned, RedisScheduler, Task, connect, initial_windows
+from pipedec.scheduler import EmbeddedServer, Planned, RankScheduler, Task, connect, initial_windows
 from pipedec.scheduler.client import DedicatedConnection
 from pipedec.topology import Topology
 
@@ -70,7 +70,7 @@ def test_an_error_reply_to_the_first_of_two_commands_leaves_no_reply_behind(redi
 
 
 def test_a_script_is_sent_again_after_script_flush(redis_client: redis.Redis) -> None:
-    scheduler = RedisScheduler(redis_client, "forgetful", TWO)
+    scheduler = RankScheduler(redis_client, "forgetful", TWO)
     scheduler.open(RunDescription(Settings.of(target="target"), TWO.groups, ((0, 1), (1, 2))))
     scheduler.begin_session(0, initial_windows(TWO, 4), 0)
     assert scheduler.wait(1, 1) is not None
@@ -83,7 +83,7 @@ def test_a_script_is_sent_again_after_script_flush(redis_client: redis.Redis) ->
 
 def test_a_dead_server_raises_scheduler_lost() -> None:
     with EmbeddedServer() as server:
-        scheduler = RedisScheduler(connect(server.url), "dying", TWO)
+        scheduler = RankScheduler(connect(server.url), "dying", TWO)
         assert scheduler.wait(0, 0.01) is None
     with pytest.raises(SchedulerLost, match="cannot reach Redis"):
         scheduler.wait(0, 0.01)

@@ -14,11 +14,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from support.memory_scheduler import MemoryScheduler
+from support.whole_scheduler import Scheduler, WholeScheduler
 
 from pipedec.config import Settings
 from pipedec.core import EpochEnded
 from pipedec.messages import RunDescription, TokensEvent
-from pipedec.scheduler import Message, RedisScheduler, Remembered, Scheduler, initial_windows
+from pipedec.scheduler import Message, Remembered, initial_windows
 from pipedec.topology import Topology
 
 TWO = Topology.even(2, 2)
@@ -42,8 +43,8 @@ class Epochs(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.run = f"epochs-{next(_runs)}"
-        self.real, self.twin = RedisScheduler(self.client, self.run, TWO), MemoryScheduler(TWO)
-        self.ended: list[RedisScheduler] = []
+        self.real, self.twin = WholeScheduler(self.client, self.run, TWO), MemoryScheduler(TWO)
+        self.ended: list[WholeScheduler] = []
         self.told: dict[int, list[int]] = {}  # by unfinished request
         self.given: set[int] = set()  # to rank 0, and not finished
         for scheduler in (self.real, self.twin):
@@ -93,7 +94,7 @@ class Epochs(RuleBasedStateMachine):
         self._enter()
 
     def _zombie(self) -> None:
-        zombie = RedisScheduler(self.client, self.run, TWO)
+        zombie = WholeScheduler(self.client, self.run, TWO)
         zombie.enter(self.real.epoch)
         self.ended = [*self.ended[-3:], zombie]
 

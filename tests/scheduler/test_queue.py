@@ -12,11 +12,12 @@ from msgspec.structs import replace
 from support.memory_scheduler import MemoryScheduler
 from support.processes import wait_until
 from support.run_stats import run_stats
+from support.whole_scheduler import Scheduler, WholeScheduler
 
 from pipedec.config import Settings
 from pipedec.core import RankLost, SchedulerLost, UserError
 from pipedec.messages import AbortEvent, CancelledEvent, ErrorEvent, Event, RunDescription, StageStats, TokensEvent
-from pipedec.scheduler import Message, Post, RedisScheduler, Scheduler, Task, Topology, after_window, initial_windows
+from pipedec.scheduler import Message, Post, Task, Topology, after_window, initial_windows
 
 MakeScheduler = Callable[[Topology], Scheduler]
 TWO = Topology.even(2, 2)
@@ -103,10 +104,10 @@ def test_waiting_for_a_request_takes_the_first_and_the_stop_overtakes(scheduler:
     assert refused.stopping and [message.text for message in refused.requests] == ["last"]
 
 
-def test_a_waiting_rank_wakes_up_for_each_request(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_a_waiting_rank_wakes_up_for_each_request(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
     scheduler = make_redis_scheduler(TWO)
     scheduler.open(DESCRIPTION)
-    client = RedisScheduler(scheduler.client, scheduler.keys.run_id, TWO)
+    client = WholeScheduler(scheduler.client, scheduler.keys.run_id, TWO)
     received: list[Message | None] = []
 
     def serve() -> None:
@@ -213,7 +214,7 @@ def test_one_look_tells_all_that_a_client_waits_for(scheduler: Scheduler) -> Non
 @pytest.fixture
 def patient(scheduler: Scheduler) -> Scheduler:
     """A scheduler whose leases outlast every delay of a test."""
-    if isinstance(scheduler, RedisScheduler):
+    if isinstance(scheduler, WholeScheduler):
         scheduler.lease_ms = 600_000
     elif isinstance(scheduler, MemoryScheduler):
         scheduler.lease_seconds = 600.0
@@ -402,7 +403,7 @@ def test_no_request_and_no_cancellation_is_lost(scheduler: Scheduler, seed: int)
     assert scheduler.status().running == () and scheduler.status().waiting == 0
 
 
-def test_keys_that_lapse_and_come_back_are_not_counted(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_keys_that_lapse_and_come_back_are_not_counted(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
     scheduler = make_redis_scheduler(TWO)
     scheduler.open(DESCRIPTION)
     scheduler.renew_lease(0)
@@ -413,7 +414,7 @@ def test_keys_that_lapse_and_come_back_are_not_counted(make_redis_scheduler: Cal
     assert scheduler.client.delete(*leases) == 3 and scheduler.usage().keys == found > 0
 
 
-def test_a_session_has_all_its_keys_once_it_has_ended(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_a_session_has_all_its_keys_once_it_has_ended(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
     scheduler = make_redis_scheduler(TWO)
     scheduler.open(DESCRIPTION)
     run_session(scheduler, 1)
@@ -424,7 +425,7 @@ def test_a_session_has_all_its_keys_once_it_has_ended(make_redis_scheduler: Call
 
 
 @pytest.mark.slow
-def test_a_thousand_requests_leave_no_key(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_a_thousand_requests_leave_no_key(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
     """Keys: some per run, and the answers of unfinished requests; none of a request that has ended and been read or left."""
     scheduler = make_redis_scheduler(TWO)
     scheduler.open(DESCRIPTION)

@@ -16,11 +16,12 @@ import pytest
 import redis
 from support.lasting_server import LastingServer
 from support.processes import wait_until
+from support.whole_scheduler import WholeScheduler
 
 from pipedec.config import Settings
 from pipedec.core import EpochEnded, SchedulerBusy, SchedulerInterrupted, SchedulerLost
 from pipedec.messages import RunDescription, TokensEvent
-from pipedec.scheduler import AsyncRedisScheduler, EmbeddedServer, RedisScheduler, RunStatus, connect, initial_windows
+from pipedec.scheduler import AsyncRedisScheduler, EmbeddedServer, RunStatus, connect, initial_windows
 from pipedec.topology import Topology
 
 TWO = Topology.even(2, 2)
@@ -37,9 +38,9 @@ def server() -> Iterator[EmbeddedServer]:
 
 
 @pytest.fixture
-def run(server: EmbeddedServer) -> Iterator[RedisScheduler]:
+def run(server: EmbeddedServer) -> Iterator[WholeScheduler]:
     """A run that is up, with one running request and one that waits."""
-    scheduler = RedisScheduler(connect(server.url), RUN, TWO, patience_seconds=0.2)
+    scheduler = WholeScheduler(connect(server.url), RUN, TWO, patience_seconds=0.2)
     scheduler.open(DESCRIPTION, recovers=True)
     scheduler.submit("running")
     scheduler.take(1)
@@ -61,7 +62,7 @@ def fill(server: EmbeddedServer) -> redis.Redis:
     return client
 
 
-def test_calls_on_a_server_without_memory_name_that_and_change_nothing(server: EmbeddedServer, run: RedisScheduler) -> None:
+def test_calls_on_a_server_without_memory_name_that_and_change_nothing(server: EmbeddedServer, run: WholeScheduler) -> None:
     before = run.status()
     client = fill(server)
     calls: list[Callable[[], object]] = [
@@ -86,7 +87,7 @@ def test_calls_on_a_server_without_memory_name_that_and_change_nothing(server: E
     assert message is not None and message.tasks[0].task == WINDOWS[1].task
 
 
-def test_a_report_on_a_server_without_memory_is_made_when_there_is_some(server: EmbeddedServer, run: RedisScheduler) -> None:
+def test_a_report_on_a_server_without_memory_is_made_when_there_is_some(server: EmbeddedServer, run: WholeScheduler) -> None:
     run.begin_session(1, WINDOWS, 0)
     message = run.wait(1, 1)
     assert message is not None
@@ -98,7 +99,7 @@ def test_a_report_on_a_server_without_memory_is_made_when_there_is_some(server: 
     assert run.report(1, [message.tasks[0].task], []) is None
 
 
-def test_somebody_else_s_slow_script_is_waited_for_and_then_named(server: EmbeddedServer, run: RedisScheduler) -> None:
+def test_somebody_else_s_slow_script_is_waited_for_and_then_named(server: EmbeddedServer, run: WholeScheduler) -> None:
     client = redis.Redis.from_url(server.url)
     client.config_set("busy-reply-threshold", "10")
     seconds = str(int(time.time()) + 600)
@@ -121,7 +122,7 @@ def suppressed(call: Callable[[], object]) -> None:
         call()
 
 
-def test_a_replica_is_refused_by_name(server: EmbeddedServer, run: RedisScheduler) -> None:
+def test_a_replica_is_refused_by_name(server: EmbeddedServer, run: WholeScheduler) -> None:
     with EmbeddedServer() as primary:
         redis.Redis.from_url(server.url).replicaof("127.0.0.1", str(primary.port))
         with pytest.raises(
@@ -131,7 +132,7 @@ def test_a_replica_is_refused_by_name(server: EmbeddedServer, run: RedisSchedule
             run.submit("more")
 
 
-def test_a_flushed_script_is_sent_again(server: EmbeddedServer, run: RedisScheduler) -> None:
+def test_a_flushed_script_is_sent_again(server: EmbeddedServer, run: WholeScheduler) -> None:
     redis.Redis.from_url(server.url).script_flush()
     assert run.submit("more") == 2
     run.begin_session(1, WINDOWS, 0)
@@ -141,7 +142,7 @@ def test_a_flushed_script_is_sent_again(server: EmbeddedServer, run: RedisSchedu
     assert run.report(1, [message.tasks[0].task], []) is None
 
 
-def test_a_broken_connection_is_an_interruption_after_which_calls_work_again(server: EmbeddedServer, run: RedisScheduler) -> None:
+def test_a_broken_connection_is_an_interruption_after_which_calls_work_again(server: EmbeddedServer, run: WholeScheduler) -> None:
     killer = redis.Redis.from_url(server.url)
     waiting = threading.Timer(0.2, lambda: killer.client_kill_filter(_type="normal", skipme=True))
     waiting.start()
@@ -152,21 +153,21 @@ def test_a_broken_connection_is_an_interruption_after_which_calls_work_again(ser
     assert run.status().waiting == 1
 
 
-def test_a_paused_server_is_waited_for(server: EmbeddedServer, run: RedisScheduler) -> None:
+def test_a_paused_server_is_waited_for(server: EmbeddedServer, run: WholeScheduler) -> None:
     redis.Redis.from_url(server.url).client_pause(500)
     assert run.status().waiting == 1
     run.renew_lease(1)
     assert run.submit("more") == 2
 
 
-def test_a_submission_whose_reply_was_lost_is_made_once(run: RedisScheduler) -> None:
+def test_a_submission_whose_reply_was_lost_is_made_once(run: WholeScheduler) -> None:
     numbers = {run.submit("more", operation="a"), run.submit("more", operation="a")}
     assert numbers == {2}
     assert run.submit("more", operation="b") == 3
     assert run.status().waiting == 3
 
 
-def test_a_server_that_was_restarted_without_data_knows_no_epoch(server: EmbeddedServer, run: RedisScheduler) -> None:
+def test_a_server_that_was_restarted_without_data_knows_no_epoch(server: EmbeddedServer, run: WholeScheduler) -> None:
     port = server.port
     server.stop()
     with pytest.raises(SchedulerInterrupted):
@@ -178,7 +179,7 @@ def test_a_server_that_was_restarted_without_data_knows_no_epoch(server: Embedde
 def test_a_server_that_was_killed_and_has_its_data_again_knows_the_run(tmp_path: Path) -> None:
     """Its scripts are gone; they are sent again."""
     with LastingServer(tmp_path, password="secret") as first:
-        run = RedisScheduler(connect(first.url), RUN, TWO)
+        run = WholeScheduler(connect(first.url), RUN, TWO)
         run.open(DESCRIPTION, recovers=True)
         run.submit("running", operation="a")
         run.take(1)
@@ -198,7 +199,7 @@ def test_a_server_that_was_killed_and_has_its_data_again_knows_the_run(tmp_path:
 def test_a_server_that_is_still_loading_its_data_is_waited_for_and_then_named(tmp_path: Path) -> None:
     slowly = ("appendonly no", "rdbcompression no", "key-load-delay 20000", "loading-process-events-interval-bytes 1024")
     with LastingServer(tmp_path, password="secret", more=slowly) as first:
-        run = RedisScheduler(connect(first.url), RUN, TWO, patience_seconds=0.2)
+        run = WholeScheduler(connect(first.url), RUN, TWO, patience_seconds=0.2)
         run.open(DESCRIPTION, recovers=True)
         for number in range(100):
             run.submit("waiting", operation=f"{number:01000}")  # a key of this length, so that the server looks up often
@@ -215,7 +216,7 @@ def test_a_server_that_is_still_loading_its_data_is_waited_for_and_then_named(tm
         run.client.close()
 
 
-def first_status(run: RedisScheduler) -> RunStatus:
+def first_status(run: WholeScheduler) -> RunStatus:
     """The status, once the server listens. Raises SchedulerBusy."""
     while True:
         try:
@@ -236,7 +237,7 @@ def started(command: list[str]) -> Iterator[None]:
             process.kill()
 
 
-def test_flushed_keys_are_noticed_by_every_call_of_rank_0(server: EmbeddedServer, run: RedisScheduler) -> None:
+def test_flushed_keys_are_noticed_by_every_call_of_rank_0(server: EmbeddedServer, run: WholeScheduler) -> None:
     redis.Redis.from_url(server.url).flushall()
     assert run.current_epoch() is None
     assert run.status().state == "gone"
@@ -245,7 +246,7 @@ def test_flushed_keys_are_noticed_by_every_call_of_rank_0(server: EmbeddedServer
             call()
 
 
-def test_a_front_end_is_told_of_full_memory_at_once(server: EmbeddedServer, run: RedisScheduler) -> None:
+def test_a_front_end_is_told_of_full_memory_at_once(server: EmbeddedServer, run: WholeScheduler) -> None:
     async def ask() -> None:
         front_end = await AsyncRedisScheduler.connect(server.url, RUN, "front-end")
         fill(server)
@@ -258,8 +259,8 @@ def test_a_front_end_is_told_of_full_memory_at_once(server: EmbeddedServer, run:
         asyncio.run(ask())
 
 
-def test_a_zombie_of_an_ended_epoch_neither_publishes_nor_takes(server: EmbeddedServer, run: RedisScheduler) -> None:
-    zombie = RedisScheduler(connect(server.url), RUN, TWO)
+def test_a_zombie_of_an_ended_epoch_neither_publishes_nor_takes(server: EmbeddedServer, run: WholeScheduler) -> None:
+    zombie = WholeScheduler(connect(server.url), RUN, TWO)
     run.enter(run.recover([0], "rank 0 was stopped"))
     for call in (lambda: zombie.publish(0, TokensEvent([1], "a")), lambda: zombie.take(1), lambda: zombie.renew_lease(0)):
         with pytest.raises(EpochEnded):

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 from support.processes import wait_until
 from support.simulated_pipeline import SimulatedPipeline
+from support.whole_scheduler import Scheduler, WholeScheduler
 
 from pipedec.config import Settings
 from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost, UserError
@@ -21,7 +22,7 @@ from pipedec.messages import (
     TokensEvent,
 )
 from pipedec.methods import LayerTreeOptions
-from pipedec.scheduler import Planned, RedisScheduler, Remembered, Scheduler, Task
+from pipedec.scheduler import Planned, Remembered, Task, read_description
 from pipedec.scheduler.paper import initial_tasks
 from pipedec.topology import Topology
 
@@ -223,7 +224,7 @@ def test_a_cleared_run_can_be_opened_again(make_scheduler: MakeScheduler) -> Non
         assert scheduler.wait(1, 0) is None and scheduler.failure() is None
 
 
-def test_clear_leaves_no_key(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_clear_leaves_no_key(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
     scheduler = make_redis_scheduler(TWO)
     scheduler.open(DESCRIPTION)
     for rank in TWO.ranks:
@@ -243,14 +244,14 @@ def test_clear_leaves_no_key(make_redis_scheduler: Callable[[Topology], RedisSch
     assert list(scheduler.client.scan_iter(match=scheduler.keys.prefix + "*")) == []
 
 
-def test_an_answer_survives_script_flush(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_an_answer_survives_script_flush(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
     topology = Topology.even(3, 3)
     scheduler = make_redis_scheduler(topology)
     history = SimulatedPipeline(topology, scheduler, random.Random(3), 10).run(observe=scheduler.client.script_flush)
     assert len(history.verdicts[0]) == 10
 
 
-def test_a_deleted_workflow_raises_scheduler_lost(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_a_deleted_workflow_raises_scheduler_lost(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
     scheduler = make_redis_scheduler(TWO)
     begin(scheduler)
     scheduler.client.delete(scheduler.keys.workflow)
@@ -258,10 +259,10 @@ def test_a_deleted_workflow_raises_scheduler_lost(make_redis_scheduler: Callable
         scheduler.report(0, [Task.compute("pre", 0, 0)], [])
 
 
-def test_a_rank_cannot_finish_tasks_of_a_later_session(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_a_rank_cannot_finish_tasks_of_a_later_session(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
     first = make_redis_scheduler(TWO)
     begin(first)
-    stopped = RedisScheduler(first.client, first.keys.run_id, TWO)
+    stopped = WholeScheduler(first.client, first.keys.run_id, TWO)
     assert stopped.wait(1, 1) is not None
     for rank in (0, 2):
         taken(first, rank)
@@ -274,7 +275,7 @@ def test_a_rank_cannot_finish_tasks_of_a_later_session(make_redis_scheduler: Cal
 
 
 def test_one_round_trip_reports_tasks_and_waits_for_the_next(
-    make_redis_scheduler: Callable[[Topology], RedisScheduler],
+    make_redis_scheduler: Callable[[Topology], WholeScheduler],
 ) -> None:
     scheduler = make_redis_scheduler(TWO)
     begin(scheduler)
@@ -307,23 +308,23 @@ def test_status_and_members(make_scheduler: Callable[[Topology], Scheduler]) -> 
     assert scheduler.clock_us() > 1_600_000_000_000_000
 
 
-def test_clients_read_the_description_of_a_run(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_clients_read_the_description_of_a_run(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
     scheduler = make_redis_scheduler(Topology.even(3, 2))
     run_id = scheduler.keys.run_id
-    assert RedisScheduler.describe(scheduler.client, run_id) is None
+    assert read_description(scheduler.client, run_id) is None
     description = RunDescription(
         Settings.of(target="x", draft="y", tree=LayerTreeOptions(8, 4), max_model_len=99),
         ((1, 2), (3,)),
         ((0, 2), (2, 3), (3, 6)),
     )
     scheduler.open(description)
-    assert RedisScheduler.describe(scheduler.client, run_id) == description
+    assert read_description(scheduler.client, run_id) == description
     scheduler.client.hset(scheduler.keys.run, "description", '{"groups": [[1]]}')
     with pytest.raises(UserError, match=r"^the description of the run: "):
-        RedisScheduler.describe(scheduler.client, run_id)
+        read_description(scheduler.client, run_id)
 
 
-def test_what_is_no_event_is_an_error_of_one_line(make_redis_scheduler: Callable[[Topology], RedisScheduler]) -> None:
+def test_what_is_no_event_is_an_error_of_one_line(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
     scheduler = make_redis_scheduler(TWO)
     scheduler.client.xadd(scheduler.keys.answer(0), {"event": '{"kind": "news"}'})
     with pytest.raises(PipedecError, match=r"^the cluster sent an event that this version does not understand: "):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from support.whole_scheduler import Scheduler
 
 from pipedec.config import Settings
 from pipedec.core import RankLost, UserError
 from pipedec.messages import RunDescription
-from pipedec.scheduler import Granted, Message, Scheduler, Task, Topology, after_window, initial_windows
+from pipedec.scheduler import Granted, Message, Task, Topology, after_window, initial_windows
 from pipedec.scheduler.protocol import SESSION_TRACE
 
 MakeScheduler = Callable[[Topology], Scheduler]

@@ -10,20 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.memory_scheduler import MemoryScheduler
+from support.whole_scheduler import Scheduler, WholeScheduler
 
 from pipedec.config import Settings
 from pipedec.core import PipedecError
 from pipedec.messages import RunDescription
-from pipedec.scheduler import (
-    RedisScheduler,
-    Scheduler,
-    Task,
-    Topology,
-    Transfer,
-    after_window,
-    checked_transfers,
-    initial_windows,
-)
+from pipedec.scheduler import Task, Topology, Transfer, after_window, checked_transfers, initial_windows
 from pipedec.scheduler.transfers import DUPLEXES, Phase, transfer_phases, transfers_between_timesteps, transfers_of
 
 DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),))
@@ -95,7 +87,7 @@ def granted(scheduler: Scheduler, duplex: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("duplex", DUPLEXES)
-def test_both_back_ends_grant_the_same_order(make_redis_scheduler: Callable[[Topology], RedisScheduler], duplex: str) -> None:
+def test_both_back_ends_grant_the_same_order(make_redis_scheduler: Callable[[Topology], WholeScheduler], duplex: str) -> None:
     for topology in TOPOLOGIES + LARGER:
         expected = [
             [[list(transfer) for transfer in phase] for phase in transfers_of(rank, topology, duplex)] for rank in topology.ranks
@@ -105,7 +97,7 @@ def test_both_back_ends_grant_the_same_order(make_redis_scheduler: Callable[[Top
 
 
 def test_a_rank_refuses_what_a_redis_grants_that_knows_other_links(
-    make_redis_scheduler: Callable[[Topology], RedisScheduler],
+    make_redis_scheduler: Callable[[Topology], WholeScheduler],
 ) -> None:
     scheduler = make_redis_scheduler(FIVE)
     assert checked_transfers(granted(scheduler, "half")[2], 2, FIVE, "half")

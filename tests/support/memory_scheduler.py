@@ -149,7 +149,7 @@ class _Graph:
 
 
 class MemoryScheduler:
-    """Implements ``Scheduler`` in this process. Nothing blocks: ``wait`` returns None at once if the queue is empty."""
+    """Ranks, clients and supervisors in this process. Nothing blocks: ``wait`` returns None at once if the queue is empty."""
 
     def __init__(self, topology: Topology, lease_seconds: float = 5.0) -> None:
         self.topology = topology
@@ -307,7 +307,7 @@ class MemoryScheduler:
         queue = self._queues[rank]
         return queue.popleft() if queue else None
 
-    def submit(self, request_json: str, priority: int = 0, owner: str = "", operation: str = "") -> int:
+    def submit(self, request_json: str, priority: int = 0, operation: str = "", owner: str = "") -> int:
         if operation in self._operations:
             return self._operations[operation]
         self._check_failure()

@@ -15,9 +15,11 @@ from pipedec.config import Settings
 from pipedec.core import Update, Verdict
 from pipedec.messages import RunDescription
 from pipedec.scheduler.paper import Facts, initial_tasks, post_process, results_of
-from pipedec.scheduler.protocol import Granted, Scheduler
+from pipedec.scheduler.protocol import Granted
+from pipedec.scheduler.rank_scheduler import RankScheduler
 from pipedec.scheduler.workflow import Planned, Task
 from pipedec.topology import Topology
+from support.memory_scheduler import MemoryScheduler
 
 Observer = Callable[[], None]
 REQUEST = 5
@@ -84,7 +86,7 @@ class SimulatedPipeline:
     def __init__(
         self,
         topology: Topology,
-        scheduler: Scheduler,
+        scheduler: RankScheduler | MemoryScheduler,
         random_source: random.Random,
         num_tokens: int,
         hit_rate: float = 0.6,

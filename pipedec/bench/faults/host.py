@@ -20,7 +20,7 @@ from pipedec.cluster.state import RunningCluster
 from pipedec.config import AUTO
 from pipedec.core import PipedecError
 from pipedec.plan.spec import PipelineSpec
-from pipedec.scheduler import RedisScheduler
+from pipedec.scheduler import ClientScheduler
 
 START_SECONDS = 120.0
 STOP_SECONDS = 30.0
@@ -82,7 +82,7 @@ class ClusterHost:
             raise PipedecError(f"the cluster has ended: {news}")
         return news
 
-    def scheduler(self) -> RedisScheduler:
+    def scheduler(self) -> ClientScheduler:
         """A connection of its own. Raises SchedulerLost, or UserError if Redis does not know the run."""
         return RunningCluster(self.address.redis_url, self.address.run_id).connect()
 

@@ -25,7 +25,7 @@ from pipedec.bench.serve.server import ServerUnderTest
 from pipedec.client.client import Client
 from pipedec.core import PipedecError
 from pipedec.plan.spec import PipelineSpec
-from pipedec.scheduler import RedisScheduler
+from pipedec.scheduler import ClientScheduler
 from pipedec.scheduler.protocol import RunStatus
 
 _GONE_SECONDS = 5.0  # a cluster without its supervisor
@@ -107,7 +107,7 @@ class _State:
     pids: dict[int, int]
 
 
-def _settled(fault: Fault, load: Load, before: _State, host: ClusterHost, control: RedisScheduler) -> Row:
+def _settled(fault: Fault, load: Load, before: _State, host: ClusterHost, control: ClientScheduler) -> Row:
     """What is found once the cluster is as before."""
     problems, row = load.problems(), Row(recovery=None, waits_s=load.waits(None), keys=None, usage=[], processes=None)
     try:
@@ -195,7 +195,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def _connections(host: ClusterHost) -> Iterator[tuple[RedisScheduler, RedisScheduler]]:
+def _connections(host: ClusterHost) -> Iterator[tuple[ClientScheduler, ClientScheduler]]:
     """One for a client, one to look and to strike with."""
     scheduler, control = host.scheduler(), host.scheduler()
     try:
@@ -206,7 +206,7 @@ def _connections(host: ClusterHost) -> Iterator[tuple[RedisScheduler, RedisSched
 
 
 @contextmanager
-def _front_end(fault: Fault, host: ClusterHost, scheduler: RedisScheduler) -> Iterator[ServerUnderTest | None]:
+def _front_end(fault: Fault, host: ClusterHost, scheduler: ClientScheduler) -> Iterator[ServerUnderTest | None]:
     """For the fault that hits one: a server with streams that have been submitted."""
     if fault.kind.name != "front-end":
         yield None

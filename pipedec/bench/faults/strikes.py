@@ -19,13 +19,13 @@ from pipedec.bench.faults.host import ClusterHost
 from pipedec.bench.faults.kinds import KINDS, RESET, Fault
 from pipedec.bench.serve.server import ServerUnderTest
 from pipedec.core import PipedecError
-from pipedec.scheduler import RedisScheduler
+from pipedec.scheduler import ClientScheduler
 
 Strike = Callable[[], None]
 _CONNECTED_SECONDS = 10.0
 
 
-def prepare(fault: Fault, host: ClusterHost, control: RedisScheduler, server: ServerUnderTest | None) -> Strike:
+def prepare(fault: Fault, host: ClusterHost, control: ClientScheduler, server: ServerUnderTest | None) -> Strike:
     """Everything that takes time; what is returned brings the fault about at once.
 
     Args:

@@ -13,7 +13,7 @@ from pipedec.client.client import Client
 from pipedec.client.reply import Reply
 from pipedec.core import PipedecError
 from pipedec.messages import Recovery
-from pipedec.scheduler.protocol import RunStatus, Scheduler
+from pipedec.scheduler.protocol import ClientCalls, RunStatus
 
 ANSWER_SECONDS = 60.0  # from a fault to the end of all answers; more is a hang
 _READ_SECONDS = 0.02
@@ -149,7 +149,7 @@ def recovery_row(recovery: Recovery, struck_at: float) -> Row:
     }  # fmt: skip
 
 
-def wait_until_idle(scheduler: Scheduler, is_done: Callable[[RunStatus], bool], seconds: float) -> RunStatus | None:
+def wait_until_idle(scheduler: ClientCalls, is_done: Callable[[RunStatus], bool], seconds: float) -> RunStatus | None:
     """The state of a run in which nothing runs or waits, and of which ``is_done`` is true; None if it does not come to that."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -21,7 +21,7 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.core import DEFAULT_METHOD, PipedecError, SamplingParams
 from pipedec.flags import Help, check_fields
 from pipedec.messages import PromptRequest
-from pipedec.scheduler import RedisScheduler, connect
+from pipedec.scheduler import ClientScheduler
 from pipedec.scheduler.protocol import WATCH_SECONDS
 
 _NOTICED_SECONDS = WATCH_SECONDS + 2.0  # after which rank 0 knows that somebody watches, or that nobody does
@@ -101,7 +101,7 @@ class _Bench:
     def _watching(self) -> Iterator[None]:
         """A watcher that has all frames, until rank 0 knows that it has gone."""
         address = self._cluster.address
-        scheduler = RedisScheduler(connect(address.redis_url), address.run_id, self._cluster.topology)
+        scheduler = address.scheduler(ClientScheduler, self._cluster.topology)
         frames = Running.of(scheduler, address.run_id).client.live()
         steps, has_left = [0], threading.Event()
         reader = threading.Thread(target=_read, args=(frames, steps, has_left))

@@ -22,7 +22,7 @@ from pipedec.engine.sequences import Sequences
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import RunDescription
 from pipedec.plan.spec import DISPATCHES
-from pipedec.scheduler import RedisScheduler, connect
+from pipedec.scheduler import ClientScheduler, RankScheduler, connect
 from pipedec.shipped import reference_pair
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
@@ -96,7 +96,7 @@ def measure_rank(plan: RankPlan, report: Callable[[Sample], None]) -> None:
 def _pipeline_samples(plan: RankPlan, run_id: str, transport: TorchTransport) -> list[Sample]:
     """One run: a timed request and a short traced one for each number of rows."""
     topology = Topology.even(plan.stages, plan.stages)
-    scheduler = RedisScheduler(connect(plan.redis_url), run_id, topology)
+    scheduler = RankScheduler(connect(plan.redis_url), run_id, topology)
     lease = LeaseKeeper(scheduler, plan.rank)
     lease.start()
     try:
@@ -107,27 +107,28 @@ def _pipeline_samples(plan: RankPlan, run_id: str, transport: TorchTransport) ->
     return samples
 
 
-def _drive(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport, topology: Topology) -> list[Sample]:
+def _drive(plan: RankPlan, scheduler: RankScheduler, transport: TorchTransport, topology: Topology) -> list[Sample]:
     """Rank 0: run the requests one after another, then stop the run."""
     probe = Probe(lambda: scheduler.round_trips)
-    loop = ScriptedDraftLoop(probe, _wiring(plan, scheduler, transport, topology))
+    client = ClientScheduler(scheduler.client, scheduler.run_id, topology)
+    loop = ScriptedDraftLoop(probe, client, _wiring(plan, scheduler, transport, topology))
     layers = tuple((rank - 1, rank) for rank in range(1, plan.stages + 1))
     scheduler.open(RunDescription(Settings.of(target="null"), topology.groups, layers))
     samples = []
     with loop.serving():
         for rows in plan.rows:
-            before, timesteps = scheduler.usage().cpu_seconds, _verdicts(plan.timesteps) + plan.stages
+            before, timesteps = client.usage().cpu_seconds, _verdicts(plan.timesteps) + plan.stages
             loop.run_scripted(rows, _verdicts(plan.timesteps))
-            redis_cpu_ms = 1000 * (scheduler.usage().cpu_seconds - before) / timesteps
+            redis_cpu_ms = 1000 * (client.usage().cpu_seconds - before) / timesteps
             timed = _sample(probe, rows)
             granted = loop.run_scripted(rows, _verdicts(TRACED_TIMESTEPS), trace=True)
             lengths = critical_path_lengths(granted)[WARM_UP:]
             samples.append(replace(timed, redis_cpu_ms=redis_cpu_ms, critical_path=lengths))
-        scheduler.stop()
+        client.stop()
     return samples
 
 
-def _follow(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport, topology: Topology) -> list[Sample]:
+def _follow(plan: RankPlan, scheduler: RankScheduler, transport: TorchTransport, topology: Topology) -> list[Sample]:
     """A stage: serve until the run is stopped. Samples of traced requests are dropped."""
     requests: list[Sample] = []
     probe = Probe(lambda: scheduler.round_trips)
@@ -137,7 +138,7 @@ def _follow(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport
     return requests[::2]
 
 
-def _wiring(plan: RankPlan, scheduler: RedisScheduler, transport: TorchTransport, topology: Topology) -> Wiring:
+def _wiring(plan: RankPlan, scheduler: RankScheduler, transport: TorchTransport, topology: Topology) -> Wiring:
     sequences = Sequences(reference_pair() / "target")  # the answers of stages that compute nothing ignore them
     return Wiring(scheduler, transport, topology, Tracer(plan.rank), sequences, window=DISPATCHES[plan.dispatch])
 

@@ -1,0 +1,181 @@
+"""What every process that takes part in a run asks of Redis. The Lua scripts hold the rules; key names are in keys.py."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import redis
+from msgspec import structs
+
+from pipedec.messages import Activity, Event, RunDescription
+from pipedec.scheduler.client import BLOCK_SECONDS, PATIENCE_SECONDS, patiently, translated_errors
+from pipedec.scheduler.client_calls import KEY_SECONDS, events_read, look_call, status_of
+from pipedec.scheduler.keys import Keys
+from pipedec.scheduler.protocol import RunStatus
+from pipedec.scheduler.scripts import script_text
+from pipedec.topology import Topology, of_rank
+from pipedec.validation import parse_json
+
+KEPT_RECOVERIES = 20
+
+_T = TypeVar("_T")
+
+
+class BaseScheduler:
+    """The part of the scheduler that ranks, clients and supervisors share. Every call may raise SchedulerLost.
+
+    One object serves one process; several may share a Redis client. The calls of ranks and supervisors carry the epoch in which
+    their process takes part. If the run is in another one, those that would change something raise EpochEnded and change nothing.
+
+    Attributes:
+        patience_seconds: how long Redis may carry out no commands because it is busy or has no memory, before a call raises
+            SchedulerBusy. Requests are refused at once.
+        round_trips: the commands sent to the server.
+    """
+
+    def __init__(self, client: redis.Redis, run_id: str, topology: Topology) -> None:
+        self.client = client
+        self.keys = Keys(run_id)
+        self.topology = topology
+        self.patience_seconds = PATIENCE_SECONDS
+        self.round_trips = 0
+        self._scripts: dict[str, Any] = {}
+        self._address = _address_of(client)
+        self._queues = [self.keys.queue(rank) for rank in topology.ranks]
+
+    @property
+    def run_id(self) -> str:
+        """The name of the run."""
+        return self.keys.run_id
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which this process takes part."""
+        return self.keys.epoch
+
+    def current_epoch(self) -> int | None:
+        """The epoch of the run; None if it is not open (yet, or any more)."""
+        epoch: Any = self._ask(lambda: self.client.hget(self.keys.run, "epoch"))
+        return None if epoch is None else int(epoch)
+
+    def enter(self, epoch: int) -> None:
+        """Take part in ``epoch`` from now on."""
+        self.keys = replace(self.keys, epoch=epoch)
+        self._queues = [self.keys.queue(rank) for rank in self.topology.ranks]
+
+    def recover(self, lost: Sequence[int], reason: str, places: Mapping[int, str] = MappingProxyType({})) -> int:
+        """End the epoch in which this process takes part, if it is still the run's; returns the run's epoch.
+
+        All ranks get a message of kind ``recover``; requests and their answers stay.
+
+        Args:
+            lost: ranks whose processes are replaced.
+            places: the nodes that take them over, by rank.
+
+        Raises:
+            RankLost: the run has failed.
+            SchedulerLost: it is no longer stored.
+        """
+        keys, ranks = self.keys, self.topology.ranks
+        told = [*self._told_keys(), keys.recoveries]
+        names = [keys.run, keys.members, keys.running, keys.attempts, *told, keys.bell, keys.waiting]
+        ended = [keys.workflow, keys.done, keys.trace, keys.answer(keys.meeting)]
+        arguments = [json.dumps(list(lost)), reason, len(ranks), KEPT_RECOVERIES, json.dumps(list(places.items()))]
+        names += [*map(keys.alive, ranks), *self._queues, *ended]
+        return int(self._run_script("recover", names, [KEY_SECONDS, self.epoch, *arguments]))
+
+    def abort(self, rank: int, message: str) -> bool:
+        """Record that the run failed at ``rank``, and notify every rank and every reader of an answer.
+
+        Only the first failure is recorded: True for it, False for later ones.
+        """
+        names = [self.keys.run, self.keys.waiting, self.keys.running, self.keys.unread, *self._queues]
+        return bool(self._run_script("abort", names, [KEY_SECONDS, of_rank(rank, message), self.keys.answer_prefix, self.epoch]))
+
+    def failure(self) -> str | None:
+        """The message of the first abort, or None."""
+        text: Any = self._ask(lambda: self.client.hget(self.keys.run, "failure"))
+        return text.decode() if text is not None else None
+
+    def status(self) -> RunStatus:
+        """The state of the run, and all that a waiting client needs to know of it, in one round trip."""
+        return status_of(self._run_script(*look_call(self.keys, self.topology)))
+
+    def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
+        """The new events of several answers, each with its request and position.
+
+        Args:
+            last: by request number, the position of the last event already read; ``"0"`` to start at the beginning.
+
+        Returns:
+            [] if no event arrives within ``timeout_seconds``.
+
+        Raises:
+            PipedecError: what arrived is no event.
+        """
+        streams: Any = {self.keys.answer(number): position for number, position in last.items()}
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            remaining = min(deadline - time.monotonic(), BLOCK_SECONDS)
+            block = max(1, int(remaining * 1000)) if remaining > 0 else None
+            reply: Any = self._ask(partial(self.client.xread, streams, block=block))
+            if reply:
+                return events_read(self.keys, reply)
+            if time.monotonic() >= deadline:
+                return []
+
+    def clock_us(self) -> int:
+        """The scheduler's clock in µs since the epoch, to which ranks on all machines align their traces."""
+        seconds, microseconds = self._ask(lambda: self.client.time())
+        return int(seconds) * 1_000_000 + int(microseconds)
+
+    def clear(self) -> None:
+        """Delete everything the run has stored."""
+        if stored := self._stored():
+            self._ask(lambda: self.client.delete(*stored))
+
+    def _stored(self) -> list[bytes]:
+        """All keys of the run."""
+        return self._ask(lambda: list(self.client.scan_iter(match=self.keys.prefix + "*", count=1000)))
+
+    def _told_keys(self) -> list[str]:
+        """What ranks tell supervisors, and supervisors each other."""
+        return [self.keys.doing, self.keys.suspects, self.keys.ends, self.keys.places]
+
+    def _run_script(self, name: str, keys: Sequence[str], arguments: Sequence[Any], patience_seconds: float | None = None) -> Any:
+        script = self._scripts.get(name)
+        if script is None:
+            script = self._scripts[name] = self.client.register_script(script_text(name))
+        return self._ask(lambda: script(keys=keys, args=arguments), patience_seconds)
+
+    def _ask(self, command: Callable[[], _T], patience_seconds: float | None = None) -> _T:
+        self.round_trips += 1
+        return patiently(command, self._address, self.patience_seconds if patience_seconds is None else patience_seconds)
+
+
+def read_description(client: redis.Redis, run_id: str) -> RunDescription | None:
+    """What the ranks have said of the run; None if there is no such run. For clients, which do not know the topology yet.
+
+    Raises:
+        UserError: another version has opened the run.
+    """
+    with translated_errors(_address_of(client)):
+        text: Any = client.hget(Keys(run_id).run, "description")
+    return parse_json(RunDescription, text, "the description of the run") if text is not None else None
+
+
+def activity_of(told: str, now_us: int) -> Activity:
+    """What ``lease.lua`` has noted."""
+    at_us, text = told.split(" ", 1)
+    return structs.replace(parse_json(Activity, text, "the rank's activity"), age_seconds=(now_us - int(at_us)) / 1e6)
+
+
+def _address_of(client: redis.Redis) -> str:
+    options = client.connection_pool.connection_kwargs
+    return options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"

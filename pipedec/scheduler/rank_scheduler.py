@@ -1,0 +1,303 @@
+"""What the ranks of a run ask of Redis: tasks and messages, the queue of requests, answers, leases."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import redis
+
+from pipedec.messages import Activity, Event, RunDescription, RunStats, StageStats, to_json
+from pipedec.scheduler.base import BaseScheduler
+from pipedec.scheduler.client import BLOCK_SECONDS, DedicatedConnection
+from pipedec.scheduler.client_calls import KEY_SECONDS, LEASE_MS, close_call
+from pipedec.scheduler.protocol import (
+    RESTORED,
+    SHOWN_BATCHES,
+    SHOWN_SECONDS,
+    GrantedTask,
+    Message,
+    Post,
+    Remembered,
+    Taken,
+    tokens_told,
+)
+from pipedec.scheduler.scripts import script_sha, script_text
+from pipedec.scheduler.transfers import groups_text
+from pipedec.scheduler.workflow import Planned, Task
+from pipedec.topology import Topology
+
+
+class RankScheduler(BaseScheduler):
+    """The scheduler as a rank uses it.
+
+    It reports tasks under the number of the session whose message it received last, so that a rank that was suspended for a while
+    cannot finish tasks of a later one.
+
+    Attributes:
+        lease_ms: for which ``renew_lease`` renews the lease.
+    """
+
+    def __init__(self, client: redis.Redis, run_id: str, topology: Topology) -> None:
+        super().__init__(client, run_id, topology)
+        self.lease_ms = LEASE_MS
+        self._connection = DedicatedConnection(client)
+        self._workflow = -1  # its number
+        self._knows_finish = False  # the server has been given the script
+        self._num_shown = 0  # batches of the live feed
+        self._stats = ""  # of this process's stage, as JSON
+        self._entries = "," + ",".join(map(str, topology.entry_ranks)) + ","
+
+    @property
+    def server_host(self) -> str | None:
+        """The host of the server; None if the connection is a Unix socket."""
+        return self.client.connection_pool.connection_kwargs.get("host")
+
+    def enter(self, epoch: int) -> None:
+        super().enter(epoch)
+        self._workflow = -1
+
+    def open(self, description: RunDescription, duplex: str = "full", recovers: bool = False) -> None:
+        """Declare the run up, so that requests are accepted; in a later epoch, that its ranks serve again.
+
+        Args:
+            description: for clients; its limits say when further requests are refused.
+            duplex: of the links between the ranks, ``half`` or ``full``; decides the order of transfers that windows grant.
+            recovers: whether somebody replaces ranks that are lost.
+
+        Raises:
+            UserError: the run id is in use.
+            RankLost: the run has failed.
+        """
+        limits = [description.settings.limits.max_num_seqs, description.settings.limits.max_waiting]
+        about = [to_json(description), groups_text(self.topology), duplex, *limits, self.epoch, int(recovers)]
+        self._run_script("open", [self.keys.run, self.keys.recoveries, *self._queues], [KEY_SECONDS, *about])
+
+    def restore(self, description: RunDescription, duplex: str, submitted: int, remembered: Sequence[Remembered]) -> int:
+        """For rank 0: write back a run that Redis has lost, in the epoch behind this process's; returns the run's epoch.
+
+        Nothing happens if Redis knows the run. Lost ranks of a run that is restored are replaced.
+
+        Args:
+            submitted: the number of the next request: greater than that of any before, of which clients may still hope to hear.
+            remembered: the running requests.
+        """
+        keys, limits = self.keys, [description.settings.limits.max_num_seqs, description.settings.limits.max_waiting]
+        about = [to_json(description), groups_text(self.topology), duplex, *limits, submitted, RESTORED]
+        texts = [[one.number, one.request, *map(to_json, one.events)] for one in remembered]
+        names = [keys.run, keys.running, keys.requests, keys.recoveries, *(keys.answer(one.number) for one in remembered)]
+        return int(self._run_script("restore", names, [KEY_SECONDS, self.epoch, *about, json.dumps(texts)]))
+
+    def journal(self) -> list[Message]:
+        """For rank 0, at the beginning of an epoch: all running requests, in the order of their numbers."""
+        pipe = self.client.pipeline(transaction=True)
+        pipe.smembers(self.keys.running)
+        pipe.hgetall(self.keys.requests)
+        pipe.hgetall(self.keys.attempts)
+        running, requests, attempts = self._ask(lambda: pipe.execute())
+        found = []
+        for number in sorted(map(int, running)):
+            field = str(number).encode()
+            told = tokens_told(event for _, _, event in self.read_answers({number: "0"}, 0))
+            found.append(
+                Message("request", number, text=requests[field].decode(), told=told, attempts=int(attempts.get(field, 0)))
+            )
+        return found
+
+    def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None:
+        """Start the workflow of a session with its initial tasks. It knows nothing of the requests that run in it.
+
+        Args:
+            session: its number; no two of a run may be the same.
+            trace_lines: how many lines of its trace are kept.
+
+        Raises:
+            UserError: another workflow is running, or the run is not up.
+            RankLost: the run has failed.
+        """
+        arguments = [KEY_SECONDS, session, self._entries, trace_lines, _encode(planned), self.epoch]
+        self._run_script("begin", self._graph_keys(), arguments)
+        self._workflow = session
+
+    def report(
+        self,
+        rank: int,
+        done: Sequence[Task],
+        planned: Sequence[Planned],
+        timeout_seconds: float = 0.0,
+        trace_lines: int | None = None,
+    ) -> Message | None:
+        """Report tasks done and schedule ``planned``, in one atomic step; then ``wait``, in the same round trip.
+
+        A transfer is reported by its receiver only (Algorithm 3). A repeated report changes nothing.
+
+        Args:
+            trace_lines: how many lines of the trace are kept from now on; None for as many as before.
+        """
+        keys, ids = self._graph_keys(), json.dumps([task.id for task in done])
+        about = [KEY_SECONDS, self._workflow, ids, _encode(planned), self.epoch, "" if trace_lines is None else trace_lines]
+        commands: list[list[Any]] = [["EVALSHA", script_sha("finish"), len(keys), *keys, *about]]
+        if timeout_seconds > 0:
+            commands.append(["BLPOP", self._queues[rank], min(timeout_seconds, BLOCK_SECONDS)])
+        *_, reply = self._ask(partial(self._exchange, commands))
+        return self._message(reply[1]) if timeout_seconds > 0 and reply is not None else None
+
+    def _exchange(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        if not self._knows_finish:  # a server that does not know the script would let the other command wait
+            self.client.script_load(script_text("finish"))
+            self._knows_finish = True
+        try:
+            return self._connection.call_all(commands)
+        except redis.exceptions.NoScriptError:  # nothing has run
+            self._knows_finish = False
+            return self._exchange(commands)
+
+    def wait(self, rank: int, timeout_seconds: float) -> Message | None:
+        """The rank's next message, or None if none arrives within ``timeout_seconds``."""
+        if timeout_seconds <= 0:
+            return self._lpop(self._queues[rank])
+        deadline = time.monotonic() + timeout_seconds
+        while (remaining := deadline - time.monotonic()) > 0:
+            if (reply := self._blpop([self._queues[rank]], remaining)) is not None:
+                return self._message(reply[1])
+        return None
+
+    def wait_request(self, timeout_seconds: float) -> Message | None:
+        """For rank 0 when nothing runs: the next ``request``, ``stop`` or ``abort``, or None after ``timeout_seconds``.
+
+        Raises:
+            RankLost: the run has failed.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            if (message := self._lpop(self._queues[0])) is not None:
+                return message
+            if requests := self.take(1).requests:
+                return requests[0]
+            if (remaining := deadline - time.monotonic()) <= 0:
+                return None
+            reply = self._blpop([self._queues[0], self.keys.bell], remaining)
+            if reply is not None and reply[0].decode() == self._queues[0]:
+                return self._message(reply[1])
+
+    def take(self, limit: int) -> Taken:
+        """For rank 0, without waiting: at most ``limit`` requests, in the order of (priority, number), and what was cancelled.
+
+        Raises:
+            RankLost: the run has failed.
+        """
+        keys = self.keys
+        names = [keys.run, keys.waiting, keys.requests, keys.running, keys.cancelled, keys.bell, keys.watchers]
+        state, cancelled, watcher, *taken = self._run_script("take", names, [KEY_SECONDS, limit, self.epoch])
+        requests = [
+            Message("request", int(number), text=text.decode()) for number, text in zip(taken[::2], taken[1::2], strict=True)
+        ]
+        return Taken(requests, sorted(map(int, cancelled)), state == b"stopping", watcher.decode())
+
+    def end_orphans(self) -> list[int]:
+        """For rank 0: cancel the requests of owners without a lease, and close their answers. Returns the numbers."""
+        keys = self.keys
+        names = [keys.owners, keys.waiting, keys.requests, keys.running, keys.cancelled, keys.unread, keys.run]
+        return sorted(self._run_script("orphans", names, [KEY_SECONDS, keys.owner_prefix, keys.answer_prefix, self.epoch]))
+
+    def publish(self, request_number: int, *events: Event) -> None:
+        """Append events to the answer of a request."""
+        self.publish_all([Post(request_number, events)])
+
+    def publish_all(self, posts: Sequence[Post], stats: RunStats | None = None) -> None:
+        """Append events to the answers of several requests, in order, in one atomic step.
+
+        Args:
+            stats: for ``status``; None if there is nothing new.
+        """
+        keys = self.keys
+        names = [keys.running, keys.cancelled, keys.unread, keys.run, keys.requests, keys.attempts]
+        names += (keys.answer(post.number) for post in posts)
+        texts = [[post.number, int(post.ends), *map(to_json, post.events)] for post in posts]
+        self._run_script("publish", names, [KEY_SECONDS, json.dumps(texts), "" if stats is None else to_json(stats), self.epoch])
+
+    def close_meeting(self) -> None:
+        """Delete what the ranks have published to the meeting of this epoch."""
+        self._run_script(*close_call(self.keys, self.keys.meeting))
+
+    def show(self, frames: Sequence[str]) -> None:
+        """Rank 0: add frames, each a JSON object, to the live feed. Only the last batches are kept, not for long."""
+        self._num_shown += 1
+        pipe = self.client.pipeline(transaction=True)
+        pipe.xadd(self.keys.live, {"number": self._num_shown, "frames": f"[{','.join(frames)}]"}, maxlen=SHOWN_BATCHES)
+        pipe.pexpire(self.keys.live, int(1000 * SHOWN_SECONDS))
+        self._ask(pipe.execute)
+
+    def tell(self, stats: StageStats) -> None:
+        """Let ``status`` know of a stage's counters, when its lease is renewed next. Sends nothing itself."""
+        self._stats = to_json(stats)
+
+    def renew_lease(self, rank: int, activity: Activity | None = None) -> None:
+        """Renew the lease of ``rank`` and the time to live of the run's keys; tell the supervisors what it does."""
+        keys = self.keys
+        names = [keys.members, keys.alive(rank), keys.running, keys.run, keys.doing, *self._lasting_keys()]
+        doing = "" if activity is None else to_json(activity)
+        self._run_script("lease", names, [KEY_SECONDS, self.lease_ms, rank, keys.answer_prefix, self._stats, doing, self.epoch])
+
+    def expired_ranks(self) -> list[int]:
+        """Ranks whose lease has expired."""
+        alive = [self.keys.alive(rank) for rank in self.topology.ranks]
+        return sorted(self._run_script("expired", [self.keys.members, *alive], []))
+
+    def leave(self, rank: int) -> None:
+        """Give up the lease of a rank that exits normally."""
+        self._run_script("leave", [self.keys.members, self.keys.alive(rank), self.keys.run], [rank, self.epoch])
+
+    def suspect(self, rank: int, message: str) -> None:
+        """Tell the supervisors that ``rank`` cannot go on, because another one does not answer."""
+        self._note(self.keys.suspects, rank, message)
+
+    def note_end(self, rank: int, message: str) -> None:
+        """Tell the supervisors why the process of ``rank`` ends."""
+        self._note(self.keys.ends, rank, message)
+
+    def _note(self, notes: str, rank: int, message: str) -> None:
+        self._run_script("note", [self.keys.run, notes], [KEY_SECONDS, rank, message, self.epoch])
+
+    def trace(self) -> list[GrantedTask]:
+        """The trace of the session begun last, as far as it is kept."""
+        lines: Any = self._ask(lambda: self.client.lrange(self.keys.trace, 0, -1))
+        fields = (line.decode().split(" ") for line in lines)
+        return [GrantedTask(Task.parse(task), int(granted), int(finished)) for task, granted, finished in fields]
+
+    def _lasting_keys(self) -> list[str]:
+        """The keys that every rank keeps alive, beside those that ``lease.lua`` knows."""
+        keys = self.keys
+        graph = [keys.workflow, keys.done, keys.trace]
+        queue = [keys.waiting, keys.requests, keys.bell, keys.cancelled, keys.unread, keys.owners, keys.attempts]
+        told = [keys.suspects, keys.ends, keys.places, keys.recoveries, keys.nodes]
+        return [keys.answer(keys.meeting), *graph, *queue, *told, *self._queues]
+
+    def _graph_keys(self) -> list[str]:
+        keys = self.keys
+        return [keys.workflow, keys.done, keys.trace, keys.run, *self._queues]
+
+    def _blpop(self, queues: list[str], timeout_seconds: float) -> Any:
+        """[queue, element] of the first of ``queues`` that has one; None after ``timeout_seconds``, or ``BLOCK_SECONDS`` if these
+        are fewer, so that a server that died silently is noticed.
+        """
+        return self._ask(lambda: self._connection.call("BLPOP", *queues, max(0.001, min(timeout_seconds, BLOCK_SECONDS))))
+
+    def _lpop(self, queue: str) -> Message | None:
+        line: Any = self._ask(lambda: self.client.lpop(queue))
+        return self._message(line)
+
+    def _message(self, line: bytes | None) -> Message | None:
+        if line is None:
+            return None
+        message = Message.from_json(line)
+        if message.kind == "tasks":
+            self._workflow = message.number
+        return message
+
+
+def _encode(planned: Sequence[Planned]) -> str:
+    return json.dumps([[plan.task.id, [task.id for task in plan.after], json.dumps(plan.payload)] for plan in planned])

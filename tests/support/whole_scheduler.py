@@ -1,0 +1,44 @@
+"""All callers of a run in one object, for tests that are a rank, a client and a supervisor at once; on either back end."""
+
+from __future__ import annotations
+
+import redis
+
+from pipedec.messages import Event
+from pipedec.scheduler import ClientScheduler, Post, RankScheduler, SupervisorScheduler, Topology
+from pipedec.scheduler.client import PATIENCE_SECONDS
+from pipedec.scheduler.client_calls import LEASE_MS, submit_call
+from support.memory_scheduler import MemoryScheduler
+
+
+class WholeScheduler(RankScheduler, ClientScheduler, SupervisorScheduler):
+    """A scheduler on Redis with the calls of everybody, those of front-ends with an event loop included."""
+
+    def __init__(
+        self, client: redis.Redis, run_id: str, topology: Topology, lease_ms: int = LEASE_MS,
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:  # fmt: skip
+        super().__init__(client, run_id, topology)
+        self.lease_ms, self.patience_seconds = lease_ms, patience_seconds
+
+    def submit(self, request_json: str, priority: int = 0, operation: str = "", owner: str = "") -> int:
+        if not owner:
+            return super().submit(request_json, priority, operation)
+        return int(self._run_script(*submit_call(self.keys, request_json, priority, operation, owner, self.lease_ms)))
+
+    def renew_owner(self, owner: str) -> bool:
+        return self.client.set(self.keys.owner(owner), "1", px=self.lease_ms, get=True) is not None
+
+    def release_owner(self, owner: str) -> None:
+        self.client.delete(self.keys.owner(owner))
+
+    def complete(self, request_number: int, *events: Event) -> None:
+        """Publish the last events of an answer."""
+        self.publish_all([Post(request_number, events, ends=True)])
+
+    def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
+        """``read_answers`` of one."""
+        return [(position, event) for _, position, event in self.read_answers({request_number: last}, timeout_seconds)]
+
+
+Scheduler = MemoryScheduler | WholeScheduler
