@@ -15,7 +15,9 @@ from redis.exceptions import NoScriptError
 
 from pipedec.messages import Event, RunDescription
 from pipedec.scheduler.client import PATIENCE_SECONDS, address_of, async_connect, async_patiently
-from pipedec.scheduler.client_calls import (
+from pipedec.scheduler.keys import Keys
+from pipedec.scheduler.protocol import WATCH_SECONDS, RunStatus, Shown
+from pipedec.scheduler.script_calls import (
     LEASE_MS,
     Call,
     cancel_call,
@@ -26,8 +28,6 @@ from pipedec.scheduler.client_calls import (
     status_of,
     submit_call,
 )
-from pipedec.scheduler.keys import Keys
-from pipedec.scheduler.protocol import WATCH_SECONDS, RunStatus, Shown
 from pipedec.scheduler.scripts import script_sha, script_text
 from pipedec.topology import Topology
 from pipedec.validation import parse_json

@@ -15,9 +15,9 @@ from msgspec import structs
 
 from pipedec.messages import Activity, Event, RunDescription
 from pipedec.scheduler.client import BLOCK_SECONDS, PATIENCE_SECONDS, patiently, translated_errors
-from pipedec.scheduler.client_calls import KEY_SECONDS, events_read, look_call, status_of
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import RunStatus
+from pipedec.scheduler.script_calls import KEY_SECONDS, events_read, look_call, status_of
 from pipedec.scheduler.scripts import script_text
 from pipedec.topology import Topology, of_rank
 from pipedec.validation import parse_json

@@ -13,8 +13,8 @@ from pipedec.core import EpochEnded
 from pipedec.messages import Activity
 from pipedec.scheduler.base import BaseScheduler, activity_of
 from pipedec.scheduler.client import BLOCK_SECONDS
-from pipedec.scheduler.client_calls import KEY_SECONDS, cancel_call, close_call, shown_of, submit_call
 from pipedec.scheduler.protocol import WATCH_SECONDS, Shown
+from pipedec.scheduler.script_calls import KEY_SECONDS, cancel_call, close_call, shown_of, submit_call
 from pipedec.topology import Topology
 
 

@@ -13,7 +13,6 @@ import redis
 from pipedec.messages import Activity, Event, RunDescription, RunStats, StageStats, to_json
 from pipedec.scheduler.base import BaseScheduler
 from pipedec.scheduler.client import BLOCK_SECONDS, DedicatedConnection
-from pipedec.scheduler.client_calls import KEY_SECONDS, LEASE_MS, close_call
 from pipedec.scheduler.protocol import (
     RESTORED,
     SHOWN_BATCHES,
@@ -25,6 +24,7 @@ from pipedec.scheduler.protocol import (
     Taken,
     tokens_told,
 )
+from pipedec.scheduler.script_calls import KEY_SECONDS, LEASE_MS, close_call
 from pipedec.scheduler.scripts import script_sha, script_text
 from pipedec.scheduler.transfers import groups_text
 from pipedec.scheduler.workflow import Planned, Task

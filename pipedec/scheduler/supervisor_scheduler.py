@@ -8,8 +8,8 @@ from typing import Any
 
 from pipedec.messages import Recovery
 from pipedec.scheduler.base import BaseScheduler, activity_of
-from pipedec.scheduler.client_calls import KEY_SECONDS
 from pipedec.scheduler.protocol import Supervision
+from pipedec.scheduler.script_calls import KEY_SECONDS
 from pipedec.validation import parse_json
 
 NODE_LEASE_MS = 3000

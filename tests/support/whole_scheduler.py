@@ -7,7 +7,7 @@ import redis
 from pipedec.messages import Event
 from pipedec.scheduler import ClientScheduler, Post, RankScheduler, SupervisorScheduler, Topology
 from pipedec.scheduler.client import PATIENCE_SECONDS
-from pipedec.scheduler.client_calls import LEASE_MS, submit_call
+from pipedec.scheduler.script_calls import LEASE_MS, submit_call
 from support.memory_scheduler import MemoryScheduler
 
 

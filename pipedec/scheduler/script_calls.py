@@ -1,4 +1,4 @@
-"""The script calls of clients, with their keys and arguments and what they return, shared by blocking and asyncio clients.
+"""The script calls of several schedulers, blocking and asyncio: their keys and arguments, and what their replies mean.
 
 Knows no connection.
 """
@@ -27,9 +27,7 @@ class Call(NamedTuple):
 
 
 def submit_call(keys: Keys, request_json: str, priority: int, operation: str, owner: str = "", lease_ms: int = LEASE_MS) -> Call:
-    """Args:
-    owner: whose lease the request needs until its answer is closed; this renews it. Empty for none.
-    """
+    """The request needs the lease of ``owner`` until its answer is closed; this renews it. Empty for none."""
     names = [keys.run, keys.waiting, keys.requests, keys.bell, keys.running, keys.owners, keys.owner(owner)]
     names.append(keys.operation(operation))
     return Call("submit", names, [KEY_SECONDS, request_json, priority, owner, lease_ms, int(bool(operation))])
