@@ -225,7 +225,7 @@ class LocalPipeline:
         self.answers, self.fill = {}, []
         clock = self._clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
         pool = Pool(self._company)
-        stages = _Stages(self.stages, self._topology, self._recorder, clock, self._prunes_at_once, self._delay)
+        stages = LocalStages(self.stages, self._topology, self._recorder, clock, self._prunes_at_once, self._delay)
         schedule = _Schedule(pool, self._begin, stages.reset, arrivals, cancels or {}, losses)
         try:
             while schedule.is_open:
@@ -326,7 +326,7 @@ class _Schedule:
                 self._begin(self._pool, request)
 
 
-class _Stages:
+class LocalStages:
     """The ``Pipeline`` of the decode loop in one process: messages wait in a queue in front of each group.
 
     A verdict travels with the rows behind it. If stages prune at once (PipeDec §3.4.3), one by which the answer goes on does not:
@@ -334,7 +334,16 @@ class _Stages:
     adopted rows in flight of one that has ended.
 
     Args:
+        workers: of the stages; the last one is a FinalStageWorker.
+        recorder: of rank 0's work.
+        clock: adds up the emulated time; None if the time is measured.
         delay: timesteps that a message from one group to the next one is on its way.
+
+    Attributes:
+        fill: of the last timestep, for each group the requests and their numbers of rows that arrived there.
+
+    Raises:
+        ValueError: verdicts are replayed at once in spite of a delay.
     """
 
     def __init__(
@@ -354,6 +363,7 @@ class _Stages:
         self._clock = clock
         self._prunes_at_once = prunes_at_once
         self._delay = delay
+        self.fill: list[dict[int, int]] = []
         self._load = TimestepLoad()
         self._worked: list[tuple[Mark, Mark]] = []  # by group, in this timestep
         self._idle_timesteps = 0
@@ -362,6 +372,7 @@ class _Stages:
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
         self._load = TimestepLoad(deciding_seconds=self._recorder.cpu_seconds if number > 1 else 0.0)
         arrivals = self._arrivals(self._replay(entering) if self._prunes_at_once else entering)
+        self.fill = [_rows_of(message) for message in arrivals]
         self._check_idle(arrivals)
         with self._recorder.beside(self._load):
             meanwhile()
@@ -450,6 +461,11 @@ class _Stages:
         for began, ended in self._worked:
             ended.wait()
             yield elapsed(began, ended)
+
+
+def _rows_of(message: Envelope) -> dict[int, int]:
+    """By request, the number of its rows."""
+    return {update.number: update.step.num_rows for update in message.updates if update.step is not None}
 
 
 def _goes_on(update: Update) -> bool:

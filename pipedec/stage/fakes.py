@@ -1,66 +1,162 @@
-"""Stages without a model, to measure everything else: no layers, and a last stage that is given the answers."""
+"""Stages that compute nothing: no layers, and a last stage that knows the answers. What remains is all that a stage does besides.
+
+For benchmarks of what surrounds the model. The fakes are real workers, so rows, verdicts and slots are treated as everywhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from pipedec.model import KVPool, KVShape, LaneRows, StageModel
+from pipedec.core import Opening, SamplingParams, Step, Update
+from pipedec.forest import ThreadChanges
+from pipedec.model import KVCache, KVPool, KVShape, LaneRows, StageModel
 from pipedec.stage.final_lane import FinalLane
+from pipedec.stage.final_worker import FinalStageWorker
 from pipedec.stage.slot_tokens import SlotTokens
+from pipedec.stage.worker import StageWorker
+from pipedec.threads import NewSequence, replay, single_thread
+from pipedec.threads import Sequence as ThreadSequence
+from pipedec.tree import Advance
 
-_SHAPE = KVShape(num_layers=0, num_kv_heads=0, head_dim=0, dtype=torch.float32)
+_NOTHING = KVShape(num_layers=0, num_kv_heads=0, head_dim=0, dtype=torch.float32)
 
 
-class NoLayers:
-    """Computes nothing: its activations are zeros, [R, E]. Stands in for a ``StageModel``."""
+@dataclass
+class KnownAnswer:
+    """An answer in one thread, without an end token, and when it came about.
 
-    def __init__(self, hidden_size: int = 1) -> None:
-        self.config = SimpleNamespace(vocab_size=1)
+    Attributes:
+        token_ids: the answer.
+        prefilled: the timestep in which the last stage said the first token; None before it.
+        arrivals: the timesteps in which the rows of accepted tokens arrived at the last stage, in the order of the tokens.
+    """
+
+    token_ids: Sequence[int]
+    prefilled: int | None = None
+    arrivals: list[int] = field(default_factory=list)
+
+
+AnswerOf = Callable[[int, Opening], KnownAnswer]  # of a request, by its number
+
+
+class _NoLayers:
+    """Stands in for a ``StageModel``. Its activations are zeros, [R, E]."""
+
+    config = SimpleNamespace(vocab_size=1)
+
+    def __init__(self, hidden_size: int) -> None:
         self._hidden_size = hidden_size
         self._zeros: dict[int, Tensor] = {}  # by number of rows
 
-    @classmethod
-    def model(cls, hidden_size: int = 1) -> StageModel:
-        return cast(StageModel, cls(hidden_size))
-
-    def make_pool(self, slots: int, block: int = 16) -> KVPool:
-        """A pool that takes no memory."""
-        return KVPool(_SHAPE, slots, block)
+    def make_pool(self, slots: int, block: int) -> KVPool:
+        return _EmptyPool(_NOTHING, slots, block)
 
     def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:
+        for lane in lanes:
+            lane.append()
         rows = len(inputs)
         if rows not in self._zeros:
             self._zeros[rows] = torch.zeros(rows, self._hidden_size)
         return self._zeros[rows]
 
 
+class _EmptyPool(KVPool):
+    """Of any number of slots that hold nothing."""
+
+    def copy(self, sources: Sequence[int], targets: Iterable[range]) -> None:
+        """There is nothing to copy."""
+
+
 class _NoTokens(SlotTokens):
-    """Remembers nothing: nobody asks which tokens count for penalties."""
+    """Remembers nothing: without penalties nobody asks which tokens were said."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
     def read(self, slots: Iterable[range]) -> Tensor:
-        return torch.zeros(sum(map(len, slots)), dtype=torch.int64)
+        return torch.zeros(0, dtype=torch.int64)
 
     def write(self, slots: Iterable[range], token_ids: Tensor) -> None:
         """Nothing is remembered."""
 
 
 class _AnsweringLane(FinalLane):
-    """Says the next token of a known answer after each row. Rows that are not on its path get tokens that nobody looks at."""
+    """Says after each row the answer's token for the next position, which nobody looks at unless the row is on the answer's path.
 
-    answer: Sequence[int]
-    arrived: Callable[[list[int]], None]
-    _arrivals: list[int]
+    Args:
+        now: the present timestep.
+    """
+
+    def __init__(self, answer: KnownAnswer, now: Callable[[], int], opening: Opening, cache: KVCache, stage: int) -> None:
+        plain = replace(opening, sampling=SamplingParams())
+        super().__init__(plain, sequence_of(opening, len(answer.token_ids)), cache, "cpu", 1, _NoTokens(), stage)
+        self._answer = answer
+        self._now = now
+        self._arrivals: list[int] = []  # of each row of the tree
 
     def say(self) -> None:
         """The tokens after the rows that entered last."""
-        last = len(self.answer) - 1
+        token_ids, last = self._answer.token_ids, len(self._answer.token_ids) - 1
         positions = self._entered.positions[self._entered.num_rows - self.num_judged :].tolist()
-        self.settle([self.answer[min(position - self._prompt_length + 1, last)] for position in positions])
+        if self._entered.visibility is not None:
+            self._arrivals += [self._now()] * len(positions)
+        elif positions and self._answer.prefilled is None:
+            self._answer.prefilled = self._now()
+        self.settle([token_ids[min(position + 1 - self._prompt_length, last)] for position in positions])
+
+    def _replay(self, advance: Advance, changes: ThreadChanges) -> None:
+        super()._replay(advance, changes)
+        self._answer.arrivals += [self._arrivals[row] for row in advance.committed.tolist()]
+        self._arrivals = [self._arrivals[row] for row in advance.kept.tolist()]
+
+
+class AnsweringStage(FinalStageWorker):
+    """A last stage that knows the answers. Sampling parameters are of no matter.
+
+    Args:
+        now: the present timestep.
+        slots, block, stage: see ``StageWorker``.
+    """
+
+    def __init__(
+        self, answer_of: AnswerOf, slots: int, block: int = 16, stage: int = 1, now: Callable[[], int] = lambda: 0
+    ) -> None:
+        super().__init__(cast(StageModel, _NoLayers(1)), sequence_of, slots=slots, block=block, stage=stage)
+        self._answer_of = answer_of
+        self._now = now
+
+    def _new_lane(self, number: int, opening: Opening, cache: KVCache) -> FinalLane:
+        return _AnsweringLane(self._answer_of(number, opening), self._now, opening, cache, self._stage)
+
+    def _reply(self, updates: tuple[Update, ...], steps: Mapping[int, Step]) -> tuple[Update, ...]:
+        """The results in the order in which their lanes were opened."""
+        return super()._reply(updates, {number: steps[number] for number in self._lanes if number in steps})
+
+    def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> None:
+        for lane, _ in computed:
+            cast(_AnsweringLane, lane).say()
+
+
+def passing_stage(slots: int, block: int = 16, stage: int = 1, hidden_size: int = 1) -> StageWorker:
+    """A stage that is not the last one, and passes rows on with activations of zeros, [R, ``hidden_size``]."""
+    return StageWorker(cast(StageModel, _NoLayers(hidden_size)), sequence_of, slots=slots, block=block, stage=stage)
+
+
+def sequence_of(opening: Opening, max_tokens: int = sys.maxsize) -> NewSequence:
+    """Makes sequences that end after ``max_tokens`` tokens, and begin with what was said before."""
+    return partial(_sequence, opening, max_tokens)
+
+
+def _sequence(opening: Opening, max_tokens: int) -> ThreadSequence:
+    sequence = single_thread(opening.prompt_length, (), max_tokens)
+    replay(sequence, opening.said)
+    return sequence

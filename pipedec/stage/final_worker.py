@@ -55,7 +55,7 @@ class FinalStageWorker(StageWorker):
         results = map(self._result, steps)
         return (*closed, *(result for result in results if result is not None))
 
-    def _new_lane(self, opening: Opening, cache: KVCache) -> FinalLane:
+    def _new_lane(self, number: int, opening: Opening, cache: KVCache) -> FinalLane:
         vocab_size = self._model.config.vocab_size
         return FinalLane(opening, self._new_sequence(opening), cache, self._device, vocab_size, self._tokens, self._stage)
 

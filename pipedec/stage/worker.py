@@ -157,7 +157,7 @@ class StageWorker:
         cache = self._pool.cache(with_prompt=opening.tokens_per_mask > 0)
         cache.extend(opening.slots)
         cache.adopt(opening.cached, opening.copied)
-        self._lanes[number] = self._new_lane(opening, cache)
+        self._lanes[number] = self._new_lane(number, opening, cache)
 
     def _sync(self, number: int, verdict: Verdict, waiting: dict[int, Step]) -> None:
         """Replay a verdict, and prune what waits to be sent by it."""
@@ -186,7 +186,7 @@ class StageWorker:
     def _reply(self, updates: tuple[Update, ...], steps: Mapping[int, Step]) -> tuple[Update, ...]:
         return _with_steps(updates, steps)
 
-    def _new_lane(self, opening: Opening, cache: KVCache) -> Lane:
+    def _new_lane(self, number: int, opening: Opening, cache: KVCache) -> Lane:
         return Lane(opening, self._new_sequence(opening), cache, self._device)
 
     def _valid(self, steps: Mapping[int, Step]) -> dict[int, Step]:
