@@ -397,6 +397,7 @@ class LocalStages:
         behind_first = self._topology.groups[1:]
         self._queues = [deque[Envelope](), *(deque([EMPTY] * (1 + self._delay)) for _ in behind_first)]
 
+    @torch.inference_mode()
     def _replay(self, entering: Envelope) -> Envelope:
         """Every stage replays the verdicts by which answers go on, and prunes what waits to be sent; returns what else enters."""
         verdicts = [Update(update.number, verdict=update.verdict) for update in entering.updates if _goes_on(update)]
@@ -424,6 +425,7 @@ class LocalStages:
         if self._idle_timesteps == _IDLE_TIMESTEPS * (1 + self._delay):
             raise RuntimeError(f"no row has entered the pipeline for {self._idle_timesteps} timesteps, and no answer has ended")
 
+    @torch.inference_mode()
     def _compute(self, arrivals: list[Envelope]) -> tuple[Update, ...]:
         """Every group computes its rows, stage by stage. Returns what the last stage says."""
         self._worked.clear()

@@ -36,7 +36,7 @@ class KnownAnswer:
 
     Attributes:
         token_ids: the answer.
-        prefilled: the timestep in which the last stage said the first token; None before it.
+        prefilled: the timestep in which the prompt had arrived at the last stage; None before it.
         arrivals: the timesteps in which the rows of accepted tokens arrived at the last stage, in the order of the tokens.
     """
 
@@ -67,6 +67,10 @@ class _NoLayers:
         if rows not in self._zeros:
             self._zeros[rows] = torch.zeros(rows, self._hidden_size)
         return self._zeros[rows]
+
+
+def _no_layers(hidden_size: int = 1) -> StageModel:
+    return cast(StageModel, _NoLayers(hidden_size))
 
 
 class _EmptyPool(KVPool):
@@ -109,7 +113,7 @@ class _AnsweringLane(FinalLane):
         positions = self._entered.positions[self._entered.num_rows - self.num_judged :].tolist()
         if self._entered.visibility is not None:
             self._arrivals += [self._now()] * len(positions)
-        elif positions and self._answer.prefilled is None:
+        elif positions and not self._answer.arrivals:
             self._answer.prefilled = self._now()
         self.settle([token_ids[min(position + 1 - self._prompt_length, last)] for position in positions])
 
@@ -117,6 +121,17 @@ class _AnsweringLane(FinalLane):
         super()._replay(advance, changes)
         self._answer.arrivals += [self._arrivals[row] for row in advance.committed.tolist()]
         self._arrivals = [self._arrivals[row] for row in advance.kept.tolist()]
+
+
+class PassingStage(StageWorker):
+    """A stage that is not the last one. The activations that it passes on are zeros, [R, ``hidden_size``].
+
+    Args:
+        slots, block, stage: see ``StageWorker``.
+    """
+
+    def __init__(self, slots: int, block: int = 16, stage: int = 1, hidden_size: int = 1) -> None:
+        super().__init__(_no_layers(hidden_size), sequence_of, slots=slots, block=block, stage=stage)
 
 
 class AnsweringStage(FinalStageWorker):
@@ -130,7 +145,7 @@ class AnsweringStage(FinalStageWorker):
     def __init__(
         self, answer_of: AnswerOf, slots: int, block: int = 16, stage: int = 1, now: Callable[[], int] = lambda: 0
     ) -> None:
-        super().__init__(cast(StageModel, _NoLayers(1)), sequence_of, slots=slots, block=block, stage=stage)
+        super().__init__(_no_layers(), sequence_of, slots=slots, block=block, stage=stage)
         self._answer_of = answer_of
         self._now = now
 
@@ -144,11 +159,6 @@ class AnsweringStage(FinalStageWorker):
     def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> None:
         for lane, _ in computed:
             cast(_AnsweringLane, lane).say()
-
-
-def passing_stage(slots: int, block: int = 16, stage: int = 1, hidden_size: int = 1) -> StageWorker:
-    """A stage that is not the last one, and passes rows on with activations of zeros, [R, ``hidden_size``]."""
-    return StageWorker(cast(StageModel, _NoLayers(hidden_size)), sequence_of, slots=slots, block=block, stage=stage)
 
 
 def sequence_of(opening: Opening, max_tokens: int = sys.maxsize) -> NewSequence:

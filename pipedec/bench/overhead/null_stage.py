@@ -1,29 +1,30 @@
 """Stages that compute nothing, and a rank 0 whose proposals are always accepted: what remains of a timestep is its fixed cost.
 
-They run in the real ``StageLoop`` and ``DraftLoop``: queue, tasks, messages and transfers are real, only the models are not.
+They run in the real ``StageLoop`` and ``DraftLoop``: queue, tasks, messages, transfers and the lanes of stages are real;
+the models and the method are not.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from pipedec.core import (
+    EMPTY,
     NO_MASKS,
-    Load,
+    Envelope,
     MethodOptions,
     Opening,
     Request,
     SamplingParams,
     SchedulerLost,
-    SlotRuns,
     Step,
     Update,
     Verdict,
@@ -35,12 +36,14 @@ from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.pool import Pool
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.scheduler import GrantedTask
-from pipedec.scheduler.protocol import ClientCalls, Message
-from pipedec.stage import FinalStageWorker, StageWorker
+from pipedec.scheduler.protocol import Message
+from pipedec.stage import StageWorker
+from pipedec.stage.fakes import AnsweringStage, KnownAnswer, PassingStage
 from pipedec.text.prompt import Prompter
 from pipedec.threads import NewSequence, single_thread
 
-_TOKEN = 7
+_TOKEN, _WRONG_TOKEN = 7, 8
+_SLOTS = 2**20  # of pools that take no memory
 _QUEUE_SECONDS = 10.0
 
 
@@ -68,78 +71,45 @@ class Probe:
         self.round_trips.append(self._round_trips())
 
 
-class NullStage(StageWorker):
-    """A stage that passes on the rows it receives, without pruning any; its activations are zeros [R, E].
+class _Probed(StageWorker):
+    """A stage whose syncs with verdicts are noted. ``on_finished`` is called at the last one of each request."""
 
-    ``on_finished`` is called at the last sync of each request.
-    """
+    probe: Probe
+    on_finished: Callable[[], None]
 
-    def __init__(self, hidden_size: int, probe: Probe, on_finished: Callable[[], None]) -> None:
-        self.rows = self.pruned_rows = 0  # are not counted
-        self._hidden_size = hidden_size
-        self._probe = probe
-        self._on_finished = on_finished
-        self._zeros: dict[int, Tensor] = {}
-        self._rows: dict[int, Step] = {}  # computed and not passed on, by request
-        self._left: dict[int, int] = {}  # tokens of each open request that have yet to be accepted
-
-    @property
-    def num_lanes(self) -> int:
-        return len(self._left)
-
-    @property
-    def cache_slots(self) -> int:
-        return 0
-
-    def reset(self) -> None:
-        self._rows.clear()
-        self._left.clear()
-
-    def open(self, number: int, opening: Opening) -> None:
-        self._probe.reset()
-        self._left[number] = opening.sampling.max_tokens
-
-    def extend(self, number: int, slots: SlotRuns) -> None:
-        """There is no cache."""
-
-    def sync(self, number: int, verdict: Verdict) -> None:
-        if number not in self._left:
-            return
-        self._probe.note()
-        if verdict.finished:
-            del self._left[number]
-            self._on_finished()
-
-    def compute(self, steps: Mapping[int, Step]) -> None:
-        for number, step in self._valid(steps).items():
-            if step.num_rows not in self._zeros:
-                self._zeros[step.num_rows] = torch.zeros(step.num_rows, self._hidden_size)
-            self._rows[number] = Step(step.token_ids, step.parents, self._zeros[step.num_rows])
-
-    def outgoing(self) -> dict[int, Step]:
-        computed, self._rows = self._rows, {}
-        return computed
-
-    def load(self, steps: Mapping[int, Step]) -> Load:
-        return Load(sum(step.num_rows for step in steps.values()))
-
-    def _valid(self, steps: Mapping[int, Step]) -> dict[int, Step]:
-        return {number: step for number, step in steps.items() if number in self._left}
+    def replay(self, updates: Iterable[Update], waiting: Envelope = EMPTY) -> Envelope:
+        waiting = super().replay(updates, waiting)
+        for update in updates:
+            if update.opening is not None:
+                self.probe.reset()
+            if update.verdict is not None:
+                self.probe.note()
+                if update.verdict.finished is not None:
+                    self.on_finished()
+        return waiting
 
 
-class NullFinalStage(NullStage, FinalStageWorker):
-    """The last stage: accepts one token per request and timestep until ``max_tokens``."""
+class _NullStage(_Probed, PassingStage):
+    """Not the last one."""
 
-    def outgoing(self) -> dict[int, Step]:
-        return {}
 
-    def results(self) -> tuple[Update, ...]:
-        computed, self._rows = self._rows, {}
-        return tuple(self._accept(number) for number in computed if self._left.get(number))
+class _NullFinalStage(_Probed, AnsweringStage):
+    """Accepts one token per request and timestep until ``max_tokens``."""
 
-    def _accept(self, number: int) -> Update:
-        self._left[number] -= 1
-        return Update(number, verdict=Verdict.of(_TOKEN, finished=None if self._left[number] else "length"))
+
+def null_stage(stage: int, is_last: bool, hidden_size: int, probe: Probe, on_finished: Callable[[], None]) -> StageWorker:
+    """A stage that computes nothing. ``on_finished`` is called at the last sync of each request."""
+    worker: _Probed
+    if is_last:
+        worker = _NullFinalStage(_answer, _SLOTS, stage=stage)
+    else:
+        worker = _NullStage(_SLOTS, stage=stage, hidden_size=hidden_size)
+    worker.probe, worker.on_finished = probe, on_finished
+    return worker
+
+
+def _answer(number: int, opening: Opening) -> KnownAnswer:
+    return KnownAnswer([_TOKEN] * opening.sampling.max_tokens)
 
 
 class ScriptedOptions(MethodOptions, frozen=True):
@@ -156,21 +126,50 @@ class ScriptedMethod:
     hits = misses = 0
 
 
-class ScriptedCompany:
-    """Of each request the prompt's only token enters, then at every timestep so many rows; verdicts change nothing."""
+@dataclass
+class _Rows:
+    """The rows of a request: at every timestep the answer's next token, and others, which are wrong, so that each is a hit.
 
-    whole_prompts = False
+    Attributes:
+        count: rows per timestep.
+        path: the tree's rows with tokens of the answer, from the root on.
+    """
+
+    count: int
+    path: list[int] = field(default_factory=list)
+    _num_rows: int = 0  # of the tree
+
+    def next(self) -> Step:
+        token_ids = torch.full((self.count,), _WRONG_TOKEN)
+        token_ids[-1 if self.path else 0] = _TOKEN
+        parents = torch.full((self.count,), self.path[-1] if self.path else 0)
+        if not self.path:
+            parents[0] = -1
+        self.path.append(self._num_rows + self.count - 1 if self.path else 0)
+        self._num_rows += self.count
+        return Step(token_ids, parents)
+
+    def accept(self) -> None:
+        """One token was accepted: the rows before its own, which is the last of its timestep, leave the tree."""
+        first = self.path[1] if len(self.path) > 1 else self._num_rows
+        self.path = [row - first for row in self.path[1:]]
+        self._num_rows -= first
+
+
+class ScriptedCompany:
+    """Of each request the prompt's only token enters, and behind the first verdict so many rows at every timestep."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
-        self._next: dict[int, Update] = {}
-        self._rows: dict[int, Update] = {}
+        self._opening: dict[int, Update] = {}
+        self._rows: dict[int, _Rows] = {}  # of requests whose prompt has passed
+        self._counts: dict[int, int] = {}  # rows per timestep
 
     def open(self, request: Request, new_sequence: NewSequence) -> None:
         assert isinstance(request.options, ScriptedOptions)
-        opening = Opening(len(request.prompt_token_ids), request.sampling, trace=request.trace)
-        self._next[request.number] = Update(request.number, opening, step=_step(1))
-        self._rows[request.number] = Update(request.number, step=_step(request.options.rows))
+        opening = Opening(len(request.prompt_token_ids), request.sampling, trace=request.trace, slots=((0, _SLOTS),))
+        self._opening[request.number] = Update(request.number, opening, step=_Rows(1).next())
+        self._counts[request.number] = request.options.rows
 
     def method(self, number: int) -> ScriptedMethod:
         return ScriptedMethod()
@@ -182,23 +181,24 @@ class ScriptedCompany:
         self._probe.note()
         if verdict.finished is not None:
             self.close(number)
+        elif number in self._rows:
+            self._rows[number].accept()
+        else:
+            self._rows[number] = _Rows(self._counts[number])
 
     def close(self, number: int) -> None:
-        del self._next[number], self._rows[number]
+        del self._counts[number]
+        self._rows.pop(number, None)
 
     def propose(self) -> dict[int, Update]:
-        updates, self._next = self._next, dict(self._rows)
-        return updates
+        opening, self._opening = self._opening, {}
+        return opening | {number: Update(number, step=rows.next()) for number, rows in self._rows.items()}
 
     def draft(self) -> None:
         """There is no draft."""
 
     def observe(self, timing: TimestepTiming) -> None:
         """Timestep timing is not used."""
-
-
-def _step(num_rows: int) -> Step:
-    return Step(torch.full((num_rows,), _TOKEN), torch.full((num_rows,), -1))
 
 
 class OneWordPrompter:
@@ -234,9 +234,8 @@ class ScriptedAdmission:
 class ScriptedDraftLoop(DraftLoop):
     """Rank 0 without a draft model and a tokenizer, which submits its requests itself."""
 
-    def __init__(self, probe: Probe, client: ClientCalls, wiring: Wiring) -> None:
+    def __init__(self, probe: Probe, wiring: Wiring) -> None:
         super().__init__(cast(Prompter, OneWordPrompter()), None, 0, wiring)
-        self._client = client
         self._company = cast(Company, ScriptedCompany(probe))
         self._pool = Pool(self._company)
         self._admission = cast(Admission, ScriptedAdmission(wiring.topology.num_stages))
@@ -255,10 +254,11 @@ class ScriptedDraftLoop(DraftLoop):
             PipedecError: the run was aborted, or a rank or Redis was lost.
         """
         self._probe.reset()
-        self._client.submit(json.dumps({"rows": num_rows, "max_tokens": max_tokens, "trace": trace}))
+        scheduler = self._wiring.scheduler
+        scheduler.submit(json.dumps({"rows": num_rows, "max_tokens": max_tokens, "trace": trace}))
         message = self._queue.wait(_QUEUE_SECONDS)
         if message is None or message.kind != "request":
             raise SchedulerLost("the request that was submitted has not arrived")
         self._admit(message)
         self._decode()
-        return self._wiring.scheduler.trace() if trace else []
+        return scheduler.trace() if trace else []

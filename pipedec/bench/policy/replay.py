@@ -27,7 +27,7 @@ from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.kv import KVManager
 from pipedec.plan.emulation import Emulation
 from pipedec.stage import StageWorker
-from pipedec.stage.fakes import AnsweringStage, KnownAnswer, passing_stage
+from pipedec.stage.fakes import AnsweringStage, KnownAnswer, PassingStage
 from pipedec.threads import single_thread
 from pipedec.topology import Topology
 
@@ -196,7 +196,7 @@ class ReplayedPipeline:
         company = Company(self._groups, timed, knee=emulation.knee, experience=experience, kv=kv)
         self._pool = Pool(company)
         slots, last = (company.kv.capacity, company.kv.block), topology.num_stages
-        workers: list[StageWorker] = [passing_stage(*slots, stage) for stage in range(1, last)]
+        workers: list[StageWorker] = [PassingStage(*slots, stage) for stage in range(1, last)]
         workers.append(AnsweringStage(self._known, *slots, last, now=lambda: self.timesteps))
         self._stages = LocalStages(workers, topology, recorder, self.clock)
         self._answers: dict[int, ReplayedAnswer] = {}
