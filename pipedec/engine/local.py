@@ -452,9 +452,11 @@ class LocalStages:
 
     def _timing(self) -> TimestepTiming:
         """As rank 0 would measure it if every stage had a device of its own, or an emulated one."""
-        forwards = self._recorder.timing().forward_seconds
         if self._clock is not None:
-            return self._clock.add(self._load)
+            timing = self._clock.add(self._load)
+            self._recorder.restart()
+            return timing
+        forwards = self._recorder.timing().forward_seconds
         drafting, slowest = sum(forwards), max(self._group_seconds())
         return TimestepTiming(max(slowest, drafting), max(slowest - drafting, 0.0), forwards)
 

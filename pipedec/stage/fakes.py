@@ -22,7 +22,6 @@ from pipedec.model import KVCache, KVPool, KVShape, LaneRows, StageModel
 from pipedec.stage.final_lane import FinalLane
 from pipedec.stage.final_worker import FinalStageWorker
 from pipedec.stage.slot_tokens import SlotTokens
-from pipedec.stage.worker import StageWorker
 from pipedec.threads import NewSequence, replay, single_thread
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Advance
@@ -45,11 +44,11 @@ class KnownAnswer:
     arrivals: list[int] = field(default_factory=list)
 
 
-AnswerOf = Callable[[int, Opening], KnownAnswer]  # of a request, by its number
+AnswerOf = Callable[[int, Opening], KnownAnswer]
 
 
 class _NoLayers:
-    """Stands in for a ``StageModel``. Its activations are zeros, [R, E]."""
+    """Stands in for a ``StageModel`` (see ``no_layers``)."""
 
     config = SimpleNamespace(vocab_size=1)
 
@@ -69,7 +68,8 @@ class _NoLayers:
         return self._zeros[rows]
 
 
-def _no_layers(hidden_size: int = 1) -> StageModel:
+def no_layers(hidden_size: int = 1) -> StageModel:
+    """A model of no layers, whose activations are zeros, [R, ``hidden_size``]."""
     return cast(StageModel, _NoLayers(hidden_size))
 
 
@@ -97,7 +97,7 @@ class _AnsweringLane(FinalLane):
     """Says after each row the answer's token for the next position, which nobody looks at unless the row is on the answer's path.
 
     Args:
-        now: the present timestep.
+        now: returns the present timestep.
     """
 
     def __init__(self, answer: KnownAnswer, now: Callable[[], int], opening: Opening, cache: KVCache, stage: int) -> None:
@@ -123,29 +123,17 @@ class _AnsweringLane(FinalLane):
         self._arrivals = [self._arrivals[row] for row in advance.kept.tolist()]
 
 
-class PassingStage(StageWorker):
-    """A stage that is not the last one. The activations that it passes on are zeros, [R, ``hidden_size``].
-
-    Args:
-        slots, block, stage: see ``StageWorker``.
-    """
-
-    def __init__(self, slots: int, block: int = 16, stage: int = 1, hidden_size: int = 1) -> None:
-        super().__init__(_no_layers(hidden_size), sequence_of, slots=slots, block=block, stage=stage)
-
-
 class AnsweringStage(FinalStageWorker):
     """A last stage that knows the answers. Sampling parameters are of no matter.
 
     Args:
-        now: the present timestep.
+        answer_of: returns the answer to a request, by its number and opening.
+        now: returns the present timestep.
         slots, block, stage: see ``StageWorker``.
     """
 
-    def __init__(
-        self, answer_of: AnswerOf, slots: int, block: int = 16, stage: int = 1, now: Callable[[], int] = lambda: 0
-    ) -> None:
-        super().__init__(_no_layers(), sequence_of, slots=slots, block=block, stage=stage)
+    def __init__(self, answer_of: AnswerOf, now: Callable[[], int], slots: int, block: int = 16, stage: int = 1) -> None:
+        super().__init__(no_layers(), sequence_of, slots=slots, block=block, stage=stage)
         self._answer_of = answer_of
         self._now = now
 

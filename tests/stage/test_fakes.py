@@ -7,7 +7,8 @@ import torch
 from support.driven_stage import DrivenStage
 
 from pipedec.core import Opening, SamplingParams, Step, Verdict
-from pipedec.stage.fakes import AnsweringStage, KnownAnswer, PassingStage
+from pipedec.stage import StageWorker
+from pipedec.stage.fakes import AnsweringStage, KnownAnswer, no_layers, sequence_of
 
 ANSWER = (7, 3, 9, 4)
 PROMPT_LENGTH = 5
@@ -38,7 +39,7 @@ class Last:
     def __init__(self) -> None:
         self.timestep = 0
         self.answer = KnownAnswer(ANSWER)
-        self.stage = DrivenStage(AnsweringStage(lambda number, opening: self.answer, slots=2**40, now=lambda: self.timestep))
+        self.stage = DrivenStage(AnsweringStage(lambda number, opening: self.answer, lambda: self.timestep, slots=2**40))
 
     def compute(self, timestep: int, step: Step) -> Verdict | None:
         self.timestep = timestep
@@ -73,7 +74,7 @@ def test_an_answer_goes_on_behind_what_was_said_before() -> None:
 
 
 def test_other_stages_pass_zeros_on_and_prune_what_waits() -> None:
-    stage = DrivenStage(PassingStage(slots=2**40, hidden_size=3))
+    stage = DrivenStage(StageWorker(no_layers(3), sequence_of, slots=2**40))
     stage.open(1, opening())
     stage.compute({1: prompt()})
     assert torch.equal(stage.outgoing()[1].hidden, torch.zeros(PROMPT_LENGTH, 3))
@@ -87,7 +88,7 @@ def test_other_stages_pass_zeros_on_and_prune_what_waits() -> None:
 
 
 def test_slots_are_checked_though_nothing_is_in_them() -> None:
-    stage = DrivenStage(PassingStage(slots=32))
+    stage = DrivenStage(StageWorker(no_layers(), sequence_of, slots=32))
     with pytest.raises(ValueError, match="not whole blocks"):
         stage.open(1, opening(slots=48))
     stage.open(1, opening(slots=16))

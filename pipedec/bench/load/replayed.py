@@ -1,4 +1,4 @@
-"""Load on the policy replay: recorded answers through an emulated pipeline without stages, in computed time."""
+"""Load on the policy replay: recorded answers through an emulated pipeline that computes nothing, in computed time."""
 
 from __future__ import annotations
 

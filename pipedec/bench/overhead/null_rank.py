@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from pipedec.bench.overhead.critical_path import critical_path_lengths
-from pipedec.bench.overhead.null_stage import Probe, ScriptedDraftLoop, null_stage
+from pipedec.bench.overhead.null_stage import NullFinalStage, NullStage, Probe, ScriptedDraftLoop
 from pipedec.cluster.lease import LeaseKeeper
 from pipedec.config import Settings
 from pipedec.engine.rank_tasks import Wiring
@@ -132,12 +132,12 @@ def _follow(plan: RankPlan, scheduler: RankScheduler, transport: TorchTransport,
     """A stage: serve until the run is stopped. Samples of traced requests are dropped."""
     requests: list[Sample] = []
     probe = Probe(lambda: scheduler.round_trips)
-    is_last = plan.rank == plan.stages
+    kind = NullFinalStage if plan.rank == plan.stages else NullStage
 
     def on_finished() -> None:
         requests.append(_sample(probe, plan.rows[len(requests) // 2]))
 
-    stage = null_stage(plan.rank, is_last, plan.hidden_size, probe, on_finished)
+    stage = kind(plan.rank, plan.hidden_size, probe, on_finished)
     StageLoop(stage, plan.rank, _wiring(plan, scheduler, transport, topology)).serve(transport)
     return requests[::2]
 

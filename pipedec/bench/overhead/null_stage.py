@@ -1,7 +1,7 @@
 """Stages that compute nothing, and a rank 0 whose proposals are always accepted: what remains of a timestep is its fixed cost.
 
-They run in the real ``StageLoop`` and ``DraftLoop``: queue, tasks, messages, transfers and the lanes of stages are real;
-the models and the method are not.
+They run in the real ``StageLoop`` and ``DraftLoop``: queue, tasks, messages, transfers and the stages' workers are real.
+There are neither models nor trees: what these cost depends on how much is speculated.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from pipedec.core import (
     EMPTY,
@@ -26,6 +26,7 @@ from pipedec.core import (
     SamplingParams,
     SchedulerLost,
     Step,
+    TokenLogprobs,
     Update,
     Verdict,
 )
@@ -35,14 +36,16 @@ from pipedec.engine.answer import Answer
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.pool import Pool
 from pipedec.engine.rank_tasks import Wiring
+from pipedec.model import KVCache, LaneRows
 from pipedec.scheduler import GrantedTask
 from pipedec.scheduler.protocol import Message
-from pipedec.stage import StageWorker
-from pipedec.stage.fakes import AnsweringStage, KnownAnswer, PassingStage
+from pipedec.stage import FinalStageWorker, StageWorker
+from pipedec.stage.fakes import no_layers, sequence_of
+from pipedec.stage.final_lane import FinalLane
 from pipedec.text.prompt import Prompter
 from pipedec.threads import NewSequence, single_thread
 
-_TOKEN, _WRONG_TOKEN = 7, 8
+_TOKEN = 7
 _SLOTS = 2**20  # of pools that take no memory
 _QUEUE_SECONDS = 10.0
 
@@ -71,45 +74,66 @@ class Probe:
         self.round_trips.append(self._round_trips())
 
 
-class _Probed(StageWorker):
-    """A stage whose syncs with verdicts are noted. ``on_finished`` is called at the last one of each request."""
+class _NullLane(FinalLane):
+    """A lane without trees: it keeps count of rows, and prunes none. It accepts a token per timestep until ``max_tokens``."""
 
-    probe: Probe
-    on_finished: Callable[[], None]
+    num_candidates = 0
+
+    def __init__(self, opening: Opening, cache: KVCache) -> None:
+        self._cache = cache
+        self._left = opening.sampling.max_tokens
+
+    @property
+    def has_ended(self) -> bool:
+        return self._left == 0
+
+    def enter(self, step: Step) -> LaneRows:
+        return LaneRows(step.token_ids, self._cache)
+
+    def sync(self, verdict: Verdict) -> None:
+        """Nothing is pruned."""
+
+    def verdict(self) -> Verdict:
+        self._left -= 1
+        return Verdict.of(_TOKEN, finished=None if self._left else "length")
+
+    def take_prompt_logprobs(self) -> TokenLogprobs:
+        return ()
+
+    take_logprobs = take_prompt_logprobs
+
+
+class NullStage(StageWorker):
+    """A stage without layers and trees; its activations are zeros [R, E].
+
+    ``on_finished`` is called at the last sync of each request.
+    """
+
+    def __init__(self, stage: int, hidden_size: int, probe: Probe, on_finished: Callable[[], None]) -> None:
+        super().__init__(no_layers(hidden_size), sequence_of, slots=_SLOTS, stage=stage)
+        self._probe = probe
+        self._on_finished = on_finished
 
     def replay(self, updates: Iterable[Update], waiting: Envelope = EMPTY) -> Envelope:
         waiting = super().replay(updates, waiting)
         for update in updates:
             if update.opening is not None:
-                self.probe.reset()
+                self._probe.reset()
             if update.verdict is not None:
-                self.probe.note()
+                self._probe.note()
                 if update.verdict.finished is not None:
-                    self.on_finished()
+                    self._on_finished()
         return waiting
 
-
-class _NullStage(_Probed, PassingStage):
-    """Not the last one."""
-
-
-class _NullFinalStage(_Probed, AnsweringStage):
-    """Accepts one token per request and timestep until ``max_tokens``."""
+    def _new_lane(self, number: int, opening: Opening, cache: KVCache) -> FinalLane:
+        return _NullLane(opening, cache)
 
 
-def null_stage(stage: int, is_last: bool, hidden_size: int, probe: Probe, on_finished: Callable[[], None]) -> StageWorker:
-    """A stage that computes nothing. ``on_finished`` is called at the last sync of each request."""
-    worker: _Probed
-    if is_last:
-        worker = _NullFinalStage(_answer, _SLOTS, stage=stage)
-    else:
-        worker = _NullStage(_SLOTS, stage=stage, hidden_size=hidden_size)
-    worker.probe, worker.on_finished = probe, on_finished
-    return worker
+class NullFinalStage(NullStage, FinalStageWorker):
+    """The last stage."""
 
-
-def _answer(number: int, opening: Opening) -> KnownAnswer:
-    return KnownAnswer([_TOKEN] * opening.sampling.max_tokens)
+    def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> None:
+        """Every lane knows what it says."""
 
 
 class ScriptedOptions(MethodOptions, frozen=True):
@@ -126,50 +150,21 @@ class ScriptedMethod:
     hits = misses = 0
 
 
-@dataclass
-class _Rows:
-    """The rows of a request: at every timestep the answer's next token, and others, which are wrong, so that each is a hit.
-
-    Attributes:
-        count: rows per timestep.
-        path: the tree's rows with tokens of the answer, from the root on.
-    """
-
-    count: int
-    path: list[int] = field(default_factory=list)
-    _num_rows: int = 0  # of the tree
-
-    def next(self) -> Step:
-        token_ids = torch.full((self.count,), _WRONG_TOKEN)
-        token_ids[-1 if self.path else 0] = _TOKEN
-        parents = torch.full((self.count,), self.path[-1] if self.path else 0)
-        if not self.path:
-            parents[0] = -1
-        self.path.append(self._num_rows + self.count - 1 if self.path else 0)
-        self._num_rows += self.count
-        return Step(token_ids, parents)
-
-    def accept(self) -> None:
-        """One token was accepted: the rows before its own, which is the last of its timestep, leave the tree."""
-        first = self.path[1] if len(self.path) > 1 else self._num_rows
-        self.path = [row - first for row in self.path[1:]]
-        self._num_rows -= first
-
-
 class ScriptedCompany:
-    """Of each request the prompt's only token enters, and behind the first verdict so many rows at every timestep."""
+    """Of each request the prompt's only token enters, then at every timestep so many rows; verdicts change nothing."""
+
+    whole_prompts = False
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
-        self._opening: dict[int, Update] = {}
-        self._rows: dict[int, _Rows] = {}  # of requests whose prompt has passed
-        self._counts: dict[int, int] = {}  # rows per timestep
+        self._next: dict[int, Update] = {}
+        self._rows: dict[int, Update] = {}
 
     def open(self, request: Request, new_sequence: NewSequence) -> None:
         assert isinstance(request.options, ScriptedOptions)
         opening = Opening(len(request.prompt_token_ids), request.sampling, trace=request.trace, slots=((0, _SLOTS),))
-        self._opening[request.number] = Update(request.number, opening, step=_Rows(1).next())
-        self._counts[request.number] = request.options.rows
+        self._next[request.number] = Update(request.number, opening, step=_step(1))
+        self._rows[request.number] = Update(request.number, step=_step(request.options.rows))
 
     def method(self, number: int) -> ScriptedMethod:
         return ScriptedMethod()
@@ -181,24 +176,23 @@ class ScriptedCompany:
         self._probe.note()
         if verdict.finished is not None:
             self.close(number)
-        elif number in self._rows:
-            self._rows[number].accept()
-        else:
-            self._rows[number] = _Rows(self._counts[number])
 
     def close(self, number: int) -> None:
-        del self._counts[number]
-        self._rows.pop(number, None)
+        del self._next[number], self._rows[number]
 
     def propose(self) -> dict[int, Update]:
-        opening, self._opening = self._opening, {}
-        return opening | {number: Update(number, step=rows.next()) for number, rows in self._rows.items()}
+        updates, self._next = self._next, dict(self._rows)
+        return updates
 
     def draft(self) -> None:
         """There is no draft."""
 
     def observe(self, timing: TimestepTiming) -> None:
         """Timestep timing is not used."""
+
+
+def _step(num_rows: int) -> Step:
+    return Step(torch.full((num_rows,), _TOKEN), torch.full((num_rows,), -1))
 
 
 class OneWordPrompter:

@@ -27,7 +27,7 @@ from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.kv import KVManager
 from pipedec.plan.emulation import Emulation
 from pipedec.stage import StageWorker
-from pipedec.stage.fakes import AnsweringStage, KnownAnswer, PassingStage
+from pipedec.stage.fakes import AnsweringStage, KnownAnswer, no_layers, sequence_of
 from pipedec.threads import single_thread
 from pipedec.topology import Topology
 
@@ -195,9 +195,9 @@ class ReplayedPipeline:
         timed = None if drafter is None else TimedDrafter(drafter, recorder.drafting)
         company = Company(self._groups, timed, knee=emulation.knee, experience=experience, kv=kv)
         self._pool = Pool(company)
-        slots, last = (company.kv.capacity, company.kv.block), topology.num_stages
-        workers: list[StageWorker] = [PassingStage(*slots, stage) for stage in range(1, last)]
-        workers.append(AnsweringStage(self._known, *slots, last, now=lambda: self.timesteps))
+        slots, block, last = company.kv.capacity, company.kv.block, topology.num_stages
+        workers = [StageWorker(no_layers(), sequence_of, slots=slots, block=block, stage=stage) for stage in range(1, last)]
+        workers.append(AnsweringStage(self._known, lambda: self.timesteps, slots, block, last))
         self._stages = LocalStages(workers, topology, recorder, self.clock)
         self._answers: dict[int, ReplayedAnswer] = {}
 
