@@ -38,7 +38,7 @@ from pipedec.engine.pool import Pool
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.model import KVCache, LaneRows
 from pipedec.scheduler import GrantedTask
-from pipedec.scheduler.protocol import Message
+from pipedec.scheduler.protocol import ClientCalls, Message
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.stage.fakes import no_layers, sequence_of
 from pipedec.stage.final_lane import FinalLane
@@ -153,8 +153,6 @@ class ScriptedMethod:
 class ScriptedCompany:
     """Of each request the prompt's only token enters, then at every timestep so many rows; verdicts change nothing."""
 
-    whole_prompts = False
-
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
         self._next: dict[int, Update] = {}
@@ -228,8 +226,9 @@ class ScriptedAdmission:
 class ScriptedDraftLoop(DraftLoop):
     """Rank 0 without a draft model and a tokenizer, which submits its requests itself."""
 
-    def __init__(self, probe: Probe, wiring: Wiring) -> None:
+    def __init__(self, probe: Probe, client: ClientCalls, wiring: Wiring) -> None:
         super().__init__(cast(Prompter, OneWordPrompter()), None, 0, wiring)
+        self._client = client
         self._company = cast(Company, ScriptedCompany(probe))
         self._pool = Pool(self._company)
         self._admission = cast(Admission, ScriptedAdmission(wiring.topology.num_stages))
@@ -248,11 +247,10 @@ class ScriptedDraftLoop(DraftLoop):
             PipedecError: the run was aborted, or a rank or Redis was lost.
         """
         self._probe.reset()
-        scheduler = self._wiring.scheduler
-        scheduler.submit(json.dumps({"rows": num_rows, "max_tokens": max_tokens, "trace": trace}))
+        self._client.submit(json.dumps({"rows": num_rows, "max_tokens": max_tokens, "trace": trace}))
         message = self._queue.wait(_QUEUE_SECONDS)
         if message is None or message.kind != "request":
             raise SchedulerLost("the request that was submitted has not arrived")
         self._admit(message)
         self._decode()
-        return scheduler.trace() if trace else []
+        return self._wiring.scheduler.trace() if trace else []
