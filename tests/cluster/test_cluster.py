@@ -154,7 +154,8 @@ def test_a_trace_covers_every_rank_and_the_scheduler(resident: LocalCluster) -> 
             prefill = chunks + resident.spec.settings.cut.stages - 1
             assert {f"{rank}F{rank}", f"{rank}F{rank + 1}", f"{rank}S{prefill + answer.metrics.timesteps + 1}"} <= labels
         else:  # the first chunk passes all stages in timestep 0
-            assert {f"{rank}P0", f"{rank}F{rank}", f"{rank}S{chunks}"} <= labels
+            prefill = 0 if chunks == 1 else chunks - 1 + resident.spec.settings.cut.stages - 1
+            assert {f"{rank}P0", f"{rank}F{rank}", f"{rank}S{prefill + answer.metrics.timesteps}"} <= labels
     assert all(re.fullmatch(r"(\d+[PFSWE]-?\d+)|(\d+>\d+@-?\d+)|((\d+|all)V-?\d+)", event.label) for event in trace)
     assert all(event.start_us <= event.end_us for event in trace)
     scheduled = {event.label for event in trace if event.rank == SCHEDULER_TRACK}
