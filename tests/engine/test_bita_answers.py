@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from support.specs import bare_spec
 from support.timesteps import check_timesteps
 from transformers import AutoModelForCausalLM
 
-from pipedec.core import KNEE_ROWS, Opening, Request, SamplingParams, Update, UserError, Verdict
+from pipedec.core import KNEE_ROWS, Envelope, Request, SamplingParams, Update, UserError, Verdict
 from pipedec.engine.build import DTYPES
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import BitaOptions
@@ -204,17 +205,19 @@ class Oracle:
         self.asked: list[list[int]] = []
         self._teacher = teacher
         self._num_tokens = 0
-        open_, results = FinalStageWorker.open, FinalStageWorker.results
+        advance = FinalStageWorker.advance
 
-        def opened(worker: FinalStageWorker, number: int, opening: Opening) -> None:
-            self._num_tokens = 0
-            open_(worker, number, opening)
+        def taught(worker: FinalStageWorker, message: Envelope, *span: Any) -> Envelope:
+            if any(update.opening is not None for update in message.updates):
+                self._num_tokens = 0
+            reply = advance(worker, message, *span)
+            return dataclasses.replace(reply, updates=tuple(map(self._taught_update, reply.updates)))
 
-        monkeypatch.setattr(FinalStageWorker, "open", opened)
-        monkeypatch.setattr(FinalStageWorker, "results", lambda worker: tuple(map(self._taught_update, results(worker))))
+        monkeypatch.setattr(FinalStageWorker, "advance", taught)
 
     def _taught_update(self, update: Update) -> Update:
-        assert update.verdict is not None
+        if update.verdict is None or not update.verdict.tokens:  # a lane is closed
+            return update
         return replace(update, verdict=self._taught(update.verdict))
 
     def _taught(self, verdict: Verdict) -> Verdict:
