@@ -43,8 +43,15 @@ class TaskPipeline(RankZero):
         self._end(self._following(Facts(active=self._held.active, finished=True)))
 
     def _prefill(self, message: Envelope, meanwhile: Callable[[], None]) -> tuple[Update, ...]:
-        self._wiring.scheduler.begin_session(self._session, initial_tasks(self._wiring.topology), self._trace_lines)
-        return self._compute("pre", message, meanwhile)
+        """The message passes all groups, so rank 0 drafts as in as many timesteps."""
+        topology = self._wiring.topology
+        self._wiring.scheduler.begin_session(self._session, initial_tasks(topology), self._trace_lines)
+
+        def draft() -> None:
+            for _ in topology.groups:
+                meanwhile()
+
+        return self._compute("pre", message, draft)
 
     def _decode(self, message: Envelope, meanwhile: Callable[[], None]) -> tuple[Update, ...]:
         facts = Facts(has_output=bool(message.updates), active=self._held.active)

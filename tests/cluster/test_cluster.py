@@ -168,6 +168,16 @@ def test_a_trace_covers_every_rank_and_the_scheduler(resident: LocalCluster) -> 
     assert client.follow(prompt_request(PROMPTS[0], max_tokens=2)).trace == []
 
 
+def test_a_draft_that_reads_more_than_the_stages_costs_no_timestep(
+    resident: LocalCluster, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    client, text = client_of(resident), "What do they know already? " * 5
+    assert KNEE_ROWS < len(tokenizer(text)["input_ids"]) < 2 * KNEE_ROWS
+    client.ask(prompt_request(text, "pp", max_tokens=2))
+    metrics = client.ask(prompt_request(text, "stpp", max_tokens=8, ignore_eos=True)).metrics
+    assert metrics.cached_tokens > KNEE_ROWS and metrics.timesteps == 3 * metrics.misses
+
+
 def test_many_requests_leave_keys_and_memory_as_they_were(resident: LocalCluster) -> None:
     client = client_of(resident)
     for text in PROMPTS:  # the longest one sets the size of the caches
