@@ -34,6 +34,8 @@ def test_compares_policies_with_each_other_and_with_a_sweep(pipedec: Pipedec, pa
         "computed",
         "--methods",
         "pp,pipedec-bestfirst",
+        "--dispatch",
+        "tasks",
         "--out",
         tmp_path / "sweep",
     ]

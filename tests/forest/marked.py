@@ -7,6 +7,7 @@ tokens. A mark is the number of a name: it is what activations and cached keys c
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections import deque
@@ -14,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -23,9 +23,11 @@ from torch import Tensor
 
 from pipedec.core import Envelope, Opening, Request, SamplingParams, Step, TokenLogprobs, Update, Verdict
 from pipedec.decoding import Company, Method, TimestepTiming
+from pipedec.engine.emulated_time import Pacer
+from pipedec.engine.local import LocalStages
 from pipedec.engine.loop import decode
 from pipedec.engine.pool import Pool
-from pipedec.engine.recorder import Timestep
+from pipedec.engine.recorder import Recorder, Timestep
 from pipedec.forest import Forest
 from pipedec.kv import KVManager
 from pipedec.methods import applicable_options
@@ -33,6 +35,7 @@ from pipedec.model import KVPool, KVShape, LaneRows
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import BoundDialect, DecodeThread, NewSequence, State, single_thread
 from pipedec.threads import Sequence as ThreadSequence
+from pipedec.topology import Topology
 from pipedec.tree import Candidates, DraftRows, RowChanges
 
 PROMPT = 5
@@ -315,8 +318,7 @@ class Rehearsal:
         self.kv = KVManager(slots if windows else 4096, BLOCK, shares_prefixes=windows)
         self.pool = Pool(Company(stages, MarkedDrafter(self._targets, accuracy, seed), "cpu", MASKS, knee, kv=self.kv))
         self.sequences: dict[int, ThreadSequence] = {}  # rank 0's, by request
-        kind = WindowedStages if windows else InstructedStages
-        self.stages = kind(self._targets, self._new_sequence, stages, self.kv.capacity)
+        self.stages = MarkedStages(self._targets, self._new_sequence, stages, self.kv.capacity, windows)
         self._timestep = 0
 
     def run(self) -> list[ThreadSequence]:
@@ -360,7 +362,10 @@ class Rehearsal:
 
 
 class MarkedStages:
-    """Stages on marked models: what drivers of the decode loop share.
+    """The driver of ``LocalPipeline`` over marked models.
+
+    Args:
+        windows: verdicts travel with the rows; else all stages replay them at once.
 
     Attributes:
         widest: rows of the largest step.
@@ -369,8 +374,9 @@ class MarkedStages:
     """
 
     def __init__(
-        self, targets: Mapping[int, Target], new_sequence: Callable[[Opening], NewSequence], stages: int, slots: int
-    ) -> None:
+        self, targets: Mapping[int, Target], new_sequence: Callable[[Opening], NewSequence], stages: int, slots: int,
+        windows: bool,
+    ) -> None:  # fmt: skip
         self._marks = Marks()
         self._new_sequence = new_sequence
         self._forests: dict[int, Forest] = {}  # by request; they replay what rank 0 knows, to name its rows
@@ -384,18 +390,26 @@ class MarkedStages:
         ]
         for model, worker in zip(self.models, self.workers, strict=True):
             model.worker = worker
-        self._idle = 0
+        topology = Topology.even(stages, stages)
+        self._stages = LocalStages(self.workers, topology, Recorder(Pacer(None, 0)), None, prunes_at_once=not windows)
+        self._windows = windows
+        self._verdicts: deque[list[int]] = deque([[]] * stages, maxlen=stages)  # the requests that had some, newest first
         self.widest = self.most_threads = self.most_requests = 0
 
-    def _check_slots(self, updates: Iterable[Update]) -> None:
-        for update in updates:
-            for model in self.models if update.verdict is not None else ():
-                model.check_slots(update.number)
+    def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
+        timestep = self._stages.advance(number, self._enter(entering), meanwhile)
+        self._verdicts.appendleft([update.number for update in entering.updates if update.verdict is not None])
+        for index, model in enumerate(self.models):
+            for request in self._verdicts[index if self._windows else 0]:
+                model.check_slots(request)
+        return dataclasses.replace(timestep, entered=entering, timing=TIMING)
+
+    def close(self, last: Envelope) -> None:
+        self._stages.close(last)
+        self._verdicts.extend([[]] * len(self.models))
 
     def _enter(self, entering: Envelope) -> Envelope:
         """Rank 0's rows with their names."""
-        self._idle = 0 if entering.updates else self._idle + 1
-        assert self._idle < 3 + len(self.workers), "the answers stand still"
         self.most_requests = max(self.most_requests, sum(update.step is not None for update in entering.updates))
         return Envelope(tuple(map(self._named, entering.updates)), entering.ends_session)
 
@@ -435,48 +449,3 @@ class MarkedStages:
             taken[index] += 1
             names.append((number, thread.path, (*tokens_of(thread), *tree.path(row))))
         return names
-
-
-class InstructedStages(MarkedStages):
-    """All ranks learn a verdict at once, and what is under way is pruned: single tasks, and ``LocalPipeline``."""
-
-    def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
-        self._sync(entering)
-        named = self._enter(entering)
-        arriving = [{update.number: update.step for update in named.updates if update.step is not None}]
-        arriving += [worker.outgoing() for worker in self.workers[:-1]]
-        meanwhile()
-        for worker, steps in zip(self.workers, arriving, strict=True):
-            worker.compute(steps)
-        return Timestep(number, entering, self.workers[-1].results(), TIMING)
-
-    def close(self, last: Envelope) -> None:
-        self._sync(last)
-
-    def _sync(self, entering: Envelope) -> None:
-        for worker in self.workers:
-            worker.replay(entering.updates)
-        self._check_slots(entering.updates)
-
-
-class WindowedStages(MarkedStages):
-    """Every rank replays the same verdicts and rows in one order; only rank 0 learns a verdict some timesteps after it fell."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._results: deque[tuple[Update, ...]] = deque([()] * (len(self.workers) - 1))
-
-    def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
-        self._results.append(self._through(self._enter(entering)))
-        meanwhile()
-        return Timestep(number, entering, self._results.popleft(), TIMING)
-
-    def close(self, last: Envelope) -> None:
-        self._through(last)
-
-    def _through(self, envelope: Envelope) -> tuple[Update, ...]:
-        entering = envelope.updates
-        for worker in self.workers:
-            envelope = worker.advance(envelope)
-        self._check_slots(entering)
-        return envelope.updates

@@ -91,12 +91,13 @@ def document(config: PolicyConfig, figures: PolicyFigures, comparisons: DataFram
 
 
 def compare(config: PolicyConfig, answers: Iterable[PolicyAnswer], rows: Iterable[Row]) -> DataFrame:
-    """Compare with ``rows`` of a sweep: answers of equal pipeline, models, sampling, policy and prompt.
+    """Compare with ``rows`` of a sweep under single tasks, whose stages prune at once like those of the replay: answers of equal
+    pipeline, models, sampling, policy and prompt.
 
     One row per policy and the sweep's clock and slow_motion. Columns: answers, their number; predicted and found, milliseconds
     per token of the replay and the sweep; ratio, predicted / found.
     """
-    pipeline = config.preset, config.shape.cluster, *config.origin.values()
+    pipeline = config.preset, config.shape.dispatched("tasks").cluster, *config.origin.values()
     known = {_case(one, *pipeline): one for one in answers if one.replayed.tokens}
     pairs = [(known[case], row) for row in rows if (case := _case_of_row(row)) in known]
     names = ["policy", "clock", "slow_motion"]

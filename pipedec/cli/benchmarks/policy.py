@@ -42,7 +42,7 @@ def policy(
         ),
     ] = ("pipedec", "pipedec-bestfirst"),
     out: Annotated[Path | None, Help("Write all figures to this file.", "FILE", "--json")] = None,
-    check: Annotated[Path | None, Help("Compare with the rows of a sweep, in this directory.", "DIR")] = None,
+    check: Annotated[Path | None, Help("Compare with the rows of a sweep with --dispatch tasks, in this directory.", "DIR")] = None,
 ) -> None:  # fmt: skip
     """Compare speculation policies in minutes: timesteps on recorded answers of the target, and their emulated time.
 
@@ -68,7 +68,7 @@ def policy(
     if out is not None:
         out.write_text(json.dumps(document(config, figures, comparisons), indent=1) + "\n", encoding="utf-8")
     if check is not None and not len(comparisons):
-        same = "policies, prompts, pipeline, models and sampling"
+        same = "policies, prompts, pipeline, models, sampling and dispatch (tasks)"
         raise UserError(f"--check {check}: no row has the same {same}; give the directory of a sweep that has")
 
 
