@@ -42,7 +42,9 @@ def policy(
         ),
     ] = ("pipedec", "pipedec-bestfirst"),
     out: Annotated[Path | None, Help("Write all figures to this file.", "FILE", "--json")] = None,
-    check: Annotated[Path | None, Help("Compare with the rows of a sweep with --dispatch tasks, in this directory.", "DIR")] = None,
+    check: Annotated[
+        Path | None, Help("Compare with the rows of a sweep with --dispatch tasks, in this directory.", "DIR")
+    ] = None,
 ) -> None:  # fmt: skip
     """Compare speculation policies in minutes: timesteps on recorded answers of the target, and their emulated time.
 
