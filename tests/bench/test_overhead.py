@@ -51,11 +51,10 @@ def test_toy_run_counts_what_a_timestep_must_cost() -> None:
         if row["dispatch"] == "windows":
             assert row["round_trips"] < 2 * (stages + 1) and row["critical_path_round_trips"]["max"] == 0
             continue
-        # Every rank reports its dec and its sync, every receiver one transfer more; waiting comes on top.
-        assert all(trips >= 2 for trips in row["round_trips_per_rank"])
-        assert row["round_trips"] >= 2 * (stages + 1) + stages
-        # A verdict cannot be had with less than dec, sync and transfer.
-        assert row["critical_path_round_trips"]["median"] >= 3
+        # Two reports, of what was computed and of what was replayed, each together with the wait that follows. Rank 0 publishes
+        # events besides, leases are renewed, and behind the last verdict there is nothing to compute.
+        assert all(1.5 < trips < 3 for trips in row["round_trips_per_rank"][1:]) and row["round_trips_per_rank"][0] > 1.5
+        assert 2 <= row["critical_path_round_trips"]["median"] <= 3
     left = {process.pid: process.name() for process in psutil.Process().children(recursive=True) if process.pid not in before}
     assert not [name for name in left.values() if "server" in name and "python" not in name], left
 

@@ -89,7 +89,8 @@ def test_submit_prints_one_json_document_and_writes_a_trace(
     assert answered.status == 0
     document = json.loads(answered.out)
     assert document["token_ids"] == expected and document["stages"] == 2 and document["finish_reason"] == "length"
-    assert document["timesteps"] == document["hits"] + 2 * document["misses"]
+    # Best-first may let a row and its child enter together, and then two tokens are accepted in one timestep.
+    assert 2 * document["misses"] <= document["timesteps"] <= document["hits"] + 2 * document["misses"]
     events = json.loads(trace.read_text())["traceEvents"]
     tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert tracks == {"scheduler", "rank 0: draft", "rank 1: stage 1", "rank 2: stage 2"}

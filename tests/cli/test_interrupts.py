@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -14,9 +14,10 @@ from pipedec.cli.interrupts import Interrupts
 
 @pytest.fixture
 def interrupts() -> Iterator[Interrupts]:
-    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    usual, hook = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}, sys.unraisablehook
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield Interrupts()
+    sys.unraisablehook = hook
     for number, handler in usual.items():
         signal.signal(number, handler)
 
@@ -28,29 +29,35 @@ def test_a_signal_interrupts(interrupts: Interrupts, number: signal.Signals) -> 
         signal.raise_signal(number)
 
 
-def test_a_signal_that_comes_while_an_object_is_finalized_is_not_lost(
-    interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch
+def test_a_signal_that_comes_while_an_object_is_finalized_is_not_lost_and_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     dropped: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda found: dropped.append(found.exc_type))
+    interrupts: Interrupts = request.getfixturevalue("interrupts")
 
     class Finalized:
-        def __del__(self) -> None:
-            os.kill(os.getpid(), signal.SIGINT)
+        def __init__(self, ends: Callable[[], None]) -> None:
+            self._ends = ends
 
-    Finalized()
-    assert dropped == [KeyboardInterrupt]
+        def __del__(self) -> None:
+            self._ends()
+
+    Finalized(lambda: os.kill(os.getpid(), signal.SIGINT))
+    Finalized(lambda: [].pop())
+    assert dropped == [IndexError] and capfd.readouterr().err == ""
     with pytest.raises(KeyboardInterrupt):
         interrupts.raise_missed()
 
 
 def test_ctrl_c_stays_ignored_where_it_is() -> None:
-    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    usual, hook = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}, sys.unraisablehook
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         interrupts = Interrupts()
         os.kill(os.getpid(), signal.SIGINT)
         interrupts.raise_missed()
     finally:
+        sys.unraisablehook = hook
         for number, handler in usual.items():
             signal.signal(number, handler)
