@@ -101,7 +101,7 @@ class StageWorker:
             waiting: what ``advance`` has returned last, if it waits to be sent.
 
         Returns:
-            ``waiting`` without the rows that were pruned.
+            ``waiting`` without the rows that were pruned; with no updates if nothing is left to be sent.
 
         Raises:
             ValueError: a request is open already, or its slots are not in the pool.
@@ -115,7 +115,8 @@ class StageWorker:
                 self._sync(update.number, update.verdict, steps)
             if update.slots and (lane := self._lanes.get(update.number)) is not None:
                 lane.extend(update.slots)
-        return dataclasses.replace(waiting, updates=_with_steps(waiting.updates, steps)) if waiting.updates else waiting
+        left = (update for update in _with_steps(waiting.updates, steps) if update != Update(update.number))
+        return dataclasses.replace(waiting, updates=tuple(left)) if waiting.updates else waiting
 
     def advance(self, message: Envelope, span: Span = _unrecorded) -> Envelope:
         """One timestep: replay what the message brings, await its activations, and compute its rows.

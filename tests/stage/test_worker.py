@@ -137,6 +137,7 @@ def test_a_verdict_prunes_what_waits_to_be_sent(
         stage.outgoing()
         stage.compute({1: step})
     stage.sync(1, Verdict.of(*tokens))
+    assert stage.has_output == (left is not None)
     outgoing = stage.outgoing().get(1)
     assert (None if outgoing is None else pairs(outgoing)) == left
     if outgoing is not None and outgoing.hidden is not None:

@@ -26,6 +26,11 @@ class DrivenStage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.worker, name)
 
+    @property
+    def has_output(self) -> bool:
+        """Whether anything waits to be sent."""
+        return bool(self._waiting.updates)
+
     def open(self, number: int, opening: Opening) -> None:
         self.worker.replay([Update(number, opening)])
 
