@@ -147,7 +147,7 @@ class RankScheduler(BaseScheduler):
 
     def _exchange(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         if not self._knows_finish:  # a server that does not know the script would let the other command wait
-            self.client.script_load(script_text("finish"))
+            self._connection.call("SCRIPT", "LOAD", script_text("finish"))
             self._knows_finish = True
         try:
             return self._connection.call_all(commands)
