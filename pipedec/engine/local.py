@@ -329,9 +329,9 @@ class _Schedule:
 class LocalStages:
     """The ``Pipeline`` of the decode loop in one process: messages wait in a queue in front of each group.
 
-    A verdict travels with the rows behind it. If stages prune at once (PipeDec §3.4.3), one by which the answer goes on does not:
-    all stages replay it before their next step. What opens or closes a lane travels with the rows in any case: a request may have
-    adopted rows in flight of one that has ended.
+    A verdict travels with the next rows. If stages prune at once (PipeDec §3.4.3), a verdict that does not end the answer is
+    replayed by all stages before their next step instead. What opens or closes a lane travels with the rows in any case: a
+    request may have adopted rows in flight of one that has ended.
 
     Args:
         workers: of the stages; the last one is a FinalStageWorker.
@@ -413,7 +413,7 @@ class LocalStages:
         return Envelope(tuple(update for update in left if update != Update(update.number)))
 
     def _arrivals(self, entering: Envelope) -> list[Envelope]:
-        """What each group takes in now."""
+        """The message that each group receives in this timestep."""
         self._queues[0].append(entering)
         arrivals = [queue.popleft() for queue in self._queues]
         for rank, message in zip((0, *self._topology.exit_ranks), arrivals, strict=False):

@@ -168,7 +168,7 @@ class StageLoop:
         return self._tasks.recorder.span(Task.compute(name, self._rank, number).label, name, load)
 
     def _span_of(self, task: Task, name: str, load: Load) -> AbstractContextManager[None]:
-        """Of a granted task, which replays on its way that answers have ended."""
+        """The span of a granted task. Replaying that answers have ended is part of it."""
         is_part = name == "sync" and task.name != "sync"
         return nullcontext() if is_part else self._tasks.recorder.span(task.label, name, load)
 

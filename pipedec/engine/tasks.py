@@ -59,7 +59,7 @@ class TaskPipeline(RankZero):
         return self._compute("dec", message, meanwhile)
 
     def _compute(self, name: str, message: Envelope, meanwhile: Callable[[], None]) -> tuple[Update, ...]:
-        """Send the message, draft, and wait for what the last stage says of its rows, if there are any."""
+        """Send the message, draft, and wait for the results of the last stage, if it had rows."""
         granted = self._take(name)
         if message.updates or name == "pre":
             self._tasks.send(message, 1, granted.task.seq - 1)
@@ -84,7 +84,7 @@ class TaskPipeline(RankZero):
 
 
 def _without_replayed(entering: Envelope) -> Envelope:
-    """What the stages have yet to learn: they have replayed the tokens of all verdicts, but not that an answer has ended."""
+    """The message without accepted tokens, which the stages have replayed in syncs. That an answer has ended is still in it."""
     updates = (replace(update, verdict=_end_of(update.verdict)) for update in entering.updates)
     return Envelope(tuple(update for update in updates if update != Update(update.number)))
 
