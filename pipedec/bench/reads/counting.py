@@ -30,7 +30,7 @@ RANK_ZERO = "rank 0"
 STAGE_BUDGET = 2.0  # reads per timestep
 BUDGETS = {"pipedec": 4.0}  # of rank 0, by method
 USUAL_BUDGET = 8.0  # of rank 0
-_WORK = ("reset", "open", "extend", "sync", "replay", "compute", "outgoing", "results", "load")
+_WORK = ("reset", "replay", "advance")
 
 
 @dataclass(frozen=True)
