@@ -27,6 +27,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 def marked_processes() -> set[int]:
     """Processes of this test session that are alive, but for this one and the helpers that multiprocessing keeps."""
+    psutil.process_iter.cache_clear()  # it leaves out a process whose number it knows as that of an earlier one
     found = {process.pid for process in psutil.process_iter(["ppid", "cmdline"]) if not _is_helper(process)}
     return {pid for pid in found - {os.getpid()} if _is_marked(pid)}
 
