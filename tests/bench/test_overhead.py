@@ -48,12 +48,14 @@ def test_toy_run_counts_what_a_timestep_must_cost() -> None:
         assert 0 < row["pipedec_ms"]["median"] <= row["pipedec_ms"]["p90"]
         assert 0 < row["raw_ms"]["median"] <= row["raw_ms"]["p90"]
         assert len(row["round_trips_per_rank"]) == stages + 1
+        renewals = max(row["repeat_means_ms"]["pipedec"]) / 1000  # of leases, per rank and timestep: one per second
         if row["dispatch"] == "windows":
-            assert row["round_trips"] < 2 * (stages + 1) and row["critical_path_round_trips"]["max"] == 0
+            assert row["round_trips"] < (2 + renewals) * (stages + 1) and row["critical_path_round_trips"]["max"] == 0
             continue
         # Two reports, of what was computed and of what was replayed, each together with the wait that follows. Rank 0 publishes
-        # events besides, leases are renewed, and behind the last verdict there is nothing to compute.
-        assert all(1.5 < trips < 3 for trips in row["round_trips_per_rank"][1:]) and row["round_trips_per_rank"][0] > 1.5
+        # events besides, and after the last verdict there is nothing to compute.
+        of_rank_zero, *of_stages = row["round_trips_per_rank"]
+        assert all(1.5 < trips < 3 + renewals for trips in of_stages) and of_rank_zero > 1.5
         assert 2 <= row["critical_path_round_trips"]["median"] <= 3
     left = {process.pid: process.name() for process in psutil.Process().children(recursive=True) if process.pid not in before}
     assert not [name for name in left.values() if "server" in name and "python" not in name], left
