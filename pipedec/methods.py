@@ -120,8 +120,7 @@ class MethodEntry:
     Attributes:
         help: one sentence.
         options: the class of its options.
-        implementation: module and class (see ``decoding.interface``), imported when it is first used.
-        compares_threads: whether that class is a ``Policy`` for all threads together, or a ``Member`` for each thread.
+        implementation: module and class (a ``decoding.method.Method``), imported when it is first used.
         draft: whether it uses a draft model.
         needs_bita: whether the target must have a trained BiTA.
     """
@@ -130,7 +129,6 @@ class MethodEntry:
     help: str
     options: type[MethodOptions]
     implementation: str
-    compares_threads: bool = False
     draft: Literal["none", "optional", "required"] = "none"
     needs_bita: bool = False
 
@@ -157,7 +155,7 @@ METHODS = {
     entry.name: entry
     for entry in (
         MethodEntry(
-            "pp", "Pipeline parallelism without speculation.", PlainOptions, "pipedec.decoding.plain:PlainPipeline"
+            "pp", "Pipeline parallelism without speculation.", PlainOptions, "pipedec.decoding.plain:Plain"
         ),
         MethodEntry(
             "stpp", "One static tree per pass of the pipeline.", StaticTreeOptions,
@@ -169,7 +167,7 @@ METHODS = {
         ),
         MethodEntry(
             DEFAULT_METHOD, "The most probable rows of any depth per timestep.", BestFirstOptions,
-            "pipedec.decoding.best_first:BestFirst", compares_threads=True, draft="optional",
+            "pipedec.decoding.best_first:BestFirst", draft="optional",
         ),
         MethodEntry(
             "bita", "BiTA: the target drafts for itself with trained mask rows.", BitaOptions,

@@ -5,6 +5,6 @@ from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.drafter import Drafter
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.memory import LaneSizes
-from pipedec.decoding.method import Method
+from pipedec.decoding.request_state import RequestState
 
-__all__ = ["Company", "Drafter", "Experience", "LaneSizes", "Method", "TimestepTiming"]
+__all__ = ["Company", "Drafter", "Experience", "LaneSizes", "RequestState", "TimestepTiming"]

@@ -7,218 +7,151 @@ little, where the paper's policy would have a miss and drain the pipeline. If an
 its subtree is kept and enters with it.
 
 If an answer has several threads, the rows of all their trees are compared: roots are certain and so come first. Acceptance
-probabilities are learned from all threads together. How many rows enter is the company's decision (``budget``).
+probabilities are learned from all threads together. How many rows enter is decided for all requests together (``budget``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from heapq import merge
-from itertools import islice, repeat
+from itertools import islice
 from math import exp, inf, log
 
 import torch
 
-from pipedec.core import NO_MASKS, Accepted, Step, UserError
+from pipedec.core import Accepted, Step, UserError
 from pipedec.decoding.acceptance import Acceptance
-from pipedec.decoding.budget import Wish
+from pipedec.decoding.budget import Demand
 from pipedec.decoding.choices import NO_LINE
-from pipedec.decoding.context import MethodContext
-from pipedec.decoding.controller import Controller
-from pipedec.decoding.drafter import RequestDrafter
 from pipedec.decoding.forced import chain_below
-from pipedec.decoding.injection import InjectionTree, Lesson
-from pipedec.decoding.lockstep import Drafting
+from pipedec.decoding.injection import InjectionTree
+from pipedec.decoding.method import Method, MethodContext
 from pipedec.decoding.proposers import DraftProposal, NgramProposer, Occurrences, possible
 from pipedec.methods import BestFirstOptions, options_of
-from pipedec.tree import Candidates, DraftRows
+from pipedec.tree import Candidates
 
 
-class Branch:
-    """The rows of one thread."""
-
-    def __init__(self, number: int, policy: BestFirst, ngrams: NgramProposer | None) -> None:
-        self.number = number
-        grammar = policy.grammar
-        self.tree = InjectionTree(None if grammar is None else partial(chain_below, grammar))
-        self.ngrams = ngrams
-        self.root_pending = False  # the root has yet to enter
-        self._policy = policy
-
-    @property
-    def has_entered(self) -> bool:
-        return not self.root_pending
-
-    @property
-    def in_flight(self) -> int:
-        return self.tree.num_entered
-
-    def accept(self, accepted: Accepted) -> None:
-        changes, hit, lessons = self.tree.advance(accepted.tokens)
-        self._policy.learn(lessons, len(accepted.tokens))
-        if self._policy.drafter is not None:
-            self._policy.drafter.advance(self.number, changes)
-        if self.ngrams is not None:
-            self.ngrams.accept(accepted.tokens)
-        self.root_pending = not self.tree.root_has_entered
-        if not hit:
-            self.tree.plant(accepted.tokens[-1])
-
-    def find(self, rows: list[int]) -> list[Occurrences] | None:
-        """What n-grams know of rows; None if they are no source."""
-        if self.ngrams is None:
-            return None
-        paths, grammar = [self.tree.path(row) for row in rows], self._policy.grammar
-        found = [self.ngrams.find(path) for path in paths]
-        if grammar is None:
-            return found
-        return [one.within(grammar.allowed(path)) for one, path in zip(found, paths, strict=True)]
-
-    def cut(self) -> None:
-        changes = self.tree.cut()
-        if self._policy.drafter is not None:
-            self._policy.drafter.advance(self.number, changes)
-        self.root_pending = False
-
-    def plant(self, token: int) -> None:
-        if self.ngrams is not None:
-            self.ngrams.accept((token,))
-        self.tree.plant(token)
-        self.root_pending = True
-
-
-class BestFirst:
-    """Limits that the request does not set are tuned by ``Controller``.
+class BestFirst(Method):
+    """The most probable rows of one thread. Limits that the request does not set are tuned by ``Controller``.
 
     Raises:
         UserError: the request leaves no draft source.
     """
 
-    masks = NO_MASKS
-    largest = 0
-    together = 1
+    tree: InjectionTree
 
-    def __init__(self, context: MethodContext) -> None:
+    def __init__(self, context: MethodContext, thread: int) -> None:
+        super().__init__(context, thread)
         self._options = options_of(context.request, BestFirstOptions)
-        sources = self._options.proposers
-        self.drafter: RequestDrafter | None = context.drafter if "draft" in sources else None
-        self._uses_ngrams = "ngrams" in sources
-        prior = (*(DraftProposal.prior if self.drafter else ()), *(NgramProposer.prior if self._uses_ngrams else ()))
+        if "draft" not in self._options.proposers:
+            self.drafter = None
+        self._ngrams = self._new_ngrams() if "ngrams" in self._options.proposers else None
+        prior = (*(DraftProposal.prior if self.drafter else ()), *(NgramProposer.prior if self._ngrams else ()))
         if not prior:
             raise UserError("method pipedec-bestfirst has no proposer: give --draft DIR, or let the n-grams propose")
         self.is_tuned = self._options.width is None
-        self.grammar = context.grammar
-        self._context = context
-        self._sequence = context.sequence
-        self._controller: Controller = context.experience.controller
-        self._children = self._options.children or self._controller.children
-        self._acceptance: Acceptance = context.experience.acceptance(context.request, prior)
+        self.children = (self._options.children or context.children) if self.drafter else 0
+        self.tree = InjectionTree(None if context.grammar is None else partial(chain_below, context.grammar))
+        self._controller = context.experience.controller
+        self._acceptance = context.experience.learned(context.request, Acceptance, prior)
+
+    def _new_ngrams(self) -> NgramProposer:
+        """N-grams of the other threads, the prompt and, last, the tokens that the thread itself sees.
+
+        Among those are the tokens that an answer in one thread had before it was resumed.
+        """
+        sequence, number = self.context.sequence, self.thread
+        threads = sequence.threads
+        seen = [token for other, count in sequence.context(number) for token in threads[other].token_ids[:count]]
+        siblings = [] if number == 0 else [t for thread in threads if thread.number != number for t in thread.token_ids]
+        own = threads[0].token_ids if number == 0 else []
+        return NgramProposer((*siblings, *self.context.request.prompt_token_ids, *seen, *own))
+
+    @property
+    def in_flight(self) -> int:
+        return self.tree.num_entered
+
+    @property
+    def is_idle(self) -> bool:
+        return self.has_entered and self.tree.is_exhausted
 
     @property
     def _is_speculating(self) -> bool:
         return self._controller.is_speculating or not self.is_tuned
 
-    def create(self, number: int) -> Branch:
-        return Branch(number, self, self._ngrams(number) if self._uses_ngrams else None)
-
-    def _ngrams(self, number: int) -> NgramProposer:
-        """N-grams of the other threads, the prompt and, last, the tokens that the thread itself sees.
-
-        Among those are the tokens that an answer in one thread has said before it was resumed.
-        """
-        threads = self._sequence.threads
-        seen = [token for other, count in self._sequence.context(number) for token in threads[other].token_ids[:count]]
-        siblings = [] if number == 0 else [t for thread in threads if thread.number != number for t in thread.token_ids]
-        said = threads[0].token_ids if number == 0 else []
-        return NgramProposer((*siblings, *self._context.request.prompt_token_ids, *seen, *said))
-
-    def learn(self, lessons: list[Lesson], num_accepted: int) -> None:
-        """Update the acceptance model with every accepted token that follows a drafted row."""
-        self._controller.record_accepted(num_accepted)
-        for choices, place, token in lessons:
-            self._controller.record_proposed(self._acceptance.observe(choices, place, token))
-
-    def draft(self, running: dict[int, Branch]) -> Drafting:
-        """Several draft forwards, each on rows of all threads."""
-        forwards = self._options.forwards or self._context.draft_room.forwards
-        for _ in range(forwards if self._is_speculating else 0):
-            rows = {number: rows for number, rows in self._undrafted(running).items() if rows}
-            if not rows:
-                return
-            candidates: list[Candidates] | list[None] = [None] * len(rows)
-            if self.drafter is not None:
-                drafted = yield self._requested(self.drafter, running, rows)
-                candidates = drafted if self.grammar is None else [possible(one) for one in drafted]
-            submitted = [
-                self._context.scoring.submit(self._acceptance, proposed, running[number].find(of_thread))
-                for (number, of_thread), proposed in zip(rows.items(), candidates, strict=True)
-            ]
-            yield []  # what all requests propose is scored together
-            for (number, of_thread), scored in zip(rows.items(), submitted, strict=True):
-                running[number].tree.add(of_thread, scored.lines)
-
-    def _requested(self, drafter: RequestDrafter, running: dict[int, Branch], rows: dict[int, list[int]]) -> list[DraftRows]:
-        return [drafter.rows(number, running[number].tree, of_thread, self._children) for number, of_thread in rows.items()]
-
-    def _undrafted(self, running: dict[int, Branch]) -> dict[int, list[int]]:
-        """By thread, the most probable undrafted rows among all threads, to be drafted now."""
-        room = self._context.draft_room
-        count = room.rows if len(running) == 1 else 2 * room.rows
-        least = log(room.min_chance) if room.min_chance > 0 and self.is_tuned else -inf
-        shares = _shares(running, count, InjectionTree.undrafted_chances)
-        taken = {number: running[number].tree.undrafted(share, least) for number, share in shares.items()}
-        if not self._sequence.can_fork:
-            return taken
-        return {number: self._with_successors(running[number], rows) for number, rows in taken.items()}
-
-    def _with_successors(self, branch: Branch, rows: list[int]) -> list[int]:
-        """Those of ``rows`` that can have successors: their token neither joins nor ends the thread."""
-        ended = {row for row in rows if self._ends(branch.number, branch.tree.path(row))}
-        branch.tree.add(list(ended), [NO_LINE] * len(ended))
-        return [row for row in rows if row not in ended]
-
-    def _ends(self, thread: int, path: list[int]) -> bool:
-        sequence = self._sequence
-        return bool(path) and sequence.is_control(path[-1]) and sequence.ends_walk(thread, path[-1], path[:-1])
-
-    def rests(self, running: dict[int, Branch]) -> bool:
-        return all(branch.has_entered and branch.tree.is_exhausted for branch in running.values())
-
-    def wish(self, running: dict[int, Branch]) -> Wish:
-        """The roots and what is forced behind them, and then the most probable rows of all threads."""
-        most = self._options.width
-        pending = sum(branch.tree.num_certain for branch in running.values())
+    def demand(self) -> Demand:
+        """The root and what is forced after it, and then the most probable rows."""
+        pending, most = self.tree.num_certain, self._options.width
         certain = pending if most is None else min(pending, most)
         if not self._is_speculating:
-            return Wish(certain)
-        of_threads = [branch.tree.entering_chances() for branch in running.values()]
-        chances = of_threads[0] if len(of_threads) == 1 else merge(*of_threads, reverse=True)
-        return Wish(certain, chances=map(exp, islice(chances, pending, None)), most=most)
+            return Demand(certain)
+        return Demand(certain, chances=map(exp, islice(self.tree.entering_chances(), pending, None)), most=most)
 
-    def propose(self, running: dict[int, Branch], room: int) -> list[tuple[int, Step]]:
-        """The most probable rows of all threads, roots first."""
-        pending = [number for number, branch in running.items() if branch.root_pending]
-        if len(pending) >= room:
-            shares = dict.fromkeys(pending[:room], 1)  # parents before their children, which attend to the openers
-        else:
-            shares = _shares(running, room, InjectionTree.entering_chances)
-        steps = []
-        for number in sorted(shares):
-            token_ids, parents = running[number].tree.enter(shares[number])
-            if token_ids:
-                rows = torch.tensor((token_ids, parents))
-                steps.append((number, Step(rows[0], rows[1], log_probs=running[number].tree.log_probs)))
-                running[number].root_pending = False
-        return steps
+    def propose(self, room: int) -> Step | None:
+        token_ids, parents = self.tree.enter(room)
+        if not token_ids:
+            return None
+        self.root = None
+        rows = torch.tensor((token_ids, parents))
+        return Step(rows[0], rows[1], log_probs=self.tree.log_probs)
 
+    def draft(self, room: int) -> Sequence[int]:
+        """The most probable rows that are not drafted; several times in a timestep."""
+        draft_room = self.context.draft_room
+        if not self._is_speculating or draft_room.round >= (self._options.forwards or draft_room.forwards):
+            return ()
+        least = log(draft_room.min_chance) if draft_room.min_chance > 0 and self.is_tuned else -inf
+        rows = self.tree.undrafted(room, least)
+        return self._with_successors(rows) if self.context.sequence.can_fork else rows
 
-def _shares(running: dict[int, Branch], count: int, chances_of: Callable[[InjectionTree], Iterator[float]]) -> dict[int, int]:
-    """By thread, the number of its rows among the ``count`` most probable rows of all threads."""
-    if len(running) <= 1:
-        return dict.fromkeys(running, count)
-    owned = [zip(chances_of(branch.tree), repeat(number)) for number, branch in running.items()]
-    shares: dict[int, int] = {}
-    for _, number in islice(merge(*owned, key=lambda pair: pair[0], reverse=True), count):
-        shares[number] = shares.get(number, 0) + 1
-    return shares
+    def undrafted_chances(self) -> Iterator[float]:
+        return self.tree.undrafted_chances()
+
+    def _with_successors(self, rows: list[int]) -> list[int]:
+        """Those of ``rows`` that can have successors: their token neither joins nor ends the thread."""
+        ended = {row for row in rows if self._ends(self.tree.path(row))}
+        self.tree.add(list(ended), [NO_LINE] * len(ended))
+        return [row for row in rows if row not in ended]
+
+    def _ends(self, path: list[int]) -> bool:
+        sequence = self.context.sequence
+        return bool(path) and sequence.is_control(path[-1]) and sequence.ends_walk(self.thread, path[-1], path[:-1])
+
+    def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
+        """What all requests propose is scored together; then the rows have their choices."""
+        if candidates is not None and self.context.grammar is not None:
+            candidates = possible(candidates)
+        self.context.scoring.submit(self._acceptance, self.tree, rows, candidates, self._found(rows))
+
+    def _found(self, rows: Sequence[int]) -> list[Occurrences] | None:
+        """Occurrences of the n-grams at the end of each row's path; None if they are no source."""
+        if self._ngrams is None:
+            return None
+        paths, grammar = [self.tree.path(row) for row in rows], self.context.grammar
+        found = [self._ngrams.find(path) for path in paths]
+        if grammar is None:
+            return found
+        return [one.within(grammar.allowed(path)) for one, path in zip(found, paths, strict=True)]
+
+    def accept(self, accepted: Accepted) -> None:
+        """Advance, and learn from every accepted token that follows a drafted row."""
+        changes, hit, lessons = self.tree.advance(accepted.tokens)
+        self._controller.record_accepted(len(accepted.tokens))
+        for choices, place, token in lessons:
+            self._controller.record_proposed(self._acceptance.observe(choices, place, token))
+        self._follow(changes)
+        if self._ngrams is not None:
+            self._ngrams.accept(accepted.tokens)
+        self.root = None if self.tree.root_has_entered else accepted.tokens[-1]
+        if not hit:
+            self.tree.plant(accepted.tokens[-1])
+
+    def cut(self) -> None:
+        self._follow(self.tree.cut())
+        self.root = None
+
+    def plant(self, token: int) -> None:
+        super().plant(token)
+        if self._ngrams is not None:
+            self._ngrams.accept((token,))
+        self.tree.plant(token)

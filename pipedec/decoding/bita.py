@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 
 from pipedec.core import Accepted, MaskParams, Step, UserError
+from pipedec.decoding.budget import Demand
 from pipedec.decoding.candidates import CandidateTree, Forecast, RankChances, efficient, full, likeliest, straightforward
-from pipedec.decoding.context import MethodContext
 from pipedec.decoding.forced import room_of_chain
-from pipedec.decoding.lockstep import Drafting, nothing_to_draft
+from pipedec.decoding.method import Method, MethodContext
 from pipedec.methods import MAX_ROWS, BitaOptions, options_of
 from pipedec.tree import mask_groups
 
@@ -22,70 +22,47 @@ DEFAULT_NAMED = {"likeliest": 16, "efficient": 5, "full": 2}  # tokens of each m
 DEFAULT_FORECAST = 64  # maximum tokens of all masks together, unless the request sets the tokens of each
 
 
-class Bita:
+class Bita(Method):
     """One tree per passage of the pipeline, as the request's options shape it.
 
     Raises:
         UserError: the target's BiTA has fewer masks than the request's depth, or the tree is too large.
     """
 
-    tree = None
+    in_flight = 0
 
-    def __init__(self, context: MethodContext, number: int) -> None:
+    def __init__(self, context: MethodContext, thread: int) -> None:
+        super().__init__(context, thread)
         limits = options_of(context.request, BitaOptions)
         depth = limits.depth or context.trained_masks
         if depth > context.trained_masks:
             raise UserError(f"depth {depth}, but this BiTA was trained with {context.trained_masks} masks: lower --depth")
         is_chain = limits.shape == "straightforward"
         named = 1 if is_chain else limits.children or min(DEFAULT_NAMED[limits.shape], DEFAULT_FORECAST // depth)
-        self.room = _largest(limits, depth, named)  # maximum rows of a step; lowered when threads share it
-        if max(self.room, depth * named) > MAX_ROWS:
-            rows = f"a tree of {self.room} rows" if self.room > MAX_ROWS else f"a forecast of {depth * named} tokens"
-            raise UserError(f"{rows} is more than {MAX_ROWS}: lower --depth or --children")
-        self._grammar = context.grammar
-        self.room += room_of_chain(self._grammar)
-        self._most = self.room
+        rows = _largest(limits, depth, named)
+        if max(rows, depth * named) > MAX_ROWS:
+            excess = f"a tree of {rows} rows" if rows > MAX_ROWS else f"a forecast of {depth * named} tokens"
+            raise UserError(f"{excess} is more than {MAX_ROWS}: lower --depth or --children")
+        self.whole = rows + room_of_chain(context.grammar)
         self.masks = MaskParams(depth, named)
+        self._room = self.whole  # rows of the next step: less if threads share it
         self._shape = limits.shape
         self._rows = limits.rows
-        self._chances: RankChances = context.experience.rank_chances(context.request, self.masks)
-        self._root: int | None = None  # a certain token that has yet to enter
+        self._chances = context.experience.learned(context.request, RankChances, self.masks)
         self._forecast: Forecast = ()
         self._entered = CandidateTree([])  # of the last step
-        self.in_flight = 0
 
-    @property
-    def has_entered(self) -> bool:
-        return self._root is None
-
-    @property
-    def wanted(self) -> int:
+    def demand(self) -> Demand:
         """The root and, at most, all rows that there is room for."""
-        return 0 if self._root is None else min(self.room, self._most)
+        return Demand(whole=0 if self.root is None else min(self._room, self.whole))
 
-    def draft(self) -> Drafting:
-        """Nothing: the stages compute the forecast."""
-        return nothing_to_draft()
-
-    def accept(self, accepted: Accepted) -> None:
-        self._chances.observe(self._forecast, accepted.tokens)
-        has_entered = self._entered.contains(accepted.tokens)  # then it ends the thread: else its successor were accepted, too
-        self._root, self._forecast = None if has_entered else accepted.tokens[-1], accepted.forecast
-        self.in_flight = 0
-
-    def cut(self) -> None:
-        self._root, self._forecast = None, ()
-        self.in_flight = 0
-
-    def plant(self, token: int) -> None:
-        self._root, self._forecast = token, ()
-
-    def propose(self) -> Step | None:
+    def propose(self, room: int) -> Step | None:
         """The root, the candidates, then the masks."""
-        if self._root is None:
+        self._room = room
+        if self.root is None:
             return None
-        tree = self._entered = self._candidates(self._root)
-        self._root = None
+        tree = self._entered = self._candidates(self.root)
+        self.root = None
         tokens, parents, with_masks = (
             torch.tensor(rows, dtype=torch.int64) for rows in (tree.token_ids, tree.parents, tree.with_masks)
         )
@@ -93,16 +70,29 @@ class Bita:
         self.in_flight = len(tokens) + len(masks)
         return Step(torch.cat((tokens, masks)), torch.cat((parents, mask_parents)))
 
+    def accept(self, accepted: Accepted) -> None:
+        self._chances.observe(self._forecast, accepted.tokens)
+        has_entered = self._entered.contains(accepted.tokens)  # then it ends the thread: else its successor were accepted, too
+        self.root, self._forecast = None if has_entered else accepted.tokens[-1], accepted.forecast
+        self.in_flight = 0
+
+    def cut(self) -> None:
+        self.root, self._forecast, self.in_flight = None, (), 0
+
+    def plant(self, token: int) -> None:
+        super().plant(token)
+        self._forecast = ()
+
     def _candidates(self, root: int) -> CandidateTree:
         """The root and its candidates; the root alone if there is no room for masks."""
-        if self.room <= self.masks.count:
+        if self._room <= self.masks.count:
             return CandidateTree([root])
         shapes = {"efficient": efficient, "straightforward": straightforward, "full": full}
         if self._shape in shapes:
-            tree = shapes[self._shape](root, self._forecast, self._grammar)
-            if len(tree.token_ids) + self.masks.count * len(tree.with_masks) <= self.room:
+            tree = shapes[self._shape](root, self._forecast, self.context.grammar)
+            if len(tree.token_ids) + self.masks.count * len(tree.with_masks) <= self._room:
                 return tree
-        return likeliest(root, self._forecast, self._chances, min(self._rows, self.room), self.masks.count, self._grammar)
+        return likeliest(root, self._forecast, self._chances, min(self._rows, self._room), self.masks.count, self.context.grammar)
 
 
 def _largest(limits: BitaOptions, depth: int, named: int) -> int:

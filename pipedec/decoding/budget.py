@@ -20,8 +20,8 @@ Pays = Callable[[int, float], bool]
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What a method would let enter at the next timestep.
+class Demand:
+    """The rows that a method would let enter at the next timestep.
 
     Attributes:
         certain: rows of accepted tokens, of which some may enter and others wait.
@@ -39,7 +39,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Claim:
-    """One request's wish.
+    """One request's demand.
 
     Attributes:
         number: of the request.
@@ -50,14 +50,14 @@ class Claim:
 
     number: int
     priority: int = 0
-    wish: Wish = Wish()
+    demand: Demand = Demand()
     prompt: int = 0
     tail: int = 1
 
     @property
     def entering(self) -> int:
         """Rows that must not wait for good."""
-        return self.wish.whole or self.wish.certain
+        return self.demand.whole or self.demand.certain
 
 
 class Budget:
@@ -100,8 +100,8 @@ class Budget:
 
     def _room(self, claims: Sequence[Claim]) -> int:
         """Rows of the timestep. A request alone may set more than there is room for in company."""
-        if len(claims) == 1 and claims[0].wish.most is not None:
-            return max(self.knee, claims[0].wish.most)
+        if len(claims) == 1 and claims[0].demand.most is not None:
+            return max(self.knee, claims[0].demand.most)
         return self.knee
 
     def _share_certain(self, claims: Sequence[Claim], room: int) -> dict[int, int]:
@@ -110,17 +110,17 @@ class Budget:
         waiting_prompt = min((self._since(claim) for claim in claims if claim.prompt), default=self._timestep)
         granted: dict[int, int] = {}
         for claim in sorted((claim for claim in claims if claim.entering), key=self._turn):
-            wish = claim.wish
-            if wish.whole > left and not granted and self._since(claim) <= waiting_prompt:
-                return {claim.number: wish.whole}
-            count = min(wish.certain, left) if not wish.whole else wish.whole * (wish.whole <= left)
+            demand = claim.demand
+            if demand.whole > left and not granted and self._since(claim) <= waiting_prompt:
+                return {claim.number: demand.whole}
+            count = min(demand.certain, left) if not demand.whole else demand.whole * (demand.whole <= left)
             if count:
                 granted[claim.number] = count
                 left -= count
         return granted
 
     def _turn(self, claim: Claim) -> tuple[int, int, bool]:
-        return claim.priority, self._since(claim), claim.wish.whole > 0
+        return claim.priority, self._since(claim), claim.demand.whole > 0
 
     def _since(self, claim: Claim) -> int:
         """The timestep since which it has waited."""
@@ -147,7 +147,7 @@ class _Candidates:
         self._running = sum(not claim.prompt for claim in claims)
         self._queues = [queue for claim in claims if (queue := _Queue(claim, granted.get(claim.number, 0))).chance is not None]
         self._granted = granted
-        self._pays: Pays = _always if len(claims) == 1 and claims[0].wish.most is not None else pays
+        self._pays: Pays = _always if len(claims) == 1 and claims[0].demand.most is not None else pays
         self._rows = rows
         self._room = room
         self._refused = 0.0
@@ -193,9 +193,9 @@ class _Queue:
         self.number = claim.number
         self.priority = claim.priority
         self.taken = 0
-        wish = claim.wish
-        self._left = 0 if certain < wish.certain else wish.most - certain if wish.most is not None else -1
-        self._chances = iter(wish.chances)
+        demand = claim.demand
+        self._left = 0 if certain < demand.certain else demand.most - certain if demand.most is not None else -1
+        self._chances = iter(demand.chances)
         self.chance: float | None = next(self._chances, None) if self._left else None
 
     def take(self) -> None:

@@ -6,24 +6,21 @@ client.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from msgspec import structs
 
 from pipedec.core import DEFAULT_METHOD, Opening, Request, Update, UserError, Verdict
 from pipedec.decoding.budget import Budget, Claim
-from pipedec.decoding.context import DraftRoom, MethodContext
 from pipedec.decoding.controller import Entered, TimestepTiming
-from pipedec.decoding.drafter import Drafter, RequestDrafter
+from pipedec.decoding.drafter import Drafter
 from pipedec.decoding.experience import Experience
-from pipedec.decoding.interface import Policy
-from pipedec.decoding.lockstep import in_lockstep, resumed
 from pipedec.decoding.memory import LaneSizes, Memory
-from pipedec.decoding.method import Method
-from pipedec.decoding.registry import create_policy
-from pipedec.decoding.running import Running
+from pipedec.decoding.method import DraftRoom, Method, MethodContext, new_method
+from pipedec.decoding.request_state import RequestState, rows_together
 from pipedec.decoding.scoring import Scoring
 from pipedec.decoding.tally import Tally
 from pipedec.kv import KVManager
@@ -85,7 +82,7 @@ class Company:
         self._scoring = Scoring()
         self._draft_room = DraftRoom()
         self._memory = Memory(self.kv, knee, lane_sizes)
-        self._requests: dict[int, Running] = {}  # by number, in order of age
+        self._requests: dict[int, RequestState] = {}  # by number, in order of age
 
     @property
     def num_waiting(self) -> int:
@@ -109,7 +106,7 @@ class Company:
         """
         if request.sampling.prompt_logprobs is not None and request.threads is not None:
             raise UserError("prompt_logprobs needs an answer in one thread: leave it, or threads, out")
-        self._memory.check(request, self._policy(request, sequence).together)
+        self._memory.check(request, rows_together(self._methods_of(request, sequence)(0), sequence))
 
     def open(self, request: Request, new_sequence: NewSequence) -> None:
         """Begin a request: its prompt enters with the next timesteps, as soon as there is memory.
@@ -124,12 +121,12 @@ class Company:
         if not request.prompt_token_ids:
             raise UserError("the prompt is empty: give at least one token")
         self.check(request, new_sequence())
-        self._requests[request.number] = Running(request, new_sequence, self._new_method)
+        self._requests[request.number] = RequestState(request, new_sequence, self._new_methods, self.tally)
         self._requests = dict(sorted(self._requests.items(), key=lambda item: item[1].age))
 
-    def method(self, number: int) -> Method:
-        """The present method of a request. Its hits and misses include those before pauses of an answer in one thread."""
-        return self._requests[number].method
+    def state(self, number: int) -> RequestState:
+        """A running request. Its hits and misses include those before pauses of an answer in one thread."""
+        return self._requests[number]
 
     def cached_tokens(self, number: int) -> int:
         """Tokens of a request's prompt that were found in the KV cache when it first entered; 0 as long as it has not."""
@@ -140,8 +137,7 @@ class Company:
         one = self._requests.get(number)
         if one is None or not one.has_lane:
             return
-        one.method.apply(verdict)
-        one.rests = False
+        one.apply(verdict)
         if verdict.finished is not None:
             self.close(number)
 
@@ -216,9 +212,9 @@ class Company:
                 prompt_rows += 0 if step is None else step.num_rows
             else:
                 room = self._memory.room_for(one, rows)
-                step = one.method.propose(room) if room else None
+                step = one.propose(room) if room else None
             if step is not None:
-                self.tally.enter(step, one.entered - entered, one.method.masks.count > 0)
+                self.tally.enter(step, one.entered - entered, one.masks.count > 0)
             updates[number] = Update(number, opening, step=step)
         return self._with_slots(updates, prompt_rows)
 
@@ -227,8 +223,8 @@ class Company:
         for number, slots in self._memory.take_grown().items():
             updates[number] = structs.replace(updates.get(number, Update(number)), slots=slots)
         for one in self._requests.values() if self.kv.shares_prefixes else ():
-            if one.has_lane and (told := one.take_told()):
-                self.kv.extend(one.number, told)
+            if one.has_lane and (added := one.take_adoptable()):
+                self.kv.extend(one.number, added)
         rows = sum(update.step.num_rows for update in updates.values() if update.step is not None)
         self._controller.record_entered(Entered(rows, prompt_rows, self._num_tuned()))
         return {number: one for number, one in updates.items() if (one.opening, one.step, one.slots) != (None, None, ())}
@@ -250,25 +246,25 @@ class Company:
             prompt_rows += claim.prompt
             yield claim
 
-    def _open_lane(self, one: Running) -> Opening | None:
+    def _open_lane(self, one: RequestState) -> Opening | None:
         """Open the lane of a request; None if there is no memory left for it."""
         lease = self._memory.open(one)
         if lease is None:
             return None
         drafted = 0
-        if self._drafter is not None and one.method.has_drafter:
+        if self._drafter is not None and one.has_drafter:
             drafted = self._drafter.open(one.number, one.sequence, one.text)
         return one.open(lease, drafted)
 
-    def _leave_lane(self, one: Running) -> None:
+    def _leave_lane(self, one: RequestState) -> None:
         """Close a lane. What it has accepted last is committed with its last verdict, before others open."""
-        self.kv.extend(one.number, one.take_told())
+        self.kv.extend(one.number, one.take_adoptable())
         self.kv.close(one.number)
         self._forget_lane(one)
 
-    def _forget_lane(self, one: Running) -> None:
+    def _forget_lane(self, one: RequestState) -> None:
         self._budget.forget(one.number)
-        if self._drafter is not None and one.method.has_drafter:
+        if self._drafter is not None and one.has_drafter:
             self._drafter.close(one.number)
 
     def draft(self) -> None:
@@ -277,54 +273,64 @@ class Company:
         if chunks:
             self._controller.record_draft_prefill()
         running = [each for each in self._requests.values() if each.has_lane and each.number not in chunks]
-        awake = [each for each in running if each.is_drafted and not each.rests]
-        drafting = [each.method for each in awake]
-        self._set_draft_room(sum(method.has_drafter for method in drafting))
-        rounds = in_lockstep([method.draft() for method in drafting])
-        requested = next(rounds, None)
-        while requested is not None or chunks:
-            candidates, chunks = self._expand(requested or [], chunks), {}
-            requested = None if requested is None else resumed(rounds, candidates)
+        awake = [each for each in running if each.is_drafted and not each.is_idle]
+        self._set_draft_room(sum(each.has_drafter for each in awake))
+        drafting = awake
+        while True:
+            asked = {each.number: rows for each in drafting if (rows := each.draft(self._draft_room.rows))}
+            if not asked and not chunks:
+                break
+            rows = [entry for of_request in asked.values() for entry in of_request]
+            for (method, of_tree), candidates in zip(rows, self._forward(rows, chunks), strict=True):
+                method.drafted(of_tree, candidates)
+            self._scoring.score()
+            drafting, chunks = [each for each in drafting if each.number in asked], {}
+            self._draft_room.round += 1
         for each in awake:
-            each.rests = each.method.rests
+            each.note_idle()
 
     def observe(self, timing: TimestepTiming) -> None:
         """Learn how long a timestep of the full pipeline took."""
         self._controller.record_timestep(timing)
 
-    def _new_method(self, request: Request, sequence: ThreadSequence) -> Method:
-        if self.awaits_drafter and find_method(request.method).draft != "none":
+    def _new_methods(self, request: Request, sequence: ThreadSequence) -> Callable[[int], Method]:
+        """What makes the methods of an answer's threads, from now until it is paused."""
+        if self._lacks_drafter(request):
             self._undrafted.add(request.number)
-        return Method(sequence, self._policy(request, sequence), self.tally)
+        return self._methods_of(request, sequence)
 
-    def _policy(self, request: Request, sequence: ThreadSequence) -> Policy:
-        if self.awaits_drafter and find_method(request.method).draft != "none":
+    def _lacks_drafter(self, request: Request) -> bool:
+        return self.awaits_drafter and find_method(request.method).draft != "none"
+
+    def _methods_of(self, request: Request, sequence: ThreadSequence) -> Callable[[int], Method]:
+        if self._lacks_drafter(request):
             request = replace(request, method=DEFAULT_METHOD, options=make_options(DEFAULT_METHOD, _DRAFTLESS))
-        drafter = None if self._drafter is None else RequestDrafter(self._drafter, request.number)
-        return create_policy(
+        return partial(
+            new_method,
             MethodContext(
                 request,
                 sequence,
-                drafter,
+                self._drafter,
                 self._experience,
                 self._scoring,
                 self._draft_room,
+                self._controller.children,
                 self._device,
                 self._trained_masks,
-            )
+            ),
         )
 
     def _num_tuned(self) -> int:
         """The number of requests that are decoded, if all of them leave it to the controller how much to speculate, else 0."""
-        decoded = [one.method for one in self._requests.values() if one.has_lane and not one.is_prefilling]
-        return len(decoded) if all(method.is_tuned for method in decoded) else 0
+        decoded = [one for one in self._requests.values() if one.has_lane and not one.is_prefilling]
+        return len(decoded) if all(one.is_tuned for one in decoded) else 0
 
     def _next_draft_chunks(self) -> dict[int, Sequence[int]]:
         """Take what the draft model computes of prompts in this timestep; nothing of those for which it is not used now."""
         chunks: dict[int, Sequence[int]] = {}
         room = self._budget.knee
         for number, one in self._requests.items():
-            if not one.has_lane or (one.method.is_tuned and not self._controller.is_speculating):
+            if not one.has_lane or (one.is_tuned and not self._controller.is_speculating):
                 continue
             chunk = one.undrafted[:room]
             if chunk:
@@ -342,19 +348,24 @@ class Company:
         self._draft_room.forwards = self._controller.forwards
         self._draft_room.rows = min(max(DRAFT_KNEE // max(num_drafting, 1), 1), DRAFTED_ROWS)
         self._draft_room.min_chance = self._budget.refused * (1 - 1 / max(num_drafting, 1))
+        self._draft_room.round = 0
 
-    def _expand(self, requested: list[DraftRows], chunks: dict[int, Sequence[int]]) -> list[Candidates]:
-        """The candidates for ``requested``: one forward, or several if there are more rows than one should compute."""
+    def _forward(self, rows: Sequence[tuple[Method, Sequence[int]]], chunks: dict[int, Sequence[int]]) -> list[Candidates | None]:
+        """The candidates after ``rows``, None for methods without a draft model: one forward, or several if there are more rows
+        than one should compute.
+        """
+        drafted = [method.to_draft(of_tree) for method, of_tree in rows if method.drafter is not None]
         candidates: list[Candidates] = []
-        while requested or chunks:
+        while drafted or chunks:
             assert self._drafter is not None
-            count = _fitting(requested)
-            candidates += self._drafter.expand(requested[:count], chunks)
-            requested, chunks = requested[count:], {}
-        return candidates
+            count = _fitting(drafted)
+            candidates += self._drafter.expand(drafted[:count], chunks)
+            drafted, chunks = drafted[count:], {}
+        found = iter(candidates)
+        return [None if method.drafter is None else next(found) for method, _ in rows]
 
 
-def _fitting(requested: list[DraftRows]) -> int:
+def _fitting(requested: Sequence[DraftRows]) -> int:
     """How many of these entries one forward computes: at least one."""
     rows = 0
     for count, entry in enumerate(requested):

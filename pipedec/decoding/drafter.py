@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from pipedec.threads import Sequence as ThreadSequence
-from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
+from pipedec.tree import Candidates, DraftRows, RowChanges
 
 
 class Drafter(Protocol):
@@ -47,35 +46,3 @@ class Drafter(Protocol):
 
     def forget_prefixes(self) -> None:
         """No request that opens from now on adopts what ended ones have left."""
-
-
-@dataclass(frozen=True)
-class RequestDrafter:
-    """The draft model for the trees of one request."""
-
-    drafter: Drafter
-    number: int
-
-    def rows(self, thread: int, tree: DraftTree, rows: Sequence[int], children: int) -> DraftRows:
-        """What asks for the ``children`` most probable children of each of ``rows``, which are ascending."""
-        return DraftRows(self.number, thread, tree, rows, children)
-
-    def advance(self, thread: int, changes: RowChanges) -> None:
-        self.drafter.advance(self.number, thread, changes)
-
-    def threads_changed(self) -> None:
-        self.drafter.threads_changed(self.number)
-
-
-@dataclass(frozen=True)
-class ThreadDrafter:
-    """The draft model for the tree of one thread."""
-
-    drafter: RequestDrafter
-    thread: int
-
-    def rows(self, tree: DraftTree, rows: Sequence[int], children: int) -> DraftRows:
-        return self.drafter.rows(self.thread, tree, rows, children)
-
-    def advance(self, changes: RowChanges) -> None:
-        self.drafter.advance(self.thread, changes)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from msgspec.structs import replace
 
-from pipedec.core import MaskParams, MethodOptions, Request, SamplingParams
-from pipedec.decoding.acceptance import Acceptance
-from pipedec.decoding.candidates import RankChances
+from pipedec.core import MethodOptions, Request, SamplingParams
 from pipedec.decoding.controller import Controller
 
 _MAX_KEPT = 64  # entries of each kind
@@ -29,23 +26,16 @@ class Experience:
 
     def __init__(self, passage: int) -> None:
         self.controller = Controller(passage)
-        self._acceptances: dict[_Key, Acceptance] = {}
-        self._rank_chances: dict[_Key, RankChances] = {}
+        self._learned: dict[type, dict[_Key, Any]] = {}
 
-    def acceptance(self, request: Request, prior: tuple[float, ...]) -> Acceptance:
-        return _kept(self._acceptances, _key(request), lambda: Acceptance(prior))
-
-    def rank_chances(self, request: Request, masks: MaskParams) -> RankChances:
-        return _kept(self._rank_chances, _key(request), lambda: RankChances(masks))
-
-
-def _kept(known: dict[_Key, _T], key: _Key, make: Callable[[], _T]) -> _T:
-    """The entry for ``key``, created if it is new. The least recently used entry is evicted."""
-    found = known.pop(key, None) or make()
-    known[key] = found
-    if len(known) > _MAX_KEPT:
-        del known[next(iter(known))]
-    return found
+    def learned(self, request: Request, kind: type[_T], *args: Any) -> _T:
+        """What requests like this one have learned; ``kind(*args)`` for the first of them. Evicts the least recently used."""
+        known, key = self._learned.setdefault(kind, {}), _key(request)
+        found = known.pop(key, None)
+        known[key] = kind(*args) if found is None else found
+        if len(known) > _MAX_KEPT:
+            del known[next(iter(known))]
+        return cast(_T, known[key])
 
 
 def _key(request: Request) -> _Key:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from pipedec.core import Request, SlotRuns, UserError
 from pipedec.decoding.budget import Claim
-from pipedec.decoding.running import Running
+from pipedec.decoding.request_state import RequestState
 from pipedec.kv import KVManager, Lease
 
 
@@ -66,36 +66,36 @@ class Memory:
                 "or raise --kv-cache-memory"
             )
 
-    def begin(self, requests: Iterable[Running]) -> None:
+    def begin(self, requests: Iterable[RequestState]) -> None:
         """A timestep begins."""
         lanes = [one for one in requests if one.has_lane]
         self._spared = len(lanes) * self._kv.block
         self._wanted = sum(min(max(one.most - self._kv.slots_of(one.number), 0), self._sizes.growth) for one in lanes)
 
-    def cached_for(self, one: Running) -> int | None:
+    def cached_for(self, one: RequestState) -> int | None:
         """How many tokens a waiting request would find cached if it opened now; None if it cannot."""
         return None if one.is_closing else self._kv.cached_for(_adoptable(one), one.to_reserve(self._sizes.ahead) + self._wanted)
 
-    def open(self, one: Running) -> Lease | None:
+    def open(self, one: RequestState) -> Lease | None:
         """Give a request its first slots; None if there is no room now."""
         return self._kv.open(one.number, _adoptable(one), one.to_reserve(self._sizes.ahead))
 
-    def fitted(self, one: Running, claim: Claim) -> Claim:
+    def fitted(self, one: RequestState, claim: Claim) -> Claim:
         """The claim of a request as far as there is memory for it."""
-        if not one.has_lane or one.is_prefilling or not (claim.entering or claim.wish.chances):
+        if not one.has_lane or one.is_prefilling or not (claim.entering or claim.demand.chances):
             return claim
-        wish, free = claim.wish, self._free_slots(one)
-        needed = one.certain_rows(wish)
+        demand, free = claim.demand, self._free_slots(one)
+        needed = one.certain_rows(demand)
         if needed > free and self._grow(one, needed - free):
             free = self._free_slots(one)
-        if free < needed and (wish.whole or free <= 0):
+        if free < needed and (demand.whole or free <= 0):
             return Claim(claim.number, claim.priority)
         most = free + self._spare
-        if most >= max(self._knee, wish.most or 0):
+        if most >= max(self._knee, demand.most or 0):
             return claim
-        return replace(claim, wish=replace(wish, certain=min(wish.certain, most), most=min(most, wish.most or most)))
+        return replace(claim, demand=replace(demand, certain=min(demand.certain, most), most=min(most, demand.most or most)))
 
-    def room_for(self, one: Running, rows: int) -> int:
+    def room_for(self, one: RequestState, rows: int) -> int:
         """How many of ``rows`` rows may enter: all if there is memory, else those that fit."""
         free = self._free_slots(one)
         if rows > free and rows - free <= self._spare and self._grow(one, rows - free):
@@ -107,7 +107,7 @@ class Memory:
         grown, self._grown = self._grown, {}
         return grown
 
-    def to_pause(self, requests: Sequence[Running]) -> list[int]:
+    def to_pause(self, requests: Sequence[RequestState]) -> list[int]:
         """The youngest request of the lowest priority if memory is short; one at a time.
 
         Args:
@@ -119,18 +119,18 @@ class Memory:
         is_short = len(lanes) > 1 and self._is_short(lanes)
         return [lanes[-1].number] if is_short or self._is_in_the_way(lanes, requests) else []
 
-    def _is_short(self, lanes: Sequence[Running]) -> bool:
+    def _is_short(self, lanes: Sequence[RequestState]) -> bool:
         """Whether there is not even room for all certain rows, with no other ones in flight."""
         free = self._kv.free_slots
         for one in lanes:
             slots = self._kv.slots_of(one.number) - one.past
-            if one.is_prefilling or one.rests or slots >= max(self._knee, one.method.together):
+            if one.is_prefilling or one.is_idle or slots >= max(self._knee, one.together):
                 continue
-            missing = one.certain_rows(one.method.wish()) - slots
+            missing = one.certain_rows(one.demand()) - slots
             free -= -(-max(missing, 0) // self._kv.block) * self._kv.block
         return free < 0
 
-    def _is_in_the_way(self, lanes: Sequence[Running], requests: Sequence[Running]) -> bool:
+    def _is_in_the_way(self, lanes: Sequence[RequestState], requests: Sequence[RequestState]) -> bool:
         """Whether the last of ``lanes`` has memory that a waiting request of a better priority lacks, and could have."""
         waiting = next((one for one in requests if not one.has_lane), None)
         if waiting is None or waiting.is_closing or waiting.request.priority >= lanes[-1].request.priority:
@@ -141,16 +141,16 @@ class Memory:
         stays = sum(self._kv.slots_of(one.number) for one in lanes if one.request.priority <= waiting.request.priority)
         return self._kv.capacity - stays >= waiting.to_reserve(self._sizes.ahead)
 
-    def _free_slots(self, one: Running) -> int:
+    def _free_slots(self, one: RequestState) -> int:
         """Slots of a lane in which there are no rows."""
-        return self._kv.slots_of(one.number) - one.past - one.method.in_flight
+        return self._kv.slots_of(one.number) - one.past - one.in_flight
 
     @property
     def _spare(self) -> int:
         """Free slots that candidates may have."""
         return max(self._kv.free_slots - self._spared, 0)
 
-    def _grow(self, one: Running, rows: int) -> bool:
+    def _grow(self, one: RequestState, rows: int) -> bool:
         """Give a lane slots for ``rows`` more rows. Returns whether there was memory."""
         slots = self._kv.slots_of(one.number) + rows
         growth = self._sizes.growth
@@ -162,6 +162,6 @@ class Memory:
         return True
 
 
-def _adoptable(one: Running) -> Sequence[int]:
+def _adoptable(one: RequestState) -> Sequence[int]:
     """The tokens of a request of which it may adopt those that are cached: none if their log-probabilities are requested."""
     return () if one.request.sampling.prompt_logprobs is not None else one.text

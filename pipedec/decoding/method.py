@@ -1,160 +1,185 @@
-"""A decoding method at work on one answer: the answer's threads, and the policy that selects their rows (APAR §2, PASTA §3).
+"""A decoding method at work on one thread of an answer: which of its rows enter the pipeline, and when.
 
-Owns the order in which rows enter: first the last tokens of ended threads, then the rows that the policy selects. An answer in
-one thread is an answer whose sequence cannot fork.
+One file per method; ``pipedec.methods`` lists them. A method knows its thread's accepted tokens, its tree and the draft model; it
+knows no other request, no process and no memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from pipedec.core import MaskParams, Step, Verdict
-from pipedec.decoding.budget import Wish
-from pipedec.decoding.interface import Member, Policy
-from pipedec.decoding.lockstep import Drafting
-from pipedec.decoding.tally import Tally
-from pipedec.forest import Remaining, ThreadChanges, apply_verdict, position_root
-from pipedec.threads import Sequence, State
-from pipedec.tree import is_mask
+from pipedec.core import NO_MASKS, Accepted, MaskParams, Request, Step
+from pipedec.decoding.budget import Demand
+from pipedec.decoding.drafter import Drafter
+from pipedec.decoding.experience import Experience
+from pipedec.decoding.scoring import Scoring
+from pipedec.grammar import Grammar
+from pipedec.methods import find_method
+from pipedec.threads import Sequence as ThreadSequence
+from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
 
 
-class Method:
-    """Runs on rank 0 behind its prompt. In every timestep: ``propose``, ``draft``, and ``apply`` if there is a verdict.
-
-    Args:
-        sequence: the answer's threads, just begun. The method alone passes accepted tokens to it.
-        tally: counts for all requests.
+@dataclass
+class DraftRoom:
+    """How much of the draft model's forwards each request may use in this timestep.
 
     Attributes:
-        hits, misses: see ``Metrics``. The first token of an answer or of a child is neither.
+        forwards: maximum forwards of requests that leave their number to be tuned.
+        rows: of each forward.
+        min_chance: of a row that is drafted: what it proposes is less probable, and would not enter soon.
+        round: number of forwards that have been computed in this timestep.
     """
 
-    def __init__(self, sequence: Sequence, policy: Policy, tally: Tally) -> None:
-        self.hits = 0
-        self.misses = 0
-        self.sequence = sequence
-        self._policy = policy
-        self._tally = tally
-        self._depths: dict[int, int] = {}  # by thread: accepted tokens behind the root that entered last
-        self._members: dict[int, Member] = {0: policy.create(0)}  # by thread, of those that have not ended
-        self._last: dict[int, int] = {}  # by thread: last tokens of ended threads that have yet to enter
-        self._running: dict[int, Member] = dict(self._members)  # those of running threads
+    forwards: int = 2
+    rows: int = 16
+    min_chance: float = 0.0
+    round: int = 0
+
+
+@dataclass(frozen=True)
+class MethodContext:
+    """One answer and what rank 0 has for it.
+
+    Attributes:
+        sequence: the answer's threads; methods only read it.
+        drafter: the draft model; None if there is none, or the method uses none.
+        experience: what earlier answers have taught.
+        scoring: scores what draft sources propose, for all requests together.
+        draft_room: the same object for all requests.
+        children: candidates per row, for requests that leave their number to be tuned.
+        device: of the draft model.
+        trained_masks: mask rows that the target's BiTA was trained with; 0 if it has none.
+    """
+
+    request: Request
+    sequence: ThreadSequence
+    drafter: Drafter | None
+    experience: Experience
+    scoring: Scoring
+    draft_room: DraftRoom
+    children: int
+    device: torch.device | str = "cpu"
+    trained_masks: int = 0
 
     @property
-    def masks(self) -> MaskParams:
-        """The mask rows behind the prompt and behind rows of the method's steps."""
-        return self._policy.masks
+    def grammar(self) -> Grammar | None:
+        """What the answer's structure allows; None without one."""
+        return self.sequence.grammar
+
+
+class Method(ABC):
+    """Decodes one thread. In every timestep it is asked for its ``demand`` and, if it gets room, for what it ``propose``s. While
+    the stages compute, ``draft`` and ``drafted`` alternate until it has no more rows to draft. ``accept`` follows a verdict.
+
+    Args:
+        thread: number of the thread.
+
+    Attributes:
+        masks: the mask rows after the prompt and after rows of its steps.
+        tree: its prediction tree; None if it has none.
+        drafter: the draft model, if it uses one.
+        children: number of candidates that it asks the draft model for after each row.
+        whole: maximum rows of a step, if they enter together or not at all; 0 if they may enter one by one.
+        is_tuned: whether the number of its rows is left to what is measured.
+        root: the thread's last certain token, if it has yet to enter. At first there is none.
+    """
+
+    masks: MaskParams = NO_MASKS
+    tree: DraftTree | None = None
+    children = 0
+    whole = 0
+    is_tuned = False
+    root: int | None = None
+
+    def __init__(self, context: MethodContext, thread: int) -> None:
+        self.context = context
+        self.thread = thread
+        self.drafter = context.drafter
 
     @property
-    def has_drafter(self) -> bool:
-        """Whether it asks the draft model."""
-        return self._policy.drafter is not None
-
-    def draft(self) -> Drafting:
-        """What the draft model is to compute below rows in flight, or for the rows that enter next."""
-        return self._policy.draft(self._running)
-
-    def apply(self, verdict: Verdict) -> None:
-        """Advance to the accepted tokens and prune what can no longer be accepted."""
-        changes = apply_verdict(self.sequence, verdict)
-        for accepted in verdict.accepted:
-            if accepted.thread in changes.accepted:
-                self._members[accepted.thread].accept(accepted)
-        if changes.affects_threads:
-            self._follow(changes)
-        for number, member in self._members.items():
-            if member.tree is not None:
-                position_root(member.tree, self.sequence, number)
-        self._count(changes)
-
-    def _follow(self, changes: ThreadChanges) -> None:
-        """Open, cut and close the members of threads."""
-        self._last |= {number: token for number, token in changes.last.items() if not self._members[number].has_entered}
-        if self.sequence.finished is not None:
-            self._last.clear()
-        for number, remaining in changes.remaining.items():
-            if remaining is not Remaining.SUBTREE and number in self._members:
-                self._members[number].cut()
-        for start in changes.starts:
-            if start.thread not in self._members:
-                self._members[start.thread] = self._policy.create(start.thread)
-            self._members[start.thread].plant(start.token)
-        threads = self.sequence.threads
-        self._members = {number: one for number, one in self._members.items() if threads[number].state is not State.ENDED}
-        self._running = {number: one for number, one in self._members.items() if threads[number].state is State.RUNNING}
-        if self._policy.drafter is not None:
-            self._policy.drafter.threads_changed()
-
-    def _count(self, changes: ThreadChanges) -> None:
-        for number, tokens in changes.accepted.items():
-            goes_on = self.sequence.threads[number].state is State.RUNNING
-            is_hit = goes_on and self._members[number].has_entered
-            hits, depth = len(tokens) - 1 + is_hit, self._depths.get(number, 0)
-            self.hits += hits
-            self.misses += goes_on and not is_hit
-            self._tally.accept(depth, hits)
-            self._depths[number] = depth + hits if is_hit else 0
+    def has_entered(self) -> bool:
+        """Whether the thread's last certain token has entered the pipeline."""
+        return self.root is None
 
     @property
-    def is_tuned(self) -> bool:
-        """Whether it leaves the number of its rows to what is measured."""
-        return self._policy.is_tuned
-
-    @property
-    def together(self) -> int:
-        """Rows of the largest step that enters whole; 1 if its rows may enter one by one."""
-        return self._policy.together
-
-    @property
+    @abstractmethod
     def in_flight(self) -> int:
-        """Rows that have entered and that no verdict has accepted or pruned, but for the last tokens of ended threads."""
-        return sum(member.in_flight for member in self._members.values())
+        """Rows that have entered and that no verdict has accepted or pruned."""
 
     @property
-    def rests(self) -> bool:
-        """Whether it lets nothing enter and has nothing drafted before the next verdict."""
-        return not self._last and self._policy.rests(self._running)
+    def is_idle(self) -> bool:
+        """Whether nothing enters and nothing is drafted before the next verdict. False if that is not known."""
+        return self.tree is None and self.has_entered
 
-    def wish(self) -> Wish:
-        """What it would let enter the first stage at the next timestep."""
-        wish, last = self._policy.wish(self._running), len(self._last)
-        if not last:
-            return wish
-        return replace(wish, whole=wish.whole + last) if wish.whole else replace(wish, certain=wish.certain + last)
+    @abstractmethod
+    def demand(self) -> Demand:
+        """The rows that it would let enter at the next timestep."""
 
+    @abstractmethod
     def propose(self, room: int) -> Step | None:
-        """The rows that enter the first stage at the next timestep, or None.
+        """The rows that enter at the next timestep, at most ``room``, or None."""
 
-        Last tokens of ended threads go first: a join token in the same step attends to them.
+    def draft(self, room: int) -> Sequence[int]:
+        """The rows of its tree that the draft model is to compute next, ascending; none if there is nothing more to draft in this
+        timestep.
 
         Args:
-            room: maximum rows; what enters whole is what was wished.
+            room: maximum rows; a method of whole steps decides by itself.
         """
-        room = self._policy.largest or room
-        last = list(self._last.items())[:room]
-        for number, _ in last:
-            del self._last[number]
-        steps = [(number, self._root_step(token)) for number, token in last]
-        drafts = 0
-        if not self._last:
-            without_rows = {number for number, member in self._running.items() if not member.has_entered}
-            steps += self._policy.propose(self._running, room - len(steps))
-            drafts = sum(number in without_rows for number, _ in steps[len(last) :])
-        self._tally.enter_roots(drafts, len(last))
-        if not steps:
-            return None
-        return _merged(steps) if self.sequence.can_fork else steps[0][1]
+        return ()
 
-    def _root_step(self, token: int) -> Step:
-        return Step(torch.tensor([token]), torch.tensor([-1]))
+    def undrafted_chances(self) -> Iterable[float]:
+        """The log-chances of the rows that ``draft`` would return, best first. By them the threads of an answer share the draft
+        model's rows, unless the method's steps enter whole.
+        """
+        return ()
+
+    def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
+        """The draft model has computed ``rows``.
+
+        Args:
+            candidates: None if it has no ``drafter``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} drafts nothing")
+
+    @abstractmethod
+    def accept(self, accepted: Accepted) -> None:
+        """Advance to the accepted tokens and prune what can no longer be accepted."""
+
+    @abstractmethod
+    def cut(self) -> None:
+        """Drop all rows: the thread waits or has ended."""
+
+    def plant(self, token: int) -> None:
+        """Start again from a certain token: a forced token or a join token."""
+        self.root = token
+
+    def to_draft(self, rows: Sequence[int]) -> DraftRows:
+        """``rows`` of its tree for the draft model."""
+        assert self.tree is not None
+        return DraftRows(self.context.request.number, self.thread, self.tree, rows, self.children)
+
+    def _follow(self, changes: RowChanges) -> None:
+        """Let the draft model's cache follow the tree."""
+        if self.drafter is not None:
+            self.drafter.advance(self.context.request.number, self.thread, changes)
 
 
-def _merged(steps: list[tuple[int, Step]]) -> Step:
-    """One step of the rows of several threads; masks are its last rows."""
-    token_ids = torch.cat([step.token_ids for _, step in steps])
-    parents = torch.cat([step.parents for _, step in steps])
-    threads = torch.cat([torch.full_like(step.parents, number) for number, step in steps])
-    order = is_mask(token_ids).int().sort(stable=True).indices
-    return Step(token_ids[order], parents[order], threads=threads[order])
+def new_method(context: MethodContext, thread: int = 0) -> Method:
+    """The method that the context's request names, for one of its threads.
+
+    Raises:
+        UserError: the method is unknown, cannot work with its options, or needs a draft model or a BiTA and there is none.
+    """
+    entry = find_method(context.request.method)
+    entry.check_needs(context.drafter is not None, context.trained_masks > 0)
+    if entry.draft == "none":
+        context = replace(context, drafter=None)
+    module, _, name = entry.implementation.partition(":")
+    method: Method = getattr(importlib.import_module(module), name)(context, thread)
+    return method

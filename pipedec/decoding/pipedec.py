@@ -8,80 +8,79 @@ structure forces enter with the row above them.
 
 from __future__ import annotations
 
-from pipedec.core import NO_MASKS, Accepted, Step
-from pipedec.decoding.context import MethodContext
+from collections.abc import Sequence
+
+from pipedec.core import Accepted, Step
+from pipedec.decoding.budget import Demand
 from pipedec.decoding.forced import chain_below, grow, of_leaves, plant, room_of_chain
-from pipedec.decoding.lockstep import Drafting
+from pipedec.decoding.method import Method, MethodContext
 from pipedec.methods import PipeDecOptions, options_of
 from pipedec.tree import Candidates, PredictionTree
 
 
-class PipeDec:
+class PipeDec(Method):
     """Layer-wise dynamic tree: the ``width`` most probable paths per layer, ``children`` candidates per row."""
 
-    masks = NO_MASKS
+    tree: PredictionTree
 
-    def __init__(self, context: MethodContext, number: int) -> None:
-        self._limits = options_of(context.request, PipeDecOptions)
-        self._drafter = context.drafter_of(number)
-        self._grammar = context.grammar
+    def __init__(self, context: MethodContext, thread: int) -> None:
+        super().__init__(context, thread)
+        limits = options_of(context.request, PipeDecOptions)
         self.tree = PredictionTree(context.device)
-        self._root: int | None = None  # a certain token that has yet to enter
-        self.room = max(self._limits.width, 1 + room_of_chain(self._grammar))
-        self._layer = slice(0, 0)  # the rows that entered last and have yet to be drafted
+        self.children = limits.children
+        self.whole = max(limits.width, 1 + room_of_chain(context.grammar))
+        self._width = limits.width  # of the next layer: less if threads share a step
+        self._most = limits.width
+        self._layer = range(0)  # the rows that entered last and have yet to be drafted
         self._candidates: Candidates | None = None  # their children, as drafted
-
-    @property
-    def has_entered(self) -> bool:
-        return self._root is None
 
     @property
     def in_flight(self) -> int:
         return self.tree.num_rows
 
-    @property
-    def wanted(self) -> int:
+    def demand(self) -> Demand:
         """The root after a miss, else the next layer."""
-        if self._root is not None:
-            return 1 + len(chain_below(self._grammar))
+        grammar = self.context.grammar
+        if self.root is not None:
+            return Demand(whole=1 + len(chain_below(grammar)))
         if self._candidates is None:
-            return 0
-        count, width = self._candidates.token_ids.numel(), min(self._limits.width, self.room)
-        return min(count, width) if self._grammar is None or not count else width
+            return Demand()
+        count = self._candidates.token_ids.numel()
+        return Demand(whole=min(count, self._width) if grammar is None or not count else self._width)
 
-    def draft(self) -> Drafting:
-        rows = range(self._layer.start, self._layer.stop)
-        self._layer = slice(0, 0)
-        if rows:
-            (candidates,) = yield [self._drafter.rows(self.tree, rows, self._limits.children)]
-            self._candidates = candidates if self._grammar is None else of_leaves(self.tree, candidates)
+    def propose(self, room: int) -> Step | None:
+        """The root after a miss, else the next layer; None if no candidates are left, because the width limit cut them off."""
+        self._width = min(self._most, room)
+        candidates, self._candidates = self._candidates, None
+        if self.root is not None:
+            rows = plant(self.tree, self.root, self.context.grammar)
+            self.root = None
+        elif candidates is not None and candidates.token_ids.numel():
+            rows = grow(self.tree, candidates, self._width, self.context.grammar)
+        else:
+            return None
+        self._layer = range(rows.start, rows.stop)
+        if not self._layer:
+            return None
+        token_ids, parents = self.tree.ids_of(rows)
+        return Step(token_ids, parents, log_probs=self.tree.log_probs[rows])
+
+    def draft(self, room: int) -> Sequence[int]:
+        layer, self._layer = self._layer, range(0)
+        return layer
+
+    def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
+        assert candidates is not None
+        self._candidates = candidates if self.context.grammar is None else of_leaves(self.tree, candidates)
 
     def accept(self, accepted: Accepted) -> None:
         advance = self.tree.advance(accepted.tokens)
-        self._drafter.advance(advance.changes)
+        self._follow(advance.changes)
         if self._candidates is not None:
             self._candidates = self._candidates.advanced(advance)
-        self._layer = slice(0, 0)
-        self._root = None if advance.hit else accepted.tokens[-1]
+        self._layer = range(0)
+        self.root = None if advance.hit else accepted.tokens[-1]
 
     def cut(self) -> None:
-        self._drafter.advance(self.tree.clear().changes)
-        self._layer, self._candidates, self._root = slice(0, 0), None, None
-
-    def plant(self, token: int) -> None:
-        self._root = token
-
-    def propose(self) -> Step | None:
-        """The root after a miss, else the next layer; None if no candidates are left, because the width limit cut them off."""
-        candidates, self._candidates = self._candidates, None
-        if self._root is not None:
-            self._layer = plant(self.tree, self._root, self._grammar)
-            self._root = None
-        elif candidates is not None and candidates.token_ids.numel():
-            self._layer = grow(self.tree, candidates, min(self._limits.width, self.room), self._grammar)
-        else:
-            return None
-        if self._layer.start == self._layer.stop:
-            return None
-        token_ids, parents = self.tree.ids_of(self._layer)
-        return Step(token_ids, parents, log_probs=self.tree.log_probs[self._layer])
+        self._follow(self.tree.clear().changes)
+        self._layer, self._candidates, self.root = range(0), None, None

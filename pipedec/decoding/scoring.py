@@ -1,39 +1,27 @@
-"""What the draft sources have proposed below rows of many requests, scored together: a few tensors for all of them.
-
-Between ``submit`` and the first use of what it returns, methods wait until all others have submitted, too.
-"""
+"""What the draft sources have proposed below rows of many requests, scored together: a few tensors for all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import groupby, islice
 
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import NO_TOKEN, Choices, Line, Proposal
+from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.proposers import DraftProposal, NgramProposal, Occurrences
 from pipedec.tree import Candidates
 
 
-class Submitted:
-    """Proposals below F rows of one tree.
+@dataclass(frozen=True)
+class _Submitted:
+    """Proposals below rows of one tree: of the draft model, and occurrences of n-grams for each row, if these are sources."""
 
-    Args:
-        candidates: of the draft model, if it is a source.
-        occurrences: of n-grams, for each row, if they are a source.
-    """
-
-    def __init__(
-        self,
-        scoring: Scoring,
-        acceptance: Acceptance,
-        candidates: Candidates | None,
-        occurrences: Sequence[Occurrences] | None,
-    ) -> None:
-        self.acceptance = acceptance
-        self.candidates = candidates
-        self.occurrences = occurrences
-        self.found: list[Line] | None = None
-        self._scoring = scoring
+    acceptance: Acceptance
+    tree: InjectionTree
+    rows: Sequence[int]
+    candidates: Candidates | None
+    occurrences: Sequence[Occurrences] | None
 
     @property
     def kind(self) -> tuple[int, int, bool]:
@@ -41,36 +29,27 @@ class Submitted:
         children = 0 if self.candidates is None else self.candidates.token_ids.shape[1]
         return id(self.acceptance), children, self.occurrences is not None
 
-    @property
-    def lines(self) -> list[Line]:
-        """The choices below each row."""
-        if self.found is None:
-            self._scoring.score()
-        assert self.found is not None
-        return self.found
-
 
 class Scoring:
     """Collects proposals, and scores them on the host: a device would take longer over so few numbers."""
 
     def __init__(self) -> None:
-        self._submitted: list[Submitted] = []
+        self._submitted: list[_Submitted] = []
 
     def submit(
-        self, acceptance: Acceptance, candidates: Candidates | None, occurrences: Sequence[Occurrences] | None
-    ) -> Submitted:
-        """Proposals for rows of one tree, of one source at least."""
-        submitted = Submitted(self, acceptance, candidates, occurrences)
-        self._submitted.append(submitted)
-        return submitted
+        self, acceptance: Acceptance, tree: InjectionTree, rows: Sequence[int], candidates: Candidates | None,
+        occurrences: Sequence[Occurrences] | None,
+    ) -> None:  # fmt: skip
+        """Proposals below rows of one tree, of one source at least: the draft model's, and n-grams for each row."""
+        self._submitted.append(_Submitted(acceptance, tree, rows, candidates, occurrences))
 
     def score(self) -> None:
-        """Score all that was submitted."""
+        """Score all that was submitted, and add the choices to the trees."""
         submitted, self._submitted = sorted(self._submitted, key=lambda each: each.kind), []
         for _, several in groupby(submitted, key=lambda each: each.kind):
             self._score(list(several))
 
-    def _score(self, submitted: list[Submitted]) -> None:
+    def _score(self, submitted: list[_Submitted]) -> None:
         """Score proposals of one kind with a few operations."""
         proposals: list[Proposal] = []
         drafted = [each.candidates for each in submitted if each.candidates is not None]
@@ -80,12 +59,9 @@ class Scoring:
         if occurrences:
             proposals.append(NgramProposal.of(occurrences))
         choices = Choices.merged(proposals)
-        lines = _lines(choices, submitted[0].acceptance)
-        first = 0
+        lines = iter(_lines(choices, submitted[0].acceptance))
         for each in submitted:
-            rows = len(each.occurrences or ()) if each.candidates is None else len(each.candidates.token_ids)
-            each.found = lines[first : first + rows]
-            first += rows
+            each.tree.add(each.rows, list(islice(lines, len(each.rows))))
 
 
 def _lines(choices: Choices, acceptance: Acceptance) -> list[Line]:

@@ -7,89 +7,91 @@ agree, and one more token, which is the next root. Tokens that a structure force
 
 from __future__ import annotations
 
-from pipedec.core import NO_MASKS, Accepted, Step
-from pipedec.decoding.context import MethodContext
+from collections.abc import Sequence
+
+from pipedec.core import Accepted, Step
+from pipedec.decoding.budget import Demand
 from pipedec.decoding.forced import grow, of_leaves, plant, room_of_chain
-from pipedec.decoding.lockstep import Drafting
+from pipedec.decoding.method import Method, MethodContext
 from pipedec.methods import StaticTreeOptions, options_of
-from pipedec.tree import PredictionTree
+from pipedec.tree import Candidates, PredictionTree
 
 
-class StaticTree:
+class StaticTree(Method):
     """``depth`` layers of at most ``width`` rows; if ``rows`` is given, the ``rows`` most probable rows of all layers.
 
-    Neither counts what is forced behind the root.
+    Neither counts what is forced after the root.
     """
 
-    masks = NO_MASKS
+    tree: PredictionTree
 
-    def __init__(self, context: MethodContext, number: int) -> None:
+    def __init__(self, context: MethodContext, thread: int) -> None:
+        super().__init__(context, thread)
         self._limits = options_of(context.request, StaticTreeOptions)
-        self._drafter = context.drafter_of(number)
-        self._grammar = context.grammar
         self.tree = PredictionTree(context.device)
-        self.room = 1 + (self._limits.rows or self._limits.depth * self._limits.width) + room_of_chain(self._grammar)
-        self._root: int | None = None  # a certain token whose tree has yet to be drafted
+        self.children = self._limits.children
+        self.whole = 1 + (self._limits.rows or self._limits.depth * self._limits.width) + room_of_chain(context.grammar)
+        self._room = self.whole  # rows of the next step: less if threads share it
         self._is_drafted = False  # whether there is a drafted tree that has yet to enter
+        self._certain = 0  # rows that are forced after the root
+        self._depth = 0  # drafted layers below the root
+        self._layer: range | None = None  # the last layer of a tree that is being drafted
 
     @property
     def has_entered(self) -> bool:
-        return self._root is None and not self._is_drafted
+        return self.root is None and not self._is_drafted
 
     @property
     def in_flight(self) -> int:
         return 0 if self._is_drafted else self.tree.num_rows
 
-    @property
-    def wanted(self) -> int:
+    def demand(self) -> Demand:
         """The tree, once it is drafted."""
-        return min(self.tree.num_rows, self.room) if self._is_drafted else 0
+        return Demand(whole=min(self.tree.num_rows, self._room) if self._is_drafted else 0)
 
-    @property
-    def _layer_width(self) -> int:
-        """The ``rows`` most probable rows of a tree are among the ``rows`` most probable of their layers."""
-        if self._limits.rows is not None:
-            return min(self._limits.rows, self.room)
-        return min(self._limits.width, max(self.room // self._limits.depth, 1))
-
-    def draft(self) -> Drafting:
-        """Draft the whole tree below a new root: one forward for every layer but the last."""
-        if self._root is None:
-            return
-        layer, self._root = plant(self.tree, self._root, self._grammar), None
-        certain = layer.stop - 1
-        for _ in range(self._limits.depth):
-            rows = range(layer.start, layer.stop)
-            if not rows:
-                break
-            (candidates,) = yield [self._drafter.rows(self.tree, rows, self._limits.children)]
-            candidates = candidates if self._grammar is None else of_leaves(self.tree, candidates)
-            if not candidates.token_ids.numel():
-                break
-            layer = grow(self.tree, candidates, self._layer_width, self._grammar)
-        if self._limits.rows is not None:
-            self._drafter.advance(self.tree.keep(self.tree.most_probable(certain + self._limits.rows)).changes)
-        self._is_drafted = True
-
-    def accept(self, accepted: Accepted) -> None:
-        advance = self.tree.advance(accepted.tokens)
-        self._drafter.advance(advance.changes)
-        self._root = None if advance.hit else accepted.tokens[-1]  # a hit ends the thread: else its successor were accepted, too
-        self._is_drafted = False
-
-    def cut(self) -> None:
-        self._drafter.advance(self.tree.clear().changes)
-        self._root, self._is_drafted = None, False
-
-    def plant(self, token: int) -> None:
-        self._root = token
-
-    def propose(self) -> Step | None:
+    def propose(self, room: int) -> Step | None:
         """The whole tree, or its ``room`` most probable rows."""
+        self._room = room
         if not self._is_drafted:
             return None
         self._is_drafted = False
-        if self.tree.num_rows > self.room:
-            self._drafter.advance(self.tree.keep(self.tree.most_probable(self.room - 1)).changes)
+        if self.tree.num_rows > room:
+            self._follow(self.tree.keep(self.tree.most_probable(room - 1)).changes)
         token_ids, parents = self.tree.ids_of(slice(0, self.tree.num_rows))
         return Step(token_ids, parents, log_probs=self.tree.log_probs)
+
+    def draft(self, room: int) -> Sequence[int]:
+        """Draft the whole tree below a new root: one forward for every layer but the last."""
+        if self.root is not None:
+            rows = plant(self.tree, self.root, self.context.grammar)
+            self._layer, self._certain, self._depth, self.root = range(rows.start, rows.stop), rows.stop - 1, 0, None
+        if self._layer is None:
+            return ()
+        if self._layer and self._depth < self._limits.depth:
+            return self._layer
+        if self._limits.rows is not None:
+            self._follow(self.tree.keep(self.tree.most_probable(self._certain + self._limits.rows)).changes)
+        self._layer, self._is_drafted = None, True
+        return ()
+
+    def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
+        """Add the next layer. The ``rows`` most probable rows of a tree are among the ``rows`` most probable of their layers."""
+        assert candidates is not None
+        if self.context.grammar is not None:
+            candidates = of_leaves(self.tree, candidates)
+        self._depth += 1
+        self._layer = range(0)
+        if candidates.token_ids.numel():
+            width = self._limits.rows or min(self._limits.width, max(self._room // self._limits.depth, 1))
+            layer = grow(self.tree, candidates, min(width, self._room), self.context.grammar)
+            self._layer = range(layer.start, layer.stop)
+
+    def accept(self, accepted: Accepted) -> None:
+        advance = self.tree.advance(accepted.tokens)
+        self._follow(advance.changes)
+        self.root = None if advance.hit else accepted.tokens[-1]  # a hit ends the thread: else its successor were accepted, too
+        self._is_drafted = False
+
+    def cut(self) -> None:
+        self._follow(self.tree.clear().changes)
+        self.root, self._is_drafted = None, False

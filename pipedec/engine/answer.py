@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from pipedec.core import Completion, Opening, Request, TokenLogprobs, Verdict
-from pipedec.decoding import Method
+from pipedec.decoding import RequestState
 from pipedec.engine.counters import Counters
 from pipedec.engine.news import News
 from pipedec.engine.transcript import Place, Transcript
@@ -109,7 +109,7 @@ class Answer:
         tokens = self._tell(said)
         return verdict, [LogprobsEvent(rows, first), tokens] if rows else [tokens]
 
-    def completed(self, method: Method | None = None) -> CompletionEvent:
+    def completed(self, method: RequestState | None = None) -> CompletionEvent:
         """The last event for the client: the completion, with the counters of ``method``."""
         if method is not None:
             self.counters.ended(method)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from pipedec.core import Metrics, Opening, Step
-from pipedec.decoding import Method
+from pipedec.decoding import RequestState
 from pipedec.engine.draft_tokens import DraftTokens
 
 
@@ -51,7 +51,7 @@ class Counters:
         self.metrics.prefill_seconds = prefilled - self._began
         self.metrics.decode_seconds = now - prefilled
 
-    def ended(self, method: Method) -> None:
+    def ended(self, method: RequestState) -> None:
         """The request has ended; ``method`` has followed its last verdict. Waits for the device of the draft model."""
         self.metrics.hits, self.metrics.misses = method.hits, method.misses
         self.metrics.draft_tokens = self._draft_tokens.total()

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, Opening, Step, TokenLogprobs, Update, UserError, Verdict
-from pipedec.decoding import Company, Drafter, Method
+from pipedec.decoding import Company, Drafter, RequestState
 from pipedec.engine.admission import Admission
 from pipedec.engine.answer import Answer
 from pipedec.engine.late_drafter import LateDrafter
@@ -260,14 +260,14 @@ class _Stream:
     def corrupted(self, stage: int) -> None:
         self._bad_stage = stage
 
-    def ended(self, reason: str, method: Method) -> None:
+    def ended(self, reason: str, method: RequestState) -> None:
         completion = self._completed(reason, method)
         if self._waits_for_ranks:
             self._completion = completion
         else:
             self._queue.finish(self._number, completion)
 
-    def _completed(self, reason: str, method: Method) -> CompletionEvent | ErrorEvent:
+    def _completed(self, reason: str, method: RequestState) -> CompletionEvent | ErrorEvent:
         if self._bad_stage is not None:
             return ErrorEvent(
                 f"stage {self._bad_stage} computed NaN or infinity for this request, which has failed: check that stage's "

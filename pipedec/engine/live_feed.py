@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipedec.core import DEFAULT_METHOD, Opening, Request, Step, TokenLogprobs, Update, Verdict
-from pipedec.decoding import Method
+from pipedec.decoding import RequestState
 from pipedec.engine.live_trees import Carried, Entered, LiveTrees
 from pipedec.engine.pool import Reader
 from pipedec.engine.recorder import Timestep
@@ -265,7 +265,7 @@ class WatchedReader:
     def corrupted(self, stage: int) -> None:
         self._reader.corrupted(stage)
 
-    def ended(self, reason: str, method: Method) -> None:
+    def ended(self, reason: str, method: RequestState) -> None:
         self._reader.ended(reason, method)
         self._feed.left(self.number, reason, {"hits": method.hits, "misses": method.misses})
 

@@ -30,7 +30,7 @@ from pipedec.core import (
     UserError,
     Verdict,
 )
-from pipedec.decoding import Company, Drafter, LaneSizes, Method, TimestepTiming
+from pipedec.decoding import Company, Drafter, LaneSizes, RequestState, TimestepTiming
 from pipedec.device import Mark, device_of, elapsed
 from pipedec.engine.admission import threads_within
 from pipedec.engine.build import load_drafter, load_stage
@@ -120,7 +120,7 @@ class LocalAnswer:
     def corrupted(self, stage: int) -> None:
         self.bad_stage = stage
 
-    def ended(self, reason: str, method: Method) -> None:
+    def ended(self, reason: str, method: RequestState) -> None:
         self.finished = reason
         self._counters.ended(method)
 

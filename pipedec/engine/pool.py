@@ -12,7 +12,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from pipedec.core import Envelope, Opening, Request, Step, TokenLogprobs, Update, Verdict
-from pipedec.decoding import Company, Method
+from pipedec.decoding import Company, RequestState
 from pipedec.threads import NewSequence
 
 
@@ -40,7 +40,7 @@ class Reader(Protocol):
     def corrupted(self, stage: int) -> None:
         """The answer ends, because this stage was the first to compute NaN or infinity for it."""
 
-    def ended(self, reason: str, method: Method) -> None:
+    def ended(self, reason: str, method: RequestState) -> None:
         """The answer has ended; ``method`` has followed its last verdict. Every stage will have with the next envelope."""
 
     def closed(self) -> None:
@@ -134,7 +134,7 @@ class Pool:
         self._leave(number, "cancelled")
 
     def _leave(self, number: int, reason: str) -> None:
-        method = self.company.method(number)
+        method = self.company.state(number)
         self.company.close(number)
         if number in self._begun:
             self._close_lanes(number, reason)
@@ -169,7 +169,7 @@ class Pool:
             self._leave(number, "corrupted")
             self.company.kv.forget_kept()  # its rows are no prefix for others
             return result.verdict
-        method = self.company.method(number)
+        method = self.company.state(number)
         verdict = self._running[number].take(result, timestep)
         self.company.apply(number, verdict)
         self._updates[number] = Update(number, verdict=verdict)
@@ -211,7 +211,7 @@ class Pool:
         elif reason != "paused" and number in self._closing:
             self._closing.pop(number).closed()
 
-    def _end(self, number: int, reason: str, method: Method) -> None:
+    def _end(self, number: int, reason: str, method: RequestState) -> None:
         reader = self._running.pop(number)
         self._scored.pop(number, None)
         self._new.discard(number)

@@ -91,7 +91,7 @@ class RootedTree(Protocol):
     def set_root_position(self, root_position: int, gap: int) -> None: ...
 
 
-class DraftTree(Protocol):
+class DraftTree(RootedTree, Protocol):
     """A tree as the draft model sees it: what there is to know of some of its rows, on the host."""
 
     @property

@@ -233,7 +233,7 @@ def test_a_token_after_a_row_that_was_not_drafted_was_not_proposed() -> None:
 def test_experience_tells_which_accepted_tokens_were_among_the_choices() -> None:
     experience, request = WatchedExperience(4), Request(0, (1, 2))
     choices = Choices(torch.tensor([[7, 8]]), torch.tensor([[[1.0], [0.0], [0.0]]]))
-    acceptance, expected = experience.acceptance(request, (1.0,)), Acceptance((1.0,))
+    acceptance, expected = experience.learned(request, Acceptance, (1.0,)), Acceptance((1.0,))
     for token, is_proposed in ((8, True), (9, False)):
         assert acceptance.observe(choices, 0, token) is expected.observe(choices, 0, token) is is_proposed
     assert experience.take_proposed(2) == [True, False]
@@ -241,7 +241,7 @@ def test_experience_tells_which_accepted_tokens_were_among_the_choices() -> None
     for one in (acceptance, expected):
         one.observe(choices, 0, 7)
     assert experience.take_proposed(2) == [True, False], "the row above the last token was not drafted"
-    again = experience.acceptance(request, (1.0,))
+    again = experience.learned(request, Acceptance, (1.0,))
     assert torch.equal(again.log_chances(choices), expected.log_chances(choices)), "the same one learns on"
 
 

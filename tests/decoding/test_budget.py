@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from pipedec.decoding.budget import RESERVED, Budget, Claim, Wish
+from pipedec.decoding.budget import RESERVED, Budget, Claim, Demand
 
 KNEE = 16
 
@@ -41,14 +41,15 @@ class Asking:
     def claim(self) -> Claim:
         if self.prompt:
             is_tail = self.prompt <= 3
-            return Claim(self.number, wish=Wish(whole=self.prompt)) if is_tail else Claim(self.number, prompt=self.prompt, tail=3)
+            whole = Claim(self.number, demand=Demand(whole=self.prompt))
+            return whole if is_tail else Claim(self.number, prompt=self.prompt, tail=3)
         if not self.certain + self.whole and self.chooser.random() < 0.8:
             if self.kind == "whole":
                 self.whole = self.chooser.choice((2, KNEE // 2, KNEE, 2 * KNEE))
             else:
                 self.certain = self.chooser.randint(1, 2)
                 self.chances = sorted((self.chooser.random() for _ in range(self.chooser.randint(0, 20))), reverse=True)
-        return Claim(self.number, self.priority, Wish(self.certain, self.whole, self.chances if self.certain else ()))
+        return Claim(self.number, self.priority, Demand(self.certain, self.whole, self.chances if self.certain else ()))
 
     def enter(self, rows: int) -> None:
         if self.prompt:
@@ -78,7 +79,7 @@ def test_there_is_never_more_than_the_room_and_nobody_waits_for_good(seed: int, 
         claims = {one.number: one.claim() for one in asking}
         granted = budget.share(list(claims.values()), lambda rows, share: chooser.random() < 0.9)
         assert all(granted.values())
-        alone = len(granted) == 1 and next(iter(granted)) in claims and claims[next(iter(granted))].wish.whole > KNEE
+        alone = len(granted) == 1 and next(iter(granted)) in claims and claims[next(iter(granted))].demand.whole > KNEE
         assert sum(granted.values()) <= KNEE or alone
         for one in asking:
             one.enter(granted.get(one.number, 0))
@@ -86,7 +87,7 @@ def test_there_is_never_more_than_the_room_and_nobody_waits_for_good(seed: int, 
 
 
 def test_certain_rows_come_first_then_candidates_by_chance() -> None:
-    claims = [Claim(number, wish=Wish(1, chances=[0.9 / (number + 1), 0.1])) for number in range(4)]
+    claims = [Claim(number, demand=Demand(1, chances=[0.9 / (number + 1), 0.1])) for number in range(4)]
     assert share(*claims, knee=4) == {0: 1, 1: 1, 2: 1, 3: 1}
     assert share(*claims, knee=5) == {0: 2, 1: 1, 2: 1, 3: 1}
     assert share(*claims, knee=6) == {0: 2, 1: 2, 2: 1, 3: 1}
@@ -94,16 +95,16 @@ def test_certain_rows_come_first_then_candidates_by_chance() -> None:
 
 def test_part_of_the_room_is_shared_evenly() -> None:
     """A request whose candidates are all more probable gets more of them, but not all."""
-    sure, unsure = Claim(0, wish=Wish(chances=[0.9] * 50)), Claim(1, wish=Wish(chances=[0.2] * 50))
+    sure, unsure = Claim(0, demand=Demand(chances=[0.9] * 50)), Claim(1, demand=Demand(chances=[0.2] * 50))
     granted = share(sure, unsure)
     assert granted[1] >= KNEE // 4 and granted[0] >= KNEE // 2 and sum(granted.values()) == KNEE
 
 
 def test_prompts_get_half_of_what_is_free_and_all_that_nobody_wants() -> None:
-    eager, certain = Wish(2, chances=[0.5] * 50), Wish(2)
-    assert share(Claim(0, wish=eager), Claim(1, prompt=100)) == {0: 9, 1: 7}
-    assert share(Claim(0, wish=certain), Claim(1, prompt=100)) == {0: 2, 1: 14}
-    assert share(Claim(0, wish=eager), Claim(1, prompt=3)) == {0: 13, 1: 3}
+    eager, certain = Demand(2, chances=[0.5] * 50), Demand(2)
+    assert share(Claim(0, demand=eager), Claim(1, prompt=100)) == {0: 9, 1: 7}
+    assert share(Claim(0, demand=certain), Claim(1, prompt=100)) == {0: 2, 1: 14}
+    assert share(Claim(0, demand=eager), Claim(1, prompt=3)) == {0: 13, 1: 3}
     assert share(Claim(0, prompt=100)) == {0: KNEE}
 
 
@@ -113,7 +114,7 @@ def test_prompts_are_served_by_priority_and_then_in_order_of_arrival() -> None:
 
 
 def test_prompts_go_on_however_many_certain_rows_there_are() -> None:
-    claims = [Claim(number, wish=Wish(1)) for number in range(50)]
+    claims = [Claim(number, demand=Demand(1)) for number in range(50)]
     assert share(*claims, Claim(50, prompt=100))[50] == KNEE // RESERVED
 
 
@@ -124,39 +125,42 @@ def test_the_end_of_a_prompt_enters_together() -> None:
 
 
 def test_a_request_alone_may_set_more_rows_than_there_is_room_for() -> None:
-    wide = Wish(1, chances=[0.01] * 200, most=100)
-    assert share(Claim(0, wish=wide)) == {0: 100}
-    assert sum(share(Claim(0, wish=wide), Claim(1, wish=Wish(1))).values()) == KNEE
+    wide = Demand(1, chances=[0.01] * 200, most=100)
+    assert share(Claim(0, demand=wide)) == {0: 100}
+    assert sum(share(Claim(0, demand=wide), Claim(1, demand=Demand(1))).values()) == KNEE
 
 
 def test_a_width_that_is_set_is_a_limit() -> None:
-    assert share(Claim(0, wish=Wish(1, chances=[0.9] * 50, most=3)), Claim(1, wish=Wish(1, chances=[0.1] * 3))) == {0: 3, 1: 4}
+    assert share(Claim(0, demand=Demand(1, chances=[0.9] * 50, most=3)), Claim(1, demand=Demand(1, chances=[0.1] * 3))) == {
+        0: 3,
+        1: 4,
+    }
 
 
 def test_a_whole_waits_until_it_has_waited_longest() -> None:
-    budget, tree = Budget(KNEE), Claim(99, wish=Wish(whole=KNEE))
-    busy = [Claim(number, wish=Wish(1)) for number in range(3)]
+    budget, tree = Budget(KNEE), Claim(99, demand=Demand(whole=KNEE))
+    busy = [Claim(number, demand=Demand(1)) for number in range(3)]
     assert 99 not in budget.share([*busy, tree], always)
     assert budget.share([*busy, tree], always) == {99: KNEE}
     assert 99 not in budget.share([*busy, tree], always)
 
 
 def test_a_whole_that_never_fits_enters_alone() -> None:
-    budget, tree = Budget(KNEE), Claim(99, wish=Wish(whole=3 * KNEE))
-    busy = [Claim(number, wish=Wish(1)) for number in range(3)]
+    budget, tree = Budget(KNEE), Claim(99, demand=Demand(whole=3 * KNEE))
+    busy = [Claim(number, demand=Demand(1)) for number in range(3)]
     assert budget.share([*busy, tree], always) == {0: 1, 1: 1, 2: 1}
     assert budget.share([*busy, tree], always) == {99: 3 * KNEE}
 
 
 def test_a_lower_priority_is_served_first() -> None:
-    claims = [Claim(number, -number, Wish(1, chances=[0.5, 0.4])) for number in range(4)]
+    claims = [Claim(number, -number, Demand(1, chances=[0.5, 0.4])) for number in range(4)]
     assert share(*claims, knee=2) == {3: 1, 2: 1}
     assert share(*claims, knee=6) == {3: 3, 2: 1, 1: 1, 0: 1}
 
 
 def test_nothing_but_certain_rows_enters_where_rows_cost_as_much_as_they_bring() -> None:
     """Every row makes the timestep longer by as much as one of 8 requests advances by a certain row."""
-    claims = [Claim(number, wish=Wish(1, chances=[0.95, 0.9])) for number in range(8)]
+    claims = [Claim(number, demand=Demand(1, chances=[0.95, 0.9])) for number in range(8)]
     budget = Budget(64)
     assert budget.share(claims, lambda rows, share: share >= 1 / 8) == {number: 1 for number in range(8)}
     assert budget.refused == 0.95
@@ -166,8 +170,10 @@ def test_speculation_falls_steadily_as_requests_fill_the_timestep() -> None:
     """Rows that are no certain ones, for ever more requests of which every third has a certain row."""
     speculative = []
     for requests in range(1, 200, 3):
-        claims = [Claim(n, wish=Wish(int(n % 3 == 0), chances=[0.7**place for place in range(1, 64)])) for n in range(requests)]
-        certain = sum(claim.wish.certain for claim in claims)
+        claims = [
+            Claim(n, demand=Demand(int(n % 3 == 0), chances=[0.7**place for place in range(1, 64)])) for n in range(requests)
+        ]
+        certain = sum(claim.demand.certain for claim in claims)
         granted = Budget(64).share(claims, always)
         assert sum(granted.values()) == 64
         speculative.append(64 - min(certain, 64))
@@ -178,7 +184,7 @@ def test_speculation_falls_steadily_as_requests_fill_the_timestep() -> None:
 @pytest.mark.parametrize("requests", [1, 2, 8])
 def test_what_was_refused_is_told(requests: int) -> None:
     budget = Budget(KNEE)
-    claims = [Claim(number, wish=Wish(1, chances=[0.5**place for place in range(1, 40)])) for number in range(requests)]
+    claims = [Claim(number, demand=Demand(1, chances=[0.5**place for place in range(1, 40)])) for number in range(requests)]
     granted = budget.share(claims, always)
     refused = [0.5 ** granted[number] for number in granted]
     assert budget.refused == max(refused)

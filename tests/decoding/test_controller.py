@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipedec.core import Request, SamplingParams
+from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.controller import CHILDREN, MAX_FORWARDS, Controller, Entered, TimestepTiming
 from pipedec.decoding.experience import Experience
 from pipedec.methods import BestFirstOptions
@@ -121,7 +122,7 @@ def test_experience_is_kept_for_the_same_limits_and_way_to_sample() -> None:
     again = replace(greedy, number=1, prompt_token_ids=(3,), sampling=SamplingParams(seed=4, max_tokens=9, stop=("x",)))
     drawn = replace(greedy, sampling=SamplingParams(temperature=0.6))
     narrow = replace(greedy, options=BestFirstOptions(width=8))
-    first = experience.acceptance(greedy, (1.0,))
-    assert experience.acceptance(again, (1.0,)) is first
+    first = experience.learned(greedy, Acceptance, (1.0,))
+    assert experience.learned(again, Acceptance, (1.0,)) is first
     for other in (drawn, narrow):
-        assert experience.acceptance(other, (1.0,)) is not first
+        assert experience.learned(other, Acceptance, (1.0,)) is not first

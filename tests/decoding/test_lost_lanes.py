@@ -11,7 +11,7 @@ from support.examples import examples
 from support.simulation import KnowingDrafter, Simulation
 
 from pipedec.core import Request, SamplingParams, UserError
-from pipedec.decoding import Company, Method
+from pipedec.decoding import Company, RequestState
 from pipedec.kv import KVManager
 from pipedec.methods import StaticTreeOptions
 from pipedec.threads import single_thread
@@ -44,10 +44,10 @@ def test_all_requests_end_with_their_answers(seed: int, capacity: int, block: in
     assert simulation.company.kv.used_slots == 0 and simulation.company.propose() == {}
 
 
-def opened(company: Company, method: str) -> Method:
+def opened(company: Company, method: str) -> RequestState:
     request = Request(0, (1, 2, 3), SamplingParams(max_tokens=9), method, StaticTreeOptions() if method == "stpp" else None)
     company.open(request, partial(single_thread, 3, (), 9))
-    return company.method(0)
+    return company.state(0)
 
 
 def test_methods_do_without_a_draft_model_until_it_comes() -> None:
@@ -55,10 +55,10 @@ def test_methods_do_without_a_draft_model_until_it_comes() -> None:
     with pytest.raises(UserError, match="needs a draft model"):
         opened(company, "stpp")
     company.awaits_drafter = True
-    before = opened(company, "stpp")
-    assert not before.has_drafter
+    state = opened(company, "stpp")
+    assert not state.has_drafter
     company.adopt(KnowingDrafter(Simulation(0).chooser))
-    assert company.method(0) is not before and company.method(0).has_drafter, "it has no lane yet, so nothing is paused"
+    assert state.has_drafter, "it has no lane yet, so nothing is paused"
     assert company.to_pause() == []
 
 

@@ -8,7 +8,7 @@ import pytest
 from support.drafters import PROMPT, Alone, ScriptedDrafter, begun, rows
 
 from pipedec.core import NO_MASKS, Request, UserError, Verdict
-from pipedec.decoding import Company, Method
+from pipedec.decoding import Company, RequestState
 from pipedec.methods import METHODS, PipeDecOptions, StaticTreeOptions
 from pipedec.threads import single_thread
 
@@ -183,12 +183,12 @@ def test_the_last_verdict_proposes_and_counts_nothing(name: str, drafter: Script
 
 
 def test_what_a_company_can_run(drafter: ScriptedDrafter) -> None:
-    def opened(name: str, drafter: ScriptedDrafter | None) -> Method:
+    def opened(name: str, drafter: ScriptedDrafter | None) -> RequestState:
         company, request = Company(2, drafter), Request(0, PROMPT, method=name)
         company.check(request, single_thread(5, (), 10))
         company.open(request, partial(single_thread, 5, (), 10))
         assert company.propose()[0].opening is not None
-        return company.method(0)
+        return company.state(0)
 
     for count, name in enumerate(("pp", "pipedec", "stpp", "pipedec-bestfirst")):
         assert opened(name, drafter).masks == NO_MASKS

@@ -12,7 +12,7 @@ from support.toy_dialects import IDS, ids, sequence_of, toy
 
 from pipedec.core import Accepted, Request, Step, Verdict
 from pipedec.decoding import Company
-from pipedec.decoding.members import ROWS_OF_SEVERAL_THREADS
+from pipedec.decoding.request_state import ROWS_OF_SEVERAL_THREADS
 from pipedec.forest import Forest
 from pipedec.methods import METHODS, applicable_options
 from pipedec.threads import Sequence, State

@@ -9,7 +9,7 @@ from support.processes import wait_until
 
 from pipedec.config import Settings
 from pipedec.core import Opening, Request, SamplingParams, Step, TokenLogprobs, Update, Verdict
-from pipedec.decoding import Company, Method
+from pipedec.decoding import Company, RequestState
 from pipedec.engine.pool import Pool
 from pipedec.engine.request_queue import RequestQueue
 from pipedec.kv import KVManager
@@ -67,7 +67,7 @@ class Listener:
     def take(self, result: Update, timestep: int) -> Verdict:
         raise AssertionError("a cancelled request has no verdicts")
 
-    def ended(self, reason: str, method: Method) -> None:
+    def ended(self, reason: str, method: RequestState) -> None:
         self.reason = reason
 
 

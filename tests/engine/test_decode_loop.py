@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipedec.core import NO_MASKS, Envelope, Opening, Request, SamplingParams, Step, TokenLogprobs, Update, Verdict
-from pipedec.decoding import Method, TimestepTiming
+from pipedec.decoding import RequestState, TimestepTiming
 from pipedec.engine.loop import decode
 from pipedec.engine.pool import Pool
 from pipedec.engine.recorder import Timestep
@@ -41,7 +41,7 @@ class Recorded:
     def open(self, request: Request, new_sequence: Any) -> None:
         self._waiting.append(request.number)
 
-    def method(self, number: int) -> FakeMethod:
+    def state(self, number: int) -> FakeMethod:
         return FakeMethod()
 
     def to_pause(self) -> list[int]:
@@ -111,7 +111,7 @@ class Listening:
         self.heard.append(verdict)
         return verdict
 
-    def ended(self, reason: str, method: Method) -> None:
+    def ended(self, reason: str, method: RequestState) -> None:
         self.heard.append(reason)
 
     def closed(self) -> None:

@@ -335,7 +335,7 @@ class Simulation:
             verdict, one = lane.verdict(self.groups), self.running.get(number)
             if verdict is None or one is None:
                 continue
-            method = self.company.method(number)
+            method = self.company.state(number)
             self.company.apply(number, verdict)
             self.verdicts[number] = verdict
             if verdict.finished:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
 from pipedec.bench.policy.drafter import RecordedDrafter
 from pipedec.bench.policy.losses import Losses, losses
 from pipedec.core import Metrics, Opening, Request, Step, TokenLogprobs, Update, Verdict
-from pipedec.decoding import Company, Experience, Method
+from pipedec.decoding import Company, Experience, RequestState
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import Choices
 from pipedec.engine.counters import Counters
@@ -44,6 +45,9 @@ class Replayed:
     losses: Losses
 
 
+_T = TypeVar("_T")
+
+
 class WatchedExperience(Experience):
     """Experience that also reports which accepted tokens had been proposed."""
 
@@ -52,9 +56,11 @@ class WatchedExperience(Experience):
         self._is_proposed: list[bool] = []
         self._watched: dict[int, Acceptance] = {}  # by the identity of what is watched: who shares it is scored together
 
-    def acceptance(self, request: Request, prior: tuple[float, ...]) -> Acceptance:
-        watched = super().acceptance(request, prior)
-        return self._watched.setdefault(id(watched), _WatchedAcceptance(watched, self._is_proposed))
+    def learned(self, request: Request, kind: type[_T], *args: Any) -> _T:
+        known: Any = super().learned(request, kind, *args)
+        if isinstance(known, Acceptance):
+            known = self._watched.setdefault(id(known), _WatchedAcceptance(known, self._is_proposed))
+        return cast(_T, known)
 
     def take_proposed(self, tokens: int) -> list[bool]:
         """For each of the ``tokens`` of the last verdict: was it among the choices? False if there were none.
@@ -140,7 +146,7 @@ class ReplayedAnswer:
     def corrupted(self, stage: int) -> None:
         """Nothing is computed here."""
 
-    def ended(self, reason: str, method: Method) -> None:
+    def ended(self, reason: str, method: RequestState) -> None:
         self.finished = reason
         self._counters.ended(method)
 

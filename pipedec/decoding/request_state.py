@@ -1,0 +1,386 @@
+"""A running request on rank 0: what of its prompt has entered, how many slots of KV memory its rows take, and the methods of its
+answer's threads (APAR §2, PASTA §3).
+
+A request has a *lane* on the stages from its first rows on. Before, and after it was paused, it waits for memory. An answer in
+one thread goes on after its last token; an answer in several threads begins again. Owns the order in which rows of threads enter:
+first the last tokens of ended threads, then the rows that methods propose.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import merge
+from itertools import islice, repeat
+
+import torch
+
+from pipedec.core import MaskParams, Opening, Request, Step, Verdict
+from pipedec.decoding.budget import Claim, Demand
+from pipedec.decoding.method import Method
+from pipedec.decoding.tally import Tally
+from pipedec.forest import Remaining, ThreadChanges, apply_verdict, position_root
+from pipedec.kv import Lease
+from pipedec.threads import NewSequence, State
+from pipedec.threads import Sequence as ThreadSequence
+from pipedec.tree import is_mask
+
+ROWS_OF_SEVERAL_THREADS = 128  # rows of a whole step that threads share; more if the method's own options allow one thread more
+
+NewMethods = Callable[[Request, ThreadSequence], Callable[[int], Method]]
+
+
+class RequestState:
+    """One request.
+
+    Args:
+        new_sequence: makes the sequence of its answer, with the tokens in it that ``request.said`` names.
+        new_methods: returns what makes the method of a thread, by the thread's number.
+        tally: counts for all requests.
+
+    Attributes:
+        sequence: of its answer. Only this object passes accepted tokens to it.
+        text: the prompt, and the tokens of the answer that were accepted before the lane opened.
+        entered: how many tokens of it have entered, or were cached.
+        drafted: how many of them are in the draft model's cache.
+        cached_tokens: of the prompt, when the first lane opened.
+        has_lane: whether the stages have a lane for it, as far as they were informed.
+        is_closing: whether stages may still have a lane that was paused.
+        is_prefilling: whether something of the text, or of the masks after it, has yet to enter.
+        is_idle: nothing of it enters, and nothing is drafted for it, before the next verdict.
+        hits, misses: see ``Metrics``. The first token of an answer or of a child is neither.
+        masks: mask rows after the prompt and after rows of steps.
+        is_tuned: whether the number of its rows is left to what is measured.
+        together: rows of the largest step that enters whole; 1 if its rows may enter one by one.
+    """
+
+    def __init__(self, request: Request, new_sequence: NewSequence, new_methods: NewMethods, tally: Tally) -> None:
+        self.request = request
+        self.number = request.number
+        self.sequence = new_sequence()
+        self.cached_tokens: int | None = None
+        self.has_lane = False
+        self.is_closing = False
+        self.hits = 0
+        self.misses = 0
+        self._new_sequence = new_sequence
+        self._new_methods = new_methods
+        self._tally = tally
+        self._begin()
+
+    def _begin(self) -> None:
+        """Wait for a lane."""
+        accepted = [] if self.sequence.can_fork else self.sequence.main.token_ids
+        self.text = [*self.request.prompt_token_ids, *accepted]
+        self.entered = 0
+        self.drafted = 0
+        self.is_prefilling = True
+        self.is_idle = False
+        self._adoptable = 0  # tokens that others may adopt, of the text and of what follows
+        self._new_method = self._new_methods(self.request, self.sequence)
+        first = self._new_method(0)
+        self._methods: dict[int, Method] = {0: first}  # by thread, of those that have not ended
+        self._running: dict[int, Method] = {0: first}  # those of running threads
+        self._last: dict[int, int] = {}  # by thread: last tokens of ended threads that have yet to enter
+        self._depths: dict[int, int] = {}  # by thread: accepted tokens after the root that entered last
+        self._order: list[int] = []  # threads of the rows that may enter at the next timestep, certain ones first, by chance
+        self._next_thread = 0  # the first one to be served, if the rows did not suffice for all threads
+        self.masks: MaskParams = first.masks
+        self.is_tuned = first.is_tuned
+        self._drafter = first.drafter
+        self._largest = _largest(first)
+        self.together = rows_together(first, self.sequence)
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether its method uses the draft model."""
+        return self._drafter is not None
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Lower ones are served first."""
+        return self.request.priority, self.number
+
+    # The prompt and the memory that its rows and those of the answer take
+
+    @property
+    def is_drafted(self) -> bool:
+        """Whether the whole text has entered, and the draft model has computed it if the method uses it."""
+        return not self.is_prefilling and self.drafted >= len(self.text)
+
+    @property
+    def undrafted(self) -> Sequence[int]:
+        """Tokens of the text that have entered and are not in the draft model's cache."""
+        return self.text[self.drafted : self.entered]
+
+    def to_reserve(self, ahead: int) -> int:
+        """Slots for a lane: the text, at most ``ahead`` tokens that follow, and the rows that must enter together."""
+        left = self.request.sampling.max_tokens - (len(self.text) - self.sequence.prompt_length)
+        return len(self.text) + min(left, ahead) + max(self.together, self.masks.count)
+
+    @property
+    def most(self) -> int:
+        """Slots that suffice to the end of an answer in one thread."""
+        return len(self.request.prompt_token_ids) + self.request.sampling.max_tokens + self.together
+
+    @property
+    def past(self) -> int:
+        """Slots of tokens that verdicts have accepted, at most. The row of the last one may be in a tree."""
+        if self.is_prefilling:
+            return self.entered
+        sequence = self.sequence
+        if not sequence.can_fork:
+            return max(self.entered, sequence.prompt_length + sequence.main.num_tokens - 1)
+        pending = sum(thread.pending is not None for thread in sequence.threads)
+        return sequence.prompt_length + sum(sequence.needed()) + pending
+
+    @property
+    def in_flight(self) -> int:
+        """Rows that have entered and that no verdict has accepted or pruned, but for the last tokens of ended threads."""
+        return sum(method.in_flight for method in self._methods.values())
+
+    def certain_rows(self, demand: Demand) -> int:
+        """Rows of a demand that are certain or must enter together, at most: threads may share the rows of a step otherwise."""
+        if demand.whole and self.sequence.can_fork:
+            return self.together
+        return demand.whole or demand.certain
+
+    @property
+    def _tail(self) -> int:
+        """Rows that enter together: the masks enter with the last token."""
+        return 1 + self.masks.count
+
+    def open(self, lease: Lease, drafted: int) -> Opening:
+        """Begin a lane.
+
+        Args:
+            drafted: tokens that are in the draft model's cache already.
+        """
+        self.has_lane = True
+        self.entered = self._adoptable = lease.cached
+        self.drafted = drafted if self.has_drafter else len(self.text)
+        if self.cached_tokens is None:
+            self.cached_tokens = min(lease.cached, self.sequence.prompt_length)
+        request, accepted = self.request, self.text[self.sequence.prompt_length :]
+        return Opening(
+            self.sequence.prompt_length, request.sampling, self.masks.named, request.threads, request.trace, tuple(accepted),
+            lease.slots, lease.cached, lease.copied,
+        )  # fmt: skip
+
+    def pause(self, is_closing: bool = True) -> None:
+        """Give up the lane, and wait for another one; also for another method, if it has no lane.
+
+        Args:
+            is_closing: whether stages have yet to close the lane.
+        """
+        self.has_lane, self.is_closing = False, is_closing
+        if self.sequence.can_fork:
+            self.sequence = self._new_sequence()
+            self.hits, self.misses = 0, 0
+        self._begin()
+
+    def next_chunk(self, rows: int) -> Step | None:
+        """Take up to ``rows`` rows of the text, and the masks after it; None if there is no room for the last token's masks."""
+        masks = self.masks.count
+        left = len(self.text) + masks - self.entered
+        rows = left if left <= rows else min(rows, left - self._tail)
+        if rows <= 0:
+            return None
+        chunk = self.text[self.entered : self.entered + rows]
+        self.entered += len(chunk)
+        self.is_prefilling = left > rows
+        chunk += range(-1, -1 - (rows - len(chunk)), -1)
+        token_ids = torch.tensor(chunk, dtype=torch.int64)
+        return Step(token_ids, torch.full_like(token_ids, -1))
+
+    def take_adoptable(self) -> Sequence[int]:
+        """The tokens that others may adopt from the next timestep on, and could not before: all of them are in the past."""
+        prompt, answer = self.request.prompt_token_ids, self.sequence.main.token_ids
+        certain = min(self.past, len(prompt)) if self.sequence.can_fork else self.past
+        first, self._adoptable = self._adoptable, certain
+        return [*prompt[first:certain], *answer[max(first - len(prompt), 0) : max(certain - len(prompt), 0)]]
+
+    # Which rows of the answer enter
+
+    def claim(self, cached: int = 0) -> Claim:
+        """The rows that it would let enter at the next timestep.
+
+        Args:
+            cached: of a request without a lane: how many tokens need not enter.
+        """
+        priority, number = self.age
+        if self.is_idle and self.has_lane:
+            return Claim(number, priority)
+        if not self.is_prefilling:
+            return Claim(number, priority, self.demand())
+        rows, tail = len(self.text) + self.masks.count - (self.entered or cached), self._tail
+        if rows <= tail:
+            return Claim(number, priority, Demand(whole=rows))
+        return Claim(number, priority, prompt=rows, tail=tail)
+
+    def demand(self) -> Demand:
+        """The rows of all threads that may enter at the next timestep."""
+        demands = {number: method.demand() for number, method in self._running.items()}
+        if not self.sequence.can_fork:
+            return demands[0] if demands else Demand()
+        if self._largest:
+            whole = min(sum(demand.whole for demand in demands.values()), self._largest)
+            return Demand(whole=whole + len(self._last)) if whole else Demand(certain=len(self._last))
+        self._order = [number for number, demand in demands.items() for _ in range(demand.certain)]
+        most = next((demand.most for demand in demands.values()), None)
+        certain = len(self._order) if most is None else min(len(self._order), most)
+        return Demand(certain + len(self._last), chances=self._merged(demands), most=most)
+
+    def _merged(self, demands: dict[int, Demand]) -> Iterator[float]:
+        """The chances of candidates of all threads, best first; notes whose they are."""
+        for chance, number in _ranked({number: demand.chances for number, demand in demands.items()}):
+            self._order.append(number)
+            yield chance
+
+    def propose(self, room: int) -> Step | None:
+        """The rows that enter the first stage at the next timestep, or None.
+
+        Last tokens of ended threads go first: a join token in the same step attends to them.
+
+        Args:
+            room: maximum rows; what enters whole is what was demanded.
+        """
+        room = self._largest or room
+        last = list(self._last.items())[:room]
+        for number, _ in last:
+            del self._last[number]
+        steps = [(number, Step(torch.tensor([token]), torch.tensor([-1]))) for number, token in last]
+        drafts = 0
+        if not self._last:
+            without_rows = {number for number, method in self._running.items() if not method.has_entered}
+            steps += self._propose_whole(room - len(steps)) if self._largest else self._propose_best(room - len(steps))
+            drafts = sum(number in without_rows for number, _ in steps[len(last) :])
+        self._tally.enter_roots(drafts, len(last))
+        if not steps:
+            return None
+        return _merged(steps) if self.sequence.can_fork else steps[0][1]
+
+    def _propose_best(self, room: int) -> list[tuple[int, Step]]:
+        """The likeliest rows of all threads."""
+        rooms = Counter(self._order[:room]) if self.sequence.can_fork else {0: room}
+        steps = ((number, self._running[number].propose(rooms[number])) for number in sorted(rooms))
+        return [(number, step) for number, step in steps if step is not None]
+
+    def _propose_whole(self, room: int) -> list[tuple[int, Step]]:
+        """Steps of threads, which share the rows evenly."""
+        running = self._running
+        share = max(room // max(len(running), 1), 1)
+        steps: list[tuple[int, Step]] = []
+        for number in sorted(running, key=lambda number: (number < self._next_thread, number)):
+            if room < share:
+                self._next_thread = number
+                break
+            if not self._sees_opener(number, {proposed for proposed, _ in steps}):
+                continue
+            step = running[number].propose(share)
+            if step is not None:
+                steps.append((number, step))
+                room -= step.num_rows
+        return steps
+
+    def _sees_opener(self, number: int, entering: set[int]) -> bool:
+        """Whether the opener of a thread has entered, or enters now. It can only be missing if it is its thread's last token."""
+        threads = self.sequence.threads
+        parent, opened_at = threads[number].parent, threads[number].opened_at
+        if parent is None or parent not in self._running or parent in entering or threads[parent].num_tokens > opened_at:
+            return True
+        return self._running[parent].has_entered
+
+    # What is drafted, and what was accepted
+
+    def draft(self, room: int) -> list[tuple[Method, Sequence[int]]]:
+        """The rows of its threads that the draft model is to compute in the next forward; none if that was all.
+
+        Args:
+            room: rows for one thread. Several threads have twice as many, which they share by chance.
+        """
+        rooms: dict[int, int] = dict.fromkeys(self._running, room)
+        if len(rooms) > 1 and not self._largest:
+            ranked = _ranked({number: method.undrafted_chances() for number, method in self._running.items()})
+            rooms = Counter(number for _, number in islice(ranked, 2 * room))
+        asked = ((method, method.draft(rooms[number])) for number, method in self._running.items() if number in rooms)
+        return [(method, rows) for method, rows in asked if rows]
+
+    def note_idle(self) -> None:
+        """Drafting is over for this timestep."""
+        self.is_idle = not self._last and all(method.is_idle for method in self._running.values())
+
+    def apply(self, verdict: Verdict) -> None:
+        """Advance to the accepted tokens and prune what can no longer be accepted."""
+        changes = apply_verdict(self.sequence, verdict)
+        for accepted in verdict.accepted:
+            if accepted.thread in changes.accepted:
+                self._methods[accepted.thread].accept(accepted)
+        if changes.affects_threads:
+            self._follow(changes)
+        for number, method in self._methods.items():
+            if method.tree is not None:
+                position_root(method.tree, self.sequence, number)
+        self._count(changes)
+        self.is_idle = False
+
+    def _follow(self, changes: ThreadChanges) -> None:
+        """Open, cut and close the methods of threads."""
+        self._last |= {number: token for number, token in changes.last.items() if not self._methods[number].has_entered}
+        if self.sequence.finished is not None:
+            self._last.clear()
+        for number, remaining in changes.remaining.items():
+            if remaining is not Remaining.SUBTREE and number in self._methods:
+                self._methods[number].cut()
+        for start in changes.starts:
+            if start.thread not in self._methods:
+                self._methods[start.thread] = self._new_method(start.thread)
+            self._methods[start.thread].plant(start.token)
+        threads = self.sequence.threads
+        self._methods = {number: one for number, one in self._methods.items() if threads[number].state is not State.ENDED}
+        self._running = {number: one for number, one in self._methods.items() if threads[number].state is State.RUNNING}
+        if self._drafter is not None:
+            self._drafter.threads_changed(self.number)
+
+    def _count(self, changes: ThreadChanges) -> None:
+        for number, tokens in changes.accepted.items():
+            goes_on = self.sequence.threads[number].state is State.RUNNING
+            is_hit = goes_on and self._methods[number].has_entered
+            hits, depth = len(tokens) - 1 + is_hit, self._depths.get(number, 0)
+            self.hits += hits
+            self.misses += goes_on and not is_hit
+            self._tally.accept(depth, hits)
+            self._depths[number] = depth + hits if is_hit else 0
+
+
+def rows_together(first: Method, sequence: ThreadSequence) -> int:
+    """Rows of the largest step that enters whole; 1 if rows may enter one by one.
+
+    Args:
+        first: method of the answer's first thread.
+        sequence: of the answer.
+    """
+    return max(1, _largest(first) if sequence.can_fork else first.whole)
+
+
+def _largest(first: Method) -> int:
+    """Maximum rows of a step that enters whole; 0 if rows may enter one by one."""
+    return max(first.whole, ROWS_OF_SEVERAL_THREADS) if first.whole else 0
+
+
+def _ranked(chances: dict[int, Iterable[float]]) -> Iterator[tuple[float, int]]:
+    """Chances of several threads, best first, each with its thread; equal ones in the order of threads."""
+    return merge(*(zip(of_thread, repeat(number)) for number, of_thread in chances.items()), key=_chance, reverse=True)
+
+
+def _chance(ranked: tuple[float, int]) -> float:
+    return ranked[0]
+
+
+def _merged(steps: list[tuple[int, Step]]) -> Step:
+    """One step of the rows of several threads; masks are its last rows."""
+    token_ids = torch.cat([step.token_ids for _, step in steps])
+    parents = torch.cat([step.parents for _, step in steps])
+    threads = torch.cat([torch.full_like(step.parents, number) for number, step in steps])
+    order = is_mask(token_ids).int().sort(stable=True).indices
+    return Step(token_ids[order], parents[order], threads=threads[order])
