@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
 from msgspec.structs import asdict
+from support import token_before
+from support.tiny_pair import Pair
 
+import pipedec
 from pipedec import LLM, PipeDecOptions
 from pipedec.cli.options import OPTION_NAMES, RequestFlags, request_options
 from pipedec.client.resident import named_options
@@ -28,6 +37,54 @@ from pipedec.methods import (
     make_options,
     option_rules,
 )
+
+NEW_METHOD = """
+        MethodEntry("token-before", "Every token twice.", PlainOptions, "pipedec.decoding.token_before:TokenBefore"),"""
+# Prints whether commands offer the new method, and its answers and those of pp.
+ANSWERS = """
+import json, sys
+from pipedec.cli.main import program
+from pipedec.config import Settings
+from pipedec.core import Request, SamplingParams
+from pipedec.engine.build import resolve
+from pipedec.engine.local import LocalPipeline
+
+context = program.make_context("pipedec", ["generate"])
+found = {"offered": "token-before" in program.get_command(context, "generate").get_help(context)}
+for method in ("pp", "token-before"):
+    for stages in (1, 3):
+        pipeline = LocalPipeline.load(resolve(Settings.of(target=sys.argv[1], draft="none", bita="none", stages=stages)))
+        requests = [Request(number, (1, 9, 30 + number), SamplingParams(max_tokens=24), method) for number in range(4)]
+        for _ in pipeline.run_all({1: requests}):
+            pass
+        answers = [pipeline.answers[request.number] for request in requests]
+        tokens = [answer.token_ids for answer in answers]
+        timesteps = [answer.metrics.timesteps == stages * answer.metrics.misses for answer in answers]
+        found[f"{method} {stages}"] = [tokens, sum(answer.metrics.hits for answer in answers), all(timesteps)]
+print(json.dumps(found))
+"""
+
+
+def test_a_new_method_is_one_file_and_one_line(pair: Pair, tmp_path: Path) -> None:
+    """Add one to a copy of the package: it answers as the target does, alone and in company, and commands offer it."""
+    copy = tmp_path / "pipedec"
+    shutil.copytree(Path(pipedec.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(Path(token_before.__file__), copy / "decoding")
+    table = copy / "methods.py"
+    before, line, after = table.read_text().partition("    for entry in (")
+    table.write_text(before + line + NEW_METHOD + after)
+    done = subprocess.run(
+        [sys.executable, "-c", ANSWERS, str(pair.target)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["offered"]
+    for stages in (1, 3):
+        plain, guessed = found[f"pp {stages}"], found[f"token-before {stages}"]
+        assert guessed[0] == plain[0]
+        assert guessed[1] > plain[1] == 0, "no answer has a token twice"
+        assert guessed[2], "a token that was guessed takes no timestep of its own"
 
 
 @pytest.mark.parametrize("entry", METHODS.values(), ids=METHOD_NAMES)

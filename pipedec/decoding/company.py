@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from msgspec import structs
 
-from pipedec.core import DEFAULT_METHOD, Opening, Request, Update, UserError, Verdict
+from pipedec.core import DEFAULT_METHOD, Opening, Request, Step, Update, UserError, Verdict
 from pipedec.decoding.budget import Budget, Claim
 from pipedec.decoding.controller import Entered, TimestepTiming
 from pipedec.decoding.drafter import Drafter
@@ -197,37 +197,48 @@ class Company:
 
         Openings are in the order in which the slots were given: one may copy what lies in slots that a later one gets.
         """
-        shares = self._budget.share(list(self._claims()), self._controller.pays)
         updates: dict[int, Update] = {}
-        prompt_rows = 0
-        for number, rows in shares.items():
-            one, opening = self._requests[number], None
+        prompt_rows = rows = 0
+        for number, room in self._budget.share(list(self._claims()), self._controller.pays).items():
+            one = self._requests[number]
+            opening = None if one.has_lane else self._open_lane(one)
             if not one.has_lane:
-                opening = self._open_lane(one)
-                if opening is None:
-                    continue
-            entered = one.entered
+                continue
             if one.is_prefilling:
-                step = one.next_chunk(rows)
+                step = self._prefill(one, room)
                 prompt_rows += 0 if step is None else step.num_rows
             else:
-                room = self._memory.room_for(one, rows)
-                step = one.propose(room) if room else None
-            if step is not None:
-                self.tally.enter(step, one.entered - entered, one.masks.count > 0)
+                step = self._decode(one, room)
+            rows += 0 if step is None else step.num_rows
             updates[number] = Update(number, opening, step=step)
-        return self._with_slots(updates, prompt_rows)
-
-    def _with_slots(self, updates: dict[int, Update], prompt_rows: int) -> dict[int, Update]:
-        """Note what enters; add the slots that were given to requests."""
         for number, slots in self._memory.take_grown().items():
             updates[number] = structs.replace(updates.get(number, Update(number)), slots=slots)
-        for one in self._requests.values() if self.kv.shares_prefixes else ():
-            if one.has_lane and (added := one.take_adoptable()):
-                self.kv.extend(one.number, added)
-        rows = sum(update.step.num_rows for update in updates.values() if update.step is not None)
+        if self.kv.shares_prefixes:
+            self._share_prefixes()
         self._controller.record_entered(Entered(rows, prompt_rows, self._num_tuned()))
         return {number: one for number, one in updates.items() if (one.opening, one.step, one.slots) != (None, None, ())}
+
+    def _prefill(self, one: RequestState, room: int) -> Step | None:
+        """The next chunk of a request's text."""
+        entered = one.entered
+        step = one.next_chunk(room)
+        if step is not None:
+            self.tally.enter(step, one.entered - entered, one.masks.count > 0)
+        return step
+
+    def _decode(self, one: RequestState, room: int) -> Step | None:
+        """Rows of a request's trees, as far as there is memory."""
+        room = self._memory.room_for(one, room)
+        step = one.propose(room) if room else None
+        if step is not None:
+            self.tally.enter(step, 0, one.masks.count > 0)
+        return step
+
+    def _share_prefixes(self) -> None:
+        """Let other requests adopt what has joined the past of each."""
+        for one in self._requests.values():
+            if one.has_lane and (added := one.take_adoptable()):
+                self.kv.extend(one.number, added)
 
     def _claims(self) -> Iterator[Claim]:
         """Of requests with a lane, and of the first ones of those that wait, as many as might get rows now."""

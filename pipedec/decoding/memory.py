@@ -40,8 +40,8 @@ class Memory:
         self._knee = knee
         self._sizes = sizes
         self._grown: dict[int, SlotRuns] = {}  # by request: slots of which the stages have yet to be told
+        self._lanes: list[RequestState] = []  # those that are open in this timestep
         self._spared = 0  # free slots that are kept for certain rows
-        self._wanted = 0  # slots by which lanes may yet grow soon
 
     def clear(self) -> None:
         """The stages have lost what is in their pools, and no request has slots."""
@@ -68,13 +68,15 @@ class Memory:
 
     def begin(self, requests: Iterable[RequestState]) -> None:
         """A timestep begins."""
-        lanes = [one for one in requests if one.has_lane]
-        self._spared = len(lanes) * self._kv.block
-        self._wanted = sum(min(max(one.most - self._kv.slots_of(one.number), 0), self._sizes.growth) for one in lanes)
+        self._lanes = [one for one in requests if one.has_lane]
+        self._spared = len(self._lanes) * self._kv.block
 
     def cached_for(self, one: RequestState) -> int | None:
         """How many tokens a waiting request would find cached if it opened now; None if it cannot."""
-        return None if one.is_closing else self._kv.cached_for(_adoptable(one), one.to_reserve(self._sizes.ahead) + self._wanted)
+        if one.is_closing:
+            return None
+        growth = (min(max(lane.most - self._kv.slots_of(lane.number), 0), self._sizes.growth) for lane in self._lanes)
+        return self._kv.cached_for(_adoptable(one), one.to_reserve(self._sizes.ahead) + sum(growth))
 
     def open(self, one: RequestState) -> Lease | None:
         """Give a request its first slots; None if there is no room now."""
@@ -121,13 +123,15 @@ class Memory:
 
     def _is_short(self, lanes: Sequence[RequestState]) -> bool:
         """Whether there is not even room for all certain rows, with no other ones in flight."""
-        free = self._kv.free_slots
+        free, block = self._kv.free_slots, self._kv.block
+        if free >= sum(max(self._knee, one.together, len(one.sequence.threads)) + block for one in lanes):
+            return False
         for one in lanes:
             slots = self._kv.slots_of(one.number) - one.past
             if one.is_prefilling or one.is_idle or slots >= max(self._knee, one.together):
                 continue
             missing = one.certain_rows(one.demand()) - slots
-            free -= -(-max(missing, 0) // self._kv.block) * self._kv.block
+            free -= -(-max(missing, 0) // block) * block
         return free < 0
 
     def _is_in_the_way(self, lanes: Sequence[RequestState], requests: Sequence[RequestState]) -> bool:
