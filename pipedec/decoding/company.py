@@ -6,9 +6,8 @@ client.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from msgspec import structs
@@ -19,8 +18,8 @@ from pipedec.decoding.controller import Entered, TimestepTiming
 from pipedec.decoding.drafter import Drafter
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.memory import LaneSizes, Memory
-from pipedec.decoding.method import DraftRoom, Method, MethodContext, new_method
-from pipedec.decoding.request_state import RequestState, rows_together
+from pipedec.decoding.method import DraftRoom, Method, MethodContext
+from pipedec.decoding.request_state import RequestState
 from pipedec.decoding.scoring import Scoring
 from pipedec.decoding.tally import Tally
 from pipedec.kv import KVManager
@@ -73,7 +72,7 @@ class Company:
         self.tally = Tally()
         self.awaits_drafter = False
         self._drafter = drafter
-        self._undrafted: set[int] = set()  # requests whose present method does without the draft model that it is made for
+        self._undrafted: list[int] = []  # requests that are to be paused, since their draft model has been loaded
         self._device = device
         self._trained_masks = trained_masks
         self._budget = Budget(knee)
@@ -104,9 +103,14 @@ class Company:
             UserError: the method is unknown, cannot work with its options, or needs a draft model or a BiTA and there is none;
                 prompt and answer need more KV memory than there is; or the prompt's log-probabilities cannot be had.
         """
+        self._new_state(request, lambda: sequence)
+
+    def _new_state(self, request: Request, new_sequence: NewSequence) -> RequestState:
         if request.sampling.prompt_logprobs is not None and request.threads is not None:
             raise UserError("prompt_logprobs needs an answer in one thread: leave it, or threads, out")
-        self._memory.check(request, rows_together(self._methods_of(request, sequence)(0), sequence))
+        state = RequestState(request, new_sequence, self._context, self.tally)
+        self._memory.check(state)
+        return state
 
     def open(self, request: Request, new_sequence: NewSequence) -> None:
         """Begin a request: its prompt enters with the next timesteps, as soon as there is memory.
@@ -120,8 +124,7 @@ class Company:
         """
         if not request.prompt_token_ids:
             raise UserError("the prompt is empty: give at least one token")
-        self.check(request, new_sequence())
-        self._requests[request.number] = RequestState(request, new_sequence, self._new_methods, self.tally)
+        self._requests[request.number] = self._new_state(request, new_sequence)
         self._requests = dict(sorted(self._requests.items(), key=lambda item: item[1].age))
 
     def state(self, number: int) -> RequestState:
@@ -144,16 +147,16 @@ class Company:
     def close(self, number: int) -> None:
         """Forget a request, which has ended or was cancelled."""
         one = self._requests.pop(number, None)
-        self._undrafted.discard(number)
         if one is not None and one.has_lane:
             self._leave_lane(one)
 
     def adopt(self, drafter: Drafter) -> None:
         """The draft model is loaded. Requests whose methods would have used it are paused and go on with it."""
         self._drafter, self.awaits_drafter = drafter, False
-        for one in self._requests.values():
-            if one.number in self._undrafted and not one.has_lane:
-                self._undrafted.discard(one.number)
+        undrafted = [one for one in self._requests.values() if one.lacks_drafter]
+        self._undrafted = [one.number for one in undrafted if one.has_lane]
+        for one in undrafted:
+            if not one.has_lane:
                 one.pause(is_closing=one.is_closing)
 
     def forget_prefixes(self) -> None:
@@ -167,7 +170,6 @@ class Company:
         for one in self._requests.values():
             if one.has_lane:
                 self._forget_lane(one)
-                self._undrafted.discard(one.number)
                 one.pause(is_closing=False)
             one.is_closing = False
         self._memory.clear()
@@ -176,9 +178,9 @@ class Company:
         """Requests that must be paused now, since others need their memory, or to go on with the draft model that has come; to be
         asked before each ``propose``.
         """
-        if self._drafter is not None and self._undrafted:
-            undrafted, self._undrafted = self._undrafted, set()
-            return [number for number in undrafted if self._requests[number].has_lane]
+        if self._undrafted:
+            undrafted, self._undrafted = self._undrafted, []
+            return [number for number in undrafted if (one := self._requests.get(number)) and one.has_lane and one.lacks_drafter]
         return self._memory.to_pause(list(self._requests.values()))
 
     def pause(self, number: int) -> None:
@@ -304,31 +306,20 @@ class Company:
         """Learn how long a timestep of the full pipeline took."""
         self._controller.record_timestep(timing)
 
-    def _new_methods(self, request: Request, sequence: ThreadSequence) -> Callable[[int], Method]:
-        """What makes the methods of an answer's threads, from now until it is paused."""
-        if self._lacks_drafter(request):
-            self._undrafted.add(request.number)
-        return self._methods_of(request, sequence)
-
-    def _lacks_drafter(self, request: Request) -> bool:
-        return self.awaits_drafter and find_method(request.method).draft != "none"
-
-    def _methods_of(self, request: Request, sequence: ThreadSequence) -> Callable[[int], Method]:
-        if self._lacks_drafter(request):
+    def _context(self, request: Request, sequence: ThreadSequence) -> MethodContext:
+        """For the methods of an answer's threads, from now until it is paused."""
+        if self.awaits_drafter and find_method(request.method).draft != "none":
             request = replace(request, method=DEFAULT_METHOD, options=make_options(DEFAULT_METHOD, _DRAFTLESS))
-        return partial(
-            new_method,
-            MethodContext(
-                request,
-                sequence,
-                self._drafter,
-                self._experience,
-                self._scoring,
-                self._draft_room,
-                self._controller.children,
-                self._device,
-                self._trained_masks,
-            ),
+        return MethodContext(
+            request,
+            sequence,
+            self._drafter,
+            self._experience,
+            self._scoring,
+            self._draft_room,
+            self._controller.children,
+            self._device,
+            self._trained_masks,
         )
 
     def _num_tuned(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from pipedec.core import Request, SlotRuns, UserError
+from pipedec.core import SlotRuns, UserError
 from pipedec.decoding.budget import Claim
 from pipedec.decoding.request_state import RequestState
 from pipedec.kv import KVManager, Lease
@@ -48,22 +48,15 @@ class Memory:
         self._kv.clear()
         self._grown.clear()
 
-    def check(self, request: Request, together: int) -> None:
-        """Whether an answer can ever fit.
-
-        Args:
-            together: rows that must enter together.
-
-        Raises:
-            UserError: it cannot.
-        """
-        prompt, answer, capacity = len(request.prompt_token_ids), request.sampling.max_tokens, self._kv.capacity
-        needed = prompt + answer + together
-        if needed > capacity:
+    def check(self, one: RequestState) -> None:
+        """Raises UserError if an answer can never fit."""
+        capacity = self._kv.capacity
+        if one.most > capacity:
+            prompt, answer = len(one.request.prompt_token_ids), one.request.sampling.max_tokens
             raise UserError(
-                f"the request needs {needed:,} slots of KV cache ({prompt:,} for the prompt, {answer:,} for max_tokens, "
-                f"{together:,} for rows that enter together), but there are {capacity:,}: shorten the prompt, lower max_tokens, "
-                "or raise --kv-cache-memory"
+                f"the request needs {one.most:,} slots of KV cache ({prompt:,} for the prompt, {answer:,} for max_tokens, "
+                f"{one.together:,} for rows that enter together), but there are {capacity:,}: shorten the prompt, lower "
+                "max_tokens, or raise --kv-cache-memory"
             )
 
     def begin(self, requests: Iterable[RequestState]) -> None:
@@ -119,7 +112,8 @@ class Memory:
         if not lanes:
             return []
         is_short = len(lanes) > 1 and self._is_short(lanes)
-        return [lanes[-1].number] if is_short or self._is_in_the_way(lanes, requests) else []
+        is_short = is_short or (len(lanes) < len(requests) and self._is_in_the_way(lanes, requests))
+        return [lanes[-1].number] if is_short else []
 
     def _is_short(self, lanes: Sequence[RequestState]) -> bool:
         """Whether there is not even room for all certain rows, with no other ones in flight."""

@@ -17,7 +17,7 @@ import torch
 
 from pipedec.core import MaskParams, Opening, Request, Step, Verdict
 from pipedec.decoding.budget import Claim, Demand
-from pipedec.decoding.method import Method
+from pipedec.decoding.method import Method, MethodContext, new_method
 from pipedec.decoding.tally import Tally
 from pipedec.forest import Remaining, ThreadChanges, apply_verdict, position_root
 from pipedec.kv import Lease
@@ -27,7 +27,7 @@ from pipedec.tree import is_mask
 
 ROWS_OF_SEVERAL_THREADS = 128  # rows of a whole step that threads share; more if the method's own options allow one thread more
 
-NewMethods = Callable[[Request, ThreadSequence], Callable[[int], Method]]
+NewContext = Callable[[Request, ThreadSequence], MethodContext]
 
 
 class RequestState:
@@ -35,7 +35,7 @@ class RequestState:
 
     Args:
         new_sequence: makes the sequence of its answer, with the tokens in it that ``request.said`` names.
-        new_methods: returns what makes the method of a thread, by the thread's number.
+        new_context: makes the context of its methods.
         tally: counts for all requests.
 
     Attributes:
@@ -54,7 +54,7 @@ class RequestState:
         together: rows of the largest step that enters whole; 1 if its rows may enter one by one.
     """
 
-    def __init__(self, request: Request, new_sequence: NewSequence, new_methods: NewMethods, tally: Tally) -> None:
+    def __init__(self, request: Request, new_sequence: NewSequence, new_context: NewContext, tally: Tally) -> None:
         self.request = request
         self.number = request.number
         self.sequence = new_sequence()
@@ -64,7 +64,7 @@ class RequestState:
         self.hits = 0
         self.misses = 0
         self._new_sequence = new_sequence
-        self._new_methods = new_methods
+        self._new_context = new_context
         self._tally = tally
         self._begin()
 
@@ -77,8 +77,8 @@ class RequestState:
         self.is_prefilling = True
         self.is_idle = False
         self._adoptable = 0  # tokens that others may adopt, of the text and of what follows
-        self._new_method = self._new_methods(self.request, self.sequence)
-        first = self._new_method(0)
+        self._context = self._new_context(self.request, self.sequence)
+        first = new_method(self._context)
         self._methods: dict[int, Method] = {0: first}  # by thread, of those that have not ended
         self._running: dict[int, Method] = {0: first}  # those of running threads
         self._last: dict[int, int] = {}  # by thread: last tokens of ended threads that have yet to enter
@@ -88,8 +88,13 @@ class RequestState:
         self.masks: MaskParams = first.masks
         self.is_tuned = first.is_tuned
         self._drafter = first.drafter
-        self._largest = _largest(first)
-        self.together = rows_together(first, self.sequence)
+        self._largest = max(first.whole, ROWS_OF_SEVERAL_THREADS) if first.whole else 0  # rows of a step that enters whole
+        self.together = max(1, self._largest if self.sequence.can_fork else first.whole)
+
+    @property
+    def lacks_drafter(self) -> bool:
+        """Whether another method stands in for its own, until the draft model is loaded."""
+        return self._context.request is not self.request
 
     @property
     def has_drafter(self) -> bool:
@@ -145,11 +150,6 @@ class RequestState:
             return self.together
         return demand.whole or demand.certain
 
-    @property
-    def _tail(self) -> int:
-        """Rows that enter together: the masks enter with the last token."""
-        return 1 + self.masks.count
-
     def open(self, lease: Lease, drafted: int) -> Opening:
         """Begin a lane.
 
@@ -183,7 +183,7 @@ class RequestState:
         """Take up to ``rows`` rows of the text, and the masks after it; None if there is no room for the last token's masks."""
         masks = self.masks.count
         left = len(self.text) + masks - self.entered
-        rows = left if left <= rows else min(rows, left - self._tail)
+        rows = left if left <= rows else min(rows, left - 1 - masks)
         if rows <= 0:
             return None
         chunk = self.text[self.entered : self.entered + rows]
@@ -208,13 +208,13 @@ class RequestState:
         Args:
             cached: of a request without a lane: how many tokens need not enter.
         """
-        priority, number = self.age
+        number, priority = self.number, self.request.priority
         if self.is_idle and self.has_lane:
             return Claim(number, priority)
         if not self.is_prefilling:
             return Claim(number, priority, self.demand())
-        rows, tail = len(self.text) + self.masks.count - (self.entered or cached), self._tail
-        if rows <= tail:
+        rows, tail = len(self.text) + self.masks.count - (self.entered or cached), 1 + self.masks.count
+        if rows <= tail:  # the masks enter with the last token
             return Claim(number, priority, Demand(whole=rows))
         return Claim(number, priority, prompt=rows, tail=tail)
 
@@ -275,7 +275,7 @@ class RequestState:
             if room < share:
                 self._next_thread = number
                 break
-            if not self._sees_opener(number, {proposed for proposed, _ in steps}):
+            if self.sequence.can_fork and not self._sees_opener(number, {proposed for proposed, _ in steps}):
                 continue
             step = running[number].propose(share)
             if step is not None:
@@ -334,7 +334,7 @@ class RequestState:
                 self._methods[number].cut()
         for start in changes.starts:
             if start.thread not in self._methods:
-                self._methods[start.thread] = self._new_method(start.thread)
+                self._methods[start.thread] = new_method(self._context, start.thread)
             self._methods[start.thread].plant(start.token)
         threads = self.sequence.threads
         self._methods = {number: one for number, one in self._methods.items() if threads[number].state is not State.ENDED}
@@ -351,21 +351,6 @@ class RequestState:
             self.misses += goes_on and not is_hit
             self._tally.accept(depth, hits)
             self._depths[number] = depth + hits if is_hit else 0
-
-
-def rows_together(first: Method, sequence: ThreadSequence) -> int:
-    """Rows of the largest step that enters whole; 1 if rows may enter one by one.
-
-    Args:
-        first: method of the answer's first thread.
-        sequence: of the answer.
-    """
-    return max(1, _largest(first) if sequence.can_fork else first.whole)
-
-
-def _largest(first: Method) -> int:
-    """Maximum rows of a step that enters whole; 0 if rows may enter one by one."""
-    return max(first.whole, ROWS_OF_SEVERAL_THREADS) if first.whole else 0
 
 
 def _ranked(chances: dict[int, Iterable[float]]) -> Iterator[tuple[float, int]]:
