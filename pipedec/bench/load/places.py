@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -137,6 +138,8 @@ class OnReplay(Place):
         def on_submit(number: int, job: replayed.Job) -> None:
             memos[number] = self._memo(job.prompt)
 
+        gc.collect()
+        gc.freeze()  # rank 0 of a cluster has no recordings: to look for garbage among them is no work of its own
         outcome = replayed.offer(pipeline, jobs, arrivals, max_num_seqs, on_submit, on_end)
         self._keep_memos()
         return replace(outcome, kv=KVUse.of(pipeline.kv_slots, kv.capacity, emulation.kv_token_bytes))
@@ -151,13 +154,15 @@ class OnReplay(Place):
         return RecordedDrafter(memos.__getitem__, lambda: self._draft, max_children, kv) if self._spec.draft else None
 
     def _jobs(self, conversations: Sequence[Conversation], policy: Policy) -> list[replayed.Job]:
-        """The first turns, each with those that follow it. Answers that are not known are recorded, turn by turn."""
+        """The first turns, each with those that follow it. Answers that are not known are recorded, turn by turn; what is
+        recorded of the draft model is read."""
         said: list[list[tuple[DrawnPrompt, tuple[int, ...]]]] = [[] for _ in conversations]
         for turn in range(max(map(len, conversations), default=0)):
             prompts = [self._prompt(before, says[turn]) for before, says in zip(said, conversations, strict=True)]
             self._record(prompts)
             for before, prompt in zip(said, prompts, strict=True):
                 before.append((prompt, self._answer(prompt)))
+                self._memo(prompt)
         return [self._job(turns, policy) for turns in said]
 
     def _prompt(self, before: Sequence[tuple[DrawnPrompt, tuple[int, ...]]], says: DrawnPrompt) -> DrawnPrompt:
@@ -182,6 +187,8 @@ class OnReplay(Place):
         return self._recording.known(prompt)
 
     def _memo(self, prompt: DrawnPrompt) -> DraftMemo:
+        """What the draft model has proposed for a prompt. The file is read before the load begins, since what rank 0 does in the
+        meantime counts as its own work."""
         if prompt.token_ids not in self._memos:
             recording = None if prompt.prompt_set == RANDOM else self._recording
             self._memos[prompt.token_ids] = prompt, recording.memo(prompt) if recording else DraftMemo()

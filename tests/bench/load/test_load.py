@@ -13,6 +13,8 @@ from click.testing import CliRunner, Result
 from support.refusals import refusal
 from support.tiny_pair import SENTENCES, Pair
 
+from pipedec.bench.load import replayed
+from pipedec.bench.load.served import Outcome
 from pipedec.cli.main import program
 from pipedec.cluster.local import LocalCluster
 
@@ -77,6 +79,21 @@ def test_an_intruder_comes_when_the_others_have_begun(pair: Pair, tmp_path: Path
     (row,) = replay(pair, tmp_path, "--method", "pp", "--concurrency", "3", "--max-tokens", "12", "--intruder", "150")
     assert row["requests"] == 3 and row["intruder"]["prompt_tokens"] == 150
     assert row["intruder"]["ttft_ms"] > 0 and 1 <= row["intruder"]["ratio"] < 10
+
+
+def test_recordings_are_read_before_the_load(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of a cluster reads none, so the time for it is no work of its own."""
+    flags = ("--method", "pipedec-bestfirst", "--concurrency", "1", "--requests", "3")
+    (recorded,) = replay(pair, tmp_path, *flags)
+    offer, recording = replayed.offer, tmp_path / "recording"
+
+    def offer_without_files(*args: Any) -> Outcome:
+        assert [path.unlink() for path in recording.glob("draft-*")]
+        return offer(*args)
+
+    monkeypatch.setattr(replayed, "offer", offer_without_files)
+    assert replay(pair, tmp_path, *flags)[-1]["served"] == recorded["served"]
+    assert not list(recording.glob("draft-*")), "nothing was drafted again"
 
 
 @pytest.mark.slow
