@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.drafters import Switch
 from support.examples import examples
-from support.simulation import KnowingDrafter, Simulation, proposed
+from support.simulation import KNEE, METHODS, KnowingDrafter, Simulation, proposed
 
 from pipedec import threads
 from pipedec.core import Request, UserError, Verdict
 from pipedec.decoding import Company, Experience
+from pipedec.decoding.budget import RESERVED
 from pipedec.decoding.company import DRAFT_KNEE
 
 
@@ -33,6 +34,23 @@ def test_all_requests_end_whatever_is_beside_them(seed: int) -> None:
     assert simulation.drafter.open_requests == {}
     assert simulation.company.propose() == {}
     simulation.company.apply(7, Verdict.of(1))  # of a request that is gone: void
+
+
+@examples(20)
+@given(st.integers(0, 2**32))
+def test_no_answer_waits_longer_than_a_passage_while_every_root_finds_room(seed: int) -> None:
+    """However much the candidates and prompts of others would let enter: a missed token enters at once."""
+    bestfirst = {"pipedec-bestfirst": METHODS["pipedec-bestfirst"]}
+    simulation, last = Simulation(seed, methods=bestfirst, has_structures=False), dict[int, int]()
+    arrived = 0
+    while arrived < 30 or simulation.running:
+        while arrived < 30 and len(simulation.running) < KNEE - KNEE // RESERVED:
+            simulation.arrive(arrived)
+            arrived += 1
+        simulation.timestep()
+        for number in simulation.verdicts:
+            assert simulation.timesteps - last.get(number, simulation.timesteps) <= simulation.groups
+            last[number] = simulation.timesteps
 
 
 def test_a_draft_forward_serves_all_requests_and_is_bounded() -> None:

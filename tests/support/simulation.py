@@ -233,15 +233,21 @@ class Simulation:
     Attributes:
         kv: None for as much memory as anybody wants.
         lane_sizes: of the company.
+        timesteps: so far.
         texts: what conversations were about: prompts begin with the beginning of one.
+        methods: of the requests.
+        has_structures: some answers have one.
     """
 
     seed: int
     kv: KVManager | None = None
     lane_sizes: LaneSizes = LaneSizes()
     running: dict[int, Running] = field(default_factory=dict)
+    timesteps: int = 0
     texts: list[tuple[int, ...]] = field(default_factory=lambda: [()])
     cached: int = 0
+    methods: Mapping[str, tuple[MethodOptions | None, ...]] = field(default_factory=METHODS.copy)
+    has_structures: bool = True
     adopts_drafter: bool = False  # a draft model that came late: requests of any age are paused for it
 
     def __post_init__(self) -> None:
@@ -256,14 +262,14 @@ class Simulation:
         self.seconds_per_row = chooser.choice((0.0, 0.01, 1.0))
 
     def arrive(self, number: int, longest: int = 12) -> None:
-        chooser, name = self.chooser, self.chooser.choice(list(METHODS))
+        chooser, name = self.chooser, self.chooser.choice(list(self.methods))
         before = chooser.choice(self.texts)
         new = (chooser.randrange(50) for _ in range(chooser.choice((1, 3, KNEE, 3 * KNEE + 1))))
         prompt = (*before[: chooser.randint(0, len(before))], *new)
         answer = [chooser.randrange(50) for _ in range(chooser.randint(1, longest))]
         said = tuple(answer[: chooser.randrange(len(answer))] if self.kv is not None and chooser.random() < 0.2 else ())
         structure = self._structure(answer)
-        sampling, options = SamplingParams(max_tokens=len(answer)), chooser.choice(METHODS[name])
+        sampling, options = SamplingParams(max_tokens=len(answer)), chooser.choice(self.methods[name])
         request = Request(number, prompt, sampling, name, options, priority=chooser.choice((0, 0, 1)), said=said)
         self.drafter.answers[number] = answer
         try:
@@ -275,12 +281,13 @@ class Simulation:
 
     def _structure(self, answer: list[int]) -> Callable[[], ToyStructure | None]:
         """Makes what the answer must look like: some have no structure."""
-        if self.chooser.random() < 0.5:
+        if self.chooser.random() < 0.5 or not self.has_structures:
             return lambda: None
         rule = rule_of(answer, (*range(50), *range(60, 64), *range(100, 103)), self.seed)
         return lambda: ToyStructure(rule)
 
     def timestep(self) -> dict[int, Update]:
+        self.timesteps += 1
         self._pause()
         updates = self.company.propose()
         assert set(updates) <= set(self.running)
