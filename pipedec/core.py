@@ -293,7 +293,7 @@ class Step:
 
     @property
     def num_rows(self) -> int:
-        return len(self.token_ids)
+        return self.token_ids.shape[0]
 
 
 class Accepted(NamedTuple):
@@ -336,6 +336,8 @@ class Verdict(Record, frozen=True):
     @property
     def tokens(self) -> tuple[int, ...]:
         """All accepted token ids, thread after thread."""
+        if len(self.accepted) == 1:
+            return self.accepted[0].tokens
         return tuple(token for part in self.accepted for token in part.tokens)
 
 

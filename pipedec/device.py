@@ -158,11 +158,6 @@ def device_of(place: torch.device) -> Device:
     return GpuDevice(place) if place.type == "cuda" else HostDevice()
 
 
-def elapsed(began: Mark, ended: Mark) -> float:
-    """Seconds of the device between two marks. Raises RuntimeError if it has not passed both."""
-    return ended.seconds - began.seconds
-
-
 class PhaseTimes:
     """Adds up how long a device is in each phase of its work; a phase begins where the one before it ends.
 
@@ -188,7 +183,7 @@ class PhaseTimes:
     def _count(self) -> None:
         while len(self._open) > 1 and self._open[1][1].has_passed:
             phase, began = self._open.popleft()
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + elapsed(began, self._open[0][1])
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + self._open[0][1].seconds - began.seconds
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

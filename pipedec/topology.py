@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from pipedec.core import UserError
@@ -57,11 +58,11 @@ class Topology:
         """Every rank, the draft rank 0 included."""
         return range(self.num_stages + 1)
 
-    @property
+    @cached_property
     def entry_ranks(self) -> tuple[int, ...]:
         return tuple(group[0] for group in self.groups)
 
-    @property
+    @cached_property
     def exit_ranks(self) -> tuple[int, ...]:
         return tuple(group[-1] for group in self.groups)
 

@@ -31,7 +31,7 @@ from pipedec.core import (
     Verdict,
 )
 from pipedec.decoding import Company, Drafter, LaneSizes, RequestState, TimestepTiming
-from pipedec.device import Mark, device_of, elapsed
+from pipedec.device import Mark, device_of
 from pipedec.engine.admission import threads_within
 from pipedec.engine.build import load_drafter, load_stage
 from pipedec.engine.counters import Counters
@@ -464,7 +464,7 @@ class LocalStages:
         """How long each group has computed, when all have ended."""
         for began, ended in self._worked:
             ended.wait()
-            yield elapsed(began, ended)
+            yield ended.seconds - began.seconds
 
 
 def _rows_of(message: Envelope) -> dict[int, int]:

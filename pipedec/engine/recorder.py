@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from pipedec.core import EMPTY, NO_LOAD, Envelope, Load, Update
 from pipedec.decoding import TimestepTiming
-from pipedec.device import Device, HostDevice, Mark, PhaseTimes, elapsed
+from pipedec.device import Device, HostDevice, Mark, PhaseTimes
 from pipedec.engine.emulated_time import Pacer, TimestepLoad
 
 Item = TypeVar("Item")
@@ -69,21 +69,19 @@ class Recorder:
         device: that the work is done on.
 
     Attributes:
+        mark: makes a mark behind all that the rank's device has been given so far.
         phases: how long the device is in each phase of a rank's work.
     """
 
     def __init__(self, pacer: Pacer, device: Device | None = None) -> None:
         self.pacer = pacer
-        self._device = HostDevice() if device is None else device
-        self.phases = PhaseTimes(self._device)
+        device = HostDevice() if device is None else device
+        self.mark = device.mark
+        self.phases = PhaseTimes(device)
         self._pieces: list[_Piece] = []
         self._forwards: list[tuple[Load, Mark, Mark]] = []  # each draft forward
         self._waits: list[tuple[Mark, Mark]] = []
         self.restart()
-
-    def mark(self) -> Mark:
-        """A mark behind all that the rank's device has been given so far."""
-        return self._device.mark()
 
     def restart(self) -> None:
         """A timestep begins now; what was measured of the current one is discarded."""
@@ -141,8 +139,9 @@ class Recorder:
         """
         forwards, later = _split(self._forwards, lambda forward: forward[2].has_passed)
         waits, later_waits = _split(self._waits, lambda wait: wait[1].has_passed)
-        waited = sum(elapsed(*wait) for wait in waits)
-        timing = TimestepTiming(time.perf_counter() - self._began, waited, tuple(elapsed(*marks) for _, *marks in forwards))
+        waited = sum(ended.seconds - began.seconds for began, ended in waits)
+        drafted = tuple(ended.seconds - began.seconds for _, began, ended in forwards)
+        timing = TimestepTiming(time.perf_counter() - self._began, waited, drafted)
         self.restart()
         self._forwards, self._waits = later, later_waits
         return timing

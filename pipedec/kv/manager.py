@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipedec.core import SlotRuns
-from pipedec.kv.prefixes import Found, KnownBlock, Prefixes
-from pipedec.kv.runs import FreeRuns, runs_of
+from pipedec.kv.blocks import Found, FreeRuns, KnownBlock, Prefixes, runs_of
 
 
 @dataclass(frozen=True)
@@ -40,22 +39,22 @@ class _Holder:
     rest: list[int]
     is_double: bool = False
 
-    def own(self) -> list[int]:
-        """Blocks that are not known, and so nobody else's."""
-        known = [one.block for one in self.path]
-        return [block for block, other in zip(self.blocks, known, strict=False) if block != other] + self.blocks[len(known) :]
-
 
 @dataclass(frozen=True)
 class _Plan:
     """How a request would open.
 
     Attributes:
-        num_new: blocks that it needs beside those of the prefix.
-        takes_over: the last block of the prefix is not full, and nobody else's: the request goes on in it.
+        path: the full blocks of the prefix that it adopts.
+        source: the block with the rest of that prefix, if there is one.
+        cached: tokens of the prefix.
+        num_new: blocks that the request needs beside those of the prefix.
+        takes_over: ``source`` is not full, and nobody else's: the request goes on in it. Otherwise it copies from it.
     """
 
-    found: Found
+    path: list[KnownBlock]
+    source: KnownBlock | None
+    cached: int
     num_new: int
     takes_over: bool = False
 
@@ -69,6 +68,7 @@ class KVManager:
         shares_prefixes: let requests adopt prefixes that other requests, running or ended, hold.
 
     Attributes:
+        capacity: slots in all blocks.
         queried_tokens: tokens of all requests opened so far that might have been adopted.
         adopted_tokens: those of them that were.
 
@@ -83,19 +83,14 @@ class KVManager:
         self.shares_prefixes = shares_prefixes
         self.queried_tokens = 0
         self.adopted_tokens = 0
-        self._num_blocks = capacity // block
+        self.capacity = capacity // block * block
         self.clear()
 
     def clear(self) -> None:
         """The stages have lost what is in their pools: no request is open, and no prefix is known."""
-        self._free = FreeRuns(self._num_blocks)
+        self._free = FreeRuns(self.capacity // self.block)
         self._prefixes = Prefixes(self.block)
         self._holders: dict[int, _Holder] = {}
-
-    @property
-    def capacity(self) -> int:
-        """Slots in all blocks."""
-        return self._num_blocks * self.block
 
     @property
     def used_slots(self) -> int:
@@ -110,16 +105,12 @@ class KVManager:
     @property
     def free_slots(self) -> int:
         """Slots that no running request has, those that are kept among them."""
-        return self._num_available * self.block
-
-    @property
-    def _num_available(self) -> int:
-        return self._free.total + self._prefixes.num_kept
+        return (self._free.total + self._prefixes.num_kept) * self.block
 
     def cached_for(self, token_ids: Sequence[int], slots: int) -> int | None:
         """How many tokens ``open`` would find cached now; None if there is no room."""
         plan = self._plan(token_ids, slots)
-        return None if plan is None else self._cached(plan)
+        return None if plan is None else plan.cached
 
     def open(self, number: int, token_ids: Sequence[int], slots: int) -> Lease | None:
         """Give a request ``slots`` slots in all, those of the longest known prefix among them.
@@ -138,25 +129,34 @@ class KVManager:
         plan = self._plan(token_ids, slots)
         if plan is None:
             return None
-        cached = self._cached(plan)
         if self.shares_prefixes:
             self.queried_tokens += max(len(token_ids) - 1, 0)
-            self.adopted_tokens += cached
-        path, source, num_more = plan.found
-        blocks = self._blocks_for(plan)
-        self._holders[number] = _Holder(blocks, path, list(token_ids[len(path) * self.block : cached]))
-        copied = (source.block * self.block, num_more) if source is not None and not plan.takes_over else (0, 0)
-        return Lease(self._slots(blocks), cached, copied)
+            self.adopted_tokens += plan.cached
+        path, source, copied, num_adopted = plan.path, plan.source, (0, 0), len(plan.path) * self.block
+        blocks = [known.block for known in path]
+        self._prefixes.use(path)
+        if source is None:
+            blocks += self._take(plan.num_new, blocks)
+        elif plan.takes_over:
+            blocks.append(self._prefixes.forget(source))
+            blocks += self._take(plan.num_new, blocks)
+        else:
+            self._prefixes.use([source])  # it must not be evicted for the request that copies it
+            blocks += self._take(plan.num_new, blocks)
+            self._prefixes.leave([source])
+            copied = (source.block * self.block, plan.cached - num_adopted)
+        self._holders[number] = _Holder(blocks, path, list(token_ids[num_adopted : plan.cached]))
+        return Lease(self._slots(blocks), plan.cached, copied)
 
     def grow(self, number: int, slots: int) -> SlotRuns | None:
         """Give a request further slots, so that it has at least ``slots``; empty if it has, None if there is no room now."""
         blocks = self._holders[number].blocks
-        more = self._num_blocks_for(slots) - len(blocks)
+        more = -(-slots // self.block) - len(blocks)
         if more <= 0:
             return ()
-        if more > self._num_available:
+        if more * self.block > self.free_slots:
             return None
-        new = self._take(more, blocks[-1] if blocks else None)
+        new = self._take(more, blocks)
         blocks += new
         return self._slots(new)
 
@@ -188,12 +188,13 @@ class KVManager:
         """A request has ended or is paused. Its slots are free, but the tokens that ``extend`` told of may still be adopted."""
         holder = self._holders.pop(number)
         self._make_known(holder, has_ended=True)
-        own = holder.own()
+        path, blocks = holder.path, holder.blocks
         if holder.rest:
-            known = self._prefixes.add(holder.path, tuple(holder.rest), holder.blocks[len(holder.path)])
-            self._prefixes.touch(known)
-            own = [one for one in own if one != known.block]
-        self._prefixes.leave(holder.path)
+            known = self._prefixes.add(path, tuple(holder.rest), blocks[len(path)])
+            self._prefixes.use([known])
+            path.append(known)
+        own = [block for block, known in zip(blocks, path, strict=False) if block != known.block] + blocks[len(path) :]
+        self._prefixes.leave(path)
         self._free.give(own)
 
     def forget_kept(self) -> None:
@@ -224,41 +225,22 @@ class KVManager:
 
     def _plan(self, token_ids: Sequence[int], slots: int) -> _Plan | None:
         """How to open a request; None if there is no room."""
-        found = self._prefixes.find(token_ids[:-1]) if self.shares_prefixes else Found([])
-        path, source, num_more = found
-        num_new = max(self._num_blocks_for(slots), len(path)) - len(path)
-        available = self._num_available - sum(not known.users for known in path)
-        if source is not None and len(source.tokens) == num_more < self.block and num_new:
-            return _Plan(found, num_new - 1, takes_over=True) if num_new <= available else None
-        if source is not None and num_new and num_new <= available - (not source.users):
-            return _Plan(found, num_new)
-        return _Plan(Found(path), num_new) if num_new <= available else None
+        path, source, num_more = self._prefixes.find(token_ids[:-1]) if self.shares_prefixes else Found([])
+        num_adopted, num_new = len(path) * self.block, max(-(-slots // self.block) - len(path), 0)
+        available = self._free.total + self._prefixes.num_kept - sum(not known.users for known in path)
+        if source is not None and num_new:
+            if len(source.tokens) == num_more < self.block:
+                plan = _Plan(path, source, num_adopted + num_more, num_new - 1, takes_over=True)
+                return plan if num_new <= available else None
+            if num_new <= available - (not source.users):
+                return _Plan(path, source, num_adopted + num_more, num_new)
+        return _Plan(path, None, num_adopted, num_new) if num_new <= available else None
 
-    def _cached(self, plan: _Plan) -> int:
-        return len(plan.found.path) * self.block + plan.found.num_more
-
-    def _blocks_for(self, plan: _Plan) -> list[int]:
-        """The blocks of a request that opens."""
-        path, source, _ = plan.found
-        prefixes = self._prefixes
-        prefixes.use(path)
-        blocks = [known.block for known in path]
-        if source is not None and plan.takes_over:
-            blocks.append(prefixes.forget(source))
-        elif source is not None:
-            prefixes.use([source])  # it must not be evicted for the request that copies it
-        blocks += self._take(plan.num_new, blocks[-1] if blocks else None)
-        if source is not None and not plan.takes_over:
-            prefixes.leave([source])
-        return blocks
-
-    def _take(self, count: int, behind: int | None) -> list[int]:
-        while self._free.total < count:
+    def _take(self, number: int, blocks: Sequence[int]) -> list[int]:
+        """Take so many blocks, those behind ``blocks`` if possible."""
+        while self._free.total < number:
             self._free.give([self._prefixes.evict()])
-        return self._free.take(count, behind)
-
-    def _num_blocks_for(self, slots: int) -> int:
-        return -(-slots // self.block)
+        return self._free.take(number, blocks[-1] if blocks else None)
 
     def _slots(self, blocks: Iterable[int]) -> SlotRuns:
         return tuple((start * self.block, length * self.block) for start, length in runs_of(blocks))

@@ -25,6 +25,23 @@ _HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
+class LayersShape:
+    """Shape and type of a stage's layers, as far as attention depends on them.
+
+    Attributes:
+        windows: their sliding windows, None for a layer without one.
+        group: G, query heads per key-value head.
+        hidden_size: E.
+        dtype: of activations, keys and values.
+    """
+
+    windows: tuple[int | None, ...]
+    group: int
+    hidden_size: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class AttentionPlan:
     """The masks of one step, prepared once and used by every layer.
 
@@ -75,10 +92,11 @@ class AttentionPlan:
         biases: dict[int | None, Tensor | None] = {}
         for window in set(windows):
             seen = visibility.seen
-            if window is None and _is_one_row_that_sees_all(seen):
+            # A single row that sees all needs no bias, as in plain decoding. A GPU is not asked: it would have to be waited for.
+            if window is None and seen.shape[0] == 1 and seen.device == _HOST and bool(seen.all()):
                 biases[window] = None
                 continue
-            bias = torch.zeros(len(seen), group, num_prompt_slots + shared + seen.shape[1], dtype=dtype, device=device)
+            bias = torch.zeros(seen.shape[0], group, num_prompt_slots + shared + seen.shape[1], dtype=dtype, device=device)
             if window is not None:
                 near_RS = in_window(visibility, positions_R, window)
                 seen = seen & near_RS[:, shared:]
@@ -95,11 +113,6 @@ def in_window(visibility: Visibility, positions_R: Tensor, window: int) -> Tenso
     return positions_S > positions_R[:, None] - window
 
 
-def _is_one_row_that_sees_all(seen: Tensor) -> bool:
-    """Whether no bias is needed, as in plain decoding. Not asked of a GPU, which would have to be waited for."""
-    return seen.shape[0] == 1 and seen.device == _HOST and bool(seen.all())
-
-
 def tree_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:
     """Attention of a step's rows over past and tree (paper Algorithm 1).
 
@@ -113,8 +126,19 @@ def tree_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, plan: At
     Returns:
         out_RHD.
     """
-    attend = _wide_attention if plan.is_prefill else _folded_attention
-    return attend(q_RHD, keys_KSD, values_KSD, plan.biases[window])
+    rows, heads, head_dim = q_RHD.shape
+    kv_heads, slots, _ = keys_KSD.shape
+    group, bias = heads // kv_heads, plan.biases[window]
+    if plan.is_prefill:  # key-value heads are the batch: all share one [R, S] bias, and keys are expanded without a copy
+        queries = q_RHD.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+        keys = keys_KSD[:, None].expand(kv_heads, group, slots, head_dim)
+        values = values_KSD[:, None].expand(kv_heads, group, slots, head_dim)
+        out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, is_causal=bias is None)
+        return out.permute(2, 0, 1, 3).reshape(rows, heads, head_dim)
+    # The queries are folded to [1, K, R·G, D]: heads that share a key-value head become rows, so that keys need not be repeated.
+    folded = q_RHD.view(rows, kv_heads, group, head_dim).transpose(0, 1).reshape(1, kv_heads, rows * group, head_dim)
+    out = functional.scaled_dot_product_attention(folded, keys_KSD[None], values_KSD[None], attn_mask=bias)
+    return out.view(kv_heads, rows, group, head_dim).transpose(0, 1).reshape(rows, heads, head_dim)
 
 
 def reference_attention(
@@ -147,7 +171,7 @@ def attention_with_lse(queries: Tensor, keys: Tensor, values: Tensor, bias: Tens
     """Attention in plain tensor operations that also returns the log-sum-exp of its scores.
 
     Args:
-        queries: [..., K, R·G, D], folded (see ``fold``).
+        queries: [..., K, R·G, D]: the heads that share a key-value head are rows.
         keys, values: [..., K, S, D].
         bias: added to the scores [..., K, R·G, S]; or None.
 
@@ -168,41 +192,6 @@ def merge_by_lse(out_a_RHD: Tensor, lse_a_RH: Tensor, out_b_RHD: Tensor, lse_b_R
     share_a_RH1 = (lse_a_RH - lse_RH).exp()[..., None]
     share_b_RH1 = (lse_b_RH - lse_RH).exp()[..., None]
     return (out_a_RHD * share_a_RH1 + out_b_RHD * share_b_RH1).to(out_a_RHD.dtype)
-
-
-def fold(q_RHD: Tensor, kv_heads: int) -> Tensor:
-    """Queries as [K, R·G, D]: the heads that share a key-value head become rows, so that keys need not be repeated."""
-    rows, heads, head_dim = q_RHD.shape
-    if rows == 1:
-        return q_RHD.view(kv_heads, heads // kv_heads, head_dim)
-    return q_RHD.view(rows, kv_heads, heads // kv_heads, head_dim).transpose(0, 1).reshape(kv_heads, -1, head_dim)
-
-
-def unfold(out: Tensor, rows: int, heads: int) -> Tensor:
-    """[K, R·G, X] back to [R, H, X]."""
-    kv_heads, _, size = out.shape
-    if rows == 1:
-        return out.reshape(1, heads, size)
-    return out.view(kv_heads, rows, heads // kv_heads, size).transpose(0, 1).reshape(rows, heads, size)
-
-
-def _folded_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, bias: Tensor | None) -> Tensor:
-    rows, heads, _ = q_RHD.shape
-    folded = fold(q_RHD, keys_KSD.shape[0])
-    out = functional.scaled_dot_product_attention(folded[None], keys_KSD[None], values_KSD[None], attn_mask=bias)
-    return unfold(out[0], rows, heads)
-
-
-def _wide_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, bias_RS: Tensor | None) -> Tensor:
-    """For prefill: key-value heads are the batch, so that all share one [R, S] bias; keys are expanded without a copy."""
-    rows, heads, head_dim = q_RHD.shape
-    kv_heads, slots, _ = keys_KSD.shape
-    group = heads // kv_heads
-    queries = q_RHD.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    keys = keys_KSD[:, None].expand(kv_heads, group, slots, head_dim)
-    values = values_KSD[:, None].expand(kv_heads, group, slots, head_dim)
-    out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=bias_RS, is_causal=bias_RS is None)
-    return out.permute(2, 0, 1, 3).reshape(rows, heads, head_dim)
 
 
 def _causal_mask(past_length: int, rows: int, window: int | None, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from pipedec.hardware import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.model.attention import in_window
-from pipedec.model.cache import Pool
+from pipedec.model.cache import KVPool
 from pipedec.model.lane_rows import LaneRows
 from pipedec.model.rectangles import Rectangles
 from pipedec.tree import Visibility
@@ -141,7 +141,7 @@ class BucketTensors:
             for lane, seen_MN in zip(lanes, seen_BMN, strict=False):
                 _mark_lane(seen_MN[: lane.num_rows], lane, window)
 
-    def attention(self, pool: Pool, windows: Sequence[int | None], group: int) -> RectangleAttention:
+    def attention(self, pool: KVPool, windows: Sequence[int | None], group: int) -> RectangleAttention:
         """Attention of the rows that were entered."""
         biases = {window: _bias(seen_BMN, group, pool.tensor.dtype) for window, seen_BMN in self.seen.items()}
         return RectangleAttention(self.rectangles, pool, windows, biases)
@@ -173,7 +173,7 @@ class RectangleAttention:
     """
 
     def __init__(
-        self, rectangles: Rectangles, pool: Pool, windows: Sequence[int | None], biases: Mapping[int | None, Tensor]
+        self, rectangles: Rectangles, pool: KVPool, windows: Sequence[int | None], biases: Mapping[int | None, Tensor]
     ) -> None:
         self._rectangles, self._pool, self._windows, self._biases = rectangles, pool, windows, biases
 

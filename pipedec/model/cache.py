@@ -1,43 +1,126 @@
-"""The two-level KV cache of one request: accepted rows (``past``), then speculative rows (``tree``), in slots of a pool.
+"""The KV pool of one stage, and in its slots the two-level KV caches of requests.
 
-In front of both may be a learned prompt (BiTA), which never changes and which only readers ``with_prompt`` see.
+The pool is one tensor, allocated once. A cache holds accepted rows (the *past*), then speculative rows (the *tree*), in slots of
+the pool that it was given. In front of both may be a learned prompt (BiTA), which never changes and which only readers
+``with_prompt`` see.
 
-Knows slots and the order of rows, but not tokens, parents or masks, nor who else has the same slots.
+Knows slots and the order of rows, but not tokens, parents or masks, nor which slots are whose: rank 0 decides that for all
+stages.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pipedec.core import SlotRuns
+from pipedec.device import to_device
 
 Reader = Callable[[int], tuple[Tensor, Tensor]]  # by layer: keys_KSD, values_KSD
 
 
-class Pool(Protocol):
-    """What a cache needs of its pool (see ``KVPool``)."""
+@dataclass(frozen=True)
+class KVShape:
+    """What a slot of a pool holds: a key and a value for each of K key-value heads of L layers.
 
-    tensor: Tensor
-    block: int
-    slots: int
-    spare_slot: int
+    Attributes:
+        num_layers: L.
+        num_kv_heads: K.
+        head_dim: D.
+    """
 
-    def write(self, layer: int, slots: slice | Tensor, keys_RKD: Tensor, values_RKD: Tensor) -> None: ...
-    def copy(self, sources: Sequence[int], targets: Sequence[range]) -> None: ...
-    def pages(self, layer: int) -> tuple[Tensor, Tensor]: ...
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+class KVPool:
+    """Keys and values of every layer of a stage for many requests, in one tensor.
+
+    Args:
+        slots: rounded down to whole blocks.
+        block: slots that are handed out together.
+        prompt: [L, 2, K, Q, D], keys and values of a learned prompt, for caches that are opened with it; or None.
+
+    Attributes:
+        slots: for rows of requests.
+        tensor: [L, 2, K, slots and further ones for the learned prompt and for what nobody reads, D]. It never moves in memory.
+        prompt_slots: where the learned prompt lies, Q slots behind those of requests.
+        spare_slot: a slot that no request has, behind all others: for rows that only fill up a forward.
+
+    Raises:
+        ValueError: there is not one block.
+    """
+
+    def __init__(
+        self, shape: KVShape, slots: int, block: int = 16, prompt: Tensor | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        if not 1 <= block <= slots:
+            raise ValueError(f"a pool needs at least one block of at least one slot, not {slots} slots in blocks of {block}")
+        self.block = block
+        self.slots = slots // block * block
+        num_prompt_tokens = 0 if prompt is None else prompt.shape[3]
+        self.prompt_slots = range(self.slots, self.slots + num_prompt_tokens)
+        self.spare_slot = self.slots + num_prompt_tokens
+        num_slots = self.slots + -(-(num_prompt_tokens + 1) // block) * block
+        size = (shape.num_layers, 2, shape.num_kv_heads, num_slots, shape.head_dim)
+        with torch.inference_mode(False):  # a tensor made in inference mode could only be written there
+            self.tensor = torch.empty(size, dtype=shape.dtype, device=device)
+        if prompt is not None:
+            self.tensor[:, :, :, self.slots : self.slots + num_prompt_tokens] = prompt
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor in bytes."""
+        return self.tensor.nbytes
+
+    def cache(self, with_prompt: bool = False) -> KVCache:
+        """A cache without slots (see ``KVCache.extend``).
+
+        Args:
+            with_prompt: the learned prompt lies in front of its slots.
+        """
+        return KVCache(self, self.prompt_slots if with_prompt else range(0))
+
+    def write(self, layer: int, slots: slice | Tensor, keys_RKD: Tensor, values_RKD: Tensor) -> None:
+        """Write rows of any caches to one layer.
+
+        Args:
+            slots: where; a slice, or int64 [R].
+        """
+        for part, rows_RKD in enumerate((keys_RKD, values_RKD)):
+            if isinstance(slots, slice):
+                self.tensor[layer, part, :, slots] = rows_RKD.transpose(0, 1)
+            else:
+                self.tensor[layer, part].index_copy_(1, slots, rows_RKD.transpose(0, 1))
+
+    def copy(self, sources: Sequence[int], targets: Iterable[range]) -> None:
+        """Copy the contents of some slots to others, in all layers. All are read before any is written."""
+        rows = self.tensor.index_select(3, to_device(torch.tensor(sources, dtype=torch.int64), self.tensor.device))
+        first = 0
+        for target in targets:
+            self.tensor.narrow(3, target.start, len(target)).copy_(rows.narrow(3, first, len(target)))
+            first += len(target)
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer block by block, each [blocks, block, K, D], without copying."""
+        _, _, heads, slots, head_dim = self.tensor.shape
+        of_blocks = self.tensor[layer].view(2, heads, slots // self.block, self.block, head_dim)
+        keys, values = of_blocks.permute(0, 2, 3, 1, 4).unbind(0)
+        return keys, values
 
 
 class KVCache:
     """Keys and values of one request in every layer of a stage, in the slots of a pool that it was given.
 
-    Slots [0, past_length) hold the accepted rows in the order in which they were committed, the next ``tree_length`` slots the
-    speculative rows in the order of entry. Committing the root therefore only moves the boundary, and attention sees both levels
-    as one block. A step's rows are written behind both; ``extend_tree`` or ``extend_past`` then adds them to a level.
+    Slots [0, past_length) hold the accepted rows in the order in which they were committed, the slots from there to ``length``
+    the speculative rows in the order of entry. Committing the root therefore only moves the boundary, and attention sees both
+    levels as one block. A step's rows are written behind both; ``extend_tree`` or ``extend_past`` then adds them to a level.
 
     Its slots are *runs* of consecutive slots of the pool. One run is read without copying, several are joined layer by layer.
     The first slots may be shared with other requests: nothing is ever written before ``past_length``, but for ``release``.
@@ -48,21 +131,22 @@ class KVCache:
     Attributes:
         pool: whose slots it has.
         slots: number of rows that it can hold.
+        length: number of rows in both levels.
     """
 
-    def __init__(self, pool: Pool, prompt: range) -> None:
+    def __init__(self, pool: KVPool, prompt: range) -> None:
         self.pool = pool
         self.slots = 0
         self.past_length = 0
-        self.tree_length = 0
+        self.length = 0
         self._prompt = prompt
         self._runs: list[range] = []  # slots of the pool; no two that follow each other there
         self._firsts: list[int] = []  # of each run, the first of the cache's slots
 
     @property
-    def length(self) -> int:
-        """Number of rows in both levels."""
-        return self.past_length + self.tree_length
+    def tree_length(self) -> int:
+        """Number of speculative rows."""
+        return self.length - self.past_length
 
     @property
     def prompt_length(self) -> int:
@@ -102,12 +186,11 @@ class KVCache:
             raise ValueError(f"{cached} rows, {count} of them from {first} on, do not fit into {self.slots} slots")
         if count:
             self.pool.copy(range(first, first + count), self.ranges(cached - count, cached))
-        self.past_length = cached
+        self.past_length = self.length = cached
 
     def reset(self) -> None:
         """Drop all rows; the slots stay."""
-        self.past_length = 0
-        self.tree_length = 0
+        self.past_length = self.length = 0
 
     def ranges(self, first: int, stop: int) -> list[range]:
         """The pool's slots of the slots from ``first`` to before ``stop``, run by run; at least one range."""
@@ -153,8 +236,17 @@ class KVCache:
             ValueError: there are fewer slots than that.
         """
         ranges = self.read_ranges(extra_rows, with_prompt)
-        parts = [self.pool.tensor[:, :, :, part.start : part.stop] for part in ranges]
-        return _reader_of_one(parts[0]) if len(parts) == 1 else _reader_of_several(parts)
+        parts = [self.pool.tensor[:, :, :, part.start : part.stop] for part in ranges]  # each [L, 2, K, slots, D]
+        if len(parts) == 1:
+            views = parts[0].flatten(0, 1).unbind(0)
+            return list(zip(views[::2], views[1::2], strict=True)).__getitem__
+        by_layer = list(zip(*(part.unbind(0) for part in parts), strict=True))
+
+        def joined(layer: int) -> tuple[Tensor, Tensor]:
+            keys_KSD, values_KSD = torch.cat(by_layer[layer], 2).unbind(0)
+            return keys_KSD, values_KSD
+
+        return joined
 
     def read_ranges(self, extra_rows: int = 0, with_prompt: bool = False) -> list[range]:
         """The pool's slots that a reader with these arguments reads, run by run. Raises ValueError if there are fewer slots."""
@@ -165,8 +257,9 @@ class KVCache:
 
     def extend_tree(self, rows: int) -> None:
         """Add ``rows`` written rows to the tree level. Raises ValueError if there are too few slots to hold them."""
-        self._check_written(rows)
-        self.tree_length += rows
+        if rows < 0 or self.length + rows > self.slots:
+            raise ValueError(f"{rows} rows cannot have been written: {self.length} of {self.slots} slots are used")
+        self.length += rows
 
     def extend_past(self, rows: int) -> None:
         """Add ``rows`` written rows to the past level.
@@ -174,10 +267,10 @@ class KVCache:
         Raises:
             ValueError: the tree is not empty, so the rows do not follow the past, or there are too few slots to hold them.
         """
-        if self.tree_length:
+        if self.length > self.past_length:
             raise ValueError(f"cannot extend the past behind {self.tree_length} tree rows: advance or reset first")
-        self._check_written(rows)
-        self.past_length += rows
+        self.extend_tree(rows)
+        self.past_length = self.length
 
     def advance(self, committed: Tensor, kept: Tensor) -> None:
         """Commit tree rows to the past and prune those that are not kept (one copy over all layers).
@@ -189,13 +282,12 @@ class KVCache:
         Raises:
             ValueError: an index is outside the tree or occurs twice.
         """
-        order = committed.tolist() + kept.tolist()
-        if len(set(order)) != len(order) or (order and not 0 <= min(order) <= max(order) < self.tree_length):
-            raise ValueError(f"advance needs distinct indices below {self.tree_length}, not {order}")
-        moved = next((slot for slot, row in enumerate(order) if slot != row), len(order))
-        self._gather(self.past_length + moved, [self.past_length + row for row in order[moved:]])
+        order, past, size = committed.tolist() + kept.tolist(), self.past_length, self.length - self.past_length
+        if len(set(order)) != len(order) or (order and not 0 <= min(order) <= max(order) < size):
+            raise ValueError(f"advance needs distinct indices below {size}, not {order}")
+        self._gather(past, [past + row for row in order])
         self.past_length += committed.shape[0]
-        self.tree_length = kept.shape[0]
+        self.length = past + len(order)
 
     def release(self, kept: Tensor) -> None:
         """Drop all past rows except ``kept``; the tree follows directly behind them.
@@ -206,41 +298,17 @@ class KVCache:
         Raises:
             ValueError: a slot is outside the past or out of order.
         """
-        if len(kept) and (bool((kept.diff() <= 0).any()) or int(kept[0]) < 0 or int(kept[-1]) >= self.past_length):
+        slots = kept.tolist()
+        if slots != sorted(set(slots)) or not all(0 <= slot < self.past_length for slot in slots):
             raise ValueError(f"slots to keep must be ascending and below {self.past_length}")
-        sources = [*kept.tolist(), *range(self.past_length, self.length)]
-        moved = next((slot for slot, source in enumerate(sources) if slot != source), len(sources))
-        self._gather(moved, sources[moved:])
-        self.past_length = len(kept)
+        sources = [*slots, *range(self.past_length, self.length)]
+        self._gather(0, sources)
+        self.past_length, self.length = len(slots), len(sources)
 
     def _gather(self, first: int, sources: list[int]) -> None:
-        """Copy the rows of the slots ``sources`` to the slots from ``first`` on."""
-        if sources:
-            own = [self._slot(source) for source in sources]
-            self.pool.copy(own, self.ranges(first, first + len(sources)))
-
-    def _slot(self, slot: int) -> int:
-        """The pool's slot of one of the cache's."""
-        run = bisect_right(self._firsts, slot) - 1
-        return self._runs[run].start + slot - self._firsts[run]
-
-    def _check_written(self, rows: int) -> None:
-        if rows < 0 or self.length + rows > self.slots:
-            raise ValueError(f"{rows} rows cannot have been written: {self.length} of {self.slots} slots are used")
-
-
-def _reader_of_one(part: Tensor) -> Reader:
-    """Of consecutive slots [L, 2, K, S, D], without copying."""
-    views = part.flatten(0, 1).unbind(0)
-    return lambda layer: (views[2 * layer], views[2 * layer + 1])
-
-
-def _reader_of_several(parts: list[Tensor]) -> Reader:
-    """Of several runs, each [L, 2, K, slots, D], which are joined one layer at a time."""
-    by_layer = list(zip(*(part.unbind(0) for part in parts), strict=True))
-
-    def read(layer: int) -> tuple[Tensor, Tensor]:
-        keys_KSD, values_KSD = torch.cat(by_layer[layer], 2).unbind(0)
-        return keys_KSD, values_KSD
-
-    return read
+        """Copy the rows of the slots ``sources`` to the slots from ``first`` on, but for leading ones that are there already."""
+        moved = next((slot for slot, source in enumerate(sources, start=first) if slot != source), first + len(sources))
+        if sources := sources[moved - first :]:
+            runs = [bisect_right(self._firsts, source) - 1 for source in sources]
+            own = [self._runs[run].start + source - self._firsts[run] for run, source in zip(runs, sources, strict=True)]
+            self.pool.copy(own, self.ranges(moved, moved + len(sources)))

@@ -7,7 +7,6 @@ Owns the tensors that the graphs read and write, and when a forward is captured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,8 +14,9 @@ from torch import Tensor
 from pipedec.config import captures_graphs
 from pipedec.core import UserError
 from pipedec.hardware import CAPTURED_ROWS
+from pipedec.model.attention import LayersShape
 from pipedec.model.buckets import Bucket, BucketBuffers, BucketTensors
-from pipedec.model.cache import Pool
+from pipedec.model.cache import KVPool
 from pipedec.model.lane_rows import LaneRows, RowAttention
 
 MOST_GRAPHS = 256  # of one pool
@@ -26,22 +26,7 @@ Run = Callable[[], None]
 Capture = Callable[[Run], Run]  # takes what reads and writes tensors that stay where they are; returns what repeats it
 NewCapture = Callable[[torch.device], Capture | None]  # how forwards on a device are captured; None: not at all
 CosSin = tuple[Tensor, Tensor]
-Layers = Callable[[Tensor, CosSin, Tensor, Pool, RowAttention], Tensor]
-
-
-@dataclass(frozen=True)
-class LayersShape:
-    """What the graphs need to know of the layers.
-
-    Attributes:
-        windows: their sliding windows.
-        group: G, query heads per key-value head.
-        hidden_size: E.
-    """
-
-    windows: tuple[int | None, ...]
-    group: int
-    hidden_size: int
+Layers = Callable[[Tensor, CosSin, Tensor, KVPool, RowAttention], Tensor]
 
 
 class CapturedGraphs:
@@ -59,7 +44,7 @@ class CapturedGraphs:
         turn: (which, of how many) forwards may be captured; (0, 1) for each.
     """
 
-    def __init__(self, shape: LayersShape, pool: Pool, capture: Capture, most_graphs: int = MOST_GRAPHS) -> None:
+    def __init__(self, shape: LayersShape, pool: KVPool, capture: Capture, most_graphs: int = MOST_GRAPHS) -> None:
         self.pool = pool
         self.turn = 0, 1
         self._num_forwards = 0
@@ -87,16 +72,16 @@ class CapturedGraphs:
             UserError: the graph cannot be captured.
         """
         if self._buffers is None:
-            head_dim, dtype = cos_sin[0].shape[1], cos_sin[0].dtype
-            self._buffers = BucketBuffers(inputs, self._shape.windows, head_dim, dtype)
-            self._hidden_RE = torch.zeros(CAPTURED_ROWS, self._shape.hidden_size, dtype=dtype, device=inputs.device)
+            shape = self._shape
+            self._buffers = BucketBuffers(inputs, shape.windows, cos_sin[0].shape[1], shape.dtype)
+            self._hidden_RE = torch.zeros(CAPTURED_ROWS, shape.hidden_size, dtype=shape.dtype, device=inputs.device)
         known = self._graphs.get(bucket)
         tensors = BucketTensors.of(bucket, self._buffers) if known is None else known[0]
         tensors.fill(inputs, cos_sin, lanes, self.pool.spare_slot)
         replay = self._capture(self._run_of(layers, tensors)) if known is None else known[1]
         replay()
         self._graphs[bucket] = tensors, replay
-        return self._hidden_RE[: len(inputs)].clone()
+        return self._hidden_RE[: inputs.shape[0]].clone()
 
     def _run_of(self, layers: Layers, tensors: BucketTensors) -> Run:
         """What is captured: from the buffers to the output."""

@@ -8,44 +8,42 @@ Shapes as in ``attention``, and: B requests, T rows of all of them, M and N the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipedec.device import to_device
-from pipedec.model.attention import attention_with_lse, merge_by_lse
-from pipedec.model.lane_rows import LaneAttention, LaneRows, Part, Placed
+from pipedec.model.attention import LayersShape, attention_with_lse, merge_by_lse, tree_attention
+from pipedec.model.lane_rows import LaneRows, Part
 from pipedec.model.rectangles import Rectangles
 
+Placed = tuple[LaneRows, int]  # a lane, and the index of its first row in the forward
 
-class FlashLaneAttention(LaneAttention):
+
+class FlashLaneAttention:
     """Mask rows, and rows of trees in layers with a sliding window, attend request by request: the kernel has no mask for them.
 
     Args:
         kernel: has the arguments and results of ``flash_attn_varlen_func``. The others are those of ``LaneAttention``.
     """
 
-    def __init__(
-        self, lanes: Sequence[LaneRows], windows: tuple[int | None, ...], group: int, dtype: torch.dtype, kernel: Any
-    ) -> None:
-        super().__init__(lanes, windows, group, dtype)
-        self._kernel = kernel
-
-    def _prepare(self, placed: Sequence[Placed]) -> None:
-        self._pool = placed[0][0].cache.pool
+    def __init__(self, lanes: Sequence[LaneRows], shape: LayersShape, kernel: Any) -> None:
+        self._kernel, self._windows, self._pool = kernel, shape.windows, lanes[0].cache.pool
+        placed = list(zip(lanes, accumulate((lane.num_rows for lane in lanes), initial=0), strict=False))
         chunks = [(lane, first) for lane, first in placed if lane.num_tokens and lane.visibility is None]
         trees = [(lane, first) for lane, first in placed if lane.num_tokens and lane.visibility is not None]
         with_past = [(lane, first) for lane, first in trees if lane.num_shared]
         self._chunks = PagedRows.of(chunks, [lane.cache.length + lane.num_tokens for lane, _ in chunks]) if chunks else None
         self._pasts = PagedRows.of(with_past, [lane.num_shared for lane, _ in with_past]) if with_past else None
-        self._trees = TreeRows.of(with_past, self._group, self._dtype) if with_past else None
-        self._parts = [self._of_masks(lane, first) for lane, first in placed if lane.num_masks]
-        self._parts += [self._of_tokens(lane, first) for lane, first in trees if not lane.num_shared]
-        has_window = any(window is not None for window in self._windows)
-        self._windowed = [self._of_tokens(lane, first) for lane, first in with_past] if has_window else list[Part]()
+        self._trees = TreeRows.of(with_past, shape.group, shape.dtype) if with_past else None
+        self._parts = [Part.of_masks(lane, first, shape) for lane, first in placed if lane.num_masks]
+        self._parts += [Part.of_tokens(lane, first, shape) for lane, first in trees if not lane.num_shared]
+        has_window = any(window is not None for window in shape.windows)
+        self._windowed = [Part.of_tokens(lane, first, shape) for lane, first in with_past] if has_window else list[Part]()
 
     def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
         window, out_RHD = self._windows[layer], q_RHD.new_empty(q_RHD.shape)
@@ -55,7 +53,7 @@ class FlashLaneAttention(LaneAttention):
             past = self._pasts.attend(self._kernel, q_RHD, *self._pool.pages(layer), False, None)
             out_RHD[self._pasts.rows] = merge_by_lse(*past, *self._trees.attend(q_RHD, self._pool.tensor[layer]))
         for part in self._parts if window is None else [*self._parts, *self._windowed]:
-            out_RHD[part.rows] = part.attend(q_RHD, layer, window)
+            out_RHD[part.rows] = tree_attention(q_RHD[part.rows], *part.reader(layer), part.plan, window)
         return out_RHD
 
 
@@ -85,12 +83,12 @@ class PagedRows:
         width = -(-max(num_slots) // block)
         blocks = [lane.cache.blocks(count) for (lane, _), count in zip(placed, num_slots, strict=True)]
         return cls(
-            _rows_of(placed),
-            _int32(_sums(counts), device),
-            _int32(_sums(num_slots), device),
+            to_device(torch.tensor([row for lane, first in placed for row in range(first, first + lane.num_tokens)]), device),
+            _int32([*accumulate(counts, initial=0)], device),
+            _int32([*accumulate(num_slots, initial=0)], device),
             max(counts),
             max(num_slots),
-            _int32([_filled(own, width) for own in blocks], device),
+            _int32([[*own, *[own[0]] * (width - len(own))] for own in blocks], device),
         )
 
     def attend(
@@ -155,22 +153,5 @@ class TreeRows:
         return rectangles.unfolded(out, heads), rectangles.unfolded(lse[..., None], heads).squeeze(-1)
 
 
-def _rows_of(placed: Sequence[Placed]) -> Tensor:
-    """int64 [T], the ordinary rows of these lanes."""
-    rows = [row for lane, first in placed for row in range(first, first + lane.num_tokens)]
-    return to_device(torch.tensor(rows), placed[0][0].positions.device)
-
-
 def _int32(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
     return to_device(torch.tensor(values, dtype=torch.int32), device)
-
-
-def _sums(counts: Iterable[int]) -> list[int]:
-    sums = [0]
-    for count in counts:
-        sums.append(sums[-1] + count)
-    return sums
-
-
-def _filled(own: Sequence[int], count: int) -> list[int]:
-    return [*own, *[own[0]] * (count - len(own))]

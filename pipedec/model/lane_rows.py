@@ -6,22 +6,21 @@ Knows caches and masks; knows neither weights nor what the rows stand for. Shape
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pipedec.device import to_device
-from pipedec.model.attention import AttentionPlan, tree_attention
+from pipedec.model.attention import AttentionPlan, LayersShape, tree_attention
 from pipedec.model.cache import KVCache, Reader
 from pipedec.tree import Visibility
 
 
-@dataclass(frozen=True)
+@dataclass
 class LaneRows:
-    """The rows of one request that a forward computes.
+    """The rows of one request that the next forward computes.
 
     Attributes:
         positions: int64 [R], position ids.
@@ -31,6 +30,11 @@ class LaneRows:
         prefill_length: for a chunk of the prompt, or of an answer that goes on, the number of tokens in the whole prompt.
         num_masks: number of mask rows, which are the last of the rows. Those behind a chunk of the prompt attend to all of it and
             to each other causally, and are added to no level.
+        num_rows: R.
+        num_tokens: number of rows that are no masks.
+
+    Raises:
+        ValueError: there are no rows, the mask is not [rows, slots], or a chunk of the prompt follows tree rows.
     """
 
     positions: Tensor
@@ -38,15 +42,19 @@ class LaneRows:
     visibility: Visibility | None = None
     prefill_length: int | None = None
     num_masks: int = 0
+    num_rows: int = field(init=False)
+    num_tokens: int = field(init=False)
 
-    @property
-    def num_rows(self) -> int:
-        return self.positions.shape[0]
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of rows that are no masks."""
-        return self.positions.shape[0] - self.num_masks
+    def __post_init__(self) -> None:
+        rows, cache, visibility = self.positions.shape[0], self.cache, self.visibility
+        self.num_rows, self.num_tokens = rows, rows - self.num_masks
+        if rows == 0:
+            raise ValueError("a step needs at least one row")
+        if visibility is None:
+            if cache.length > cache.past_length:
+                raise ValueError(f"a prompt chunk cannot follow {cache.tree_length} tree rows")
+        elif visibility.seen.shape != (rows, slots := cache.length + rows - visibility.shared):
+            raise ValueError(f"the mask is {list(visibility.seen.shape)}, but the step is {[rows, slots]}")
 
     @property
     def num_shared(self) -> int:
@@ -68,17 +76,6 @@ class LaneRows:
         """The pool's slots that any of the rows attends to, run by run: learned prompt, past and tree, then the rows' own."""
         return self.cache.read_ranges(self.num_rows, with_prompt=bool(self.num_masks))
 
-    def check(self) -> None:
-        """Raise ValueError if there are no rows, the mask is not [rows, slots], or a prompt chunk follows tree rows."""
-        rows, cache, visibility = self.num_rows, self.cache, self.visibility
-        if rows == 0:
-            raise ValueError("a step needs at least one row")
-        if visibility is None:
-            if cache.tree_length:
-                raise ValueError(f"a prompt chunk cannot follow {cache.tree_length} tree rows")
-        elif visibility.seen.shape != (rows, slots := cache.length + rows - visibility.shared):
-            raise ValueError(f"the mask is {list(visibility.seen.shape)}, but the step is {[rows, slots]}")
-
     def lengths(self) -> Tensor:
         """int64 [R], the sequence length that each row's rotary frequencies depend on, if they do.
 
@@ -99,6 +96,8 @@ class LaneRows:
     def visibility_of_tokens(self) -> Visibility:
         """What the ordinary rows attend to."""
         if self.visibility is not None:
+            if not self.num_masks:
+                return self.visibility
             return self.visibility.of(slice(0, self.num_tokens), self.cache.length + self.num_tokens)
         return self._chain(slice(0, self.num_tokens), self.cache.length)
 
@@ -130,9 +129,6 @@ class RowAttention(Protocol):
         """out_RHD in one layer of the stage, in whose cache the rows' keys and values have been written."""
 
 
-Placed = tuple[LaneRows, int]  # a lane, and the index of its first row in the forward
-
-
 @dataclass(frozen=True)
 class Part:
     """Rows of one request that share a plan: its ordinary rows or its mask rows.
@@ -147,8 +143,25 @@ class Part:
     plan: AttentionPlan
     reader: Reader
 
-    def attend(self, q_RHD: Tensor, layer: int, window: int | None) -> Tensor:
-        return tree_attention(q_RHD[self.rows], *self.reader(layer), self.plan, window)
+    @classmethod
+    def of_tokens(cls, lane: LaneRows, first: int, shape: LayersShape) -> Part:
+        """The ordinary rows of a lane whose rows begin at ``first``."""
+        tokens, positions_R = lane.num_tokens, lane.positions
+        if lane.visibility is None:
+            plan = AttentionPlan.for_prefill(lane.cache.past_length, tokens, shape.windows, shape.dtype, positions_R.device)
+        else:
+            visibility, positions_R = lane.visibility_of_tokens(), positions_R[:tokens]
+            plan = AttentionPlan.for_tree(visibility, positions_R, shape.windows, shape.group, shape.dtype)
+        return cls(slice(first, first + tokens), plan, lane.cache.reader(tokens))
+
+    @classmethod
+    def of_masks(cls, lane: LaneRows, first: int, shape: LayersShape) -> Part:
+        """The mask rows of a lane whose rows begin at ``first``."""
+        visibility, positions_R, prompt = lane.visibility_of_masks(), lane.positions[lane.num_tokens :], lane.cache.prompt_length
+        plan = AttentionPlan.for_tree(visibility, positions_R, shape.windows, shape.group, shape.dtype, prompt)
+        return cls(
+            slice(first + lane.num_tokens, first + lane.num_rows), plan, lane.cache.reader(lane.num_rows, with_prompt=True)
+        )
 
 
 class LaneAttention:
@@ -156,43 +169,21 @@ class LaneAttention:
 
     Args:
         lanes: whose rows follow each other in the forward. Their caches have room for them.
-        windows: the sliding windows of the layers.
-        group: query heads per key-value head.
     """
 
-    def __init__(self, lanes: Sequence[LaneRows], windows: tuple[int | None, ...], group: int, dtype: torch.dtype) -> None:
-        self._windows, self._group, self._dtype = windows, group, dtype
-        starts = accumulate((lane.num_rows for lane in lanes), initial=0)
-        self._prepare(list(zip(lanes, starts, strict=False)))
-
-    def _prepare(self, placed: Sequence[Placed]) -> None:
+    def __init__(self, lanes: Sequence[LaneRows], shape: LayersShape) -> None:
+        self._windows = shape.windows
         self._parts = list[Part]()
-        for lane, first in placed:
+        first = 0
+        for lane in lanes:
             if lane.num_tokens:
-                self._parts.append(self._of_tokens(lane, first))
+                self._parts.append(Part.of_tokens(lane, first, shape))
             if lane.num_masks:
-                self._parts.append(self._of_masks(lane, first))
+                self._parts.append(Part.of_masks(lane, first, shape))
+            first += lane.num_rows
 
     def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
-        """Attention in one layer of the stage, in whose cache the rows' keys and values have been written: out_RHD."""
-        attended = [part.attend(q_RHD, layer, self._windows[layer]) for part in self._parts]
-        return attended[0] if len(attended) == 1 else torch.cat(attended)
-
-    def _of_tokens(self, lane: LaneRows, first: int) -> Part:
-        """The ordinary rows of a lane whose rows begin at ``first``."""
-        tokens = lane.num_tokens
-        if lane.visibility is None:
-            device = lane.positions.device
-            plan = AttentionPlan.for_prefill(lane.cache.past_length, tokens, self._windows, self._dtype, device)
-        else:
-            plan = self._tree_plan(lane.visibility_of_tokens(), lane.positions[:tokens])
-        return Part(slice(first, first + tokens), plan, lane.cache.reader(tokens))
-
-    def _of_masks(self, lane: LaneRows, first: int) -> Part:
-        """The mask rows of a lane whose rows begin at ``first``."""
-        plan = self._tree_plan(lane.visibility_of_masks(), lane.positions[lane.num_tokens :], lane.cache.prompt_length)
-        rows = slice(first + lane.num_tokens, first + lane.num_rows)
-        return Part(rows, plan, lane.cache.reader(lane.num_rows, with_prompt=True))
-
-    def _tree_plan(self, visibility: Visibility, positions_R: Tensor, prompt_length: int | None = None) -> AttentionPlan:
-        return AttentionPlan.for_tree(visibility, positions_R, self._windows, self._group, self._dtype, prompt_length)
+        parts, window = self._parts, self._windows[layer]
+        if len(parts) == 1:
+            return tree_attention(q_RHD, *parts[0].reader(layer), parts[0].plan, window)
+        return torch.cat([tree_attention(q_RHD[part.rows], *part.reader(layer), part.plan, window) for part in parts])

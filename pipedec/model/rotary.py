@@ -26,6 +26,9 @@ class Rotary:
         dtype: dtype of the returned cosines and sines. They are computed in float32, as in transformers.
         device: device of the rows.
 
+    Attributes:
+        depends_on_length: whether the frequencies of a row depend on a sequence length.
+
     Raises:
         UserError: the installed transformers does not know the rope type, or it rotates only part of a head.
     """
@@ -34,6 +37,7 @@ class Rotary:
         self._dtype = dtype
         self._device = torch.device(device)
         self.rope_type: str = config.rope["rope_type"]
+        self.depends_on_length = self.rope_type in LENGTH_DEPENDENT
         self._scaling = 1.0
         if self.rope_type == "default":
             frequencies = _plain_frequencies(config)
@@ -53,11 +57,6 @@ class Rotary:
             long_frequencies, _ = self._initialise(self._device, self._original_length + 1)
             self._long_frequencies_D = _both_halves(long_frequencies).to(self._device)
 
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether the frequencies of a row depend on a sequence length."""
-        return self.rope_type in LENGTH_DEPENDENT
-
     def cos_sin(self, positions_R: Tensor, lengths_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines for ``rotate``.
 
@@ -71,17 +70,15 @@ class Rotary:
         Returns:
             cos_RD, sin_RD. The first half of the sines is negated, which saves ``rotate`` a negation per layer.
         """
-        angles_RD = positions_R[:, None].float() * self._row_frequencies(lengths_R)
+        frequencies = self._frequencies_D if lengths_R is None else self._row_frequencies(lengths_R)
+        angles_RD = positions_R[:, None].float() * frequencies
         cos_RD, sin_RD = angles_RD.cos(), angles_RD.sin()
         if self._scaling != 1.0:
             cos_RD, sin_RD = cos_RD * self._scaling, sin_RD * self._scaling
         return cos_RD.to(self._dtype), sin_RD.to(self._dtype)
 
-    def _row_frequencies(self, lengths_R: Tensor | None) -> Tensor:
-        """Frequencies: [D] if all rows share them, else [R, D]."""
-        if not self.depends_on_length:
-            return self._frequencies_D
-        assert lengths_R is not None
+    def _row_frequencies(self, lengths_R: Tensor) -> Tensor:
+        """Frequencies of a type that depends on the length, [R, D]."""
         if self.rope_type == "longrope":
             is_long_R1 = (lengths_R > self._original_length)[:, None]
             return torch.where(is_long_R1, self._long_frequencies_D, self._frequencies_D)
@@ -94,10 +91,10 @@ class Rotary:
         return _both_halves(frequencies)
 
 
-def rotate(x_RHD: Tensor, cos_RD: Tensor, sin_RD: Tensor) -> Tensor:
+def rotate(x_RHD: Tensor, cos_R1D: Tensor, sin_R1D: Tensor) -> Tensor:
     """Rotate every head of every row by its position, with the result of ``Rotary.cos_sin``."""
     swapped_RHD = x_RHD.roll(x_RHD.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x_RHD * cos_RD[:, None], swapped_RHD, sin_RD[:, None])
+    return torch.addcmul(x_RHD * cos_R1D, swapped_RHD, sin_R1D)
 
 
 def _both_halves(frequencies: Tensor) -> Tensor:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from pipedec.hardware import CAPTURED_ROWS
 from pipedec.model.buckets import FEWEST_SLOTS, usual_sizes
-from pipedec.model.cache import KVCache
+from pipedec.model.cache import KVCache, KVPool
 from pipedec.model.lane_rows import LaneRows
-from pipedec.model.pool import KVPool
 from pipedec.tree import Visibility
 
 if TYPE_CHECKING:

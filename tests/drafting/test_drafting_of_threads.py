@@ -18,8 +18,7 @@ from pipedec.core import Accepted, Verdict
 from pipedec.drafting import DraftModel
 from pipedec.forest import Forest
 from pipedec.model import StageModel
-from pipedec.model.cache import KVCache
-from pipedec.model.pool import KVPool
+from pipedec.model.cache import KVCache, KVPool
 from pipedec.threads import Sequence, single_thread
 from pipedec.tree import Candidates, DraftRows, PredictionTree
 

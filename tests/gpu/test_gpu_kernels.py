@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipedec.model import StageModel, device_capture
 from pipedec.model.attention import attention_backend, flash_attention
-from pipedec.model.quantized import EMPTY_MATRICES, linear, rounded
+from pipedec.model.matrices import EMPTY_MATRICES, linear, rounded
 
 LAYERS = range(1, 4)
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}

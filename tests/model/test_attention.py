@@ -8,11 +8,9 @@ import torch
 from pipedec.model.attention import (
     AttentionPlan,
     attention_with_lse,
-    fold,
     merge_by_lse,
     reference_attention,
     tree_attention,
-    unfold,
 )
 from pipedec.tree import Visibility
 
@@ -79,8 +77,10 @@ def test_a_prompt_chunk_equals_a_tree_that_is_a_chain():
 
 def with_lse(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out_RHD, lse_RH."""
-    out, lse = attention_with_lse(fold(q, KV_HEADS), keys, values, None)
-    return unfold(out, len(q), HEADS), unfold(lse[..., None], len(q), HEADS).squeeze(-1)
+    folded = q.unflatten(1, (KV_HEADS, -1)).transpose(0, 1).flatten(1, 2)
+    parts = attention_with_lse(folded, keys, values, None)
+    out, lse = (part.unflatten(1, (len(q), -1)).transpose(0, 1).flatten(1, 2) for part in parts)
+    return out, lse
 
 
 def test_merging_by_log_sum_exp_equals_one_softmax():

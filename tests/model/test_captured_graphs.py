@@ -22,8 +22,9 @@ from pipedec.config import captures_graphs
 from pipedec.core import UserError
 from pipedec.hardware import CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, StageModel, described_attention, device_capture
+from pipedec.model.attention import LayersShape
 from pipedec.model.buckets import Bucket
-from pipedec.model.captured_graphs import CapturedGraphs, LayersShape, Run
+from pipedec.model.captured_graphs import CapturedGraphs, Run
 from pipedec.tree import Visibility
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -241,7 +242,7 @@ def test_large_and_uneven_forwards_are_computed_as_they_are(directory: Path) -> 
 def test_further_buckets_are_not_captured(directory: Path) -> None:
     stage, repeated = load(directory, "llama"), Repeated()
     cache = new_cache(stage.make_pool(512))
-    graphs = CapturedGraphs(LayersShape((None,), 2, stage.config.hidden_size), cache.pool, repeated, most_graphs=2)
+    graphs = CapturedGraphs(LayersShape((None,), 2, stage.config.hidden_size, torch.float32), cache.pool, repeated, most_graphs=2)
     captured = []
     for rows in (1, 2, 3, 4, 1, 9):
         inputs, lanes = inputs_of(stage, rows), [chunk(cache, rows)]

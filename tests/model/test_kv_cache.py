@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from pipedec.core import SlotRuns
-from pipedec.model.cache import KVCache
-from pipedec.model.pool import KVPool, KVShape
+from pipedec.model.cache import KVCache, KVPool, KVShape
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 

@@ -26,11 +26,11 @@ def lanes_of(pool: KVPool, books: SlotBooks, stage: StageModel) -> list[LaneRows
         cache.extend(books.take(length, length + CHUNK))
         positions = torch.arange(first)
         stage.forward(inputs(first, length), [LaneRows(positions, cache, None, length)])
-        lanes.append(LaneRows(torch.arange(first, length), cache, None, length))
+        if first < length:
+            lanes.append(LaneRows(torch.arange(first, length), cache, None, length))
     mask = torch.tensor([[True, False, False], [True, True, False], [True, False, True]])
     positions = PROMPTS[-1] + torch.tensor([0, 1, 1])
-    lanes[-1] = LaneRows(positions, lanes[-1].cache, Visibility(mask, PROMPTS[-1], lambda: positions))
-    return lanes
+    return [*lanes, LaneRows(positions, cache, Visibility(mask, PROMPTS[-1], lambda: positions))]
 
 
 def inputs(rows: int, seed: int) -> torch.Tensor:

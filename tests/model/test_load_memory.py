@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from pipedec.config.model_config import ModelConfig
-from pipedec.model.packed import linear, pack
+from pipedec.model.matrices import linear, pack
 from pipedec.model.stage_model import StageModel
 
 linear(torch.ones(1, 256), pack(torch.ones(256, 256)))  # the code of the kernels is resident, too, from its first use on

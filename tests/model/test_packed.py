@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from pipedec.core import KNEE_ROWS
 from pipedec.model import LaneRows, ModelConfig, StageModel
-from pipedec.model.packed import SMALLEST_PACKED, linear, pack
+from pipedec.model.matrices import SMALLEST_PACKED, linear, pack
 from pipedec.model.stage_model import PADDED_ROWS
 from pipedec.shipped import reference_pair
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedec.core import UserError
 from pipedec.hardware import WeightFormat
-from pipedec.model import LaneRows, ModelConfig, StageModel, quantized
-from pipedec.model.quantized import EMPTY_MATRICES, Int4Matrix, QuantizedMatrix, rounded
+from pipedec.model import LaneRows, ModelConfig, StageModel, matrices
+from pipedec.model.matrices import EMPTY_MATRICES, Int4Matrix, QuantizedMatrix, rounded
 
 KINDS = ["int8", "int4"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -155,7 +155,7 @@ def between_calls(function: Callable[..., Any], allocations: Allocations) -> Cal
 def test_temporaries_of_a_large_matrix_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate and up projections of Llama 3.1 70B, which take 235 MB in 4 bits, on a device that computes nothing."""
     allocations, meta = Allocations(), torch.device("meta")
-    monkeypatch.setitem(quantized.LOADED_VALUES, "meta", quantized.LOADED_VALUES["cuda"])
+    monkeypatch.setitem(matrices.LOADED_VALUES, "meta", matrices.LOADED_VALUES["cuda"])
     for owner, name in ((Int4Matrix, "_rounded"), (torch, PACKING)):
         monkeypatch.setattr(owner, name, between_calls(getattr(owner, name), allocations))
     matrix = Int4Matrix.empty(57344, 8192, torch.bfloat16, meta)

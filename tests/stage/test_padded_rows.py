@@ -10,7 +10,7 @@ from lane_scripts import LIKELY, Script, run, sequences
 
 from pipedec.core import SamplingParams
 from pipedec.model import ModelConfig, StageModel, stage_model
-from pipedec.model.packed import linear, pack
+from pipedec.model.matrices import linear, pack
 from pipedec.model.stage_model import PADDED_ROWS
 from pipedec.shipped import reference_pair
 from pipedec.stage import FinalStageWorker, StageWorker

@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch
 
-from pipedec.model.stage_model import LayerWeights
+from pipedec.model.weights import LayerWeights
 
 
 def obey(folder: Path) -> None:

@@ -1,13 +1,18 @@
-"""Which blocks hold which tokens: a tree in which each block follows the block with the tokens before its own.
+"""The blocks of the KV pools: which of them are free, and which hold which tokens. Knows neither slots nor requests.
 
-The blocks on the way from the root to a block hold a prefix of some request. Requests that run use whole ways; what nobody uses
-is kept until its memory is needed, least recently used first, and never before the blocks behind it. A block that is not full
-ends a prefix: only a request that has ended leaves one. Knows neither slots nor which blocks are free.
+Free blocks are kept as runs of consecutive ones: blocks may be very many, but runs are few.
+
+Known tokens are a tree in which each block follows the block with the tokens before its own: the blocks on the way from the root
+to a block hold a prefix of some request. Requests that run use whole ways; what nobody uses is kept until its memory is needed,
+least recently used first, and never before the blocks behind it. A block that is not full ends a prefix: only a request that has
+ended leaves one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count, islice, takewhile
 from typing import NamedTuple
@@ -15,6 +20,80 @@ from typing import NamedTuple
 _MOST_COMPARED = 64  # blocks that may hold the beginning of what is looked for, the latest ones
 
 
+class FreeRuns:
+    """Blocks 0 to ``total`` − 1, all of them free at first.
+
+    Attributes:
+        total: number of free blocks.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._lengths = {0: total}  # by the first block of each run
+        self._starts = [0]  # ascending
+
+    def take(self, number: int, behind: int | None = None) -> list[int]:
+        """Take ``number`` blocks, in one run if possible: the one that follows block ``behind``, else the smallest that suffices.
+
+        Raises:
+            ValueError: fewer are free.
+        """
+        if number > self.total:
+            raise ValueError(f"{number} blocks were asked for, but {self.total} are free")
+        taken: list[int] = []
+        while missing := number - len(taken):
+            start = self._choose(missing, -1 if behind is None else behind + 1)
+            length, place = self._lengths.pop(start), bisect(self._starts, start) - 1
+            if length > missing:
+                self._starts[place] = start + missing
+                self._lengths[start + missing] = length - missing
+            else:
+                del self._starts[place]
+            taken += range(start, start + min(length, missing))
+            behind = taken[-1]
+        self.total -= number
+        return taken
+
+    def give(self, blocks: Iterable[int]) -> None:
+        """These blocks are free again. Their runs are merged with their neighbours."""
+        for start, length in runs_of(sorted(blocks)):
+            self.total += length
+            place = bisect(self._starts, start)
+            if place < len(self._starts) and self._starts[place] == start + length:
+                length += self._lengths.pop(self._starts.pop(place))
+            before = self._starts[place - 1] if place else None
+            if before is not None and before + self._lengths[before] == start:
+                self._lengths[before] += length
+            else:
+                self._starts.insert(place, start)
+                self._lengths[start] = length
+
+    def _choose(self, number: int, next_start: int) -> int:
+        """The first block of the run from which to take."""
+        follows = next_start in self._lengths
+        if follows and self._lengths[next_start] >= number:
+            return next_start
+        fitting = [(length, start) for start, length in self._lengths.items() if length >= number]
+        if fitting:
+            return min(fitting)[1]
+        return next_start if follows else max(self._lengths, key=lambda start: self._lengths[start])
+
+
+def runs_of(blocks: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """(first block, number of blocks) of consecutive ``blocks``, in their order."""
+    start, length = 0, 0
+    for block in blocks:
+        if length and block == start + length:
+            length += 1
+            continue
+        if length:
+            yield start, length
+        start, length = block, 1
+    if length:
+        yield start, length
+
+
+@dataclass(eq=False, slots=True)
 class KnownBlock:
     """A block whose tokens are known.
 
@@ -25,15 +104,12 @@ class KnownBlock:
         used_at: when the last of them left.
     """
 
-    __slots__ = ("block", "children", "parent", "tokens", "used_at", "users")
-
-    def __init__(self, tokens: tuple[int, ...], block: int, parent: KnownBlock | None) -> None:
-        self.tokens = tokens
-        self.block = block
-        self.parent = parent
-        self.children: dict[tuple[int, ...], KnownBlock] = {}
-        self.users = 0
-        self.used_at = 0
+    tokens: tuple[int, ...]
+    block: int
+    parent: KnownBlock | None
+    children: dict[tuple[int, ...], KnownBlock] = field(default_factory=dict)
+    users: int = 0
+    used_at: int = 0
 
     @property
     def may_go(self) -> bool:
@@ -55,7 +131,7 @@ class Found(NamedTuple):
 
 
 class Prefixes:
-    """The tree.
+    """The tree of known tokens.
 
     Args:
         block: tokens of a full block.
@@ -112,12 +188,6 @@ class Prefixes:
             known = parent.children[tokens] = KnownBlock(tokens, block, parent)
             self.num_kept += 1
         return known
-
-    def touch(self, known: KnownBlock) -> None:
-        """A block that nobody has was used just now."""
-        self._time += 1
-        known.used_at = self._time
-        self._may_leave(known)
 
     def forget(self, known: KnownBlock) -> int:
         """Forget a block that nobody uses and that no block follows. Returns where it is."""

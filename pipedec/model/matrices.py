@@ -1,7 +1,11 @@
-"""Matrices in 8 or 4 bits: how weights are rounded, kept, and multiplied by. Knows neither layers nor checkpoints.
+"""Matrices of weights: how they are rounded, kept, and multiplied by. Knows neither layers nor checkpoints.
 
-Where torch has a kernel for them (bfloat16), it reads them as they are. Elsewhere slices of a matrix are widened to the type of
-the activations, small enough to stay in a processor's cache.
+A float32 matrix on a CPU may be *packed* in the order in which oneDNN's kernels read it. It takes as much memory as before, and
+a product with few rows then takes as long as reading the matrix once, which ``functional.linear`` is far from between 2 and 64
+rows.
+
+A *quantized* matrix has 8 or 4 bits per weight. Where torch has a kernel for it (bfloat16), that reads it as it is. Elsewhere
+slices of it are widened to the type of the activations, small enough to stay in a processor's cache.
 
 Shape legend: R rows in this step, N outputs, K inputs.
 """
@@ -18,8 +22,9 @@ from torch.nn import functional
 from pipedec.core import UserError
 from pipedec.hardware import QUANTIZED_GROUP as GROUP
 from pipedec.hardware import WIDENED_VALUES
-from pipedec.model import packed
 
+TYPICAL_ROWS = 16  # the packed layout is chosen for products of this many rows
+SMALLEST_PACKED = 192 * 192  # numbers; below, a call of the packed kernel costs more than it saves
 _SLICE_VALUES = {"cpu": 1 << 19, "cuda": WIDENED_VALUES}  # widened at once
 LOADED_VALUES = {"cpu": 1 << 19, "cuda": 1 << 22}  # rounded at once, in float32 and float64
 _PACKED_OUTPUTS, _PACKED_BLOCK = 16, 1024  # torch's kernels for 4 bits take a multiple of them; packed at once
@@ -211,9 +216,25 @@ def rounded(weight_NK: Tensor, quantize: str) -> Tensor:
     return matrix.linear(torch.eye(inputs, dtype=weight_NK.dtype, device=weight_NK.device)).T
 
 
-def linear(rows_RK: Tensor, matrix: Matrix, bias_N: Tensor | None) -> Tensor:
-    """rows · matrixᵀ (+ bias), [R, N]."""
-    if isinstance(matrix, Tensor):
-        return packed.linear(rows_RK, matrix, bias_N)
-    product_RN = matrix.linear(rows_RK)
-    return product_RN if bias_N is None else product_RN.add_(bias_N)
+def pays(weight_NK: Tensor) -> bool:
+    """Whether ``pack`` changes this matrix."""
+    supported = weight_NK.dtype == torch.float32 and weight_NK.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    return supported and weight_NK.numel() >= SMALLEST_PACKED
+
+
+def pack(weight_NK: Tensor) -> Tensor:
+    """The matrix for ``linear``: packed if this pays on its device, else as it is.
+
+    A packed one has the layout ``torch._mkldnn``: nothing but ``linear`` takes it.
+    """
+    return torch.ops.mkldnn._reorder_linear_weight(weight_NK, TYPICAL_ROWS) if pays(weight_NK) else weight_NK
+
+
+def linear(rows_RK: Tensor, matrix: Matrix, bias_N: Tensor | None = None) -> Tensor:
+    """rows · matrixᵀ (+ bias), [R, N], for a plain, packed or quantized matrix."""
+    if not isinstance(matrix, Tensor):
+        product_RN = matrix.linear(rows_RK)
+        return product_RN if bias_N is None else product_RN.add_(bias_N)
+    if matrix.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise.default(rows_RK, matrix, bias_N, "none", [], "")
+    return functional.linear(rows_RK, matrix, bias_N)
