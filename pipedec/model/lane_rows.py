@@ -159,9 +159,8 @@ class Part:
         """The mask rows of a lane whose rows begin at ``first``."""
         visibility, positions_R, prompt = lane.visibility_of_masks(), lane.positions[lane.num_tokens :], lane.cache.prompt_length
         plan = AttentionPlan.for_tree(visibility, positions_R, shape.windows, shape.group, shape.dtype, prompt)
-        return cls(
-            slice(first + lane.num_tokens, first + lane.num_rows), plan, lane.cache.reader(lane.num_rows, with_prompt=True)
-        )
+        rows = slice(first + lane.num_tokens, first + lane.num_rows)
+        return cls(rows, plan, lane.cache.reader(lane.num_rows, with_prompt=True))
 
 
 class LaneAttention:
