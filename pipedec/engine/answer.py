@@ -1,4 +1,4 @@
-"""A running request on rank 0: the answer so far, what of it its client has been told, and its metrics.
+"""A running request on rank 0: the answer so far, and what of it its client has been told.
 
 Knows no decoding method. Nothing is told twice: neither what a resumed request brings with it, nor what an answer in threads says
 again after a pause. Whoever takes over the answer of another process tells its text once more; its client drops what it knows.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from pipedec.core import Completion, Opening, Request, TokenLogprobs, Verdict
-from pipedec.decoding import RequestState
-from pipedec.engine.counters import Counters
+from pipedec.core import Completion, Request, TokenLogprobs, Verdict
 from pipedec.engine.news import News
 from pipedec.engine.transcript import Place, Transcript
 from pipedec.messages import CompletionEvent, Event, LogprobsEvent, TokensEvent
@@ -60,12 +58,12 @@ class Answer:
         self.completion = Completion(request.method, num_stages, len(request.prompt_token_ids), seed=request.sampling.seed)
         self.completion.metrics.resumed_tokens = len(request.said)
         self.completion.prompt_logprobs = None if request.sampling.prompt_logprobs is None else [None]  # its client adds the rest
-        self.counters = Counters(self.completion.metrics)
         self._new_sequence = new_sequence
         self._prompter = prompter
         self._news = News(prompter) if show_threads else None
         self._sampled: dict[Place, int] = {}  # ordinals among all accepted tokens
         self._num_sampled = len(request.said)
+        self._has_opened = False
         self._again: Transcript | None = None  # of an answer in threads that is said again, until it has said what was told
         self._begin(brought, known or brought)
 
@@ -86,10 +84,11 @@ class Answer:
     def is_complete(self) -> bool:
         return self._transcript.finished is not None
 
-    def opened(self, opening: Opening) -> None:
+    def opened(self) -> None:
         """The request begins, or goes on after a pause."""
-        if self.counters.opened(opening) > 1:
+        if self._has_opened:
             self._say_again()
+        self._has_opened = True
 
     def take(self, verdict: Verdict, logprobs: TokenLogprobs = ()) -> tuple[Verdict, list[Event]]:
         """Add the accepted tokens.
@@ -109,10 +108,8 @@ class Answer:
         tokens = self._tell(said)
         return verdict, [LogprobsEvent(rows, first), tokens] if rows else [tokens]
 
-    def completed(self, method: RequestState | None = None) -> CompletionEvent:
-        """The last event for the client: the completion, with the counters of ``method``."""
-        if method is not None:
-            self.counters.ended(method)
+    def completed(self) -> CompletionEvent:
+        """The last event for the client."""
         return CompletionEvent(self.completion, self._describe_threads() if self._transcript.sequence.can_fork else None)
 
     def _note_sampled(self, places: list[Place | None]) -> list[bool]:

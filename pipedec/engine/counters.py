@@ -1,57 +1,90 @@
-"""The counters of a running request."""
+"""The counters of running requests."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from pipedec.core import Metrics, Opening, Step
-from pipedec.decoding import RequestState
-from pipedec.engine.draft_tokens import DraftTokens
+import torch
+
+from pipedec.core import Metrics, Step
+from pipedec.engine.records import Advanced, Closed, Ended, Opened, Record, Timestep, Waits
+
+_STEPS_AT_ONCE = 64
+
+
+@dataclass(slots=True)
+class _Counted:
+    """One request.
+
+    Attributes:
+        began: in seconds.
+        has_opened: it has had a lane.
+        prefilled: timestep and seconds of its first verdict.
+        steps: whose draft tokens are not counted yet.
+        draft_tokens: int64 [], of all other steps since the first verdict.
+    """
+
+    metrics: Metrics
+    began: float
+    has_opened: bool = False
+    prefilled: tuple[int, float] | None = None
+    steps: list[Step] = field(default_factory=list)
+    draft_tokens: torch.Tensor | int = 0
+
+    def count_steps(self) -> None:
+        """Count the rows that are neither roots, which are certain, nor masks. The device that holds them counts; it is not
+        waited for.
+        """
+        parents = torch.cat([step.parents for step in self.steps])
+        token_ids = torch.cat([step.token_ids for step in self.steps])
+        self.draft_tokens = self.draft_tokens + ((parents >= 0) & (token_ids >= 0)).sum()
+        self.steps.clear()
 
 
 class Counters:
-    """Fills ``metrics`` while a request runs. Timesteps are counted from the first verdict on, which ends prefill.
+    """A listener that fills the metrics of requests while they run. Timesteps are counted from a request's first verdict on,
+    which ends its prefill; so are draft tokens, those of many steps at once.
 
-    Args:
+    Attributes:
         now: the time in seconds; that of emulated devices where times are computed.
     """
 
-    def __init__(self, metrics: Metrics, now: Callable[[], float] = time.perf_counter) -> None:
-        self.metrics = metrics
-        self._now = now
-        self._draft_tokens = DraftTokens()
-        self._began = now()
-        self._prefilled: tuple[int, float] | None = None  # timestep and time of the first verdict
-        self._openings = 0
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now = now
+        self._requests: dict[int, _Counted] = {}
 
-    def waits(self) -> None:
-        """The request has no KV memory."""
-        self.metrics.pauses += self._openings > 0
+    def begin(self, number: int, metrics: Metrics) -> None:
+        """Fill ``metrics`` until the request is closed."""
+        self._requests[number] = _Counted(metrics, self.now())
 
-    def opened(self, opening: Opening) -> int:
-        """The request begins, or goes on after a pause. Returns how often it was opened."""
-        self._openings += 1
-        if self._openings == 1:
-            self.metrics.cached_tokens = min(opening.cached, opening.prompt_length)
-        return self._openings
-
-    def entered(self, step: Step) -> None:
-        """Rows of the request enter the pipeline."""
-        if self._prefilled is not None:
-            self._draft_tokens.count(step)
-
-    def accepted(self, timestep: int) -> None:
-        """Tokens were accepted in ``timestep``."""
-        now = self._now()
-        if self._prefilled is None:
-            self._prefilled = timestep, now
-        first, prefilled = self._prefilled
-        self.metrics.timesteps = timestep - first
-        self.metrics.prefill_seconds = prefilled - self._began
-        self.metrics.decode_seconds = now - prefilled
-
-    def ended(self, method: RequestState) -> None:
-        """The request has ended; ``method`` has followed its last verdict. Waits for the device of the draft model."""
-        self.metrics.hits, self.metrics.misses = method.hits, method.misses
-        self.metrics.draft_tokens = self._draft_tokens.total()
+    def note(self, record: Record) -> None:
+        """Waits for the device of the draft model when a request has ended."""
+        match record:
+            case Timestep():
+                for update in record.entered.updates:
+                    if update.step is not None and (one := self._requests[update.number]).prefilled is not None:
+                        one.steps.append(update.step)
+                        if len(one.steps) == _STEPS_AT_ONCE:
+                            one.count_steps()
+            case Advanced():
+                one, now = self._requests[record.number], self.now()
+                first, prefilled = one.prefilled = one.prefilled or (record.timestep, now)
+                one.metrics.timesteps = record.timestep - first
+                one.metrics.prefill_seconds, one.metrics.decode_seconds = prefilled - one.began, now - prefilled
+            case Opened() if not self._requests[record.number].has_opened:
+                one, opening = self._requests[record.number], record.opening
+                one.has_opened = True
+                one.metrics.cached_tokens = min(opening.cached, opening.prompt_length)
+            case Waits():
+                one = self._requests[record.number]
+                one.metrics.pauses += one.has_opened
+            case Ended():
+                one = self._requests[record.number]
+                if one.steps:
+                    one.count_steps()
+                one.metrics.hits, one.metrics.misses = record.hits, record.misses
+                one.metrics.draft_tokens = int(one.draft_tokens)
+            case Closed():
+                self._requests.pop(record.number, None)

@@ -1,4 +1,4 @@
-"""Rank 0: takes requests from the queue, decodes them together, and streams the answers to their clients.
+"""Rank 0: takes requests from the queue and decodes them together; listeners publish the answers and watch.
 
 Decides nothing about rows: the company of decoding methods does. How rows reach the stages is the driver's business.
 """
@@ -12,27 +12,28 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, Opening, Step, TokenLogprobs, Update, UserError, Verdict
-from pipedec.decoding import Company, Drafter, RequestState
+from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, UserError
+from pipedec.decoding import Company, Drafter
 from pipedec.engine.admission import Admission
-from pipedec.engine.answer import Answer
+from pipedec.engine.counters import Counters
 from pipedec.engine.late_drafter import LateDrafter
 from pipedec.engine.live_feed import LiveFeed
 from pipedec.engine.loop import decode
 from pipedec.engine.pool import Pool
+from pipedec.engine.publisher import Publisher
 from pipedec.engine.rank_tasks import POLL_SECONDS, RankTasks, Wiring
 from pipedec.engine.rank_zero import RankZero
+from pipedec.engine.records import Record, Timestep
 from pipedec.engine.request_queue import RequestQueue
 from pipedec.engine.run_counters import RunCounters
 from pipedec.engine.tasks import TaskPipeline
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.engine.windows import WindowPipeline
 from pipedec.kv import KVManager
-from pipedec.messages import CompletionEvent, ErrorEvent, PausedEvent, PromptLogprobsEvent, ResumedEvent, TraceEvents, TraceRow
+from pipedec.messages import ErrorEvent
 from pipedec.methods import LayerTreeOptions
 from pipedec.scheduler.protocol import Message, Remembered
 from pipedec.text.prompt import Prompter
-from pipedec.tracing import SCHEDULER_TRACK
 from pipedec.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -73,13 +74,15 @@ class DraftLoop:
         self._company = Company(wiring.topology.num_groups, timed, wiring.place, trained_masks, knee, kv=kv)
         self._late_drafter = None if load_drafter is None else LateDrafter(load_drafter)
         self._company.awaits_drafter = load_drafter is not None
-        self._pool = Pool(self._company)
         self._admission = Admission(prompter, wiring.sequences, wiring.topology.num_stages, tree)
         self._max_num_seqs = max_num_seqs
         self._queue = RequestQueue(wiring.scheduler)
-        self._counters = RunCounters(self._company)
+        self._publisher = Publisher(self._queue, wiring, self._tasks)
+        self._counters, self._run_counters = Counters(), RunCounters(self._company)
+        listeners = self._note, self._run_counters.note, self._counters.note, self._publisher.note
+        self._pool = Pool(self._company, self._publisher.take, listeners)
         shape = {"stages": wiring.topology.num_stages, "groups": wiring.topology.num_groups}
-        self._feed = LiveFeed({"epoch": 0, **about, **shape}, prompter.text, self._queue.show)
+        self._feed = LiveFeed({"epoch": 0, **about, **shape}, prompter.text, self._publisher.text, self._queue.show)
         self._told = 0.0  # when the counters were told
         self._sessions = 0
         self._stopping = False
@@ -95,7 +98,7 @@ class DraftLoop:
             PipedecError: the run was aborted, a rank is lost, or Redis is.
         """
         self._wiring = replace(self._wiring, transport=transport)
-        self._tasks = RankTasks(0, self._wiring)
+        self._tasks = self._publisher.tasks = RankTasks(0, self._wiring)
         self._queue.begin_epoch()
         self._feed.begin_epoch(self._wiring.scheduler.epoch)
         self._pool.interrupt()
@@ -145,10 +148,8 @@ class DraftLoop:
     def _decode(self) -> None:
         """One session: from a request that finds the pipeline empty until no request is left."""
         pipeline = self._pipeline()
-        listeners = self._tasks.note, self._counters.note, self._feed.note, lambda timestep: self._wiring.doing.count_timestep()
-        for _ in decode(self._pool, pipeline, self._follow_queue, listeners):
-            continue  # everything has been said to the answers' readers
-        self._feed.flush()
+        for _ in decode(self._pool, pipeline, self._follow_queue):
+            continue  # the pool's listeners know everything
         self._stopping |= pipeline.is_stopping or self._queue.is_stopping
         self._tell_counters()
 
@@ -169,7 +170,6 @@ class DraftLoop:
         """Begin requests for which there is room, and end those that were cancelled."""
         self._queue.check()
         self._adopt_late_drafter()
-        self._feed.watcher = self._queue.watcher
         if time.monotonic() > self._told + _TELLING_SECONDS:
             self._tell_counters()
         for number in self._queue.cancelled():
@@ -177,11 +177,13 @@ class DraftLoop:
         room = 0 if self._queue.is_stopping else self._max_num_seqs - self._pool.num_running
         for message in self._queue.arrivals(room):
             self._admit(message)
+        if self._feed.watcher != self._queue.watcher:
+            self._feed.follow(self._queue.watcher, self._pool, self._run_counters.timesteps)
 
     def _tell_counters(self) -> None:
         """Let clients know what was counted."""
         self._told = time.monotonic()
-        self._queue.tell(self._counters.stats())
+        self._queue.tell(self._run_counters.stats())
 
     def _admit(self, message: Message) -> None:
         try:
@@ -195,107 +197,12 @@ class DraftLoop:
             return
         request = answer.request
         logger.debug("begins request %d: %d prompt tokens by %s", request.number, len(request.prompt_token_ids), request.method)
-        stream = _Stream(answer, self._queue, self._wiring, lambda: self._tasks)
-        stream.goes_on = bool(message.told) or message.attempts > 0
-        reader = self._feed.watched(stream, answer.request, new_sequence, lambda: answer.completion.text)
-        self._pool.open(answer.request, new_sequence, reader)
+        self._counters.begin(request.number, answer.completion.metrics)
+        self._publisher.begin(answer, goes_on=bool(message.told) or message.attempts > 0)
+        self._pool.open(request, new_sequence)
 
-
-class _Stream:
-    """The ``Reader`` of a request: what is said of it goes to its client.
-
-    Other ranks publish traces, and timesteps that overran, when they close the request's lane. So the completion of a request
-    that is traced or emulated, the last event that its client reads, waits until they have.
-
-    Args:
-        tasks: those of rank 0 in the present epoch.
-
-    Attributes:
-        goes_on: it was running in an epoch that has ended, and was not opened since.
-    """
-
-    def __init__(self, answer: Answer, queue: RequestQueue, wiring: Wiring, tasks: Callable[[], RankTasks]) -> None:
-        self.goes_on = False
-        self._answer = answer
-        self._number = answer.request.number
-        self._queue = queue
-        self._tasks = tasks
-        self._scheduler = wiring.scheduler
-        self._num_scored = 0  # tokens of the prompt
-        self._waits_for_ranks = answer.request.trace or wiring.emulation is not None
-        self._completion: CompletionEvent | ErrorEvent | None = None
-        self._bad_stage: int | None = None
-        self._finished = False
-        self._waits = False
-        self._began_us = wiring.scheduler.clock_us() if answer.request.trace else 0
-
-    def waits(self) -> None:
-        self._answer.counters.waits()
-        self._waits = True
-        self._queue.put(self._number, PausedEvent())
-
-    def opened(self, opening: Opening) -> None:
-        self._answer.opened(opening)
-        self._tasks().opened(self._number, self._answer.request.trace)
-        if self._waits or self.goes_on:
-            self._queue.put(self._number, ResumedEvent(self._scheduler.epoch if self.goes_on else None))
-            self._waits = self.goes_on = False
-
-    def interrupted(self) -> None:
-        self.goes_on = True
-
-    def entered(self, step: Step) -> None:
-        self._answer.counters.entered(step)
-
-    def take(self, result: Update, timestep: int) -> Verdict:
-        assert result.verdict is not None
-        self._answer.counters.accepted(timestep)
-        return self._publish(result.verdict, result.logprobs)
-
-    def scored(self, logprobs: TokenLogprobs) -> None:
-        if logprobs:
-            self._queue.put(self._number, PromptLogprobsEvent(list(map(list, logprobs)), self._num_scored))
-            self._num_scored += len(logprobs)
-
-    def corrupted(self, stage: int) -> None:
-        self._bad_stage = stage
-
-    def ended(self, reason: str, method: RequestState) -> None:
-        completion = self._completed(reason, method)
-        if self._waits_for_ranks:
-            self._completion = completion
-        else:
-            self._queue.finish(self._number, completion)
-
-    def _completed(self, reason: str, method: RequestState) -> CompletionEvent | ErrorEvent:
-        if self._bad_stage is not None:
-            return ErrorEvent(
-                f"stage {self._bad_stage} computed NaN or infinity for this request, which has failed: check that stage's "
-                "weights and device, or use a dtype of a wider range"
-            )
-        if not self._finished:  # cancelled, so that no verdict has said so
-            self._publish(Verdict((), reason))
-        return self._answer.completed(method)
-
-    def closed(self) -> None:
-        if self._completion is not None:
-            events = [*self._scheduler_trace(), *self._tasks().closed(self._number), self._completion]
-            self._queue.finish(self._number, *events)
-
-    def _publish(self, verdict: Verdict, logprobs: TokenLogprobs = ()) -> Verdict:
-        """Add a verdict to the answer and publish what is new; returns the verdict as far as the answer goes."""
-        verdict, events = self._answer.take(verdict, logprobs)
-        self._finished = verdict.finished is not None
-        self._queue.put(self._number, *events)
-        return verdict
-
-    def _scheduler_trace(self) -> list[TraceEvents]:
-        """The scheduler's own trace, if one was asked for."""
-        if not self._answer.request.trace:
-            return []
-        rows: list[TraceRow] = [
-            (SCHEDULER_TRACK, granted.task.label, granted.task.kind, granted.granted_us, granted.finished_us)
-            for granted in self._scheduler.trace()
-            if granted.finished_us >= self._began_us
-        ]
-        return [TraceEvents(rows)]
+    def _note(self, record: Record) -> None:
+        """What this rank does: its traces, and that it makes progress."""
+        if isinstance(record, Timestep):
+            self._tasks.note(record)
+            self._wiring.doing.count_timestep()

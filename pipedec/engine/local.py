@@ -11,37 +11,25 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Literal
 
 import torch
 from msgspec import structs
 
-from pipedec.core import (
-    EMPTY,
-    KNEE_ROWS,
-    Envelope,
-    Load,
-    Metrics,
-    Opening,
-    Request,
-    Step,
-    TokenLogprobs,
-    Update,
-    UserError,
-    Verdict,
-)
-from pipedec.decoding import Company, Drafter, LaneSizes, RequestState, TimestepTiming
+from pipedec.core import EMPTY, KNEE_ROWS, NO_LOAD, Envelope, Load, Metrics, Request, Update, UserError, Verdict
+from pipedec.decoding import Company, Drafter, LaneSizes, TimestepTiming
 from pipedec.device import Mark, device_of
 from pipedec.engine.admission import threads_within
 from pipedec.engine.build import load_drafter, load_stage
 from pipedec.engine.counters import Counters
 from pipedec.engine.devices import chosen_device
 from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
-from pipedec.engine.live_feed import LiveFeed
-from pipedec.engine.loop import Listener, decode
+from pipedec.engine.loop import decode
 from pipedec.engine.memory import with_measured_memory
-from pipedec.engine.pool import Pool, Reader
-from pipedec.engine.recorder import Recorder, Timestep
+from pipedec.engine.pool import Pool
+from pipedec.engine.recorder import Recorder
+from pipedec.engine.records import Advanced, Closed, Ended, Record, Scored, Timestep
 from pipedec.engine.run_counters import RunCounters
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.timed_drafter import TimedDrafter
@@ -70,11 +58,11 @@ class LocalAnswer:
         finished: why it ended; None while it goes on.
         bad_stage: the first one that has computed NaN or infinity, which has ended the answer.
         is_closed: every stage has closed its lane.
-        now: see ``Counters``.
     """
 
     request: Request
     new_sequence: NewSequence
+    sequence: Sequence = field(init=False)
     metrics: Metrics = field(default_factory=Metrics)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -82,11 +70,6 @@ class LocalAnswer:
     finished: str | None = None
     bad_stage: int | None = None
     is_closed: bool = False
-    now: Callable[[], float] = time.perf_counter
-
-    def __post_init__(self) -> None:
-        self._counters = Counters(self.metrics, self.now)
-        self.begin()
 
     def begin(self) -> Sequence:
         """A new sequence for the method, which passes accepted tokens to it."""
@@ -94,38 +77,6 @@ class LocalAnswer:
         self.logprobs.clear()
         self.token_ids.clear()
         return self.sequence
-
-    def waits(self) -> None:
-        self._counters.waits()
-
-    def interrupted(self) -> None:
-        """Only clusters lose ranks."""
-
-    def opened(self, opening: Opening) -> None:
-        self._counters.opened(opening)
-
-    def entered(self, step: Step) -> None:
-        self._counters.entered(step)
-
-    def take(self, result: Update, timestep: int) -> Verdict:
-        assert result.verdict is not None
-        self._counters.accepted(timestep)
-        self.logprobs += map(dict, result.logprobs)
-        self.token_ids += result.verdict.tokens
-        return result.verdict
-
-    def scored(self, logprobs: TokenLogprobs) -> None:
-        self.prompt_logprobs += map(dict, logprobs)
-
-    def corrupted(self, stage: int) -> None:
-        self.bad_stage = stage
-
-    def ended(self, reason: str, method: RequestState) -> None:
-        self.finished = reason
-        self._counters.ended(method)
-
-    def closed(self) -> None:
-        self.is_closed = True
 
 
 class LocalPipeline:
@@ -144,7 +95,7 @@ class LocalPipeline:
         answers: of the last run, by request number. With an emulation their metrics' seconds are those of the emulated devices.
         emulated_ms: since the run began, on the emulated devices; None without an emulation.
         fill: of the last run, for each timestep the number of rows in each group.
-        feed: is told what happens; None if nobody watches.
+        pool: the running requests. Whatever watches is one of its listeners.
     """
 
     def __init__(
@@ -175,10 +126,11 @@ class LocalPipeline:
         self._emulation = emulation
         self._prunes_at_once, self._delay = prunes == "at once", delay
         self._clock: EmulatedClock | None = None
+        self._counters = Counters()
+        self.pool = Pool(self._company, listeners=[self._counters.note, self._note])
         self.answers: dict[int, LocalAnswer] = {}
         self.emulated_ms: float | None = None
         self.fill: list[list[int]] = []
-        self.feed: LiveFeed | None = None
 
     @classmethod
     def load(
@@ -224,21 +176,19 @@ class LocalPipeline:
         """
         self.answers, self.fill = {}, []
         clock = self._clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
-        pool = Pool(self._company)
+        self._counters.now = clock.seconds if clock else time.perf_counter
         stages = LocalStages(self.stages, self._topology, self._recorder, clock, self._prunes_at_once, self._delay)
-        schedule = _Schedule(pool, self._begin, stages.reset, arrivals, cancels or {}, losses)
+        schedule = _Schedule(self.pool, self._begin, stages.reset, dict(sorted(arrivals.items())), dict(cancels or {}), losses)
         try:
-            while schedule.is_open:
-                for number, verdict in decode(pool, stages, schedule.admit, self._listeners()):
+            while schedule.arrivals:
+                for number, verdict in decode(self.pool, stages, schedule.admit):
                     self.emulated_ms = clock.total_ms if clock else None
                     yield number, verdict
         finally:
             for number in self.answers:
-                pool.cancel(number)  # of a run that was left early
-            stages.close(pool.entering())
-            pool.closed()
-            if self.feed is not None:
-                self.feed.flush()
+                self.pool.cancel(number)  # of a run that was left early
+            stages.close(self.pool.entering())
+            self.pool.closed()
 
     def forget_prefixes(self) -> None:
         """Between two runs: the next one finds nothing of the present ones' prompts and answers in a KV cache."""
@@ -249,20 +199,17 @@ class LocalPipeline:
         """The answer to the request that began last."""
         return self.answers[max(self.answers)]
 
-    def _begin(self, pool: Pool, request: Request) -> None:
+    def _begin(self, request: Request) -> None:
         if request.sampling.stop:
             raise UserError("stop strings need a tokenizer, which LocalPipeline does not have: use stop_token_ids")
-        threads = threads_within(request.threads, self._company.kv)
-        request = replace(request, sampling=request.sampling.seeded(), threads=threads)
-        self._sequences.check(request.sampling.structured_outputs, request.said)
-        length, sampling = len(request.prompt_token_ids), request.sampling
-        new_sequence = self._sequences.maker(length, sampling, request.threads, request.said)
-        self._company.check(request, new_sequence())
-        answer = LocalAnswer(request, new_sequence, now=self._clock.seconds if self._clock else time.perf_counter)
-        reader: Reader = answer
-        if self.feed is not None:
-            reader = self.feed.watched(answer, request, new_sequence, lambda: self._said(answer))
-        pool.open(request, answer.begin, reader)
+        sampling, dialect = request.sampling.seeded(), request.threads
+        threads = None if dialect is None else threads_within(dialect, self._company.kv)
+        request = replace(request, sampling=sampling, threads=threads)
+        self._sequences.check(sampling.structured_outputs, request.said)
+        new_sequence = self._sequences.maker(len(request.prompt_token_ids), sampling, threads, request.said)
+        answer = LocalAnswer(request, new_sequence)
+        self.pool.open(request, answer.begin)
+        self._counters.begin(request.number, answer.metrics)
         self.answers[request.number] = answer
 
     def seconds(self) -> float:
@@ -270,60 +217,59 @@ class LocalPipeline:
         return time.perf_counter() if self._clock is None else self._clock.seconds()
 
     def stats(self) -> RunStats:
-        """What was counted of all runs so far."""
+        """The counters of all runs so far."""
         return RunCounters(self._company).stats()
 
-    def _listeners(self) -> list[Listener]:
-        return [self._note] if self.feed is None else [self._note, self.feed.note]
+    def _note(self, record: Record) -> None:
+        """Keep what is new of the answers, and the rows of each group."""
+        match record:
+            case Timestep():
+                assert record.load is not None
+                computed = record.load.computed
+                self.fill.append([computed.get(rank, NO_LOAD).rows for rank in self._topology.entry_ranks])
+            case Advanced():
+                answer = self.answers[record.number]
+                answer.logprobs += map(dict, record.logprobs)
+                answer.token_ids += record.verdict.tokens
+            case Scored():
+                self.answers[record.number].prompt_logprobs += map(dict, record.logprobs)
+            case Ended():
+                answer = self.answers[record.number]
+                answer.finished, answer.bad_stage = record.reason, record.bad_stage
+            case Closed():
+                self.answers[record.number].is_closed = True
 
-    def _said(self, answer: LocalAnswer) -> str:
-        """The answer's text, but for an unfinished character at its end."""
-        assert self.feed is not None
-        return self.feed.text(answer.token_ids).rstrip("\ufffd")
 
-    def _note(self, timestep: Timestep) -> None:
-        """Listens to the timesteps."""
-        assert timestep.load is not None
-        rows = {rank: load.rows for rank, load in timestep.load.computed.items()}
-        self.fill.append([rows.get(rank, 0) for rank in self._topology.entry_ranks])
-
-
+@dataclass
 class _Schedule:
-    """Opens, cancels and interrupts requests at given timesteps."""
+    """Opens and cancels requests at given timesteps, and loses lanes.
 
-    def __init__(
-        self,
-        pool: Pool,
-        begin: Callable[[Pool, Request], None],
-        lose: Callable[[], None],
-        arrivals: Mapping[int, Iterable[Request]],
-        cancels: Mapping[int, Iterable[int]],
-        losses: Container[int],
-    ) -> None:
-        self._pool = pool
-        self._begin = begin
-        self._lose = lose
-        self._losses = losses
-        self._arrivals = dict(sorted(arrivals.items()))
-        self._cancels = dict(cancels)
-        self._timestep = 0
+    Attributes:
+        begin: opens a request in ``pool``.
+        lose: lets the stages lose all lanes.
+        arrivals, cancels, losses: see ``LocalPipeline.run_all``; what is left of them.
+    """
 
-    @property
-    def is_open(self) -> bool:
-        return bool(self._arrivals)
+    pool: Pool
+    begin: Callable[[Request], None]
+    lose: Callable[[], None]
+    arrivals: dict[int, Iterable[Request]]
+    cancels: dict[int, Iterable[int]]
+    losses: Container[int]
+    timestep: int = 0
 
     def admit(self) -> None:
-        self._timestep += 1
-        if self._timestep in self._losses:
-            self._lose()
-            self._pool.interrupt()
-        for number in self._cancels.pop(self._timestep, ()):
-            self._pool.cancel(number)
-        if self._arrivals and not self._pool.is_busy:
-            self._timestep = max(self._timestep, next(iter(self._arrivals)))
-        for timestep in [timestep for timestep in self._arrivals if timestep <= self._timestep]:
-            for request in self._arrivals.pop(timestep):
-                self._begin(self._pool, request)
+        self.timestep += 1
+        if self.timestep in self.losses:
+            self.lose()
+            self.pool.interrupt()
+        for number in self.cancels.pop(self.timestep, ()):
+            self.pool.cancel(number)
+        if self.arrivals and not self.pool.is_busy:
+            self.timestep = max(self.timestep, next(iter(self.arrivals)))
+        while self.arrivals and (first := next(iter(self.arrivals))) <= self.timestep:
+            for request in self.arrivals.pop(first):
+                self.begin(request)
 
 
 class LocalStages:
@@ -340,7 +286,7 @@ class LocalStages:
         delay: timesteps that a message from one group to the next one is on its way.
 
     Attributes:
-        fill: of the last timestep, for each group the requests and their numbers of rows that arrived there.
+        arrived: the message that each group has received in the last timestep.
 
     Raises:
         ValueError: verdicts are replayed at once in spite of a delay.
@@ -363,23 +309,24 @@ class LocalStages:
         self._clock = clock
         self._prunes_at_once = prunes_at_once
         self._delay = delay
-        self.fill: list[dict[int, int]] = []
+        self.arrived: list[Envelope] = []
         self._load = TimestepLoad()
-        self._worked: list[tuple[Mark, Mark]] = []  # by group, in this timestep
+        self._marks: list[Mark] = []  # before the first group of this timestep, and after each
         self._idle_timesteps = 0
         self._clear()
 
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
-        self._load = TimestepLoad(deciding_seconds=self._recorder.cpu_seconds if number > 1 else 0.0)
-        arrivals = self._arrivals(self._replay(entering) if self._prunes_at_once else entering)
-        self.fill = [_rows_of(message) for message in arrivals]
-        self._check_idle(arrivals)
-        with self._recorder.beside(self._load):
-            meanwhile()
-        results = self._compute(arrivals)
+        load = self._load = TimestepLoad(deciding_seconds=self._recorder.cpu_seconds if number > 1 else 0.0)
+        self._receive(self._replay(entering) if self._prunes_at_once else entering)
+        self._idle_timesteps = 0 if any(message.updates for message in self.arrived) else self._idle_timesteps + 1
+        if self._idle_timesteps == _IDLE_TIMESTEPS * (1 + self._delay):
+            raise RuntimeError(f"no row has entered the pipeline for {self._idle_timesteps} timesteps, and no answer has ended")
+        self._recorder.restart()
+        meanwhile()
+        self._recorder.note_beside(load)
+        results = self._compute()
         timing = self._timing()
-        is_full = number >= self._topology.num_groups
-        return Timestep(number, entering, results, timing if is_full else None, self._load)
+        return Timestep(number, entering, results, timing if number >= self._topology.num_groups else None, load)
 
     def reset(self) -> None:
         """Every stage loses its lanes, and what was on its way is lost."""
@@ -388,19 +335,28 @@ class LocalStages:
             worker.reset()
 
     def close(self, last: Envelope) -> None:
-        self._compute(self._arrivals(last))
+        self._receive(last)
+        self._compute()
         while any(message.updates for queue in self._queues for message in queue):
-            self._compute(self._arrivals(EMPTY))
+            self._receive(EMPTY)
+            self._compute()
 
     def _clear(self) -> None:
         """Nothing is on its way."""
-        behind_first = self._topology.groups[1:]
-        self._queues = [deque[Envelope](), *(deque([EMPTY] * (1 + self._delay)) for _ in behind_first)]
+        others = self._topology.groups[1:]
+        self._queues = [deque[Envelope](), *(deque([EMPTY] * (1 + self._delay)) for _ in others)]
 
     @torch.inference_mode()
     def _replay(self, entering: Envelope) -> Envelope:
         """Every stage replays the verdicts by which answers go on, and prunes what waits to be sent; returns what else enters."""
-        verdicts = [Update(update.number, verdict=update.verdict) for update in entering.updates if _goes_on(update)]
+        verdicts, left = list[Update](), list[Update]()
+        for update in entering.updates:
+            if update.verdict is None or update.verdict.finished is not None:
+                left.append(update)
+                continue
+            verdicts.append(Update(update.number, verdict=update.verdict))
+            if update != verdicts[-1]:
+                left.append(structs.replace(update, verdict=None))
         if not verdicts:
             return entering
         waiting = dict(zip(self._topology.exit_ranks, self._queues[1:], strict=False))
@@ -409,33 +365,26 @@ class LocalStages:
                 waiting[rank].append(worker.replay(verdicts, waiting[rank].pop()))
             else:
                 worker.replay(verdicts)
-        left = (structs.replace(update, verdict=None) if _goes_on(update) else update for update in entering.updates)
-        return Envelope(tuple(update for update in left if update != Update(update.number)))
+        return Envelope(tuple(left))
 
-    def _arrivals(self, entering: Envelope) -> list[Envelope]:
-        """The message that each group receives in this timestep."""
+    def _receive(self, entering: Envelope) -> None:
+        """Every group receives the message of this timestep."""
         self._queues[0].append(entering)
-        arrivals = [queue.popleft() for queue in self._queues]
-        for rank, message in zip((0, *self._topology.exit_ranks), arrivals, strict=False):
-            self._note_sent(rank, message)
-        return arrivals
-
-    def _check_idle(self, arrivals: list[Envelope]) -> None:
-        self._idle_timesteps = 0 if any(message.updates for message in arrivals) else self._idle_timesteps + 1
-        if self._idle_timesteps == _IDLE_TIMESTEPS * (1 + self._delay):
-            raise RuntimeError(f"no row has entered the pipeline for {self._idle_timesteps} timesteps, and no answer has ended")
+        self.arrived = [queue.popleft() for queue in self._queues]
+        for rank, message in zip((0, *self._topology.exit_ranks), self.arrived, strict=False):
+            if rows := message.num_rows:
+                self._load.sent[rank] = rows
 
     @torch.inference_mode()
-    def _compute(self, arrivals: list[Envelope]) -> tuple[Update, ...]:
-        """Every group computes its rows, stage by stage. Returns what the last stage says."""
-        self._worked.clear()
-        for index, (group, message) in enumerate(zip(self._topology.groups, arrivals, strict=True), start=1):
-            began = self._recorder.mark()
+    def _compute(self) -> tuple[Update, ...]:
+        """Every group computes its rows, stage by stage. Returns the results of the last stage."""
+        self._marks = [self._recorder.mark()]
+        for index, (group, message) in enumerate(zip(self._topology.groups, self.arrived, strict=True), start=1):
             for rank in group if message.updates else ():
                 message = self._workers[rank].advance(message, partial(self._computing, rank))
-                if not self._topology.is_exit(rank):
-                    self._note_sent(rank, message)
-            self._worked.append((began, self._recorder.mark()))
+                if not self._topology.is_exit(rank) and (rows := message.num_rows):
+                    self._load.sent[rank] = rows
+            self._marks.append(self._recorder.mark())
             if index < len(self._queues):
                 self._queues[index].append(message)
         return message.updates
@@ -446,10 +395,6 @@ class LocalStages:
             self._load.computed[rank] = load
         return nullcontext()
 
-    def _note_sent(self, rank: int, message: Envelope) -> None:
-        if rows := message.num_rows:
-            self._load.sent[rank] = rows
-
     def _timing(self) -> TimestepTiming:
         """As rank 0 would measure it if every stage had a device of its own, or an emulated one."""
         if self._clock is not None:
@@ -457,21 +402,6 @@ class LocalStages:
             self._recorder.restart()
             return timing
         forwards = self._recorder.timing().forward_seconds
-        drafting, slowest = sum(forwards), max(self._group_seconds())
+        self._marks[-1].wait()
+        drafting, slowest = sum(forwards), max(ended.seconds - began.seconds for began, ended in pairwise(self._marks))
         return TimestepTiming(max(slowest, drafting), max(slowest - drafting, 0.0), forwards)
-
-    def _group_seconds(self) -> Iterator[float]:
-        """How long each group has computed, when all have ended."""
-        for began, ended in self._worked:
-            ended.wait()
-            yield ended.seconds - began.seconds
-
-
-def _rows_of(message: Envelope) -> dict[int, int]:
-    """By request, the number of its rows."""
-    return {update.number: update.step.num_rows for update in message.updates if update.step is not None}
-
-
-def _goes_on(update: Update) -> bool:
-    """Whether it has a verdict that does not end the answer."""
-    return update.verdict is not None and update.verdict.finished is None

@@ -5,15 +5,13 @@ A driver of the loop is a ``Pipeline``: ``local`` (one process, no Redis), ``win
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Protocol
 
 from pipedec.core import Envelope, Verdict
 from pipedec.engine.pool import Pool
-from pipedec.engine.recorder import Timestep
-
-Listener = Callable[[Timestep], None]
+from pipedec.engine.records import Timestep
 
 
 class Pipeline(Protocol):
@@ -36,17 +34,13 @@ class Pipeline(Protocol):
         """Tell the stages of the verdicts that end the last answers. No row is in flight that anybody waits for."""
 
 
-def decode(
-    pool: Pool,
-    pipeline: Pipeline,
-    admit: Callable[[], None] = lambda: None,
-    listeners: Iterable[Listener] = (),
-) -> Iterator[tuple[int, Verdict]]:
+def decode(pool: Pool, pipeline: Pipeline, admit: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Verdict]]:
     """Decode the requests of ``pool`` until there is none; yields (request number, verdict) once its method has followed it.
+
+    Whatever only watches listens to ``pool``.
 
     Args:
         admit: called before every timestep; may open and cancel requests.
-        listeners: called with the record of every timestep.
     """
     for number in count(1):
         admit()
@@ -57,8 +51,7 @@ def decode(
         timestep = pipeline.advance(number, pool.entering(), pool.company.draft)
         if timestep.timing is not None:
             pool.company.observe(timestep.timing)
-        for listen in listeners:
-            listen(timestep)
+        pool.emit(timestep)
         for result in timestep.results:
             verdict = pool.take(result, number)
             if verdict is not None:

@@ -1,4 +1,4 @@
-"""The running requests on rank 0: what of each enters at the next timestep, and who gets what has come out.
+"""The running requests on rank 0: what of each enters at the next timestep, and what becomes of the results that come out.
 
 Knows no row, no method and no memory: the company decides which rows enter, and which requests must wait. Numbers of requests
 never repeat, so a late result of a request that has ended is simply void, and nothing has to drain for another one to begin. A
@@ -7,81 +7,62 @@ request that is paused opens its lanes anew under the same number, but only once
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from pipedec.core import Envelope, Opening, Request, Step, TokenLogprobs, Update, Verdict
+from pipedec.core import Envelope, Opening, Request, TokenLogprobs, Update, Verdict
 from pipedec.decoding import Company, RequestState
+from pipedec.engine.records import Advanced, Closed, Drained, Ended, Interrupted, Listener, Opened, Record, Scored, Waits
 from pipedec.threads import NewSequence
 
 
-class Reader(Protocol):
-    """What becomes of a request's tokens."""
+@dataclass(slots=True)
+class _Running:
+    """A request between its arrival and its end.
 
-    def waits(self) -> None:
-        """There is no KV memory for the request now: it begins later, or, if it has begun, it is paused."""
+    Attributes:
+        opening: of its lane; None without one.
+        is_prefilling: no verdict has come since the lane was opened.
+        is_known: the stages know of the request.
+        is_closing: it was paused, and the stages have yet to close the lane.
+        num_scored: tokens of the prompt whose log-probabilities were emitted; after a pause they come again.
+        num_come: tokens of the prompt whose log-probabilities have come since the lane was opened.
+    """
 
-    def interrupted(self) -> None:
-        """Its lanes are lost: it waits, and goes on when it is opened again."""
-
-    def opened(self, opening: Opening) -> None:
-        """The request begins, or goes on after a pause. An answer in threads is said again from its first token on."""
-
-    def entered(self, step: Step) -> None:
-        """Rows of the request enter the pipeline."""
-
-    def take(self, result: Update, timestep: int) -> Verdict:
-        """Take what the last stage says in ``timestep``; returns its verdict, cut and finished where the answer ends earlier."""
-
-    def scored(self, logprobs: TokenLogprobs) -> None:
-        """The log-probabilities of the next tokens of the prompt, from the second one on; each once."""
-
-    def corrupted(self, stage: int) -> None:
-        """The answer ends, because this stage was the first to compute NaN or infinity for it."""
-
-    def ended(self, reason: str, method: RequestState) -> None:
-        """The answer has ended; ``method`` has followed its last verdict. Every stage will have with the next envelope."""
-
-    def closed(self) -> None:
-        """Every stage has closed the request's lane."""
-
-
-class _Scored:
-    """How many tokens of a prompt have log-probabilities that its reader knows; after a pause they come again."""
-
-    def __init__(self) -> None:
-        self._told = 0
-        self._come = 0  # since the lane was opened
-
-    def begin(self) -> None:
-        """A lane is opened."""
-        self._come = 0
-
-    def new(self, logprobs: TokenLogprobs) -> TokenLogprobs:
-        """Those that the reader does not know."""
-        known = max(self._told - self._come, 0)
-        self._come += len(logprobs)
-        self._told = max(self._told, self._come)
-        return logprobs[known:]
+    request: Request
+    new_sequence: NewSequence
+    opening: Opening | None = None
+    is_prefilling: bool = True
+    is_known: bool = False
+    is_closing: bool = False
+    num_scored: int = 0
+    num_come: int = 0
 
 
 class Pool:
     """Requests between their arrival and the closing of their lanes.
 
+    Args:
+        take: decides how far answers go: called with each result that has a verdict, returns the verdict, cut and finished where
+            the answer ends earlier. None if no answer ends earlier than the last stage says.
+
     Attributes:
         company: the methods of all running requests, and their memory.
+        listeners: are called with each record, in order.
     """
 
-    def __init__(self, company: Company) -> None:
+    def __init__(
+        self, company: Company, take: Callable[[Update], Verdict] | None = None, listeners: Iterable[Listener] = ()
+    ) -> None:
         self.company = company
-        self._running: dict[int, Reader] = {}  # those that wait for memory among them
-        self._new: set[int] = set()  # those that have arrived since the last timestep
-        self._begun: set[int] = set()  # those of which the stages know
-        self._pausing: set[int] = set()  # those whose lanes the stages have yet to close
-        self._closing: dict[int, Reader] = {}  # ended; the stages have yet to say that they have closed the lane
-        self._updates: dict[int, Update] = {}  # verdicts of which the stages have yet to be told
-        self._scored: dict[int, _Scored] = {}
+        self.listeners = list(listeners)
+        self._take = take
+        self._running: dict[int, _Running] = {}  # those that wait for memory among them
+        self._new: list[int] = []  # those that have arrived since the last timestep
+        self._closing: list[int] = []  # ended; the stages have yet to close the lane
+        self._updates: dict[int, Update] = {}  # verdicts that the stages have yet to replay
 
     @property
     def is_busy(self) -> bool:
@@ -92,53 +73,63 @@ class Pool:
     def num_running(self) -> int:
         return len(self._running)
 
-    def open(self, request: Request, new_sequence: NewSequence, reader: Reader) -> None:
-        """Begin a request; its prompt enters as soon as there is memory for it.
-
-        Args:
-            new_sequence: makes the sequence of the answer for its method, again if an answer in threads is said again.
-
-        Raises:
-            UserError: the method cannot run here.
-        """
-        self.company.open(request, new_sequence)
-        self._running[request.number] = reader
-        self._new.add(request.number)
-
     @property
     def numbers(self) -> frozenset[int]:
         """Of the running requests."""
         return frozenset(self._running)
 
+    def opened(self) -> list[Opened]:
+        """The running requests that have lanes, for a listener that joins late."""
+        return [
+            Opened(number, one.request, one.new_sequence, one.opening, one.is_prefilling)
+            for number, one in self._running.items()
+            if one.opening is not None
+        ]
+
+    def emit(self, record: Record) -> None:
+        for listen in self.listeners:
+            listen(record)
+
+    def open(self, request: Request, new_sequence: NewSequence) -> None:
+        """Begin a request; its prompt enters as soon as there is memory for it.
+
+        Args:
+            new_sequence: makes the sequence of the answer for its method, again if an answer in threads is decoded again.
+
+        Raises:
+            UserError: the method cannot run here.
+        """
+        self.company.open(request, new_sequence)
+        self._running[request.number] = _Running(request, new_sequence)
+        self._new.append(request.number)
+
     def interrupt(self) -> None:
-        """All lanes are lost, and every result that is under way: running requests go on behind what they have said."""
+        """All lanes are lost, and every result that is under way: running requests go on after what they have said."""
         self.company.interrupt()
         self.closed()
         self._updates.clear()
-        self._pausing.clear()
-        self._begun.clear()
-        for reader in self._running.values():
-            reader.interrupted()
+        for number, one in self._running.items():
+            one.opening, one.is_known, one.is_closing = None, False, False
+            self.emit(Interrupted(number))
 
     def drop(self, number: int) -> None:
-        """Forget a running request that has no lane; its reader hears nothing of it."""
+        """Forget a running request that has no lane."""
         self.company.close(number)
         del self._running[number]
-        self._scored.pop(number, None)
-        self._new.discard(number)
+        self.emit(Closed(number))
 
     def cancel(self, number: int) -> None:
         """End a request, whatever it is doing. Nothing happens if it is not running."""
-        if number not in self._running:
-            return
-        self._leave(number, "cancelled")
+        if number in self._running:
+            self._leave(number, "cancelled")
 
-    def _leave(self, number: int, reason: str) -> None:
-        method = self.company.state(number)
+    def _leave(self, number: int, reason: str, bad_stage: int | None = None) -> None:
+        """End a request without a verdict that it could follow."""
+        state = self.company.state(number)
         self.company.close(number)
-        if number in self._begun:
+        if self._running[number].is_known:
             self._close_lanes(number, reason)
-        self._end(number, reason, method)
+        self._end(number, reason, state, bad_stage)
 
     def entering(self) -> Envelope:
         """What enters at the next timestep."""
@@ -146,79 +137,84 @@ class Pool:
             self._pause(number)
         updates, self._updates = self._updates, {}
         for number, update in self.company.propose().items():
-            told = updates.get(number)
-            updates[number] = update if told is None else replace(update, verdict=told.verdict)
-            self._enter(number, update)
-        for number in self._new - self._begun:
-            self._running[number].waits()
-        self._new.clear()
+            known = updates.get(number)
+            updates[number] = update if known is None else replace(update, verdict=known.verdict)
+            if update.opening is not None:
+                one = self._running[number]
+                one.opening, one.is_known, one.is_prefilling, one.num_come = update.opening, True, True, 0
+                self.emit(Opened(number, one.request, one.new_sequence, update.opening))
+        new, self._new = self._new, []
+        for number in new:
+            if number in self._running and not self._running[number].is_known:
+                self.emit(Waits(number))
         return Envelope(tuple(updates.values()))
 
     def take(self, result: Update, timestep: int) -> Verdict | None:
-        """Take a result of the last stage. Returns the verdict as far as the answer goes; None if nobody waits for it."""
-        number = result.number
-        if result.prompt_logprobs and number in self._running and number not in self._pausing:
-            self._running[number].scored(self._scored[number].new(result.prompt_logprobs))
-        if number not in self._running or number in self._pausing or result.verdict is None:
-            if result.verdict is not None and result.verdict.finished is not None and not result.verdict.tokens:
-                self._lanes_closed(number, result.verdict.finished)
+        """Take a result of the last stage. Returns the verdict as far as the answer goes; None if the result is void."""
+        number, verdict, one = result.number, result.verdict, self._running.get(result.number)
+        if one is None or one.is_closing:
+            if verdict is not None and verdict.finished is not None and not verdict.tokens:
+                self._lanes_closed(number, verdict.finished)
             return None
-        if result.verdict.bad_stage is not None:
+        if result.prompt_logprobs:
+            self._score(one, result.prompt_logprobs)
+        if verdict is None:
+            return None
+        if verdict.bad_stage is not None:
             self.company.tally.corrupted += 1
-            self._running[number].corrupted(result.verdict.bad_stage)
-            self._leave(number, "corrupted")
+            self._leave(number, "corrupted", verdict.bad_stage)
             self.company.kv.forget_kept()  # its rows are no prefix for others
-            return result.verdict
-        method = self.company.state(number)
-        verdict = self._running[number].take(result, timestep)
+            return verdict
+        verdict = verdict if self._take is None else self._take(result)
+        one.is_prefilling = False
+        self.emit(Advanced(number, verdict, result.logprobs, timestep))
+        state = None if verdict.finished is None else self.company.state(number)
         self.company.apply(number, verdict)
         self._updates[number] = Update(number, verdict=verdict)
-        if verdict.finished is not None:
-            self._end(number, verdict.finished, method)
+        if verdict.finished is not None and state is not None:
+            self._end(number, verdict.finished, state)
         return verdict
 
     def closed(self) -> None:
         """Every stage has closed all lanes."""
-        closing, self._closing = self._closing, {}
-        for reader in closing.values():
-            reader.closed()
-
-    def _enter(self, number: int, update: Update) -> None:
-        reader = self._running[number]
-        if update.opening is not None:
-            self._begun.add(number)
-            self._scored.setdefault(number, _Scored()).begin()
-            reader.opened(update.opening)
-        if update.step is not None:
-            reader.entered(update.step)
+        closing, self._closing = self._closing, []
+        for number in closing:
+            self.emit(Closed(number))
+        self.emit(Drained())
 
     def _pause(self, number: int) -> None:
         self.company.pause(number)
         self._close_lanes(number, "paused")
-        self._pausing.add(number)
-        self._running[number].waits()
+        one = self._running[number]
+        one.opening, one.is_closing = None, True
+        self.emit(Waits(number))
+
+    def _score(self, one: _Running, logprobs: TokenLogprobs) -> None:
+        known = max(one.num_scored - one.num_come, 0)
+        one.num_come += len(logprobs)
+        one.num_scored = max(one.num_scored, one.num_come)
+        if new := logprobs[known:]:
+            self.emit(Scored(one.request.number, new))
 
     def _close_lanes(self, number: int, reason: str) -> None:
-        """Tell the stages, with what the request has accepted since they were told last."""
+        """Let the stages know, with what the request has accepted since they were last told."""
         known = self._updates.get(number, Update(number)).verdict or Verdict()
         self._updates[number] = Update(number, verdict=Verdict(known.accepted, reason))
 
     def _lanes_closed(self, number: int, reason: str) -> None:
         """The last stage has closed the lane, and so every stage has."""
-        if reason == "paused" and number in self._pausing:
-            self._pausing.discard(number)
+        one = self._running.get(number)
+        if reason == "paused" and one is not None and one.is_closing:
+            one.is_closing = False
             self.company.closed(number)
         elif reason != "paused" and number in self._closing:
-            self._closing.pop(number).closed()
+            self._closing.remove(number)
+            self.emit(Closed(number))
 
-    def _end(self, number: int, reason: str, method: RequestState) -> None:
-        reader = self._running.pop(number)
-        self._scored.pop(number, None)
-        self._new.discard(number)
-        self._pausing.discard(number)
-        reader.ended(reason, method)
-        if number in self._begun:
-            self._begun.discard(number)
-            self._closing[number] = reader
+    def _end(self, number: int, reason: str, state: RequestState, bad_stage: int | None = None) -> None:
+        one = self._running.pop(number)
+        self.emit(Ended(number, reason, state.hits, state.misses, bad_stage))
+        if one.is_known:
+            self._closing.append(number)
         else:
-            reader.closed()
+            self.emit(Closed(number))

@@ -18,7 +18,8 @@ from pipedec.decoding import TimestepTiming
 from pipedec.device import HOST, Device, HostDevice, Mark
 from pipedec.engine.activity import Doing
 from pipedec.engine.emulated_time import Pacer
-from pipedec.engine.recorder import Recorder, Span, Timestep
+from pipedec.engine.recorder import Recorder
+from pipedec.engine.records import Span, Timestep
 from pipedec.engine.sequences import Sequences
 from pipedec.messages import Event, OverranEvent, TraceEvents
 from pipedec.plan.emulation import Emulation

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from pipedec.core import Envelope
 from pipedec.engine.rank_tasks import RankTasks, Wiring
-from pipedec.engine.recorder import Timestep
+from pipedec.engine.records import Timestep
 from pipedec.scheduler.protocol import Granted
 from pipedec.scheduler.workflow import Planned, Task
 

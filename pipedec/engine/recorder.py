@@ -1,7 +1,7 @@
-"""The record of one timestep, to which everything listens that watches the loop: counters, clocks, traces, tuning.
+"""Times the pieces of a rank's work, by marks behind what the rank's device has been given.
 
-A ``Recorder`` on each rank times the pieces of the rank's work, by marks behind what the rank's device has been given: a piece
-ends when the device has done it, maybe long after the call that gives it. On an emulated device pieces last as long as there.
+A piece ends when the device has done it, maybe long after the call that gives it. On an emulated device pieces last as long as
+there.
 """
 
 from __future__ import annotations
@@ -9,47 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from pipedec.core import EMPTY, NO_LOAD, Envelope, Load, Update
+from pipedec.core import NO_LOAD, Load
 from pipedec.decoding import TimestepTiming
 from pipedec.device import Device, HostDevice, Mark, PhaseTimes
 from pipedec.engine.emulated_time import Pacer, TimestepLoad
+from pipedec.engine.records import Span
 
 Item = TypeVar("Item")
-
-
-class Span(NamedTuple):
-    """A piece of a rank's work, as traces show it. Times are seconds of ``time.perf_counter``."""
-
-    label: str
-    category: str
-    began: float
-    ended: float
-
-
-@dataclass(frozen=True)
-class Timestep:
-    """What happened on one rank in one timestep.
-
-    Attributes:
-        number: counted from 1; in task dispatch 0 and less in prefill.
-        entered: rank 0: what entered the pipeline.
-        results: rank 0: what the last stage said of the rows of the oldest timestep in flight.
-        timing: rank 0: how long the timestep took; None while the pipeline fills.
-        load: the rows of every rank, if all are in this process.
-        spans: the pieces of the rank's work.
-        overran: work took longer than on the emulated device.
-    """
-
-    number: int
-    entered: Envelope = EMPTY
-    results: tuple[Update, ...] = ()
-    timing: TimestepTiming | None = None
-    load: TimestepLoad | None = None
-    spans: tuple[Span, ...] = ()
-    overran: bool = False
 
 
 class _Piece(NamedTuple):
@@ -117,11 +85,8 @@ class Recorder:
         """What this thread has computed since ``restart``, on a CPU that others may be using at the same time."""
         return time.thread_time() - self._own_began
 
-    @contextmanager
-    def beside(self, load: TimestepLoad) -> Iterator[None]:
-        """A timestep begins with rank 0's work beside the stages'; it is put into ``load``, the draft forwards apart."""
-        self.restart()
-        yield
+    def note_beside(self, load: TimestepLoad) -> None:
+        """Note in ``load`` what this thread has done since ``restart``, beside the stages; draft forwards apart."""
         load.drafted = [forward for forward, _, _ in self._forwards]
         load.beside_seconds = self.cpu_seconds - self._drafting
 

@@ -1,11 +1,11 @@
-"""What rank 0 counts of a run, for whoever watches it. Knows no client and no Redis."""
+"""The counters of a run, as its clients read them. Knows no client and no Redis."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
 from pipedec.decoding import Company
-from pipedec.engine.recorder import Timestep
+from pipedec.engine.records import Record, Timestep
 from pipedec.messages import Histogram, KVUsage, RunStats
 
 ROW_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)
@@ -29,25 +29,29 @@ class _Counted:
 
 
 class RunCounters:
-    """Listens to rank 0's timesteps.
+    """A listener that counts timesteps; their rows and tokens are counted by the company.
 
     Args:
         company: of the run's requests.
+
+    Attributes:
+        timesteps: so far.
     """
 
     def __init__(self, company: Company) -> None:
         self._company = company
-        self._timesteps = 0
+        self.timesteps = 0
         self._rows = _Counted(ROW_BOUNDS)
         self._seconds = _Counted(SECOND_BOUNDS)
 
-    def note(self, timestep: Timestep) -> None:
-        """Count a timestep."""
-        self._timesteps += 1
-        if rows := timestep.entered.num_rows:
+    def note(self, record: Record) -> None:
+        if not isinstance(record, Timestep):
+            return
+        self.timesteps += 1
+        if rows := record.entered.num_rows:
             self._rows.add(rows)
-        if timestep.timing is not None:
-            self._seconds.add(timestep.timing.seconds)
+        if record.timing is not None:
+            self._seconds.add(record.timing.seconds)
 
     def stats(self) -> RunStats:
         """All that was counted so far."""
@@ -56,7 +60,7 @@ class RunCounters:
             KVUsage(kv.capacity, kv.used_slots, kv.kept_slots, kv.queried_tokens, kv.adopted_tokens, tally.pauses),
             running=company.num_running,
             waiting=company.num_waiting,
-            timesteps=self._timesteps,
+            timesteps=self.timesteps,
             prompt_rows=tally.prompt_rows,
             root_rows=tally.root_rows,
             draft_rows=tally.draft_rows,

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from pipedec.core import EMPTY, Envelope, Update, Verdict
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.engine.rank_zero import RankZero
-from pipedec.engine.recorder import Timestep
+from pipedec.engine.records import Timestep
 from pipedec.scheduler.paper import Facts, initial_tasks, post_process, results_of
 from pipedec.scheduler.protocol import TASKS_TRACE
 from pipedec.scheduler.workflow import Planned

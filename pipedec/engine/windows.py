@@ -13,7 +13,7 @@ from dataclasses import replace
 from pipedec.core import Envelope, Update
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.engine.rank_zero import RankZero
-from pipedec.engine.recorder import Timestep
+from pipedec.engine.records import Timestep
 from pipedec.scheduler.protocol import SESSION_TRACE
 from pipedec.scheduler.transfers import checked_transfers
 from pipedec.scheduler.workflow import Task, after_window, initial_windows

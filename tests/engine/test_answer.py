@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,8 +61,7 @@ class Telling:
         return self.verdict.finished is not None
 
     def completed(self) -> CompletionEvent:
-        method: Any = SimpleNamespace(hits=0, misses=0)
-        return self.answer.completed(method)
+        return self.answer.completed()
 
     def threads(self) -> dict[str, Any]:
         found = self.completed().completion.threads

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipedec.client.reply import Delta, Reply
-from pipedec.core import Accepted, Opening, Request, SamplingParams, TokenLogprobs, UserError, Verdict
+from pipedec.core import Accepted, Request, SamplingParams, TokenLogprobs, UserError, Verdict
 from pipedec.engine.answer import Answer, Said
 from pipedec.engine.sequences import Sequences
 from pipedec.messages import CompletionEvent, Event, LogprobsEvent, ThreadNews
@@ -24,7 +24,6 @@ TARGET = reference_pair() / "target"
 SEQUENCES = Sequences(TARGET)
 PROMPT = (20, 21, 22)
 END = "<|end|>"
-OPENING = Opening(len(PROMPT), SamplingParams())
 # What the threads of an answer say, by path; the children of a thread open where it says so.
 THREADS = {(): f"One.[Fork] Two.[Fork] Three.{END}", (0,): f" first, and on{END}", (1,): f" second{END}"}
 
@@ -90,7 +89,7 @@ def of(
     )
     request = Request(0, PROMPT, params, threads=threads, said=() if threads else heard)
     answer = Answer(request, new_sequence, prompter, 2, threads is not None, brought, known)
-    answer.opened(OPENING)
+    answer.opened()
     return answer
 
 
@@ -147,15 +146,13 @@ def test_threads_said_again_in_any_order_tell_nothing_twice(prompter: Prompter, 
                 verdict, logprobs = telling.step()
                 if verdict.finished is None:
                     client.hear(paused.take(verdict, logprobs)[1])
-        paused.counters.waits()
-        paused.opened(OPENING)
+        paused.opened()
     found = tell_all(paused, Telling(prompter, rng), client)
     assert (client.text, client.token_ids, client.threads) == (heard.text, heard.token_ids, heard.threads)
     assert (found.completion.text, found.completion.token_ids) == (client.text, client.token_ids)
     assert found.completion.finish_reason == wanted.completion.finish_reason
     assert logprobs_of(found, client) == logprobs_of(wanted, heard)
     assert len(client.logprobs) == len(heard.logprobs)
-    assert found.completion.metrics.pauses == len(cuts)
 
 
 @given(st.integers(0, 999), st.integers(1, 20))
@@ -202,7 +199,7 @@ def test_threads_that_are_cancelled_while_they_are_said_again_end_as_they_were_t
     telling = Telling(prompter, rng)
     while len(client.token_ids) < 6:
         client.hear(answer.take(*telling.step())[1])
-    answer.opened(OPENING)
+    answer.opened()
     client.hear(answer.take(*Telling(prompter, rng).step())[1])
     client.hear(answer.take(Verdict((), "cancelled"))[1])
     completion = answer.completed().completion

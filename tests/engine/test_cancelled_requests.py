@@ -8,9 +8,10 @@ from support.memory_scheduler import MemoryScheduler
 from support.processes import wait_until
 
 from pipedec.config import Settings
-from pipedec.core import Opening, Request, SamplingParams, Step, TokenLogprobs, Update, Verdict
-from pipedec.decoding import Company, RequestState
+from pipedec.core import Request, SamplingParams, Update, Verdict
+from pipedec.decoding import Company
 from pipedec.engine.pool import Pool
+from pipedec.engine.records import Ended, Record
 from pipedec.engine.request_queue import RequestQueue
 from pipedec.kv import KVManager
 from pipedec.messages import RunDescription
@@ -53,33 +54,16 @@ def test_one_look_tells_of_a_cancellation_and_the_next_but_one_brings_another_re
         assert [message.number for message in queue.arrivals(1)] == [second]
 
 
-class Listener:
-    """A reader that notes how its request ended."""
-
-    reason = ""
-
-    def waits(self) -> None: ...
-    def opened(self, opening: Opening) -> None: ...
-    def entered(self, step: Step) -> None: ...
-    def scored(self, logprobs: TokenLogprobs) -> None: ...
-    def closed(self) -> None: ...
-
-    def take(self, result: Update, timestep: int) -> Verdict:
-        raise AssertionError("a cancelled request has no verdicts")
-
-    def ended(self, reason: str, method: RequestState) -> None:
-        self.reason = reason
-
-
 def test_a_cancelled_requests_memory_is_free_at_once_and_goes_to_the_next_with_the_same_envelope() -> None:
     company = Company(14, kv=KVManager(160, 16, shares_prefixes=False))
-    pool, readers = Pool(company), [Listener(), Listener()]
-    for number, reader in enumerate(readers):
+    noted: list[Record] = []
+    pool = Pool(company, listeners=[noted.append])
+    for number in range(2):
         request = Request(number, PROMPT, SamplingParams(max_tokens=20), "pp")
-        pool.open(request, partial(single_thread, len(PROMPT), (), 20), reader)
+        pool.open(request, partial(single_thread, len(PROMPT), (), 20))
     assert [update.number for update in pool.entering().updates] == [0], "there is memory for one"
     pool.cancel(0)
-    assert (company.kv.used_slots, readers[0].reason) == (0, "cancelled")
+    assert (company.kv.used_slots, noted[-1]) == (0, Ended(0, "cancelled", 0, 0))
     told, begun = pool.entering().updates
     assert (told.number, told.verdict) == (0, Verdict((), "cancelled"))
     assert begun.number == 1 and begun.opening is not None and begun.step is not None

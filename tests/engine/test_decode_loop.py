@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pipedec.core import NO_MASKS, Envelope, Opening, Request, SamplingParams, Step, TokenLogprobs, Update, Verdict
-from pipedec.decoding import RequestState, TimestepTiming
+from pipedec.core import NO_MASKS, Envelope, Opening, Request, SamplingParams, Update, Verdict
+from pipedec.decoding import TimestepTiming
 from pipedec.engine.loop import decode
 from pipedec.engine.pool import Pool
-from pipedec.engine.recorder import Timestep
+from pipedec.engine.records import Advanced, Closed, Drained, Ended, Interrupted, Opened, Record, Timestep, Waits
 
 TIMING = TimestepTiming(0.01, 0.005, (0.001,))
 Results = tuple[Update, ...]
@@ -19,6 +19,7 @@ Results = tuple[Update, ...]
 
 class FakeMethod:
     masks = NO_MASKS
+    hits, misses = 3, 2
 
 
 class Recorded:
@@ -85,45 +86,49 @@ class Recorded:
     def observe(self, timing: TimestepTiming) -> None:
         self.calls.append("observe")
 
+    def interrupt(self) -> None:
+        self.calls.append("interrupt")
 
-class Listening:
-    """A reader that cuts the verdicts in ``cuts``."""
 
-    def __init__(self, **cuts: Verdict) -> None:
-        self.heard: list[Any] = []
-        self._cuts = cuts
+Heard = dict[int, list[Any]]
 
-    def waits(self) -> None:
-        self.heard.append("waits")
 
-    def opened(self, opening: Opening) -> None:
-        self.heard.append("opened")
+def short(record: Record) -> Any:
+    """A record in few characters."""
+    match record:
+        case Waits():
+            return "waits"
+        case Opened():
+            assert record.opening is OPENING and record.request.number == record.number and record.is_prefilling
+            return "opened"
+        case Advanced():
+            return record.verdict
+        case Ended():
+            assert (record.hits, record.misses, record.bad_stage) == (3, 2, None)
+            return record.reason
+        case Closed():
+            return "closed"
+        case Interrupted():
+            return "interrupted"
+    raise AssertionError(record)
 
-    def entered(self, step: Step) -> None:
-        self.heard.append(("entered", step))
 
-    def scored(self, logprobs: TokenLogprobs) -> None:
-        self.heard.append(("scored", logprobs))
+def pool_of(recorded: Recorded, *numbers: int, **cuts: Verdict) -> tuple[Pool, Heard]:
+    """A pool of requests that cuts verdicts on the token of a name, and what it emits of each request."""
 
-    def take(self, result: Update, timestep: int) -> Verdict:
+    def take(result: Update) -> Verdict:
         assert result.verdict is not None
-        verdict = self._cuts.get(f"at_{timestep}", result.verdict)
-        self.heard.append(verdict)
-        return verdict
+        return cuts.get(f"at_{result.verdict.tokens[0]}", result.verdict)
 
-    def ended(self, reason: str, method: RequestState) -> None:
-        self.heard.append(reason)
+    def note(record: Record) -> None:
+        if not isinstance(record, Timestep | Drained):
+            heard.setdefault(record.number, []).append(short(record))
 
-    def closed(self) -> None:
-        self.heard.append("closed")
-
-
-def pool_of(recorded: Recorded, *numbers: int, reader: Listening | None = None) -> tuple[Pool, dict[int, Listening]]:
-    pool = Pool(recorded)  # type: ignore[arg-type]
-    readers = {number: reader or Listening() for number in numbers}
-    for number, each in readers.items():
-        pool.open(Request(number, (1, 2)), None, each)  # type: ignore[arg-type]
-    return pool, readers
+    heard: Heard = {}
+    pool = Pool(recorded, take, [note])  # type: ignore[arg-type]
+    for number in numbers:
+        pool.open(Request(number, (1, 2)), None)  # type: ignore[arg-type]
+    return pool, heard
 
 
 def says(number: int, *tokens: int, finished: str | None = None) -> Update:
@@ -136,7 +141,7 @@ FIRST, LAST = Verdict.of(3), Verdict.of(4, 5, finished="stop")
 
 def test_a_timestep_is_propose_advance_accept_apply() -> None:
     recorded = Recorded((says(0, 3),), (), (says(0, 4, 5, finished="stop"),))
-    pool, readers = pool_of(recorded, 0)
+    pool, heard = pool_of(recorded, 0)
     assert list(decode(pool, recorded)) == [(0, FIRST), (0, LAST)]  # type: ignore[arg-type]
     assert recorded.calls == [
         ("advance", 1, [(0, OPENING, None)]), "draft", "observe",
@@ -146,28 +151,26 @@ def test_a_timestep_is_propose_advance_accept_apply() -> None:
         ("apply", 0, LAST),
         ("close", Envelope((Update(0, verdict=LAST),))),
     ]  # fmt: skip
-    assert readers[0].heard == ["opened", FIRST, LAST, "stop", "closed"]
+    assert heard[0] == ["opened", FIRST, LAST, "stop", "closed"]
 
 
 def test_requests_end_and_begin_in_the_same_timestep() -> None:
     recorded = Recorded((says(0, 3, finished="length"),), (says(1, 7, finished="length"),))
-    pool, _ = pool_of(recorded, 0)
-    late = Listening()
+    pool, heard = pool_of(recorded, 0)
 
     def admit() -> None:
-        if not pool.is_busy and not late.heard:
-            pool.open(Request(1, (1, 2)), None, late)  # type: ignore[arg-type]
-            late.heard.append("opened")
+        if not pool.is_busy and 1 not in heard:
+            pool.open(Request(1, (1, 2)), None)  # type: ignore[arg-type]
 
     verdicts = [number for number, _ in decode(pool, recorded, admit)]  # type: ignore[arg-type]
     assert verdicts == [0, 1]
     assert recorded.calls[4] == ("advance", 2, [(0, None, Verdict.of(3, finished="length")), (1, OPENING, None)])
 
 
-def test_what_a_reader_cuts_is_what_method_and_pipeline_get() -> None:
+def test_what_is_cut_is_what_method_and_pipeline_get() -> None:
     cut = Verdict.of(4, finished="stop")
     recorded = Recorded((says(0, 3),), (says(0, 4, 5),))
-    pool, _ = pool_of(recorded, 0, reader=Listening(at_2=cut))
+    pool, _ = pool_of(recorded, 0, at_4=cut)
     assert [verdict for _, verdict in decode(pool, recorded)] == [FIRST, cut]  # type: ignore[arg-type]
     assert recorded.calls[-2:] == [("apply", 0, cut), ("close", Envelope((Update(0, verdict=cut),)))]
 
@@ -176,17 +179,17 @@ def test_late_results_of_an_ended_request_are_void_and_its_echo_closes_it() -> N
     recorded = Recorded(
         (says(0, 3, finished="length"), says(1, 5)), (says(0, 9, 9),), (says(0, finished="length"), says(1, 6, finished="stop"))
     )
-    pool, readers = pool_of(recorded, 0, 1)
+    pool, heard = pool_of(recorded, 0, 1)
     verdicts = list(decode(pool, recorded))  # type: ignore[arg-type]
     assert [number for number, _ in verdicts] == [0, 1, 1]
-    assert readers[0].heard == ["opened", Verdict.of(3, finished="length"), "length", "closed"]
-    assert readers[1].heard[-2:] == ["stop", "closed"]
+    assert heard[0] == ["opened", Verdict.of(3, finished="length"), "length", "closed"]
+    assert heard[1][-2:] == ["stop", "closed"]
 
 
 def test_a_request_is_cancelled_with_what_it_has_accepted() -> None:
     """The stages get the accepted tokens and the end in one verdict."""
     recorded = Recorded((says(0, 3), says(1, 4)), (says(1, 6, finished="stop"),))
-    pool, readers = pool_of(recorded, 0, 1)
+    pool, heard = pool_of(recorded, 0, 1)
     verdicts = decode(pool, recorded)  # type: ignore[arg-type]
     assert [next(verdicts)[0], next(verdicts)[0]] == [0, 1]
     pool.cancel(0)
@@ -194,16 +197,16 @@ def test_a_request_is_cancelled_with_what_it_has_accepted() -> None:
     assert [number for number, _ in verdicts] == [1]
     cancelled = Verdict(FIRST.accepted, "cancelled")
     assert ("advance", 2, [(0, None, cancelled), (1, None, Verdict.of(4))]) in recorded.calls
-    assert readers[0].heard == ["opened", FIRST, "cancelled", "closed"]
+    assert heard[0] == ["opened", FIRST, "cancelled", "closed"]
 
 
 def test_a_request_that_is_cancelled_before_it_enters_is_never_opened() -> None:
     recorded = Recorded()
-    pool, readers = pool_of(recorded, 0)
+    pool, heard = pool_of(recorded, 0)
     pool.cancel(0)
     assert list(decode(pool, recorded)) == []  # type: ignore[arg-type]
     assert recorded.calls == [("close", 0), ("close", Envelope())]
-    assert readers[0].heard == ["cancelled", "closed"]
+    assert heard[0] == ["cancelled", "closed"]
 
 
 PAUSED, ECHO = Verdict(FIRST.accepted, "paused"), says(0, finished="paused")
@@ -213,7 +216,7 @@ REST = Verdict.of(9, finished="length")
 def test_a_paused_request_goes_on_once_every_stage_has_closed_its_lane() -> None:
     """What still comes out of the old lane is void, and will be said again."""
     recorded = Recorded((says(0, 3),), (says(0, 7, 7),), (ECHO,), (Update(0, verdict=REST),))
-    pool, readers = pool_of(recorded, 0)
+    pool, heard = pool_of(recorded, 0)
     verdicts = decode(pool, recorded)  # type: ignore[arg-type]
     assert next(verdicts) == (0, FIRST)
     recorded.short = [0]
@@ -225,14 +228,14 @@ def test_a_paused_request_goes_on_once_every_stage_has_closed_its_lane() -> None
         ("advance", 4, [(0, OPENING, None)]), ("apply", 0, REST),
         ("close", Envelope((Update(0, verdict=REST),))),
     ]  # fmt: skip
-    assert readers[0].heard == ["opened", FIRST, "waits", "opened", REST, "length", "closed"]
+    assert heard[0] == ["opened", FIRST, "waits", "opened", REST, "length", "closed"]
 
 
 def test_a_request_without_memory_waits_and_hears_so_once() -> None:
     recorded = Recorded((), (says(0, 3, finished="length"),), (says(1, 5, finished="length"),), room=1)
-    pool, readers = pool_of(recorded, 0, 1)
+    pool, heard = pool_of(recorded, 0, 1)
     assert [number for number, _ in decode(pool, recorded)] == [0, 1]  # type: ignore[arg-type]
-    assert readers[1].heard == ["waits", "opened", Verdict.of(5, finished="length"), "length", "closed"]
+    assert heard[1] == ["waits", "opened", Verdict.of(5, finished="length"), "length", "closed"]
     assert ("pause", 1) not in recorded.calls
 
 
@@ -243,7 +246,7 @@ CANCELLED = says(0, finished="cancelled")
 def test_a_paused_request_is_cancelled(echoes: tuple[Results, ...]) -> None:
     """The stages are told, so that they report what they have to say of it; none of its echoes is taken for another's."""
     recorded = Recorded((says(0, 3), says(1, 4)), *echoes, (says(1, 6, finished="stop"),))
-    pool, readers = pool_of(recorded, 0, 1)
+    pool, heard = pool_of(recorded, 0, 1)
     timesteps = iter(range(1, 9))
 
     def admit() -> None:
@@ -255,14 +258,46 @@ def test_a_paused_request_is_cancelled(echoes: tuple[Results, ...]) -> None:
 
     assert [number for number, _ in decode(pool, recorded, admit)] == [0, 1, 1]  # type: ignore[arg-type]
     assert ("advance", 3, [(0, None, Verdict((), "cancelled"))]) in recorded.calls
-    assert readers[0].heard == ["opened", FIRST, "waits", "cancelled", "closed"]
+    assert heard[0] == ["opened", FIRST, "waits", "cancelled", "closed"]
     assert recorded.calls.count(("closed", 0)) == (echoes[0] != ())
 
 
 def test_listeners_get_every_timestep_and_timings_only_of_a_full_pipeline() -> None:
-    heard: list[Timestep] = []
+    noted: list[Record] = []
     recorded = Recorded((says(0, 3),), (), (says(0, 4, finished="length"),), filling=2)
     pool, _ = pool_of(recorded, 0)
-    list(decode(pool, recorded, listeners=(heard.append,)))  # type: ignore[arg-type]
-    assert [timestep.number for timestep in heard] == [1, 2, 3]
+    pool.listeners.append(noted.append)
+    list(decode(pool, recorded))  # type: ignore[arg-type]
+    assert [record.number for record in noted if isinstance(record, Timestep)] == [1, 2, 3]
     assert recorded.calls.count("observe") == 1
+
+
+def test_records_come_in_the_order_in_which_things_happen() -> None:
+    """What enters is in the record of its timestep, before the verdicts; tokens are accepted before their answer ends."""
+    noted: list[Record] = []
+    recorded = Recorded((says(0, 3),), (says(0, 4, finished="length"),))
+    pool, _ = pool_of(recorded, 0)
+    pool.listeners.append(noted.append)
+    list(decode(pool, recorded))  # type: ignore[arg-type]
+    assert [type(record) for record in noted] == [Opened, Timestep, Advanced, Timestep, Advanced, Ended, Closed, Drained]
+    first = noted[1]
+    assert isinstance(first, Timestep) and [update.opening for update in first.entered.updates] == [OPENING]
+    assert [record.timestep for record in noted if isinstance(record, Advanced)] == [1, 2]
+
+
+def test_a_listener_that_joins_late_learns_what_has_a_lane() -> None:
+    recorded = Recorded((says(0, 3), says(1, 4)), (), room=2)
+    pool, heard = pool_of(recorded, 0, 1, 2)
+    assert pool.opened() == []
+    verdicts = decode(pool, recorded)  # type: ignore[arg-type]
+    next(verdicts)
+    assert [(opened.number, opened.is_prefilling) for opened in pool.opened()] == [(0, False), (1, True)]
+    next(verdicts)
+    recorded.short = [0]
+    pool.entering()
+    assert [(opened.number, opened.opening) for opened in pool.opened()] == [(1, OPENING)]
+    pool.interrupt()
+    assert pool.opened() == []
+    assert [heard[number][-1] for number in range(3)] == ["interrupted"] * 3
+    pool.drop(2)
+    assert heard[2] == ["waits", "interrupted", "closed"] and pool.numbers == {0, 1}

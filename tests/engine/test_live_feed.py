@@ -82,13 +82,20 @@ def follow(frames: Sequence[Frame]) -> dict[int, Followed]:
 class Watched:
     """A pipeline with a feed."""
 
-    def __init__(self, pair: Pair, **changes: Any) -> None:
+    def __init__(self, pair: Pair, is_watched: bool = True, **changes: Any) -> None:
         spec = replace(pair.spec(STAGES), **changes)
         self.pipeline, self.frames = LocalPipeline.load(spec), list[Frame]()
         self.prompter = Prompter(pair.target, 2048)
         about = {"run": "here", "epoch": 0, "stages": STAGES, "groups": STAGES, "target": "t", "draft": "d"}
-        self.feed = self.pipeline.feed = LiveFeed(about, self.prompter.text, self.frames.extend)
-        self.feed.watcher = "somebody"
+        self.feed = LiveFeed(about, self.prompter.text, self._said, self.frames.extend)
+        if is_watched:
+            self.watch()
+
+    def watch(self, watcher: str = "somebody") -> None:
+        self.feed.follow(watcher, self.pipeline.pool, len(self.pipeline.fill))
+
+    def _said(self, number: int) -> str:
+        return self.text(self.pipeline.answers[number].token_ids)
 
     def ask(self, *requests: Request) -> dict[int, Followed]:
         for _ in self.pipeline.run_all({1 + 3 * place: [request] for place, request in enumerate(requests)}):
@@ -128,13 +135,12 @@ def test_requests_in_company_are_told_apart(pair: Pair) -> None:
 
 
 def test_who_begins_to_watch_is_told_what_runs_and_knows_all_rows_from_the_next_miss_on(pair: Pair) -> None:
-    watched = Watched(pair)
-    watched.feed.watcher = ""
+    watched = Watched(pair, is_watched=False)
     request = watched.request(0, "pipedec")
     for place, _ in enumerate(watched.pipeline.run_all({1: [request]})):
         assert place > 5 or not watched.frames
         if place == 5:
-            watched.feed.watcher = "somebody"
+            watched.watch()
     run, opened, *rest = watched.frames
     answer = watched.pipeline.last
     assert (run["k"], opened["k"], opened["said"]) == ("run", "open", watched.text(answer.token_ids[:6]))
@@ -145,7 +151,11 @@ def test_who_begins_to_watch_is_told_what_runs_and_knows_all_rows_from_the_next_
 
 
 def test_nobody_watches_and_nothing_is_built(pair: Pair) -> None:
-    watched = Watched(pair)
-    watched.feed.watcher = ""
+    watched = Watched(pair, is_watched=False)
+    asked = len(watched.pipeline.pool.listeners)
     watched.ask(watched.request(0, "pipedec-bestfirst"))
     assert watched.frames == []
+    watched.watch()
+    assert [frame["k"] for frame in watched.frames] == ["run"] and len(watched.pipeline.pool.listeners) == asked + 1
+    watched.watch("")
+    assert len(watched.pipeline.pool.listeners) == asked, "it costs nothing any more"

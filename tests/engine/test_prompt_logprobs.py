@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest.mock import Mock
-
 import pytest
 import torch
 from msgspec.structs import replace
@@ -15,6 +13,7 @@ from pipedec.core import Request, SamplingParams, TokenLogprobs, Update, UserErr
 from pipedec.decoding import Company
 from pipedec.engine.local import LocalAnswer, LocalPipeline
 from pipedec.engine.pool import Pool
+from pipedec.engine.records import Record, Scored
 from pipedec.threads import load_dialect, single_thread
 
 PROMPT = tuple(7 + (31 * index * index) % 290 for index in range(150))  # several chunks
@@ -89,19 +88,20 @@ def test_an_answer_that_is_resumed_scores_its_prompt_only(pair: Pair, expected: 
 
 
 def test_a_pause_in_the_middle_of_a_prompt() -> None:
-    pool, reader, rows = Pool(Company(2)), Mock(), tuple(((token, -1.0),) for token in range(9))
-    pool.open(Request(0, PROMPT, ASKED, "pp"), lambda: single_thread(len(PROMPT), (), 6), reader)
+    noted, rows = list[Record](), tuple(((token, -1.0),) for token in range(9))
+    pool = Pool(Company(2), listeners=[noted.append])
+    pool.open(Request(0, PROMPT, ASKED, "pp"), lambda: single_thread(len(PROMPT), (), 6))
 
     def begin() -> None:
         pool.interrupt()
         assert [one.opening is not None for one in pool.entering().updates] == [True]
 
     def scored(*chunks: TokenLogprobs) -> TokenLogprobs:
-        """What the reader learns of these results."""
-        reader.scored.reset_mock()
+        """What listeners learn of these results."""
+        noted.clear()
         for chunk in chunks:
             assert pool.take(Update(0, prompt_logprobs=chunk), 1) is None
-        return tuple(row for call in reader.scored.call_args_list for row in call.args[0])
+        return tuple(row for record in noted if isinstance(record, Scored) for row in record.logprobs)
 
     begin()
     assert scored(rows[:3], rows[3:5]) == rows[:5]

@@ -12,7 +12,7 @@ from pipedec.core import Envelope, Request, SamplingParams, Step, Update
 from pipedec.decoding import Company, TimestepTiming
 from pipedec.decoding.tally import POSITIONS, Tally
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.recorder import Timestep
+from pipedec.engine.records import Timestep
 from pipedec.engine.run_counters import ROW_BOUNDS, SECOND_BOUNDS, RunCounters
 from pipedec.kv import KVManager
 from pipedec.messages import RunStats

@@ -21,13 +21,14 @@ from msgspec.structs import replace
 from support.toy_dialects import END, IDS, TAGS, TEXTS, behind
 from torch import Tensor
 
-from pipedec.core import Envelope, Opening, Request, SamplingParams, Step, TokenLogprobs, Update, Verdict
-from pipedec.decoding import Company, RequestState, TimestepTiming
+from pipedec.core import Envelope, Opening, Request, SamplingParams, Step, Update
+from pipedec.decoding import Company, TimestepTiming
 from pipedec.engine.emulated_time import Pacer
 from pipedec.engine.local import LocalStages
 from pipedec.engine.loop import decode
 from pipedec.engine.pool import Pool
-from pipedec.engine.recorder import Recorder, Timestep
+from pipedec.engine.recorder import Recorder
+from pipedec.engine.records import Timestep
 from pipedec.forest import Forest
 from pipedec.kv import KVManager
 from pipedec.methods import applicable_options
@@ -274,21 +275,6 @@ class MarkedDrafter:
         return [(token, 0.6 / 2**place) for place, token in enumerate(tokens)]
 
 
-class Answer:
-    """A request's reader: it takes everything."""
-
-    def waits(self) -> None: ...
-    def opened(self, opening: Opening) -> None: ...
-    def entered(self, step: Step) -> None: ...
-    def scored(self, logprobs: TokenLogprobs) -> None: ...
-    def ended(self, reason: str, method: RequestState) -> None: ...
-    def closed(self) -> None: ...
-
-    def take(self, result: Update, timestep: int) -> Verdict:
-        assert result.verdict is not None
-        return result.verdict
-
-
 class Rehearsal:
     """Answers by ``method`` through marked stages, each in a group of its own.
 
@@ -338,7 +324,7 @@ class Rehearsal:
             self._timestep = max(self._timestep, self._arrivals[0][0])
         while self._arrivals and self._arrivals[0][0] <= self._timestep:
             _, request = self._arrivals.pop(0)
-            self.pool.open(request, self._recorded(request), Answer())
+            self.pool.open(request, self._recorded(request))
 
     def _recorded(self, request: Request) -> NewSequence:
         """Makes sequences of an answer, the newest of which is that of ``sequences``."""

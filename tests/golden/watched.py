@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 
 from golden.pipelines import Models
 from pipedec.core import Metrics, Request
-from pipedec.engine.recorder import Timestep
+from pipedec.engine.records import Record, Timestep
 
 COUNTERS = ("timesteps", "hits", "misses", "draft_tokens", "cached_tokens", "pauses")
 STATS = ("prompt_rows", "root_rows", "draft_rows", "mask_rows", "drafts", "accepted_tokens", "accepted_per_pos")
@@ -31,7 +31,8 @@ def watched(models: Models, arrivals: Mapping[int, Iterable[Request]]) -> dict[s
     """The schedule of requests that arrive at these timesteps in a pipeline that has learned nothing yet."""
     kv, pruned = models.new_kv(), [stage.pruned_rows for stage in models.stages]
     pipeline = models.pipeline(kv)
-    watcher = pipeline.feed = _Watcher(lambda: kv.used_slots)  # type: ignore[assignment]
+    watcher = _Watcher(lambda: kv.used_slots)
+    pipeline.pool.listeners.append(watcher.note)
     for _ in pipeline.run_all(arrivals):
         continue
     pipeline.forget_prefixes()
@@ -48,7 +49,7 @@ def watched(models: Models, arrivals: Mapping[int, Iterable[Request]]) -> dict[s
 
 
 class _Watcher:
-    """A feed that keeps what the record is made of.
+    """A listener that keeps what the record is made of.
 
     Attributes:
         lines: of the timesteps.
@@ -60,15 +61,11 @@ class _Watcher:
         self.drafted: list[int] = []
         self._kv_cells = kv_cells
 
-    def watched(self, answer: Any, *_: object) -> Any:
-        return answer
-
-    def note(self, timestep: Timestep) -> None:
-        assert timestep.load is not None
-        drafted = [load.rows for load in timestep.load.drafted]
+    def note(self, record: Record) -> None:
+        if not isinstance(record, Timestep):
+            return
+        assert record.load is not None
+        drafted = [load.rows for load in record.load.drafted]
         self.drafted += drafted
-        computed = {rank: load.rows for rank, load in timestep.load.computed.items()}
+        computed = {rank: load.rows for rank, load in record.load.computed.items()}
         self.lines.append(line(computed, drafted, self._kv_cells()))
-
-    def flush(self) -> None:
-        """Everything has been noted."""

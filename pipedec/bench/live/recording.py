@@ -73,8 +73,11 @@ def _record_one(config: RecordingConfig, shape: Shape, method: str) -> list[Fram
         frames.extend(told)
         reading.note(told)
 
-    pipeline.feed = LiveFeed(_about(shape, method), prompter.text, keep, now_us)
-    pipeline.feed.watcher = "recording"
+    def said(number: int) -> str:
+        """The answer, but for an unfinished character at its end."""
+        return prompter.text(pipeline.answers[number].token_ids).rstrip("\ufffd")
+
+    LiveFeed(_about(shape, method), prompter.text, said, keep, now_us).follow("recording", pipeline.pool, 0)
     told = 0
     for _ in pipeline.run(_request(config, prompter, method)):
         if now_us() >= told + _STATS_US:

@@ -34,7 +34,6 @@ from pipedec.decoding import Company, TimestepTiming
 from pipedec.engine.admission import Admission
 from pipedec.engine.answer import Answer
 from pipedec.engine.draft_loop import DraftLoop
-from pipedec.engine.pool import Pool
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.model import KVCache, LaneRows
 from pipedec.scheduler import GrantedTask
@@ -143,7 +142,7 @@ class ScriptedOptions(MethodOptions, frozen=True):
 
 
 class ScriptedMethod:
-    """What a company and a reader of answers ask a method for."""
+    """What a company and its pool ask a method for."""
 
     masks = NO_MASKS
     has_drafter = False
@@ -229,8 +228,7 @@ class ScriptedDraftLoop(DraftLoop):
     def __init__(self, probe: Probe, client: ClientCalls, wiring: Wiring) -> None:
         super().__init__(cast(Prompter, OneWordPrompter()), None, 0, wiring)
         self._client = client
-        self._company = cast(Company, ScriptedCompany(probe))
-        self._pool = Pool(self._company)
+        self._company = self._pool.company = cast(Company, ScriptedCompany(probe))
         self._admission = cast(Admission, ScriptedAdmission(wiring.topology.num_stages))
         self._probe = probe
 

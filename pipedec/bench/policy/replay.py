@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pipedec.bench.policy.drafter import RecordedDrafter
 from pipedec.bench.policy.losses import Losses, losses
-from pipedec.core import Metrics, Opening, Request, Step, TokenLogprobs, Update, Verdict
-from pipedec.decoding import Company, Experience, RequestState
+from pipedec.core import Envelope, Metrics, Opening, Request
+from pipedec.decoding import Company, Experience
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import Choices
 from pipedec.engine.counters import Counters
@@ -23,7 +23,8 @@ from pipedec.engine.emulated_time import EmulatedClock, Pacer
 from pipedec.engine.local import LocalStages
 from pipedec.engine.loop import decode
 from pipedec.engine.pool import Pool
-from pipedec.engine.recorder import Recorder, Timestep
+from pipedec.engine.recorder import Recorder
+from pipedec.engine.records import Advanced, Ended, Opened, Record, Timestep
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.kv import KVManager
 from pipedec.plan.emulation import Emulation
@@ -95,69 +96,33 @@ class ReplayedAnswer:
     Attributes:
         answer: the tokens that the target generates.
         began: when its first row entered the pipeline, or at first when it arrived there.
-        events: when tokens were accepted, and how many.
         metrics: its counters; their seconds are emulated.
+        events: when tokens were accepted, and how many.
         rows: of the request that have entered.
-        known: ``answer``, and when its rows passed the last stage.
         is_proposed: for each token whether a draft source had proposed it before it was accepted.
+        drafted: the same for tokens that a draft model has proposed, when the answer has ended; empty without one.
+        known: ``answer``, and when its rows passed the last stage.
     """
 
     request: Request
     answer: tuple[int, ...]
-    now: Callable[[], float]
-    drafter: RecordedDrafter | None = None
+    began: float
     metrics: Metrics = field(default_factory=Metrics)
     events: list[tuple[float, int]] = field(default_factory=list)
     rows: int = 0
     is_proposed: list[bool] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
     finished: str | None = None
+    has_opened: bool = False
 
     def __post_init__(self) -> None:
-        self.began = self.now()
         self.known = KnownAnswer(self.answer)
-        self._counters = Counters(self.metrics, self.now)
-        self._drafted: list[bool] = []
-
-    def waits(self) -> None:
-        self._counters.waits()
-
-    def interrupted(self) -> None:
-        """Only clusters lose ranks."""
-
-    def opened(self, opening: Opening) -> None:
-        if self._counters.opened(opening) == 1:
-            self.began = self.now()
-
-    def entered(self, step: Step) -> None:
-        self.rows += step.num_rows
-        self._counters.entered(step)
-
-    def take(self, result: Update, timestep: int) -> Verdict:
-        assert result.verdict is not None
-        self._counters.accepted(timestep)
-        self.events.append((self.now(), len(result.verdict.tokens)))
-        if result.verdict.finished and self.drafter is not None:
-            self._drafted = self.drafter.proposed(result.number, self.answer)  # before the method closes it
-        return result.verdict
-
-    def scored(self, logprobs: TokenLogprobs) -> None:
-        """Nothing was recorded of prompts."""
-
-    def corrupted(self, stage: int) -> None:
-        """Nothing is computed here."""
-
-    def ended(self, reason: str, method: RequestState) -> None:
-        self.finished = reason
-        self._counters.ended(method)
-
-    def closed(self) -> None:
-        """Nothing is left to do."""
 
     def cost(self, passage: int) -> Replayed:
         """The cost of an answer that was alone in a pipeline of ``passage`` timesteps."""
         metrics, is_proposed = self.metrics, self.is_proposed
-        if self._drafted:
-            is_proposed = [one or other for one, other in zip(is_proposed, self._drafted, strict=True)]
+        if self.drafted:
+            is_proposed = [one or other for one, other in zip(is_proposed, self.drafted, strict=True)]
         entries = [arrival - (self.known.prefilled or 0) - (passage - 1) for arrival in self.known.arrivals]
         causes = losses(entries, is_proposed[:-1], passage)
         decode_ms = 1000 * metrics.decode_seconds
@@ -200,7 +165,8 @@ class ReplayedPipeline:
         recorder = Recorder(Pacer(None, 0))
         timed = None if drafter is None else TimedDrafter(drafter, recorder.drafting)
         company = Company(self._groups, timed, knee=emulation.knee, experience=experience, kv=kv)
-        self._pool = Pool(company)
+        self._counters = Counters(self.clock.seconds)
+        self._pool = Pool(company, listeners=[self._counters.note, self._note])
         slots, block, last = company.kv.capacity, company.kv.block, topology.num_stages
         workers = [StageWorker(no_layers(), sequence_of, slots=slots, block=block, stage=stage) for stage in range(1, last)]
         workers.append(AnsweringStage(self._known, lambda: self.timesteps, slots, block, last))
@@ -222,8 +188,9 @@ class ReplayedPipeline:
             UserError: as ``check``.
         """
         self.check(request)
-        replayed = ReplayedAnswer(request, answer, self.clock.seconds, self._drafter)
-        self._pool.open(request, partial(single_thread, len(request.prompt_token_ids), (), len(answer)), replayed)
+        replayed = ReplayedAnswer(request, answer, self.clock.seconds())
+        self._pool.open(request, partial(single_thread, len(request.prompt_token_ids), (), len(answer)))
+        self._counters.begin(request.number, replayed.metrics)
         self._answers[request.number] = replayed
         return replayed
 
@@ -233,7 +200,7 @@ class ReplayedPipeline:
         Args:
             admit: called before every timestep; may ``begin`` requests, and let time pass while none is running.
         """
-        for number, verdict in decode(self._pool, self._stages, admit, (self._note,)):
+        for number, verdict in decode(self._pool, self._stages, admit):
             replayed = self._answers[number]
             replayed.is_proposed += self._experience.take_proposed(len(verdict.tokens))
             yield replayed
@@ -248,10 +215,32 @@ class ReplayedPipeline:
     def _known(self, number: int, opening: Opening) -> KnownAnswer:
         return self._answers[number].known
 
-    def _note(self, timestep: Timestep) -> None:
+    def _note(self, record: Record) -> None:
+        match record:
+            case Timestep():
+                self._note_timestep(record)
+            case Opened() if not self._answers[record.number].has_opened:
+                replayed = self._answers[record.number]
+                replayed.has_opened, replayed.began = True, self.clock.seconds()
+            case Advanced():
+                replayed = self._answers[record.number]
+                replayed.events.append((self.clock.seconds(), len(record.verdict.tokens)))
+                if record.verdict.finished and self._drafter is not None:
+                    replayed.drafted = self._drafter.proposed(record.number, replayed.answer)  # before the method closes it
+            case Ended():
+                self._answers[record.number].finished = record.reason
+
+    def _note_timestep(self, timestep: Timestep) -> None:
         assert timestep.load is not None
         self.timesteps += 1
         self.own_seconds += timestep.load.deciding_seconds + timestep.load.beside_seconds
-        self.fill.append(self._stages.fill)
+        self.fill.append(list(map(_rows_of, self._stages.arrived)))
+        for number, rows in _rows_of(timestep.entered).items():
+            self._answers[number].rows += rows
         if self._kv is not None:
             self.kv_slots.append(self._kv.used_slots)
+
+
+def _rows_of(message: Envelope) -> dict[int, int]:
+    """By request, the number of its rows."""
+    return {update.number: update.step.num_rows for update in message.updates if update.step is not None}
