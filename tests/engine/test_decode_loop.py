@@ -293,7 +293,7 @@ def test_a_listener_that_joins_late_learns_what_has_a_lane() -> None:
     next(verdicts)
     assert [(opened.number, opened.is_prefilling) for opened in pool.opened()] == [(0, False), (1, True)]
     next(verdicts)
-    recorded.short = [0]
+    recorded.short, recorded.room = [0], 1
     pool.entering()
     assert [(opened.number, opened.opening) for opened in pool.opened()] == [(1, OPENING)]
     pool.interrupt()

@@ -150,6 +150,18 @@ def test_who_begins_to_watch_is_told_what_runs_and_knows_all_rows_from_the_next_
     assert roots
 
 
+def test_who_begins_to_watch_beside_others_is_told_what_runs_and_no_row_has_two_numbers(pair: Pair) -> None:
+    watched = Watched(pair)
+    for place, _ in enumerate(watched.pipeline.run_all({1: [watched.request(0, "pipedec")]})):
+        if place == 5:
+            watched.watch("somebody else")
+    assert [frame["k"] for frame in watched.frames if frame["k"] != "step"] == ["run", "open", "run", "open", "close"]
+    steps = [frame for frame in watched.frames if frame["k"] == "step"]
+    assert [frame["t"] for frame in steps] == list(range(1, len(watched.pipeline.fill) + 1))
+    numbers = [row[0] for frame in steps for one in frame["in"] for row in one["rows"]]
+    assert numbers == list(range(len(numbers)))
+
+
 def test_nobody_watches_and_nothing_is_built(pair: Pair) -> None:
     watched = Watched(pair, is_watched=False)
     asked = len(watched.pipeline.pool.listeners)
