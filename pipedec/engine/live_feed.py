@@ -28,7 +28,7 @@ class LiveFeed:
     Args:
         about: of the source, for its first frame: ``run`` (its name), ``epoch``, ``stages``, ``groups``, ``target``, …
         text: of token ids.
-        said: the answer so far, by request.
+        said: returns the text of an answer so far, by the number of its request.
         send: is given frames, in order. It must not wait.
         now_us: the time in microseconds.
 

@@ -46,7 +46,7 @@ class Pool:
 
     Args:
         take: decides how far answers go: called with each result that has a verdict, returns the verdict, cut and finished where
-            the answer ends earlier. None if no answer ends earlier than the last stage says.
+            the answer ends earlier. None if no answer does.
 
     Attributes:
         company: the methods of all running requests, and their memory.
@@ -104,7 +104,7 @@ class Pool:
         self._new.append(request.number)
 
     def interrupt(self) -> None:
-        """All lanes are lost, and every result that is under way: running requests go on after what they have said."""
+        """All lanes are lost, and every result that is under way: running requests go on after their last accepted token."""
         self.company.interrupt()
         self.closed()
         self._updates.clear()

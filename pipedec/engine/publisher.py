@@ -59,7 +59,7 @@ class Publisher:
         self._asked[answer.request.number] = _Asked(answer, goes_on, began_us)
 
     def text(self, number: int) -> str:
-        """What a running request has said so far."""
+        """The text of a running request so far."""
         return self._asked[number].answer.completion.text
 
     def take(self, result: Update) -> Verdict:
