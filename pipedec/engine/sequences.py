@@ -16,7 +16,7 @@ from pipedec.grammar import Grammar, Vocabulary
 from pipedec.model import ModelConfig
 from pipedec.text.prompt import load_tokenizer
 from pipedec.text.tokenizer import Tokenizer
-from pipedec.threads import BoundDialect, Dialect, NewSequence, Sequence, bind, replay, single_thread
+from pipedec.threads import BoundDialect, Dialect, NewSequence, Sequence, ThreadedSequence, bind, replay
 
 
 class Sequences:
@@ -51,14 +51,14 @@ class Sequences:
         new_sequence: NewSequence
         ends = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self._config.eos_token_ids)
         if dialect is None and structure is not None:
-            new_sequence = partial(self._structured, structure, partial(single_thread, prompt_length, ends, sampling.max_tokens))
+            new_sequence = partial(self._structured, structure, partial(Sequence, prompt_length, ends, sampling.max_tokens))
         elif dialect is None:
-            new_sequence = partial(single_thread, prompt_length, ends, sampling.max_tokens)
+            new_sequence = partial(Sequence, prompt_length, ends, sampling.max_tokens)
         elif structure is not None:
             raise UserError("structured_outputs are not possible for an answer in several threads: leave out one of them")
         else:
             bound = self.bound(dialect)
-            new_sequence = partial(Sequence, bound, prompt_length, ends, sampling.max_tokens, self._config.max_positions)
+            new_sequence = partial(ThreadedSequence, bound, prompt_length, ends, sampling.max_tokens, self._config.max_positions)
         if not said:
             return new_sequence
         if not 0 <= min(said) <= max(said) < self._config.vocab_size:

@@ -22,7 +22,7 @@ from pipedec.model import KVCache, KVPool, KVShape, LaneRows, StageModel
 from pipedec.stage.final_lane import FinalLane
 from pipedec.stage.final_worker import FinalStageWorker
 from pipedec.stage.slot_tokens import SlotTokens
-from pipedec.threads import NewSequence, replay, single_thread
+from pipedec.threads import NewSequence, replay
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Advance
 
@@ -155,6 +155,6 @@ def sequence_of(opening: Opening, max_tokens: int = sys.maxsize) -> NewSequence:
 
 
 def _sequence(opening: Opening, max_tokens: int) -> ThreadSequence:
-    sequence = single_thread(opening.prompt_length, (), max_tokens)
+    sequence = ThreadSequence(opening.prompt_length, (), max_tokens)
     replay(sequence, opening.said)
     return sequence

@@ -10,11 +10,12 @@ from pipedec.threads.document import DocumentToken, ReorderBuffer
 from pipedec.threads.events import Ended, Event, Finished, Joined, Opened, Waiting
 from pipedec.threads.metrics import ThreadMetrics, measure
 from pipedec.threads.replay import replay
-from pipedec.threads.sequence import NewSequence, Sequence, single_thread
+from pipedec.threads.sequence import NewSequence, Sequence
 from pipedec.threads.thread import Context, DecodeThread, State
+from pipedec.threads.threaded import ThreadedSequence
 
 __all__ = [
     "ANOMALIES", "DIALECTS", "NO_DIALECT", "BoundDialect", "Context", "DecodeThread", "Dialect", "DocumentToken", "Ended",
-    "Event", "Finished", "Joined", "NewSequence", "Opened", "ReorderBuffer", "Sequence", "State", "ThreadMetrics", "Waiting",
-    "bind", "load_dialect", "measure", "replay", "single_thread",
+    "Event", "Finished", "Joined", "NewSequence", "Opened", "ReorderBuffer", "Sequence", "State", "ThreadMetrics",
+    "ThreadedSequence", "Waiting", "bind", "load_dialect", "measure", "replay",
 ]  # fmt: skip

@@ -1,84 +1,100 @@
-"""One answer in several decode threads: how accepted tokens open, close and join them (APAR Algorithm 1, PASTA §3).
+"""An answer as every rank replays it, token by token: its threads, the positions of their tokens, and where it ends.
 
-Every rank replays the accepted tokens through a ``Sequence``, as through its ``PredictionTree``. Document, positions and
-visibility depend only on the tokens of each thread, not on how the decoding of threads interleaves; only thread numbers depend
-on that. Owns threads and their states; knows token ids and texts, no model, no rows and no process. Broken structure never ends
-an answer: it is counted in ``anomalies`` and resolved by fixed rules (docs/threads.md).
+Owns threads and their states; knows token ids, no texts, no model, no rows and no process. The base class has one thread;
+``ThreadedSequence`` knows the dialects in which tokens open, close and join others.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from pipedec.threads import anomalies
-from pipedec.threads.bound import NO_DIALECT, BoundDialect, OpenerTag
-from pipedec.threads.document import DocumentToken, ReorderBuffer, document, next_indices
-from pipedec.threads.events import Ended, Event, Finished, Joined, Opened, Waiting
-from pipedec.threads.grammar import Grammar, Role
-from pipedec.threads.thread import Context, DecodeThread, Join, State
+from pipedec.threads.document import DocumentToken, ReorderBuffer, document
+from pipedec.threads.events import Ended, Event, Finished
+from pipedec.threads.thread import Context, DecodeThread, State
 
 if TYPE_CHECKING:
     from pipedec.grammar import Grammar as Structure
 
 
 class Sequence:
-    """The threads of one answer.
+    """An answer in one thread. Every token is text; an end token or the last of ``max_tokens`` ends the answer.
+
+    Args:
+        prompt_length: tokens of the prompt.
+        end_token_ids: the model's end tokens, and the request's stop tokens.
 
     Attributes:
         threads: by number, the main thread first.
+        main: the main thread.
         max_tokens: maximum tokens of the document, control and forced tokens included; the answer is truncated there.
         finished: None until the answer ends; then the ``reason`` of ``Finished``.
         grammar: what the answer, which is in one thread, must look like: as far as the accepted tokens. None for any text.
-
-    Args:
-        bound: the dialect and its token ids.
-        prompt_length: tokens of the prompt.
-        end_token_ids: the model's end tokens, and the request's stop tokens.
-        max_positions: number of positions of the model. Predicted lengths are clamped so that ``max_tokens`` tokens always fit;
-            None for no limit.
+        can_fork: whether the answer may ever have more than one thread.
+        leaves_gaps: whether positions are left empty after openers.
     """
 
+    can_fork = False
+    leaves_gaps = False
+
     def __init__(
-        self,
-        bound: BoundDialect,
-        prompt_length: int,
-        end_token_ids: Iterable[int],
-        max_tokens: int,
-        max_positions: int | None = None,
-        grammar: Structure | None = None,
+        self, prompt_length: int, end_token_ids: Iterable[int], max_tokens: int, grammar: Structure | None = None
     ) -> None:
-        self.grammar = grammar
-        self._bound = bound
-        self._max_positions = max_positions
-        self._dialect = bound.dialect
-        self._roles = Grammar(bound, frozenset(end_token_ids))
-        self._anomalies: Counter[str] = Counter()
-        self._numbers: dict[tuple[int, ...], int] = {(): 0}
         self.prompt_length = prompt_length
         self.max_tokens = max_tokens
-        self.threads = [DecodeThread(next_position=prompt_length)]
+        self.grammar = grammar
+        self.main = DecodeThread(next_position=prompt_length)
+        self.threads = [self.main]
         self.finished: str | None = None
+        self._end_token_ids = frozenset(end_token_ids)
 
-    @property
-    def can_fork(self) -> bool:
-        """Whether the answer may ever have more than one thread."""
-        return self._bound is not NO_DIALECT
+    def accept(self, number: int, token: int) -> list[Event]:
+        """Append an accepted token to a thread. Forced tokens are appended by the opener's call; see ``Opened``.
 
-    @property
-    def is_constrained(self) -> bool:
-        """Whether the text before may exclude some tokens."""
-        return self.can_fork or self.grammar is not None
+        A token of a thread that was cut is ignored: another thread's token cut the thread in the same timestep.
 
-    @property
-    def main(self) -> DecodeThread:
-        return self.threads[0]
+        Raises:
+            ValueError: the thread is waiting or has ended without being cut.
+        """
+        thread = self.threads[number]
+        if thread.is_cut:
+            return []
+        if thread.state is not State.RUNNING:
+            raise ValueError(f"token {token} for thread {number}, which is {thread.state.value}")
+        if self.grammar is not None:
+            self.grammar.advance((token,))
+        is_end = token in self._end_token_ids
+        thread.enter(token, is_end)
+        if not is_end and len(thread.token_ids) < self.max_tokens:
+            return []
+        thread.end("stop" if is_end else "length", is_cut=not is_end)
+        self.finished = "stop" if is_end and len(thread.token_ids) <= self.max_tokens else "length"
+        return [Ended(thread.number, "stop" if is_end else "length"), Finished(self.finished)]
+
+    def ends_walk(self, number: int, token: int, after: Iterable[int] = ()) -> bool:
+        """Whether ``token`` joins or ends the thread, so that its successor cannot be predicted yet.
+
+        Args:
+            after: text and openers between the thread's own tokens and ``token``, not accepted yet.
+        """
+        return token in self._end_token_ids or len(self.threads[number].token_ids) + len(tuple(after)) + 1 >= self.max_tokens
+
+    def end_all(self, reason: str) -> list[Event]:
+        """End all open threads for a reason that is not one of their tokens: ``cancelled``, a stop string, or ``cache_full``."""
+        if self.finished is not None:
+            return []
+        events: list[Event] = []
+        for thread in self.threads:
+            if thread.state is not State.ENDED:
+                thread.end(reason, is_cut=True)
+                events.append(Ended(thread.number, reason))
+        self.finished = reason
+        return [*events, Finished(reason)]
 
     @property
     def anomalies(self) -> dict[str, int]:
         """Count by name (see ``ANOMALIES``). Tokens decoded beyond ``max_tokens`` of the document depend on the interleaving."""
-        return dict(self._anomalies)
+        return {}
 
     def at(self, path: tuple[int, ...]) -> DecodeThread:
         """The thread with this path.
@@ -86,7 +102,7 @@ class Sequence:
         Raises:
             KeyError: it is not open yet.
         """
-        return self.threads[self._numbers[path]]
+        return {thread.path: thread for thread in self.threads}[path]
 
     def next_position(self, number: int) -> int:
         """Position id of the thread's next token. The position of a waiting join token is known only from ``Joined``."""
@@ -106,23 +122,7 @@ class Sequence:
 
     def banned(self, number: int, after: Iterable[int] = ()) -> frozenset[int]:
         """Tokens that may not be sampled next in a thread, after the tokens ``after``, which are not accepted yet."""
-        return self._roles.banned(self.threads[number], list(after))
-
-    def ends_walk(self, number: int, token: int, after: Iterable[int] = ()) -> bool:
-        """Whether ``token`` joins or ends the thread, so that its successor cannot be predicted yet.
-
-        Args:
-            after: text and openers between the thread's own tokens and ``token``, not accepted yet.
-        """
-        thread, lookahead = self.threads[number], list(after)
-        if self._is_mere_text(thread, token, len(lookahead)):
-            return False
-        if self._roles.role(thread, token, lookahead) in (Role.JOIN, Role.CLOSE, Role.END):
-            return True
-        if thread.parent is not None and thread.num_tokens + len(lookahead) + 1 >= self._dialect.max_child_tokens:
-            return True
-        entering = len(lookahead) + 1 + self._roles.opened(thread, [*lookahead, token])  # forced tokens count
-        return next_indices(self.threads)[number] + entering >= self.max_tokens
+        return frozenset()
 
     def following(self, number: int, path: list[int]) -> tuple[int, frozenset[int]]:
         """Constraints on the token after ``path``.
@@ -133,93 +133,19 @@ class Sequence:
         Returns:
             its position id, and the tokens that are banned there.
         """
-        thread = self.threads[number]
-        position = thread.next_position
-        for count, token in enumerate(path):
-            position += 1 + self._length_predicted_by(thread, token, path[:count], position + 1)
-        return position, self._roles.banned(thread, path)
+        return self.threads[number].next_position + len(path), self.banned(number, path)
 
     def gap(self, number: int, path: list[int]) -> int:
         """The number of positions left empty between the last token of ``path`` and its successor."""
-        position, _ = self.following(number, path[:-1])
-        return self._length_predicted_by(self.threads[number], path[-1], path[:-1], position + 1)
-
-    def _length_predicted_by(self, thread: DecodeThread, token: int, lookahead: list[int], position: int) -> int:
-        """The predicted length of the child that ``token`` would open at ``position``; 0 if it opens none."""
-        if not self.may_leave_gap(token) or self._roles.role(thread, token, lookahead) is not Role.OPEN:
-            return 0
-        tag = self._roles.tag_after(thread, lookahead)
-        return self._predict_length(None if tag is None else self._bound.extended(tag, token), position)[0]
-
-    @property
-    def leaves_gaps(self) -> bool:
-        """Whether positions are left empty after openers."""
-        return self._dialect.after_opening == "predicted"
+        return 0
 
     def may_leave_gap(self, token: int) -> bool:
         """Whether positions might be left empty after this token."""
-        return self.leaves_gaps and self._bound.may_open(token)
-
-    def accept(self, number: int, token: int) -> list[Event]:
-        """Append an accepted token to a thread. Forced tokens are appended by the opener's call; see ``Opened``.
-
-        A token of a thread that was cut is ignored: another thread's token cut the thread in the same timestep.
-
-        Raises:
-            ValueError: the thread is waiting or has ended without being cut.
-        """
-        thread = self.threads[number]
-        if thread.is_cut:
-            return []
-        if thread.state is not State.RUNNING:
-            raise ValueError(f"token {token} for thread {number}, which is {thread.state.value}")
-        if self.grammar is not None:
-            self.grammar.advance((token,))
-        if self._is_mere_text(thread, token):
-            thread.enter(token, is_control=False)
-            return []
-        role = self._roles.role(thread, token)
-        self._anomalies.update(self._roles.anomalies_of(thread, token, role))
-        events = [*self._act(thread, token, role), *self._settle()]
-        return [*events, *self.end_all(anomalies.CACHE_FULL)] if self._is_full() else events
-
-    def _is_mere_text(self, thread: DecodeThread, token: int, num_ahead: int = 0) -> bool:
-        """Whether ``token`` has no effect because the answer cannot fork, does not end with it and is not at ``max_tokens``.
-
-        Args:
-            num_ahead: number of tokens between the thread's own and ``token``.
-        """
-        is_last = self._roles.is_control(token) or thread.num_tokens + num_ahead + 1 >= self.max_tokens
-        return not self.can_fork and not is_last
-
-    def end_all(self, reason: str) -> list[Event]:
-        """End all open threads for a reason that is not one of their tokens: ``cancelled``, a stop string, or ``cache_full``."""
-        if self.finished is not None:
-            return []
-        self._anomalies.update([reason] if reason in anomalies.ANOMALIES else [])
-        events: list[Event] = []
-        for thread in self.threads:
-            if thread.state is not State.ENDED:
-                thread.end(reason, is_cut=True)
-                events.append(Ended(thread.number, reason))
-        self.finished = reason
-        return [*events, Finished(reason)]
+        return False
 
     def needed(self) -> list[int]:
         """For each thread, the number of its leading tokens that a later token may still attend to."""
-        needed = [0] * len(self.threads)
-        may_be_joined = [False] * len(self.threads)
-        for thread in self.threads:
-            if thread.parent is not None and self._bound.join is not None:
-                parent = self.threads[thread.parent]
-                continues = parent.state is not State.ENDED and not parent.is_closing
-                may_be_joined[thread.number] = continues or may_be_joined[thread.parent]
-            if thread.state is not State.ENDED or may_be_joined[thread.number]:
-                needed[thread.number] = thread.num_tokens
-            if thread.state is not State.ENDED:
-                for other, count in thread.context():
-                    needed[other] = max(needed[other], count)
-        return needed
+        return [0 if thread.state is State.ENDED else thread.num_tokens for thread in self.threads]
 
     def released(self) -> tuple[int, ...]:
         """Threads whose tokens no later token attends to, so that their cache can be freed (APAR §2.4, early release)."""
@@ -235,186 +161,11 @@ class Sequence:
 
     def is_control(self, token: int) -> bool:
         """Whether a token is control rather than text in every context."""
-        return self._roles.is_control(token)
+        return token in self._end_token_ids
 
     def is_shown(self, token: DocumentToken) -> bool:
         """Whether the token appears in the text that users read."""
-        return self._dialect.show_control or not token.is_control
-
-    def _act(self, thread: DecodeThread, token: int, role: Role) -> Iterator[Event]:
-        if role is Role.JOIN:
-            self._break_tag(thread, thread.num_tokens)
-            thread.pending, thread.state = token, State.WAITING
-            yield from self._waiting(thread)
-        elif role in (Role.CLOSE, Role.END):
-            yield from self._close(thread, "stop" if role is Role.END else "close", token)
-        elif role is Role.OPEN:
-            tag = None if thread.tag is None else self._bound.extended(thread.tag, token)
-            self._enter(thread, token)
-            yield self._open(thread, tag)
-        else:
-            tag = self._roles.tag_after(thread, [token])
-            if tag is None or thread.tag is None or tag.start != thread.tag.start:
-                self._break_tag(thread, thread.num_tokens)
-            thread.tag = tag
-            self._enter(thread, token)
-
-    def _is_full(self) -> bool:
-        """Whether more tokens must be cached than the dialect allows."""
-        limit = self._dialect.max_cached_tokens
-        if self.prompt_length + sum(thread.num_tokens for thread in self.threads) <= limit:
-            return False
-        return self.prompt_length + sum(self.needed()) > limit
-
-    def _break_tag(self, thread: DecodeThread, known_at: int) -> None:
-        """Turn the tokens of an incomplete tag into text; the thread's token ``known_at`` is the one that broke the tag."""
-        if thread.tag is not None:
-            inside = range(thread.tag.start, thread.num_tokens)
-            thread.reverted |= {index: known_at for index in inside if not self._roles.is_control(thread.token_ids[index])}
-            thread.tag = None
-
-    def _enter(self, thread: DecodeThread, token: int) -> None:
-        thread.enter(token, thread.tag is not None or self._roles.is_control(token))
-        if thread.predicted_length is not None and thread.num_tokens == thread.predicted_length + 1:
-            self._anomalies[anomalies.LENGTH_EXCEEDED] += 1
-
-    def _open(self, thread: DecodeThread, tag: OpenerTag | None) -> Opened:
-        """Open a child after the token that completes ``tag``, or after the opener if there is no tag."""
-        if tag is not None:
-            self._finish_tag(thread, tag)
-        is_predicted = self._dialect.after_opening == "predicted"
-        predicted, names = self._predict_length(tag, thread.next_position)
-        self._anomalies.update(names)
-        child = DecodeThread(
-            number=len(self.threads),
-            path=(*thread.path, len(thread.children)),
-            parent=thread.number,
-            opened_at=thread.num_tokens,
-            inherited=(*thread.context(), (thread.number, thread.num_tokens)),
-            next_position=thread.next_position,
-            predicted_length=predicted if is_predicted else None,
-        )
-        self.threads.append(child)
-        self._numbers[child.path] = child.number
-        thread.children.append(child.number)
-        thread.unjoined.append(child.number)
-        thread.next_position += predicted
-        self._enter(child, self._bound.child_start)
-        return Opened(thread.number, child.number, child.token_ids[0], child.positions[0])
-
-    def _finish_tag(self, thread: DecodeThread, tag: OpenerTag) -> None:
-        """Keep the text after the end of a complete tag, which is not part of it."""
-        thread.tag = None
-        tail = tag.text[self._bound.end_of(tag) :]
-        if tail:
-            thread.tails[thread.num_tokens - 1] = tail
-
-    def _predict_length(self, tag: OpenerTag | None, position: int) -> tuple[int, list[str]]:
-        """The predicted length of a child at ``position`` (0 if the dialect predicts none), and anomalies of the prediction."""
-        dialect = self._dialect
-        if dialect.after_opening != "predicted":
-            return 0, []
-        names = []
-        stated: int | None = dialect.default_length
-        if tag is not None and dialect.length_pattern is not None:
-            stated = self._bound.stated_length(tag.text[: self._bound.end_of(tag)])
-        if stated is None:
-            stated, names = dialect.default_length, [anomalies.LENGTH_MISSING]
-        most = dialect.max_length
-        if self._max_positions is not None:
-            most = min(most, self._max_positions - self.max_tokens - position)
-        clamped = max(min(stated, most), 1)
-        return clamped, names + ([anomalies.LENGTH_CLAMPED] if clamped != stated else [])
-
-    def _close(self, thread: DecodeThread, reason: str, token: int | None = None) -> Iterator[Event]:
-        """Stop a thread. If the dialect has joins, it ends only when its children have (an implicit join)."""
-        self._break_tag(thread, thread.num_tokens - (token is None))
-        thread.ended_by, thread.state = reason, State.WAITING
-        thread.pending = token
-        if self._bound.join is None:
-            yield self._end(thread)
-        else:
-            yield from self._waiting(thread)
-
-    def _waiting(self, thread: DecodeThread) -> Iterator[Event]:
-        if self._open_children(thread):
-            yield Waiting(thread.number)
-
-    def _open_children(self, thread: DecodeThread) -> bool:
-        return any(self.threads[number].state is not State.ENDED for number in thread.unjoined)
-
-    def _settle(self) -> Iterator[Event]:
-        """Join, close and end threads that are due after a token, children before their parents."""
-        for thread in reversed(self.threads):
-            if thread.state is State.WAITING and thread.ended_by is None and not self._open_children(thread):
-                yield self._join(thread)
-            if thread.state is State.RUNNING and thread.parent is not None:
-                yield from self._limit(thread)
-            if thread.is_closing and not self._open_children(thread):
-                yield self._end(thread)
-        yield from self._cut()
-        if self.finished is None and all(thread.state is State.ENDED for thread in self.threads):
-            self.finished = self._finish_reason()
-            yield Finished(self.finished)
-
-    def _join(self, thread: DecodeThread) -> Joined:
-        """Append the pending join token; from there on the thread attends to its children and all their descendants."""
-        assert thread.pending is not None
-        joined = tuple(number for child in thread.unjoined for number in self._family(child))
-        thread.joins.append(Join(thread.num_tokens, tuple((number, self.threads[number].num_tokens) for number in joined)))
-        thread.next_position = self._position_after_join(thread, joined)
-        token, thread.pending = thread.pending, None
-        thread.unjoined.clear()
-        thread.state = State.RUNNING
-        self._enter(thread, token)
-        return Joined(thread.number, joined, token, thread.positions[-1])
-
-    def _family(self, number: int) -> Iterator[int]:
-        """A thread and its descendants, in document order."""
-        yield number
-        for child in self.threads[number].children:
-            yield from self._family(child)
-
-    def _position_after_join(self, thread: DecodeThread, joined: tuple[int, ...]) -> int:
-        if self._dialect.after_join == "longest":
-            return max(thread.next_position, *(self.threads[number].next_position for number in joined))
-        if self._dialect.after_join == "flat":
-            return self.prompt_length + sum(count for _, count in thread.context()) + thread.num_tokens
-        return thread.next_position
-
-    def _limit(self, thread: DecodeThread) -> Iterator[Event]:
-        """Close a child that has reached the dialect's ``max_child_tokens``."""
-        if thread.num_tokens >= self._dialect.max_child_tokens:
-            names = [anomalies.UNCLOSED_CHILD, *([anomalies.OPENER_NOT_COMPLETED] if thread.tag else [])]
-            self._anomalies.update(names)
-            yield from self._close(thread, "limit")
-
-    def _end(self, thread: DecodeThread) -> Ended:
-        assert thread.ended_by is not None
-        if thread.pending is not None:
-            self._enter(thread, thread.pending)
-        thread.end(thread.ended_by)
-        return Ended(thread.number, thread.ended_by)
-
-    def _cut(self) -> Iterator[Event]:
-        """End threads whose next token would come after the first ``max_tokens`` of the document."""
-        if sum(thread.num_tokens for thread in self.threads) < self.max_tokens:
-            return
-        for thread, index in zip(self.threads, next_indices(self.threads), strict=True):
-            if thread.state is not State.ENDED and index >= self.max_tokens:
-                thread.end("length", is_cut=True)
-                yield Ended(thread.number, "length")
-
-    def _finish_reason(self) -> str:
-        is_complete = sum(thread.num_tokens for thread in self.threads) <= self.max_tokens
-        return "length" if any(thread.is_cut for thread in self.threads) or not is_complete else "stop"
-
-
-def single_thread(
-    prompt_length: int, end_token_ids: Iterable[int], max_tokens: int, grammar: Structure | None = None
-) -> Sequence:
-    """The sequence of an answer that cannot fork. Arguments as of ``Sequence``."""
-    return Sequence(NO_DIALECT, prompt_length, end_token_ids, max_tokens, grammar=grammar)
+        return True
 
 
 NewSequence = Callable[[], Sequence]  # makes the sequence of a new answer

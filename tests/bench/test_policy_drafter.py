@@ -18,7 +18,7 @@ from pipedec.core import UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
 from pipedec.model import StageModel
-from pipedec.threads import single_thread
+from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, PredictionTree
 
 PROMPT_IDS = [1, 9, 30, 4, 51, 17, 8]
@@ -54,7 +54,7 @@ class Forwards:
 
 
 def begin(drafter: Drafter) -> None:
-    cached = drafter.open(0, single_thread(len(PROMPT_IDS), (), 1000), PROMPT_IDS)
+    cached = drafter.open(0, ThreadSequence(len(PROMPT_IDS), (), 1000), PROMPT_IDS)
     for token in PROMPT_IDS[cached:]:
         drafter.expand([], {0: [token]})
 

@@ -38,7 +38,8 @@ from pipedec.messages import PromptRequest
 from pipedec.plan.spec import PipelineSpec
 from pipedec.shipped import reference_threads
 from pipedec.text.prompt import Prompter
-from pipedec.threads import NO_DIALECT, single_thread
+from pipedec.threads import NO_DIALECT
+from pipedec.threads import Sequence as ThreadSequence
 
 pytestmark = pytest.mark.slow
 
@@ -112,7 +113,7 @@ class Scripted(Exchange):
     def begin(self, prompt: tuple[int, ...], threads: str | None = None) -> Reply:
         self.asked.append(prompt)
         token_ids = (*self.prompter.tokenizer.encode(self._texts.pop(0), add_special_tokens=False), END)
-        return Reply(len(prompt), token_ids, single_thread(len(prompt), (), 1), "stop")
+        return Reply(len(prompt), token_ids, ThreadSequence(len(prompt), (), 1), "stop")
 
     def follow(self, prompts: Sequence[tuple[int, ...]]) -> list[Reply]:
         return [self.begin(prompt) for prompt in prompts]

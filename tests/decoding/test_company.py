@@ -59,7 +59,7 @@ def test_a_draft_forward_serves_all_requests_and_is_bounded() -> None:
     company = Company(2, drafter, knee=256)
     for number in range(40):
         drafter.answers[number] = [chooser.randrange(50) for _ in range(30)]
-        company.open(Request(number, (1, 2, 3)), partial(threads.single_thread, 3, (), 30))
+        company.open(Request(number, (1, 2, 3)), partial(threads.Sequence, 3, (), 30))
     company.propose()
     company.draft()
     for number in range(40):
@@ -78,7 +78,7 @@ def test_without_speculation_nothing_is_drafted_and_prompts_are_made_up_for() ->
     experience.controller = controller = Switch(1)
     company = Company(1, drafter, knee=8, experience=experience)
     drafter.answers[0] = list(range(20))
-    company.open(Request(0, tuple(range(20))), partial(threads.single_thread, 20, (), 20))
+    company.open(Request(0, tuple(range(20))), partial(threads.Sequence, 20, (), 20))
     for _ in range(3):
         company.propose()
         company.draft()
@@ -95,4 +95,4 @@ def test_without_speculation_nothing_is_drafted_and_prompts_are_made_up_for() ->
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(UserError, match="the prompt is empty"):
-        Company(1).open(Request(0, (), method="pp"), partial(threads.single_thread, 0, (), 5))
+        Company(1).open(Request(0, (), method="pp"), partial(threads.Sequence, 0, (), 5))

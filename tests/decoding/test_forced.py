@@ -16,7 +16,7 @@ from pipedec.core import MethodOptions, Request, SamplingParams, Step, Verdict
 from pipedec.decoding import Company
 from pipedec.decoding.forced import MAX_FORCED
 from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
-from pipedec.threads import single_thread
+from pipedec.threads import Sequence
 from pipedec.tree import PredictionTree
 
 VOCABULARY = range(40)
@@ -38,7 +38,7 @@ def asked(method: str, options: MethodOptions | None, grammar: ToyStructure, dra
     """An answer with a structure whose prompt has entered."""
     request = Request(0, PROMPT, SamplingParams(max_tokens=10_000), method, options)
     company = Company(2, drafter or ScriptedDrafter({}), trained_masks=2, knee=512)
-    return Alone(company, request, single_thread(len(PROMPT), (), 10_000, grammar))  # type: ignore[arg-type]
+    return Alone(company, request, Sequence(len(PROMPT), (), 10_000, grammar))  # type: ignore[arg-type]
 
 
 def stepped(alone: Alone) -> Step | None:

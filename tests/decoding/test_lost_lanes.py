@@ -14,7 +14,7 @@ from pipedec.core import Request, SamplingParams, UserError
 from pipedec.decoding import Company, RequestState
 from pipedec.kv import KVManager
 from pipedec.methods import StaticTreeOptions
-from pipedec.threads import single_thread
+from pipedec.threads import Sequence
 
 
 @examples(60)
@@ -46,7 +46,7 @@ def test_all_requests_end_with_their_answers(seed: int, capacity: int, block: in
 
 def opened(company: Company, method: str) -> RequestState:
     request = Request(0, (1, 2, 3), SamplingParams(max_tokens=9), method, StaticTreeOptions() if method == "stpp" else None)
-    company.open(request, partial(single_thread, 3, (), 9))
+    company.open(request, partial(Sequence, 3, (), 9))
     return company.state(0)
 
 

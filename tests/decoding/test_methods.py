@@ -10,7 +10,7 @@ from support.drafters import PROMPT, Alone, ScriptedDrafter, begun, rows
 from pipedec.core import NO_MASKS, Request, UserError, Verdict
 from pipedec.decoding import Company, RequestState
 from pipedec.methods import METHODS, PipeDecOptions, StaticTreeOptions
-from pipedec.threads import single_thread
+from pipedec.threads import Sequence
 
 #: after each token: the likeliest next tokens with their probabilities
 BIGRAMS = {
@@ -185,8 +185,8 @@ def test_the_last_verdict_proposes_and_counts_nothing(name: str, drafter: Script
 def test_what_a_company_can_run(drafter: ScriptedDrafter) -> None:
     def opened(name: str, drafter: ScriptedDrafter | None) -> RequestState:
         company, request = Company(2, drafter), Request(0, PROMPT, method=name)
-        company.check(request, single_thread(5, (), 10))
-        company.open(request, partial(single_thread, 5, (), 10))
+        company.check(request, Sequence(5, (), 10))
+        company.open(request, partial(Sequence, 5, (), 10))
         assert company.propose()[0].opening is not None
         return company.state(0)
 
@@ -197,7 +197,7 @@ def test_what_a_company_can_run(drafter: ScriptedDrafter) -> None:
     for name in ("stpp", "pipedec"):
         remedy = "give --draft DIR, or use --method pipedec-bestfirst"
         with pytest.raises(UserError, match=rf"^method {name} needs a draft model: {remedy}$"):
-            Company(2).check(Request(0, PROMPT, method=name), single_thread(5, (), 10))
+            Company(2).check(Request(0, PROMPT, method=name), Sequence(5, (), 10))
     with pytest.raises(UserError, match=r"^unknown method 'best': choose one of pp, stpp, pipedec, pipedec-bestfirst, bita$"):
-        Company(2, drafter).check(Request(0, PROMPT, method="best"), single_thread(5, (), 10))
+        Company(2, drafter).check(Request(0, PROMPT, method="best"), Sequence(5, (), 10))
     assert drafter.begun == 3, "a check opens nothing"

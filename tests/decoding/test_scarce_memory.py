@@ -15,7 +15,7 @@ from pipedec.core import Request, SamplingParams, UserError, Verdict
 from pipedec.decoding import Company, LaneSizes
 from pipedec.kv import KVManager
 from pipedec.methods import StaticTreeOptions
-from pipedec.threads import single_thread
+from pipedec.threads import Sequence
 
 
 @examples(100)
@@ -54,7 +54,7 @@ def company(capacity: int, knee: int = 16) -> Company:
 
 def arrive(company: Company, number: int, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 20, priority: int = 0) -> None:
     sampling = SamplingParams(max_tokens=max_tokens)
-    company.open(Request(number, prompt, sampling, "pp", priority=priority), partial(single_thread, len(prompt), (), max_tokens))
+    company.open(Request(number, prompt, sampling, "pp", priority=priority), partial(Sequence, len(prompt), (), max_tokens))
 
 
 def entered(company: Company) -> dict[int, int]:
@@ -133,14 +133,14 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     options = StaticTreeOptions(16, 4, 3)
     request = Request(2, PROMPT, SamplingParams(max_tokens=200), "stpp", options)
     with pytest.raises(UserError, match=r"but there are 320: shorten the prompt, lower max_tokens, or raise --kv-cache-memory$"):
-        Company(2, object(), kv=KVManager(320)).check(request, single_thread(100, (), 200))  # type: ignore[arg-type]
+        Company(2, object(), kv=KVManager(320)).check(request, Sequence(100, (), 200))  # type: ignore[arg-type]
 
 
 def test_what_a_structure_forces_needs_memory_too() -> None:
     """Its chain of forced tokens enters with the row above it, or not at all: without room for it, an answer would never end."""
     one, structure = company(320), ToyStructure(rule_of(range(50), range(50), seed=0))
     fits, does_not = (Request(0, PROMPT, SamplingParams(max_tokens=count), "pp") for count in (187, 188))
-    one.check(fits, single_thread(100, (), 187, structure))
-    one.check(does_not, single_thread(100, (), 188))
+    one.check(fits, Sequence(100, (), 187, structure))
+    one.check(does_not, Sequence(100, (), 188))
     with pytest.raises(UserError, match=r"^the request needs 321 slots .* 33 for rows that enter together\), but there are 320"):
-        one.check(does_not, single_thread(100, (), 188, structure))
+        one.check(does_not, Sequence(100, (), 188, structure))

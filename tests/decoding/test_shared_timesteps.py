@@ -11,7 +11,7 @@ from support.simulation import KnowingDrafter, proposed
 from pipedec.core import MethodOptions, Request, SamplingParams, Verdict
 from pipedec.decoding import Company, TimestepTiming
 from pipedec.methods import BestFirstOptions, BitaOptions, StaticTreeOptions
-from pipedec.threads import single_thread
+from pipedec.threads import Sequence
 
 KNEE = 16
 
@@ -20,7 +20,7 @@ def arrive(
     company: Company, number: int, prompt: int = 1, priority: int = 0, method: str = "pp", options: MethodOptions | None = None
 ) -> None:
     request = Request(number, tuple(range(prompt)), SamplingParams(max_tokens=50), method, options, priority=priority)
-    company.open(request, partial(single_thread, prompt, (), 50))
+    company.open(request, partial(Sequence, prompt, (), 50))
 
 
 def accept(company: Company, numbers: Iterable[int]) -> None:

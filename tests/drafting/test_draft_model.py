@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 
 from pipedec.drafting import DraftModel
 from pipedec.model import DraftVocabulary, StageModel
-from pipedec.threads import single_thread
+from pipedec.threads import Sequence
 from pipedec.tree import Candidates, DraftRows, PredictionTree
 
 PROMPT = [1, 9, 30, 4, 51, 17, 8]
 VOCAB = 64
-SEQUENCE = single_thread(len(PROMPT), (), 1000)
+SEQUENCE = Sequence(len(PROMPT), (), 1000)
 
 
 @dataclass
@@ -195,7 +195,7 @@ def test_with_a_structure_only_what_it_allows_is_a_candidate(pair: Pair) -> None
     grammar = ToyStructure(lambda said: frozenset({root} if not said else allowed[said[1:]]))
     grammar.advance((root,))
     draft, tree = DraftModel(pair.ours), PredictionTree()
-    draft.open(0, single_thread(len(PROMPT), (), 1000, grammar), PROMPT)  # type: ignore[arg-type]
+    draft.open(0, Sequence(len(PROMPT), (), 1000, grammar), PROMPT)  # type: ignore[arg-type]
     draft.expand([], {0: PROMPT})
     tree.reset(len(PROMPT))
     tree.append(torch.tensor([root, 5, 3, 7]), torch.tensor([-1, 0, 0, 1]))

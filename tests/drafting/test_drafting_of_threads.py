@@ -19,7 +19,7 @@ from pipedec.drafting import DraftModel
 from pipedec.forest import Forest
 from pipedec.model import StageModel
 from pipedec.model.cache import KVCache, KVPool
-from pipedec.threads import Sequence, single_thread
+from pipedec.threads import Sequence
 from pipedec.tree import Candidates, DraftRows, PredictionTree
 
 PROMPT = [30, 41, 28, 50, 33]
@@ -78,7 +78,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_one_thread_is_drafted_as_one_tree_is(model: Model, data: st.DataObject) -> None:
     """Rows drafted or not, accepted or not: the same candidates as for an answer that cannot fork."""
     sequence = sequence_of(toy("apar"), len(PROMPT))
-    single = model.begun(single_thread(len(PROMPT), (), 1000))
+    single = model.begun(Sequence(len(PROMPT), (), 1000))
     forest, tree = model.begun(sequence), PredictionTree(block=4)
     tree.reset(len(PROMPT))
     drafted: list[int] = []

@@ -17,7 +17,7 @@ from pipedec.engine.sequences import Sequences
 from pipedec.messages import CompletionEvent, Event, LogprobsEvent, PromptRequest, RunDescription, ThreadNews
 from pipedec.shipped import reference_pair
 from pipedec.text.prompt import Prompter
-from pipedec.threads import Sequence, bind, load_dialect
+from pipedec.threads import ThreadedSequence, bind, load_dialect
 from pipedec.topology import Topology
 
 TARGET = reference_pair() / "target"
@@ -164,7 +164,7 @@ def test_a_tail_is_shown_where_it_stands(prompter: Prompter) -> None:
     tokenizer = prompter.tokenizer
     bound = bind(load_dialect("pasta"), tokenizer.token_id, lambda token: "/>!" if token == last else "")
     telling = Telling(prompter, "pasta")
-    telling.answer = Answer(telling.answer.request, lambda: Sequence(bound, 3, (), 50), prompter, 2)
+    telling.answer = Answer(telling.answer.request, lambda: ThreadedSequence(bound, 3, (), 50), prompter, 2)
     assert telling.say(t0="One<promise!") == "One!"
     telling.say(t0=" two", t1=" body</async>")
     assert telling.text == "One! body two"

@@ -17,7 +17,7 @@ from pipedec.kv import KVManager
 from pipedec.messages import RunDescription
 from pipedec.scheduler import Topology
 from pipedec.scheduler.protocol import Taken
-from pipedec.threads import single_thread
+from pipedec.threads import Sequence
 
 PROMPT = tuple(range(100))
 
@@ -60,7 +60,7 @@ def test_a_cancelled_requests_memory_is_free_at_once_and_goes_to_the_next_with_t
     pool = Pool(company, listeners=[noted.append])
     for number in range(2):
         request = Request(number, PROMPT, SamplingParams(max_tokens=20), "pp")
-        pool.open(request, partial(single_thread, len(PROMPT), (), 20))
+        pool.open(request, partial(Sequence, len(PROMPT), (), 20))
     assert [update.number for update in pool.entering().updates] == [0], "there is memory for one"
     pool.cancel(0)
     assert (company.kv.used_slots, noted[-1]) == (0, Ended(0, "cancelled", 0, 0))

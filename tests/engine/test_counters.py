@@ -11,7 +11,7 @@ from pipedec.engine.counters import Counters
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.records import Advanced, Closed, Ended, Opened, Record, Timestep, Waits
 from pipedec.methods import StaticTreeOptions
-from pipedec.threads import single_thread
+from pipedec.threads import Sequence
 
 
 def step(token_ids: list[int], parents: list[int]) -> Step:
@@ -24,7 +24,7 @@ def entered(*steps: Step) -> list[Record]:
 
 def opened(cached: int = 0) -> Opened:
     request = Request(0, tuple(range(9)))
-    return Opened(0, request, lambda: single_thread(9, (), 9), Opening(9, request.sampling, cached=cached))
+    return Opened(0, request, lambda: Sequence(9, (), 9), Opening(9, request.sampling, cached=cached))
 
 
 def advanced(timestep: int) -> Advanced:

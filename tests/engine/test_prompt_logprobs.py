@@ -14,7 +14,7 @@ from pipedec.decoding import Company
 from pipedec.engine.local import LocalAnswer, LocalPipeline
 from pipedec.engine.pool import Pool
 from pipedec.engine.records import Record, Scored
-from pipedec.threads import load_dialect, single_thread
+from pipedec.threads import Sequence, load_dialect
 
 PROMPT = tuple(7 + (31 * index * index) % 290 for index in range(150))  # several chunks
 ASKED = SamplingParams(max_tokens=6, ignore_eos=True, prompt_logprobs=3)
@@ -90,7 +90,7 @@ def test_an_answer_that_is_resumed_scores_its_prompt_only(pair: Pair, expected: 
 def test_a_pause_in_the_middle_of_a_prompt() -> None:
     noted, rows = list[Record](), tuple(((token, -1.0),) for token in range(9))
     pool = Pool(Company(2), listeners=[noted.append])
-    pool.open(Request(0, PROMPT, ASKED, "pp"), lambda: single_thread(len(PROMPT), (), 6))
+    pool.open(Request(0, PROMPT, ASKED, "pp"), lambda: Sequence(len(PROMPT), (), 6))
 
     def begin() -> None:
         pool.interrupt()
@@ -116,4 +116,4 @@ def test_a_pause_in_the_middle_of_a_prompt() -> None:
 def test_where_they_cannot_be_had() -> None:
     threads = load_dialect("pasta").to_json()
     with pytest.raises(UserError, match="prompt_logprobs needs an answer in one thread"):
-        Company(2).open(Request(0, PROMPT, ASKED, "pp", threads=threads), lambda: single_thread(len(PROMPT), (), 6))
+        Company(2).open(Request(0, PROMPT, ASKED, "pp", threads=threads), lambda: Sequence(len(PROMPT), (), 6))

@@ -17,7 +17,7 @@ from pipedec.engine.run_counters import ROW_BOUNDS, SECOND_BOUNDS, RunCounters
 from pipedec.kv import KVManager
 from pipedec.messages import RunStats
 from pipedec.methods import StaticTreeOptions
-from pipedec.threads import single_thread
+from pipedec.threads import Sequence
 
 PROMPT = tuple(range(5, 105))
 SAMPLING = SamplingParams(max_tokens=13, ignore_eos=True)
@@ -66,7 +66,7 @@ def test_tokens_of_a_long_row_of_hits() -> None:
 def test_requests_without_kv_memory_wait() -> None:
     company = Company(2, kv=KVManager(160, 16))
     for number in range(2):
-        company.open(Request(number, PROMPT, SAMPLING, "pp"), partial(single_thread, len(PROMPT), (), 13))
+        company.open(Request(number, PROMPT, SAMPLING, "pp"), partial(Sequence, len(PROMPT), (), 13))
     assert (company.num_running, company.num_waiting) == (0, 2)
     company.propose()
     assert (company.num_running, company.num_waiting) == (1, 1)

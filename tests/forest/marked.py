@@ -34,7 +34,7 @@ from pipedec.kv import KVManager
 from pipedec.methods import applicable_options
 from pipedec.model import KVPool, KVShape, LaneRows
 from pipedec.stage import FinalStageWorker, StageWorker
-from pipedec.threads import BoundDialect, DecodeThread, NewSequence, State, single_thread
+from pipedec.threads import BoundDialect, DecodeThread, NewSequence, State, ThreadedSequence
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.topology import Topology
 from pipedec.tree import Candidates, DraftRows, RowChanges
@@ -341,9 +341,9 @@ class Rehearsal:
 
     def _new_sequence(self, opening: Opening) -> NewSequence:
         if opening.threads is None or self._bound is None:
-            return lambda: behind(opening.said, single_thread(PROMPT, (END,), opening.sampling.max_tokens))
+            return lambda: behind(opening.said, ThreadSequence(PROMPT, (END,), opening.sampling.max_tokens))
         bound = self._bound
-        return lambda: ThreadSequence(bound, PROMPT, (END,), opening.sampling.max_tokens)
+        return lambda: ThreadedSequence(bound, PROMPT, (END,), opening.sampling.max_tokens)
 
 
 class MarkedStages:

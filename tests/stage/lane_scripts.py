@@ -17,7 +17,7 @@ from support.toy_dialects import IDS, TEXTS, behind, toy
 from pipedec.core import Envelope, Opening, SamplingParams, SlotRuns, Step, TokenLogprobs, Update, Verdict
 from pipedec.forest import Forest
 from pipedec.stage import StageWorker
-from pipedec.threads import NewSequence, Sequence, State, single_thread
+from pipedec.threads import NewSequence, Sequence, State, ThreadedSequence
 
 MASKS, TOKENS_PER_MASK = 2, 3
 WORDS = [IDS[word] for word in "abc"]
@@ -29,8 +29,8 @@ OPENERS = {IDS["[Fork]"]: 99.0}
 
 def sequences(opening: Opening) -> NewSequence:
     if opening.threads is None:
-        return lambda: behind(opening.said, single_thread(opening.prompt_length, (END,), opening.sampling.max_tokens))
-    return lambda: Sequence(DIALECT, opening.prompt_length, (END,), opening.sampling.max_tokens)
+        return lambda: behind(opening.said, Sequence(opening.prompt_length, (END,), opening.sampling.max_tokens))
+    return lambda: ThreadedSequence(DIALECT, opening.prompt_length, (END,), opening.sampling.max_tokens)
 
 
 @dataclass

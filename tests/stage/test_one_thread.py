@@ -22,7 +22,7 @@ from torch import Tensor
 from pipedec.core import Envelope, Opening, SamplingParams, Step, Update, Verdict
 from pipedec.model import BitaWeights, ModelConfig, StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
-from pipedec.threads import NewSequence, Sequence, single_thread
+from pipedec.threads import NewSequence, Sequence, ThreadedSequence
 from pipedec.threads.bound import NO_DIALECT
 
 PROMPT = [1, 9, 30, 4, 51, 7]
@@ -43,12 +43,12 @@ Through = Callable[[list[StageWorker], Update], tuple[Update | None, list[Step |
 
 
 def alone(max_tokens: int) -> Sequence:
-    return single_thread(len(PROMPT), (END,), max_tokens)
+    return Sequence(len(PROMPT), (END,), max_tokens)
 
 
 def among_none(max_tokens: int) -> Sequence:
     """It might fork, for all that the forest knows, but nothing ever opens a thread."""
-    sequence = Sequence(replace(NO_DIALECT), len(PROMPT), (END,), max_tokens)
+    sequence = ThreadedSequence(replace(NO_DIALECT), len(PROMPT), (END,), max_tokens)
     assert sequence.can_fork
     return sequence
 

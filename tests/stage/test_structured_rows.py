@@ -18,7 +18,7 @@ from pipedec.sampling import Sampler
 from pipedec.shipped import reference_pair
 from pipedec.stage.token_chooser import TokenChooser
 from pipedec.text.tokenizer import Tokenizer
-from pipedec.threads import Sequence, single_thread
+from pipedec.threads import Sequence
 
 VOCABULARY = Vocabulary(Tokenizer(reference_pair() / "target"))
 WIDTH = 4096 + 7  # the model has tokens that the tokenizer does not have
@@ -54,7 +54,7 @@ def test_each_row_gets_a_token_that_may_follow_its_path(
     structure: StructuredOutputs, base: SamplingParams, num_said: int
 ) -> None:
     sampling, noise = replace(base, structured_outputs=structure), torch.Generator().manual_seed(num_said)
-    sequence = single_thread(5, (END,), 1000, VOCABULARY.grammar(structure))
+    sequence = Sequence(5, (END,), 1000, VOCABULARY.grammar(structure))
     assert sequence.grammar is not None
     for _ in range(num_said):
         sequence.accept(0, next(iter(sequence.grammar.allowed())))

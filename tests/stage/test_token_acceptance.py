@@ -10,7 +10,7 @@ import torch
 from pipedec.core import Verdict
 from pipedec.forest import Forest
 from pipedec.stage.acceptance import Acceptance
-from pipedec.threads import single_thread
+from pipedec.threads import Sequence
 
 EOS = 2
 #            0 (token 10)
@@ -31,7 +31,7 @@ class Stage:
     acceptance: Acceptance = field(init=False)
 
     def __post_init__(self) -> None:
-        self.forest, other = (Forest(single_thread(5, self.end_token_ids, self.max_tokens)) for _ in range(2))
+        self.forest, other = (Forest(Sequence(5, self.end_token_ids, self.max_tokens)) for _ in range(2))
         self.acceptance = Acceptance(other.sequence)
         self.acceptance.accept_first(TOKEN_IDS[0])
         self.replay(TOKEN_IDS[0])

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from pipedec.core import Envelope, Load, Opening, SamplingParams, Step, Update, Verdict
 from pipedec.model import StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
-from pipedec.threads import NewSequence, single_thread
+from pipedec.threads import NewSequence, Sequence
 
 PROMPT = [1, 9, 30, 4, 51]
 NO_TOKEN = 64  # an end token that the vocabulary does not have
@@ -61,7 +61,7 @@ class Target:
 
 
 def new_sequence(opening: Opening) -> NewSequence:
-    return lambda: single_thread(opening.prompt_length, (NO_TOKEN,), opening.sampling.max_tokens)
+    return lambda: Sequence(opening.prompt_length, (NO_TOKEN,), opening.sampling.max_tokens)
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def begun(
 ) -> Alone:
     """An answer in one thread whose prompt has entered."""
     company = Company(2, drafter, trained_masks=trained_masks, experience=experience)
-    return Alone(company, request, threads.single_thread(len(request.prompt_token_ids), (), 10_000))
+    return Alone(company, request, threads.Sequence(len(request.prompt_token_ids), (), 10_000))
 
 
 def rows(step: Step | None) -> list[tuple[int, int]]:

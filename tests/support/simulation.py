@@ -15,7 +15,7 @@ from pipedec.core import MethodOptions, Opening, Request, SamplingParams, SlotRu
 from pipedec.decoding import Company, Experience, LaneSizes, TimestepTiming
 from pipedec.kv import KVManager
 from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
-from pipedec.threads import single_thread
+from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, PredictionTree, RowChanges
 from support.drafters import RARE, ScriptedDrafter
 from support.toy_dialects import behind
@@ -273,7 +273,7 @@ class Simulation:
         request = Request(number, prompt, sampling, name, options, priority=chooser.choice((0, 0, 1)), said=said)
         self.drafter.answers[number] = answer
         try:
-            self.company.open(request, lambda: behind(said, single_thread(len(prompt), (), len(answer), structure())))
+            self.company.open(request, lambda: behind(said, ThreadSequence(len(prompt), (), len(answer), structure())))
         except UserError:
             assert self.kv is not None and len(prompt) + len(answer) + 150 > self.kv.capacity
         else:

@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from pipedec.core import SamplingParams
 from pipedec.plan.spec import PipelineSpec
 from pipedec.shipped import reference_pair
-from pipedec.threads import BoundDialect, Dialect, Sequence, bind, load_dialect
+from pipedec.threads import BoundDialect, Dialect, Sequence, ThreadedSequence, bind, load_dialect
 from pipedec.verify.threads import Choose, naive_threads, shortest
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny_llama
@@ -78,7 +78,7 @@ def naive_answer(
 ) -> Sequence:
     """The reference's answer to a prompt."""
     prompt = list(prompt_ids)
-    sequence = Sequence(bound, len(prompt), end_token_ids, sampling.max_tokens)
+    sequence = ThreadedSequence(bound, len(prompt), end_token_ids, sampling.max_tokens)
     naive_threads(model, sequence, prompt, sampling, choose)
     return sequence
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from pipedec.threads import BoundDialect, Sequence, bind, load_dialect, replay
+from pipedec.threads import BoundDialect, Sequence, ThreadedSequence, bind, load_dialect, replay
 
 CONTROL = (
     "<|end|>", "[Fork]", "[Child]", "<promise", "<async>", "</async>", "<sync/>", "<Parallel>", "</Parallel>", "<Path>",
@@ -25,7 +25,7 @@ def toy(name: str, **changes: Any) -> BoundDialect:
 
 
 def sequence_of(bound: BoundDialect, prompt_length: int = 10, max_tokens: int = 1000) -> Sequence:
-    return Sequence(bound, prompt_length, (END,), max_tokens)
+    return ThreadedSequence(bound, prompt_length, (END,), max_tokens)
 
 
 def behind(said: Iterable[int], sequence: Sequence) -> Sequence:

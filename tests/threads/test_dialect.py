@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from pipedec.core import UserError
 from pipedec.shipped import reference_pair
-from pipedec.threads import DIALECTS, Dialect, Opened, Sequence, bind, load_dialect
+from pipedec.threads import DIALECTS, Dialect, Opened, ThreadedSequence, bind, load_dialect
 
 MINIMAL = {"name": "mine", "opener": "[Fork]", "child_start": "[Child]"}
 
@@ -41,7 +41,7 @@ def test_the_shipped_tokenizer_has_the_tokens_of_the_shipped_dialects(name: str,
 def test_a_promise_in_the_shipped_tokenizer_opens_at_its_last_token(tokenizer: Tokenizer) -> None:
     dialect = load_dialect("pasta")
     bound = bind(dialect, tokenizer.token_to_id, lambda token: tokenizer.decode([token], skip_special_tokens=False))
-    sequence = Sequence(bound, 5, (1,), 100)
+    sequence = ThreadedSequence(bound, 5, (1,), 100)
     tag = tokenizer.encode('<promise topic="the recipe" tokens="20"/>', add_special_tokens=False).ids
     events = [event for token in tag for event in sequence.accept(0, token)]
     assert events == [Opened(thread=0, child=1, token=bound.child_start, position=5 + len(tag))]

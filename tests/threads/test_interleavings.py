@@ -21,6 +21,7 @@ from pipedec.threads import (
     Joined,
     Sequence,
     State,
+    ThreadedSequence,
     Waiting,
     measure,
     replay,
@@ -209,7 +210,7 @@ def test_what_follows_a_path_is_what_is_there_once_it_is_accepted(name, seed, ma
     """``following`` looked along paths of which only the last token does something; then the path is accepted."""
     bound, turn = DIALECTS[name], random.Random(seed)
     model = random_model(bound, seed)
-    sequence = Sequence(bound, PROMPT, (END,), max_tokens, max_positions)
+    sequence = ThreadedSequence(bound, PROMPT, (END,), max_tokens, max_positions)
     said: dict[Path, int] = {}
     while sequence.finished is None:
         thread = turn.choice([thread for thread in sequence.threads if thread.state is State.RUNNING])
@@ -243,7 +244,7 @@ def test_no_token_stands_beyond_the_models_context(name, seed, max_tokens, room)
     """A prompt and ``max_tokens`` fit, so all tokens do, whatever lengths an answer promises."""
     bound = toy("pasta", max_depth=3, max_length=1000, default_length=400, after_join=DIALECTS[name].dialect.after_join)
     most = PROMPT + max_tokens + room
-    sequence = Sequence(bound, PROMPT, (END,), max_tokens, most)
+    sequence = ThreadedSequence(bound, PROMPT, (END,), max_tokens, most)
     model, turn = (random_model if seed % 2 else tidy_model)(bound, seed), random.Random(seed)
     said: dict[Path, int] = {}
     while sequence.finished is None:
@@ -256,12 +257,12 @@ def test_no_token_stands_beyond_the_models_context(name, seed, max_tokens, room)
 
 
 def test_a_promise_is_clamped_to_what_the_context_has_room_for() -> None:
-    sequence = Sequence(toy("pasta"), PROMPT, (END,), 20, PROMPT + 30)
+    sequence = ThreadedSequence(toy("pasta"), PROMPT, (END,), 20, PROMPT + 30)
     for token in (IDS[text] for text in ("<promise", ' tokens="', "20", '"/>')):
         sequence.accept(0, token)
     assert sequence.next_position(0) == PROMPT + 4 + 6, "of 30 places 20 are left for tokens, and 4 were said"
     assert sequence.anomalies == {"length_clamped": 1}
-    free = Sequence(toy("pasta"), PROMPT, (END,), 20)
+    free = ThreadedSequence(toy("pasta"), PROMPT, (END,), 20)
     for token in (IDS[text] for text in ("<promise", ' tokens="', "20", '"/>')):
         free.accept(0, token)
     assert free.next_position(0) == PROMPT + 4 + 20 and free.anomalies == {}

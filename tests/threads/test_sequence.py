@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.toy_dialects import END, IDS, ids, say, sequence_of, toy, written
 
-from pipedec.threads import Ended, Finished, Joined, Opened, Sequence, State, Waiting, single_thread
+from pipedec.threads import Ended, Finished, Joined, Opened, Sequence, State, ThreadedSequence, Waiting
 from pipedec.threads.bound import NO_DIALECT
 
 FORK, CHILD, ASYNC, SYNC = IDS["[Fork]"], IDS["[Child]"], IDS["<async>"], IDS["<sync/>"]
@@ -223,7 +223,7 @@ def test_without_openers_a_sequence_is_one_thread() -> None:
 
 
 def test_end_tokens_are_the_callers() -> None:
-    sequence = Sequence(toy("apar"), 3, (), 5)
+    sequence = ThreadedSequence(toy("apar"), 3, (), 5)
     assert sequence.accept(0, END) == []
     assert sequence.finished is None
 
@@ -234,8 +234,8 @@ def test_end_tokens_are_the_callers() -> None:
 )
 def test_text_of_an_answer_that_cannot_fork_has_no_effects(tokens: list[int], max_tokens: int, ahead: list[int]) -> None:
     """The shortcut says what the rules say of a dialect that never opens a thread."""
-    alone = single_thread(5, (9,), max_tokens)
-    general = Sequence(replace(NO_DIALECT), 5, (9,), max_tokens)
+    alone = Sequence(5, (9,), max_tokens)
+    general = ThreadedSequence(replace(NO_DIALECT), 5, (9,), max_tokens)
     assert general.can_fork and not alone.can_fork
     for token in tokens:
         if alone.finished is not None:

@@ -16,7 +16,7 @@ from support.annotated_answers import write_records
 from support.tiny_pair import Pair
 
 from pipedec.core import UserError
-from pipedec.threads import Sequence, replay, single_thread
+from pipedec.threads import Sequence, ThreadedSequence, replay
 from pipedec.threads.visibility import IGNORED
 from pipedec.train.annotate.records import read_annotated
 from pipedec.train.loop import TrainingLoop
@@ -58,7 +58,7 @@ def stutters(model: Path, path: Path) -> None:
 
 
 def said(tokens: list[int], max_tokens: int, end: int = 1) -> Sequence:
-    sequence = single_thread(3, [end], max_tokens)
+    sequence = Sequence(3, [end], max_tokens)
     replay(sequence, tokens)
     return sequence
 
@@ -79,7 +79,7 @@ def test_circles_are_answers_that_are_cut_while_they_repeat_themselves() -> None
 
 def test_one_of_several_threads_may_run_in_circles(writer: Writer) -> None:
     bound = writer.bound["apar"]
-    sequence = Sequence(bound, 3, [writer.end_token_id], 260)
+    sequence = ThreadedSequence(bound, 3, [writer.end_token_id], 260)
     replay(sequence, [50, bound.opener, bound.child_start, *CIRCLE[:257]])
     assert sequence.finished == "length" and in_circles(sequence)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from pipedec.core import SamplingParams
-from pipedec.threads import BoundDialect, DecodeThread, Event, Sequence, measure, replay
+from pipedec.threads import BoundDialect, DecodeThread, Event, Sequence, ThreadedSequence, measure, replay
 from pipedec.threads.visibility import IGNORED, Flattened, flatten
 from pipedec.verify.threads import Choose, first_thread_difference
 
@@ -212,7 +212,7 @@ def say(thread_models: ThreadModels) -> Say:
     def answer(
         *turns: tuple[tuple[int, ...], str], dialect: str = "apar", prompt_length: int = 10, max_tokens: int = 50
     ) -> Sequence:
-        sequence = Sequence(thread_models.bound(dialect), prompt_length, (END,), max_tokens)
+        sequence = ThreadedSequence(thread_models.bound(dialect), prompt_length, (END,), max_tokens)
         for path, text in turns:
             for token in thread_models.ids(text):
                 sequence.accept(sequence.at(path).number, token)

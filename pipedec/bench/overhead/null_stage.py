@@ -42,7 +42,8 @@ from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.stage.fakes import no_layers, sequence_of
 from pipedec.stage.final_lane import FinalLane
 from pipedec.text.prompt import Prompter
-from pipedec.threads import NewSequence, single_thread
+from pipedec.threads import NewSequence
+from pipedec.threads import Sequence as ThreadSequence
 
 _TOKEN = 7
 _SLOTS = 2**20  # of pools that take no memory
@@ -218,7 +219,7 @@ class ScriptedAdmission:
         sampling, options = SamplingParams(max_tokens=asked["max_tokens"]), ScriptedOptions(asked["rows"])
         request = Request(message.number, (_TOKEN,), sampling, "scripted", options, trace=asked["trace"])
         prompter = cast(Prompter, OneWordPrompter())
-        new_sequence = partial(single_thread, 1, (), sampling.max_tokens)
+        new_sequence = partial(ThreadSequence, 1, (), sampling.max_tokens)
         return Answer(request, new_sequence, prompter, self._num_stages), new_sequence
 
 

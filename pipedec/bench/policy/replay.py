@@ -30,7 +30,7 @@ from pipedec.kv import KVManager
 from pipedec.plan.emulation import Emulation
 from pipedec.stage import StageWorker
 from pipedec.stage.fakes import AnsweringStage, KnownAnswer, no_layers, sequence_of
-from pipedec.threads import single_thread
+from pipedec.threads import Sequence
 from pipedec.topology import Topology
 
 
@@ -175,7 +175,7 @@ class ReplayedPipeline:
 
     def check(self, request: Request) -> None:
         """Raises UserError if the method does not accept ``request``, or the devices can never have memory for it."""
-        self._pool.company.check(request, single_thread(len(request.prompt_token_ids), (), 1))
+        self._pool.company.check(request, Sequence(len(request.prompt_token_ids), (), 1))
 
     @property
     def num_running(self) -> int:
@@ -189,7 +189,7 @@ class ReplayedPipeline:
         """
         self.check(request)
         replayed = ReplayedAnswer(request, answer, self.clock.seconds())
-        self._pool.open(request, partial(single_thread, len(request.prompt_token_ids), (), len(answer)))
+        self._pool.open(request, partial(Sequence, len(request.prompt_token_ids), (), len(answer)))
         self._counters.begin(request.number, replayed.metrics)
         self._answers[request.number] = replayed
         return replayed

@@ -17,7 +17,7 @@ from pipedec.decoding import Company
 from pipedec.flags import Help, check_fields
 from pipedec.messages import PromptRequest
 from pipedec.methods import PROPOSERS, SHAPES, BestFirstOptions, BitaOptions, applicable_options
-from pipedec.threads import single_thread
+from pipedec.threads import Sequence
 
 BITA = "bita"
 # Rows also have these limits, which their methods ignore: they are part of a row's key.
@@ -78,7 +78,7 @@ class TreeGrid:
 def _with_masks(tree: BitaOptions, trained_masks: int) -> BitaOptions:
     """``tree`` with the numbers of masks and candidates that ``bita`` would use."""
     request = Request(0, (0,), method=BITA, options=tree)
-    sequence = single_thread(1, (), 1)
+    sequence = Sequence(1, (), 1)
     company = Company(passage=1, trained_masks=trained_masks)
     company.open(request, lambda: sequence)
     masks = company.state(request.number).masks

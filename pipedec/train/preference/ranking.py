@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.progress import track
 
-from pipedec.threads import Sequence, measure, replay
+from pipedec.threads import Sequence, ThreadedSequence, measure, replay
 from pipedec.train.annotate.records import drop_unfinished_line
 from pipedec.train.loop import check_identity
 from pipedec.train.preference.judges import Comparison, Judge
@@ -107,7 +107,7 @@ class Reader:
 
     def sequence(self, prompt_ids: tuple[int, ...], answer: tuple[int, ...]) -> Sequence:
         bound, end = self.writer.bound[self.dialect], self.writer.end_token_id
-        sequence = Sequence(bound, len(prompt_ids), [end], self.max_tokens)
+        sequence = ThreadedSequence(bound, len(prompt_ids), [end], self.max_tokens)
         replay(sequence, answer)
         return sequence
 

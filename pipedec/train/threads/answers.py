@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipedec.threads import BoundDialect, Sequence, State
+from pipedec.threads import BoundDialect, Sequence, State, ThreadedSequence
 from pipedec.train.threads.grouped_attention import grouped_attention
 from pipedec.train.threads.slot_cache import SlotCache
 
@@ -159,7 +159,7 @@ class _Running:
     @classmethod
     def start(cls, how: ModelAnswers, asked: Asked, number: int) -> _Running:
         length = len(asked.prompt_ids)
-        sequence = Sequence(how.bound, length, how.end_token_ids, how.max_tokens)
+        sequence = ThreadedSequence(how.bound, length, how.end_token_ids, how.max_tokens)
         return cls(sequence, torch.Generator().manual_seed(asked.seed), number, length, {0: length - 1})
 
     def running_threads(self) -> list[int]:

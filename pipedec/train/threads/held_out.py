@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipedec.threads import Sequence, replay, single_thread
+from pipedec.threads import Sequence, replay
 from pipedec.train.continuations import continue_greedily
 from pipedec.train.threads.answers import Asked, ModelAnswers
 from pipedec.train.threads.figures import AnsweredPrompt, agreement, answer_all, thread_figures
@@ -84,7 +84,7 @@ class HeldOut:
         return [(prompt, self._in_one_thread(prompt, plain[prompt], writer)) for prompt in prompts]
 
     def _in_one_thread(self, prompt: tuple[int, ...], answer: list[int], writer: Writer) -> Sequence:
-        sequence = single_thread(len(prompt), [writer.end_token_id], self.max_tokens)
+        sequence = Sequence(len(prompt), [writer.end_token_id], self.max_tokens)
         replay(sequence, answer)
         return sequence
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedec.threads import NO_DIALECT, BoundDialect, Sequence, bind, load_dialect, replay
+from pipedec.threads import NO_DIALECT, BoundDialect, Sequence, ThreadedSequence, bind, load_dialect, replay
 from pipedec.threads.visibility import IGNORED, flatten
 from pipedec.train.annotate.records import Annotated
 from pipedec.train.annotate.structure import Fork, ForkTokens, Join, Piece, plain_text, unrolled
@@ -142,7 +142,7 @@ class Writer:
     def sequence(self, sample: Sample, max_tokens: int | None = None) -> Sequence:
         """The threads of the sample's answer, which had to have at most ``max_tokens`` tokens (None: any number)."""
         limit = len(sample.answer) + 1 if max_tokens is None else max_tokens
-        sequence = Sequence(self.bound_to(sample.dialect), len(sample.prompt), [self.end_token_id], limit)
+        sequence = ThreadedSequence(self.bound_to(sample.dialect), len(sample.prompt), [self.end_token_id], limit)
         replay(sequence, sample.answer)
         return sequence
 
