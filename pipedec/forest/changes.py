@@ -70,24 +70,18 @@ def apply_verdict(sequence: Sequence, verdict: Verdict) -> ThreadChanges:
         sequence.end_all(verdict.finished)
     changes.starts = [start for start in changes.starts if sequence.threads[start.thread].state is not State.ENDED]
     for number in running:
-        _stop_thread(sequence, changes, number)
+        thread = sequence.threads[number]
+        if thread.state is not State.RUNNING:
+            last = _visible_last_token(sequence, thread) if sequence.can_fork else None
+            changes.remaining[number] = Remaining.NOTHING if last is None else Remaining.ROOT
+            if last is not None:
+                changes.last[number] = last
     for number in waiting:
         if sequence.threads[number].is_cut:  # nothing will attend to its last token, and a pending token will never enter
             changes.remaining[number] = Remaining.NOTHING
     for start in changes.starts:
         changes.remaining[start.thread] = Remaining.NOTHING
     return changes
-
-
-def _stop_thread(sequence: Sequence, changes: ThreadChanges, number: int) -> None:
-    """Record what remains of a thread that was running before the verdict; nothing to do if it still runs."""
-    thread = sequence.threads[number]
-    if thread.state is State.RUNNING:
-        return
-    token = _visible_last_token(sequence, thread)
-    changes.remaining[number] = Remaining.NOTHING if token is None else Remaining.ROOT
-    if token is not None:
-        changes.last[number] = token
 
 
 def _visible_last_token(sequence: Sequence, thread: DecodeThread) -> int | None:

@@ -46,68 +46,49 @@ def position_root(tree: RootedTree, sequence: Sequence, number: int) -> None:
 
 
 class Forest:
-    """The trees of an answer. Replays the verdicts on it.
+    """The tree of an answer that cannot fork. Its rows are in the order of entry and attend to the whole past.
 
-    The rows of an answer that cannot fork are those of its only tree, in the same order, and attend to the whole past. So
-    nothing is stored for them here, and everything that is asked of them is passed to that tree.
-
-    Everything is on the host, where every rank learns of rows and verdicts: what a model needs of it is copied to its device.
+    Replays the verdicts on the answer. Everything is on the host, where every rank learns of rows and verdicts: what a model
+    needs of it is copied to its device.
 
     Args:
-        sequence: the answer's threads; the forest passes accepted tokens to it. In one thread it may have tokens already,
-            which are in the past.
+        sequence: the answer; the forest passes accepted tokens to it. It may have tokens already, which are in the past.
 
     Attributes:
-        trees: by thread number. The tree of an ended thread may keep its root.
+        trees: by thread number.
+        threads: int64 [N], each row's thread; None if the answer cannot fork.
     """
+
+    threads: Tensor | None = None
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
-        self.trees: dict[int, PredictionTree] = {}
-        self._slots = Slots(sequence)
-        self._past_tokens: dict[int, int] = {}  # by thread: number of tokens that have moved from its tree to the past
-        self._threads = torch.zeros(0, dtype=torch.int64)  # [N], each row's thread
-        self._rows: dict[int, Tensor] = {}  # by thread that has any: int64, its rows, in the order of its tree
-        self._ensure_tree(0)
-        self.trees[0].set_root_position(sequence.next_position(0), 0)  # behind what was said before, which is in the past
-        self._only_tree = None if sequence.can_fork else self.trees[0]
+        self._tree = PredictionTree()
+        self._tree.set_root_position(sequence.main.next_position, 0)
+        self.trees = {0: self._tree}
 
     @property
     def num_rows(self) -> int:
-        return len(self._threads) if self._only_tree is None else self._only_tree.num_rows
+        return self._tree.num_rows
 
     @property
     def token_ids(self) -> Tensor:
         """int64 [N]."""
-        return self._of_trees("token_ids")
+        return self._tree.token_ids
 
     @property
     def parents(self) -> Tensor:
         """int64 [N], row indices in each row's own tree; −1 for roots."""
-        return self._of_trees("parents")
+        return self._tree.parents
 
     @property
     def positions(self) -> Tensor:
         """int64 [N], position ids."""
-        return self._of_trees("positions")
-
-    @property
-    def threads(self) -> Tensor | None:
-        """int64 [N], each row's thread; None if the answer cannot fork."""
-        return self._threads if self._only_tree is None else None
-
-    def _of_trees(self, name: str) -> Tensor:
-        """[N], the attribute ``name`` of every row."""
-        if self._only_tree is not None:
-            return getattr(self._only_tree, name)
-        values = torch.zeros_like(self._threads)
-        if self._rows:
-            values[torch.cat(list(self._rows.values()))] = torch.cat([getattr(self.trees[number], name) for number in self._rows])
-        return values
+        return self._tree.positions
 
     def rows_of(self, number: int) -> range | list[int]:
         """The rows of a thread, in the order of its tree."""
-        return range(self.num_rows) if self._only_tree is not None else self._rows[number].tolist()
+        return range(self._tree.num_rows)
 
     def by_thread(self, rows: slice) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Split ``rows`` into those of each thread.
@@ -115,14 +96,8 @@ class Forest:
         Returns:
             thread number; int64, which of ``rows`` are its own, counted from 0; int64, the same as rows of the thread's tree.
         """
-        if self._only_tree is not None:
-            own = torch.arange(rows.start, rows.stop)
-            yield 0, own - rows.start, own
-            return
-        for number in self._threads[rows].unique().tolist():
-            own = self._rows[number]
-            of_tree = ((own >= rows.start) & (own < rows.stop)).nonzero()[:, 0]
-            yield number, own[of_tree] - rows.start, of_tree
+        own = torch.arange(rows.start, rows.stop)
+        yield 0, own - rows.start, own
 
     def append(self, token_ids: Tensor, parents: Tensor, threads: Tensor | None = None) -> slice:
         """Add R rows; returns the slice of their indices.
@@ -135,8 +110,73 @@ class Forest:
         Raises:
             ValueError: a thread is not open, or a parent does not exist.
         """
-        if self._only_tree is not None:
-            return self._only_tree.append(token_ids, parents)
+        return self._tree.append(token_ids, parents)
+
+    def visibility(self, rows: slice) -> Visibility:
+        """The attention mask of ``rows`` over the past and all trees."""
+        return Visibility(self._tree.tree_mask[rows], self._tree.root_position, lambda: self._tree.positions)
+
+    def child(self, row: int, token: int) -> int | None:
+        """The child of ``row`` with this token id, or None."""
+        return self._tree.child(row, token)
+
+    def advance(self, verdict: Verdict) -> tuple[Advance, ThreadChanges, Tensor | None]:
+        """Replay a verdict, which may set slots of the past free.
+
+        Returns:
+            which rows of all trees are committed and kept; the effects on each thread; int64, the slots of the past, with the
+            committed rows, to which later tokens may attend, None if these are all.
+        """
+        changes = apply_verdict(self.sequence, verdict)
+        return self._tree.advance(changes.accepted.get(0, ())), changes, None
+
+
+class ThreadedForest(Forest):
+    """The trees of an answer that may fork, one for every thread. That of an ended thread may keep its root."""
+
+    threads: Tensor
+
+    def __init__(self, sequence: Sequence) -> None:
+        super().__init__(sequence)
+        self.threads = torch.zeros(0, dtype=torch.int64)
+        self._slots = Slots(sequence)
+        self._past_tokens = {0: 0}  # by thread: number of tokens that have moved from its tree to the past
+        self._rows: dict[int, Tensor] = {}  # by thread that has any: int64, its rows, in the order of its tree
+        position_root(self._tree, sequence, 0)
+
+    @property
+    def num_rows(self) -> int:
+        return self.threads.shape[0]
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self._of_trees("token_ids")
+
+    @property
+    def parents(self) -> Tensor:
+        return self._of_trees("parents")
+
+    @property
+    def positions(self) -> Tensor:
+        return self._of_trees("positions")
+
+    def _of_trees(self, name: str) -> Tensor:
+        """[N], the attribute ``name`` of every row."""
+        values = torch.zeros_like(self.threads)
+        if self._rows:
+            values[torch.cat(list(self._rows.values()))] = torch.cat([getattr(self.trees[number], name) for number in self._rows])
+        return values
+
+    def rows_of(self, number: int) -> range | list[int]:
+        return self._rows[number].tolist()
+
+    def by_thread(self, rows: slice) -> Iterator[tuple[int, Tensor, Tensor]]:
+        for number in self.threads[rows].unique().tolist():
+            own = self._rows[number]
+            of_tree = ((own >= rows.start) & (own < rows.stop)).nonzero()[:, 0]
+            yield number, own[of_tree] - rows.start, of_tree
+
+    def append(self, token_ids: Tensor, parents: Tensor, threads: Tensor | None = None) -> slice:
         threads = torch.zeros_like(parents) if threads is None else threads
         first = self.num_rows
         for number in threads.unique().tolist():
@@ -144,24 +184,20 @@ class Forest:
                 raise ValueError(f"a row for thread {number}, which is not open")
             is_own = threads == number
             self.trees[number].append(token_ids[is_own], parents[is_own])
-        self._set_threads(torch.cat((self._threads, threads)))
+        self._set_threads(torch.cat((self.threads, threads)))
         return slice(first, self.num_rows)
 
     def _set_threads(self, threads: Tensor) -> None:
         order = threads.argsort(stable=True)
         numbers, counts = threads[order].unique_consecutive(return_counts=True)
-        self._threads = threads
+        self.threads = threads
         self._rows = dict(zip(numbers.tolist(), order.split(counts.tolist()), strict=True))
 
     def visibility(self, rows: slice) -> Visibility:
-        """The attention mask of ``rows`` over the past and all trees."""
-        if self._only_tree is not None:
-            tree = self._only_tree
-            return Visibility(tree.tree_mask[rows], tree.root_position, lambda: tree.positions)
-        indices = torch.full_like(self._threads, UNSEEN)
+        indices = torch.full_like(self.threads, UNSEEN)
         for number, own in self._rows.items():
             indices[own[0]] = self._past_tokens[number]
-        seen = self._slots.seen(self._threads[rows], self._threads, indices)
+        seen = self._slots.seen(self.threads[rows], self.threads, indices)
         seen_RN = seen[:, self._slots.past_length :]
         for number, of_step, of_tree in self.by_thread(rows):
             seen_RN[of_step[:, None], self._rows[number]] = self.trees[number].tree_mask[of_tree]
@@ -169,30 +205,15 @@ class Forest:
         return Visibility(seen, self.sequence.prompt_length, lambda: torch.cat((past_positions, self.positions)))
 
     def child(self, row: int, token: int) -> int | None:
-        """The child of ``row`` with this token id, or None."""
-        if self._only_tree is not None:
-            return self._only_tree.child(row, token)
-        number = int(self._threads[row])
+        number = int(self.threads[row])
         own = self._rows[number]
         found = self.trees[number].child(int(torch.searchsorted(own, row)), token)
         return None if found is None else int(own[found])
 
-    def reset(self) -> None:
-        """Drop all rows of an answer without tokens."""
-        self.trees[0].reset(self.sequence.prompt_length)
-        self._set_threads(self._threads[:0])
-
-    def advance(self, verdict: Verdict) -> tuple[Advance, ThreadChanges]:
-        """Replay a verdict. Returns which rows of all trees are committed and kept, and the effects on each thread."""
+    def advance(self, verdict: Verdict) -> tuple[Advance, ThreadChanges, Tensor | None]:
         changes = apply_verdict(self.sequence, verdict)
-        advance = (
-            self._advance_trees(changes) if self._only_tree is None else self._only_tree.advance(changes.accepted.get(0, ()))
-        )
-        return advance, changes
-
-    def _advance_trees(self, changes: ThreadChanges) -> Advance:
         token_ids = self.token_ids
-        is_kept = torch.ones_like(self._threads, dtype=torch.bool)
+        is_kept = torch.ones_like(self.threads, dtype=torch.bool)
         committed = [self._accept(number, tokens, is_kept) for number, tokens in changes.accepted.items()]
         for number, remaining in changes.remaining.items():
             self._reduce(number, remaining, is_kept)
@@ -202,18 +223,14 @@ class Forest:
             self._ensure_tree(number)
         if changes.starts:
             self._slots.threads_changed()
-        rows = torch.cat([self._threads[:0], *committed])
+        rows = torch.cat([self.threads[:0], *committed])
         advance = Advance(rows, token_ids[rows], torch.nonzero(is_kept)[:, 0], len(is_kept), hit=False)
-        self._set_threads(self._threads[is_kept])
-        return advance
-
-    def release(self) -> Tensor | None:
-        """Forget tokens that no later token attends to. Returns int64, the slots of the past that remain; None if all do."""
-        return self._slots.release()
+        self._set_threads(self.threads[is_kept])
+        return advance, changes, self._slots.release() if changes.affects_threads else None
 
     def _accept(self, number: int, tokens: tuple[int, ...], is_kept: Tensor) -> Tensor:
         """Advance one tree; returns the rows that are committed."""
-        own, tree = self._rows.get(number, self._threads[:0]), self.trees[number]
+        own, tree = self._rows.get(number, self.threads[:0]), self.trees[number]
         positions = tree.positions
         advance = tree.advance(tokens)
         is_kept[own] = False
@@ -247,6 +264,11 @@ class Forest:
     def _ensure_tree(self, number: int) -> None:
         """Create a thread's tree if it has none, and set the position of its root."""
         if number not in self.trees:
-            self.trees[number] = PredictionTree(block=64 if self.sequence.can_fork else 256)
+            self.trees[number] = PredictionTree(block=64)
             self._past_tokens[number] = 0
         position_root(self.trees[number], self.sequence, number)
+
+
+def forest_of(sequence: Sequence) -> Forest:
+    """A new forest of the kind that the answer needs."""
+    return ThreadedForest(sequence) if sequence.can_fork else Forest(sequence)

@@ -17,25 +17,23 @@ class Logprobs:
     """For each row, the token chosen after it and then the most probable ones; and the same of accepted tokens, not yet reported.
 
     Args:
-        num_top: number of most probable tokens, which may include the chosen one again; None if nothing is requested.
+        num_top: number of most probable tokens, which may include the chosen one again.
     """
 
-    def __init__(self, num_top: int | None) -> None:
+    def __init__(self, num_top: int) -> None:
         self._num_top = num_top
         self._rows: tuple[Tensor, Tensor] | None = None  # token ids and values, each [N, K]
         self._accepted: list[list[tuple[int, float]]] = []
 
     def accept_first(self, logits_1V: Tensor, token: Tensor) -> None:
         """The first token of the answer, int64 [1], is accepted. It follows no row."""
-        if self._num_top is not None:
-            self._accepted += _as_lists(*_top(logits_1V, token, self._num_top))
+        self._accepted += _as_lists(*_top(logits_1V, token, self._num_top))
 
     def add(self, logits_RV: Tensor, chosen_R: Tensor) -> None:
         """Add rows after the present ones. Chosen tokens: int64."""
-        if self._num_top is not None:
-            token_ids, values = _top(logits_RV, chosen_R, self._num_top)
-            present = (token_ids[:0], values[:0]) if self._rows is None else self._rows
-            self._rows = torch.cat((present[0], token_ids)), torch.cat((present[1], values))
+        token_ids, values = _top(logits_RV, chosen_R, self._num_top)
+        present = (token_ids[:0], values[:0]) if self._rows is None else self._rows
+        self._rows = torch.cat((present[0], token_ids)), torch.cat((present[1], values))
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows except ``rows``: int64."""
@@ -62,9 +60,9 @@ class PromptLogprobs:
         length: tokens of the prompt.
     """
 
-    def __init__(self, num_top: int | None, length: int) -> None:
+    def __init__(self, num_top: int, length: int) -> None:
         self._num_top = num_top
-        self._left = length if num_top is not None else 0  # tokens whose rows have yet to come
+        self._left = length  # tokens whose rows have yet to come
         self._last: Tensor | None = None  # [1, V], logits behind the tokens so far
         self._ready: list[list[tuple[int, float]]] = []
 
@@ -75,19 +73,17 @@ class PromptLogprobs:
 
     def add(self, logits_RV: Tensor, token_ids_R: Tensor) -> None:
         """The next rows, of these tokens (int64), the first of which belong to the prompt."""
-        if self._num_top is None:
-            return
         logits_RV, token_ids_R = logits_RV[: self._left], token_ids_R[: self._left]
         self._left -= len(token_ids_R)
         if self._last is not None:
-            self._score(torch.cat((self._last, logits_RV[:-1])), token_ids_R, self._num_top)
+            self._score(torch.cat((self._last, logits_RV[:-1])), token_ids_R)
         else:
-            self._score(logits_RV[:-1], token_ids_R[1:], self._num_top)
+            self._score(logits_RV[:-1], token_ids_R[1:])
         self._last = logits_RV[-1:].clone() if self._left else None
 
-    def _score(self, logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> None:
+    def _score(self, logits_RV: Tensor, token_ids_R: Tensor) -> None:
         if len(token_ids_R):
-            self._ready += _as_lists(*_top(logits_RV, token_ids_R, num_top))
+            self._ready += _as_lists(*_top(logits_RV, token_ids_R, self._num_top))
 
     def take(self) -> list[list[tuple[int, float]]]:
         """For each token since the last call, the (id, log-probability) of itself and then of the top tokens."""

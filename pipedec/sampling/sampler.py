@@ -43,13 +43,6 @@ class Sampler:
         self._history = History(vocab_size, device) if params.has_penalties else None
         self._bias_V = _bias(params.logit_bias, vocab_size, device) if params.logit_bias else None
 
-    @classmethod
-    def create(
-        cls, params: SamplingParams, vocab_size: int, device: torch.device | str = "cpu", stream: int = 0
-    ) -> Sampler | None:
-        """A sampler, or None if ``greedy`` is all that the parameters ask for."""
-        return None if params.is_plainly_greedy else cls(params, vocab_size, device, stream)
-
     def add_prompt(self, token_ids: Tensor) -> None:
         """Add a chunk of the prompt: int64 [any number]."""
         if self._history is not None:

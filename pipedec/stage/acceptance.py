@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from pipedec.forest import Forest, ThreadChanges
 from pipedec.threads import Sequence, State
-from pipedec.tree import PredictionTree
 
 
 class Walk(NamedTuple):
@@ -44,9 +43,12 @@ class Acceptance:
         """Why the accepted tokens end the answer (see ``Verdict.finished``); None if they do not."""
         return self._sequence.finished
 
-    def accept_first(self, token: int) -> None:
-        """Accept the first token of the answer, which follows the prompt."""
-        self._accept(0, token)
+    def accept(self, number: int, token: int) -> None:
+        """Accept the next token of a thread."""
+        if self._sequence.ends_walk(number, token):
+            self._stopped.add(number)
+        self._sequence.accept(number, token)
+        self._ahead[number].append(token)
 
     def verify(self, forest: Forest, successors: list[int]) -> list[Walk]:
         """Accept tokens in every thread, until one joins or ends the thread or has no row yet.
@@ -58,35 +60,22 @@ class Acceptance:
         Returns:
             the walks of the threads that accept any token.
         """
-        walks = (self._walk(forest, number, successors) for number in tuple(forest.trees))
-        return [walk for walk in walks if walk is not None]
+        walks = [self._walk(forest, number, successors) for number in forest.trees]
+        return [walk for walk in walks if walk.rows]
 
-    def _walk(self, forest: Forest, number: int, successors: list[int]) -> Walk | None:
+    def _walk(self, forest: Forest, number: int, successors: list[int]) -> Walk:
         tree, thread = forest.trees[number], self._sequence.threads[number]
-        row = self._last_accepted(tree, number)
-        if row is None or thread.state is not State.RUNNING:
-            return None
-        own = forest.rows_of(number)
-        rows, tokens = [], []
-        while row is not None and thread.state is State.RUNNING:
-            rows.append(own[row])
-            tokens.append(successors[own[row]])
-            self._accept(number, tokens[-1])
-            row = None if number in self._stopped else tree.child(row, tokens[-1])
-        return Walk(number, rows, tuple(tokens))
-
-    def _last_accepted(self, tree: PredictionTree, number: int) -> int | None:
-        """The row of the thread's last accepted token; None if it has not entered or the thread waits for a replay."""
         row = 0 if tree.num_rows and number not in self._stopped else None
         for token in self._ahead[number]:
             row = None if row is None else tree.child(row, token)
-        return row
-
-    def _accept(self, number: int, token: int) -> None:
-        if self._sequence.ends_walk(number, token):
-            self._stopped.add(number)
-        self._sequence.accept(number, token)
-        self._ahead[number].append(token)
+        own = () if row is None else forest.rows_of(number)
+        rows, tokens = [], []
+        while row is not None and thread.state is State.RUNNING:
+            rows.append(own[row])
+            tokens.append(successors[rows[-1]])
+            self.accept(number, tokens[-1])
+            row = None if number in self._stopped else tree.child(row, tokens[-1])
+        return Walk(number, rows, tuple(tokens))
 
     def replayed(self, changes: ThreadChanges) -> None:
         """To be called when the forest has been advanced by a verdict with these effects. Verdicts are replayed in order."""

@@ -26,14 +26,12 @@ def known_finite(values: Tensor) -> bool:
 
 
 def marked(inputs: Tensor, hidden_RE: Tensor, stage: int) -> Tensor:
-    """The activations, with a mark in place of each row that is not finite.
+    """The activations, with a mark in place of each row that is not finite. Does not wait for a device.
 
     Args:
         inputs: what they were computed from: activations of the stage before, or token ids.
         stage: that has computed them.
     """
-    if known_finite(hidden_RE):
-        return hidden_RE
     mark_E = torch.full_like(hidden_RE[0], torch.nan)
     mark_E[0] = stage
     hidden_RE = torch.where(hidden_RE.isfinite().all(1, keepdim=True), hidden_RE, mark_E)

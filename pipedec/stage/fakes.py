@@ -16,12 +16,10 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from pipedec.core import Opening, SamplingParams, Step, Update
+from pipedec.core import Opening, SamplingParams, Step, Update, Verdict
 from pipedec.forest import ThreadChanges
 from pipedec.model import KVCache, KVPool, KVShape, LaneRows, StageModel
-from pipedec.stage.final_lane import FinalLane
-from pipedec.stage.final_worker import FinalStageWorker
-from pipedec.stage.slot_tokens import SlotTokens
+from pipedec.stage.final import FinalLane, FinalStageWorker, SlotTokens
 from pipedec.threads import NewSequence, replay
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Advance
@@ -117,10 +115,12 @@ class _AnsweringLane(FinalLane):
             self._answer.prefilled = self._now()
         self.settle([token_ids[min(position + 1 - self._prompt_length, last)] for position in positions])
 
-    def _replay(self, advance: Advance, changes: ThreadChanges) -> None:
-        super()._replay(advance, changes)
-        self._answer.arrivals += [self._arrivals[row] for row in advance.committed.tolist()]
-        self._arrivals = [self._arrivals[row] for row in advance.kept.tolist()]
+    def sync(self, verdict: Verdict) -> tuple[Advance, ThreadChanges] | None:
+        if (replayed := super().sync(verdict)) is not None:
+            advance, _ = replayed
+            self._answer.arrivals += [self._arrivals[row] for row in advance.committed.tolist()]
+            self._arrivals = [self._arrivals[row] for row in advance.kept.tolist()]
+        return replayed
 
 
 class AnsweringStage(FinalStageWorker):
@@ -140,9 +140,13 @@ class AnsweringStage(FinalStageWorker):
     def _new_lane(self, number: int, opening: Opening, cache: KVCache) -> FinalLane:
         return _AnsweringLane(self._answer_of(number, opening), self._now, opening, cache, self._stage)
 
-    def _reply(self, updates: tuple[Update, ...], steps: Mapping[int, Step]) -> tuple[Update, ...]:
-        """The results in the order in which their lanes were opened."""
-        return super()._reply(updates, {number: steps[number] for number in self._lanes if number in steps})
+    def _reply(
+        self, updates: tuple[Update, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
+    ) -> tuple[Update, ...]:
+        """The results in the order in which their lanes were opened, behind what has ended."""
+        places = {number: place for place, number in enumerate(self._lanes)}
+        results = super()._reply(updates, steps, activations, is_finite)
+        return tuple(sorted(results, key=lambda result: places.get(result.number, -1)))
 
     def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> None:
         for lane, _ in computed:

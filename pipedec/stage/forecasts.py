@@ -20,7 +20,7 @@ class Forecasts:
     ``first`` and ``best`` compute them on the device of the logits; what was read from there comes back in one list.
 
     Args:
-        tokens_per_mask: K; 0 for a request without masks.
+        tokens_per_mask: K.
     """
 
     def __init__(self, chooser: TokenChooser, tokens_per_mask: int) -> None:
@@ -45,7 +45,7 @@ class Forecasts:
     def forecast(self, best: list[int]) -> Forecast:
         """The predictions of masks, one after the other, as a forecast."""
         size = self._tokens_per_mask
-        return tuple(tuple(best[first : first + size]) for first in range(0, len(best), size or 1))
+        return tuple(tuple(best[first : first + size]) for first in range(0, len(best), size))
 
     def keep(self, rows: list[int]) -> None:
         """Drop all rows except ``rows``."""
@@ -60,14 +60,12 @@ class Forecasts:
         Args:
             verified_rows: rows of one thread whose successors were accepted, in order.
         """
-        for num_later, row in enumerate(reversed(verified_rows) if self._tokens_per_mask else ()):
+        for num_later, row in enumerate(reversed(verified_rows)):
             if masks := _masks_below(forest, row):
                 return tuple(self._predictions[mask] for mask in masks[num_later:])
         return ()
 
     def _best(self, logits_MV: Tensor, positions_M: Tensor, threads_M: Tensor | None = None) -> Tensor:
-        if not self._tokens_per_mask:
-            return logits_MV.new_zeros(len(logits_MV), 0, dtype=torch.int64)
         return self._chooser.scores(logits_MV, positions_M, threads_M).topk(self._tokens_per_mask, dim=1).indices
 
 

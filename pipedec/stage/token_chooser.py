@@ -32,23 +32,27 @@ class TokenChooser:
 
     def __init__(self, sequence: Sequence, sampling: SamplingParams, vocab_size: int, device: torch.device | str) -> None:
         self._sequence = sequence
+        self._is_constrained = sequence.can_fork or sequence.grammar is not None  # else every token may follow
         self._sampling = sampling
+        self._has_penalties = sampling.has_penalties
         self._vocab_size = vocab_size
         self._device = device
         self._prompt: list[Tensor] = []  # in chunks
         self._samplers: dict[int, Sampler] = {}  # by thread; empty if decoding is greedy
-        self._start(0)
+        if not sampling.is_plainly_greedy:
+            self._start(0)
 
     def add_prompt(self, token_ids: Tensor) -> None:
         """Add a chunk of the prompt: int64 [any number]."""
-        if self._sampling.has_penalties:
+        if self._has_penalties:
             self._prompt.append(token_ids)
             self._samplers[0].add_prompt(token_ids)
 
     def first(self, logits_1V: Tensor) -> Tensor:
         """The token behind prompt and what was said before, int64 [1], from the logits of the last of these."""
-        logits_1V = self._possible(logits_1V, [(0, [])])
-        if self._sampling.is_plainly_greedy:
+        if self._is_constrained:
+            logits_1V = self._possible(logits_1V, [(0, [])])
+        if not self._samplers:
             return greedy(logits_1V)
         position = torch.tensor([self._sequence.next_position(0)])
         last_said = self._tensor(self._sequence.main.token_ids[-1:])  # not counted yet, like the root of a tree
@@ -56,9 +60,9 @@ class TokenChooser:
 
     def choose(self, logits_RV: Tensor, forest: Forest, rows: slice) -> Tensor:
         """The token after each of ``rows``, none of which is a mask: int64 [R]."""
-        if self._sequence.is_constrained:
+        if self._is_constrained:
             logits_RV = self._possible(logits_RV, _paths(forest, rows))
-        if self._sampling.is_plainly_greedy:
+        if not self._samplers:
             return greedy(logits_RV)
         chosen = torch.zeros(len(logits_RV), dtype=torch.int64, device=self._device)
         for number, of_step, of_tree in forest.by_thread(rows):
@@ -86,7 +90,7 @@ class TokenChooser:
             positions_M: int64, position ids of the predicted tokens.
             threads_M: int64, the thread of each mask; None if all are in the main thread.
         """
-        if self._sampling.is_plainly_greedy:
+        if not self._samplers:
             return logits_MV
         if threads_M is None:
             return self._samplers[0].scores(logits_MV, positions_M)
@@ -99,7 +103,9 @@ class TokenChooser:
 
     def replayed(self, changes: ThreadChanges) -> None:
         """To be called when the forest has been advanced by a verdict with these effects."""
-        if self._sampling.has_penalties:
+        if not self._samplers:
+            return
+        if self._has_penalties:
             for number, tokens in changes.accepted.items():
                 token_ids = self._sequence.threads[number].token_ids
                 self._samplers[number].add_accepted(self._tensor(token_ids[-1 - len(tokens) : -1]))
@@ -109,10 +115,7 @@ class TokenChooser:
     def _start(self, number: int) -> None:
         """Create a thread's sampler. For penalties, it counts all tokens visible to the thread except those in its tree."""
         thread = self._sequence.threads[number]
-        sampler = Sampler.create(self._sampling, self._vocab_size, self._device, thread.noise_stream)
-        if sampler is None:
-            return
-        self._samplers[number] = sampler
+        sampler = self._samplers[number] = Sampler(self._sampling, self._vocab_size, self._device, thread.noise_stream)
         for chunk in self._prompt:
             sampler.add_prompt(chunk)
         seen = (*self._sequence.context(number), (number, max(thread.num_tokens - 1, 0)))

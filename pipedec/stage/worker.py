@@ -18,7 +18,7 @@ from torch import Tensor
 from pipedec.core import EMPTY, Envelope, Load, Opening, RankLost, Step, Update, Verdict
 from pipedec.device import to_device, to_host
 from pipedec.model import FirstForward, KVCache, StageModel, Usual, warm_up
-from pipedec.stage.corruption import marked
+from pipedec.stage.corruption import known_finite, marked
 from pipedec.stage.lane import Lane
 from pipedec.threads import NewSequence
 
@@ -107,16 +107,17 @@ class StageWorker:
             ValueError: a request is open already, or its slots are not in the pool.
             UserError: on the last stage, ``logit_bias`` names a token that is not in the vocabulary.
         """
-        steps = _steps_of(waiting)
+        left = {update.number: update for update in waiting.updates}
         for update in sorted(updates, key=lambda update: update.opening is not None):
             if update.opening is not None:
                 self._open(update.number, update.opening)
             if update.verdict is not None:
-                self._sync(update.number, update.verdict, steps)
+                self._sync(update.number, update.verdict, left)
             if update.slots and (lane := self._lanes.get(update.number)) is not None:
-                lane.extend(update.slots)
-        left = (update for update in _with_steps(waiting.updates, steps) if update != Update(update.number))
-        return dataclasses.replace(waiting, updates=tuple(left)) if waiting.updates else waiting
+                lane.cache.extend(update.slots)
+        if not left:
+            return waiting
+        return dataclasses.replace(waiting, updates=tuple(one for one in left.values() if one != Update(one.number)))
 
     def advance(self, message: Envelope, span: Span = _unrecorded) -> Envelope:
         """One timestep: replay what the message brings, await its activations, and compute its rows.
@@ -132,24 +133,24 @@ class StageWorker:
             RankLost: the updates do not fit the requests here, or activations did not come; the message names the rank that has
                 sent them.
         """
-        has_verdicts = any(update.verdict is not None for update in message.updates)
+        updates = message.updates
+        has_verdicts = any(update.verdict is not None for update in updates)
         with span("sync", Load()) if has_verdicts else nullcontext():
-            self._replay_received(message.updates)
-        steps = _steps_of(message)
-        if steps:
+            try:
+                self.replay(updates)
+            except (ValueError, KeyError, IndexError) as error:
+                peer = f"rank {self._stage - 1}"
+                raise RankLost(f"{peer} sent updates that do not fit the requests of rank {self._stage}: {error}") from error
+        arrived = {update.number: update.step for update in updates if update.step is not None}
+        if arrived:
             message.await_hidden()
-            steps = self._valid(steps)
-            load = Load(_num_rows(steps), sum(self._lanes[number].num_cached for number in steps))
-            with span("dec", load) if load.rows else nullcontext():
-                steps = self._compute(steps)
-        return Envelope(self._reply(message.updates, steps), message.ends_session)
-
-    def _replay_received(self, updates: Iterable[Update]) -> None:
-        try:
-            self.replay(updates)
-        except (ValueError, KeyError, IndexError) as error:
-            peer = self._stage - 1
-            raise RankLost(f"rank {peer} sent updates that do not fit the requests of rank {self._stage}: {error}") from error
+        steps = {number: step for number, step in arrived.items() if number in self._lanes and not self._lanes[number].has_ended}
+        rows = sum(step.num_rows for step in steps.values())
+        self.rows += rows
+        self.pruned_rows += sum(step.num_rows for step in arrived.values()) - rows
+        load = Load(rows, sum(self._lanes[number].cache.length for number in steps))
+        with span("dec", load) if rows else nullcontext():
+            return Envelope(self._compute(updates, steps), message.ends_session)
 
     def _open(self, number: int, opening: Opening) -> None:
         """Open a lane for a request, and copy the rows that it is to have copies of."""
@@ -160,55 +161,45 @@ class StageWorker:
         cache.adopt(opening.cached, opening.copied)
         self._lanes[number] = self._new_lane(number, opening, cache)
 
-    def _sync(self, number: int, verdict: Verdict, waiting: dict[int, Step]) -> None:
+    def _new_lane(self, number: int, opening: Opening, cache: KVCache) -> Lane:
+        return Lane(opening, self._new_sequence(opening), cache, self._device)
+
+    def _sync(self, number: int, verdict: Verdict, waiting: dict[int, Update]) -> None:
         """Replay a verdict, and prune what waits to be sent by it."""
         if (lane := self._lanes.get(number)) is None:
             return
-        if (advance := lane.sync(verdict)) is not None:
-            self.pruned_rows += advance.num_rows - len(advance.committed) - len(advance.kept)
-            if (step := waiting.pop(number, None)) is not None and (left := lane.pruned(step, advance)) is not None:
-                waiting[number] = left
+        if (replayed := lane.sync(verdict)) is not None:
+            advance, _ = replayed
+            self.pruned_rows += advance.num_rows - advance.committed.shape[0] - advance.kept.shape[0]
+            if (update := waiting.get(number)) is not None and update.step is not None:
+                waiting[number] = replace(update, step=lane.pruned(update.step, advance))
         if verdict.finished is not None:
             self.pruned_rows += lane.num_candidates
             del self._lanes[number]
 
-    def _compute(self, steps: Mapping[int, Step]) -> dict[int, Step]:
-        """Compute the rows of all requests in one forward. Returns what leaves the stage."""
+    def _compute(self, updates: tuple[Update, ...], steps: Mapping[int, Step]) -> tuple[Update, ...]:
+        """Compute the rows of all requests in one forward. Returns the reply to ``updates``."""
         if not steps:
-            return {}
-        self.rows += _num_rows(steps)
-        lanes = [self._lanes[number] for number in steps]
-        entered = [lane.enter(step) for lane, step in zip(lanes, steps.values(), strict=True)]
+            return self._reply(updates, {}, (), True)
+        entered = [self._lanes[number].enter(step) for number, step in steps.items()]
         inputs = torch.cat([step.token_ids if step.hidden is None else step.hidden for step in steps.values()])
         inputs = to_device(inputs, self._device)
-        hidden_RE = marked(inputs, self._model.forward(inputs, entered), self._stage)
-        return self._outputs(steps, hidden_RE, [rows.num_rows for rows in entered])
+        hidden_RE = self._model.forward(inputs, entered)
+        if not (is_finite := known_finite(hidden_RE)):
+            hidden_RE = marked(inputs, hidden_RE, self._stage)
+        return self._reply(updates, steps, hidden_RE.split([rows.num_rows for rows in entered]), is_finite)
 
-    def _reply(self, updates: tuple[Update, ...], steps: Mapping[int, Step]) -> tuple[Update, ...]:
-        return _with_steps(updates, steps)
+    def _reply(
+        self, updates: tuple[Update, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
+    ) -> tuple[Update, ...]:
+        """What goes to the next rank: the updates, with the rows that leave this stage.
 
-    def _new_lane(self, number: int, opening: Opening, cache: KVCache) -> Lane:
-        return Lane(opening, self._new_sequence(opening), cache, self._device)
-
-    def _valid(self, steps: Mapping[int, Step]) -> dict[int, Step]:
-        """The steps of requests that go on; the rows of others are void."""
-        valid = {number: step for number, step in steps.items() if number in self._lanes and not self._lanes[number].has_ended}
-        self.pruned_rows += _num_rows(steps) - _num_rows(valid)
-        return valid
-
-    def _outputs(self, steps: Mapping[int, Step], hidden_RE: Tensor, counts: Sequence[int]) -> dict[int, Step]:
-        """The steps with their activations, of which each has so many rows."""
-        by_step = zip(steps.items(), hidden_RE.split(counts), strict=True)
-        return {number: Step(step.token_ids, step.parents, own_RE, step.threads) for (number, step), own_RE in by_step}
-
-
-def _num_rows(steps: Mapping[int, Step]) -> int:
-    return sum(step.num_rows for step in steps.values())
-
-
-def _steps_of(message: Envelope) -> dict[int, Step]:
-    return {update.number: update.step for update in message.updates if update.step is not None}
-
-
-def _with_steps(updates: tuple[Update, ...], steps: Mapping[int, Step]) -> tuple[Update, ...]:
-    return tuple(replace(update, step=steps.get(update.number)) for update in updates)
+        Args:
+            activations: of the rows of each step.
+            is_finite: they are known to be.
+        """
+        left = {
+            number: Step(step.token_ids, step.parents, own_RE, step.threads)
+            for (number, step), own_RE in zip(steps.items(), activations, strict=True)
+        }
+        return tuple(replace(update, step=left.get(update.number)) for update in updates)

@@ -1,6 +1,6 @@
 """The dynamic prediction tree (PipeDec §3.3). Knows tensors and token ids; knows no model, no process, no Redis."""
 
-from pipedec.tree.masks import is_mask, mask_groups, visible_slots
+from pipedec.tree.masks import Visibility, is_mask, mask_groups, visible_slots
 from pipedec.tree.prediction_tree import (
     Advance,
     Candidates,
@@ -11,7 +11,6 @@ from pipedec.tree.prediction_tree import (
     RootedTree,
     RowChanges,
 )
-from pipedec.tree.visibility import Visibility
 
 __all__ = [
     "Advance", "Candidates", "DraftRows", "DraftTree", "Gaps", "PredictionTree", "RootedTree", "RowChanges", "Visibility",

@@ -1,14 +1,44 @@
-"""Mask rows (BiTA §3): rows of the tree that stand for tokens not yet known and predict the tokens after them.
+"""Attention masks: which slots of the KV cache rows attend to, ordinary ones and masks (BiTA §3).
 
-A *group* of M masks is a chain of rows below an ordinary row. The m-th mask has the token id −m and a position m after that of
-the ordinary row. It attends to everything that row attends to, to the masks before it in its group, and to the learned prompt.
-Groups do not attend to each other, and no ordinary row attends to a mask. Training and decoding share this module.
+Mask rows stand for tokens not yet known and predict the tokens after them. A *group* of M masks is a chain of rows below an
+ordinary row. The m-th mask has the token id −m and a position m after that of the ordinary row. It attends to everything that row
+attends to, to the masks before it in its group, and to the learned prompt. Groups do not attend to each other, and no ordinary
+row attends to a mask. Training and decoding share this module.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from pipedec.device import to_device
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """The attention mask of R rows over S cache slots: first the past, then the rows of all trees.
+
+    Attributes:
+        seen: bool [R, S − shared], ``[i, j]``: row i attends to slot ``shared`` + j.
+        shared: number of leading slots that every row attends to: the whole past of an answer in one thread, else the prompt.
+            The position id of each is its slot number.
+        slot_positions: returns int64 [S − shared], the position id of each of the other slots. Only sliding windows need it.
+    """
+
+    seen: Tensor
+    shared: int
+    slot_positions: Callable[[], Tensor]
+
+    def to(self, device: torch.device | str) -> Visibility:
+        """The mask on a device."""
+        return Visibility(to_device(self.seen, device), self.shared, lambda: to_device(self.slot_positions(), device))
+
+    def of(self, rows: slice, num_slots: int) -> Visibility:
+        """The mask of some of the rows over the first ``num_slots`` slots."""
+        return Visibility(self.seen[rows, : num_slots - self.shared], self.shared, self.slot_positions)
 
 
 def is_mask(token_ids: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ Shapes: N rows in the tree (in order of entry, root first), R rows that enter, F
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -145,46 +145,6 @@ class Gaps(Protocol):
         """The number of positions left empty after the last token of ``path``, the tokens below the root."""
 
 
-@dataclass
-class _HostRows:
-    """Token ids, parents, depths and gaps of the rows as lists, so that walks along the tree need no transfer from the device."""
-
-    token_ids: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    gaps: list[int] = field(default_factory=list)
-
-    def append(self, token_ids: list[int], parents: list[int]) -> bool:
-        """Add rows; returns whether any of them has a parent among them. Raises ValueError as ``PredictionTree.append``."""
-        first = len(self.parents)
-        if any(parent >= row for row, parent in enumerate(parents, start=first)):
-            raise ValueError("a row must enter after its parent")
-        if any(parent < 0 for parent in parents[0 if first else 1 :]):
-            raise ValueError("a tree has exactly one root, its first row")
-        self.token_ids += token_ids
-        self.parents += parents
-        for parent in parents:
-            self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
-            self.gaps.append(0)
-        return max(parents, default=-1) >= first
-
-    def subtree(self, row: int) -> list[int]:
-        """``row`` and all rows below it, ascending."""
-        found = {row}
-        for later in range(row + 1, len(self.parents)):
-            if self.parents[later] in found:
-                found.add(later)
-        return sorted(found)
-
-    def keep(self, rows: list[int], depth: int) -> None:
-        """Drop all rows except ``rows``, the first of which becomes the root. Its depth so far is ``depth``."""
-        numbers = {row: number for number, row in enumerate(rows)}
-        self.token_ids = [self.token_ids[row] for row in rows]
-        self.parents = [numbers.get(self.parents[row], -1) for row in rows]
-        self.depths = [self.depths[row] - depth for row in rows]
-        self.gaps = [self.gaps[row] for row in rows]
-
-
 class PredictionTree:
     """Token ids X, parents, probabilities P and ancestor mask M of the rows in flight, in order of entry.
 
@@ -202,30 +162,31 @@ class PredictionTree:
     def __init__(self, device: torch.device | str = "cpu", block: int = 256) -> None:
         self._device = torch.device(device)
         self._block = block
-        self.root_position = 0
         self.gaps: Gaps | None = None
-        self.num_rows = 0
         self._root_gap = 0
         self._has_log_probs = False  # else all are 0
-        self._host = _HostRows()
-        self._allocate(block)
+        self._log_probs = torch.zeros(block, dtype=torch.float32, device=self._device)
+        self._mask = torch.zeros(block, block, dtype=torch.bool, device=self._device)
+        self.reset(0)
 
-    def _allocate(self, capacity: int) -> None:
-        self._rows = torch.zeros(3, capacity, dtype=torch.int64, device=self._device)
-        self._token_ids, self._parents, self._depths = self._rows
-        self._gaps = torch.zeros(capacity, dtype=torch.int64, device=self._device)  # positions left empty after each row
-        self._log_probs = torch.zeros(capacity, dtype=torch.float32, device=self._device)
-        self._mask = torch.zeros(capacity, capacity, dtype=torch.bool, device=self._device)
+    def reset(self, root_position: int) -> None:
+        """Drop all rows; the next root will have position ``root_position``."""
+        self.num_rows = 0
+        self.root_position = root_position
+        self._token_ids: list[int] = []
+        self._parents: list[int] = []
+        self._depths: list[int] = []
+        self._row_gaps: list[int] = []  # positions left empty after each row
 
     @property
     def token_ids(self) -> Tensor:
         """int64 [N] (paper's X)."""
-        return self._token_ids[: self.num_rows]
+        return self._tensor(self._token_ids)
 
     @property
     def parents(self) -> Tensor:
         """int64 [N], −1 for the root."""
-        return self._parents[: self.num_rows]
+        return self._tensor(self._parents)
 
     @property
     def log_probs(self) -> Tensor:
@@ -240,27 +201,20 @@ class PredictionTree:
     @property
     def positions(self) -> Tensor:
         """int64 [N], position ids."""
-        positions = self._depths[: self.num_rows] + self.root_position
-        if self.gaps is None:
-            return positions
-        gaps = self._gaps[: self.num_rows]
-        return positions + (self.tree_mask * gaps).sum(1) - gaps
+        return self._tensor(self.positions_of(range(self.num_rows)))
 
     @property
     def next_positions(self) -> Tensor:
         """int64 [N], position ids of each row's children."""
-        return self.positions + 1 if self.gaps is None else self.positions + 1 + self._gaps[: self.num_rows]
+        return self.positions + 1 if self.gaps is None else self.positions + 1 + self._tensor(self._row_gaps)
 
     @property
     def cumulative_log_probs(self) -> Tensor:
         """[N], B = M · log P (paper §3.3.3): log-probability of the path from the root to each row."""
         return self.tree_mask.to(self._log_probs.dtype) @ self.log_probs
 
-    def reset(self, root_position: int) -> None:
-        """Drop all rows; the next root will have position ``root_position``."""
-        self.num_rows = 0
-        self.root_position = root_position
-        self._host = _HostRows()
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def plant(self, token: int) -> slice:
         """Add an accepted token as the root of the empty tree; returns its row.
@@ -284,76 +238,76 @@ class PredictionTree:
         Raises:
             ValueError: a second root, or a parent that does not exist.
         """
-        first, last = self.num_rows, self.num_rows + len(token_ids)
         rows = torch.stack((token_ids, parents))
-        has_new_parents = self._host.append(*rows.tolist())
-        self._reserve(last)
-        rows = rows.to(self._device)
-        self._rows[:2, first:last] = rows
-        self._depths[first:last] = torch.tensor(self._host.depths[first:], device=self._device)
-        self._set_log_probs(first, last, log_probs)
-        self._extend_mask(rows[1], first, last, has_new_parents)
-        self.num_rows = last
-        if self.gaps is not None:
-            self._set_gaps(self.gaps, first)
-        return slice(first, last)
-
-    def _set_log_probs(self, first: int, last: int, log_probs: Tensor | None) -> None:
+        ids, above = rows.tolist()
+        first, last = self.num_rows, self.num_rows + len(ids)
+        if any(parent >= row for row, parent in enumerate(above, start=first)):
+            raise ValueError("a row must enter after its parent")
+        if any(parent < 0 for parent in above[0 if first else 1 :]):
+            raise ValueError("a tree has exactly one root, its first row")
+        if last > self._mask.shape[0]:
+            self._reserve(-(-last // self._block) * self._block)
+        self._token_ids += ids
+        self._parents += above
+        self._row_gaps += [0] * len(ids)
+        for parent in above:
+            self._depths.append(0 if parent < 0 else self._depths[parent] + 1)
         if log_probs is not None:
             self._log_probs[first:last] = log_probs
             self._has_log_probs = True
         elif self._has_log_probs:
             self._log_probs[first:last] = 0.0
+        self._extend_mask(rows[1].to(self._device), first, last, has_new_parents=max(above, default=-1) >= first)
+        self.num_rows = last
+        if self.gaps is not None:
+            self._set_gaps(self.gaps, first)
+        return slice(first, last)
 
     def _set_gaps(self, gaps: Gaps, first: int) -> None:
         """Set the gaps after the rows from ``first`` on. The root's gap is set by ``set_root_position``."""
-        host = self._host
         for row in range(max(first, 1), self.num_rows):
-            token = host.token_ids[row]
-            host.gaps[row] = gaps.after(self.path(row)) if token >= 0 and gaps.may_follow(token) else 0
+            token = self._token_ids[row]
+            self._row_gaps[row] = gaps.after(self.path(row)) if token >= 0 and gaps.may_follow(token) else 0
         if first == 0 and self.num_rows:
-            host.gaps[0] = self._root_gap
-        self._gaps[first : self.num_rows] = torch.tensor(host.gaps[first:], dtype=torch.int64)
+            self._row_gaps[0] = self._root_gap
 
     def path(self, row: int) -> list[int]:
         """The tokens on the path from below the root to ``row``, inclusive."""
         path = []
         while row > 0:
-            path.append(self._host.token_ids[row])
-            row = self._host.parents[row]
+            path.append(self._token_ids[row])
+            row = self._parents[row]
         return path[::-1]
 
     def tokens_of(self, rows: Sequence[int]) -> list[int]:
         """The token ids of ``rows``."""
-        return [self._host.token_ids[row] for row in rows]
+        return [self._token_ids[row] for row in rows]
 
     def positions_of(self, rows: Sequence[int]) -> list[int]:
         """The position ids of ``rows``."""
-        host = self._host
         if self.gaps is None:
-            return [self.root_position + host.depths[row] for row in rows]
-        above = (sum(host.gaps[ancestor] for ancestor in self.ancestors_of(row)[1:]) for row in rows)
-        return [self.root_position + host.depths[row] + gaps for row, gaps in zip(rows, above, strict=True)]
+            return [self.root_position + self._depths[row] for row in rows]
+        above = (sum(self._row_gaps[ancestor] for ancestor in self.ancestors_of(row)[1:]) for row in rows)
+        return [self.root_position + self._depths[row] + gaps for row, gaps in zip(rows, above, strict=True)]
 
     def ids_of(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Token ids and parents of ``rows``, int64, on the host."""
-        return torch.tensor(self._host.token_ids[rows], dtype=torch.int64), torch.tensor(self._host.parents[rows])
+        return torch.tensor(self._token_ids[rows], dtype=torch.int64), torch.tensor(self._parents[rows], dtype=torch.int64)
 
     def ancestors_of(self, row: int) -> list[int]:
         """``row`` itself, its parent, and so on up to the root."""
         ancestors = []
         while row >= 0:
             ancestors.append(row)
-            row = self._host.parents[row]
+            row = self._parents[row]
         return ancestors
 
     def set_root_position(self, root_position: int, gap: int) -> None:
         """Set the position id of the root, also of one still to come, and the number of positions left empty after it."""
         self.root_position = root_position
         self._root_gap = gap
-        if self.gaps is not None:
-            self._gaps[0] = gap
-            self._host.gaps[:1] = [gap] if self.num_rows else []
+        if self.gaps is not None and self.num_rows:
+            self._row_gaps[0] = gap
 
     def grow(self, candidates: Candidates, width: int) -> slice:
         """Add a layer: the ``min(width, F·c)`` candidates with the most probable paths (paper §3.3.3); returns its rows.
@@ -379,9 +333,10 @@ class PredictionTree:
 
     def child(self, row: int, token: int) -> int | None:
         """The child of ``row`` with this token id, or None."""
-        token_ids, parents = self._host.token_ids, self._host.parents
-        later = range(row + 1, self.num_rows)
-        return next((child for child in later if parents[child] == row and token_ids[child] == token), None)
+        for later in range(row + 1, self.num_rows):
+            if self._parents[later] == row and self._token_ids[later] == token:
+                return later
+        return None
 
     def advance(self, tokens: Sequence[int]) -> Advance:
         """Accept ``tokens``: commit the path before the last of them, keep the last one's subtree, drop all other rows.
@@ -401,7 +356,11 @@ class PredictionTree:
             if row is not None:
                 committed.append(row)
                 row = self.child(row, token)
-        return self._keep(committed, [] if row is None else self._host.subtree(row), hit=row is not None)
+        subtree = set() if row is None else {row}
+        for later in range(self.num_rows if row is None else row + 1, self.num_rows):
+            if self._parents[later] in subtree:
+                subtree.add(later)
+        return self._keep(committed, sorted(subtree), hit=row is not None)
 
     def keep(self, rows: Tensor) -> Advance:
         """Drop all rows except ``rows``; commit nothing.
@@ -412,7 +371,7 @@ class PredictionTree:
         Raises:
             ValueError: ``rows`` are not so.
         """
-        kept, parents = rows.tolist(), self._host.parents
+        kept, parents = rows.tolist(), self._parents
         in_order = kept[:1] == [0] and kept == sorted(set(kept)) and kept[-1] < self.num_rows
         if not in_order or not {parents[row] for row in kept[1:]} <= set(kept):
             raise ValueError("rows to keep must be ascending, begin with the root, and include their parents")
@@ -424,23 +383,20 @@ class PredictionTree:
 
     def _keep(self, committed: list[int], kept: list[int], hit: bool) -> Advance:
         """Commit some rows, which are a path from the root, and drop all others but ``kept``."""
-        num_rows, count, host = self.num_rows, len(kept), self._host
-        committed_ids = [host.token_ids[row] for row in committed]
-        gap = sum(host.gaps[row] for row in committed)
-        host.keep(kept, len(committed))
-        of_committed = torch.tensor([committed, committed_ids], dtype=torch.int64)
-        of_kept = torch.tensor([kept, host.token_ids, host.parents, host.depths, host.gaps], dtype=torch.int64)
-        advance = Advance(of_committed[0], of_committed[1], of_kept[0], num_rows, hit)
-        self.root_position += len(committed) + gap
-        if self.gaps is not None:
-            self._gaps[:count] = of_kept[4]
+        numbers = {row: number for number, row in enumerate(kept)}
+        of_committed = torch.tensor([committed, self.tokens_of(committed)], dtype=torch.int64)
+        advance = Advance(of_committed[0], of_committed[1], torch.tensor(kept, dtype=torch.int64), self.num_rows, hit)
+        self.root_position += len(committed) + sum(self._row_gaps[row] for row in committed)
+        self._token_ids = [self._token_ids[row] for row in kept]
+        self._parents = [numbers.get(self._parents[row], -1) for row in kept]
+        self._depths = [self._depths[row] - len(committed) for row in kept]
+        self._row_gaps = [self._row_gaps[row] for row in kept]
+        count = self.num_rows = len(kept)
         if self._has_log_probs:
             self._log_probs[:count] = self._log_probs[advance.kept]
             self._log_probs[:1] = 0.0  # the new root is certain
         if count:
-            self._rows[:, :count] = of_kept[1:4]
             self._mask[:count, :count] = self._mask[advance.kept][:, advance.kept]
-        self.num_rows = count
         return advance
 
     def _extend_mask(self, parents: Tensor, first: int, last: int, has_new_parents: bool) -> None:
@@ -458,13 +414,9 @@ class PredictionTree:
             self._mask[first:last, :first] = self._mask[parents, :first]
         self._mask[first:last, first:last] = own
 
-    def _reserve(self, rows_needed: int) -> None:
-        capacity = len(self._token_ids)
-        if rows_needed <= capacity:
-            return
-        rows, gaps, log_probs, mask = self._rows, self._gaps, self._log_probs, self._mask
-        self._allocate(-(-rows_needed // self._block) * self._block)
-        self._rows[:, :capacity] = rows
-        self._gaps[:capacity] = gaps
-        self._log_probs[:capacity] = log_probs
-        self._mask[:capacity, :capacity] = mask
+    def _reserve(self, capacity: int) -> None:
+        log_probs, mask = self._log_probs, self._mask
+        self._log_probs = torch.zeros(capacity, dtype=torch.float32, device=self._device)
+        self._log_probs[: log_probs.shape[0]] = log_probs
+        self._mask = torch.zeros(capacity, capacity, dtype=torch.bool, device=self._device)
+        self._mask[: mask.shape[0], : mask.shape[1]] = mask

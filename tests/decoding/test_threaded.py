@@ -13,7 +13,7 @@ from support.toy_dialects import IDS, ids, sequence_of, toy
 from pipedec.core import Accepted, Request, Step, Verdict
 from pipedec.decoding import Company
 from pipedec.decoding.request_state import ROWS_OF_SEVERAL_THREADS
-from pipedec.forest import Forest
+from pipedec.forest import forest_of
 from pipedec.methods import METHODS, applicable_options
 from pipedec.threads import Sequence, State
 from pipedec.tree import Candidates, DraftRows, RowChanges
@@ -63,7 +63,7 @@ class Answer:
     def __init__(self, method: str, dialect: str = "apar", tree: dict[str, int] = TREE, draft: Lines | None = None) -> None:
         changes = {"max_children": 50, "max_depth": 3, "no_opening_after": ()}
         replayed, self.sequence = (sequence_of(toy(dialect, **changes), len(PROMPT), 10_000) for _ in range(2))
-        self.forest = Forest(self.sequence)
+        self.forest = forest_of(self.sequence)
         self.draft = draft or Lines()
         request = Request(0, PROMPT, method=method, options=applicable_options(method, tree))
         self.method = Alone(Company(2, self.draft, trained_masks=2), request, replayed)
@@ -78,7 +78,7 @@ class Answer:
         self.method.apply(Verdict(accepted))
         threads = self.forest.threads
         assert threads is not None
-        advance, _ = self.forest.advance(Verdict(accepted))
+        advance, _, _ = self.forest.advance(Verdict(accepted))
         self.past.update(threads[advance.committed].tolist())
 
     def has_root(self, number: int) -> bool:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from pipedec.core import Accepted, Verdict
 from pipedec.drafting import DraftModel
-from pipedec.forest import Forest
+from pipedec.forest import ThreadedForest
 from pipedec.model import StageModel
 from pipedec.model.cache import KVCache, KVPool
 from pipedec.threads import Sequence
@@ -122,14 +122,14 @@ class Draft:
 
     def __init__(self, model: Model, dialect: str) -> None:
         self._model = model
-        self.forest = Forest(sequence_of(toy(dialect), len(PROMPT)))
+        self.forest = ThreadedForest(sequence_of(toy(dialect), len(PROMPT)))
         self.draft = model.begun(self.forest.sequence)
 
     def accept(self, **texts: str) -> None:
         """As a method does: trees are advanced, then the draft, then it is told what became of the threads."""
         before = {number: tree.num_rows for number, tree in self.forest.trees.items()}
         copies = {number: _copy(tree) for number, tree in self.forest.trees.items()}
-        _, changes = self.forest.advance(
+        _, changes, _ = self.forest.advance(
             Verdict(tuple(Accepted(int(name[1:]), tuple(ids(text))) for name, text in texts.items()))
         )
         for number, tokens in changes.accepted.items():

@@ -29,7 +29,7 @@ from pipedec.engine.loop import decode
 from pipedec.engine.pool import Pool
 from pipedec.engine.recorder import Recorder
 from pipedec.engine.records import Timestep
-from pipedec.forest import Forest
+from pipedec.forest import Forest, forest_of
 from pipedec.kv import KVManager
 from pipedec.methods import applicable_options
 from pipedec.model import KVPool, KVShape, LaneRows
@@ -140,7 +140,7 @@ class MarkedModel:
         return self.pool
 
     def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:
-        owners = {lane._cache: (number, lane._forest.sequence) for number, lane in self.worker._lanes.items()}
+        owners = {lane.cache: (number, lane.forest.sequence) for number, lane in self.worker._lanes.items()}
         assert len({lane.cache for lane in lanes}) == len(lanes)
         for lane, rows in zip(lanes, inputs.split([lane.num_rows for lane in lanes]), strict=True):
             slots = [slot for run in lane.cache.slots_behind(lane.num_rows) for slot in run]
@@ -193,7 +193,7 @@ class MarkedModel:
         if number not in self.worker._lanes:
             return  # its slots are free
         lane = self.worker._lanes[number]
-        sequence, cache = lane._forest.sequence, lane._cache
+        sequence, cache = lane.forest.sequence, lane.cache
         slots = self.marks.read(cache.view(0)[0])
         assert len(set(slots)) == len(slots)
         assert slots[:PROMPT] == prompt_names(number)
@@ -401,7 +401,7 @@ class MarkedStages:
     def _named(self, update: Update) -> Update:
         number, step = update.number, update.step
         if update.opening is not None:
-            self._forests[number] = Forest(self._new_sequence(update.opening)())
+            self._forests[number] = forest_of(self._new_sequence(update.opening)())
             self._prefill_rows[number], self._said[number] = update.opening.cached, update.opening.said
         if update.verdict is not None:
             self._forests[number].advance(update.verdict)

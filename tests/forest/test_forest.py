@@ -7,7 +7,7 @@ import torch
 from support.toy_dialects import IDS, ids, sequence_of, toy
 
 from pipedec.core import Accepted, Verdict
-from pipedec.forest import Forest
+from pipedec.forest import Forest, ThreadedForest
 from pipedec.forest.slots import Slots
 
 PROMPT = 3
@@ -15,7 +15,7 @@ CHILD = IDS["[Child]"]
 
 
 def forest_of(dialect: str = "apar", max_tokens: int = 100) -> Forest:
-    return Forest(sequence_of(toy(dialect), PROMPT, max_tokens))
+    return ThreadedForest(sequence_of(toy(dialect), PROMPT, max_tokens))
 
 
 def enter(forest: Forest, *rows: tuple[str, int, int]) -> slice:
@@ -24,8 +24,10 @@ def enter(forest: Forest, *rows: tuple[str, int, int]) -> slice:
     return forest.append(torch.tensor([IDS[text] for text in texts]), torch.tensor(parents), torch.tensor(threads))
 
 
-def accept(forest: Forest, **texts: str) -> None:
-    forest.advance(Verdict(tuple(Accepted(int(name[1:]), tuple(ids(text))) for name, text in texts.items())))
+def accept(forest: Forest, **texts: str) -> list[int] | None:
+    """Returns the slots of the past that remain; None if these are all."""
+    _, _, past = forest.advance(Verdict(tuple(Accepted(int(name[1:]), tuple(ids(text))) for name, text in texts.items())))
+    return None if past is None else past.tolist()
 
 
 def seen(forest: Forest, rows: slice) -> list[str]:
@@ -88,12 +90,10 @@ def test_a_childs_slots_are_free_once_nobody_sees_them() -> None:
     enter(forest, ("a", -1, 0))
     accept(forest, t0="[Fork]")
     enter(forest, ("[Fork]", -1, 0), ("[Child]", -1, 1), ("x", 0, 1))
-    accept(forest, t0="b", t1="x")
-    assert forest.release() is None
-    accept(forest, t1="<|end|>")
+    assert accept(forest, t0="b", t1="x") is None
+    kept = accept(forest, t1="<|end|>")
     # the prompt, a, then [Fork] and [Child] in the order in which they left their trees, x
-    assert [int(slot) for slot in forest.release()] == [0, 1, 2, 3, 4]  # type: ignore[union-attr]
-    assert forest.num_rows == 0 and forest.release() is None
+    assert kept == [0, 1, 2, 3, 4] and forest.num_rows == 0
 
 
 def test_tokens_behind_the_last_opener_are_free_when_the_parent_has_ended() -> None:
@@ -123,7 +123,6 @@ def test_nothing_of_an_ended_thread_stays_when_nobody_can_join_it() -> None:
     accept(forest, t0="<Parallel>", t1="</Path>")
     enter(forest, ("<Parallel>", -1, 0), ("<Path>", -1, 2), ("</Path>", -1, 1))
     assert forest.trees[1].num_rows == 1, "the main thread may join it"
-    accept(forest, t0="<|end|>")
+    kept = accept(forest, t0="<|end|>")
     assert [forest.trees[number].num_rows for number in range(3)] == [0, 0, 1]
-    kept = forest.release()
     assert kept is not None and len(kept) == PROMPT + 3, "a and the two openers, which the second child sees"

@@ -129,10 +129,10 @@ def test_every_row_is_chosen_as_its_path_alone_would_be(params: SamplingParams, 
     for row, path in zip(logits.tolist(), mask, strict=True):
         said = [*accepted.tolist(), *tree[path].tolist()]
         expected.append(naive_sampling.choose(row, prompt.tolist(), said, params))
-    sampler = Sampler.create(params, 9)
-    if sampler is None:
+    if params.is_plainly_greedy:
         assert greedy(logits).tolist() == expected
         return
+    sampler = Sampler(params, 9)
     for chunk in (prompt[:4], prompt[4:]):
         sampler.add_prompt(chunk)
     for tokens in (accepted[:0], accepted[:3], accepted[3:]):
@@ -142,10 +142,10 @@ def test_every_row_is_chosen_as_its_path_alone_would_be(params: SamplingParams, 
     assert sampler.choose(logits[few], positions[few], mask[few], tree).tolist() == [expected[1], expected[4]]
 
 
-def test_only_what_needs_a_sampler_gets_one() -> None:
-    assert Sampler.create(SamplingParams(top_k=4, top_p=0.5, seed=1, logprobs=3), 9) is None
+def test_what_needs_a_sampler() -> None:
+    assert SamplingParams(top_k=4, top_p=0.5, seed=1, logprobs=3).is_plainly_greedy
     for params in (SamplingParams(0.1, seed=1), SamplingParams(logit_bias={3: 1.0}), SamplingParams(presence_penalty=0.1)):
-        assert Sampler.create(params, 9) is not None
+        assert not params.is_plainly_greedy
 
 
 def test_a_seed_is_drawn_where_one_is_needed() -> None:
@@ -158,7 +158,7 @@ def test_a_seed_is_drawn_where_one_is_needed() -> None:
 
 def test_a_bias_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(UserError, match="logit_bias names token 9, but the vocabulary has 9 tokens"):
-        Sampler.create(SamplingParams(logit_bias={9: 1.0}), 9)
+        Sampler(SamplingParams(logit_bias={9: 1.0}), 9)
 
 
 @pytest.mark.parametrize(

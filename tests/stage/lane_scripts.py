@@ -15,7 +15,7 @@ from support.slot_books import SlotBooks
 from support.toy_dialects import IDS, TEXTS, behind, toy
 
 from pipedec.core import Envelope, Opening, SamplingParams, SlotRuns, Step, TokenLogprobs, Update, Verdict
-from pipedec.forest import Forest
+from pipedec.forest import forest_of
 from pipedec.stage import StageWorker
 from pipedec.threads import NewSequence, Sequence, State, ThreadedSequence
 
@@ -83,7 +83,7 @@ class Script:
             cached=self.cached,
             copied=self.copied,
         )
-        self._forest = Forest(sequences(self._opening)())
+        self._forest = forest_of(sequences(self._opening)())
         self._last: dict[int, int] = {}  # by thread: tokens of ended threads that have yet to enter
         self._results: deque[Verdict | None] = deque([None] * self.delay)
         self._entered = 0  # chunks
@@ -160,7 +160,7 @@ class Script:
         if verdict.finished is not None:
             self.is_over = True
             return
-        _, changes = self._forest.advance(verdict)
+        _, changes, _ = self._forest.advance(verdict)
         self._last |= {number: token for number, token in changes.last.items() if not self._forest.trees[number].num_rows}
 
     def _rows(self) -> Step | None:

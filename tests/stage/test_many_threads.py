@@ -104,7 +104,7 @@ def test_a_step_of_200_rows_of_40_threads(tmp_path: Path) -> None:
     assert sorted(verdict.accepted) == [Accepted(number, tuple(words[number])) for number in range(THREADS)]
     assert verdict.finished is None
     for worker in (chain.middle, chain.final):
-        forest = worker._lanes[NUMBER]._forest
+        forest = worker._lanes[NUMBER].forest
         assert forest.num_rows == 0, "of every thread the last token was not there yet"
         sequence = forest.sequence
         assert {number: sequence.threads[number].token_ids[-4:] for number in words} == words

@@ -185,7 +185,7 @@ def tensors_of(step: Step | None) -> list[object]:
 def state_of(worker: StageWorker) -> list[object]:
     """Rows, their attention masks over all slots, and the cache."""
     lane = worker._lanes[NUMBER]
-    forest, cache = lane._forest, lane._cache
+    forest, cache = lane.forest, lane.cache
     visibility = forest.visibility(slice(0, forest.num_rows))
     shared = torch.ones(forest.num_rows, visibility.shared, dtype=torch.bool)
     positions = torch.cat((torch.arange(visibility.shared), visibility.slot_positions()))

@@ -39,9 +39,9 @@ def naive(sequence: Sequence, sampling: SamplingParams, logits_1V: Tensor, path:
     allowed_V = torch.zeros(WIDTH, dtype=torch.bool)
     allowed_V[list(grammar.allowed())] = True
     logits_1V = logits_1V.masked_fill(~allowed_V, -torch.inf) if allowed_V.any() else logits_1V
-    sampler = Sampler.create(sampling, WIDTH, "cpu")
-    if sampler is None:
+    if sampling.is_plainly_greedy:
         return int(logits_1V.argmax())
+    sampler = Sampler(sampling, WIDTH, "cpu")
     sampler.add_accepted(torch.tensor(said, dtype=torch.int64))
     position, nothing = torch.tensor([sequence.prompt_length + len(said)]), torch.zeros(0, dtype=torch.int64)
     return int(sampler.choose(logits_1V, position, torch.zeros(1, 0, dtype=torch.bool), nothing)[0])

@@ -7,7 +7,7 @@ import torch
 from support.toy_dialects import IDS, TEXTS, ids, sequence_of, texts, toy
 
 from pipedec.core import Accepted, SamplingParams, Verdict
-from pipedec.forest import Forest
+from pipedec.forest import ThreadedForest
 from pipedec.sampling.noise import gumbel
 from pipedec.stage.acceptance import Acceptance
 from pipedec.stage.token_chooser import TokenChooser
@@ -21,12 +21,12 @@ class Stage:
 
     def __init__(self, dialect: str, sampling: SamplingParams = GREEDY, max_tokens: int = 100, said: str = "a") -> None:
         bound = toy(dialect)
-        self.forest = Forest(sequence_of(bound, 10, max_tokens))
+        self.forest = ThreadedForest(sequence_of(bound, 10, max_tokens))
         self.chooser = TokenChooser(self.forest.sequence, sampling, VOCAB, "cpu")
         self.acceptance = Acceptance(sequence_of(bound, 10, max_tokens))
         self.successors: list[int] = []
         first = int(self.chooser.first(wish(said))[0])
-        self.acceptance.accept_first(first)
+        self.acceptance.accept(0, first)
         self.last = Verdict.of(first)
         self.replay(self.last)
 
@@ -45,7 +45,7 @@ class Stage:
         return {walk.thread: texts(walk.tokens) for walk in walks}
 
     def replay(self, verdict: Verdict) -> None:
-        advance, changes = self.forest.advance(verdict)
+        advance, changes, _ = self.forest.advance(verdict)
         self.chooser.replayed(changes)
         self.acceptance.replayed(changes)
         self.successors = [self.successors[row] for row in advance.kept.tolist()]

@@ -26,7 +26,6 @@ from pipedec.core import (
     SamplingParams,
     SchedulerLost,
     Step,
-    TokenLogprobs,
     Update,
     Verdict,
 )
@@ -40,7 +39,7 @@ from pipedec.scheduler import GrantedTask
 from pipedec.scheduler.protocol import ClientCalls, Message
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.stage.fakes import no_layers, sequence_of
-from pipedec.stage.final_lane import FinalLane
+from pipedec.stage.final import FinalLane
 from pipedec.text.prompt import Prompter
 from pipedec.threads import NewSequence
 from pipedec.threads import Sequence as ThreadSequence
@@ -80,27 +79,19 @@ class _NullLane(FinalLane):
     num_candidates = 0
 
     def __init__(self, opening: Opening, cache: KVCache) -> None:
-        self._cache = cache
+        self.cache = cache
         self._left = opening.sampling.max_tokens
 
-    @property
-    def has_ended(self) -> bool:
-        return self._left == 0
-
     def enter(self, step: Step) -> LaneRows:
-        return LaneRows(step.token_ids, self._cache)
+        return LaneRows(step.token_ids, self.cache)
 
     def sync(self, verdict: Verdict) -> None:
         """Nothing is pruned."""
 
-    def verdict(self) -> Verdict:
+    def result(self, number: int) -> Update:
         self._left -= 1
-        return Verdict.of(_TOKEN, finished=None if self._left else "length")
-
-    def take_prompt_logprobs(self) -> TokenLogprobs:
-        return ()
-
-    take_logprobs = take_prompt_logprobs
+        self.has_ended = self._left == 0
+        return Update(number, verdict=Verdict.of(_TOKEN, finished="length" if self.has_ended else None))
 
 
 class NullStage(StageWorker):

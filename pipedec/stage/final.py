@@ -1,0 +1,289 @@
+"""The last stage, whose output is verdicts: it chooses the target's token after every row, and accepts tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from pipedec.core import Accepted, Opening, SamplingParams, Step, Update, Verdict
+from pipedec.device import to_device, to_host
+from pipedec.forest import ThreadChanges
+from pipedec.model import FirstForward, KVCache, LaneRows
+from pipedec.sampling import Logprobs, PromptLogprobs, Sampler, greedy
+from pipedec.stage.acceptance import Acceptance
+from pipedec.stage.corruption import bad_stage, corrupted_tokens, first_stage, known_finite
+from pipedec.stage.forecasts import Forecasts
+from pipedec.stage.lane import Lane
+from pipedec.stage.token_chooser import TokenChooser
+from pipedec.stage.worker import StageWorker
+from pipedec.threads import NewSequence
+from pipedec.tree import Advance
+
+_BY_CHANCE = SamplingParams(temperature=1.0, top_p=0.9, seed=0)  # as most requests that sample
+
+
+class SlotTokens:
+    """Which token each slot of the pool holds, of prompts and accepted tokens; on the host.
+
+    A request that adopts a prefix never says its tokens again, but penalties count them.
+
+    Args:
+        slots: of the pool.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._token_ids = torch.zeros(slots, dtype=torch.int64)
+
+    def read(self, slots: Iterable[range]) -> Tensor:
+        """int64 [R], the tokens in ``slots``."""
+        return torch.cat([self._token_ids[run.start : run.stop] for run in slots])
+
+    def write(self, slots: Iterable[range], token_ids: Tensor) -> None:
+        """Put ``token_ids``, int64 [R], into ``slots``."""
+        first = 0
+        for run in slots:
+            self._token_ids[run.start : run.stop] = token_ids[first : first + len(run)]
+            first += len(run)
+
+
+class FinalLane(Lane):
+    """One request on the last stage. After ``enter`` its rows are computed; then ``judge``, ``settle`` and ``result``.
+
+    Args:
+        vocab_size: V.
+        tokens: those of the pool's slots.
+        stage: number of the last stage.
+
+    Attributes:
+        num_judged: how many of the rows that entered last, from the end, need logits: of a prefill only its last token and the
+            masks, unless the prompt's log-probabilities are requested.
+
+    Raises:
+        UserError: ``logit_bias`` names a token that is not in the vocabulary.
+    """
+
+    def __init__(
+        self,
+        opening: Opening,
+        new_sequence: NewSequence,
+        cache: KVCache,
+        device: torch.device | str,
+        vocab_size: int,
+        tokens: SlotTokens,
+        stage: int,
+    ) -> None:
+        super().__init__(opening, new_sequence, cache, device)
+        sampling, length = opening.sampling, opening.prompt_length
+        self._chooser = TokenChooser(self.forest.sequence, sampling, vocab_size, device)
+        self._acceptance = Acceptance(new_sequence())
+        self._forecasts = Forecasts(self._chooser, min(opening.tokens_per_mask, vocab_size)) if self._has_masks else None
+        self._logprobs = None if sampling.logprobs is None else Logprobs(sampling.logprobs)
+        self._prompt_logprobs = None if sampling.prompt_logprobs is None else PromptLogprobs(sampling.prompt_logprobs, length)
+        self._first: list[int] = []  # behind the prefill, until its verdict: the target's token and what masks predict
+        self._successors: list[int] = []  # the target's token after each of the N rows
+        self._first_bad = torch.full((1,), torch.inf, device=device)  # the first stage of which any row was not finite
+        self._stage = torch.full((1,), float(stage), device=device)
+        self._entered: LaneRows
+        self._chunk: Tensor  # the tokens of the prefill that entered last
+        self.num_judged = 0
+        self._tokens = tokens
+        first, count = opening.copied
+        tokens.write(cache.ranges(opening.cached - count, opening.cached), tokens.read([range(first, first + count)]))
+        self._chooser.add_prompt(tokens.read(cache.ranges(0, min(opening.cached, length))))
+
+    def enter(self, step: Step) -> LaneRows:
+        entered = self._entered = super().enter(step)
+        if entered.visibility is not None:
+            self.num_judged = entered.num_rows
+            return entered
+        past, count = self.cache.past_length, entered.num_tokens
+        self._chunk = step.token_ids[:count]
+        self._tokens.write(self.cache.slots_behind(count), self._chunk)
+        self._chooser.add_prompt(self._chunk[: max(self._prompt_length - past, 0)])
+        if self._prompt_logprobs is not None and self._prompt_logprobs.is_open:
+            self.num_judged = entered.num_rows
+        else:
+            self.num_judged = 1 + entered.num_masks if past + count == self._prefill_length else 0
+        return entered
+
+    def note_corruption(self, hidden_RE: Tensor) -> None:
+        """Note which stage, if any, was the first to compute one of these rows that is not finite."""
+        self._first_bad = torch.minimum(self._first_bad, first_stage(hidden_RE))
+
+    def judge(self, logits_RV: Tensor, is_finite: bool = False) -> Tensor:
+        """Choose the tokens after the ``num_judged`` rows, whose logits these are.
+
+        Args:
+            is_finite: they are known to be.
+
+        Returns:
+            int64 [any number], what ``settle`` must be told: the tokens, and then what masks predict.
+        """
+        if is_finite:
+            return self._judged(logits_RV, None)
+        bad_R = ~logits_RV.isfinite().all(1)
+        return self._judged(logits_RV.masked_fill(bad_R[:, None], 0), bad_R)  # nothing can be drawn from NaN
+
+    def _judged(self, logits_RV: Tensor, bad_R: Tensor | None) -> Tensor:
+        if self._entered.visibility is None:
+            return self._judged_prefill(logits_RV, bad_R)
+        num_masks, forest = self._entered.num_masks, self.forest
+        num_tokens = logits_RV.shape[0] - num_masks
+        rows = slice(forest.num_rows - logits_RV.shape[0], forest.num_rows - num_masks)
+        chosen_R = self._chooser.choose(logits_RV[:num_tokens], forest, rows)
+        if num_masks:
+            chosen_R = pad(chosen_R, (0, num_masks))
+        if self._logprobs is not None:
+            self._logprobs.add(logits_RV, chosen_R)
+        if bad_R is not None:
+            chosen_R = self._marked(chosen_R, bad_R)
+        if self._forecasts is None:
+            return chosen_R
+        return torch.cat((chosen_R, self._forecasts.best(logits_RV[num_tokens:], forest).flatten()))
+
+    def _judged_prefill(self, logits_RV: Tensor, bad_R: Tensor | None) -> Tensor:
+        if self._prompt_logprobs is not None and self._prompt_logprobs.is_open:
+            count = self._chunk.shape[0]
+            self._prompt_logprobs.add(logits_RV[:count], to_device(self._chunk, self._device))
+            logits_RV = logits_RV[count - 1 :]
+            bad_R = None if bad_R is None else bad_R[count - 1 :]
+        if self.cache.past_length < self._prefill_length:
+            return torch.zeros(0, dtype=torch.int64, device=self._device)
+        token_1 = self._chooser.first(logits_RV[:1])
+        if self._logprobs is not None:
+            self._logprobs.accept_first(logits_RV[:1], token_1)
+        if bad_R is not None:
+            token_1 = self._marked(token_1, bad_R[:1])
+        if self._forecasts is None:
+            return token_1
+        return torch.cat((token_1, self._forecasts.first(logits_RV[1:], self._prefill_length + 1).flatten()))
+
+    def _marked(self, chosen_R: Tensor, bad_R: Tensor) -> Tensor:
+        return corrupted_tokens(chosen_R, bad_R, torch.minimum(self._first_bad, self._stage))
+
+    def settle(self, token_ids: list[int]) -> None:
+        """What ``judge`` has returned, read from the device."""
+        if self._entered.visibility is None:
+            self._first = token_ids
+            return
+        rows, num_masks = self._entered.num_rows, self._entered.num_masks
+        self._successors += token_ids[:rows]
+        if self._forecasts is not None:
+            self._forecasts.add(rows - num_masks, token_ids[rows:])
+
+    def result(self, number: int) -> Update | None:
+        """After the last chunk of the prefill the first verdict, later the one on the rows computed so far.
+
+        Args:
+            number: of the request.
+
+        Returns:
+            with log-probabilities, if requested, of the accepted tokens, and of tokens of the prompt that have entered since the
+            last call; None if no further token is accepted, and there are none of the prompt.
+        """
+        first, self._first = self._first, []
+        verdict = self._first_verdict(first[0], first[1:]) if first else self._verdict()
+        scored = () if self._prompt_logprobs is None else tuple(map(tuple, self._prompt_logprobs.take()))
+        if verdict is None:
+            return Update(number, prompt_logprobs=scored) if scored else None
+        self.has_ended = verdict.finished is not None
+        logprobs = () if self._logprobs is None else tuple(map(tuple, self._logprobs.take()))
+        return Update(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=scored)
+
+    def _first_verdict(self, token: int, best: list[int]) -> Verdict:
+        if (stage := bad_stage((token,))) is not None:
+            return Verdict(finished="corrupted", bad_stage=stage)
+        self._acceptance.accept(0, token)
+        finished = self._acceptance.finished
+        forecast = () if finished or self._forecasts is None else self._forecasts.forecast(best)
+        return Verdict.of(token, finished=finished, forecast=forecast)
+
+    def _verdict(self) -> Verdict | None:
+        forest, walks = self.forest, self._acceptance.verify(self.forest, self._successors)
+        if not walks:
+            return None
+        if (stage := bad_stage(tuple(token for walk in walks for token in walk.tokens))) is not None:
+            return Verdict(finished="corrupted", bad_stage=stage)
+        if self._logprobs is not None:
+            self._logprobs.accept([row for walk in walks for row in walk.rows])
+        finished = self._acceptance.finished
+        forecasts = None if finished else self._forecasts
+        return Verdict(
+            tuple(
+                Accepted(walk.thread, walk.tokens, () if forecasts is None else forecasts.after(forest, walk.rows))
+                for walk in walks
+            ),
+            finished,
+        )
+
+    def sync(self, verdict: Verdict) -> tuple[Advance, ThreadChanges] | None:
+        past = self.cache.past_length
+        if (replayed := super().sync(verdict)) is None:
+            return None
+        advance, changes = replayed
+        self._tokens.write(self.cache.ranges(past, past + advance.committed.shape[0]), advance.committed_ids)
+        kept = advance.kept.tolist()
+        self._successors = [self._successors[row] for row in kept]
+        if self._forecasts is not None:
+            self._forecasts.keep(kept)
+        if self._logprobs is not None:
+            self._logprobs.keep(advance.kept)
+        self._chooser.replayed(changes)
+        self._acceptance.replayed(changes)
+        return replayed
+
+
+class FinalStageWorker(StageWorker):
+    """The last stage L_n."""
+
+    @cached_property
+    def _tokens(self) -> SlotTokens:
+        return SlotTokens(self.cache_slots)
+
+    def _rehearse(self, forward: FirstForward, hidden_RE: Tensor) -> None:
+        """Choose tokens greedily and by chance."""
+        logits_RV = self._model.logits(hidden_RE[-forward.num_judged :])
+        rows, device = len(logits_RV), logits_RV.device
+        sampler = Sampler(_BY_CHANCE, self._model.config.vocab_size, device)
+        mask_RN, token_ids = torch.eye(rows, dtype=torch.bool, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
+        drawn = sampler.choose(logits_RV, torch.arange(rows), mask_RN, token_ids)
+        to_host(torch.cat((greedy(logits_RV), drawn)))
+
+    def _new_lane(self, number: int, opening: Opening, cache: KVCache) -> FinalLane:
+        vocab_size = self._model.config.vocab_size
+        return FinalLane(opening, self._new_sequence(opening), cache, self._device, vocab_size, self._tokens, self._stage)
+
+    def _reply(
+        self, updates: tuple[Update, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
+    ) -> tuple[Update, ...]:
+        """The results: verdicts on requests that had rows, with log-probabilities if requested; none for those of which no
+        further token is accepted, unless there are log-probabilities of their prompts. A verdict without tokens tells rank 0 that
+        a lane is closed, and so on every stage.
+        """
+        lanes = {number: cast(FinalLane, self._lanes[number]) for number in steps}
+        self._judge(list(zip(lanes.values(), activations, strict=True)), is_finite)
+        ends = [(update.number, update.verdict.finished) for update in updates if update.verdict is not None]
+        closed = (Update(number, verdict=Verdict((), reason)) for number, reason in ends if reason is not None)
+        results = (lane.result(number) for number, lane in lanes.items())
+        return (*closed, *(result for result in results if result is not None))
+
+    def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> None:
+        """Compute the logits of all requests at once, let each lane choose its tokens, and read these from the device once."""
+        for lane, own_RE in () if is_finite else computed:
+            lane.note_corruption(own_RE)
+        judging = [(lane, own_RE[own_RE.shape[0] - lane.num_judged :]) for lane, own_RE in computed if lane.num_judged]
+        if not judging:
+            return
+        logits_RV = self._model.logits(torch.cat([own_RE for _, own_RE in judging]))
+        is_finite = known_finite(logits_RV)
+        by_lane = zip(judging, logits_RV.split([lane.num_judged for lane, _ in judging]), strict=True)
+        chosen = [(lane, lane.judge(own_RV, is_finite)) for (lane, _), own_RV in by_lane]
+        read = iter(to_host(torch.cat([token_ids for _, token_ids in chosen])).tolist())
+        for lane, token_ids in chosen:
+            lane.settle(list(islice(read, token_ids.shape[0])))
