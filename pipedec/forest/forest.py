@@ -142,7 +142,8 @@ class ThreadedForest(Forest):
         self._slots = Slots(sequence)
         self._past_tokens = {0: 0}  # by thread: number of tokens that have moved from its tree to the past
         self._rows: dict[int, Tensor] = {}  # by thread that has any: int64, its rows, in the order of its tree
-        position_root(self._tree, sequence, 0)
+        if sequence.leaves_gaps:
+            self._tree.gaps = _ThreadGaps(sequence, 0)
 
     @property
     def num_rows(self) -> int:

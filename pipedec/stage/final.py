@@ -125,14 +125,11 @@ class FinalLane(Lane):
         Returns:
             int64 [any number], what ``settle`` must be told: the tokens, and then what masks predict.
         """
-        if is_finite:
-            return self._judged(logits_RV, None)
-        bad_R = ~logits_RV.isfinite().all(1)
-        return self._judged(logits_RV.masked_fill(bad_R[:, None], 0), bad_R)  # nothing can be drawn from NaN
-
-    def _judged(self, logits_RV: Tensor, bad_R: Tensor | None) -> Tensor:
+        bad_R = None if is_finite else ~logits_RV.isfinite().all(1)
+        if bad_R is not None:
+            logits_RV = logits_RV.masked_fill(bad_R[:, None], 0)  # nothing can be drawn from NaN
         if self._entered.visibility is None:
-            return self._judged_prefill(logits_RV, bad_R)
+            return self._judge_prefill(logits_RV, bad_R)
         num_masks, forest = self._entered.num_masks, self.forest
         num_tokens = logits_RV.shape[0] - num_masks
         rows = slice(forest.num_rows - logits_RV.shape[0], forest.num_rows - num_masks)
@@ -142,12 +139,12 @@ class FinalLane(Lane):
         if self._logprobs is not None:
             self._logprobs.add(logits_RV, chosen_R)
         if bad_R is not None:
-            chosen_R = self._marked(chosen_R, bad_R)
+            chosen_R = corrupted_tokens(chosen_R, bad_R, torch.minimum(self._first_bad, self._stage))
         if self._forecasts is None:
             return chosen_R
         return torch.cat((chosen_R, self._forecasts.best(logits_RV[num_tokens:], forest).flatten()))
 
-    def _judged_prefill(self, logits_RV: Tensor, bad_R: Tensor | None) -> Tensor:
+    def _judge_prefill(self, logits_RV: Tensor, bad_R: Tensor | None) -> Tensor:
         if self._prompt_logprobs is not None and self._prompt_logprobs.is_open:
             count = self._chunk.shape[0]
             self._prompt_logprobs.add(logits_RV[:count], to_device(self._chunk, self._device))
@@ -159,13 +156,10 @@ class FinalLane(Lane):
         if self._logprobs is not None:
             self._logprobs.accept_first(logits_RV[:1], token_1)
         if bad_R is not None:
-            token_1 = self._marked(token_1, bad_R[:1])
+            token_1 = corrupted_tokens(token_1, bad_R[:1], torch.minimum(self._first_bad, self._stage))
         if self._forecasts is None:
             return token_1
         return torch.cat((token_1, self._forecasts.first(logits_RV[1:], self._prefill_length + 1).flatten()))
-
-    def _marked(self, chosen_R: Tensor, bad_R: Tensor) -> Tensor:
-        return corrupted_tokens(chosen_R, bad_R, torch.minimum(self._first_bad, self._stage))
 
     def settle(self, token_ids: list[int]) -> None:
         """What ``judge`` has returned, read from the device."""
@@ -244,7 +238,7 @@ class FinalStageWorker(StageWorker):
 
     @cached_property
     def _tokens(self) -> SlotTokens:
-        return SlotTokens(self.cache_slots)
+        return SlotTokens(self._pool.slots)
 
     def _rehearse(self, forward: FirstForward, hidden_RE: Tensor) -> None:
         """Choose tokens greedily and by chance."""

@@ -147,7 +147,7 @@ class StageWorker:
         steps = {number: step for number, step in arrived.items() if number in self._lanes and not self._lanes[number].has_ended}
         rows = sum(step.num_rows for step in steps.values())
         self.rows += rows
-        self.pruned_rows += sum(step.num_rows for step in arrived.values()) - rows
+        self.pruned_rows += sum(step.num_rows for number, step in arrived.items() if number not in steps)  # void ones
         load = Load(rows, sum(self._lanes[number].cache.length for number in steps))
         with span("dec", load) if rows else nullcontext():
             return Envelope(self._compute(updates, steps), message.ends_session)

@@ -181,12 +181,12 @@ class PredictionTree:
     @property
     def token_ids(self) -> Tensor:
         """int64 [N] (paper's X)."""
-        return self._tensor(self._token_ids)
+        return torch.tensor(self._token_ids, dtype=torch.int64, device=self._device)
 
     @property
     def parents(self) -> Tensor:
         """int64 [N], −1 for the root."""
-        return self._tensor(self._parents)
+        return torch.tensor(self._parents, dtype=torch.int64, device=self._device)
 
     @property
     def log_probs(self) -> Tensor:
@@ -201,20 +201,17 @@ class PredictionTree:
     @property
     def positions(self) -> Tensor:
         """int64 [N], position ids."""
-        return self._tensor(self.positions_of(range(self.num_rows)))
+        return torch.tensor(self.positions_of(range(self.num_rows)), dtype=torch.int64, device=self._device)
 
     @property
     def next_positions(self) -> Tensor:
         """int64 [N], position ids of each row's children."""
-        return self.positions + 1 if self.gaps is None else self.positions + 1 + self._tensor(self._row_gaps)
+        return self.positions + 1 + torch.tensor(self._row_gaps, dtype=torch.int64, device=self._device)
 
     @property
     def cumulative_log_probs(self) -> Tensor:
         """[N], B = M · log P (paper §3.3.3): log-probability of the path from the root to each row."""
         return self.tree_mask.to(self._log_probs.dtype) @ self.log_probs
-
-    def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def plant(self, token: int) -> slice:
         """Add an accepted token as the root of the empty tree; returns its row.
@@ -384,7 +381,7 @@ class PredictionTree:
     def _keep(self, committed: list[int], kept: list[int], hit: bool) -> Advance:
         """Commit some rows, which are a path from the root, and drop all others but ``kept``."""
         numbers = {row: number for number, row in enumerate(kept)}
-        of_committed = torch.tensor([committed, self.tokens_of(committed)], dtype=torch.int64)
+        of_committed = torch.tensor([committed, [self._token_ids[row] for row in committed]], dtype=torch.int64)
         advance = Advance(of_committed[0], of_committed[1], torch.tensor(kept, dtype=torch.int64), self.num_rows, hit)
         self.root_position += len(committed) + sum(self._row_gaps[row] for row in committed)
         self._token_ids = [self._token_ids[row] for row in kept]
