@@ -3,10 +3,13 @@
 The next token after a drafted row is one of its K choices or some other token: P(i) = exp(w·f_i) / Σ_j exp(w·f_j). Every accepted
 token that follows a drafted row is one observation, whether or not it was in flight, so the estimate is not biased by which
 choices entered the pipeline. The draft model's probability is a feature like any other.
+
+Products, exponentials and roots are torch's; all else is numpy's, which takes less time over so few numbers.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +27,7 @@ class Acceptance:
 
     def __init__(self, prior: tuple[float, ...]) -> None:
         self.weights = torch.tensor((*prior, 0.0))  # [W + 1], the last for "none of the choices"
+        self._weights = self.weights.numpy()  # the same memory
         self._squares = torch.ones_like(self.weights)  # [W + 1], sums of squared gradients
 
     def log_chances(self, choices: Choices) -> Tensor:
@@ -36,19 +40,20 @@ class Acceptance:
         Returns:
             whether the token was among the row's choices.
         """
-        token_ids, features = choices.token_ids[place : place + 1], choices.features[place]
-        residual = self._log_probs(token_ids, features[None])[0].exp_().neg_()
-        proposed = torch.nonzero(token_ids[0] == token)
+        token_ids, features = choices.token_ids[place], choices.features[place]
+        residual = self._log_probs(token_ids, features).exp_().neg_()
+        on_host, proposed = residual.numpy(), (token_ids.numpy() == token).nonzero()[0]
         was_proposed = len(proposed) > 0
-        residual[proposed[0, 0] if was_proposed else -1] += 1
-        gradient = torch.cat((residual @ features, residual[-1:]))
-        self._squares += gradient * gradient
-        self.weights += _LEARNING_RATE * gradient / self._squares.sqrt()
+        on_host[proposed[0] if was_proposed else -1] += 1
+        gradient = np.append((residual @ features).numpy(), on_host[-1])
+        self._squares += torch.from_numpy(gradient * gradient)
+        self._weights += _LEARNING_RATE * gradient / self._squares.sqrt().numpy()
         return was_proposed
 
     def _log_probs(self, token_ids: Tensor, features: Tensor) -> Tensor:
-        """[F, K + 1], the last for "none of the choices"."""
+        """[…, K + 1] for token_ids […, K] and features […, K + 1, W]; the last for "none of the choices"."""
         scores = features @ self.weights[:-1]
-        scores[:, -1] += self.weights[-1]
-        scores[:, :-1].masked_fill_(token_ids == NO_TOKEN, -torch.inf)
+        on_host = scores.numpy()
+        on_host[..., -1] += self._weights[-1]
+        on_host[..., :-1][token_ids.numpy() == NO_TOKEN] = -np.inf
         return scores.log_softmax(-1)

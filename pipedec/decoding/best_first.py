@@ -26,7 +26,7 @@ from pipedec.decoding.choices import NO_LINE
 from pipedec.decoding.forced import chain_below
 from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.method import Method, MethodContext
-from pipedec.decoding.proposers import DraftProposal, NgramProposer, Occurrences, possible
+from pipedec.decoding.proposers import DraftProposal, NgramProposer, Occurrences, possible, within
 from pipedec.methods import BestFirstOptions, options_of
 from pipedec.tree import Candidates
 
@@ -131,7 +131,7 @@ class BestFirst(Method):
         found = [self._ngrams.find(path) for path in paths]
         if grammar is None:
             return found
-        return [one.within(grammar.allowed(path)) for one, path in zip(found, paths, strict=True)]
+        return [within(one, grammar.allowed(path)) for one, path in zip(found, paths, strict=True)]
 
     def accept(self, accepted: Accepted) -> None:
         """Advance, and learn from every accepted token that follows a drafted row."""

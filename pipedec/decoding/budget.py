@@ -186,27 +186,31 @@ class _Queue:
 
     Attributes:
         chance: of the next one; None if there are no more, or the request may not let more rows enter.
+        key: orders the queues; lower ones come first.
         taken: number of those that enter.
     """
 
     def __init__(self, claim: Claim, certain: int) -> None:
         self.number = claim.number
-        self.priority = claim.priority
         self.taken = 0
+        self._priority = claim.priority
         demand = claim.demand
         self._left = 0 if certain < demand.certain else demand.most - certain if demand.most is not None else -1
         self._chances = iter(demand.chances)
-        self.chance: float | None = next(self._chances, None) if self._left else None
+        self._advance()
 
     def take(self) -> None:
         """The next candidate enters."""
         self.taken += 1
         self._left -= 1
-        self.chance = next(self._chances, None) if self._left else None
+        self._advance()
+
+    def _advance(self) -> None:
+        self.chance: float | None = next(self._chances, None) if self._left else None
+        self.key = self._priority, -(self.chance or 0.0)
 
     def __lt__(self, other: _Queue) -> bool:
-        assert self.chance is not None and other.chance is not None
-        return (self.priority, -self.chance) < (other.priority, -other.chance)
+        return self.key < other.key
 
 
 def _always(rows: int, tokens: float) -> bool:

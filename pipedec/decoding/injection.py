@@ -6,14 +6,18 @@ numberings. It knows no draft source and no clock.
 
 Where a token is *forced*, its row follows with the row above it, whose chance it has.
 
-Everything is on the host: a tree changes by a few rows at a time, for which a device is slower than Python.
+Everything is on the host: a tree changes by a few rows at a time, for which a device is slower than Python. What has yet to be
+drafted, and to enter, is ranked only as far as it is asked for, and the rankings last until the next verdict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from heapq import heapify, heappop, heapreplace
-from itertools import islice
+from bisect import bisect, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import islice, takewhile
+from math import inf
+from operator import itemgetter, neg
 from typing import NamedTuple
 
 from pipedec.decoding.choices import NO_LINE, Choices, Line
@@ -61,6 +65,79 @@ class _Row:
         return self.log_chance + min(self.line.log_chances[place], -_MIN_LOSS)
 
 
+# A row, or a choice below a row: its cost, which is by how much its log-chance is below the root's; whether it is a choice; the
+# row's index; the place of the choice; the row. Lower ones come first.
+_Entry = tuple[float, bool, int, int, _Row]
+
+
+class _Ranking:
+    """Some rows of a tree and the choices below all of its rows, best first.
+
+    Sorted as far as it was asked for. Choices leave it when they become rows, whichever ranking they were taken from.
+
+    Args:
+        rows: those that are ranked.
+        all_rows: of the tree.
+    """
+
+    def __init__(self, rows: Iterable[_Row], all_rows: Sequence[_Row]) -> None:
+        self._root = all_rows[0].log_chance if all_rows else 0.0
+        self._sorted: list[_Entry] = []  # no later than all in the heap
+        self._heap: list[_Entry] = [(self._root - row.log_chance, False, row.index, 0, row) for row in rows]
+        self._heap += [(self._root - row.best, True, row.index, row.taken, row) for row in all_rows if row.best is not None]
+        heapify(self._heap)
+
+    def __iter__(self) -> Iterator[_Entry]:
+        """All entries but choices that have become rows; they stay."""
+        place = 0
+        while place < len(self._sorted) or self._sort_one():
+            entry = self._sorted[place]
+            place += 1
+            if not entry[1] or entry[3] >= entry[4].taken:
+                yield entry
+
+    def take(self, count: int, max_cost: float = inf) -> list[_Entry]:
+        """Remove and return the first ``count`` entries, as far as they cost at most ``max_cost``."""
+        taken = list(islice(takewhile(lambda entry: entry[0] <= max_cost, self), count))
+        if taken:
+            del self._sorted[: bisect(self._sorted, taken[-1])]
+        return taken
+
+    def add_row(self, row: _Row) -> None:
+        self._add((self._root - row.log_chance, False, row.index, 0, row))
+
+    def add_choices(self, row: _Row) -> None:
+        """Add the choices below a row that was just drafted."""
+        if row.best is not None:
+            self._add((self._root - row.best, True, row.index, row.taken, row))
+
+    def _add(self, entry: _Entry | None) -> None:
+        while entry is not None and self._sorted and entry < self._sorted[-1]:
+            insort(self._sorted, entry)
+            entry = self._next(entry)
+        if entry is not None:
+            heappush(self._heap, entry)
+
+    def _sort_one(self) -> bool:
+        """Move the first entry of the heap to those that are sorted. Returns whether there was one."""
+        if not self._heap:
+            return False
+        entry = self._heap[0]
+        following = self._next(entry)
+        if following is None:
+            heappop(self._heap)
+        else:
+            heapreplace(self._heap, following)
+        self._sorted.append(entry)
+        return True
+
+    def _next(self, entry: _Entry) -> _Entry | None:
+        """The next choice below the same row, which joins the heap when the one before it leaves."""
+        _, is_choice, index, place, row = entry
+        log_chance = row.choice_at(place + 1) if is_choice else None
+        return None if log_chance is None else (self._root - log_chance, True, index, place + 1, row)
+
+
 class Lesson(NamedTuple):
     """An accepted token that follows a drafted row: ``choices`` were proposed there, in row ``place``."""
 
@@ -88,6 +165,8 @@ class InjectionTree:
         self.log_probs: list[float] = []
         self._rows: list[_Row] = []
         self._num_entered = 0
+        self._undrafted: _Ranking | None = None  # rows that are not drafted, and choices; None until needed
+        self._not_entered: _Ranking | None = None  # rows that have not entered, and choices; None until needed
 
     @property
     def num_rows(self) -> int:
@@ -101,8 +180,11 @@ class InjectionTree:
     @property
     def num_certain(self) -> int:
         """The root and the rows that are forced behind it, as far as they have not entered."""
-        certain = _chain(self._rows[0]) if self._rows else ()
-        return sum(row.number == _NOT_ENTERED for row in certain)
+        row, count = self._rows[0] if self._rows else None, 0
+        while row is not None:
+            count += row.number == _NOT_ENTERED
+            row = row.forced
+        return count
 
     @property
     def root_has_entered(self) -> bool:
@@ -124,11 +206,19 @@ class InjectionTree:
 
     def ancestors_of(self, row: int) -> list[int]:
         """``row`` itself, its parent, and so on up to the root."""
-        return [above.index for above in _upwards(self._rows[row])]
+        found, above = list[int](), self._rows[row]
+        while above.parent is not None:
+            found.append(above.index)
+            above = above.parent
+        return [*found, above.index]
 
     def path(self, row: int) -> list[int]:
         """The tokens on the path from below the root to ``row``, inclusive."""
-        return [above.token for above in _upwards(self._rows[row])][-2::-1]
+        tokens, above = list[int](), self._rows[row]
+        while above.parent is not None:
+            tokens.append(above.token)
+            above = above.parent
+        return tokens[::-1]
 
     def set_root_position(self, root_position: int, gap: int) -> None:
         """Set the position id of the root, also of one still to come, and the number of positions left empty after it."""
@@ -143,20 +233,26 @@ class InjectionTree:
         """Make an accepted token the root of the empty tree. It has yet to be drafted and to enter."""
         self._add(_Row(token, None, 0.0, self.root_position))
         self._force(self._rows[0])
+        self._undrafted = self._not_entered = None
 
-    def undrafted(self, count: int, min_log_chance: float = -float("inf")) -> list[int]:
+    def undrafted(self, count: int, min_log_chance: float = -inf) -> list[int]:
         """The ``count`` most probable rows that are not drafted, ascending. ``add`` must follow.
 
         Args:
             min_log_chance: of a row that is drafted.
         """
-        best = islice(self._ranked(self._undrafted()), count)
-        found = [(row, place) for log_chance, row, place in best if log_chance >= min_log_chance]
-        return sorted((row if place is None else self._taken(row)).index for row, place in found)
+        ranked, found = self._ranked_undrafted(), list[int]()
+        for _, is_choice, _, _, row in ranked.take(count, -min_log_chance):
+            if is_choice:
+                row, *forced = new = self._taken(row)
+                _add_rows(ranked, forced)
+                _add_rows(self._not_entered, new)
+            found.append(row.index)
+        return sorted(found)
 
     def undrafted_chances(self) -> Iterator[float]:
         """The log-chances of the rows that ``undrafted`` would return, best first."""
-        return (log_chance for log_chance, _, _ in self._ranked(self._undrafted()))
+        return map(neg, map(itemgetter(0), self._ranked_undrafted()))
 
     def add(self, rows: Sequence[int], lines: Sequence[Line]) -> None:
         """Add the choices of rows that were just drafted. There are none where a token is forced."""
@@ -164,15 +260,14 @@ class InjectionTree:
             drafted = self._rows[row]
             drafted.line = line if drafted.forced is None else NO_LINE
             drafted.best = drafted.choice_at(0)
+            for ranking in (self._undrafted, self._not_entered):
+                if ranking is not None:
+                    ranking.add_choices(drafted)
 
     def entering_chances(self) -> Iterator[float]:
         """The log-chances of the rows that ``enter`` would take, best first."""
-        for log_chance, row, place in self._ranked(self._not_entered()):
-            yield log_chance
-            if place is not None and self._chain_below is not None:
-                assert row.line is not None
-                chain = self._chain_below([*self.path(row.index), row.line.token_ids[place]])
-                yield from (log_chance - count * _MIN_LOSS for count in range(1, len(chain) + 1))
+        ranked = self._ranked_not_entered()
+        return map(neg, map(itemgetter(0), ranked)) if self._chain_below is None else self._with_chains(ranked)
 
     def enter(self, count: int) -> tuple[list[int], list[int]]:
         """Let the ``count`` most probable rows that have not entered enter.
@@ -180,15 +275,20 @@ class InjectionTree:
         Returns:
             their token ids, and their parents in the numbering of the stages.
         """
+        ranked = self._ranked_not_entered()
         rows, taken = list[_Row](), list[_Row]()
-        for _, row, place in self._ranked(self._not_entered()):
-            if len(rows) + len(taken) >= count:
-                break
-            if place is None:
-                rows.append(row)
-            else:
-                taken += _chain(self._taken(row))
-        rows = [*sorted(rows, key=lambda row: row.index), *taken][:count]
+        while (room := count - len(rows) - len(taken)) > 0 and (
+            found := ranked.take(room if self._chain_below is None else 1)  # a choice enters with all that is forced behind it
+        ):
+            for _, is_choice, _, _, row in found:
+                if is_choice:
+                    taken += self._taken(row)
+                else:
+                    rows.append(row)
+        _add_rows(self._undrafted, taken)
+        rows = [*sorted(rows, key=lambda row: row.index), *taken]
+        _add_rows(ranked, rows[count:])
+        del rows[count:]
         for number, row in enumerate(rows, start=self._num_entered):
             row.number = number
         self._num_entered += len(rows)
@@ -235,6 +335,7 @@ class InjectionTree:
         elif committed:
             self.root_position = committed[-1].position + committed[-1].gap + 1
         self._rows = kept
+        self._undrafted = self._not_entered = None
         for index, row in enumerate(kept):
             row.index = index
         entered = sorted((row for row in kept if row.number != _NOT_ENTERED), key=lambda row: row.number)
@@ -243,31 +344,28 @@ class InjectionTree:
             row.number = number
         return changes
 
-    def _undrafted(self) -> list[_Row]:
-        return [row for row in self._rows if row.line is None]
+    def _ranked_undrafted(self) -> _Ranking:
+        if self._undrafted is None:
+            self._undrafted = _Ranking([row for row in self._rows if row.line is None], self._rows)
+        return self._undrafted
 
-    def _not_entered(self) -> list[_Row]:
-        return [row for row in self._rows if row.number == _NOT_ENTERED]
+    def _ranked_not_entered(self) -> _Ranking:
+        if self._not_entered is None:
+            self._not_entered = _Ranking([row for row in self._rows if row.number == _NOT_ENTERED], self._rows)
+        return self._not_entered
 
-    def _ranked(self, rows: list[_Row]) -> Iterator[tuple[float, _Row, int | None]]:
-        """``rows`` and all choices, best first: the log-chance, then the row, or the row above a choice and its place."""
-        if not self._rows:
-            return
-        first = self._rows[0].log_chance
-        heap = [(first - row.log_chance, False, row.index, 0, row) for row in rows]
-        heap += [(first - row.best, True, row.index, row.taken, row) for row in self._rows if row.best is not None]
-        heapify(heap)
-        while heap:
-            cost, is_choice, index, place, row = heap[0]
-            yield -cost, row, place if is_choice else None
-            below = row.choice_at(place + 1) if is_choice else None
-            if below is None:
-                heappop(heap)
-            else:
-                heapreplace(heap, (first - below, True, index, place + 1, row))
+    def _with_chains(self, ranked: _Ranking) -> Iterator[float]:
+        """The log-chances of ``ranked``, and of what is forced behind its choices."""
+        assert self._chain_below is not None
+        for cost, is_choice, _, place, row in ranked:
+            yield -cost
+            if is_choice:
+                assert row.line is not None
+                chain = self._chain_below([*self.path(row.index), row.line.token_ids[place]])
+                yield from (-cost - count * _MIN_LOSS for count in range(1, len(chain) + 1))
 
-    def _taken(self, row: _Row) -> _Row:
-        """The most probable choice below ``row``, which becomes a row."""
+    def _taken(self, row: _Row) -> list[_Row]:
+        """The most probable choice below ``row``, which becomes a row, and the rows that are forced behind it."""
         assert row.line is not None and row.best is not None
         token = row.line.token_ids[row.taken]
         below = _Row(token, row, row.best, row.position + row.gap + 1)
@@ -277,33 +375,28 @@ class InjectionTree:
         self._add(below)
         if self.gaps is not None and self.gaps.may_follow(token):
             below.gap = self.gaps.after(self.path(below.index))
-        self._force(below)
-        return below
+        return [below, *self._force(below)]
 
-    def _force(self, row: _Row) -> None:
+    def _force(self, row: _Row) -> list[_Row]:
         """Add the rows that are forced behind ``row``, which was just added."""
+        forced: list[_Row] = []
         for token in () if self._chain_below is None else self._chain_below(self.path(row.index)):
             below = row.forced = row.children[token] = _Row(token, row, row.log_chance - _MIN_LOSS, row.position + row.gap + 1)
             self._add(below)
+            forced.append(below)
             row = below
+        return forced
 
     def _add(self, row: _Row) -> None:
         row.index = len(self._rows)
         self._rows.append(row)
 
 
-def _upwards(row: _Row | None) -> Iterator[_Row]:
-    """``row`` and the rows above it, up to the root."""
-    while row is not None:
-        yield row
-        row = row.parent
-
-
-def _chain(row: _Row | None) -> Iterator[_Row]:
-    """``row`` and the rows that are forced behind it."""
-    while row is not None:
-        yield row
-        row = row.forced
+def _add_rows(ranking: _Ranking | None, rows: Iterable[_Row]) -> None:
+    """Add rows to a ranking that is in use."""
+    if ranking is not None:
+        for row in rows:
+            ranking.add_row(row)
 
 
 def _subtree(row: _Row) -> list[_Row]:

@@ -2,83 +2,72 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import log
-from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from pipedec.decoding.choices import NO_TOKEN
 from pipedec.grammar import Bitmask
 from pipedec.tree import Candidates
 
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+
 MAX_MATCH = 8  # longest n-gram that is compared
 _MIN_MATCH = 2  # shortest n-gram after which a token is proposed
 _MAX_OCCURRENCES = 32  # occurrences considered for each row
-_MAX_PROPOSED = 4  # tokens that n-grams propose for a row
+MAX_PROPOSED = 4  # tokens that n-grams propose for a row
 _MIN_REST = 1e-4  # minimum probability assumed for all tokens that the draft model does not propose together
-_UNKNOWN = 0.01  # probability assumed for tokens where the draft model says nothing
+_UNKNOWN = 0.01  # probability assumed for tokens where the draft model proposes nothing
+_EMPTY = 1  # an n-gram is a number: this, and the bits of its tokens, the last one first
 
 
 @dataclass(frozen=True)
 class DraftProposal:
-    """The draft model's most probable children, on the host. Features: the log-probability; 1 for tokens that are not among the
-    children.
+    """The draft model's most probable children of F rows, on the host. Features: the log-probability; 1 for tokens that are not
+    among the children.
+
+    Attributes:
+        token_ids: int64 [F, c], distinct within a row; NO_TOKEN marks unused entries.
+        log_probs: float32 [F, c], descending.
     """
 
     prior = (1.0, 0.0)
-    children: Candidates
+    token_ids: IntArray
+    log_probs: Tensor
 
     @classmethod
     def joined(cls, several: Sequence[Candidates]) -> DraftProposal:
-        """Of candidates of several trees, with as many children for each row. Asks their device once."""
-        rows, token_ids, log_probs = zip(*((each.rows, each.token_ids, each.log_probs) for each in several), strict=True)
-        both = torch.cat((torch.cat(token_ids).double(), torch.cat(log_probs).double()), 1).cpu()
+        """Join candidates of several trees, with as many children for each row. Asks their device once."""
+        token_ids = torch.cat([each.token_ids for each in several])
+        log_probs = torch.cat([each.log_probs for each in several])
+        both = torch.cat((token_ids.double(), log_probs.double()), 1).cpu()
         ids, chances = both.chunk(2, dim=1)
-        return cls(Candidates(torch.cat(rows), ids.long(), chances.to(log_probs[0].dtype)))
+        return cls(ids.long().numpy(), chances.float())
 
-    @property
-    def token_ids(self) -> Tensor:
-        return self.children.token_ids
+    def write(self, features: FloatArray) -> None:
+        """Write the features of K tokens for each row, of which the first c are the children, and of "none of them".
 
-    def features(self, token_ids: Tensor) -> Tensor:
-        """[F, K + 1, 2]. A token that is not among the children gets the log-probability of the least probable child."""
-        log_probs = self.children.log_probs.float()
-        if not log_probs.shape[1]:
-            guess = torch.tensor((log(_UNKNOWN), 1.0), device=log_probs.device).expand(*token_ids.shape, 2)
-            return pad(guess, (0, 0, 0, 1))
-        is_same = token_ids[:, :, None] == self.token_ids[:, None]
-        estimated = torch.where(is_same, log_probs[:, None], log_probs[:, -1:, None]).amax(-1)
-        rest = (1 - log_probs.exp().sum(1, keepdim=True)).clamp_(min=_MIN_REST).log_()
-        not_child = is_same.any(-1).logical_not_().float()
-        return torch.stack((torch.cat((estimated, rest), 1), pad(not_child, (0, 1))), -1)
+        A token that is not among the children gets the log-probability of the least probable child.
 
-
-class Occurrences(NamedTuple):
-    """Earlier occurrences of the n-grams at the end of a row's path, the longest first, of equally long ones the latest.
-
-    Attributes:
-        next_ids: the token after each.
-        lengths: of the n-gram at each.
-    """
-
-    next_ids: list[int]
-    lengths: list[int]
-
-    def proposed(self) -> list[int]:
-        """The first distinct tokens after long enough n-grams, at most ``_MAX_PROPOSED``."""
-        tokens = (token for token, length in zip(self.next_ids, self.lengths, strict=True) if length >= _MIN_MATCH)
-        return list(islice(dict.fromkeys(tokens), _MAX_PROPOSED))
-
-    def within(self, allowed: Bitmask) -> Occurrences:
-        """Those after which the text went on with a token that is allowed."""
-        kept = [place for place, token in enumerate(self.next_ids) if token in allowed]
-        return Occurrences([self.next_ids[place] for place in kept], [self.lengths[place] for place in kept])
+        Args:
+            features: [F, K + 1, 2], zeros.
+        """
+        children = self.token_ids.shape[1]
+        features[:, children:-1, 1] = 1.0
+        if not children:
+            features[:, :-1, 0] = log(_UNKNOWN)
+            return
+        rest = (1 - self.log_probs.exp().sum(1)).clamp_(min=_MIN_REST).log_()
+        log_probs = self.log_probs.numpy()
+        features[:, :children, 0] = log_probs
+        features[:, children:-1, 0] = log_probs[:, -1:]
+        features[:, -1, 0] = rest.numpy()
 
 
 def possible(candidates: Candidates) -> Candidates:
@@ -88,47 +77,20 @@ def possible(candidates: Candidates) -> Candidates:
     return Candidates(candidates.rows, token_ids, log_probs.clamp(min=log(_MIN_REST)))
 
 
-@dataclass(frozen=True)
-class NgramProposal:
-    """Tokens that followed earlier occurrences of the n-grams at the end of the rows' paths.
-
-    Features: the length of the longest n-gram that the token followed, one-hot; the same again, but 0 unless the token followed
-    the longest n-gram of all.
-
-    Attributes:
-        token_ids: int64 [F, k], proposed tokens.
-        next_ids: int64 [F, P], tokens after the P best occurrences, best first, padded with NO_TOKEN.
-        lengths: int64 [F, P], length of the n-gram at each occurrence.
-    """
-
-    token_ids: Tensor
-    next_ids: Tensor
-    lengths: Tensor
-
-    @classmethod
-    def of(cls, rows: Sequence[Occurrences]) -> NgramProposal:
-        """Of the occurrences for each of F rows."""
-        most = max(1, *(len(row.lengths) for row in rows))
-        proposed = [_padded(row.proposed(), _MAX_PROPOSED, NO_TOKEN) for row in rows]
-        next_ids = [_padded(row.next_ids, most, NO_TOKEN) for row in rows]
-        lengths = [_padded(row.lengths, most, 0) for row in rows]
-        columns = [[*first, *second, *third] for first, second, third in zip(proposed, next_ids, lengths, strict=True)]
-        return cls(*torch.tensor(columns).split((_MAX_PROPOSED, most, most), 1))
-
-    def features(self, token_ids: Tensor) -> Tensor:
-        is_same = token_ids[:, :, None] == self.next_ids[:, None]
-        lengths = (is_same * self.lengths[:, None]).amax(-1)
-        both = torch.stack((lengths, lengths * is_same[:, :, 0]), -1)
-        one_hot = both[..., None] == torch.arange(1, MAX_MATCH + 1, device=lengths.device)
-        return pad(one_hot.flatten(2).float(), (0, 0, 0, 1))
+Occurrences = dict[int, int]  # by token that followed an earlier occurrence of the n-grams at the end of a row's path: the length
+# of the longest of these n-grams. The longest are first, of equally long ones the latest.
 
 
-def _padded(values: list[int], count: int, value: int) -> list[int]:
-    return values + [value] * (count - len(values))
+def within(occurrences: Occurrences, allowed: Bitmask) -> Occurrences:
+    """Those after which the text went on with a token that is allowed."""
+    return {token: length for token, length in occurrences.items() if token in allowed}
 
 
 class NgramProposer:
     """N-grams of the prompt and the answer so far. Needs no forward.
+
+    Features: the length of the longest n-gram that a token followed, one-hot; the same again, but 0 unless the token followed the
+    longest n-gram of all.
 
     Args:
         text: token ids of the prompt and of all other text to search.
@@ -138,29 +100,84 @@ class NgramProposer:
 
     def __init__(self, text: Iterable[int]) -> None:
         self._text: list[int] = []
-        self._places: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # by n-gram: where it ends, and text follows
+        self._places: dict[int, list[int]] = {}  # by n-gram, none longer than a unique one: where it ends, and text follows
         self.accept(text)
 
     def accept(self, tokens: Iterable[int]) -> None:
         """Append accepted tokens; the last one is the tree's root."""
-        text, places = self._text, self._places
+        text, known = self._text, self._places
         for token in tokens:
-            end = len(text)
+            end, ngram = len(text), _EMPTY
             for length in range(1, min(MAX_MATCH, end) + 1):
-                places[tuple(text[end - length :])].append(end)
+                ngram = ngram << 32 | text[end - length]
+                places = known.get(ngram)
+                if places is None:
+                    known[ngram] = [end]
+                    break
+                if len(places) == 1 and length < min(MAX_MATCH, places[0]):
+                    known[ngram << 32 | text[places[0] - length - 1]] = places[:]
+                places.append(end)
             text.append(token)
 
     def find(self, path: Sequence[int]) -> Occurrences:
         """The best occurrences of the n-grams at the end of the text and ``path``, the tokens below the root up to a row."""
-        context = [*self._text[-MAX_MATCH:], *path][-MAX_MATCH:]
-        found, seen = Occurrences([], []), set[int]()
-        for length in range(len(context), 0, -1):
-            places = self._places.get(tuple(context[-length:]), ())
+        text, known = self._text, self._places
+        context = [*text[-MAX_MATCH:], *path][: -MAX_MATCH - 1 : -1]  # the last token first
+        matches: list[list[int]] = []
+        ngram = _EMPTY
+        for token in context:
+            ngram = ngram << 32 | token
+            places = known.get(ngram)
+            if places is None:
+                break
+            matches.append(places)
+        found: Occurrences = {}
+        seen = set[int]()
+        if matches and len(matches[-1]) == 1:
+            length, (place,) = len(matches), matches.pop()
+            while length < min(len(context), place) and text[place - length - 1] == context[length]:
+                length += 1
+            seen.add(place)
+            found[text[place]] = length
+        for length in range(len(matches), 0, -1):
+            places = matches[length - 1]
             for place in reversed(places) if len(places) > len(seen) else ():
                 if place not in seen:
                     seen.add(place)
-                    found.next_ids.append(self._text[place])
-                    found.lengths.append(length)
+                    found.setdefault(text[place], length)
                     if len(seen) == _MAX_OCCURRENCES:
                         return found
         return found
+
+
+def write_ngrams(occurrences: Sequence[Occurrences], token_ids: IntArray, features: FloatArray) -> None:
+    """Write what n-grams propose below F rows, and the features of all tokens.
+
+    The first distinct tokens after long enough n-grams are proposed, at most ``MAX_PROPOSED``. They are few, so a loop takes less
+    time than operations on arrays.
+
+    Args:
+        token_ids: [F, c + MAX_PROPOSED], tokens of another source, c for each row, and NO_TOKEN.
+        features: [F, c + MAX_PROPOSED + 1, W], zeros; the last 2 · MAX_MATCH are those of n-grams.
+    """
+    first = token_ids.shape[1] - MAX_PROPOSED
+    _, columns, width = features.shape
+    new: list[int] = []
+    new_places: list[int] = []
+    found_places: list[int] = []
+    for row, (found, known) in enumerate(zip(occurrences, token_ids.tolist(), strict=True)):
+        for rank, (token, length) in enumerate(found.items()):
+            if token in known:
+                column = known.index(token)
+            elif length >= _MIN_MATCH and rank < MAX_PROPOSED:
+                column = first + rank
+                new.append(token)
+                new_places.append(row * (columns - 1) + column)
+            else:
+                continue
+            place = (row * columns + column + 1) * width - 2 * MAX_MATCH + length - 1
+            found_places.append(place)
+            if not rank:
+                found_places.append(place + MAX_MATCH)
+    token_ids.put(new_places, new)
+    features.put(found_places, 1.0)

@@ -28,6 +28,7 @@ class RowCosts:
         self._measured_at: dict[int, int] = {}
         self._timestep = 0
         self._curve: list[tuple[float, float]] | None = None  # rows and seconds, ascending
+        self._added: dict[int, float] = {}  # by number of rows, as long as the curve is the same
         self._most_tried = _FIRST_TRIED
 
     def record(self, rows: int, seconds: float) -> None:
@@ -57,13 +58,16 @@ class RowCosts:
     def added(self, rows: int) -> float:
         """The share by which one more row lengthens a timestep of ``rows`` rows; infinity for more than are to be tried."""
         self._points()
-        if rows >= self._most_tried:
-            return inf
-        now, then = self.seconds(rows), self.seconds(rows + 1)
-        return then / now - 1 if now and then else 0.0
+        found = self._added.get(rows)
+        if found is None:
+            now, then = self.seconds(rows), self.seconds(rows + 1)
+            found = then / now - 1 if now and then else 0.0
+            found = self._added[rows] = inf if rows >= self._most_tried else found
+        return found
 
     def _points(self) -> list[tuple[float, float]]:
         if self._curve is None:
+            self._added.clear()
             for bucket in [each for each, at in self._measured_at.items() if self._timestep - at > _MAX_AGE]:
                 del self._seconds[bucket], self._rows[bucket], self._measured_at[bucket]
             self._curve = _rising([(self._rows[bucket], self._seconds[bucket]) for bucket in sorted(self._seconds)])

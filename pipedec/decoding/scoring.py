@@ -1,21 +1,25 @@
-"""What the draft sources have proposed below rows of many requests, scored together: a few tensors for all of them."""
+"""The proposals of all draft sources below rows of many requests, scored together: a few operations for all of them.
+
+Between ``submit`` and ``score``, methods wait until all others have submitted, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby, islice
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
 
 from pipedec.decoding.acceptance import Acceptance
-from pipedec.decoding.choices import NO_TOKEN, Choices, Line, Proposal
+from pipedec.decoding.choices import NO_TOKEN, Choices, Line
 from pipedec.decoding.injection import InjectionTree
-from pipedec.decoding.proposers import DraftProposal, NgramProposal, Occurrences
+from pipedec.decoding.proposers import MAX_MATCH, MAX_PROPOSED, DraftProposal, Occurrences, write_ngrams
 from pipedec.tree import Candidates
 
 
-@dataclass(frozen=True)
-class _Submitted:
-    """Proposals below rows of one tree: of the draft model, and occurrences of n-grams for each row, if these are sources."""
+class _Submitted(NamedTuple):
+    """Proposals below rows of one tree, see ``Scoring.submit``."""
 
     acceptance: Acceptance
     tree: InjectionTree
@@ -37,38 +41,55 @@ class Scoring:
         self._submitted: list[_Submitted] = []
 
     def submit(
-        self, acceptance: Acceptance, tree: InjectionTree, rows: Sequence[int], candidates: Candidates | None,
+        self,
+        acceptance: Acceptance,
+        tree: InjectionTree,
+        rows: Sequence[int],
+        candidates: Candidates | None,
         occurrences: Sequence[Occurrences] | None,
-    ) -> None:  # fmt: skip
-        """Proposals below rows of one tree, of one source at least: the draft model's, and n-grams for each row."""
+    ) -> None:
+        """Note the proposals below ``rows`` of a tree, of one source at least.
+
+        Args:
+            candidates: of the draft model, if it is a source.
+            occurrences: of n-grams, for each row, if they are a source.
+        """
         self._submitted.append(_Submitted(acceptance, tree, rows, candidates, occurrences))
 
     def score(self) -> None:
-        """Score all that was submitted, and add the choices to the trees."""
-        submitted, self._submitted = sorted(self._submitted, key=lambda each: each.kind), []
-        for _, several in groupby(submitted, key=lambda each: each.kind):
-            self._score(list(several))
-
-    def _score(self, submitted: list[_Submitted]) -> None:
-        """Score proposals of one kind with a few operations."""
-        proposals: list[Proposal] = []
-        drafted = [each.candidates for each in submitted if each.candidates is not None]
-        if drafted:
-            proposals.append(DraftProposal.joined(drafted))
-        occurrences = [one for each in submitted if each.occurrences is not None for one in each.occurrences]
-        if occurrences:
-            proposals.append(NgramProposal.of(occurrences))
-        choices = Choices.merged(proposals)
-        lines = iter(_lines(choices, submitted[0].acceptance))
-        for each in submitted:
-            each.tree.add(each.rows, list(islice(lines, len(each.rows))))
+        """Score all that was submitted since the last call, and add it to the trees."""
+        kinds: defaultdict[tuple[int, int, bool], list[_Submitted]] = defaultdict(list)
+        for each in self._submitted:
+            kinds[each.kind].append(each)
+        self._submitted = []
+        for several in kinds.values():
+            lines = _lines(_merged(several), several[0].acceptance)
+            for each in several:
+                each.tree.add(each.rows, [next(lines) for _ in each.rows])
 
 
-def _lines(choices: Choices, acceptance: Acceptance) -> list[Line]:
+def _merged(submitted: Sequence[_Submitted]) -> Choices:
+    """What all sources propose, in proposals of one kind: the draft model's children, and then other tokens after n-grams."""
+    drafted = [each.candidates for each in submitted if each.candidates is not None]
+    draft = DraftProposal.joined(drafted) if drafted else None
+    occurrences = [one for each in submitted if each.occurrences is not None for one in each.occurrences]
+    num_rows = sum(len(each.rows) for each in submitted)
+    children, width = (0, 0) if draft is None else (draft.token_ids.shape[1], len(draft.prior))
+    proposed, further = (MAX_PROPOSED, 2 * MAX_MATCH) if occurrences else (0, 0)
+    token_ids = torch.full((num_rows, children + proposed), NO_TOKEN)
+    features = torch.zeros(num_rows, children + proposed + 1, width + further)
+    ids, values = token_ids.numpy(), features.numpy()
+    if draft is not None:
+        ids[:, :children] = draft.token_ids
+        draft.write(values[..., :width])
+    if occurrences:
+        write_ngrams(occurrences, ids, values)
+    return Choices(token_ids, features)
+
+
+def _lines(choices: Choices, acceptance: Acceptance) -> Iterator[Line]:
     """The choices of each row, best first."""
     ranked = acceptance.log_chances(choices).sort(descending=True)
     token_ids = choices.token_ids.gather(1, ranked.indices).tolist()
-    return [
-        Line(tokens[: len(tokens) - tokens.count(NO_TOKEN)], chances, choices, place)
-        for place, (tokens, chances) in enumerate(zip(token_ids, ranked.values.tolist(), strict=True))
-    ]
+    for place, (tokens, chances) in enumerate(zip(token_ids, ranked.values.tolist(), strict=True)):
+        yield Line(tokens[: len(tokens) - tokens.count(NO_TOKEN)], chances, choices, place)

@@ -1,67 +1,121 @@
-"""What several proposers say, put together, and what each of them says, against a naive search."""
+"""What several draft sources propose, put together, and what each of them proposes, against a naive search."""
 
 from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from torch import Tensor
 
 from pipedec.decoding.acceptance import Acceptance
-from pipedec.decoding.choices import NO_TOKEN, Choices
-from pipedec.decoding.proposers import MAX_MATCH, DraftProposal, NgramProposal, NgramProposer
+from pipedec.decoding.choices import NO_TOKEN, Line
+from pipedec.decoding.injection import InjectionTree
+from pipedec.decoding.proposers import MAX_MATCH, DraftProposal, NgramProposer, Occurrences
+from pipedec.decoding.scoring import Scoring
 from pipedec.tree import Candidates
 
-
-@dataclass(frozen=True)
-class Scripted:
-    """Names some tokens; the feature of a token is its id times ``factor``, of all others −1."""
-
-    token_ids: Tensor
-    factor: float
-
-    def features(self, token_ids: Tensor) -> Tensor:
-        known = (token_ids * self.factor).masked_fill(token_ids == NO_TOKEN, 0.0)
-        return torch.nn.functional.pad(known, (0, 1), value=-1.0)[..., None]
+DRAFT = len(DraftProposal.prior)
 
 
-FIRST = Scripted(torch.tensor([[7, 3], [4, NO_TOKEN]]), 1.0)
-SECOND = Scripted(torch.tensor([[3, 9, NO_TOKEN], [4, 5, 6]]), 10.0)
+class Scored(InjectionTree):
+    """Keeps the lines that were added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[Line] = []
+
+    def add(self, rows: object, lines: object) -> None:
+        assert isinstance(rows, range) and isinstance(lines, list)
+        assert len(rows) == len(lines)
+        self.lines += lines
 
 
-def test_merged_choices_are_the_union_without_repeats() -> None:
-    choices = Choices.merged([FIRST, SECOND])
-    named = [[token for token in line if token != NO_TOKEN] for line in choices.token_ids.tolist()]
-    assert named == [[7, 3, 9], [4, 5, 6]]
+def candidates(*children: dict[int, float]) -> Candidates:
+    """The draft model's children of rows, with their probabilities."""
+    token_ids, chances = torch.tensor([list(each) for each in children]), torch.tensor([list(each.values()) for each in children])
+    return Candidates(torch.arange(len(children)), token_ids.long(), chances.log())
 
 
-def test_merged_features_stand_beside_their_tokens() -> None:
-    """Of every proposer, for tokens that another one named, too."""
-    choices = Choices.merged([FIRST, SECOND])
-    assert choices.features.shape == (2, choices.token_ids.shape[1] + 1, 2)
-    for tokens, features in zip(choices.token_ids.tolist(), choices.features.tolist(), strict=True):
-        for token, pair in zip(tokens, features, strict=False):
-            assert token == NO_TOKEN or pair == [token, 10 * token]
-        assert features[-1] == [-1, -1]
+def scored(drafted: Candidates | None, found: list[Occurrences] | None, acceptance: Acceptance | None = None) -> list[Line]:
+    """The lines of the rows of one tree."""
+    prior = (*(DraftProposal.prior if drafted else ()), *(NgramProposer.prior if found else ()))
+    scoring, tree = Scoring(), Scored()
+    rows = range(len(found) if drafted is None else len(drafted.rows))
+    scoring.submit(acceptance or Acceptance(prior), tree, rows, drafted, found)
+    scoring.score()
+    scoring.score()
+    return tree.lines
 
 
-def test_a_draft_says_how_likely_its_tokens_are() -> None:
-    """A token of others counts as likely as the draft's last one, and is marked; all that is left has the rest."""
-    children = Candidates(torch.tensor([0]), torch.tensor([[8, 5]]), torch.tensor([[0.6, 0.3]]).log())
-    features = DraftProposal(children).features(torch.tensor([[5, 9, 8, NO_TOKEN]]))[0]
-    assert features[:, 0].exp().tolist() == pytest.approx([0.3, 0.3, 0.6, 0.3, 0.1])
-    assert features[:, 1].tolist() == [0, 1, 0, 1, 0]
+def features_of(line: Line) -> dict[int, list[float]]:
+    """The features of each token, and of "none of them" as NO_TOKEN."""
+    assert line.choices is not None
+    token_ids = line.choices.token_ids[line.place].tolist()
+    features = line.choices.features[line.place].tolist()
+    used = {token: row for token, row in zip(token_ids, features, strict=False) if token != NO_TOKEN}
+    assert len(used) == sum(token != NO_TOKEN for token in token_ids), "a token is there once"
+    return used | {NO_TOKEN: features[-1]}
+
+
+def test_choices_are_the_union_without_repeats() -> None:
+    lines = scored(candidates({7: 0.5, 3: 0.2}, {4: 0.6, 8: 0.3}), [{3: 4, 9: 2}, {4: 5, 5: 3, 6: 2, 2: 1}])
+    assert [set(line.token_ids) for line in lines] == [{7, 3, 9}, {4, 8, 5, 6}]
+    assert all(len(line.token_ids) == len(set(line.token_ids)) for line in lines)
+
+
+def test_features_of_all_sources_stand_beside_their_tokens() -> None:
+    """Also for a token that another source proposes. One that the draft does not propose counts as likely as its last one, and is
+    marked; all that is left has the rest.
+    """
+    (line,) = scored(candidates({8: 0.6, 5: 0.3}), [{5: 3, 9: 2, 7: 1}])
+    features = features_of(line)
+    expected = {8: (0.6, 0), 5: (0.3, 0), 9: (0.3, 1), NO_TOKEN: (0.1, 0)}
+    assert features.keys() == expected.keys()
+    for token, (chance, is_other) in expected.items():
+        assert math.exp(features[token][0]) == pytest.approx(chance) and features[token][1] == is_other
+    matches = {token: [place for place, value in enumerate(row[DRAFT:]) if value] for token, row in features.items()}
+    assert matches == {8: [], 5: [2, MAX_MATCH + 2], 9: [1], NO_TOKEN: []}
 
 
 def test_a_draft_that_is_certain_leaves_something_for_others() -> None:
-    children = Candidates(torch.tensor([0]), torch.tensor([[8]]), torch.zeros(1, 1))
-    assert math.isfinite(float(DraftProposal(children).features(torch.tensor([[8]]))[0, -1, 0]))
+    (line,) = scored(candidates({8: 1.0}), None)
+    assert line.token_ids == [8] and math.isfinite(features_of(line)[NO_TOKEN][0])
+
+
+def test_without_memory_for_a_draft_only_ngrams_propose() -> None:
+    """The draft model has no children for any row."""
+    nothing = Candidates(torch.arange(2), torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, 0))
+    lines = scored(nothing, [{5: 3, 6: 2}, {}])
+    assert [line.token_ids for line in lines] == [[5, 6], []]
+    assert features_of(lines[0])[5][:DRAFT] == pytest.approx([math.log(0.01), 1.0])
+
+
+def test_trees_of_one_kind_are_scored_together_and_get_their_own_lines() -> None:
+    """As each of them alone; what another request has learned stays its own."""
+    prior = (*DraftProposal.prior, *NgramProposer.prior)
+    shared, other, scoring = Acceptance(prior), Acceptance(tuple(0.5 * each for each in prior)), Scoring()
+    asked = [
+        (shared, candidates({7: 0.5, 3: 0.2}), [{3: 4}]),
+        (other, candidates({7: 0.5, 3: 0.2}), [{3: 4}]),
+        (shared, candidates({1: 0.9}, {2: 0.4}), [{9: 2}, {}]),
+        (shared, candidates({4: 0.6, 5: 0.1}, {6: 0.3, 8: 0.2}), [{4: 8}, {1: 2}]),
+    ]
+    trees = [Scored() for _ in asked]
+    for tree, (acceptance, drafted, found) in zip(trees, asked, strict=True):
+        scoring.submit(acceptance, tree, range(len(found)), drafted, found)
+    scoring.score()
+    for tree, (acceptance, drafted, found) in zip(trees, asked, strict=True):
+        alone = scored(drafted, found, acceptance)
+        assert [line.token_ids for line in tree.lines] == [line.token_ids for line in alone]
+        for line, expected in zip(tree.lines, alone, strict=True):
+            count = len(line.token_ids)
+            assert line.log_chances[:count] == pytest.approx(expected.log_chances[:count], abs=1e-6)
+            assert features_of(line) == features_of(expected)
+    assert trees[0].lines[0].choices is trees[3].lines[0].choices is not trees[1].lines[0].choices
 
 
 class NaiveSearch:
@@ -87,19 +141,20 @@ class NaiveSearch:
         return bool(self.best) and self.best[0][1] == token
 
 
-def check_row(proposal: NgramProposal, index: int, naive: NaiveSearch) -> None:
-    tokens = proposal.token_ids[index].tolist()
-    assert [token for token in tokens if token != NO_TOKEN] == naive.named()
-    asked = [0, 1, 2, 3, 99, NO_TOKEN]
-    features = proposal.features(torch.tensor([asked]).expand(len(proposal.token_ids), -1))[index].tolist()
-    for token, line in zip(asked, features, strict=False):
+def check_row(line: Line, children: list[int], naive: NaiveSearch) -> None:
+    """Every token is a child, or one that n-grams name; its features are those of a naive search."""
+    features = features_of(line)
+    assert [token for token in features if token not in (*children, NO_TOKEN)] == [
+        token for token in naive.named() if token not in children
+    ]
+    assert set(children) <= features.keys()
+    for token, row in features.items():
         expected = [0.0] * (2 * MAX_MATCH)
-        length = naive.length(token)
+        length = 0 if token == NO_TOKEN else naive.length(token)
         if length:
             expected[length - 1] = 1.0
             expected[MAX_MATCH + length - 1] = float(naive.is_best(token))
-        assert line == expected
-    assert features[-1] == [0.0] * (2 * MAX_MATCH)
+        assert row[DRAFT if children else 0 :] == expected
 
 
 @examples(200)
@@ -115,23 +170,27 @@ def test_ngrams_equal_a_naive_search(seed: int, length: int, below: int) -> None
     paths: list[list[int]] = [[]]
     for _ in range(below):
         paths.append([*chooser.choice(paths), chooser.choice((0, 1, 2))])
-    proposal = NgramProposal.of([proposer.find(path) for path in paths])
-    for index, path in enumerate(paths):
-        check_row(proposal, index, NaiveSearch(text, path))
+    found, children = [proposer.find(path) for path in paths], [0, 1, 99]
+    for drafted in (None, candidates(*({token: 0.3 for token in children} for _ in paths))):
+        for line, path in zip(scored(drafted, found), paths, strict=True):
+            check_row(line, [] if drafted is None else children, NaiveSearch(text, path))
+
+
+def named(proposer: NgramProposer, path: list[int]) -> list[int]:
+    """The tokens that n-grams propose, best first."""
+    (line,) = scored(None, [proposer.find(path)])
+    return line.token_ids
 
 
 def test_a_path_inside_the_tree_continues_the_text() -> None:
     proposer = NgramProposer((5, 6, 7, 8, 9, 5))
-    named = [proposer.find(path).proposed() for path in ([], [6], [6, 7], [6, 7, 8])]
-    assert named == [[], [7], [8], [9]]
+    assert [named(proposer, path) for path in ([], [6], [6, 7], [6, 7, 8])] == [[], [7], [8], [9]]
 
 
-def test_the_latest_of_equally_long_matches_is_named_first() -> None:
-    assert NgramProposer((5, 6, 1, 5, 6, 2, 5, 6)).find([]).proposed() == [2, 1]
+def test_the_latest_of_equally_long_matches_is_first() -> None:
+    assert list(NgramProposer((5, 6, 1, 5, 6, 2, 5, 6)).find([]).items()) == [(2, 2), (1, 2)]
 
 
 @pytest.mark.parametrize("text", [(5,), (5, 5), (5, 6)])
 def test_a_short_text_names_nothing(text: tuple[int, ...]) -> None:
-    choices = Choices.merged([NgramProposal.of([NgramProposer(text).find([])])])
-    assert (choices.token_ids == NO_TOKEN).all()
-    assert Acceptance(NgramProposer.prior).log_chances(choices).exp().sum() == 0
+    assert named(NgramProposer(text), []) == []

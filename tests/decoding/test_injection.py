@@ -126,7 +126,7 @@ class Trio:
 
     def _enter(self) -> None:
         count = self._random.randint(1, 5)
-        expected = [chance for _, chance in zip(range(count), self._injection.entering_chances(), strict=False)]
+        expected = list(islice(self._injection.entering_chances(), count + self._random.randint(0, 4)))[:count]
         token_ids, parents = self._injection.enter(count)
         new: list[TokenPath] = []
         if token_ids:
@@ -267,6 +267,19 @@ def test_what_was_chosen_is_learned() -> None:
     injection.enter(3)
     _, hit, lessons = injection.advance([2, 5])
     assert hit is False and [lesson.token for lesson in lessons] == [2, 5]
+
+
+def test_choices_of_a_row_come_before_less_probable_ones_that_were_looked_at() -> None:
+    """All choices below a new row are, not only its first one."""
+    injection = planted()
+    draft(injection, 1, TABLE)
+    injection.enter(1)
+    draft(injection, 1, TABLE)
+    assert [math.exp(chance) for chance in injection.entering_chances()] == pytest.approx([0.6, 0.54, 0.3, 0.03])
+    draft(injection, 1, {4: [(8, 0.9), (9, 0.6)]})
+    chances = [math.exp(chance) for chance in injection.entering_chances()]
+    assert chances == pytest.approx([0.6, 0.54, 0.486, 0.324, 0.3, 0.03])
+    assert entered(injection, 5) == [(2, 0), (4, 1), (8, 2), (9, 2), (3, 0)]
 
 
 def test_a_verdict_on_another_tree_is_refused() -> None:
