@@ -99,15 +99,19 @@ class NgramProposer:
     prior = tuple(0.5 * min(length, 4) for length in range(1, MAX_MATCH + 1)) + (1.0,) * MAX_MATCH
 
     def __init__(self, text: Iterable[int]) -> None:
-        self._text: list[int] = []
+        self._text = list(text)
+        self._indexed = 0  # tokens of it that are in ``_places``
         self._places: dict[int, list[int]] = {}  # by n-gram, none longer than a unique one: where it ends, and text follows
-        self.accept(text)
 
     def accept(self, tokens: Iterable[int]) -> None:
         """Append accepted tokens; the last one is the tree's root."""
+        self._text += tokens
+
+    def _index(self) -> None:
+        """Index the tokens that were appended since the last call. This takes place while the stages compute."""
         text, known = self._text, self._places
-        for token in tokens:
-            end, ngram = len(text), _EMPTY
+        for end in range(self._indexed, len(text)):
+            ngram = _EMPTY
             for length in range(1, min(MAX_MATCH, end) + 1):
                 ngram = ngram << 32 | text[end - length]
                 places = known.get(ngram)
@@ -117,10 +121,11 @@ class NgramProposer:
                 if len(places) == 1 and length < min(MAX_MATCH, places[0]):
                     known[ngram << 32 | text[places[0] - length - 1]] = places[:]
                 places.append(end)
-            text.append(token)
+        self._indexed = len(text)
 
     def find(self, path: Sequence[int]) -> Occurrences:
         """The best occurrences of the n-grams at the end of the text and ``path``, the tokens below the root up to a row."""
+        self._index()
         text, known = self._text, self._places
         context = [*text[-MAX_MATCH:], *path][: -MAX_MATCH - 1 : -1]  # the last token first
         matches: list[list[int]] = []

@@ -77,6 +77,10 @@ class RequestState:
         self.is_prefilling = True
         self.is_idle = False
         self._adoptable = 0  # tokens that others may adopt, of the text and of what follows
+        self._begin_methods()
+
+    def _begin_methods(self) -> None:
+        """Make the method of the first thread. What was learned before an answer begins holds to its end."""
         self._context = self._new_context(self.request, self.sequence)
         first = new_method(self._context)
         self._methods: dict[int, Method] = {0: first}  # by thread, of those that have not ended
@@ -156,6 +160,7 @@ class RequestState:
         Args:
             drafted: tokens that are in the draft model's cache already.
         """
+        self._begin_methods()  # by what has been learned until now
         self.has_lane = True
         self.entered = self._adoptable = lease.cached
         self.drafted = drafted if self.has_drafter else len(self.text)
