@@ -125,7 +125,8 @@ class NgramProposer:
 
     def find(self, path: Sequence[int]) -> Occurrences:
         """The best occurrences of the n-grams at the end of the text and ``path``, the tokens below the root up to a row."""
-        self._index()
+        if self._indexed < len(self._text):
+            self._index()
         text, known = self._text, self._places
         context = [*text[-MAX_MATCH:], *path][: -MAX_MATCH - 1 : -1]  # the last token first
         matches: list[list[int]] = []

@@ -47,6 +47,7 @@ class RequestState:
         has_lane: whether the stages have a lane for it, as far as they were informed.
         is_closing: whether stages may still have a lane that was paused.
         is_prefilling: whether something of the text, or of the masks after it, has yet to enter.
+        past: slots of tokens that verdicts have accepted, at most. The row of the last one may be in a tree.
         is_idle: nothing of it enters, and nothing is drafted for it, before the next verdict.
         hits, misses: see ``Metrics``. The first token of an answer or of a child is neither.
         masks: mask rows after the prompt and after rows of steps.
@@ -76,6 +77,7 @@ class RequestState:
         self.drafted = 0
         self.is_prefilling = True
         self.is_idle = False
+        self.past = 0
         self._adoptable = 0  # tokens that others may adopt, of the text and of what follows
         self._begin_methods()
 
@@ -133,20 +135,9 @@ class RequestState:
         return len(self.request.prompt_token_ids) + self.request.sampling.max_tokens + self.together
 
     @property
-    def past(self) -> int:
-        """Slots of tokens that verdicts have accepted, at most. The row of the last one may be in a tree."""
-        if self.is_prefilling:
-            return self.entered
-        sequence = self.sequence
-        if not sequence.can_fork:
-            return max(self.entered, sequence.prompt_length + sequence.main.num_tokens - 1)
-        pending = sum(thread.pending is not None for thread in sequence.threads)
-        return sequence.prompt_length + sum(sequence.needed()) + pending
-
-    @property
     def in_flight(self) -> int:
         """Rows that have entered and that no verdict has accepted or pruned, but for the last tokens of ended threads."""
-        return sum(method.in_flight for method in self._methods.values())
+        return sum([method.in_flight for method in self._methods.values()])
 
     def certain_rows(self, demand: Demand) -> int:
         """Rows of a demand that are certain or must enter together, at most: threads may share the rows of a step otherwise."""
@@ -162,7 +153,7 @@ class RequestState:
         """
         self._begin_methods()  # by what has been learned until now
         self.has_lane = True
-        self.entered = self._adoptable = lease.cached
+        self.entered = self.past = self._adoptable = lease.cached
         self.drafted = drafted if self.has_drafter else len(self.text)
         if self.cached_tokens is None:
             self.cached_tokens = min(lease.cached, self.sequence.prompt_length)
@@ -194,14 +185,28 @@ class RequestState:
         chunk = self.text[self.entered : self.entered + rows]
         self.entered += len(chunk)
         self.is_prefilling = left > rows
+        self._note_past()
         chunk += range(-1, -1 - (rows - len(chunk)), -1)
         token_ids = torch.tensor(chunk, dtype=torch.int64)
         return Step(token_ids, torch.full_like(token_ids, -1))
+
+    def _note_past(self) -> None:
+        """Count the slots of the past."""
+        sequence = self.sequence
+        if self.is_prefilling:
+            self.past = self.entered
+        elif not sequence.can_fork:
+            self.past = max(self.entered, sequence.prompt_length + sequence.main.num_tokens - 1)
+        else:
+            pending = sum(thread.pending is not None for thread in sequence.threads)
+            self.past = sequence.prompt_length + sum(sequence.needed()) + pending
 
     def take_adoptable(self) -> Sequence[int]:
         """The tokens that others may adopt from the next timestep on, and could not before: all of them are in the past."""
         prompt, answer = self.request.prompt_token_ids, self.sequence.main.token_ids
         certain = min(self.past, len(prompt)) if self.sequence.can_fork else self.past
+        if certain == self._adoptable:
+            return ()
         first, self._adoptable = self._adoptable, certain
         return [*prompt[first:certain], *answer[max(first - len(prompt), 0) : max(certain - len(prompt), 0)]]
 
@@ -304,11 +309,13 @@ class RequestState:
         Args:
             room: rows for one thread. Several threads have twice as many, which they share by chance.
         """
-        rooms: dict[int, int] = dict.fromkeys(self._running, room)
-        if len(rooms) > 1 and not self._largest:
-            ranked = _ranked({number: method.undrafted_chances() for number, method in self._running.items()})
+        running = self._running
+        if len(running) > 1 and not self._largest:
+            ranked = _ranked({number: method.undrafted_chances() for number, method in running.items()})
             rooms = Counter(number for _, number in islice(ranked, 2 * room))
-        asked = ((method, method.draft(rooms[number])) for number, method in self._running.items() if number in rooms)
+            asked = [(running[number], running[number].draft(rooms[number])) for number in running if number in rooms]
+        else:
+            asked = [(method, method.draft(room)) for method in running.values()]
         return [(method, rows) for method, rows in asked if rows]
 
     def note_idle(self) -> None:
@@ -327,6 +334,7 @@ class RequestState:
             if method.tree is not None:
                 position_root(method.tree, self.sequence, number)
         self._count(changes)
+        self._note_past()
         self.is_idle = False
 
     def _follow(self, changes: ThreadChanges) -> None:
