@@ -117,7 +117,7 @@ class ProcessGroups:
     @staticmethod
     def versions() -> dict[str, str]:
         """What all stages must have alike that use NCCL: PyTorch with the version of CUDA for which it was built, and NCCL."""
-        return {"torch build": torch.__version__, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+        return {"torch build": str(torch.__version__), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
 
     def abort(self) -> None:
         """Close all connections but NCCL's, from any thread: who waits for a transfer, here or at the other end, gets an error.

@@ -12,7 +12,8 @@ from support import peer
 from support.peer import Peer
 
 from pipedec.core import Accepted, UserError, Verdict
-from pipedec.transport.torch_distributed import TorchTransport
+from pipedec.messages import CardEvent, to_json
+from pipedec.transport.torch_distributed import ProcessGroups, TorchTransport
 from pipedec.transport.wire import PROTOCOL
 
 Pair = tuple[Peer, Peer]
@@ -273,6 +274,13 @@ def test_a_single_stage_with_nccl_works(tmp_path: Path) -> None:
     finally:
         draft.end()
         stage.end()
+
+
+def test_versions_of_nccl_can_be_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    versions = ProcessGroups.versions()
+    assert versions == {"torch build": torch.__version__, "NCCL": "2.28.9"}
+    assert "2.28.9" in to_json(CardEvent(1, "host", "machine", "127.0.0.1", versions, {}, {}))
 
 
 @pytest.mark.parametrize(
