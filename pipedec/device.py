@@ -100,6 +100,7 @@ class _GpuMark:
 
     def wait(self) -> None:
         self._event.synchronize()
+        self._origin[0].synchronize()  # of another stream, maybe
 
     def join(self, tensors: Sequence[Tensor] = ()) -> None:
         stream = self._present()
@@ -181,7 +182,7 @@ class PhaseTimes:
         return self._seconds.get(phase, 0.0)
 
     def _count(self) -> None:
-        while len(self._open) > 1 and self._open[1][1].has_passed:
+        while len(self._open) > 1 and self._open[0][1].has_passed and self._open[1][1].has_passed:
             phase, began = self._open.popleft()
             self._seconds[phase] = self._seconds.get(phase, 0.0) + self._open[0][1].seconds - began.seconds
 

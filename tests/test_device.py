@@ -109,6 +109,25 @@ def test_spans_last_until_the_device_has_done_the_work() -> None:
     assert recorder.take_spans() == (), "a span is told once"
 
 
+def test_a_transfer_that_ends_before_its_begin_is_passed_is_recorded_later() -> None:
+    """Rows can leave on a stream of their own while the device is still at what it had been given before them."""
+    cuda = FakeCuda()
+    device = gpu(cuda)
+    recorder, launched = Recorder(Pacer(None, 1), device), cuda.now
+    cuda.give(0.1)
+    began = recorder.mark()
+    with device.beside("send"):
+        cuda.give(0.02)
+        sent = device.mark()
+    recorder.add("0>1@17", "transfer", began, sent)
+    cuda.advance(0.05)
+    assert sent.has_passed and not began.has_passed
+    assert recorder.take_spans() == ()
+    recorder.await_spans()
+    (span,) = recorder.take_spans()
+    assert (span.began, span.ended) == pytest.approx((launched + 0.02, launched + 0.02), abs=NEAR), "it takes no time"
+
+
 def test_draft_forwards_are_timed_to_their_ends() -> None:
     cuda = FakeCuda()
     recorder = Recorder(Pacer(None, 0), gpu(cuda))

@@ -102,8 +102,8 @@ class Recorder:
 
         What the device is still at belongs to the timing of a later timestep: that in which the device ends it.
         """
-        forwards, later = _split(self._forwards, lambda forward: forward[2].has_passed)
-        waits, later_waits = _split(self._waits, lambda wait: wait[1].has_passed)
+        forwards, later = _split(self._forwards, lambda forward: _have_passed(*forward[1:]))
+        waits, later_waits = _split(self._waits, lambda wait: _have_passed(*wait))
         waited = sum(ended.seconds - began.seconds for began, ended in waits)
         drafted = tuple(ended.seconds - began.seconds for _, began, ended in forwards)
         timing = TimestepTiming(time.perf_counter() - self._began, waited, drafted)
@@ -112,18 +112,25 @@ class Recorder:
         return timing
 
     def take_spans(self) -> tuple[Span, ...]:
-        """The spans that have not been taken yet, as far as the device has passed their ends."""
-        ended, self._pieces = _split(self._pieces, lambda piece: piece.ended.has_passed)
-        return tuple(Span(label, category, began.seconds, end.seconds) for label, category, began, end in ended)
+        """The spans that have not been taken yet, as far as the device has passed both marks."""
+        ended, self._pieces = _split(self._pieces, lambda piece: _have_passed(piece.began, piece.ended))
+        times = ((label, category, began.seconds, end.seconds) for label, category, began, end in ended)
+        return tuple(Span(label, category, min(began, end), end) for label, category, began, end in times)
 
     def await_spans(self) -> None:
-        """Wait until the device has passed the ends of all spans."""
+        """Wait until the device has passed all spans."""
         for piece in self._pieces:
+            piece.began.wait()
             piece.ended.wait()
 
     def computing(self, load: Load) -> AbstractContextManager[None]:
         """The body lasts as long as ``load`` takes on the emulated device."""
         return self.pacer.computing(load) if load.rows and self.pacer.is_emulating else nullcontext()
+
+
+def _have_passed(began: Mark, ended: Mark) -> bool:
+    """Both marks: of two streams, as those of a transfer, the later one may be passed first."""
+    return began.has_passed and ended.has_passed
 
 
 def _split(items: list[Item], has_ended: Callable[[Item], bool]) -> tuple[list[Item], list[Item]]:
