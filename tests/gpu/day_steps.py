@@ -15,6 +15,7 @@ Command = tuple[str, ...]
 
 PROMPT = "What does shutil.copytree() do?"
 THREADS_PROMPT = "Give me 5 methods of `pydoc.TextDoc`."
+THREADS = "verify --threads pasta --device {device} --dtype float32"
 METHODS = "pp,stpp,pipedec,pipedec-bestfirst,bita"
 
 # As many of the card as the pipeline has ranks, each with one of its own: what the computed clock counts with.
@@ -140,14 +141,9 @@ STEPS = (
     ),
     Step(
         "threads", 90,
-        (pipedec("verify --threads pasta --device {device} --shapes 4 --max-tokens 120 --prompt", THREADS_PROMPT),),
-        (
-            pipedec(
-                "verify --threads pasta --device {device} --shapes 3x2 --methods pipedec-bestfirst --max-tokens 40 --prompt",
-                THREADS_PROMPT,
-            ),
-        ),
-        "`--dtype float32`, then `--local`",
+        (pipedec(f"{THREADS} --shapes 4 --max-tokens 120 --prompt", THREADS_PROMPT),),
+        (pipedec(f"{THREADS} --shapes 3x2 --methods pipedec-bestfirst --max-tokens 40 --prompt", THREADS_PROMPT),),
+        "`--local` does without processes and transfers",
     ),
     Step(
         "layers", 180, (pipedec("bench layers --device {device} --out {folder}/layers.jsonl"),),

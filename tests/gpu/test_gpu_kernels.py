@@ -98,7 +98,7 @@ def test_quantised_products_are_those_of_the_rounded_matrix(device: str, kind: s
     weight = torch.randn(96, 256, generator=generator) * 0.1
     inputs = torch.randn(rows, 256, generator=generator)
     matrix = EMPTY_MATRICES[kind](*weight.shape, dtype, torch.device(device))
-    matrix.copy_(weight.to(device))
+    matrix.copy_(weight.to(device, dtype))
     matrix.seal()
     expected = inputs.to(dtype).double() @ rounded(weight.to(dtype), kind).double().T
     found = linear(inputs.to(device, dtype), matrix, None)
