@@ -151,4 +151,7 @@ def test_a_killed_stage_costs_one_restart_and_no_answer(
         assert reply.completed().token_ids == alone.token_ids
         assert running.scheduler is not None
         (recovery,) = running.scheduler.status().recoveries
-        assert 2 in recovery.lost and running.pids[2] != killed
+        assert running.pids[2] != killed
+        # A GPU's driver frees the memory of a killed process before its supervisor can learn that it is gone, but after its
+        # connections are closed: then the next rank's loss of connection began the recovery.
+        assert recovery.lost == (2,) or (devices == "cuda" and recovery.lost == ())
