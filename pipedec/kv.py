@@ -1,0 +1,439 @@
+"""The KV memory of a pipeline as rank 0 keeps its books: slots for requests, and prefixes that requests share.
+
+Every stage has a pool of as many slots, and gets the same slots for a request. So one decision on rank 0 is enough, and stages
+neither search nor count. Slots are handed out in blocks. Free blocks are kept as runs of consecutive ones: blocks may be very
+many, but runs are few.
+
+Known tokens are a tree in which each block follows the block with the tokens before its own: the blocks on the way from the root
+to a block hold a prefix of some request. Requests that run use whole ways. The blocks of a request that has ended keep their
+tokens until their memory is needed: the least recently used go first, and none before the blocks that follow it. A block that is
+not full ends a prefix: only a request that has ended leaves one.
+
+Plain Python; knows no tensor, no stage and no method.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count, islice, takewhile
+
+from pipedec.core import SlotRuns
+
+_MOST_COMPARED = 64  # blocks that may hold the beginning of what is looked for, the latest ones
+
+
+class FreeRuns:
+    """Blocks 0 to ``total`` − 1, all of them free at first.
+
+    Attributes:
+        total: number of free blocks.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._lengths = {0: total}  # by the first block of each run
+        self._starts = [0]  # ascending
+
+    def take(self, number: int, after: int | None = None) -> list[int]:
+        """Take ``number`` blocks, in one run if possible: the one that follows block ``after``, else the smallest that suffices.
+
+        Raises:
+            ValueError: fewer are free.
+        """
+        if number > self.total:
+            raise ValueError(f"{number} blocks were asked for, but {self.total} are free")
+        taken: list[int] = []
+        while missing := number - len(taken):
+            start = -1 if after is None else after + 1
+            if self._lengths.get(start, 0) < missing:
+                fitting = [(length, first) for first, length in self._lengths.items() if length >= missing]
+                if fitting:
+                    start = min(fitting)[1]
+                elif start not in self._lengths:
+                    start = max(self._lengths, key=lambda first: self._lengths[first])
+            length, place = self._lengths.pop(start), bisect(self._starts, start) - 1
+            if length > missing:
+                self._starts[place] = start + missing
+                self._lengths[start + missing] = length - missing
+            else:
+                del self._starts[place]
+            taken += range(start, start + min(length, missing))
+            after = taken[-1]
+        self.total -= number
+        return taken
+
+    def give(self, blocks: Iterable[int]) -> None:
+        """These blocks are free again. Their runs are merged with their neighbours."""
+        for start, length in runs_of(sorted(blocks)):
+            self.total += length
+            place = bisect(self._starts, start)
+            if place < len(self._starts) and self._starts[place] == start + length:
+                length += self._lengths.pop(self._starts.pop(place))
+            before = self._starts[place - 1] if place else None
+            if before is not None and before + self._lengths[before] == start:
+                self._lengths[before] += length
+            else:
+                self._starts.insert(place, start)
+                self._lengths[start] = length
+
+
+def runs_of(blocks: Iterable[int], size: int = 1) -> Iterator[tuple[int, int]]:
+    """(first, how many) of consecutive ``blocks``, in their order, counted in units of which a block has ``size``."""
+    start, length = 0, 0
+    for block in blocks:
+        if length and block == start + length:
+            length += 1
+            continue
+        if length:
+            yield start * size, length * size
+        start, length = block, 1
+    if length:
+        yield start * size, length * size
+
+
+@dataclass(eq=False, slots=True)
+class KnownBlock:
+    """A block whose tokens are known.
+
+    Attributes:
+        tokens: that it holds, after those of its parents.
+        block: where.
+        users: running requests with this prefix.
+        used_at: when the last of them left; −1 while there are any, and once the block is forgotten.
+    """
+
+    tokens: tuple[int, ...]
+    block: int
+    parent: KnownBlock | None
+    children: dict[tuple[int, ...], KnownBlock] = field(default_factory=dict)
+    users: int = 0
+    used_at: int = -1
+
+
+class Prefixes:
+    """The tree of known tokens.
+
+    Args:
+        block: tokens of a full block.
+
+    Attributes:
+        num_kept: blocks that no running request uses.
+    """
+
+    def __init__(self, block: int) -> None:
+        self.num_kept = 0
+        self._block = block
+        self._root = KnownBlock((), -1, None)
+        self._leaving: list[tuple[int, int, KnownBlock]] = []  # a heap of (used_at, order, block), many of them outdated
+        self._order = count()
+        self._time = 0
+
+    def find(self, token_ids: Sequence[int]) -> tuple[list[KnownBlock], KnownBlock | None, int]:
+        """The longest known prefix of ``token_ids``.
+
+        Returns:
+            its full blocks, in order; a block that begins with the tokens after them, or None; and how many tokens these are.
+        """
+        path: list[KnownBlock] = []
+        last, first = self._root, 0
+        while (end := first + self._block) <= len(token_ids):
+            known = last.children.get(tuple(token_ids[first:end]))
+            if known is None:
+                break
+            path.append(known)
+            last, first = known, end
+        source, most = None, 0
+        rest = token_ids[first : first + self._block]
+        for known in islice(reversed(last.children.values()), _MOST_COMPARED):
+            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(known.tokens, rest, strict=False)))
+            if common > most:
+                source, most = known, common
+        return path, source, most
+
+    def use(self, known: Iterable[KnownBlock]) -> None:
+        """A running request has these blocks."""
+        for one in known:
+            self.num_kept -= not one.users
+            one.users += 1
+            one.used_at = -1
+
+    def leave(self, path: Sequence[KnownBlock]) -> None:
+        """The request with these blocks, each the parent of the next, has ended."""
+        self._time += 1
+        for one in path:
+            one.users -= 1
+            if not one.users:
+                self.num_kept += 1
+                one.used_at = self._time
+        if path:
+            self._may_leave(path[-1])
+
+    def add(self, path: Sequence[KnownBlock], tokens: tuple[int, ...], block: int) -> KnownBlock:
+        """``block`` holds the tokens after ``path``. Returns what is known to hold them, which may be another block."""
+        parent = path[-1] if path else self._root
+        known = parent.children.get(tokens)
+        if known is None:
+            known = parent.children[tokens] = KnownBlock(tokens, block, parent)
+            self.num_kept += 1
+        return known
+
+    def forget(self, known: KnownBlock) -> int:
+        """Forget a block that no running request uses and that no block follows. Returns where it is."""
+        assert known.parent is not None
+        del known.parent.children[known.tokens]
+        self.num_kept -= 1
+        known.used_at = -1
+        self._may_leave(known.parent)
+        return known.block
+
+    def evict(self) -> int:
+        """Forget the block that was not used for the longest time. Returns where it is.
+
+        Raises:
+            IndexError: all blocks are in use.
+        """
+        while True:
+            used_at, _, known = heappop(self._leaving)
+            if known.used_at == used_at:
+                return self.forget(known)
+
+    def _may_leave(self, known: KnownBlock) -> None:
+        """Note that a block may be evicted from now on, unless a request uses it or a block follows it."""
+        if known is self._root or known.users or known.children:
+            return
+        if len(self._leaving) > 2 * self.num_kept + 64:
+            self._leaving = [entry for entry in self._leaving if entry[2].used_at == entry[0]]
+            heapify(self._leaving)
+        heappush(self._leaving, (known.used_at, next(self._order), known))
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What a request gets when it opens; see the attributes of the same names of ``Opening``."""
+
+    slots: SlotRuns
+    cached: int = 0
+    copied: tuple[int, int] = (0, 0)
+
+
+@dataclass
+class _Holder:
+    """A running request.
+
+    Attributes:
+        blocks: in the order of its slots.
+        path: the known ones among its first blocks.
+        rest: its tokens after those.
+        num_tokens: that are known to be in its first slots.
+        is_double: the block after ``path`` is known, but as that of another running request.
+    """
+
+    blocks: list[int]
+    path: list[KnownBlock]
+    rest: list[int]
+    num_tokens: int
+    is_double: bool = False
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a request would open.
+
+    Attributes:
+        path: the full blocks of the prefix that it adopts.
+        source: the block with the rest of that prefix, if there is one.
+        cached: tokens of the prefix.
+        num_new: blocks that the request needs beside those of the prefix.
+        takes_over: ``source`` is not full, and no other request's: this one goes on in it. Otherwise it copies from it.
+    """
+
+    path: list[KnownBlock]
+    source: KnownBlock | None
+    cached: int
+    num_new: int
+    takes_over: bool = False
+
+
+class KVManager:
+    """The slots of a pipeline's KV pools.
+
+    Args:
+        capacity: slots of each stage's pool; rounded down to whole blocks.
+        block: slots that are handed out together.
+        shares_prefixes: let requests adopt prefixes that other requests, running or ended, hold.
+
+    Attributes:
+        capacity: slots in all blocks.
+        queried_tokens: tokens of all requests opened so far that might have been adopted.
+        adopted_tokens: those of them that were.
+
+    Raises:
+        ValueError: there is not one block.
+    """
+
+    def __init__(self, capacity: int, block: int = 16, shares_prefixes: bool = True) -> None:
+        if block < 1 or capacity < block:
+            raise ValueError(f"{capacity} slots are not one block of {block}")
+        self.block = block
+        self.shares_prefixes = shares_prefixes
+        self.queried_tokens = 0
+        self.adopted_tokens = 0
+        self.capacity = capacity // block * block
+        self.clear()
+
+    def clear(self) -> None:
+        """The stages have lost what is in their pools: no request is open, and no prefix is known."""
+        self._free = FreeRuns(self.capacity // self.block)
+        self._prefixes = Prefixes(self.block)
+        self._holders: dict[int, _Holder] = {}
+
+    @property
+    def used_slots(self) -> int:
+        """Slots of running requests; shared ones count once."""
+        return self.capacity - self.free_slots
+
+    @property
+    def kept_slots(self) -> int:
+        """Slots that hold prefixes of ended requests, and are free for requests that need them."""
+        return self._prefixes.num_kept * self.block
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that no running request has, those that are kept among them."""
+        return (self._free.total + self._prefixes.num_kept) * self.block
+
+    def cached_for(self, token_ids: Sequence[int], slots: int) -> int | None:
+        """How many tokens ``open`` would find cached now; None if there is no room."""
+        plan = self._plan(token_ids, slots)
+        return None if plan is None else plan.cached
+
+    def open(self, number: int, token_ids: Sequence[int], slots: int) -> Lease | None:
+        """Give a request ``slots`` slots in all, those of the longest known prefix among them.
+
+        Args:
+            token_ids: what will enter first: prompt, and what was said before. At least the last one is never adopted.
+
+        Returns:
+            None if there is no room now.
+
+        Raises:
+            ValueError: the request is open already.
+        """
+        if number in self._holders:
+            raise ValueError(f"request {number} is open already")
+        plan = self._plan(token_ids, slots)
+        if plan is None:
+            return None
+        if self.shares_prefixes:
+            self.queried_tokens += max(len(token_ids) - 1, 0)
+            self.adopted_tokens += plan.cached
+        path, source, copied, num_adopted = plan.path, plan.source, (0, 0), len(plan.path) * self.block
+        blocks = [known.block for known in path]
+        self._prefixes.use(path)
+        if source is not None and plan.takes_over:
+            blocks.append(self._prefixes.forget(source))
+        elif source is not None:
+            self._prefixes.use([source])  # it must not be evicted for the request that copies it
+            copied = (source.block * self.block, plan.cached - num_adopted)
+        blocks += self._take(plan.num_new, blocks)
+        if source is not None and not plan.takes_over:
+            self._prefixes.leave([source])
+        self._holders[number] = _Holder(blocks, path, list(token_ids[num_adopted : plan.cached]), plan.cached)
+        return Lease(tuple(runs_of(blocks, self.block)), plan.cached, copied)
+
+    def grow(self, number: int, slots: int) -> SlotRuns | None:
+        """Give a request further slots, so that it has at least ``slots``; empty if it has, None if there is no room now."""
+        blocks = self._holders[number].blocks
+        more = -(-slots // self.block) - len(blocks)
+        if more <= 0:
+            return ()
+        if more * self.block > self.free_slots:
+            return None
+        new = self._take(more, blocks)
+        blocks += new
+        return tuple(runs_of(new, self.block))
+
+    def slots_of(self, number: int) -> int:
+        """Slots that a request has; 0 if it is not open."""
+        return len(self._holders[number].blocks) * self.block if number in self._holders else 0
+
+    def tokens_of(self, number: int) -> int:
+        """Tokens that are known to be in the first slots of a request, which is open."""
+        return self._holders[number].num_tokens
+
+    def extend(self, number: int, token_ids: Sequence[int]) -> None:
+        """The next slots of a request, from slot ``cached`` of its lease on, hold these tokens from the next timestep on.
+
+        Raises:
+            ValueError: it has fewer slots.
+        """
+        holder = self._holders[number]
+        if not self.shares_prefixes:
+            return
+        holder.rest += token_ids
+        holder.num_tokens += len(token_ids)
+        if holder.num_tokens > (num_slots := len(holder.blocks) * self.block):
+            raise ValueError(f"request {number} has {num_slots} slots, too few for its tokens")
+        if not holder.is_double:
+            holder.is_double = not self._make_known(holder)
+
+    def close(self, number: int) -> None:
+        """A request has ended or is paused. Its slots are free, but its tokens may still be adopted."""
+        holder = self._holders.pop(number)
+        self._make_known(holder, has_ended=True)
+        path, blocks = holder.path, holder.blocks
+        if holder.rest:
+            known = self._prefixes.add(path, tuple(holder.rest), blocks[len(path)])
+            self._prefixes.use([known])
+            path.append(known)
+        own = [block for block, known in zip(blocks, path, strict=False) if block != known.block] + blocks[len(path) :]
+        self._prefixes.leave(path)
+        self._free.give(own)
+
+    def forget_kept(self) -> None:
+        """Forget all prefixes that no running request uses: what is in their slots may be wrong."""
+        while self._prefixes.num_kept:
+            self._free.give([self._prefixes.evict()])
+
+    def _make_known(self, holder: _Holder, has_ended: bool = False) -> bool:
+        """Let others know the full blocks after the holder's path.
+
+        Returns:
+            whether all were made known. A block whose tokens another running request has, too, is not, before this one has ended.
+        """
+        full = len(holder.rest) - len(holder.rest) % self.block
+        for first in range(0, full, self.block):
+            block = holder.blocks[len(holder.path)]
+            known = self._prefixes.add(holder.path, tuple(holder.rest[first : first + self.block]), block)
+            if known.users and not has_ended:
+                del holder.rest[:first]
+                return False
+            if not known.users and known.block != block:
+                self._free.give([known.block])
+                known.block = block
+            self._prefixes.use([known])
+            holder.path.append(known)
+        del holder.rest[:full]
+        return True
+
+    def _plan(self, token_ids: Sequence[int], slots: int) -> _Plan | None:
+        """How to open a request; None if there is no room."""
+        path, source, num_more = self._prefixes.find(token_ids[:-1]) if self.shares_prefixes else ([], None, 0)
+        num_adopted, num_new = len(path) * self.block, max(-(-slots // self.block) - len(path), 0)
+        available = self._free.total + self._prefixes.num_kept - sum(not known.users for known in path)
+        if source is not None and num_new:
+            if len(source.tokens) == num_more < self.block:
+                plan = _Plan(path, source, num_adopted + num_more, num_new - 1, takes_over=True)
+                return plan if num_new <= available else None
+            if num_new <= available - (not source.users):
+                return _Plan(path, source, num_adopted + num_more, num_new)
+        return _Plan(path, None, num_adopted, num_new) if num_new <= available else None
+
+    def _take(self, number: int, blocks: Sequence[int]) -> list[int]:
+        """Take so many blocks, those after ``blocks`` if possible."""
+        while self._free.total < number:
+            self._free.give([self._prefixes.evict()])
+        return self._free.take(number, blocks[-1] if blocks else None)
