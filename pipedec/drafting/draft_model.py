@@ -20,7 +20,7 @@ from pipedec.drafting.lane import DraftLane, Entering
 from pipedec.grammar import Bitmask
 from pipedec.grammar.masks import allowed_tokens
 from pipedec.kv import KVManager
-from pipedec.model import DraftVocabulary, FirstForward, StageModel, Usual, warm_up
+from pipedec.model import DraftVocabulary, FirstForward, KVCache, StageModel, Usual, warm_up
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, RowChanges
 
@@ -89,7 +89,8 @@ class DraftModel:
         lease = lease or self._kv.open(number, token_ids, len(token_ids))
         if lease is None:
             return len(token_ids)
-        self._lanes[number] = DraftLane(self._pool.cache(), lease, sequence, self._model.device)
+        cache = KVCache(self._pool, lease.slots, lease.cached, lease.copied)
+        self._lanes[number] = DraftLane(cache, sequence, self._model.device)
         return lease.cached
 
     def close(self, number: int) -> None:

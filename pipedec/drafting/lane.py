@@ -18,7 +18,6 @@ from pipedec.device import to_device
 from pipedec.drafting.masks import ancestor_mask
 from pipedec.drafting.thread_labels import ThreadLabels
 from pipedec.grammar import Bitmask
-from pipedec.kv import Lease
 from pipedec.model import LaneRows
 from pipedec.model.cache import KVCache
 from pipedec.threads import Sequence as ThreadSequence
@@ -45,17 +44,14 @@ class DraftLane:
     """The tree slots of its cache are in order of drafting.
 
     Args:
-        cache: an empty one, without slots.
-        lease: its first slots, and what is in them.
+        cache: with the slots and the adopted rows of the request's lease.
 
     Accepted rows that were never drafted form the *chain* of their thread, which the next forward computes together with its
     rows. If there are several threads, the last tokens of joined threads are never computed, and a chain attends to the context
     as it is when it is computed: drafts need not be exact.
     """
 
-    def __init__(self, cache: KVCache, lease: Lease, sequence: ThreadSequence, device: torch.device) -> None:
-        cache.extend(lease.slots)
-        cache.adopt(lease.cached, lease.copied)
+    def __init__(self, cache: KVCache, sequence: ThreadSequence, device: torch.device) -> None:
         self._cache = cache
         self._added: list[int] = []  # tokens that have joined the past, in order, as long as there is but one thread
         self._device = device

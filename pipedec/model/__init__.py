@@ -5,13 +5,13 @@ Knows tensors and Hugging Face checkpoints, but not the cluster, tokenizers or d
 """
 
 from pipedec.config import ModelConfig
-from pipedec.model.attention import described_attention
+from pipedec.model.attention import LaneRows
 from pipedec.model.bita import BitaConfig, BitaWeights, checked_bita
 from pipedec.model.cache import KVCache, KVPool, KVShape
 from pipedec.model.captured_graphs import NewCapture, device_capture
 from pipedec.model.checkpoint import Checkpoint
 from pipedec.model.draft_vocabulary import DraftVocabulary
-from pipedec.model.lane_rows import LaneRows
+from pipedec.model.flash_lanes import described_attention
 from pipedec.model.matrices import rounded
 from pipedec.model.stage_model import StageModel
 from pipedec.model.transformers_model import load_transformers

@@ -1,6 +1,7 @@
-"""Attention over the accepted past and the prediction tree (paper Algorithm 1), for CPU and CUDA.
+"""The rows of requests in a forward, and their attention over the accepted past and the prediction tree (paper Algorithm 1).
 
-The scores over past and tree share one softmax; the past needs no mask. Knows tensors only, neither cache nor model.
+Each row attends to its own request's cache only. The scores over past and tree share one softmax; the past needs no mask. For
+CPU and CUDA, request by request. Knows caches and masks; knows neither weights nor what the rows stand for.
 
 Shape legend: R rows in this step, P past tokens, N tree slots including this step's rows, S = P + N, H query heads,
 K key-value heads, G = H / K, D head size, E hidden size, V vocabulary, L layers.
@@ -8,20 +9,124 @@ K key-value heads, G = H / K, D head size, E hidden size, V vocabulary, L layers
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipedec.device import HOST, to_device
+from pipedec.model.cache import KVCache, Reader
 from pipedec.tree import Visibility, visible_slots
 
-_HOST = torch.device("cpu")
+
+@dataclass
+class LaneRows:
+    """The rows of one request that the next forward computes.
+
+    Attributes:
+        positions: int64 [R], position ids.
+        cache: the request's. The forward adds the rows to the tree level if ``visibility`` is given, else to the past.
+        visibility: the slots of past and tree (older rows, then these) that each row attends to. None for a chunk of the prompt,
+            which directly follows the past.
+        prefill_length: for a chunk of the prompt, or of an answer that goes on, the number of tokens in the whole prompt.
+        num_masks: number of mask rows, which are the last of the rows. Those after a chunk of the prompt attend to all of it and
+            to each other causally, and are added to no level.
+        num_rows: R.
+        num_tokens: number of rows that are no masks.
+
+    Raises:
+        ValueError: there are no rows, the mask is not [rows, slots], or a chunk of the prompt follows tree rows.
+    """
+
+    positions: Tensor
+    cache: KVCache
+    visibility: Visibility | None = None
+    prefill_length: int | None = None
+    num_masks: int = 0
+    num_rows: int = field(init=False)
+    num_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows, cache, visibility = self.positions.shape[0], self.cache, self.visibility
+        self.num_rows, self.num_tokens = rows, rows - self.num_masks
+        if rows == 0:
+            raise ValueError("a step needs at least one row")
+        if visibility is None:
+            if cache.length > cache.past_length:
+                raise ValueError(f"a prompt chunk cannot follow {cache.tree_length} tree rows")
+        elif visibility.seen.shape != (rows, slots := cache.length + rows - visibility.shared):
+            raise ValueError(f"the mask is {list(visibility.seen.shape)}, but the step is {[rows, slots]}")
+
+    @property
+    def num_shared(self) -> int:
+        """Of rows of trees: the leading slots that all of them attend to."""
+        assert self.visibility is not None
+        return self.visibility.shared
+
+    @property
+    def num_prompt_slots(self) -> int:
+        """Q if there are mask rows, which alone attend to the learned prompt; else 0."""
+        return self.cache.prompt_length if self.num_masks else 0
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that any of the rows attends to."""
+        return self.num_prompt_slots + self.cache.length + self.num_rows
+
+    def slots(self) -> list[range]:
+        """The pool's slots that any of the rows attends to, run by run: learned prompt, past and tree, then the rows' own.
+
+        Raises:
+            ValueError: the cache has too few slots for the rows.
+        """
+        rows = self.cache.ranges(0, self.cache.length + self.num_rows)
+        return [self.cache.prompt, *rows] if self.num_prompt_slots else rows
+
+    def lengths(self) -> Tensor:
+        """int64 [R], the sequence length that each row's rotary frequencies depend on, if they do.
+
+        A token of the answer has the length that it had when it was decoded, also if it enters again.
+        """
+        lengths = self.positions + 1
+        if self.prefill_length is not None:
+            lengths[: self.num_tokens].clamp_(min=self.prefill_length)
+        return lengths
+
+    def append(self) -> None:
+        """Add the rows to the cache, in which their keys and values have been written."""
+        is_chunk = self.visibility is None
+        self.cache.append(self.num_tokens if is_chunk else self.num_rows, to_past=is_chunk)
+
+    def visibility_of_tokens(self) -> Visibility:
+        """What the ordinary rows attend to."""
+        if self.visibility is not None:
+            if not self.num_masks:
+                return self.visibility
+            return self.visibility.of(slice(0, self.num_tokens), self.cache.length + self.num_tokens)
+        return self._chain(slice(0, self.num_tokens), self.cache.length)
+
+    def visibility_of_masks(self) -> Visibility:
+        """What the mask rows attend to, after the learned prompt."""
+        if self.visibility is not None:
+            return self.visibility.of(slice(self.num_tokens, self.num_rows), self.cache.length + self.num_rows)
+        return self._chain(slice(self.num_tokens, self.num_rows), self.cache.length + self.num_tokens)
+
+    def _chain(self, rows: slice, shared: int) -> Visibility:
+        """Some of the rows attend to ``shared`` slots and to each other causally."""
+        positions = self.positions[rows]
+        chain = torch.ones(len(positions), len(positions), dtype=torch.bool, device=positions.device).tril()
+        return Visibility(chain, shared, lambda: positions)
+
+
+def slots_of(lanes: Sequence[LaneRows]) -> slice | Tensor:
+    """The pool's slots for the rows of ``lanes``: int64 [R], or a slice if they are consecutive."""
+    ranges = [run for lane in lanes for run in lane.cache.next_slots(lane.num_rows)]
+    if len(ranges) == 1:
+        return slice(ranges[0].start, ranges[0].stop)
+    return to_device(torch.tensor([slot for slots in ranges for slot in slots]), lanes[0].positions.device)
 
 
 @dataclass(frozen=True)
@@ -58,7 +163,7 @@ class AttentionPlan:
     def for_prefill(
         cls, past_length: int, rows: int, windows: Iterable[int | None], dtype: torch.dtype, device: torch.device
     ) -> AttentionPlan:
-        """For a chunk of the prompt, directly behind the past."""
+        """For a chunk of the prompt, directly after the past."""
         biases: dict[int | None, Tensor | None] = {}
         for window in set(windows):
             if window is None and past_length == 0:
@@ -93,7 +198,7 @@ class AttentionPlan:
         for window in set(windows):
             seen = visibility.seen
             # A single row that sees all needs no bias, as in plain decoding. A GPU is not asked: it would have to be waited for.
-            if window is None and seen.shape[0] == 1 and seen.device == _HOST and bool(seen.all()):
+            if window is None and seen.shape[0] == 1 and seen.device == HOST and bool(seen.all()):
                 biases[window] = None
                 continue
             bias = torch.zeros(seen.shape[0], group, num_prompt_slots + shared + seen.shape[1], dtype=dtype, device=device)
@@ -106,11 +211,70 @@ class AttentionPlan:
         return cls(False, biases)
 
 
-def in_window(visibility: Visibility, positions_R: Tensor, window: int) -> Tensor:
-    """bool [R, S]: the slots whose positions are among the last ``window`` up to the row's own."""
-    shared_positions = torch.arange(visibility.shared, device=positions_R.device)
-    positions_S = torch.cat((shared_positions, visibility.slot_positions()[: visibility.seen.shape[1]]))
-    return positions_S > positions_R[:, None] - window
+class RowAttention(Protocol):
+    """Attention of the rows of a forward, layer by layer."""
+
+    def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
+        """out_RHD in one layer of the stage, in whose cache the rows' keys and values have been written."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one request that share a plan: its ordinary rows or its mask rows.
+
+    Attributes:
+        rows: which rows of the forward.
+        plan: their masks.
+        reader: keys and values of each layer that they attend to.
+    """
+
+    rows: slice
+    plan: AttentionPlan
+    reader: Reader
+
+    @classmethod
+    def of_tokens(cls, lane: LaneRows, first: int, shape: LayersShape) -> Part:
+        """The ordinary rows of a lane whose rows begin at ``first``."""
+        tokens, positions_R, cache = lane.num_tokens, lane.positions, lane.cache
+        if lane.visibility is None:
+            plan = AttentionPlan.for_prefill(cache.past_length, tokens, shape.windows, shape.dtype, positions_R.device)
+        else:
+            visibility, positions_R = lane.visibility_of_tokens(), positions_R[:tokens]
+            plan = AttentionPlan.for_tree(visibility, positions_R, shape.windows, shape.group, shape.dtype)
+        return cls(slice(first, first + tokens), plan, cache.pool.reader(cache.ranges(0, cache.length + tokens)))
+
+    @classmethod
+    def of_masks(cls, lane: LaneRows, first: int, shape: LayersShape) -> Part:
+        """The mask rows of a lane whose rows begin at ``first``."""
+        visibility, positions_R, prompt = lane.visibility_of_masks(), lane.positions[lane.num_tokens :], lane.cache.prompt_length
+        plan = AttentionPlan.for_tree(visibility, positions_R, shape.windows, shape.group, shape.dtype, prompt)
+        rows = slice(first + lane.num_tokens, first + lane.num_rows)
+        return cls(rows, plan, lane.cache.pool.reader(lane.slots()))
+
+
+class LaneAttention:
+    """Attention of a forward's rows, request by request.
+
+    Args:
+        lanes: whose rows follow each other in the forward. Their caches have room for them.
+    """
+
+    def __init__(self, lanes: Sequence[LaneRows], shape: LayersShape) -> None:
+        self._windows = shape.windows
+        self._parts = list[Part]()
+        first = 0
+        for lane in lanes:
+            if lane.num_tokens:
+                self._parts.append(Part.of_tokens(lane, first, shape))
+            if lane.num_masks:
+                self._parts.append(Part.of_masks(lane, first, shape))
+            first += lane.num_rows
+
+    def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
+        parts, window = self._parts, self._windows[layer]
+        if len(parts) == 1:
+            return tree_attention(q_RHD, *parts[0].reader(layer), parts[0].plan, window)
+        return torch.cat([tree_attention(q_RHD[part.rows], *part.reader(layer), part.plan, window) for part in parts])
 
 
 def tree_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:
@@ -141,6 +305,21 @@ def tree_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, plan: At
     return out.view(kv_heads, rows, group, head_dim).transpose(0, 1).reshape(rows, heads, head_dim)
 
 
+def in_window(visibility: Visibility, positions_R: Tensor, window: int) -> Tensor:
+    """bool [R, S]: the slots whose positions are among the last ``window`` up to the row's own."""
+    shared_positions = torch.arange(visibility.shared, device=positions_R.device)
+    positions_S = torch.cat((shared_positions, visibility.slot_positions()[: visibility.seen.shape[1]]))
+    return positions_S > positions_R[:, None] - window
+
+
+def _causal_mask(past_length: int, rows: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [R, S] for rows that directly follow the past, where slot numbers are positions."""
+    positions_R1 = torch.arange(past_length, past_length + rows, device=device)[:, None]
+    slots_S = torch.arange(past_length + rows, device=device)
+    seen_RS = slots_S <= positions_R1
+    return seen_RS if window is None else seen_RS & (slots_S > positions_R1 - window)
+
+
 def reference_attention(
     q_RHD: Tensor,
     keys_KSD: Tensor,
@@ -167,41 +346,6 @@ def reference_attention(
     return out_past + out_tree
 
 
-def attention_with_lse(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention in plain tensor operations that also returns the log-sum-exp of its scores.
-
-    Args:
-        queries: [..., K, R·G, D]: the heads that share a key-value head are rows.
-        keys, values: [..., K, S, D].
-        bias: added to the scores [..., K, R·G, S]; or None.
-
-    Returns:
-        out [..., K, R·G, D], lse [..., K, R·G] (in float32 or wider).
-    """
-    scores = queries @ keys.transpose(-1, -2) * queries.shape[-1] ** -0.5
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if bias is not None:
-        scores = scores + bias
-    lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp().to(values.dtype) @ values, lse
-
-
-def merge_by_lse(out_a_RHD: Tensor, lse_a_RH: Tensor, out_b_RHD: Tensor, lse_b_RH: Tensor) -> Tensor:
-    """Merge two attentions over disjoint keys into the one over all keys, weighting each by exp(lse)."""
-    lse_RH = torch.logaddexp(lse_a_RH, lse_b_RH)
-    share_a_RH1 = (lse_a_RH - lse_RH).exp()[..., None]
-    share_b_RH1 = (lse_b_RH - lse_RH).exp()[..., None]
-    return (out_a_RHD * share_a_RH1 + out_b_RHD * share_b_RH1).to(out_a_RHD.dtype)
-
-
-def _causal_mask(past_length: int, rows: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [R, S] for rows that directly follow the past, where slot numbers are positions."""
-    positions_R1 = torch.arange(past_length, past_length + rows, device=device)[:, None]
-    slots_S = torch.arange(past_length + rows, device=device)
-    seen_RS = slots_S <= positions_R1
-    return seen_RS if window is None else seen_RS & (slots_S > positions_R1 - window)
-
-
 def _slots_in_window(mask_RN: Tensor, prompt_length: int, past_length: int, window: int) -> Tensor:
     """bool [R, Q + P + N]: the slots within the last ``window`` positions, each tree row's own included.
 
@@ -214,37 +358,3 @@ def _slots_in_window(mask_RN: Tensor, prompt_length: int, past_length: int, wind
     slots_P = torch.arange(past_length, device=mask_RN.device)
     past_RP = slots_P > past_length + depth_R1 - 1 - window
     return torch.cat((mask_RN.new_ones(len(mask_RN), prompt_length), past_RP, tree_RN), dim=1)
-
-
-@cache
-def flash_attention() -> Any:
-    """``flash_attn_varlen_func``, or None if the package is not installed."""
-    if importlib.util.find_spec("flash_attn") is None:
-        return None
-    return importlib.import_module("flash_attn").flash_attn_varlen_func
-
-
-def flash_kernel(dtype: torch.dtype, device: torch.device) -> Any:
-    """``flash_attn_varlen_func`` where it is what forwards use that are not captured, else None."""
-    return flash_attention() if attention_backend(dtype, device)[0] == "flash-attention" else None
-
-
-def described_attention(dtype: torch.dtype, device: torch.device, captures: bool) -> tuple[str, str]:
-    """The kernel of layers without a sliding window, and why it is that one, for users.
-
-    Args:
-        captures: forwards on a GPU are captured if they have few rows.
-    """
-    name, why = attention_backend(dtype, device)
-    return name, f"{why}; SDPA in CUDA graphs for few rows" if captures and device.type == "cuda" else why
-
-
-def attention_backend(dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
-    """The kernel of layers without a sliding window in a forward that is not captured, and why it is that one."""
-    if device.type != "cuda":
-        return "SDPA", "flash-attention needs CUDA"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return "SDPA", "flash-attention needs 16 bits"
-    if flash_attention() is None:
-        return "SDPA", "the package flash-attn is not installed"
-    return "flash-attention", "flash-attn is installed"

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipedec.hardware import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
-from pipedec.model.attention import in_window
+from pipedec.model.attention import LaneRows, in_window
 from pipedec.model.cache import KVPool
-from pipedec.model.lane_rows import LaneRows
 from pipedec.model.rectangles import Rectangles
 from pipedec.tree import Visibility
 
@@ -157,7 +156,7 @@ class BucketTensors:
         rows = [range(start, start + lane.num_rows) for start, lane in zip(starts, lanes, strict=False)]
         for own, lane in zip(rows, lanes, strict=True):
             first = own.start
-            for run in lane.cache.slots_behind(lane.num_rows):
+            for run in lane.cache.next_slots(lane.num_rows):
                 torch.arange(run.start, run.stop, out=slots[first : first + len(run)])
                 first += len(run)
         rectangles.fill(rows, [lane.slots() for lane in lanes])

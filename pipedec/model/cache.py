@@ -49,9 +49,9 @@ class KVPool:
 
     Attributes:
         slots: for rows of requests.
-        tensor: [L, 2, K, slots and further ones for the learned prompt and for what nobody reads, D]. It never moves in memory.
-        prompt_slots: where the learned prompt lies, Q slots behind those of requests.
-        spare_slot: a slot that no request has, behind all others: for rows that only fill up a forward.
+        tensor: [L, 2, K, slots and further ones for the learned prompt and for what is never read, D]. It never moves in memory.
+        prompt_slots: where the learned prompt lies, Q slots after those of requests.
+        spare_slot: a slot that no request has, after all others: for rows that only fill up a forward.
 
     Raises:
         ValueError: there is not one block.
@@ -79,14 +79,6 @@ class KVPool:
         """Size of the tensor in bytes."""
         return self.tensor.nbytes
 
-    def cache(self, with_prompt: bool = False) -> KVCache:
-        """A cache without slots (see ``KVCache.extend``).
-
-        Args:
-            with_prompt: the learned prompt lies in front of its slots.
-        """
-        return KVCache(self, self.prompt_slots if with_prompt else range(0))
-
     def write(self, layer: int, slots: slice | Tensor, keys_RKD: Tensor, values_RKD: Tensor) -> None:
         """Write rows of any caches to one layer.
 
@@ -107,6 +99,24 @@ class KVPool:
             self.tensor.narrow(3, target.start, len(target)).copy_(rows.narrow(3, first, len(target)))
             first += len(target)
 
+    def reader(self, ranges: Sequence[range]) -> Reader:
+        """Reads keys_KSD and values_KSD of some slots, a layer at a time, when they have been written there.
+
+        Args:
+            ranges: of slots, at least one. A single one is read without copying.
+        """
+        parts = [self.tensor[:, :, :, part.start : part.stop] for part in ranges]  # each [L, 2, K, slots, D]
+        if len(parts) == 1:
+            views = parts[0].flatten(0, 1).unbind(0)
+            return list(zip(views[::2], views[1::2], strict=True)).__getitem__
+        by_layer = list(zip(*(part.unbind(0) for part in parts), strict=True))
+
+        def joined(layer: int) -> tuple[Tensor, Tensor]:
+            keys_KSD, values_KSD = torch.cat(by_layer[layer], 2).unbind(0)
+            return keys_KSD, values_KSD
+
+        return joined
+
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer block by block, each [blocks, block, K, D], without copying."""
         _, _, heads, slots, head_dim = self.tensor.shape
@@ -120,28 +130,43 @@ class KVCache:
 
     Slots [0, past_length) hold the accepted rows in the order in which they were committed, the slots from there to ``length``
     the speculative rows in the order of entry. Committing the root therefore only moves the boundary, and attention sees both
-    levels as one block. A step's rows are written behind both; ``extend_tree`` or ``extend_past`` then adds them to a level.
+    levels as one block. A step's rows are written after both; ``append`` then adds them to a level.
 
     Its slots are *runs* of consecutive slots of the pool. One run is read without copying, several are joined layer by layer.
     The first slots may be shared with other requests: nothing is ever written before ``past_length``, but for ``release``.
 
     Args:
-        prompt: the pool's slots of the learned prompt that lies in front of slot 0; empty without one.
+        slots: its first slots (see ``extend``).
+        cached: how many of them hold rows of others, which become the past.
+        copied: slots of the pool, (first, how many), from which the last of these rows are copied before.
+        with_prompt: the pool's learned prompt lies in front of slot 0.
 
     Attributes:
         pool: whose slots it has.
+        prompt: the pool's slots of the learned prompt; empty without one.
         slots: number of rows that it can hold.
+        past_length: number of accepted rows.
         length: number of rows in both levels.
+
+    Raises:
+        ValueError: there are fewer slots than cached rows, or slots are not in the pool or not whole blocks.
     """
 
-    def __init__(self, pool: KVPool, prompt: range) -> None:
+    def __init__(
+        self, pool: KVPool, slots: SlotRuns = (), cached: int = 0, copied: tuple[int, int] = (0, 0), with_prompt: bool = False
+    ) -> None:
         self.pool = pool
+        self.prompt = pool.prompt_slots if with_prompt else range(0)
         self.slots = 0
-        self.past_length = 0
-        self.length = 0
-        self._prompt = prompt
         self._runs: list[range] = []  # slots of the pool; no two that follow each other there
         self._firsts: list[int] = []  # of each run, the first of the cache's slots
+        self.extend(slots)
+        first, count = copied
+        if not 0 <= count <= cached <= self.slots or not 0 <= first <= first + count <= pool.slots:
+            raise ValueError(f"{cached} rows, {count} of them from {first} on, do not fit into {self.slots} slots")
+        if count:
+            pool.copy(range(first, first + count), self.ranges(cached - count, cached))
+        self.past_length = self.length = cached
 
     @property
     def tree_length(self) -> int:
@@ -151,10 +176,10 @@ class KVCache:
     @property
     def prompt_length(self) -> int:
         """Q, tokens of the learned prompt in front of slot 0."""
-        return len(self._prompt)
+        return len(self.prompt)
 
     def extend(self, runs: SlotRuns) -> None:
-        """Add slots of the pool behind the present ones.
+        """Add slots of the pool after the present ones.
 
         Raises:
             ValueError: a run is not in the pool, or is not one of whole blocks.
@@ -171,29 +196,18 @@ class KVCache:
                 self._firsts.append(self.slots)
             self.slots += count
 
-    def adopt(self, cached: int, copied: tuple[int, int] = (0, 0)) -> None:
-        """Take over the rows of others as the past of an empty cache.
-
-        Args:
-            cached: how many of the first slots hold them.
-            copied: slots of the pool, (first, how many), from which the last of these are copied before.
-
-        Raises:
-            ValueError: there are too few slots, or these are not in the pool.
-        """
-        first, count = copied
-        if not 0 <= count <= cached <= self.slots or not 0 <= first <= first + count <= self.pool.slots:
-            raise ValueError(f"{cached} rows, {count} of them from {first} on, do not fit into {self.slots} slots")
-        if count:
-            self.pool.copy(range(first, first + count), self.ranges(cached - count, cached))
-        self.past_length = self.length = cached
-
     def reset(self) -> None:
         """Drop all rows; the slots stay."""
         self.past_length = self.length = 0
 
     def ranges(self, first: int, stop: int) -> list[range]:
-        """The pool's slots of the slots from ``first`` to before ``stop``, run by run; at least one range."""
+        """The pool's slots of the slots from ``first`` to before ``stop``, run by run; at least one range.
+
+        Raises:
+            ValueError: there are fewer slots than that.
+        """
+        if stop > self.slots:
+            raise ValueError(f"{stop} rows do not fit into the {self.slots} slots that this request was given")
         if len(self._runs) == 1:
             start = self._runs[0].start
             return [range(start + first, start + stop)]
@@ -205,72 +219,38 @@ class KVCache:
             found.append(self._runs[index][max(first - offset, 0) : stop - offset])
         return found or [range(0)]
 
+    def next_slots(self, rows: int) -> list[range]:
+        """The pool's slots for ``rows`` new rows, which are in no level before ``append``. Raises ValueError as ``ranges``."""
+        return self.ranges(self.length, self.length + rows)
+
     def blocks(self, slots: int) -> list[int]:
         """The pool's blocks, in order, in which the first ``slots`` slots are."""
         block = self.pool.block
         return [first // block for run in self.ranges(0, slots) for first in range(run.start, run.stop, block)]
 
-    def slots_behind(self, rows: int) -> list[range]:
-        """The pool's slots for ``rows`` new rows behind those present. What is written there is in no level yet.
-
-        Raises:
-            ValueError: there are too few slots.
-        """
-        end = self.length + rows
-        if end > self.slots:
-            raise ValueError(f"{end} rows do not fit into the {self.slots} slots that this request was given")
-        return self.ranges(self.length, end)
-
     def view(self, layer: int, extra_rows: int = 0, with_prompt: bool = False) -> tuple[Tensor, Tensor]:
-        """keys_KSD, values_KSD of past and tree in one layer (see ``reader``)."""
-        return self.reader(extra_rows, with_prompt)(layer)
-
-    def reader(self, extra_rows: int = 0, with_prompt: bool = False) -> Reader:
-        """Reads keys_KSD and values_KSD of past and tree, a layer at a time, when they have been written there.
+        """keys_KSD, values_KSD of past and tree in one layer.
 
         Args:
-            extra_rows: also include this number of rows just written behind them.
+            extra_rows: also include this number of rows just written after them.
             with_prompt: put the learned prompt first.
+        """
+        rows = self.ranges(0, self.length + extra_rows)
+        return self.pool.reader([self.prompt, *rows] if with_prompt and self.prompt else rows)(layer)
+
+    def append(self, rows: int, to_past: bool = False) -> None:
+        """Add ``rows`` written rows to the tree level, or ``to_past``.
 
         Raises:
-            ValueError: there are fewer slots than that.
+            ValueError: there are too few slots to hold them, or they are to join a past that tree rows follow.
         """
-        ranges = self.read_ranges(extra_rows, with_prompt)
-        parts = [self.pool.tensor[:, :, :, part.start : part.stop] for part in ranges]  # each [L, 2, K, slots, D]
-        if len(parts) == 1:
-            views = parts[0].flatten(0, 1).unbind(0)
-            return list(zip(views[::2], views[1::2], strict=True)).__getitem__
-        by_layer = list(zip(*(part.unbind(0) for part in parts), strict=True))
-
-        def joined(layer: int) -> tuple[Tensor, Tensor]:
-            keys_KSD, values_KSD = torch.cat(by_layer[layer], 2).unbind(0)
-            return keys_KSD, values_KSD
-
-        return joined
-
-    def read_ranges(self, extra_rows: int = 0, with_prompt: bool = False) -> list[range]:
-        """The pool's slots that a reader with these arguments reads, run by run. Raises ValueError if there are fewer slots."""
-        end = self.length + extra_rows
-        if end > self.slots:
-            raise ValueError(f"{end} rows were never written: the cache has {self.slots} slots")
-        return [*([self._prompt] if with_prompt and self._prompt else []), *self.ranges(0, end)]
-
-    def extend_tree(self, rows: int) -> None:
-        """Add ``rows`` written rows to the tree level. Raises ValueError if there are too few slots to hold them."""
         if rows < 0 or self.length + rows > self.slots:
             raise ValueError(f"{rows} rows cannot have been written: {self.length} of {self.slots} slots are used")
+        if to_past and self.length > self.past_length:
+            raise ValueError(f"cannot append to a past that {self.tree_length} tree rows follow: advance or reset first")
         self.length += rows
-
-    def extend_past(self, rows: int) -> None:
-        """Add ``rows`` written rows to the past level.
-
-        Raises:
-            ValueError: the tree is not empty, so the rows do not follow the past, or there are too few slots to hold them.
-        """
-        if self.length > self.past_length:
-            raise ValueError(f"cannot extend the past behind {self.tree_length} tree rows: advance or reset first")
-        self.extend_tree(rows)
-        self.past_length = self.length
+        if to_past:
+            self.past_length = self.length
 
     def advance(self, committed: Tensor, kept: Tensor) -> None:
         """Commit tree rows to the past and prune those that are not kept (one copy over all layers).
@@ -290,7 +270,7 @@ class KVCache:
         self.length = past + len(order)
 
     def release(self, kept: Tensor) -> None:
-        """Drop all past rows except ``kept``; the tree follows directly behind them.
+        """Drop all past rows except ``kept``; the tree follows directly after them.
 
         Args:
             kept: int64 slots of the past, ascending; on the host.

@@ -14,10 +14,9 @@ from torch import Tensor
 from pipedec.config import captures_graphs
 from pipedec.core import UserError
 from pipedec.hardware import CAPTURED_ROWS
-from pipedec.model.attention import LayersShape
+from pipedec.model.attention import LaneRows, LayersShape, RowAttention
 from pipedec.model.buckets import Bucket, BucketBuffers, BucketTensors
 from pipedec.model.cache import KVPool
-from pipedec.model.lane_rows import LaneRows, RowAttention
 
 MOST_GRAPHS = 256  # of one pool
 _WARM_UPS = 2  # runs before a capture, in which libraries allocate what they keep

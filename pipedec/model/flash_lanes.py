@@ -8,8 +8,11 @@ Shapes as in ``attention``, and: B requests, T rows of all of them, M and N the 
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -17,8 +20,7 @@ import torch
 from torch import Tensor
 
 from pipedec.device import to_device
-from pipedec.model.attention import LayersShape, attention_with_lse, merge_by_lse, tree_attention
-from pipedec.model.lane_rows import LaneRows, Part
+from pipedec.model.attention import LaneRows, LayersShape, Part, tree_attention
 from pipedec.model.rectangles import Rectangles
 
 Placed = tuple[LaneRows, int]  # a lane, and the index of its first row in the forward
@@ -153,5 +155,66 @@ class TreeRows:
         return rectangles.unfolded(out, heads), rectangles.unfolded(lse[..., None], heads).squeeze(-1)
 
 
+def attention_with_lse(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention in plain tensor operations that also returns the log-sum-exp of its scores.
+
+    Args:
+        queries: [..., K, R·G, D]: the heads that share a key-value head are rows.
+        keys, values: [..., K, S, D].
+        bias: added to the scores [..., K, R·G, S]; or None.
+
+    Returns:
+        out [..., K, R·G, D], lse [..., K, R·G] (in float32 or wider).
+    """
+    scores = queries @ keys.transpose(-1, -2) * queries.shape[-1] ** -0.5
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if bias is not None:
+        scores = scores + bias
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(values.dtype) @ values, lse
+
+
+def merge_by_lse(out_a_RHD: Tensor, lse_a_RH: Tensor, out_b_RHD: Tensor, lse_b_RH: Tensor) -> Tensor:
+    """Merge two attentions over disjoint keys into the one over all keys, weighting each by exp(lse)."""
+    lse_RH = torch.logaddexp(lse_a_RH, lse_b_RH)
+    share_a_RH1 = (lse_a_RH - lse_RH).exp()[..., None]
+    share_b_RH1 = (lse_b_RH - lse_RH).exp()[..., None]
+    return (out_a_RHD * share_a_RH1 + out_b_RHD * share_b_RH1).to(out_a_RHD.dtype)
+
+
 def _int32(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
     return to_device(torch.tensor(values, dtype=torch.int32), device)
+
+
+@cache
+def flash_attention() -> Any:
+    """``flash_attn_varlen_func``, or None if the package is not installed."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return None
+    return importlib.import_module("flash_attn").flash_attn_varlen_func
+
+
+def flash_kernel(dtype: torch.dtype, device: torch.device) -> Any:
+    """``flash_attn_varlen_func`` where it is what forwards use that are not captured, else None."""
+    return flash_attention() if attention_backend(dtype, device)[0] == "flash-attention" else None
+
+
+def described_attention(dtype: torch.dtype, device: torch.device, captures: bool) -> tuple[str, str]:
+    """The kernel of layers without a sliding window, and why it is that one, for users.
+
+    Args:
+        captures: forwards on a GPU are captured if they have few rows.
+    """
+    name, why = attention_backend(dtype, device)
+    return name, f"{why}; SDPA in CUDA graphs for few rows" if captures and device.type == "cuda" else why
+
+
+def attention_backend(dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
+    """The kernel of layers without a sliding window in a forward that is not captured, and why it is that one."""
+    if device.type != "cuda":
+        return "SDPA", "flash-attention needs CUDA"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "SDPA", "flash-attention needs 16 bits"
+    if flash_attention() is None:
+        return "SDPA", "the package flash-attn is not installed"
+    return "flash-attention", "flash-attn is installed"

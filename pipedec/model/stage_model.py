@@ -17,20 +17,18 @@ from torch.nn import functional
 
 from pipedec.config import ModelConfig
 from pipedec.core import UserError
-from pipedec.model.attention import LayersShape, flash_kernel
+from pipedec.model.attention import LaneAttention, LaneRows, LayersShape, RowAttention, slots_of
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import KVPool, KVShape
 from pipedec.model.captured_graphs import Capture, CapturedGraphs, CosSin
 from pipedec.model.checkpoint import Checkpoint
-from pipedec.model.flash_lanes import FlashLaneAttention
-from pipedec.model.lane_rows import LaneAttention, LaneRows, RowAttention, slots_of
+from pipedec.model.flash_lanes import FlashLaneAttention, flash_kernel
 from pipedec.model.matrices import Int8Matrix, Matrix, linear
 from pipedec.model.rotary import Rotary, rotate
-from pipedec.model.weights import LayerWeights, StageWeights
+from pipedec.model.weights import StageWeights
 from pipedec.tree import is_mask
 
 PADDED_ROWS = 16  # see ``StageModel.pad_rows``
-Product = Callable[[Tensor, Matrix, Tensor | None], Tensor]  # rows · weightᵀ (+ bias)
 
 
 class StageModel:
@@ -218,12 +216,11 @@ class StageModel:
             pool.write(index, slots, rotated[:, heads:], values_RKD)
             attended_RHD = attention.attend(rotated[:, :heads], index)
             hidden_RE = product(attended_RHD.flatten(1), weights.output_weight, weights.output_bias).add_(hidden_RE)
-            hidden_RE = self._mlp(self._norm(hidden_RE, weights.post_norm), weights, product).add_(hidden_RE)
+            normed_RE = self._norm(hidden_RE, weights.post_norm)
+            gate_RI, up_RI = product(normed_RE, weights.gate_up_weight, weights.gate_up_bias).chunk(2, dim=-1)
+            inner_RI = self._activation(gate_RI).mul_(up_RI)
+            hidden_RE = product(inner_RI, weights.down_weight, weights.down_bias).add_(hidden_RE)
         return hidden_RE
-
-    def _mlp(self, normed_RE: Tensor, weights: LayerWeights, product: Product) -> Tensor:
-        gate_RI, up_RI = product(normed_RE, weights.gate_up_weight, weights.gate_up_bias).chunk(2, dim=-1)
-        return product(self._activation(gate_RI).mul_(up_RI), weights.down_weight, weights.down_bias)
 
     def _embedded(self, token_ids_R: Tensor, embedding_VE: Tensor | Int8Matrix) -> Tensor:
         known_ids_R = token_ids_R if self._bita is None else token_ids_R.clamp(min=0)

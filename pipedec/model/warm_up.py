@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from pipedec.hardware import CAPTURED_ROWS
+from pipedec.model.attention import LaneRows
 from pipedec.model.buckets import FEWEST_SLOTS, usual_sizes
 from pipedec.model.cache import KVCache, KVPool
-from pipedec.model.lane_rows import LaneRows
 from pipedec.tree import Visibility
 
 if TYPE_CHECKING:
@@ -64,9 +64,7 @@ class FirstForward:
         """hidden_RE of tokens 0, or of activations 0. Overwrites the pool's first slots, of which nobody may have any."""
         blocks = -(-self.slots // pool.block) * pool.block
         pool.tensor.narrow(3, 0, blocks).zero_()  # memory that was never written may hold NaN
-        cache = pool.cache(with_prompt=self.masks > 0)
-        cache.extend(((0, blocks),))
-        cache.adopt(self.slots - self.rows)
+        cache = KVCache(pool, ((0, blocks),), cached=self.slots - self.rows, with_prompt=self.masks > 0)
         return model.forward(self._inputs(model), [self._lane(cache.past_length, cache, model.device)])
 
     def _inputs(self, model: StageModel) -> Tensor:

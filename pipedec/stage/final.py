@@ -104,7 +104,7 @@ class FinalLane(Lane):
             return entered
         past, count = self.cache.past_length, entered.num_tokens
         self._chunk = step.token_ids[:count]
-        self._tokens.write(self.cache.slots_behind(count), self._chunk)
+        self._tokens.write(self.cache.next_slots(count), self._chunk)
         self._chooser.add_prompt(self._chunk[: max(self._prompt_length - past, 0)])
         if self._prompt_logprobs is not None and self._prompt_logprobs.is_open:
             self.num_judged = entered.num_rows

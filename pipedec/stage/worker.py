@@ -156,9 +156,8 @@ class StageWorker:
         """Open a lane for a request, and copy the rows that it is to have copies of."""
         if number in self._lanes:
             raise ValueError(f"request {number} is open already")
-        cache = self._pool.cache(with_prompt=opening.tokens_per_mask > 0)
-        cache.extend(opening.slots)
-        cache.adopt(opening.cached, opening.copied)
+        has_masks = opening.tokens_per_mask > 0
+        cache = KVCache(self._pool, opening.slots, opening.cached, opening.copied, with_prompt=has_masks)
         self._lanes[number] = self._new_lane(number, opening, cache)
 
     def _new_lane(self, number: int, opening: Opening, cache: KVCache) -> Lane:

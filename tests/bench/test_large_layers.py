@@ -20,7 +20,7 @@ from pipedec.bench.kernels.operations import filled_caches
 from pipedec.cli.main import program
 from pipedec.core import UserError
 from pipedec.hardware import DEVICES, MODEL_SHAPES, ModelShape
-from pipedec.model import LaneRows, ModelConfig, StageModel
+from pipedec.model import KVCache, LaneRows, ModelConfig, StageModel
 
 TINY = ModelShape(32, 64, 4, 4, 2, 100)
 
@@ -91,8 +91,7 @@ def test_random_layers_compute_finite_numbers(tmp_path: Path) -> None:
     stage = StageModel.random(config, range(0, 4), torch.float32, "cpu")
     assert stage.num_bytes == 4 * config.num_stage_parameters(range(4))
     tokens = torch.arange(5)
-    cache = stage.make_pool(16).cache()
-    cache.extend(((0, 16),))
+    cache = KVCache(stage.make_pool(16), ((0, 16),))
     hidden = stage.forward(tokens, [LaneRows(tokens, cache)])
     assert bool(stage.logits(hidden).isfinite().all()) and float(hidden.std()) > 0.1
 

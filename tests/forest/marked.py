@@ -143,7 +143,7 @@ class MarkedModel:
         owners = {lane.cache: (number, lane.forest.sequence) for number, lane in self.worker._lanes.items()}
         assert len({lane.cache for lane in lanes}) == len(lanes)
         for lane, rows in zip(lanes, inputs.split([lane.num_rows for lane in lanes]), strict=True):
-            slots = [slot for run in lane.cache.slots_behind(lane.num_rows) for slot in run]
+            slots = [slot for run in lane.cache.next_slots(lane.num_rows) for slot in run]
             self.pool.write(0, torch.tensor(slots), rows.view(-1, 1, 1), -rows.view(-1, 1, 1))
             past = lane.cache.past_length
             lane.append()

@@ -15,7 +15,7 @@ from support.random_requests import Requests
 from torch import Tensor
 
 from pipedec.model import StageModel, device_capture
-from pipedec.model.attention import attention_backend, flash_attention
+from pipedec.model.flash_lanes import attention_backend, flash_attention
 from pipedec.model.matrices import EMPTY_MATRICES, linear, rounded
 
 LAYERS = range(1, 4)

@@ -60,9 +60,7 @@ def with_bita(stage: StageModel, directory: Path, name: str) -> StageModel:
 
 
 def new_cache(pool: KVPool, first: int = 0, slots: int = 512) -> KVCache:
-    cache = pool.cache()
-    cache.extend(((first, slots),))
-    return cache
+    return KVCache(pool, ((first, slots),))
 
 
 def inputs_of(stage: StageModel, rows: int, seed: int = 0) -> Tensor:
@@ -226,11 +224,11 @@ def test_large_and_uneven_forwards_are_computed_as_they_are(directory: Path) -> 
     assert Bucket.of([tree(caches[0], 60), *(tree(cache, 1) for cache in caches[1:4])]) == Bucket(64, 4, 64, 128)
     assert Bucket.of([tree(caches[0], 60), *(tree(cache, 1) for cache in caches[1:10])]) is None
     long = new_cache(pool, CAPTURED_SLOTS, 2 * CAPTURED_SLOTS)
-    long.extend_past(CAPTURED_SLOTS - 1)
+    long.append(CAPTURED_SLOTS - 1, to_past=True)
     assert Bucket.of([tree(long, 1)]) == Bucket(1, 1, 1, CAPTURED_SLOTS)
     assert Bucket.of([tree(long, 2)]) is None
     long.reset()
-    long.extend_past(CAPTURED_SLOTS // 2)
+    long.append(CAPTURED_SLOTS // 2, to_past=True)
     assert Bucket.of([tree(long, 65)]) is None
     rows = CAPTURED_ROWS + 1
     found = stage.forward(inputs_of(stage, rows), [chunk(caches[0], rows)])

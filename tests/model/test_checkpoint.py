@@ -12,8 +12,8 @@ from support.stage_chain import lone_cache
 
 from pipedec.config.model_config import ModelConfig
 from pipedec.core import UserError
+from pipedec.model.attention import LaneRows
 from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
-from pipedec.model.lane_rows import LaneRows
 from pipedec.model.stage_model import StageModel
 
 

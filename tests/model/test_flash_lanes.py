@@ -17,8 +17,8 @@ from support.flash_stand_in import flash_attn_varlen_func
 from support.random_requests import Requests
 from support.slot_books import SlotBooks
 
-from pipedec.model import BitaWeights, LaneRows, ModelConfig, StageModel
-from pipedec.model.attention import flash_attention
+from pipedec.model import BitaWeights, KVCache, LaneRows, ModelConfig, StageModel
+from pipedec.model.flash_lanes import flash_attention
 from pipedec.tree import Visibility
 
 LAYERS = range(1, 4)
@@ -70,9 +70,7 @@ def test_a_layer_takes_one_call_for_all_pasts_and_one_for_all_chunks(tmp_path: P
     save_tiny("llama", tmp_path)
     stage, count = StageModel.load(tmp_path, range(1, 2), torch.float64, "cpu"), 7
     pool, books = stage.make_pool(100, 4), SlotBooks(100, 4, random.Random(3))
-    caches = [pool.cache() for _ in range(count)]
-    for number, cache in enumerate(caches):
-        cache.extend(books.take(number, 6))
+    caches = [KVCache(pool, books.take(number, 6)) for number in range(count)]
     inputs = torch.randn(3 * count, 32, dtype=torch.float64)
     calls = list[int]()
 

@@ -19,7 +19,7 @@ def indices(*rows: int) -> torch.Tensor:
 
 
 def write(cache: KVCache, layer: int, keys_RKD: torch.Tensor) -> None:
-    slots = [slot for run in cache.slots_behind(len(keys_RKD)) for slot in run]
+    slots = [slot for run in cache.next_slots(len(keys_RKD)) for slot in run]
     cache.pool.write(layer, torch.tensor(slots, dtype=torch.int64), keys_RKD, -keys_RKD)
 
 
@@ -27,7 +27,7 @@ def append(cache: KVCache, labels: list[int], to_tree: bool = True) -> None:
     """Write rows whose numbers encode label, layer, and key or value."""
     for layer in range(LAYERS):
         write(cache, layer, (torch.tensor(labels, dtype=torch.float64)[:, None, None] * 10 + layer).expand(-1, HEADS, HEAD_DIM))
-    (cache.extend_tree if to_tree else cache.extend_past)(len(labels))
+    cache.append(len(labels), to_past=not to_tree)
 
 
 ONE_RUN: SlotRuns = ((0, 120),)
@@ -36,9 +36,7 @@ RUNS = st.sampled_from([ONE_RUN, tuple((4 * (7 * index % 30), 4) for index in ra
 
 def make_cache(runs: SlotRuns = ONE_RUN, prompt: torch.Tensor | None = None) -> KVCache:
     pool = KVPool(KVShape(LAYERS, HEADS, HEAD_DIM, torch.float64), 120, 4, prompt)
-    cache = pool.cache(with_prompt=prompt is not None)
-    cache.extend(runs)
-    return cache
+    return KVCache(pool, runs, with_prompt=prompt is not None)
 
 
 def learned_prompt(length: int) -> torch.Tensor:
@@ -107,11 +105,11 @@ def test_a_learned_prompt_takes_no_slots_and_survives_reset():
     assert_begins_with(cache, prompt)
     write(cache, 0, torch.ones(2, HEADS, HEAD_DIM, dtype=torch.float64))
     assert torch.equal(cache.view(0, 2, True)[0], torch.cat((prompt[0, 0], cache.view(0, 2)[0]), 1))
-    with pytest.raises(ValueError, match="never written: the cache has 8 slots"):
+    with pytest.raises(ValueError, match="9 rows do not fit into the 8 slots"):
         cache.view(0, 8, True)
 
 
-def test_written_rows_do_not_count_until_extend():
+def test_written_rows_do_not_count_until_they_are_appended():
     cache = make_cache()
     append(cache, [1])
     write(cache, 0, torch.ones(2, HEADS, HEAD_DIM, dtype=torch.float64))
@@ -122,14 +120,14 @@ def test_written_rows_do_not_count_until_extend():
 def test_misuse_is_refused():
     cache = make_cache(((4, 4),))
     with pytest.raises(ValueError, match="5 rows do not fit into the 4 slots that this request was given"):
-        cache.slots_behind(5)
-    with pytest.raises(ValueError, match="never written"):
+        cache.next_slots(5)
+    with pytest.raises(ValueError, match="5 rows do not fit into the 4 slots that this request was given"):
         cache.view(0, 5)
     with pytest.raises(ValueError, match="cannot have been written"):
-        cache.extend_tree(5)
+        cache.append(5)
     append(cache, [1, 2])
-    with pytest.raises(ValueError, match="behind 2 tree rows"):
-        cache.extend_past(0)
+    with pytest.raises(ValueError, match="a past that 2 tree rows follow"):
+        cache.append(0, to_past=True)
     for committed, kept in (((0,), (0,)), ((2,), ()), ((), (-1,))):
         with pytest.raises(ValueError, match="distinct indices below 2"):
             cache.advance(indices(*committed), indices(*kept))

@@ -15,7 +15,7 @@ from support.slot_books import SlotBooks
 from torch._subclasses import FakeTensorMode
 
 from pipedec.model import KVCache, KVPool, KVShape
-from pipedec.model.lane_rows import slots_of
+from pipedec.model.attention import slots_of
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 SHAPE = KVShape(LAYERS, HEADS, HEAD_DIM, torch.float64)
@@ -34,7 +34,7 @@ class Held:
 
     def append(self, labels: list[int], to_tree: bool) -> None:
         write([(self.cache, labels)])
-        (self.cache.extend_tree if to_tree else self.cache.extend_past)(len(labels))
+        self.cache.append(len(labels), to_past=not to_tree)
         (self.tree if to_tree else self.past).extend(labels)
 
     def advance(self, committed: list[int], kept: list[int]) -> None:
@@ -54,7 +54,7 @@ class Held:
 
 def write(rows: list[tuple[KVCache, list[int]]]) -> None:
     """The rows of several caches at once."""
-    slots = torch.tensor([slot for cache, labels in rows for run in cache.slots_behind(len(labels)) for slot in run])
+    slots = torch.tensor([slot for cache, labels in rows for run in cache.next_slots(len(labels)) for slot in run])
     labels = torch.tensor([label for _, labels in rows for label in labels], dtype=torch.float64)[:, None, None]
     for layer in range(LAYERS):
         keys = (labels * 10 + layer).expand(-1, HEADS, HEAD_DIM)
@@ -71,7 +71,7 @@ def test_caches_come_grow_adopt_and_go(data: st.DataObject, block: int, is_scatt
     for number in range(data.draw(st.integers(1, 25))):
         action = data.draw(st.sampled_from(["open", "adopt", "grow", "grow", "grow", "advance", "advance", "close"]))
         if action == "open" or not held:
-            held.append(Held(number, pool.cache(data.draw(st.booleans()))))
+            held.append(Held(number, KVCache(pool, with_prompt=data.draw(st.booleans()))))
         one = data.draw(st.sampled_from(held))
         if action == "adopt":
             held.append(adopter(data, pool, books, one, 100 + number))
@@ -96,21 +96,17 @@ def adopter(data: st.DataObject, pool: KVPool, books: SlotBooks, owner: Held, nu
     block = pool.block
     shared = data.draw(st.integers(0, len(owner.past) // block)) * block
     copied = data.draw(st.integers(0, min(block, len(owner.past) - shared)))
-    cache = pool.cache(data.draw(st.booleans()))
-    cache.extend(tuple((first * block, block) for first in owner.cache.blocks(shared)))
-    cache.extend(books.take(number, copied))
+    slots = (*((first * block, block) for first in owner.cache.blocks(shared)), *books.take(number, copied))
     first = owner.cache.ranges(shared, shared + copied)[0].start if copied else 0
-    cache.adopt(shared + copied, (first, copied))
+    cache = KVCache(pool, slots, shared + copied, (first, copied), with_prompt=data.draw(st.booleans()))
     own = {slot for run in owner.cache.ranges(0, shared) for slot in run}
     return Held(number, cache, owner.past[: shared + copied], [], own)
 
 
 def test_slots_that_follow_each_other_are_read_in_place_and_others_joined() -> None:
     pool = KVPool(SHAPE, 40, 4)
-    one, several = Held(0, pool.cache()), Held(1, pool.cache())
-    one.cache.extend(((8, 4),))
+    one, several = Held(0, KVCache(pool, ((8, 4),))), Held(1, KVCache(pool, ((20, 4), (0, 8))))
     one.cache.extend(((12, 8),))
-    several.cache.extend(((20, 4), (0, 8)))
     for held in (one, several):
         held.append(list(range(10)), to_tree=False)
         held.check()
@@ -137,15 +133,14 @@ def test_a_pool_without_a_block_is_refused(slots: int, block: int) -> None:
 @pytest.mark.parametrize("run", [(2, 4), (0, 3), (8, 4), (-4, 4), (4, 0)])
 def test_slots_outside_the_pool_and_parts_of_blocks_are_refused(run: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="whole blocks of 4 in a pool of 8"):
-        KVPool(SHAPE, 8, 4, PROMPT).cache().extend((run,))
+        KVCache(KVPool(SHAPE, 8, 4, PROMPT)).extend((run,))
 
 
 @pytest.mark.parametrize(("cached", "copied"), [(5, (0, 0)), (1, (0, 2)), (2, (7, 2)), (2, (-1, 1))])
 def test_an_adoption_that_does_not_fit_is_refused(cached: int, copied: tuple[int, int]) -> None:
-    cache = KVPool(SHAPE, 8, 4).cache()
-    cache.extend(((0, 4),))
+    pool = KVPool(SHAPE, 8, 4)
     with pytest.raises(ValueError, match="do not fit into 4 slots"):
-        cache.adopt(cached, copied)
+        KVCache(pool, ((0, 4),), cached, copied)
 
 
 def test_indices_go_to_a_gpu_by_way_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +149,7 @@ def test_indices_go_to_a_gpu_by_way_of_pinned_memory(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(len(tensor)) or tensor)
     with FakeTensorMode():  # tensors of a GPU without one: their shapes and places
         KVPool(SHAPE, 16, device="cuda").copy([3, 1], [])
-        cache = SimpleNamespace(slots_behind=lambda rows: [range(2, 4), range(7, 8)])
+        cache = SimpleNamespace(next_slots=lambda rows: [range(2, 4), range(7, 8)])
         lane = SimpleNamespace(cache=cache, num_rows=3, positions=torch.zeros(3, device="cuda"))
         slots = slots_of([lane])  # type: ignore[list-item]
     assert pinned == [2, 3] and isinstance(slots, torch.Tensor) and slots.is_cuda

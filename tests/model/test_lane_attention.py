@@ -11,7 +11,7 @@ from support.checkpoints import save_tiny, save_tiny_llama
 from support.slot_books import SlotBooks
 from support.stage_chain import ROPES
 
-from pipedec.model import KVPool, LaneRows, StageModel
+from pipedec.model import KVCache, KVPool, LaneRows, StageModel
 from pipedec.tree import Visibility
 
 PROMPTS = (5, 21, 9)  # of which the first part has entered already; the last request decodes
@@ -22,8 +22,8 @@ def lanes_of(pool: KVPool, books: SlotBooks, stage: StageModel) -> list[LaneRows
     """Two prompts with a chunk still to come, and a root with two children."""
     lanes = []
     for length in PROMPTS:
-        cache, first = pool.cache(), length if length == PROMPTS[-1] else length - CHUNK
-        cache.extend(books.take(length, length + CHUNK))
+        cache = KVCache(pool, books.take(length, length + CHUNK))
+        first = length if length == PROMPTS[-1] else length - CHUNK
         positions = torch.arange(first)
         stage.forward(inputs(first, length), [LaneRows(positions, cache, None, length)])
         if first < length:

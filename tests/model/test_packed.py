@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipedec.core import KNEE_ROWS
-from pipedec.model import LaneRows, ModelConfig, StageModel
+from pipedec.model import KVCache, LaneRows, ModelConfig, StageModel
 from pipedec.model.matrices import SMALLEST_PACKED, linear, pack
 from pipedec.model.stage_model import PADDED_ROWS
 from pipedec.shipped import reference_pair
@@ -59,8 +59,7 @@ def test_a_stage_keeps_no_plain_copy_beside_what_it_packed() -> None:
     stage = StageModel.load(TARGET, range(4, 6), torch.float32, "cpu", config)
     plain = StageModel(config, range(4, 6), torch.float32, "cpu")
     assert stage.num_bytes == plain.num_bytes
-    cache = stage.make_pool(16).cache()
-    cache.extend(((0, 16),))
+    cache = KVCache(stage.make_pool(16), ((0, 16),))
     with torch.profiler.profile() as profiled:
         stage.forward(torch.zeros(1, config.hidden_size), [LaneRows(torch.zeros(1).long(), cache, None, 1)])
     operations = Counter(event.name for event in profiled.events())

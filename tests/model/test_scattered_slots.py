@@ -67,8 +67,7 @@ def decoded(stage: StageModel, cache: KVCache, books: SlotBooks, sizes: list[int
 
 
 def prefilled(stage: StageModel, pool: KVPool, books: SlotBooks, rows: int) -> KVCache:
-    cache = pool.cache(with_prompt=True)
-    cache.extend(books.take(0, rows))
+    cache = KVCache(pool, books.take(0, rows), with_prompt=True)
     chunk(stage, cache, rows)
     return cache
 
@@ -86,9 +85,8 @@ def test_the_bits_do_not_depend_on_where_rows_are_and_who_computed_them(
     expected = decoded(stage, prefilled(stage, pools[0], together, rows), together, sizes, 0)
     owner = prefilled(stage, pools[1], apart, rows)
     shared = rows // block * block
-    adopter = pools[1].cache(with_prompt=True)
-    adopter.extend(apart.runs(0, shared))
-    adopter.extend(apart.take(1, rows - shared))
-    adopter.adopt(rows, (owner.ranges(shared, rows)[0].start, rows - shared))
+    slots = (*apart.runs(0, shared), *apart.take(1, rows - shared))
+    copied = (owner.ranges(shared, rows)[0].start, rows - shared)
+    adopter = KVCache(pools[1], slots, rows, copied, with_prompt=True)
     found = decoded(stage, adopter, apart, sizes, 1, shared)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

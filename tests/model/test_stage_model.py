@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from pipedec.config.model_config import ModelConfig
 from pipedec.core import UserError
-from pipedec.model.lane_rows import LaneRows
+from pipedec.model.attention import LaneRows
 from pipedec.model.stage_model import StageModel
 from pipedec.tree import Visibility
 

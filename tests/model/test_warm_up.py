@@ -12,7 +12,7 @@ from support.checkpoints import save_tiny
 from torch import Tensor
 
 from pipedec.hardware import CAPTURED_ROWS, CAPTURED_SLOTS
-from pipedec.model import BitaWeights, FirstForward, LaneRows, StageModel, Usual, warm_up
+from pipedec.model import BitaWeights, FirstForward, KVCache, LaneRows, StageModel, Usual, warm_up
 from pipedec.model.buckets import FEWEST_SLOTS, Bucket, usual_sizes
 from pipedec.model.warm_up import CHUNK, first_forwards
 
@@ -75,9 +75,7 @@ def test_a_warmed_up_model_computes_as_before_and_captures_nothing_usual(directo
     assert used == first_forwards(Usual(16, 500), 1024, True, 3) and told == [(done, len(used)) for done in range(len(used) + 1)]
     captures = warm.capture.captures
     assert captures == len(usual_sizes(16, 500)) == 15
-    caches = [pool.cache() for pool in pools]
-    for cache in caches:
-        cache.extend(((0, 512),))
+    caches = [KVCache(pool, ((0, 512),)) for pool in pools]
     for rows in (16, 16, 3, 1, 11):
         generator = torch.Generator().manual_seed(rows)
         inputs = torch.randn(rows, warm.config.hidden_size, generator=generator) if layers.start else torch.arange(rows)
@@ -97,8 +95,7 @@ def test_after_the_warm_up_a_model_captures_what_is_new_only_in_its_turn(directo
         model.capture = capture = Repeated()
         pool = model.make_pool(4096)
         warm_up(model, pool, Usual(4, 128), lambda forward, hidden_RE: None, lambda done, total: None, turn)
-        cache, captured_at, known = pool.cache(), list[int](), capture.captures
-        cache.extend(((0, 4096),))
+        cache, captured_at, known = KVCache(pool, ((0, 4096),)), list[int](), capture.captures
         for number in range(40):
             rows = 33
             hidden_RE = torch.zeros(rows, model.config.hidden_size)

@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from pipedec.model import LaneRows, StageModel
+from pipedec.model import KVCache, LaneRows, StageModel
 from pipedec.tree import Visibility
 from support.slot_books import SlotBooks
 
@@ -21,7 +21,7 @@ class Requests:
         pool = stage.make_pool(400 * block, block)
         self._books = SlotBooks(pool.slots, block, random.Random(seed) if is_scattered else None)
         self._has_masks = [bool(pool.prompt_slots) and self._random.random() < 0.4 for _ in range(count)]
-        self._caches = [pool.cache(with_prompt=has_masks) for has_masks in self._has_masks]
+        self._caches = [KVCache(pool, with_prompt=has_masks) for has_masks in self._has_masks]
         self._has_prompt = [self._random.random() < 0.1 for _ in range(count)]
 
     def forward(self) -> Tensor:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pipedec.config.model_config import ModelConfig
+from pipedec.model.attention import LaneRows
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import KVCache
-from pipedec.model.lane_rows import LaneRows
 from pipedec.model.stage_model import StageModel
 from pipedec.tree import Visibility
 
@@ -40,9 +40,7 @@ SLOTS = 256  # of each stage's only cache
 
 def lone_cache(stage: StageModel, with_prompt: bool = False) -> KVCache:
     """The only cache of a pool."""
-    cache = stage.make_pool(SLOTS).cache(with_prompt)
-    cache.extend(((0, SLOTS),))
-    return cache
+    return KVCache(stage.make_pool(SLOTS), ((0, SLOTS),), with_prompt=with_prompt)
 
 
 class StageChain:
@@ -65,9 +63,8 @@ class StageChain:
         for stage in self.stages if bita is not None else ():
             of_layers = bita.prompt[stage.layers.start : stage.layers.stop]
             stage.attach(BitaWeights(of_layers.to(dtype), bita.masks.to(dtype)))
-        self.caches = [stage.make_pool(SLOTS, block).cache(with_prompt=bita is not None) for stage in self.stages]
-        for cache in self.caches:
-            cache.extend(((0, SLOTS),))
+        pools = [stage.make_pool(SLOTS, block) for stage in self.stages]
+        self.caches = [KVCache(pool, ((0, SLOTS),), with_prompt=bita is not None) for pool in pools]
         self._tree_positions = torch.zeros(0, dtype=torch.int64)
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None, prefill_length: int | None = None) -> Tensor:

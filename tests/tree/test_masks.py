@@ -79,9 +79,9 @@ def label(naive: NaiveRows, row: Row) -> list[int]:
 
 def write(cache: KVCache, labels: list[list[int]], to_tree: bool) -> None:
     keys = torch.tensor(labels, dtype=torch.float64).view(-1, 1, 3)
-    [slots] = cache.slots_behind(len(labels))
+    [slots] = cache.next_slots(len(labels))
     cache.pool.write(0, slice(slots.start, slots.stop), keys, -keys)
-    (cache.extend_tree if to_tree else cache.extend_past)(len(labels))
+    cache.append(len(labels), to_past=not to_tree)
 
 
 @examples(60)
@@ -89,8 +89,7 @@ def write(cache: KVCache, labels: list[list[int]], to_tree: bool) -> None:
 def test_random_rows_masks_and_verdicts(data: st.DataObject, num_prompt_tokens: int, num_masks: int) -> None:
     """Tokens and groups enter in any order over many steps; every row sees, stands and stays as its path alone says."""
     prompt = torch.full((1, 2, 1, num_prompt_tokens, 3), 99.0, dtype=torch.float64)
-    cache = KVPool(KVShape(1, 1, 3, torch.float64), 400, 4, prompt).cache(with_prompt=True)
-    cache.extend(((0, 400),))
+    cache = KVCache(KVPool(KVShape(1, 1, 3, torch.float64), 400, 4, prompt), ((0, 400),), with_prompt=True)
     naive, tree, held = NaiveRows([8, 9]), PredictionTree(block=4), [[1, 8, 0], [2, 9, 0]]
     tree.reset(2)
     write(cache, held, to_tree=False)

@@ -203,7 +203,7 @@ def _measure_forward(
     def drop_rows() -> list[LaneRows]:
         for cache in caches:
             cache.reset()
-            cache.extend_past(past)
+            cache.append(past, to_past=True)
         return [LaneRows(positions_R, cache, visibility) for cache in caches]
 
     stopwatch = Stopwatch(device, operations.repeats)

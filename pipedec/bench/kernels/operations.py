@@ -126,7 +126,7 @@ def grown_tree(config: OperationsConfig, size: int, device: torch.device) -> tup
 def filled_cache(config: OperationsConfig, size: int, device: torch.device) -> KVCache:
     """A cache of random keys and values: ``past`` accepted rows, then ``size`` rows of the tree."""
     [cache] = filled_caches(config, size, device, 1)
-    cache.extend_tree(size)
+    cache.append(size)
     return cache
 
 
@@ -139,11 +139,8 @@ def filled_caches(config: OperationsConfig, size: int, device: torch.device, lan
     rows, spacing = -(-(config.past + size) // (runs * _BLOCK)) * _BLOCK, lanes + (runs > 1)
     pool = KVPool(shape, spacing * runs * rows, _BLOCK, device=device)
     pool.tensor.normal_()
-    caches = [pool.cache() for _ in range(lanes)]
-    for lane, cache in enumerate(caches):
-        cache.extend(tuple(((run * spacing + lane) * rows, rows) for run in range(runs)))
-        cache.extend_past(config.past)
-    return caches
+    lane_runs = [tuple(((run * spacing + lane) * rows, rows) for run in range(runs)) for lane in range(lanes)]
+    return [KVCache(pool, slots, cached=config.past) for slots in lane_runs]
 
 
 @torch.inference_mode()
@@ -178,8 +175,8 @@ def _time_cache(stopwatch: Stopwatch, cache: KVCache, advance: Advance) -> dict[
 
     def refill() -> None:
         cache.reset()
-        cache.extend_past(past)
-        cache.extend_tree(size)
+        cache.append(past, to_past=True)
+        cache.append(size)
 
     times = stopwatch.time_us(refill, lambda _: cache.advance(advance.committed, advance.kept))
     refill()
