@@ -1,8 +1,8 @@
-"""What a device does while its host goes on: marks in its work, streams beside the one that computes, and pinned copies.
+"""Work that a device does while its host goes on: marks in it, streams beside the one that computes, and pinned copies.
 
-A GPU carries out what it is given later than the call that gives it, so neither the end of a call nor a result that exists says
-that the work is done. Whoever needs to know makes a mark behind the work. A CPU's work ends with the call. Knows neither models
-nor messages. All times are seconds of ``time.perf_counter``.
+A GPU carries out what it is given later than the call that gives it, so neither the end of a call nor a result that exists means
+that the work is done: a mark that is made after the work shows it. A CPU's work ends with the call. Knows neither models nor
+messages. All times are seconds of ``time.perf_counter``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Event = Any
 
 
 class Mark(Protocol):
-    """A point in a device's work, behind everything that the stream of the mark had been given before."""
+    """A point in a device's work, after everything that the stream of the mark had been given before."""
 
     @property
     def has_passed(self) -> bool:
@@ -47,7 +47,7 @@ class Device(Protocol):
     """A device as its host sees it."""
 
     def mark(self) -> Mark:
-        """A mark behind all that the present stream has been given so far."""
+        """A mark after all that the present stream has been given so far."""
 
     def beside(self, name: str) -> AbstractContextManager[Any]:
         """In the context, the device is given work on a stream of this name, which waits for no other stream."""
@@ -111,7 +111,7 @@ class _GpuMark:
 
 
 class GpuDevice:
-    """A GPU. Its events tell only how much time is between two of them.
+    """A GPU. Its events show only how much time is between two of them.
 
     An event on a stream that has nothing to do is reached at once, when the host makes it; so every such event is a new origin
     for the times of those that follow. Its error is that of a call, some microseconds, and clocks cannot drift apart.
@@ -172,7 +172,7 @@ class PhaseTimes:
         self._seconds: dict[str, float] = {}
 
     def begin(self, phase: str) -> None:
-        """A phase begins behind all that the device has been given so far, and the phase before ends there."""
+        """A phase begins after all that the device has been given so far, and the phase before ends there."""
         self._open.append((phase, self._device.mark()))
         self._count()
 

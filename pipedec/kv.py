@@ -314,7 +314,7 @@ class KVManager:
         """Give a request ``slots`` slots in all, those of the longest known prefix among them.
 
         Args:
-            token_ids: what will enter first: prompt, and what was said before. At least the last one is never adopted.
+            token_ids: what will enter first: prompt, and the answer so far. At least the last one is never adopted.
 
         Returns:
             None if there is no room now.

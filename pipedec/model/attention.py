@@ -62,7 +62,7 @@ class LaneRows:
 
     @property
     def num_shared(self) -> int:
-        """Of rows of trees: the leading slots that all of them attend to."""
+        """The leading slots that all of the rows attend to, if they are of trees."""
         assert self.visibility is not None
         return self.visibility.shared
 
@@ -101,7 +101,7 @@ class LaneRows:
         self.cache.append(self.num_tokens if is_chunk else self.num_rows, to_past=is_chunk)
 
     def visibility_of_tokens(self) -> Visibility:
-        """What the ordinary rows attend to."""
+        """The mask of the ordinary rows."""
         if self.visibility is not None:
             if not self.num_masks:
                 return self.visibility
@@ -109,7 +109,7 @@ class LaneRows:
         return self._chain(slice(0, self.num_tokens), self.cache.length)
 
     def visibility_of_masks(self) -> Visibility:
-        """What the mask rows attend to, after the learned prompt."""
+        """The mask of the mask rows over the slots after the learned prompt."""
         if self.visibility is not None:
             return self.visibility.of(slice(self.num_tokens, self.num_rows), self.cache.length + self.num_rows)
         return self._chain(slice(self.num_tokens, self.num_rows), self.cache.length + self.num_tokens)

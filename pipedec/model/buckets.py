@@ -1,8 +1,8 @@
 """Forwards of a few fixed sizes: the sizes, and the tensors of one size, which hold any forward that is not larger.
 
-What is not filled by rows of requests does no harm: its keys and values go to a slot that nobody has, and no row of a request
-attends to it. Knows caches and masks, but neither weights nor how a forward is captured. Shapes as in ``rectangles``; R rows
-include those that only fill up.
+Rows that only fill up do no harm: their keys and values go to a slot that no request has, and no row of a request attends to
+them. Knows caches and masks, but neither weights nor how a forward is captured. Shapes as in ``rectangles``; R rows include those
+that only fill up.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class BucketBuffers:
 
 @dataclass(frozen=True)
 class BucketTensors:
-    """What a forward of one bucket reads: views of ``BucketBuffers``, so that its values change and its addresses do not.
+    """The inputs of a forward of one bucket: views of ``BucketBuffers``, so that its values change and its addresses do not.
 
     Attributes:
         inputs: int64 [R], or hidden_RE.

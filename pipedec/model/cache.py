@@ -25,7 +25,7 @@ Reader = Callable[[int], tuple[Tensor, Tensor]]  # by layer: keys_KSD, values_KS
 
 @dataclass(frozen=True)
 class KVShape:
-    """What a slot of a pool holds: a key and a value for each of K key-value heads of L layers.
+    """The contents of a slot of a pool: a key and a value for each of K key-value heads of L layers.
 
     Attributes:
         num_layers: L.

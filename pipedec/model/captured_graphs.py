@@ -83,7 +83,7 @@ class CapturedGraphs:
         return self._hidden_RE[: inputs.shape[0]].clone()
 
     def _run_of(self, layers: Layers, tensors: BucketTensors) -> Run:
-        """What is captured: from the buffers to the output."""
+        """The forward that is captured: from the buffers to the output."""
         shape, pool, output_RE = self._shape, self.pool, self._hidden_RE[: len(tensors.inputs)]
 
         def run() -> None:

@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 
 class Destination(Protocol):
-    """What a tensor is read into: a preallocated one, or a matrix that rounds what it gets."""
+    """The target of a tensor that is read: a preallocated one, or a matrix that rounds what it gets."""
 
     @property
     def shape(self) -> torch.Size: ...

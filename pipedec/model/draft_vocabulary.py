@@ -37,7 +37,7 @@ class DraftVocabulary:
 
     @classmethod
     def create(cls, tokens: Tensor, vocab_size: int, of: str) -> DraftVocabulary:
-        """Of the target's tokens ``tokens`` (int64, each once), in this order.
+        """Build from the target's tokens ``tokens`` (int64, each once), in this order.
 
         Args:
             vocab_size: V.
@@ -53,7 +53,7 @@ class DraftVocabulary:
 
     @classmethod
     def load(cls, directory: Path, device: torch.device | str = "cpu") -> DraftVocabulary | None:
-        """Of the draft in ``directory``; None if that knows all tokens. Raises UserError for a damaged file."""
+        """Read that of the draft in ``directory``; None if it knows all tokens. Raises UserError for a damaged file."""
         path = directory / FILE
         if not path.exists():
             return None

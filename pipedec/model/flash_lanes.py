@@ -96,7 +96,7 @@ class PagedRows:
     def attend(
         self, kernel: Any, q_RHD: Tensor, key_pages: Tensor, value_pages: Tensor, is_causal: bool, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """out_THD, lse_TH. A causal mask is aligned to each request's last slot, as chunks behind a past need.
+        """out_THD, lse_TH. A causal mask is aligned to each request's last slot, as chunks after a past need.
 
         Args:
             kernel: as of ``FlashLaneAttention``.
@@ -120,7 +120,7 @@ class PagedRows:
 
 @dataclass(frozen=True)
 class TreeRows:
-    """Rows of some requests' trees, and the slots behind those that all rows of a request see, padded to rectangles.
+    """Rows of some requests' trees, and the slots after those that all rows of a request see, padded to rectangles.
 
     Attributes:
         rectangles: where they are.

@@ -76,7 +76,7 @@ class QuantizedMatrix:
         return self._finished(parts[0] if len(parts) == 1 else torch.cat(parts, 1), rows_RK)
 
     def tensors(self) -> list[Tensor]:
-        """What it keeps in memory."""
+        """All that it keeps in memory."""
         return [self.values, self.scales]
 
     def _slices(self, num_values: Mapping[str, int]) -> Iterator[slice]:
@@ -178,7 +178,7 @@ class Int4Matrix(QuantizedMatrix):
         return lambda rows_RK: multiply(rows_RK, self.values, GROUP, scales_and_zeros)
 
     def _packed_for_cpu(self) -> Tensor:
-        """In place: the kernel's blocks of outputs lie one behind the other."""
+        """In place: the kernel's blocks of outputs lie one after the other."""
         packed = self.values.view(torch.uint8)
         for start in range(0, len(self), _PACKED_BLOCK):
             part = slice(start, start + _PACKED_BLOCK)
@@ -187,7 +187,7 @@ class Int4Matrix(QuantizedMatrix):
 
     def packed_for_cuda(self) -> Tensor:
         """The values as CUDA's kernel reads them, int32 [N / 8, K / (16 · T), 32, T / 2] with T tiles of 16 inputs side by side.
-        In place, as tiles of 8 outputs lie one behind the other."""
+        In place, as tiles of 8 outputs lie one after the other."""
         tiles = 8 if self.shape[1] % 128 == 0 else 4
         packed = self.values.view(torch.int32).view(len(self) // 8, self.shape[1] // (16 * tiles), 32, tiles // 2)
         for start in range(0, len(self), _PACKED_BLOCK):

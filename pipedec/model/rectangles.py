@@ -49,7 +49,7 @@ class Rectangles:
         return cls(*(to_device(indices, device) for indices in (found.rows, found.slots, found.order)))
 
     def fill(self, rows: Sequence[range], slots: Sequence[Sequence[range]]) -> None:
-        """Enter the requests' rows and slots (see ``of``) into rectangles on the host. Whatever lies behind them stays."""
+        """Enter the requests' rows and slots (see ``of``) into rectangles on the host. Whatever lies after them stays."""
         first = 0
         for index, (own, runs) in enumerate(zip(rows, slots, strict=True)):
             _fill(self.rows[index], [own])
@@ -82,7 +82,7 @@ class Rectangles:
 
 
 def _fill(target: Tensor, ranges: Iterable[range]) -> None:
-    """Write the numbers of ``ranges`` one behind the other, then the first one over and over."""
+    """Write the numbers of ``ranges`` one after the other, then the first one over and over."""
     first = 0
     for numbers in ranges:
         torch.arange(numbers.start, numbers.stop, out=target[first : first + len(numbers)])

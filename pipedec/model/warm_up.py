@@ -29,7 +29,7 @@ _TURNS = 16  # of models, each of which captures further buckets only in its own
 
 @dataclass(frozen=True)
 class Usual:
-    """What requests usually ask of a model.
+    """The usual size of requests to a model.
 
     Attributes:
         rows: most rows that enter together.
@@ -61,7 +61,7 @@ class FirstForward:
         return 1 + self.masks if self.is_prompt else self.rows
 
     def compute(self, model: StageModel, pool: KVPool) -> Tensor:
-        """hidden_RE of tokens 0, or of activations 0. Overwrites the pool's first slots, of which nobody may have any."""
+        """hidden_RE of tokens 0, or of activations 0. Overwrites the pool's first slots, of which no request may have any."""
         blocks = -(-self.slots // pool.block) * pool.block
         pool.tensor.narrow(3, 0, blocks).zero_()  # memory that was never written may hold NaN
         cache = KVCache(pool, ((0, blocks),), cached=self.slots - self.rows, with_prompt=self.masks > 0)
@@ -96,7 +96,7 @@ def warm_up(
     the first one to capture it does not hold up a timestep together with all others.
 
     Args:
-        pool: of which nobody uses any slot.
+        pool: of which no request has any slot.
         use: what is done with the rows of a forward, hidden_RE; it waits until the device has computed it.
         progress: called with how many forwards were computed, and how many there are: before each, and at the end.
         turn: of this model.
@@ -113,8 +113,8 @@ def warm_up(
 
 
 def first_forwards(usual: Usual, slots: int, is_captured: bool, num_masks: int) -> list[FirstForward]:
-    """What ``warm_up`` computes: all buckets of one request, and a chunk that has none; where nothing is captured, a chunk and a
-    tree. With a BiTA also masks behind a prompt.
+    """The forwards that ``warm_up`` computes: all buckets of one request, and a chunk that has none; where nothing is captured,
+    a chunk and a tree. With a BiTA also masks after a prompt.
 
     Args:
         slots: of the pool.

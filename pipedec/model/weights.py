@@ -36,7 +36,7 @@ class LayerWeights:
 
 
 class StageWeights:
-    """The weights of consecutive layers, and of what is before or behind them; not initialized until they are read.
+    """The weights of consecutive layers, and of what is before or after them; not initialized until they are read.
 
     Attributes:
         layers: by layer.

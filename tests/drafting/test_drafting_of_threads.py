@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,7 @@ from transformers import PreTrainedModel
 from pipedec.core import Accepted, Verdict
 from pipedec.drafting import DraftModel
 from pipedec.forest import ThreadedForest
-from pipedec.model import StageModel
-from pipedec.model.cache import KVCache, KVPool
+from pipedec.model import LaneRows, StageModel
 from pipedec.threads import Sequence
 from pipedec.tree import Candidates, DraftRows, PredictionTree
 
@@ -34,20 +34,14 @@ class Model:
         window = {"sliding_window": 6} if family == "mistral" else {}
         self.theirs: PreTrainedModel = save_tiny(family, path, layers=2, vocab=VOCAB, dtype=torch.float64, **window)
         stage = StageModel.load(path, range(2), torch.float64, "cpu")
-        make_pool = stage.make_pool
+        compute = stage.forward
 
-        def make(slots: int, block: int) -> KVPool:
-            pool = make_pool(slots, block)
-            new_cache = pool.cache
+        def forward(inputs: Tensor, lanes: Iterable[LaneRows]) -> Tensor:
+            [lane] = lanes
+            self.cache = lane.cache  # of the latest draft
+            return compute(inputs, [lane])
 
-            def made() -> KVCache:
-                self.cache = new_cache()  # the latest one
-                return self.cache
-
-            pool.cache = made  # type: ignore[method-assign,assignment]
-            return pool
-
-        stage.make_pool = make  # type: ignore[method-assign,assignment]
+        stage.forward = forward  # type: ignore[method-assign,assignment]
         self._stage = stage
 
     def begun(self, sequence: Sequence) -> DraftModel:
