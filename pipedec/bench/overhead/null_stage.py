@@ -18,7 +18,6 @@ from torch import Tensor
 
 from pipedec.core import (
     EMPTY,
-    NO_MASKS,
     Envelope,
     MethodOptions,
     Opening,
@@ -133,11 +132,9 @@ class ScriptedOptions(MethodOptions, frozen=True):
     rows: int = 1
 
 
-class ScriptedMethod:
-    """What a company and its pool ask a method for."""
+class ScriptedState:
+    """What a pool asks the state of a request for."""
 
-    masks = NO_MASKS
-    has_drafter = False
     hits = misses = 0
 
 
@@ -155,8 +152,8 @@ class ScriptedCompany:
         self._next[request.number] = Update(request.number, opening, step=_step(1))
         self._rows[request.number] = Update(request.number, step=_step(request.options.rows))
 
-    def method(self, number: int) -> ScriptedMethod:
-        return ScriptedMethod()
+    def state(self, number: int) -> ScriptedState:
+        return ScriptedState()
 
     def to_pause(self) -> list[int]:
         return []
