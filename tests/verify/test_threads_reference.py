@@ -68,7 +68,7 @@ def test_the_order_in_which_threads_take_turns_changes_nothing(
         assert ends[0] == ends[1]
 
 
-class RecordingSequence(Sequence):
+class RecordingSequence(ThreadedSequence):
     """Records the banned tokens and the next position before each accepted token."""
 
     def __init__(self, bound: BoundDialect, prompt_length: int, end_token_ids: Iterable[int], max_tokens: int) -> None:
