@@ -15,6 +15,7 @@ from typing import IO, Any
 import pytest
 
 from pipedec.cli.cluster import serve_cluster
+from pipedec.cli.show import console
 from pipedec.cluster.node_link import News, NodeLink
 from pipedec.cluster.state import RunningCluster
 from pipedec.config import ServerConfig
@@ -28,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def full() -> Iterator[IO[str]]:
     with open("/dev/full", "wb", buffering=0) as device:
         yield io.TextIOWrapper(device, write_through=True)
+    with console.capture():
+        pass  # the console keeps what it could not write, and would write it in a later test
 
 
 def test_a_command_whose_output_cannot_be_written_says_so(full: IO[str]) -> None:
