@@ -105,7 +105,7 @@ class _AnsweringLane(FinalLane):
         self._now = now
         self._arrivals: list[int] = []  # of each row of the tree
 
-    def say(self) -> None:
+    def say(self) -> list[int]:
         """The tokens after the rows that entered last."""
         token_ids, last = self._answer.token_ids, len(self._answer.token_ids) - 1
         positions = self._entered.positions[self._entered.num_rows - self.num_judged :].tolist()
@@ -113,7 +113,7 @@ class _AnsweringLane(FinalLane):
             self._arrivals += [self._now()] * len(positions)
         elif positions and not self._answer.arrivals:
             self._answer.prefilled = self._now()
-        self.settle([token_ids[min(position + 1 - self._prompt_length, last)] for position in positions])
+        return [token_ids[min(position + 1 - self._prompt_length, last)] for position in positions]
 
     def sync(self, verdict: Verdict) -> tuple[Advance, ThreadChanges] | None:
         if (replayed := super().sync(verdict)) is not None:
@@ -148,9 +148,8 @@ class AnsweringStage(FinalStageWorker):
         results = super()._reply(updates, steps, activations, is_finite)
         return tuple(sorted(results, key=lambda result: places.get(result.number, -1)))
 
-    def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> None:
-        for lane, _ in computed:
-            cast(_AnsweringLane, lane).say()
+    def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> list[list[int]]:
+        return [cast(_AnsweringLane, lane).say() for lane, _ in computed]
 
 
 def sequence_of(opening: Opening, max_tokens: int = sys.maxsize) -> NewSequence:

@@ -16,15 +16,13 @@ from pipedec.device import to_device, to_host
 from pipedec.forest import ThreadChanges
 from pipedec.model import FirstForward, KVCache, LaneRows
 from pipedec.sampling import Logprobs, PromptLogprobs, Sampler, greedy
-from pipedec.stage.acceptance import Acceptance
-from pipedec.stage.corruption import bad_stage, corrupted_tokens, first_stage, known_finite
 from pipedec.stage.forecasts import Forecasts
-from pipedec.stage.lane import Lane
-from pipedec.stage.token_chooser import TokenChooser
-from pipedec.stage.worker import StageWorker
+from pipedec.stage.verification import Acceptance, TokenChooser
+from pipedec.stage.worker import Lane, StageWorker, known_finite
 from pipedec.threads import NewSequence
 from pipedec.tree import Advance
 
+_CORRUPTED = -(2**32)  # less the number of a stage; masks are negative, too, but near 0
 _BY_CHANCE = SamplingParams(temperature=1.0, top_p=0.9, seed=0)  # as most requests that sample
 
 
@@ -53,7 +51,7 @@ class SlotTokens:
 
 
 class FinalLane(Lane):
-    """One request on the last stage. After ``enter`` its rows are computed; then ``judge``, ``settle`` and ``result``.
+    """One request on the last stage. After ``enter`` its rows are computed; then ``judge`` and ``result``.
 
     Args:
         vocab_size: V.
@@ -85,7 +83,6 @@ class FinalLane(Lane):
         self._forecasts = Forecasts(self._chooser, min(opening.tokens_per_mask, vocab_size)) if self._has_masks else None
         self._logprobs = None if sampling.logprobs is None else Logprobs(sampling.logprobs)
         self._prompt_logprobs = None if sampling.prompt_logprobs is None else PromptLogprobs(sampling.prompt_logprobs, length)
-        self._first: list[int] = []  # behind the prefill, until its verdict: the target's token and what masks predict
         self._successors: list[int] = []  # the target's token after each of the N rows
         self._first_bad = torch.full((1,), torch.inf, device=device)  # the first stage of which any row was not finite
         self._stage = torch.full((1,), float(stage), device=device)
@@ -113,8 +110,9 @@ class FinalLane(Lane):
         return entered
 
     def note_corruption(self, hidden_RE: Tensor) -> None:
-        """Note which stage, if any, was the first to compute one of these rows that is not finite."""
-        self._first_bad = torch.minimum(self._first_bad, first_stage(hidden_RE))
+        """Note which stage, if any, was the first to compute one of these rows that is not finite (see ``marked``)."""
+        stages_R = torch.where(hidden_RE.isnan().any(1), hidden_RE[:, 0].float(), torch.inf)
+        self._first_bad = torch.minimum(self._first_bad, stages_R.amin(0, keepdim=True))
 
     def judge(self, logits_RV: Tensor, is_finite: bool = False) -> Tensor:
         """Choose the tokens after the ``num_judged`` rows, whose logits these are.
@@ -123,7 +121,7 @@ class FinalLane(Lane):
             is_finite: they are known to be.
 
         Returns:
-            int64 [any number], what ``settle`` must be told: the tokens, and then what masks predict.
+            int64 [any number], for ``result``: the tokens, and then what masks predict.
         """
         bad_R = None if is_finite else ~logits_RV.isfinite().all(1)
         if bad_R is not None:
@@ -139,7 +137,7 @@ class FinalLane(Lane):
         if self._logprobs is not None:
             self._logprobs.add(logits_RV, chosen_R)
         if bad_R is not None:
-            chosen_R = corrupted_tokens(chosen_R, bad_R, torch.minimum(self._first_bad, self._stage))
+            chosen_R = self._corrupted(chosen_R, bad_R)
         if self._forecasts is None:
             return chosen_R
         return torch.cat((chosen_R, self._forecasts.best(logits_RV[num_tokens:], forest).flatten()))
@@ -156,33 +154,31 @@ class FinalLane(Lane):
         if self._logprobs is not None:
             self._logprobs.accept_first(logits_RV[:1], token_1)
         if bad_R is not None:
-            token_1 = corrupted_tokens(token_1, bad_R[:1], torch.minimum(self._first_bad, self._stage))
+            token_1 = self._corrupted(token_1, bad_R[:1])
         if self._forecasts is None:
             return token_1
         return torch.cat((token_1, self._forecasts.first(logits_RV[1:], self._prefill_length + 1).flatten()))
 
-    def settle(self, token_ids: list[int]) -> None:
-        """What ``judge`` has returned, read from the device."""
-        if self._entered.visibility is None:
-            self._first = token_ids
-            return
-        rows, num_masks = self._entered.num_rows, self._entered.num_masks
-        self._successors += token_ids[:rows]
-        if self._forecasts is not None:
-            self._forecasts.add(rows - num_masks, token_ids[rows:])
+    def _corrupted(self, token_ids_R: Tensor, bad_R: Tensor) -> Tensor:
+        """The token ids, int64, with one that names the first corrupted stage after each row that is bad: bool [R]."""
+        stage_1 = torch.minimum(self._first_bad, self._stage)
+        return torch.where(bad_R, _CORRUPTED - stage_1.nan_to_num(posinf=0).long(), token_ids_R)
 
-    def result(self, number: int) -> Update | None:
+    def result(self, number: int, token_ids: list[int]) -> Update | None:
         """After the last chunk of the prefill the first verdict, later the one on the rows computed so far.
 
         Args:
             number: of the request.
+            token_ids: what ``judge`` has returned, read from the device; empty if no row needed logits.
 
         Returns:
             with log-probabilities, if requested, of the accepted tokens, and of tokens of the prompt that have entered since the
             last call; None if no further token is accepted, and there are none of the prompt.
         """
-        first, self._first = self._first, []
-        verdict = self._first_verdict(first[0], first[1:]) if first else self._verdict()
+        if self._entered.visibility is not None:
+            verdict = self._verdict(token_ids)
+        else:
+            verdict = self._first_verdict(token_ids[0], token_ids[1:]) if token_ids else None
         scored = () if self._prompt_logprobs is None else tuple(map(tuple, self._prompt_logprobs.take()))
         if verdict is None:
             return Update(number, prompt_logprobs=scored) if scored else None
@@ -191,26 +187,31 @@ class FinalLane(Lane):
         return Update(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=scored)
 
     def _first_verdict(self, token: int, best: list[int]) -> Verdict:
-        if (stage := bad_stage((token,))) is not None:
-            return Verdict(finished="corrupted", bad_stage=stage)
+        """The verdict after the prefill, on one token and what masks predict behind it."""
+        if token <= _CORRUPTED:
+            return Verdict(finished="corrupted", bad_stage=_CORRUPTED - token)
         self._acceptance.accept(0, token)
-        finished = self._acceptance.finished
+        finished = self._acceptance.sequence.finished
         forecast = () if finished or self._forecasts is None else self._forecasts.forecast(best)
-        return Verdict.of(token, finished=finished, forecast=forecast)
+        return Verdict((Accepted(0, (token,), forecast),), finished)
 
-    def _verdict(self) -> Verdict | None:
-        forest, walks = self.forest, self._acceptance.verify(self.forest, self._successors)
+    def _verdict(self, token_ids: list[int]) -> Verdict | None:
+        rows, num_masks = self._entered.num_rows, self._entered.num_masks
+        self._successors += token_ids[:rows]
+        if self._forecasts is not None:
+            self._forecasts.add(rows - num_masks, token_ids[rows:])
+        walks = self._acceptance.verify(self.forest, self._successors)
         if not walks:
             return None
-        if (stage := bad_stage(tuple(token for walk in walks for token in walk.tokens))) is not None:
-            return Verdict(finished="corrupted", bad_stage=stage)
+        if named := [token for walk in walks for token in walk.tokens if token <= _CORRUPTED]:
+            return Verdict(finished="corrupted", bad_stage=_CORRUPTED - named[0])
         if self._logprobs is not None:
             self._logprobs.accept([row for walk in walks for row in walk.rows])
-        finished = self._acceptance.finished
+        finished = self._acceptance.sequence.finished
         forecasts = None if finished else self._forecasts
         return Verdict(
             tuple(
-                Accepted(walk.thread, walk.tokens, () if forecasts is None else forecasts.after(forest, walk.rows))
+                Accepted(walk.thread, walk.tokens, () if forecasts is None else forecasts.after(self.forest, walk.rows))
                 for walk in walks
             ),
             finished,
@@ -260,24 +261,23 @@ class FinalStageWorker(StageWorker):
         further token is accepted, unless there are log-probabilities of their prompts. A verdict without tokens tells rank 0 that
         a lane is closed, and so on every stage.
         """
-        lanes = {number: cast(FinalLane, self._lanes[number]) for number in steps}
-        self._judge(list(zip(lanes.values(), activations, strict=True)), is_finite)
+        lanes = [cast(FinalLane, self._lanes[number]) for number in steps]
+        chosen = self._judge(list(zip(lanes, activations, strict=True)), is_finite)
         ends = [(update.number, update.verdict.finished) for update in updates if update.verdict is not None]
         closed = (Update(number, verdict=Verdict((), reason)) for number, reason in ends if reason is not None)
-        results = (lane.result(number) for number, lane in lanes.items())
+        results = (lane.result(number, token_ids) for lane, number, token_ids in zip(lanes, steps, chosen, strict=True))
         return (*closed, *(result for result in results if result is not None))
 
-    def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> None:
+    def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> list[list[int]]:
         """Compute the logits of all requests at once, let each lane choose its tokens, and read these from the device once."""
         for lane, own_RE in () if is_finite else computed:
             lane.note_corruption(own_RE)
         judging = [(lane, own_RE[own_RE.shape[0] - lane.num_judged :]) for lane, own_RE in computed if lane.num_judged]
         if not judging:
-            return
+            return [[] for _ in computed]
         logits_RV = self._model.logits(torch.cat([own_RE for _, own_RE in judging]))
         is_finite = known_finite(logits_RV)
         by_lane = zip(judging, logits_RV.split([lane.num_judged for lane, _ in judging]), strict=True)
-        chosen = [(lane, lane.judge(own_RV, is_finite)) for (lane, _), own_RV in by_lane]
-        read = iter(to_host(torch.cat([token_ids for _, token_ids in chosen])).tolist())
-        for lane, token_ids in chosen:
-            lane.settle(list(islice(read, token_ids.shape[0])))
+        chosen = {lane: lane.judge(own_RV, is_finite) for (lane, _), own_RV in by_lane}
+        read = iter(to_host(torch.cat(list(chosen.values()))).tolist())
+        return [list(islice(read, chosen[lane].shape[0])) if lane in chosen else [] for lane, _ in computed]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipedec.forest import Forest
-from pipedec.stage.token_chooser import TokenChooser
+from pipedec.stage.verification import TokenChooser
 
 Forecast = tuple[tuple[int, ...], ...]  # see ``Accepted.forecast``
 

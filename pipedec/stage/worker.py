@@ -1,4 +1,4 @@
-"""The workers of the pipeline's stages: contiguous layers, and a lane for each running request.
+"""One stage of the pipeline: a worker with contiguous layers, and a lane for each running request.
 
 A worker has two entries. ``replay`` takes in verdicts and openings. ``advance`` takes a message, replays what it brings, and
 computes its rows, of any number of requests, in one forward. Requests come and go at any timestep.
@@ -7,6 +7,8 @@ computes its rows, of any number of requests, in one forward. Requests come and 
 from __future__ import annotations
 
 import dataclasses
+import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -16,11 +18,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from pipedec.core import EMPTY, Envelope, Load, Opening, RankLost, Step, Update, Verdict
-from pipedec.device import to_device, to_host
-from pipedec.model import FirstForward, KVCache, StageModel, Usual, warm_up
-from pipedec.stage.corruption import known_finite, marked
-from pipedec.stage.lane import Lane
+from pipedec.device import HOST, to_device, to_host
+from pipedec.forest import ThreadChanges, forest_of
+from pipedec.model import FirstForward, KVCache, LaneRows, StageModel, Usual, warm_up
 from pipedec.threads import NewSequence
+from pipedec.tree import Advance, is_mask
 
 
 class Span(Protocol):
@@ -31,6 +33,79 @@ class Span(Protocol):
 
 def _unrecorded(name: str, load: Load) -> AbstractContextManager[None]:
     return nullcontext()
+
+
+class Lane:
+    """One request on one stage: its KV cache and a copy of its prediction trees. It knows no other request and no model.
+
+    In every timestep: ``sync`` if there is a verdict, then ``enter`` if it has rows, which the worker computes with those of
+    other lanes.
+
+    Args:
+        new_sequence: makes the sequence of the answer.
+
+    Attributes:
+        cache: with the slots and the adopted rows that the opening names.
+        forest: as far as the verdicts that were replayed.
+        has_ended: whether rows that still arrive are void. Only the last stage knows that before the verdict returns to it.
+    """
+
+    has_ended = False
+
+    def __init__(self, opening: Opening, new_sequence: NewSequence, cache: KVCache, device: torch.device | str) -> None:
+        self.cache = cache
+        self.forest = forest_of(new_sequence())
+        self._prompt_length = opening.prompt_length
+        self._prefill_length = opening.prompt_length + len(opening.said)
+        self._has_masks = opening.tokens_per_mask > 0
+        self._device = device
+
+    def enter(self, step: Step) -> LaneRows:
+        """Take in rows, which are computed next: chunks of the prompt and of what was said before, then rows of trees.
+
+        Masks are the last rows. They may follow the last chunk; neither forest nor cache keeps these.
+        """
+        num_masks = int(is_mask(step.token_ids).sum()) if self._has_masks else 0
+        first = self.cache.past_length
+        if first < self._prefill_length:
+            positions = torch.arange(first, first + step.num_rows, device=self._device)
+            return LaneRows(positions, self.cache, None, self._prompt_length, num_masks)
+        rows = self.forest.append(step.token_ids, step.parents, step.threads)
+        positions, visibility = to_device(self.forest.positions[rows], self._device), self.forest.visibility(rows)
+        return LaneRows(positions, self.cache, visibility.to(self._device), num_masks=num_masks)
+
+    def sync(self, verdict: Verdict) -> tuple[Advance, ThreadChanges] | None:
+        """Replay a verdict: commit and prune forest and cache. A verdict without tokens changes nothing.
+
+        Returns:
+            what became of the rows, and the effects on each thread; None if nothing has changed.
+        """
+        if not verdict.tokens:
+            return None
+        advance, changes, past = self.forest.advance(verdict)
+        self.cache.advance(advance.committed, advance.kept)
+        if past is not None:
+            self.cache.release(past)
+        return advance, changes
+
+    def pruned(self, waiting: Step, advance: Advance) -> Step | None:
+        """What ``advance`` has left of the rows that were the forest's newest before it, with parents as they are numbered now.
+
+        Args:
+            waiting: the rows, with their activations.
+
+        Returns:
+            None if no row is left.
+        """
+        assert waiting.hidden is not None
+        first = advance.num_rows - waiting.num_rows
+        kept = advance.kept[bisect_left(advance.kept.tolist(), first) :]
+        if not kept.shape[0]:
+            return None
+        forest = self.forest
+        rows = slice(forest.num_rows - kept.shape[0], forest.num_rows)
+        threads = None if forest.threads is None else forest.threads[rows]
+        return Step(forest.token_ids[rows], forest.parents[rows], waiting.hidden[kept - first], threads)
 
 
 class StageWorker:
@@ -87,7 +162,7 @@ class StageWorker:
 
     def reset(self) -> None:
         """Drop all lanes: requests come again with all their rows, and nothing in the pool is theirs any more."""
-        self.pruned_rows += sum(lane.num_candidates for lane in self._lanes.values())
+        self.pruned_rows += sum(lane.forest.num_rows for lane in self._lanes.values())
         self._lanes.clear()
 
     def replay(self, updates: Iterable[Update], waiting: Envelope = EMPTY) -> Envelope:
@@ -109,8 +184,12 @@ class StageWorker:
         """
         left = {update.number: update for update in waiting.updates}
         for update in sorted(updates, key=lambda update: update.opening is not None):
-            if update.opening is not None:
-                self._open(update.number, update.opening)
+            if (opening := update.opening) is not None:
+                if update.number in self._lanes:
+                    raise ValueError(f"request {update.number} is open already")
+                has_masks = opening.tokens_per_mask > 0
+                cache = KVCache(self._pool, opening.slots, opening.cached, opening.copied, with_prompt=has_masks)
+                self._lanes[update.number] = self._new_lane(update.number, opening, cache)
             if update.verdict is not None:
                 self._sync(update.number, update.verdict, left)
             if update.slots and (lane := self._lanes.get(update.number)) is not None:
@@ -152,14 +231,6 @@ class StageWorker:
         with span("dec", load) if rows else nullcontext():
             return Envelope(self._compute(updates, steps), message.ends_session)
 
-    def _open(self, number: int, opening: Opening) -> None:
-        """Open a lane for a request, and copy the rows that it is to have copies of."""
-        if number in self._lanes:
-            raise ValueError(f"request {number} is open already")
-        has_masks = opening.tokens_per_mask > 0
-        cache = KVCache(self._pool, opening.slots, opening.cached, opening.copied, with_prompt=has_masks)
-        self._lanes[number] = self._new_lane(number, opening, cache)
-
     def _new_lane(self, number: int, opening: Opening, cache: KVCache) -> Lane:
         return Lane(opening, self._new_sequence(opening), cache, self._device)
 
@@ -173,7 +244,7 @@ class StageWorker:
             if (update := waiting.get(number)) is not None and update.step is not None:
                 waiting[number] = replace(update, step=lane.pruned(update.step, advance))
         if verdict.finished is not None:
-            self.pruned_rows += lane.num_candidates
+            self.pruned_rows += lane.forest.num_rows
             del self._lanes[number]
 
     def _compute(self, updates: tuple[Update, ...], steps: Mapping[int, Step]) -> tuple[Update, ...]:
@@ -202,3 +273,30 @@ class StageWorker:
             for (number, step), own_RE in zip(steps.items(), activations, strict=True)
         }
         return tuple(replace(update, step=left.get(update.number)) for update in updates)
+
+
+def known_finite(values: Tensor) -> bool:
+    """Whether all values are finite, as far as that can be known without waiting for a device: then there is nothing to mark.
+
+    Their sum is asked, which costs a hundredth of asking each of them: it is finite only if all of them are. (It may overflow
+    although they are; then they are all looked at.)
+    """
+    return values.device == HOST and math.isfinite(values.sum(dtype=torch.float32))
+
+
+def marked(inputs: Tensor, hidden_RE: Tensor, stage: int) -> Tensor:
+    """The activations, with a mark in place of each row that is not finite. Does not wait for a device.
+
+    A mark is NaN except for its first value, the number of the stage that was the first to compute such a row. Later stages
+    compute NaN from it and pass the mark on; the last one turns it into a token id that no vocabulary has.
+
+    Args:
+        inputs: what they were computed from: activations of the stage before, or token ids.
+        stage: that has computed them.
+    """
+    mark_E = torch.full_like(hidden_RE[0], torch.nan)
+    mark_E[0] = stage
+    hidden_RE = torch.where(hidden_RE.isfinite().all(1, keepdim=True), hidden_RE, mark_E)
+    if not inputs.is_floating_point():
+        return hidden_RE
+    return torch.where(inputs.isnan().any(1, keepdim=True), inputs, hidden_RE)

@@ -16,7 +16,7 @@ from pipedec.grammar import NOTHING, Bitmask, Vocabulary
 from pipedec.grammar.masks import allowed_tokens, mask_logits
 from pipedec.sampling import Sampler
 from pipedec.shipped import reference_pair
-from pipedec.stage.token_chooser import TokenChooser
+from pipedec.stage.verification import TokenChooser
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.threads import Sequence
 

@@ -9,8 +9,7 @@ from support.toy_dialects import IDS, TEXTS, ids, sequence_of, texts, toy
 from pipedec.core import Accepted, SamplingParams, Verdict
 from pipedec.forest import ThreadedForest
 from pipedec.sampling.noise import gumbel
-from pipedec.stage.acceptance import Acceptance
-from pipedec.stage.token_chooser import TokenChooser
+from pipedec.stage.verification import Acceptance, TokenChooser
 
 VOCAB = len(TEXTS)
 GREEDY = SamplingParams()
@@ -151,13 +150,13 @@ def test_a_join_whose_children_have_ended_waits_for_its_replay() -> None:
 def test_the_end_of_the_answer() -> None:
     stage = Stage("apar", max_tokens=3)
     stage.enter(("a", -1, 0, "b"), ("b", 0, 0, "c"), ("c", 1, 0, "d"))
-    assert stage.acceptance.finished is None
-    assert stage.verdict() == {0: "b c"} and stage.acceptance.finished == "length"
+    assert stage.acceptance.sequence.finished is None
+    assert stage.verdict() == {0: "b c"} and stage.acceptance.sequence.finished == "length"
     assert stage.verdict() == {}
     stage = Stage("apar")
     stage.enter(("a", -1, 0, "<|end|>"))
-    assert stage.verdict() == {0: "<|end|>"} and stage.acceptance.finished == "stop"
-    assert Stage("apar", max_tokens=1).acceptance.finished == "length"
+    assert stage.verdict() == {0: "<|end|>"} and stage.acceptance.sequence.finished == "stop"
+    assert Stage("apar", max_tokens=1).acceptance.sequence.finished == "length"
 
 
 def chosen(stage: Stage, logits: torch.Tensor) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 
 from pipedec.core import Verdict
 from pipedec.forest import Forest
-from pipedec.stage.acceptance import Acceptance
+from pipedec.stage.verification import Acceptance
 from pipedec.threads import Sequence
 
 EOS = 2
@@ -78,10 +78,10 @@ def test_the_rows_that_gave_the_tokens_are_told() -> None:
 
 def test_first_token_counts() -> None:
     stage = Stage(max_tokens=2)
-    assert stage.acceptance.finished is None
-    assert stage.enter(1).accepted(11) == (11,) and stage.acceptance.finished == "length"
-    assert Stage(max_tokens=1).acceptance.finished == "length"
-    assert Stage((TOKEN_IDS[0],)).acceptance.finished == "stop"
+    assert stage.acceptance.sequence.finished is None
+    assert stage.enter(1).accepted(11) == (11,) and stage.acceptance.sequence.finished == "length"
+    assert Stage(max_tokens=1).acceptance.sequence.finished == "length"
+    assert Stage((TOKEN_IDS[0],)).acceptance.sequence.finished == "stop"
 
 
 LONG_WALK = (11, 13, 0, 15, 0, 0, 20)
@@ -90,7 +90,7 @@ LONG_WALK = (11, 13, 0, 15, 0, 0, 20)
 @pytest.mark.parametrize(("max_tokens", "tokens"), [(1, (11,)), (3, (11, 13, 15)), (4, (11, 13, 15, 20))])
 def test_cut_at_max_tokens(max_tokens: int, tokens: tuple[int, ...]) -> None:
     stage = Stage(max_tokens=max_tokens + 1).enter()
-    assert stage.accepted(*LONG_WALK) == tokens and stage.acceptance.finished == "length"
+    assert stage.accepted(*LONG_WALK) == tokens and stage.acceptance.sequence.finished == "length"
 
 
 @pytest.mark.parametrize(
@@ -101,15 +101,15 @@ def test_cut_at_the_first_end_token(
     max_tokens: int, end_token_ids: tuple[int, ...], tokens: tuple[int, ...], finished: str
 ) -> None:
     stage = Stage(end_token_ids, max_tokens + 1).enter()
-    assert stage.accepted(*LONG_WALK) == tokens and stage.acceptance.finished == finished
+    assert stage.accepted(*LONG_WALK) == tokens and stage.acceptance.sequence.finished == finished
 
 
 @pytest.mark.parametrize("eos", [EOS, 3])
 def test_every_end_token_ends_the_answer(eos: int) -> None:
     stage = Stage().enter(1)
-    assert stage.accepted(eos) == (eos,) and stage.acceptance.finished == "stop"
+    assert stage.accepted(eos) == (eos,) and stage.acceptance.sequence.finished == "stop"
     stage = Stage(()).enter(1)
-    assert stage.accepted(eos) == (eos,) and stage.acceptance.finished is None
+    assert stage.accepted(eos) == (eos,) and stage.acceptance.sequence.finished is None
 
 
 def test_rows_that_arrive_before_a_verdict_is_replayed_go_on_from_it() -> None:
@@ -137,6 +137,6 @@ def test_after_a_miss_only_the_new_root_counts() -> None:
 
 def test_nothing_is_said_after_the_end() -> None:
     stage = Stage(max_tokens=2).enter(1)
-    assert stage.accepted(11) == (11,) and stage.acceptance.finished == "length"
+    assert stage.accepted(11) == (11,) and stage.acceptance.sequence.finished == "length"
     stage.forest.append(torch.tensor([11]), torch.tensor([0]))
     assert stage.accepted(11, 12) == ()

@@ -1,11 +1,13 @@
-"""The target's token after each row: of every decode thread its own sampler, noise and the tokens that it may go on with.
+"""Verification on the last stage: the target's token after each row, and how far every decode thread accepts them.
 
-Knows logits, trees, and what threads and structured outputs allow; knows no model, no cache and no verdicts.
+``TokenChooser`` knows logits, trees, and what sampling parameters, threads and structured outputs allow. ``Acceptance`` knows
+trees and the chosen tokens. Neither knows a model or a cache.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +17,13 @@ from pipedec.device import to_device
 from pipedec.forest import Forest, ThreadChanges
 from pipedec.grammar.masks import mask_logits
 from pipedec.sampling import Sampler, greedy
-from pipedec.threads import Sequence
+from pipedec.threads import Sequence, State
 
 Path = tuple[int, list[int]]  # thread, and its tokens that are not accepted yet
 
 
 class TokenChooser:
-    """Chooses tokens as the sampling parameters say.
+    """Chooses tokens as the sampling parameters say: every decode thread has its own sampler and noise.
 
     Args:
         sequence: the forest's.
@@ -81,7 +83,12 @@ class TokenChooser:
         rows_by_ban: dict[frozenset[int], list[int]] = defaultdict(list)
         for row, (number, path) in enumerate(paths):
             rows_by_ban[self._sequence.banned(number, path)].append(row)
-        return _without(logits_RV, rows_by_ban)
+        logits_RV = logits_RV.clone()
+        for banned, rows in rows_by_ban.items():
+            if banned:
+                of_rows, tokens = (to_device(torch.tensor(ids), logits_RV.device) for ids in (rows, list(banned)))
+                logits_RV[of_rows[:, None], tokens] = -torch.inf
+        return logits_RV
 
     def scores(self, logits_MV: Tensor, positions_M: Tensor, threads_M: Tensor | None = None) -> Tensor:
         """Scores that rank the predictions of mask rows: [M, V] (see ``Sampler.scores``).
@@ -126,6 +133,78 @@ class TokenChooser:
         return to_device(torch.tensor(token_ids, dtype=torch.int64), self._device)
 
 
+class Walk(NamedTuple):
+    """Rows of one thread, each the child of the one before, and their successors, which are accepted.
+
+    Attributes:
+        rows: rows of the forest.
+        tokens: the successor of each.
+    """
+
+    thread: int
+    rows: list[int]
+    tokens: tuple[int, ...]
+
+
+class Acceptance:
+    """Accepts the target's tokens in every decode thread as deep as there are rows (PipeDec §3.3.4).
+
+    Further rows may arrive between a verdict and its replay, so it has a sequence of its own, which is ahead of the forest's.
+
+    Args:
+        sequence: a new one; nothing else passes tokens to it.
+
+    Attributes:
+        sequence: with all accepted tokens; ``finished`` says why they end the answer.
+    """
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self._ahead: dict[int, list[int]] = defaultdict(list)  # by thread: accepted tokens not replayed yet
+        self._stopped: set[int] = set()  # threads whose last such token joins or ends: they continue after its replay
+
+    def accept(self, number: int, token: int) -> None:
+        """Accept the next token of a thread."""
+        if self.sequence.ends_walk(number, token):
+            self._stopped.add(number)
+        self.sequence.accept(number, token)
+        self._ahead[number].append(token)
+
+    def verify(self, forest: Forest, successors: list[int]) -> list[Walk]:
+        """Walk the tree of every thread from its last accepted token, until one joins or ends the thread or has no row yet.
+
+        Args:
+            forest: the last stage's forest; all its rows are computed.
+            successors: the target's token after each row.
+
+        Returns:
+            the walks of the threads that accept any token.
+        """
+        walks = []
+        for number, tree in forest.trees.items():
+            row = 0 if tree.num_rows and number not in self._stopped else None
+            for token in self._ahead[number]:
+                row = None if row is None else tree.child(row, token)
+            thread = self.sequence.threads[number]
+            if row is None or thread.state is not State.RUNNING:
+                continue
+            own, rows, tokens = forest.rows_of(number), list[int](), list[int]()
+            while row is not None and thread.state is State.RUNNING:
+                rows.append(own[row])
+                tokens.append(successors[rows[-1]])
+                self.accept(number, tokens[-1])
+                row = None if number in self._stopped else tree.child(row, tokens[-1])
+            walks.append(Walk(number, rows, tuple(tokens)))
+        return walks
+
+    def replayed(self, changes: ThreadChanges) -> None:
+        """To be called when the forest has been advanced by a verdict with these effects. Verdicts are replayed in order."""
+        for number, tokens in changes.accepted.items():
+            del self._ahead[number][: len(tokens)]
+            if not self._ahead[number]:
+                self._stopped.discard(number)
+
+
 def _paths(forest: Forest, rows: slice) -> list[Path]:
     """Of each of ``rows``."""
     paths: list[Path] = [(0, [])] * (rows.stop - rows.start)
@@ -133,13 +212,3 @@ def _paths(forest: Forest, rows: slice) -> list[Path]:
         for index, row in zip(of_step.tolist(), of_tree.tolist(), strict=True):
             paths[index] = number, forest.trees[number].path(row)
     return paths
-
-
-def _without(logits_RV: Tensor, rows_by_ban: dict[frozenset[int], list[int]]) -> Tensor:
-    """A copy of the logits in which those of banned tokens are −inf."""
-    logits_RV = logits_RV.clone()
-    for banned, rows in rows_by_ban.items():
-        if banned:
-            of_rows, tokens = (to_device(torch.tensor(ids), logits_RV.device) for ids in (rows, list(banned)))
-            logits_RV[of_rows[:, None], tokens] = -torch.inf
-    return logits_RV
