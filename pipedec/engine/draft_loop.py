@@ -19,11 +19,11 @@ from pipedec.engine.counters import Counters
 from pipedec.engine.late_drafter import LateDrafter
 from pipedec.engine.live_feed import LiveFeed
 from pipedec.engine.loop import decode
-from pipedec.engine.pool import Pool
 from pipedec.engine.publisher import Publisher
 from pipedec.engine.rank_tasks import POLL_SECONDS, RankTasks, Wiring
 from pipedec.engine.rank_zero import RankZero
 from pipedec.engine.records import Record, Timestep
+from pipedec.engine.request_pool import RequestPool
 from pipedec.engine.request_queue import RequestQueue
 from pipedec.engine.run_counters import RunCounters
 from pipedec.engine.tasks import TaskPipeline
@@ -80,7 +80,7 @@ class DraftLoop:
         self._publisher = Publisher(self._queue, wiring, self._tasks)
         self._counters, self._run_counters = Counters(), RunCounters(self._company)
         listeners = self._note, self._run_counters.note, self._counters.note, self._publisher.note
-        self._pool = Pool(self._company, self._publisher.take, listeners)
+        self._pool = RequestPool(self._company, self._publisher.take, listeners)
         shape = {"stages": wiring.topology.num_stages, "groups": wiring.topology.num_groups}
         self._feed = LiveFeed({"epoch": 0, **about, **shape}, prompter.text, self._publisher.text, self._queue.show)
         self._told = 0.0  # when the counters were told

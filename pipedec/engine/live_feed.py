@@ -12,8 +12,8 @@ from typing import Any
 
 from pipedec.core import DEFAULT_METHOD, Step, Verdict
 from pipedec.engine.live_trees import Entered, LiveTrees
-from pipedec.engine.pool import Pool
 from pipedec.engine.records import Advanced, Closed, Drained, Ended, Interrupted, Opened, Record, Timestep, Waits
+from pipedec.engine.request_pool import RequestPool
 
 VERSION = 1
 _PROMPT = 400  # characters of a prompt that are shown
@@ -52,7 +52,7 @@ class LiveFeed:
         self._frames: list[Frame] = []  # after the one of the present timestep
         self._present: Frame | None = None  # the step that is not complete yet
 
-    def follow(self, watcher: str, pool: Pool, timestep: int) -> None:
+    def follow(self, watcher: str, pool: RequestPool, timestep: int) -> None:
         """``watcher`` has begun to watch, or nobody watches any more. To be called between two timesteps.
 
         Frames begin with what runs. Of the rows in flight nothing is known then.

@@ -27,9 +27,9 @@ from pipedec.engine.devices import chosen_device
 from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
 from pipedec.engine.loop import decode
 from pipedec.engine.memory import with_measured_memory
-from pipedec.engine.pool import Pool
 from pipedec.engine.recorder import Recorder
 from pipedec.engine.records import Advanced, Closed, Ended, Record, Scored, Timestep
+from pipedec.engine.request_pool import RequestPool
 from pipedec.engine.run_counters import RunCounters
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.timed_drafter import TimedDrafter
@@ -127,7 +127,7 @@ class LocalPipeline:
         self._prunes_at_once, self._delay = prunes == "at once", delay
         self._clock: EmulatedClock | None = None
         self._counters = Counters()
-        self.pool = Pool(self._company, listeners=[self._counters.note, self._note])
+        self.pool = RequestPool(self._company, listeners=[self._counters.note, self._note])
         self.answers: dict[int, LocalAnswer] = {}
         self.emulated_ms: float | None = None
         self.fill: list[list[int]] = []
@@ -250,7 +250,7 @@ class _Schedule:
         arrivals, cancels, losses: see ``LocalPipeline.run_all``; what is left of them.
     """
 
-    pool: Pool
+    pool: RequestPool
     begin: Callable[[Request], None]
     lose: Callable[[], None]
     arrivals: dict[int, Iterable[Request]]

@@ -10,8 +10,8 @@ from itertools import count
 from typing import Protocol
 
 from pipedec.core import Envelope, Verdict
-from pipedec.engine.pool import Pool
 from pipedec.engine.records import Timestep
+from pipedec.engine.request_pool import RequestPool
 
 
 class Pipeline(Protocol):
@@ -34,7 +34,7 @@ class Pipeline(Protocol):
         """Tell the stages of the verdicts that end the last answers. No row is in flight that anybody waits for."""
 
 
-def decode(pool: Pool, pipeline: Pipeline, admit: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Verdict]]:
+def decode(pool: RequestPool, pipeline: Pipeline, admit: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Verdict]]:
     """Decode the requests of ``pool`` until there is none; yields (request number, verdict) once its method has followed it.
 
     Whatever only watches listens to ``pool``.

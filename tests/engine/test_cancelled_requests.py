@@ -10,8 +10,8 @@ from support.processes import wait_until
 from pipedec.config import Settings
 from pipedec.core import Request, SamplingParams, Update, Verdict
 from pipedec.decoding import Company
-from pipedec.engine.pool import Pool
 from pipedec.engine.records import Ended, Record
+from pipedec.engine.request_pool import RequestPool
 from pipedec.engine.request_queue import RequestQueue
 from pipedec.kv import KVManager
 from pipedec.messages import RunDescription
@@ -57,7 +57,7 @@ def test_one_look_tells_of_a_cancellation_and_the_next_but_one_brings_another_re
 def test_a_cancelled_requests_memory_is_free_at_once_and_goes_to_the_next_with_the_same_envelope() -> None:
     company = Company(14, kv=KVManager(160, 16, shares_prefixes=False))
     noted: list[Record] = []
-    pool = Pool(company, listeners=[noted.append])
+    pool = RequestPool(company, listeners=[noted.append])
     for number in range(2):
         request = Request(number, PROMPT, SamplingParams(max_tokens=20), "pp")
         pool.open(request, partial(Sequence, len(PROMPT), (), 20))

@@ -10,8 +10,8 @@ import pytest
 from pipedec.core import NO_MASKS, Envelope, Opening, Request, SamplingParams, Update, Verdict
 from pipedec.decoding import TimestepTiming
 from pipedec.engine.loop import decode
-from pipedec.engine.pool import Pool
 from pipedec.engine.records import Advanced, Closed, Drained, Ended, Interrupted, Opened, Record, Timestep, Waits
+from pipedec.engine.request_pool import RequestPool
 
 TIMING = TimestepTiming(0.01, 0.005, (0.001,))
 Results = tuple[Update, ...]
@@ -113,7 +113,7 @@ def short(record: Record) -> Any:
     raise AssertionError(record)
 
 
-def pool_of(recorded: Recorded, *numbers: int, **cuts: Verdict) -> tuple[Pool, Heard]:
+def pool_of(recorded: Recorded, *numbers: int, **cuts: Verdict) -> tuple[RequestPool, Heard]:
     """A pool of requests that cuts verdicts on the token of a name, and what it emits of each request."""
 
     def take(result: Update) -> Verdict:
@@ -125,7 +125,7 @@ def pool_of(recorded: Recorded, *numbers: int, **cuts: Verdict) -> tuple[Pool, H
             heard.setdefault(record.number, []).append(short(record))
 
     heard: Heard = {}
-    pool = Pool(recorded, take, [note])  # type: ignore[arg-type]
+    pool = RequestPool(recorded, take, [note])  # type: ignore[arg-type]
     for number in numbers:
         pool.open(Request(number, (1, 2)), None)  # type: ignore[arg-type]
     return pool, heard

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from pipedec.core import Request, SamplingParams, TokenLogprobs, Update, UserError
 from pipedec.decoding import Company
 from pipedec.engine.local import LocalAnswer, LocalPipeline
-from pipedec.engine.pool import Pool
 from pipedec.engine.records import Record, Scored
+from pipedec.engine.request_pool import RequestPool
 from pipedec.threads import Sequence, load_dialect
 
 PROMPT = tuple(7 + (31 * index * index) % 290 for index in range(150))  # several chunks
@@ -89,7 +89,7 @@ def test_an_answer_that_is_resumed_scores_its_prompt_only(pair: Pair, expected: 
 
 def test_a_pause_in_the_middle_of_a_prompt() -> None:
     noted, rows = list[Record](), tuple(((token, -1.0),) for token in range(9))
-    pool = Pool(Company(2), listeners=[noted.append])
+    pool = RequestPool(Company(2), listeners=[noted.append])
     pool.open(Request(0, PROMPT, ASKED, "pp"), lambda: Sequence(len(PROMPT), (), 6))
 
     def begin() -> None:

@@ -26,9 +26,9 @@ from pipedec.decoding import Company, TimestepTiming
 from pipedec.engine.emulated_time import Pacer
 from pipedec.engine.local import LocalStages
 from pipedec.engine.loop import decode
-from pipedec.engine.pool import Pool
 from pipedec.engine.recorder import Recorder
 from pipedec.engine.records import Timestep
+from pipedec.engine.request_pool import RequestPool
 from pipedec.forest import Forest, forest_of
 from pipedec.kv import KVManager
 from pipedec.methods import applicable_options
@@ -301,7 +301,7 @@ class Rehearsal:
         ]  # fmt: skip
         self._arrivals = list(zip(arrivals, self._requests, strict=True))
         self.kv = KVManager(slots if windows else 4096, BLOCK, shares_prefixes=windows)
-        self.pool = Pool(Company(stages, MarkedDrafter(self._targets, accuracy, seed), "cpu", MASKS, knee, kv=self.kv))
+        self.pool = RequestPool(Company(stages, MarkedDrafter(self._targets, accuracy, seed), "cpu", MASKS, knee, kv=self.kv))
         self.sequences: dict[int, ThreadSequence] = {}  # rank 0's, by request
         self.stages = MarkedStages(self._targets, self._new_sequence, stages, self.kv.capacity, windows)
         self._timestep = 0

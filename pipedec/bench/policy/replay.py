@@ -22,9 +22,9 @@ from pipedec.engine.counters import Counters
 from pipedec.engine.emulated_time import EmulatedClock, Pacer
 from pipedec.engine.local import LocalStages
 from pipedec.engine.loop import decode
-from pipedec.engine.pool import Pool
 from pipedec.engine.recorder import Recorder
 from pipedec.engine.records import Advanced, Ended, Opened, Record, Timestep
+from pipedec.engine.request_pool import RequestPool
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.kv import KVManager
 from pipedec.plan.emulation import Emulation
@@ -166,7 +166,7 @@ class ReplayedPipeline:
         timed = None if drafter is None else TimedDrafter(drafter, recorder.drafting)
         company = Company(self._groups, timed, knee=emulation.knee, experience=experience, kv=kv)
         self._counters = Counters(self.clock.seconds)
-        self._pool = Pool(company, listeners=[self._counters.note, self._note])
+        self._pool = RequestPool(company, listeners=[self._counters.note, self._note])
         slots, block, last = company.kv.capacity, company.kv.block, topology.num_stages
         workers = [StageWorker(no_layers(), sequence_of, slots=slots, block=block, stage=stage) for stage in range(1, last)]
         workers.append(AnsweringStage(self._known, lambda: self.timesteps, slots, block, last))

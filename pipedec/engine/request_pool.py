@@ -41,7 +41,7 @@ class _Running:
     num_come: int = 0
 
 
-class Pool:
+class RequestPool:
     """Requests between their arrival and the closing of their lanes.
 
     Args:
