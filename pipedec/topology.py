@@ -82,13 +82,9 @@ class Topology:
                 return index
         raise ValueError(f"rank {rank} is not a stage of {self.groups}")
 
-    def is_exit(self, rank: int) -> bool:
-        """Whether ``rank`` is the last stage of its group (rank 0 is in no group)."""
-        return rank in self.exit_ranks
-
     def feeds_next_group(self, rank: int) -> bool:
         """Whether the output of ``rank`` enters the next group one timestep later: rank 0 and every exit but the last."""
-        return rank == 0 or (rank != self.final_rank and self.is_exit(rank))
+        return rank == 0 or (rank != self.final_rank and rank in self.exit_ranks)
 
     def has_sync(self, active: Sequence[int]) -> bool:
         """Whether a timestep with these active entry ranks ends in a verdict ("SYNC in seq")."""

@@ -58,7 +58,8 @@ class Admission:
         token_ids = self.prompter.token_ids(prompt.prompt, prompt.raw, prompt.sampling.max_tokens, dialect)
         self.sequences.check_prompt(token_ids)
         self.prompter.check_bias(prompt.sampling.logit_bias)
-        self.sequences.check(prompt.sampling.structured_outputs, heard)
+        if prompt.sampling.structured_outputs is not None:
+            self.sequences.check(prompt.sampling.structured_outputs, heard)
         if prompt.sampling.is_stochastic and prompt.sampling.seed is None:
             raise UserError("the answer is to be drawn at random and has no seed: whoever submits it must choose one")
         options = make_options(name, prompt.options, self.tree)

@@ -104,8 +104,8 @@ class DraftLoop:
         self._pool.interrupt()
         self._resume(self._queue.journal())
         with self._queue.serving():
-            while not self._stopping or self._pool.is_busy:
-                if self._pool.is_busy:
+            while not self._stopping or self._pool.running:
+                if self._pool.running:
                     self._decode()
                 else:
                     self._wait()
@@ -120,13 +120,13 @@ class DraftLoop:
         for message in running:
             if message.attempts >= MAX_ATTEMPTS:
                 self._give_up(message)
-            elif message.number not in self._pool.numbers:
+            elif message.number not in self._pool.running:
                 self._queue.give_out(message)
                 self._admit(message)
 
     def _give_up(self, message: Message) -> None:
         logger.warning("gives up request %d, which was running when ranks were lost %d times", message.number, message.attempts)
-        if message.number in self._pool.numbers:
+        if message.number in self._pool.running:
             self._pool.drop(message.number)
         recoveries = self._wiring.scheduler.status().recoveries
         cause = f": {recoveries[-1].reason}" if recoveries else ""
@@ -174,7 +174,7 @@ class DraftLoop:
             self._tell_counters()
         for number in self._queue.cancelled():
             self._pool.cancel(number)
-        room = 0 if self._queue.is_stopping else self._max_num_seqs - self._pool.num_running
+        room = 0 if self._queue.is_stopping else self._max_num_seqs - len(self._pool.running)
         for message in self._queue.arrivals(room):
             self._admit(message)
         if self._feed.watcher != self._queue.watcher:

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from msgspec import structs
 
-from pipedec.core import EMPTY, KNEE_ROWS, NO_LOAD, Envelope, Load, Metrics, Request, Update, UserError, Verdict
+from pipedec.core import EMPTY, NO_LOAD, Envelope, Load, Metrics, Request, Update, UserError, Verdict
 from pipedec.decoding import Company, Drafter, LaneSizes, TimestepTiming
 from pipedec.device import Mark, device_of
 from pipedec.engine.admission import threads_within
@@ -36,7 +36,6 @@ from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.kv import KVManager
 from pipedec.messages import RunStats
 from pipedec.model import NewCapture, device_capture
-from pipedec.plan.emulation import Emulation
 from pipedec.plan.spec import PipelineSpec
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import NewSequence, Sequence
@@ -80,10 +79,10 @@ class LocalAnswer:
 
 
 class LocalPipeline:
-    """Runs requests through stages 1..n, which are grouped as ``topology`` says.
+    """Runs requests through the stages of ``spec``.
 
     Args:
-        stages: their workers; the last one is a FinalStageWorker.
+        stages: the workers of stages 1..n; the last one is a FinalStageWorker.
         kv: of the stages' KV pools. Prefixes outlast a run.
         lane_sizes: how much of them requests get before they need it.
         prunes: when a stage replays a verdict: before its next step, as with the paper's dispatcher, or when the rows behind the
@@ -100,30 +99,28 @@ class LocalPipeline:
 
     def __init__(
         self,
+        spec: PipelineSpec,
         stages: list[StageWorker],
-        topology: Topology,
-        sequences: Sequences,
         drafter: Drafter | None = None,
         device: torch.device | str = "cpu",
-        emulation: Emulation | None = None,
-        trained_masks: int = 0,
-        knee: int = KNEE_ROWS,
+        *,
         kv: KVManager | None = None,
         lane_sizes: LaneSizes = LaneSizes(),
         prunes: Prunes = "at once",
         delay: int = 0,
     ) -> None:
+        topology = spec.topology
         if len(stages) != topology.num_stages:
             raise ValueError(f"{len(stages)} stages do not fill a topology of {topology.num_stages}")
         if not isinstance(stages[-1], FinalStageWorker):
             raise ValueError("the last stage must be a FinalStageWorker")
         self.stages = stages
         self._topology = topology
-        self._sequences = sequences
+        self._sequences = Sequences(spec.target)
         self._recorder = Recorder(Pacer(None, 0), device_of(torch.device(device)))
         timed = None if drafter is None else TimedDrafter(drafter, self._recorder.drafting)
-        self._company = Company(topology.num_groups, timed, device, trained_masks, knee, kv=kv, lane_sizes=lane_sizes)
-        self._emulation = emulation
+        self._company = Company(topology.num_groups, timed, device, spec.trained_masks, spec.knee, kv=kv, lane_sizes=lane_sizes)
+        self._emulation = spec.emulation
         self._prunes_at_once, self._delay = prunes == "at once", delay
         self._clock: EmulatedClock | None = None
         self._counters = Counters()
@@ -148,9 +145,8 @@ class LocalPipeline:
         device = chosen_device(spec.settings.cut.device)
         spec = with_measured_memory(spec, device)
         stages = [load_stage(spec, rank, device, capture=capture) for rank in range(1, spec.settings.cut.stages + 1)]
-        sequences, drafter, masks = Sequences(spec.target), load_drafter(spec, device, capture=capture), spec.trained_masks
-        kv = spec.kv_manager()
-        return cls(stages, spec.topology, sequences, drafter, device, spec.emulation, masks, spec.knee, kv, lane_sizes, prunes)
+        drafter = load_drafter(spec, device, capture=capture)
+        return cls(spec, stages, drafter, device, kv=spec.kv_manager(), lane_sizes=lane_sizes, prunes=prunes)
 
     def run(self, request: Request) -> Iterator[Verdict]:
         """Decode ``request`` alone and yield every verdict. Raises as ``run_all``."""
@@ -205,7 +201,8 @@ class LocalPipeline:
         sampling, dialect = request.sampling.seeded(), request.threads
         threads = None if dialect is None else threads_within(dialect, self._company.kv)
         request = replace(request, sampling=sampling, threads=threads)
-        self._sequences.check(sampling.structured_outputs, request.said)
+        if sampling.structured_outputs is not None:
+            self._sequences.check(sampling.structured_outputs, request.said)
         new_sequence = self._sequences.maker(len(request.prompt_token_ids), sampling, threads, request.said)
         answer = LocalAnswer(request, new_sequence)
         self.pool.open(request, answer.begin)
@@ -265,7 +262,7 @@ class _Schedule:
             self.pool.interrupt()
         for number in self.cancels.pop(self.timestep, ()):
             self.pool.cancel(number)
-        if self.arrivals and not self.pool.is_busy:
+        if self.arrivals and not self.pool.running:
             self.timestep = max(self.timestep, next(iter(self.arrivals)))
         while self.arrivals and (first := next(iter(self.arrivals))) <= self.timestep:
             for request in self.arrivals.pop(first):
@@ -310,13 +307,14 @@ class LocalStages:
         self._prunes_at_once = prunes_at_once
         self._delay = delay
         self.arrived: list[Envelope] = []
+        self._queues = self._empty_queues()
         self._load = TimestepLoad()
         self._marks: list[Mark] = []  # before the first group of this timestep, and after each
         self._idle_timesteps = 0
-        self._clear()
+        self._ended = 0.0  # the CPU time of rank 0 when the last timestep ended
 
     def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
-        load = self._load = TimestepLoad(deciding_seconds=self._recorder.cpu_seconds if number > 1 else 0.0)
+        load = self._load = TimestepLoad(deciding_seconds=time.thread_time() - self._ended if number > 1 else 0.0)
         self._receive(self._replay(entering) if self._prunes_at_once else entering)
         self._idle_timesteps = 0 if any(message.updates for message in self.arrived) else self._idle_timesteps + 1
         if self._idle_timesteps == _IDLE_TIMESTEPS * (1 + self._delay):
@@ -326,11 +324,12 @@ class LocalStages:
         self._recorder.note_beside(load)
         results = self._compute()
         timing = self._timing()
+        self._ended = time.thread_time()
         return Timestep(number, entering, results, timing if number >= self._topology.num_groups else None, load)
 
     def reset(self) -> None:
         """Every stage loses its lanes, and what was on its way is lost."""
-        self._clear()
+        self._queues = self._empty_queues()
         for worker in self._workers.values():
             worker.reset()
 
@@ -341,10 +340,9 @@ class LocalStages:
             self._receive(EMPTY)
             self._compute()
 
-    def _clear(self) -> None:
+    def _empty_queues(self) -> list[deque[Envelope]]:
         """Nothing is on its way."""
-        others = self._topology.groups[1:]
-        self._queues = [deque[Envelope](), *(deque([EMPTY] * (1 + self._delay)) for _ in others)]
+        return [deque(), *(deque([EMPTY] * (1 + self._delay)) for _ in self._topology.groups[1:])]
 
     @torch.inference_mode()
     def _replay(self, entering: Envelope) -> Envelope:
@@ -382,7 +380,7 @@ class LocalStages:
         for index, (group, message) in enumerate(zip(self._topology.groups, self.arrived, strict=True), start=1):
             for rank in group if message.updates else ():
                 message = self._workers[rank].advance(message, partial(self._computing, rank))
-                if not self._topology.is_exit(rank) and (rows := message.num_rows):
+                if rank != group[-1] and (rows := message.num_rows):
                     self._load.sent[rank] = rows
             self._marks.append(self._recorder.mark())
             if index < len(self._queues):

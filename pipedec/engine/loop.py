@@ -44,7 +44,7 @@ def decode(pool: RequestPool, pipeline: Pipeline, admit: Callable[[], None] = la
     """
     for number in count(1):
         admit()
-        if not pool.is_busy:
+        if not pool.running:
             pipeline.close(pool.entering())
             pool.closed()
             return

@@ -80,15 +80,10 @@ class Recorder:
         self._forwards.append((load, began, self.mark()))
         self._drafting += time.thread_time() - cpu_began
 
-    @property
-    def cpu_seconds(self) -> float:
-        """What this thread has computed since ``restart``, on a CPU that others may be using at the same time."""
-        return time.thread_time() - self._own_began
-
     def note_beside(self, load: TimestepLoad) -> None:
-        """Note in ``load`` what this thread has done since ``restart``, beside the stages; draft forwards apart."""
+        """Note in ``load`` what this thread has computed since ``restart``, beside the stages; draft forwards apart."""
         load.drafted = [forward for forward, _, _ in self._forwards]
-        load.beside_seconds = self.cpu_seconds - self._drafting
+        load.beside_seconds = time.thread_time() - self._own_began - self._drafting
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

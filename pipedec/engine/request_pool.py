@@ -19,7 +19,7 @@ from pipedec.threads import NewSequence
 
 
 @dataclass(slots=True)
-class _Running:
+class RunningRequest:
     """A request between its arrival and its end.
 
     Attributes:
@@ -50,6 +50,7 @@ class RequestPool:
 
     Attributes:
         company: the methods of all running requests, and their memory.
+        running: requests by number, those that wait for memory among them. Nothing else changes it.
         listeners: are called with each record, in order.
     """
 
@@ -59,30 +60,16 @@ class RequestPool:
         self.company = company
         self.listeners = list(listeners)
         self._take = take
-        self._running: dict[int, _Running] = {}  # those that wait for memory among them
+        self.running: dict[int, RunningRequest] = {}
         self._new: list[int] = []  # those that have arrived since the last timestep
         self._closing: list[int] = []  # ended; the stages have yet to close the lane
         self._updates: dict[int, Update] = {}  # verdicts that the stages have yet to replay
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether requests are running."""
-        return bool(self._running)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def numbers(self) -> frozenset[int]:
-        """Of the running requests."""
-        return frozenset(self._running)
 
     def opened(self) -> list[Opened]:
         """The running requests that have lanes, for a listener that joins late."""
         return [
             Opened(number, one.request, one.new_sequence, one.opening, one.is_prefilling)
-            for number, one in self._running.items()
+            for number, one in self.running.items()
             if one.opening is not None
         ]
 
@@ -100,7 +87,7 @@ class RequestPool:
             UserError: the method cannot run here.
         """
         self.company.open(request, new_sequence)
-        self._running[request.number] = _Running(request, new_sequence)
+        self.running[request.number] = RunningRequest(request, new_sequence)
         self._new.append(request.number)
 
     def interrupt(self) -> None:
@@ -108,26 +95,26 @@ class RequestPool:
         self.company.interrupt()
         self.closed()
         self._updates.clear()
-        for number, one in self._running.items():
+        for number, one in self.running.items():
             one.opening, one.is_known, one.is_closing = None, False, False
             self.emit(Interrupted(number))
 
     def drop(self, number: int) -> None:
         """Forget a running request that has no lane."""
         self.company.close(number)
-        del self._running[number]
+        del self.running[number]
         self.emit(Closed(number))
 
     def cancel(self, number: int) -> None:
         """End a request, whatever it is doing. Nothing happens if it is not running."""
-        if number in self._running:
+        if number in self.running:
             self._leave(number, "cancelled")
 
     def _leave(self, number: int, reason: str, bad_stage: int | None = None) -> None:
         """End a request without a verdict that it could follow."""
         state = self.company.state(number)
         self.company.close(number)
-        if self._running[number].is_known:
+        if self.running[number].is_known:
             self._close_lanes(number, reason)
         self._end(number, reason, state, bad_stage)
 
@@ -140,18 +127,18 @@ class RequestPool:
             known = updates.get(number)
             updates[number] = update if known is None else replace(update, verdict=known.verdict)
             if update.opening is not None:
-                one = self._running[number]
+                one = self.running[number]
                 one.opening, one.is_known, one.is_prefilling, one.num_come = update.opening, True, True, 0
                 self.emit(Opened(number, one.request, one.new_sequence, update.opening))
         new, self._new = self._new, []
         for number in new:
-            if number in self._running and not self._running[number].is_known:
+            if number in self.running and not self.running[number].is_known:
                 self.emit(Waits(number))
         return Envelope(tuple(updates.values()))
 
     def take(self, result: Update, timestep: int) -> Verdict | None:
         """Take a result of the last stage. Returns the verdict as far as the answer goes; None if the result is void."""
-        number, verdict, one = result.number, result.verdict, self._running.get(result.number)
+        number, verdict, one = result.number, result.verdict, self.running.get(result.number)
         if one is None or one.is_closing:
             if verdict is not None and verdict.finished is not None and not verdict.tokens:
                 self._lanes_closed(number, verdict.finished)
@@ -185,11 +172,11 @@ class RequestPool:
     def _pause(self, number: int) -> None:
         self.company.pause(number)
         self._close_lanes(number, "paused")
-        one = self._running[number]
+        one = self.running[number]
         one.opening, one.is_closing = None, True
         self.emit(Waits(number))
 
-    def _score(self, one: _Running, logprobs: TokenLogprobs) -> None:
+    def _score(self, one: RunningRequest, logprobs: TokenLogprobs) -> None:
         known = max(one.num_scored - one.num_come, 0)
         one.num_come += len(logprobs)
         one.num_scored = max(one.num_scored, one.num_come)
@@ -203,7 +190,7 @@ class RequestPool:
 
     def _lanes_closed(self, number: int, reason: str) -> None:
         """The last stage has closed the lane, and so every stage has."""
-        one = self._running.get(number)
+        one = self.running.get(number)
         if reason == "paused" and one is not None and one.is_closing:
             one.is_closing = False
             self.company.closed(number)
@@ -212,7 +199,7 @@ class RequestPool:
             self.emit(Closed(number))
 
     def _end(self, number: int, reason: str, state: RequestState, bad_stage: int | None = None) -> None:
-        one = self._running.pop(number)
+        one = self.running.pop(number)
         self.emit(Ended(number, reason, state.hits, state.misses, bad_stage))
         if one.is_known:
             self._closing.append(number)

@@ -73,12 +73,10 @@ class Sequences:
                 f"{self._config.vocab_size} embeddings: leave its text out"
             )
 
-    def check(self, structure: StructuredOutputs | None, said: tuple[int, ...] = ()) -> None:
+    def check(self, structure: StructuredOutputs, said: tuple[int, ...] = ()) -> None:
         """Raises UserError if the structure is invalid, not supported, not possible with the target and its tokenizer, or if no
         answer that has it begins with ``said``.
         """
-        if structure is None:
-            return
         if not self._config.eos_token_ids:
             raise UserError(f"structured_outputs end with an end token, and the model in {self._target} names none")
         self._vocabulary.check(structure)

@@ -289,13 +289,13 @@ def test_every_sequence_of_a_structured_answer_has_a_grammar_of_its_own() -> Non
     while one.finished is None:
         one.accept(0, next(iter(one.grammar.allowed())))
     assert (one.finished, one.main.token_ids[-1]) == ("stop", end)
+    assert sampling.structured_outputs is not None
     sequences.check(sampling.structured_outputs, tuple(one.main.token_ids))
     assert sequences.maker(3, SamplingParams())().grammar is None
 
 
 def test_structures_that_cannot_be_are_refused(tmp_path: Path) -> None:
     sequences, structure = Sequences(TARGET), StructuredOutputs(choice=("yes", "no"))
-    sequences.check(None)
     sequences.check(structure)
     with pytest.raises(UserError, match=r"structured_outputs.regex: invalid regex"):
         sequences.check(StructuredOutputs(regex="("))

@@ -12,7 +12,6 @@ from test_local_pipeline import LAYERS, NUM_TOKENS, OPTIONS, PROMPT, answer, exp
 
 from pipedec.engine.build import load_drafter, load_stage
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.sequences import Sequences
 from pipedec.methods import METHODS, BitaOptions
 from pipedec.model import Usual
 from pipedec.model.buckets import usual_sizes
@@ -59,7 +58,7 @@ def test_warmed_up_stages_capture_nothing_while_they_answer(models: Path, method
     assert drafter.num_lanes == drafter.used_slots == 0
     before = [one.captures for one in captures]
     assert before == [len(usual_sizes(spec.knee, 256))] * 5
-    pipeline = LocalPipeline(stages, spec.topology, Sequences(spec.target), drafter, trained_masks=spec.trained_masks)
+    pipeline = LocalPipeline(spec, stages, drafter)
     for prompt in (PROMPT, PROMPT * 8):
         tokens, _ = answer(pipeline, request(prompt, method=method, options=CHOSEN[method], ignore_eos=True))
         assert tokens == expected(models / "target", prompt, NUM_TOKENS)

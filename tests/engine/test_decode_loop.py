@@ -159,7 +159,7 @@ def test_requests_end_and_begin_in_the_same_timestep() -> None:
     pool, heard = pool_of(recorded, 0)
 
     def admit() -> None:
-        if not pool.is_busy and 1 not in heard:
+        if not pool.running and 1 not in heard:
             pool.open(Request(1, (1, 2)), None)  # type: ignore[arg-type]
 
     verdicts = [number for number, _ in decode(pool, recorded, admit)]  # type: ignore[arg-type]
@@ -300,4 +300,4 @@ def test_a_listener_that_joins_late_learns_what_has_a_lane() -> None:
     assert pool.opened() == []
     assert [heard[number][-1] for number in range(3)] == ["interrupted"] * 3
     pool.drop(2)
-    assert heard[2] == ["waits", "interrupted", "closed"] and pool.numbers == {0, 1}
+    assert heard[2] == ["waits", "interrupted", "closed"] and pool.running.keys() == {0, 1}

@@ -18,9 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from pipedec.core import MethodOptions, Metrics, Request, SamplingParams, UserError, Verdict
 from pipedec.engine.build import DTYPES, load_stage
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.sequences import Sequences
 from pipedec.methods import METHODS, BestFirstOptions, PipeDecOptions, PlainOptions, StaticTreeOptions, applicable_options
-from pipedec.topology import Topology
 
 LAYERS = 8
 EOS = 2
@@ -243,6 +241,6 @@ def test_stages_must_fill_the_topology(models: Path) -> None:
     spec = bare_spec(models / "target", LAYERS, (2, 2))
     stages = [load_stage(spec, rank, torch.device("cpu")) for rank in (1, 2)]
     with pytest.raises(ValueError, match="2 stages do not fill a topology of 3"):
-        LocalPipeline(stages, Topology.even(3, 3), Sequences(spec.target))
+        LocalPipeline(bare_spec(models / "target", LAYERS, (3, 3)), stages)
     with pytest.raises(ValueError, match="the last stage must be a FinalStageWorker"):
-        LocalPipeline(stages[::-1], Topology.even(2, 2), Sequences(spec.target))
+        LocalPipeline(spec, stages[::-1])

@@ -320,7 +320,7 @@ class Rehearsal:
 
     def _admit(self) -> None:
         self._timestep += 1
-        if self._arrivals and not self.pool.is_busy:
+        if self._arrivals and not self.pool.running:
             self._timestep = max(self._timestep, self._arrivals[0][0])
         while self._arrivals and self._arrivals[0][0] <= self._timestep:
             _, request = self._arrivals.pop(0)

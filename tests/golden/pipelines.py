@@ -15,7 +15,6 @@ from pipedec.config import paper_cluster
 from pipedec.decoding import LaneSizes
 from pipedec.engine.build import load_drafter, load_stage
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.sequences import Sequences
 from pipedec.kv import KVManager
 from pipedec.shipped import reference_pair, reference_threads
 
@@ -43,9 +42,7 @@ class Models:
 
     def pipeline(self, kv: KVManager, lane_sizes: LaneSizes = LaneSizes()) -> LocalPipeline:
         """A pipeline that has learned nothing yet."""
-        spec, sequences = self.spec, Sequences(self.spec.target)
-        shape = self.stages, spec.topology, sequences, self._drafter, CPU, spec.emulation, spec.trained_masks, spec.knee
-        return LocalPipeline(*shape, kv=kv, lane_sizes=lane_sizes)
+        return LocalPipeline(self.spec, self.stages, self._drafter, CPU, kv=kv, lane_sizes=lane_sizes)
 
     @cached_property
     def roomy(self) -> LocalPipeline:

@@ -181,7 +181,7 @@ def draft_rank(topology: Topology, phases: tuple[Phase, ...], timesteps: int) ->
 
 def stage_rank(rank: int, topology: Topology, phases: tuple[Phase, ...], timesteps: int, window: int) -> Offers:
     """Between two timesteps the granted order, and after a window's last one the output before the next window's input."""
-    is_entry, is_exit = rank in topology.entry_ranks, topology.is_exit(rank)
+    is_entry, is_exit = rank in topology.entry_ranks, rank in topology.exit_ranks
     receives = Transfer(rank - 1, rank)
     yield (receives,)
     for number in range(1, timesteps + 1):

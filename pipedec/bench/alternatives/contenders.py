@@ -191,5 +191,4 @@ def _load_counted(spec: PipelineSpec, device: torch.device) -> tuple[LocalPipeli
             model.attach(BitaWeights.load(spec.bita, config, range(first, last), DTYPES[spec.dtype], device))
         kind = FinalStageWorker if model.is_last else StageWorker
         stages.append(kind(model, sequences.of, device, slots=spec.kv_slots, block=spec.kv_block))
-    drafter, masks, kv = load_drafter(spec, device), spec.trained_masks, spec.kv_manager()
-    return LocalPipeline(stages, spec.topology, sequences, drafter, device, trained_masks=masks, kv=kv), count
+    return LocalPipeline(spec, stages, load_drafter(spec, device), device, kv=spec.kv_manager()), count

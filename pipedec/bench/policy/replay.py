@@ -179,7 +179,7 @@ class ReplayedPipeline:
 
     @property
     def num_running(self) -> int:
-        return self._pool.num_running
+        return len(self._pool.running)
 
     def begin(self, request: Request, answer: tuple[int, ...]) -> ReplayedAnswer:
         """Let ``request`` enter, to which the target generates ``answer``.

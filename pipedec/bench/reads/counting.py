@@ -18,7 +18,6 @@ from pipedec.bench.record import Row, header, plain
 from pipedec.core import Request, SamplingParams, UserError
 from pipedec.engine.build import load_drafter, load_prompter, load_stage
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.sequences import Sequences
 from pipedec.flags import Help, check_fields
 from pipedec.methods import find_method, make_options
 from pipedec.plan.spec import PipelineSpec
@@ -79,9 +78,7 @@ def _pipeline(spec: PipelineSpec, counted: CountedDevice) -> LocalPipeline:
     stages = [load_stage(spec, rank, DEVICE) for rank in range(1, spec.settings.cut.stages + 1)]
     for rank, stage in enumerate(stages, start=1):
         _attribute(stage, counted, f"stage {rank}")
-    sequences, drafter = Sequences(spec.target), load_drafter(spec, DEVICE)
-    masks, kv = spec.trained_masks, spec.kv_manager()
-    return LocalPipeline(stages, spec.topology, sequences, drafter, DEVICE, spec.emulation, masks, spec.knee, kv)
+    return LocalPipeline(spec, stages, load_drafter(spec, DEVICE), DEVICE, kv=spec.kv_manager())
 
 
 def _attribute(worker: StageWorker, counted: CountedDevice, name: str) -> None:
