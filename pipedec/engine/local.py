@@ -223,7 +223,7 @@ class LocalPipeline:
             case Timestep():
                 assert record.load is not None
                 computed = record.load.computed
-                self.fill.append([computed.get(rank, NO_LOAD).rows for rank in self._topology.entry_ranks])
+                self.fill.append([computed.get(group[0], NO_LOAD).rows for group in self._topology.groups])
             case Advanced():
                 answer = self.answers[record.number]
                 answer.logprobs += map(dict, record.logprobs)
@@ -301,7 +301,8 @@ class LocalStages:
         if prunes_at_once and delay:
             raise ValueError("what is on its way cannot be pruned: let verdicts travel with the rows")
         self._workers = dict(enumerate(workers, start=1))
-        self._topology = topology
+        self._groups = topology.groups
+        self._senders = (0, *topology.exit_ranks[:-1])  # the rank that each group receives from
         self._recorder = recorder
         self._clock = clock
         self._prunes_at_once = prunes_at_once
@@ -325,7 +326,7 @@ class LocalStages:
         results = self._compute()
         timing = self._timing()
         self._ended = time.thread_time()
-        return Timestep(number, entering, results, timing if number >= self._topology.num_groups else None, load)
+        return Timestep(number, entering, results, timing if number >= len(self._groups) else None, load)
 
     def reset(self) -> None:
         """Every stage loses its lanes, and what was on its way is lost."""
@@ -342,7 +343,7 @@ class LocalStages:
 
     def _empty_queues(self) -> list[deque[Envelope]]:
         """Nothing is on its way."""
-        return [deque(), *(deque([EMPTY] * (1 + self._delay)) for _ in self._topology.groups[1:])]
+        return [deque(), *(deque([EMPTY] * (1 + self._delay)) for _ in self._groups[1:])]
 
     @torch.inference_mode()
     def _replay(self, entering: Envelope) -> Envelope:
@@ -357,7 +358,7 @@ class LocalStages:
                 left.append(structs.replace(update, verdict=None))
         if not verdicts:
             return entering
-        waiting = dict(zip(self._topology.exit_ranks, self._queues[1:], strict=False))
+        waiting = dict(zip(self._senders[1:], self._queues[1:], strict=True))
         for rank, worker in self._workers.items():
             if rank in waiting:
                 waiting[rank].append(worker.replay(verdicts, waiting[rank].pop()))
@@ -369,7 +370,7 @@ class LocalStages:
         """Every group receives the message of this timestep."""
         self._queues[0].append(entering)
         self.arrived = [queue.popleft() for queue in self._queues]
-        for rank, message in zip((0, *self._topology.exit_ranks), self.arrived, strict=False):
+        for rank, message in zip(self._senders, self.arrived, strict=True):
             if rows := message.num_rows:
                 self._load.sent[rank] = rows
 
@@ -377,7 +378,7 @@ class LocalStages:
     def _compute(self) -> tuple[Update, ...]:
         """Every group computes its rows, stage by stage. Returns the results of the last stage."""
         self._marks = [self._recorder.mark()]
-        for index, (group, message) in enumerate(zip(self._topology.groups, self.arrived, strict=True), start=1):
+        for index, (group, message) in enumerate(zip(self._groups, self.arrived, strict=True), start=1):
             for rank in group if message.updates else ():
                 message = self._workers[rank].advance(message, partial(self._computing, rank))
                 if rank != group[-1] and (rows := message.num_rows):

@@ -149,7 +149,7 @@ class Forest:
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
         self._tree = PredictionTree()
-        self._tree.set_root_position(sequence.main.next_position, 0)
+        self._tree.reset(sequence.main.next_position)
         self.trees = {0: self._tree}
 
     @property
@@ -166,10 +166,9 @@ class Forest:
         """int64 [N], row indices in each row's own tree; −1 for roots."""
         return self._tree.parents
 
-    @property
-    def positions(self) -> Tensor:
-        """int64 [N], position ids."""
-        return self._tree.positions
+    def positions_of(self, rows: slice) -> Tensor:
+        """int64, the position ids of ``rows``."""
+        return torch.tensor(self._tree.positions_of(range(*rows.indices(self.num_rows))), dtype=torch.int64)
 
     def rows_of(self, number: int) -> range | list[int]:
         """The rows of a thread, in the order of its tree."""
@@ -242,9 +241,8 @@ class ThreadedForest(Forest):
     def parents(self) -> Tensor:
         return self._of_trees("parents")
 
-    @property
-    def positions(self) -> Tensor:
-        return self._of_trees("positions")
+    def positions_of(self, rows: slice) -> Tensor:
+        return self._of_trees("positions")[rows]
 
     def _of_trees(self, name: str) -> Tensor:
         """[N], the attribute ``name`` of every row."""
@@ -288,7 +286,7 @@ class ThreadedForest(Forest):
         for number, of_step, of_tree in self.by_thread(rows):
             seen_RN[of_step[:, None], self._rows[number]] = self.trees[number].tree_mask[of_tree]
         past_positions = self._slots.past_positions
-        return Visibility(seen, self.sequence.prompt_length, lambda: torch.cat((past_positions, self.positions)))
+        return Visibility(seen, self.sequence.prompt_length, lambda: torch.cat((past_positions, self._of_trees("positions"))))
 
     def child(self, row: int, token: int) -> int | None:
         number = int(self.threads[row])

@@ -36,7 +36,7 @@ class Forecasts:
         """int64 [M, K], best first, of the masks, which are the newest rows of the forest."""
         masks = slice(forest.num_rows - len(logits_MV), forest.num_rows)
         threads = None if forest.threads is None else forest.threads[masks]
-        return self._best(logits_MV, forest.positions[masks] + 1, threads)
+        return self._best(logits_MV, forest.positions_of(masks) + 1, threads)
 
     def add(self, num_tokens: int, best: list[int]) -> None:
         """Add the newest rows of the forest: ``num_tokens`` others, then masks with these predictions, one after the other."""

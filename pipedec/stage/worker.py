@@ -71,7 +71,7 @@ class Lane:
             positions = torch.arange(first, first + step.num_rows, device=self._device)
             return LaneRows(positions, self.cache, None, self._prompt_length, num_masks)
         rows = self.forest.append(step.token_ids, step.parents, step.threads)
-        positions, visibility = to_device(self.forest.positions[rows], self._device), self.forest.visibility(rows)
+        positions, visibility = to_device(self.forest.positions_of(rows), self._device), self.forest.visibility(rows)
         return LaneRows(positions, self.cache, visibility.to(self._device), num_masks=num_masks)
 
     def sync(self, verdict: Verdict) -> tuple[Advance, ThreadChanges] | None:
@@ -227,9 +227,18 @@ class StageWorker:
         rows = sum(step.num_rows for step in steps.values())
         self.rows += rows
         self.pruned_rows += sum(step.num_rows for number, step in arrived.items() if number not in steps)  # void ones
+        if not steps:
+            return Envelope(self._reply(updates, {}, (), True), message.ends_session)
         load = Load(rows, sum(self._lanes[number].cache.length for number in steps))
         with span("dec", load) if rows else nullcontext():
-            return Envelope(self._compute(updates, steps), message.ends_session)
+            entered = [self._lanes[number].enter(step) for number, step in steps.items()]
+            inputs = torch.cat([step.token_ids if step.hidden is None else step.hidden for step in steps.values()])
+            inputs = to_device(inputs, self._device)
+            hidden_RE = self._model.forward(inputs, entered)
+            if not (is_finite := known_finite(hidden_RE)):
+                hidden_RE = marked(inputs, hidden_RE, self._stage)
+            activations = hidden_RE.split([lane_rows.num_rows for lane_rows in entered])
+            return Envelope(self._reply(updates, steps, activations, is_finite), message.ends_session)
 
     def _new_lane(self, number: int, opening: Opening, cache: KVCache) -> Lane:
         return Lane(opening, self._new_sequence(opening), cache, self._device)
@@ -246,18 +255,6 @@ class StageWorker:
         if verdict.finished is not None:
             self.pruned_rows += lane.forest.num_rows
             del self._lanes[number]
-
-    def _compute(self, updates: tuple[Update, ...], steps: Mapping[int, Step]) -> tuple[Update, ...]:
-        """Compute the rows of all requests in one forward. Returns the reply to ``updates``."""
-        if not steps:
-            return self._reply(updates, {}, (), True)
-        entered = [self._lanes[number].enter(step) for number, step in steps.items()]
-        inputs = torch.cat([step.token_ids if step.hidden is None else step.hidden for step in steps.values()])
-        inputs = to_device(inputs, self._device)
-        hidden_RE = self._model.forward(inputs, entered)
-        if not (is_finite := known_finite(hidden_RE)):
-            hidden_RE = marked(inputs, hidden_RE, self._stage)
-        return self._reply(updates, steps, hidden_RE.split([rows.num_rows for rows in entered]), is_finite)
 
     def _reply(
         self, updates: tuple[Update, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool

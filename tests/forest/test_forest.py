@@ -45,7 +45,7 @@ def test_rows_of_two_threads_see_their_own_trees_and_what_came_before_the_child(
     rows = enter(forest, ("[Child]", -1, 1), ("c", 0, 0), ("x", 0, 1), ("y", 0, 1), ("z", 1, 1))
     # a, [Fork], then [Child], c, x, y, z
     assert seen(forest, rows) == ["11" + "10000", "11" + "01000", "11" + "10100", "11" + "10010", "11" + "10101"]
-    assert forest.positions.tolist() == [4, 5, 5, 6, 6, 7]
+    assert forest.positions_of(slice(None)).tolist() == [4, 5, 5, 6, 6, 7]
     assert forest.parents.tolist() == [-1, -1, 0, 0, 0, 1]
     assert forest.visibility(rows).slot_positions().tolist() == [3, 4, 5, 5, 6, 6, 7]
     assert [forest.child(1, IDS[text]) for text in "xyz"] == [3, 4, None]
@@ -57,9 +57,9 @@ def test_rows_behind_a_promise_stand_behind_the_predicted_length() -> None:
     enter(forest, ("<promise", -1, 0), (' tokens="', 0, 0), ("2", 1, 0), ('"/>', 2, 0), ("a", 3, 0), ("b", 4, 0), ("x", 0, 0))
     first = PROMPT
     expected = [first, first + 1, first + 2, first + 3, first + 6, first + 7, first + 1]
-    assert forest.positions.tolist() == expected
+    assert forest.positions_of(slice(None)).tolist() == expected
     accept(forest, t0='tokens 2 "/> a'.replace("tokens", ":"))
-    assert forest.positions.tolist() == [first + 6, first + 7] and forest.token_ids.tolist() == ids("a b")
+    assert forest.positions_of(slice(None)).tolist() == [first + 6, first + 7] and forest.token_ids.tolist() == ids("a b")
     assert forest.sequence.main.positions == [*expected[:4], first + 6]
 
 
