@@ -38,7 +38,6 @@ SAMPLINGS = {
 TokenPath = tuple[int, ...]
 NUMBER = 3
 SLOTS = 512
-NAMES = ("token_ids", "parents", "positions")
 Through = Callable[[list[StageWorker], Update], tuple[Update | None, list[Step | None]]]
 
 
@@ -189,7 +188,7 @@ def state_of(worker: StageWorker) -> list[object]:
     visibility = forest.visibility(slice(0, forest.num_rows))
     shared = torch.ones(forest.num_rows, visibility.shared, dtype=torch.bool)
     positions = torch.cat((torch.arange(visibility.shared), visibility.slot_positions()))
-    rows = [getattr(forest, name).clone() for name in NAMES]
+    rows = [forest.token_ids.clone(), forest.parents.clone(), forest.positions_of(slice(None))]
     kept = [torch.stack(cache.view(layer, with_prompt=True)) for layer in range(worker._model.num_layers)]
     return [*rows, torch.cat((shared, visibility.seen), 1), positions, cache.past_length, *kept]
 
