@@ -73,7 +73,7 @@ class BestFirst(Method):
 
     @property
     def is_idle(self) -> bool:
-        return self.has_entered and self.tree.is_exhausted
+        return self.root is None and self.tree.is_exhausted
 
     @property
     def _is_speculating(self) -> bool:

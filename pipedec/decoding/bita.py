@@ -13,7 +13,6 @@ import torch
 from pipedec.core import Accepted, MaskParams, Step, UserError
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.candidates import CandidateTree, Forecast, RankChances, efficient, full, likeliest, straightforward
-from pipedec.decoding.forced import room_of_chain
 from pipedec.decoding.method import Method, MethodContext
 from pipedec.methods import MAX_ROWS, BitaOptions, options_of
 from pipedec.tree import mask_groups
@@ -43,7 +42,7 @@ class Bita(Method):
         if max(rows, depth * named) > MAX_ROWS:
             excess = f"a tree of {rows} rows" if rows > MAX_ROWS else f"a forecast of {depth * named} tokens"
             raise UserError(f"{excess} is more than {MAX_ROWS}: lower --depth or --children")
-        self.whole = rows + room_of_chain(context.grammar)
+        self.whole = rows + self.max_forced
         self.masks = MaskParams(depth, named)
         self._room = self.whole  # rows of the next step: less if threads share it
         self._shape = limits.shape

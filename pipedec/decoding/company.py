@@ -6,22 +6,21 @@ client.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from msgspec import structs
 
-from pipedec.core import DEFAULT_METHOD, Opening, Request, Step, Update, UserError, Verdict
-from pipedec.decoding.budget import Budget, Claim
+from pipedec.core import DEFAULT_METHOD, Request, Update, UserError, Verdict
+from pipedec.decoding.budget import Budget
 from pipedec.decoding.controller import Entered, TimestepTiming
 from pipedec.decoding.drafter import Drafter
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.memory import LaneSizes, Memory
 from pipedec.decoding.method import DraftRoom, Method, MethodContext
-from pipedec.decoding.request_state import RequestState
+from pipedec.decoding.request_state import RequestState, Tally
 from pipedec.decoding.scoring import Scoring
-from pipedec.decoding.tally import Tally
 from pipedec.kv import KVManager
 from pipedec.methods import find_method, make_options
 from pipedec.threads import NewSequence
@@ -53,6 +52,8 @@ class Company:
     Attributes:
         kv: see ``kv`` of the arguments.
         tally: counts what enters and is accepted.
+        requests: those that run, by number, in the order in which they are served. Their hits and misses include those before
+            pauses of an answer in one thread.
         awaits_drafter: there is a draft model, but it is still being loaded: until ``adopt``, methods that need one are replaced
             by one that can do without, and gives the same answers.
     """
@@ -70,6 +71,7 @@ class Company:
     ) -> None:
         self.kv = kv or KVManager(_UNLIMITED, shares_prefixes=False)
         self.tally = Tally()
+        self.requests: dict[int, RequestState] = {}
         self.awaits_drafter = False
         self._drafter = drafter
         self._undrafted: list[int] = []  # requests that are to be paused, since their draft model has been loaded
@@ -81,17 +83,16 @@ class Company:
         self._scoring = Scoring()
         self._draft_room = DraftRoom()
         self._memory = Memory(self.kv, knee, lane_sizes)
-        self._requests: dict[int, RequestState] = {}  # by number, in order of age
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for KV memory."""
-        return sum(not one.has_lane for one in self._requests.values())
+        return sum(not one.has_lane for one in self.requests.values())
 
     @property
     def num_running(self) -> int:
         """Requests with a lane."""
-        return len(self._requests) - self.num_waiting
+        return len(self.requests) - self.num_waiting
 
     def check(self, request: Request, sequence: ThreadSequence) -> None:
         """Whether the method of ``request`` can run here, and its answer can fit.
@@ -108,8 +109,14 @@ class Company:
     def _new_state(self, request: Request, new_sequence: NewSequence) -> RequestState:
         if request.sampling.prompt_logprobs is not None and request.threads is not None:
             raise UserError("prompt_logprobs needs an answer in one thread: leave it, or threads, out")
-        state = RequestState(request, new_sequence, self._context, self.tally)
-        self._memory.check(state)
+        state, capacity = RequestState(request, new_sequence, self._context, self.tally), self.kv.capacity
+        if state.most > capacity:
+            prompt, answer = len(request.prompt_token_ids), request.sampling.max_tokens
+            raise UserError(
+                f"the request needs {state.most:,} slots of KV cache ({prompt:,} for the prompt, {answer:,} for max_tokens, "
+                f"{state.together:,} for rows that enter together), but there are {capacity:,}: shorten the prompt, lower "
+                "max_tokens, or raise --kv-cache-memory"
+            )
         return state
 
     def open(self, request: Request, new_sequence: NewSequence) -> None:
@@ -124,20 +131,16 @@ class Company:
         """
         if not request.prompt_token_ids:
             raise UserError("the prompt is empty: give at least one token")
-        self._requests[request.number] = self._new_state(request, new_sequence)
-        self._requests = dict(sorted(self._requests.items(), key=lambda item: item[1].age))
-
-    def state(self, number: int) -> RequestState:
-        """A running request. Its hits and misses include those before pauses of an answer in one thread."""
-        return self._requests[number]
+        self.requests[request.number] = self._new_state(request, new_sequence)
+        self.requests = dict(sorted(self.requests.items(), key=lambda item: (item[1].request.priority, item[0])))
 
     def cached_tokens(self, number: int) -> int:
         """Tokens of a request's prompt that were found in the KV cache when it first entered; 0 as long as it has not."""
-        return self._requests[number].cached_tokens or 0
+        return self.requests[number].cached_tokens or 0
 
     def apply(self, number: int, verdict: Verdict) -> None:
         """Follow a verdict; one with ``finished`` closes the request. One without a lane is ignored."""
-        one = self._requests.get(number)
+        one = self.requests.get(number)
         if one is None or not one.has_lane:
             return
         one.apply(verdict)
@@ -146,14 +149,14 @@ class Company:
 
     def close(self, number: int) -> None:
         """Forget a request, which has ended or was cancelled."""
-        one = self._requests.pop(number, None)
+        one = self.requests.pop(number, None)
         if one is not None and one.has_lane:
             self._leave_lane(one)
 
     def adopt(self, drafter: Drafter) -> None:
         """The draft model is loaded. Requests whose methods would have used it are paused and go on with it."""
         self._drafter, self.awaits_drafter = drafter, False
-        undrafted = [one for one in self._requests.values() if one.lacks_drafter]
+        undrafted = [one for one in self.requests.values() if one.lacks_drafter]
         self._undrafted = [one.number for one in undrafted if one.has_lane]
         for one in undrafted:
             if not one.has_lane:
@@ -167,9 +170,9 @@ class Company:
 
     def interrupt(self) -> None:
         """The stages have lost all lanes, and what their KV pools hold: every request waits, to go on behind what it has said."""
-        for one in self._requests.values():
+        for one in self.requests.values():
             if one.has_lane:
-                self._forget_lane(one)
+                self._leave_lane(one)
                 one.pause(is_closing=False)
             one.is_closing = False
         self._memory.clear()
@@ -180,19 +183,19 @@ class Company:
         """
         if self._undrafted:
             undrafted, self._undrafted = self._undrafted, []
-            return [number for number in undrafted if (one := self._requests.get(number)) and one.has_lane and one.lacks_drafter]
-        return self._memory.to_pause(list(self._requests.values()))
+            return [number for number in undrafted if (one := self.requests.get(number)) and one.has_lane and one.lacks_drafter]
+        return self._memory.to_pause(list(self.requests.values()))
 
     def pause(self, number: int) -> None:
         """A request gives up its lane. It gets another one, before younger ones, after ``closed`` and when there is memory."""
         self.tally.pauses += 1
-        self._leave_lane(self._requests[number])
-        self._requests[number].pause()
+        self._leave_lane(self.requests[number])
+        self.requests[number].pause()
 
     def closed(self, number: int) -> None:
         """Every stage has closed the lane of a request that was paused."""
-        if number in self._requests:
-            self._requests[number].is_closing = False
+        if number in self.requests:
+            self.requests[number].is_closing = False
 
     def propose(self) -> dict[int, Update]:
         """By request, what enters at the next timestep: openings, chunks of prompts, rows of trees, and the slots they need.
@@ -201,106 +204,66 @@ class Company:
         """
         updates: dict[int, Update] = {}
         prompt_rows = rows = 0
-        for number, room in self._budget.share(list(self._claims()), self._controller.pays).items():
-            one = self._requests[number]
-            opening = None if one.has_lane else self._open_lane(one)
+        for number, room in self._budget.share(self._memory.claims(self.requests.values()), self._controller.pays).items():
+            one, opening = self.requests[number], None
             if not one.has_lane:
-                continue
+                lease = self._memory.open(one)
+                if lease is None:
+                    continue
+                opening = one.open(lease)
             if one.is_prefilling:
-                step = self._prefill(one, room)
+                step = one.next_chunk(room)
                 prompt_rows += 0 if step is None else step.num_rows
             else:
-                step = self._decode(one, room)
+                room = self._memory.room_for(one, room)
+                step = one.propose(room) if room else None
             rows += 0 if step is None else step.num_rows
             updates[number] = Update(number, opening, step=step)
-        for number, slots in self._memory.take_grown().items():
+        grown, self._memory.grown = self._memory.grown, {}
+        for number, slots in grown.items():
             updates[number] = structs.replace(updates.get(number, Update(number)), slots=slots)
-        if self.kv.shares_prefixes:
-            self._share_prefixes()
-        self._controller.record_entered(Entered(rows, prompt_rows, self._num_tuned()))
-        return {number: one for number, one in updates.items() if (one.opening, one.step, one.slots) != (None, None, ())}
-
-    def _prefill(self, one: RequestState, room: int) -> Step | None:
-        """The next chunk of a request's text."""
-        entered = one.entered
-        step = one.next_chunk(room)
-        if step is not None:
-            self.tally.enter(step, one.entered - entered, one.masks.count > 0)
-        return step
-
-    def _decode(self, one: RequestState, room: int) -> Step | None:
-        """Rows of a request's trees, as far as there is memory."""
-        room = self._memory.room_for(one, room)
-        step = one.propose(room) if room else None
-        if step is not None:
-            self.tally.enter(step, 0, one.masks.count > 0)
-        return step
-
-    def _share_prefixes(self) -> None:
-        """Let other requests adopt what has joined the past of each."""
-        for one in self._requests.values():
-            if one.has_lane and (added := one.take_adoptable()):
+        lanes = [one for one in self.requests.values() if one.has_lane]
+        for one in lanes if self.kv.shares_prefixes else ():
+            if added := one.take_adoptable():
                 self.kv.extend(one.number, added)
-
-    def _claims(self) -> Iterator[Claim]:
-        """Of requests with a lane, and of the first ones of those that wait, as many as might get rows now."""
-        self._memory.begin(self._requests.values())
-        prompt_rows = 0
-        is_full = False
-        for one in self._requests.values():
-            cached = 0
-            if not one.has_lane:
-                found = None if is_full or prompt_rows >= self._budget.knee else self._memory.cached_for(one)
-                if found is None:
-                    is_full = True
-                    continue
-                cached = found
-            claim = self._memory.fitted(one, one.claim(cached))
-            prompt_rows += claim.prompt
-            yield claim
-
-    def _open_lane(self, one: RequestState) -> Opening | None:
-        """Open the lane of a request; None if there is no memory left for it."""
-        lease = self._memory.open(one)
-        if lease is None:
-            return None
-        drafted = 0
-        if self._drafter is not None and one.has_drafter:
-            drafted = self._drafter.open(one.number, one.sequence, one.text)
-        return one.open(lease, drafted)
+        are_tuned = [one.is_tuned for one in lanes if not one.is_prefilling]
+        self._controller.record_entered(Entered(rows, prompt_rows, len(are_tuned) if all(are_tuned) else 0))
+        return {number: one for number, one in updates.items() if (one.opening, one.step, one.slots) != (None, None, ())}
 
     def _leave_lane(self, one: RequestState) -> None:
         """Close a lane. What it has accepted last is committed with its last verdict, before others open."""
         self.kv.extend(one.number, one.take_adoptable())
         self.kv.close(one.number)
-        self._forget_lane(one)
-
-    def _forget_lane(self, one: RequestState) -> None:
         self._budget.forget(one.number)
-        if self._drafter is not None and one.has_drafter:
-            self._drafter.close(one.number)
+        if one.drafter is not None:
+            one.drafter.close(one.number)
 
     def draft(self) -> None:
         """Rank 0's compute phase: the draft model's forwards, each for all requests."""
         chunks = self._next_draft_chunks()
         if chunks:
             self._controller.record_draft_prefill()
-        running = [each for each in self._requests.values() if each.has_lane and each.number not in chunks]
-        awake = [each for each in running if each.is_drafted and not each.is_idle]
-        self._set_draft_room(sum(each.has_drafter for each in awake))
-        drafting = awake
+        drafting = [  # requests whose text has entered and is in the draft model's cache
+            one for number, one in self.requests.items()
+            if one.has_lane and not (one.is_idle or one.is_prefilling or number in chunks) and one.drafted >= len(one.text)
+        ]  # fmt: skip
+        num_drafting = max(sum(one.drafter is not None for one in drafting), 1)
+        room = self._draft_room
+        room.forwards, room.round = self._controller.forwards, 0
+        room.rows = min(max(DRAFT_KNEE // num_drafting, 1), DRAFTED_ROWS)
+        # What is proposed below a row whose chance is far below that of a refused one would not enter soon. But its chance grows
+        # with the next verdict, which also frees room: all of it for a request alone, 1/B of it for one of B requests.
+        room.min_chance = self._budget.refused * (1 - 1 / num_drafting)
         while True:
-            asked = {each.number: rows for each in drafting if (rows := each.draft(self._draft_room.rows))}
+            asked = {one.number: rows for one in drafting if (rows := one.draft(room.rows))}
             if not asked and not chunks:
                 break
             rows = [entry for of_request in asked.values() for entry in of_request]
             for (method, of_tree), candidates in zip(rows, self._forward(rows, chunks), strict=True):
                 method.drafted(of_tree, candidates)
             self._scoring.score()
-            drafting, chunks = [each for each in drafting if each.number in asked], {}
-            self._draft_room.round += 1
-        for each in awake:
-            each.note_idle()
+            drafting, chunks = [one for one in drafting if one.number in asked], {}
+            room.round += 1
 
     def observe(self, timing: TimestepTiming) -> None:
         """Learn how long a timestep of the full pipeline took."""
@@ -318,39 +281,22 @@ class Company:
             self._scoring,
             self._draft_room,
             self._controller.children,
+            sequence.grammar,
             self._device,
             self._trained_masks,
         )
-
-    def _num_tuned(self) -> int:
-        """The number of requests that are decoded, if all of them leave it to the controller how much to speculate, else 0."""
-        decoded = [one for one in self._requests.values() if one.has_lane and not one.is_prefilling]
-        return len(decoded) if all(one.is_tuned for one in decoded) else 0
 
     def _next_draft_chunks(self) -> dict[int, Sequence[int]]:
         """Take what the draft model computes of prompts in this timestep; nothing of those for which it is not used now."""
         chunks: dict[int, Sequence[int]] = {}
         room = self._budget.knee
-        for number, one in self._requests.items():
-            if not one.has_lane or (one.is_tuned and not self._controller.is_speculating):
-                continue
-            chunk = one.undrafted[:room]
-            if chunk:
-                chunks[number] = chunk
-                one.drafted += len(chunk)
-                room -= len(chunk)
+        for number, one in self.requests.items():
+            count = min(one.entered - one.drafted, room)
+            if count > 0 and one.has_lane and not (one.is_tuned and not self._controller.is_speculating):
+                chunks[number] = one.text[one.drafted : one.drafted + count]
+                one.drafted += count
+                room -= count
         return chunks
-
-    def _set_draft_room(self, num_drafting: int) -> None:
-        """The draft model's rows are shared evenly by the requests that use it.
-
-        A row whose chance is far below that of a refused one is not drafted: what it proposes would not enter soon. But its
-        chance grows with the next verdict, which also frees room: all of it for a request alone, 1/B of it for one of B requests.
-        """
-        self._draft_room.forwards = self._controller.forwards
-        self._draft_room.rows = min(max(DRAFT_KNEE // max(num_drafting, 1), 1), DRAFTED_ROWS)
-        self._draft_room.min_chance = self._budget.refused * (1 - 1 / max(num_drafting, 1))
-        self._draft_room.round = 0
 
     def _forward(self, rows: Sequence[tuple[Method, Sequence[int]]], chunks: dict[int, Sequence[int]]) -> list[Candidates | None]:
         """The candidates after ``rows``, None for methods without a draft model: one forward, or several if there are more rows

@@ -126,7 +126,13 @@ class Controller:
         is_prefill, self._draft_prefills = self._draft_prefills, False
         is_prefill |= any(entered.prompt_rows for entered in self._in_flight)
         if timing.waiting_seconds > _NEGLIGIBLE * timing.seconds or self.forwards == 1 or not timing.forward_seconds:
-            self._record_cost(timing.seconds)
+            rows = max((entered.rows for entered in self._in_flight), default=0)
+            if 2 * sum(entered.rows > 0 for entered in self._in_flight) >= self._passage:  # else slower stages may be idle
+                self._costs.record(rows, timing.seconds)
+            if self._fewest is None or rows < self._fewest[0]:
+                self._fewest = rows, timing.seconds
+            elif rows == self._fewest[0]:
+                self._fewest = rows, 0.85 * self._fewest[1] + 0.15 * timing.seconds
         running = self._in_flight[-1].running if self._in_flight else 0
         if running:
             self._yield += _YIELD_WEIGHT * (tokens / running - self._yield)
@@ -136,16 +142,6 @@ class Controller:
         if len(self._timings) >= self._epoch:
             self._set_forwards()
             self._timings = []
-
-    def _record_cost(self, seconds: float) -> None:
-        """Learn what the rows of the widest stage take; in a pipeline that is less than half full, slower stages may be idle."""
-        rows = max((entered.rows for entered in self._in_flight), default=0)
-        if 2 * sum(entered.rows > 0 for entered in self._in_flight) >= self._passage:
-            self._costs.record(rows, seconds)
-        if self._fewest is None or rows < self._fewest[0]:
-            self._fewest = rows, seconds
-        elif rows == self._fewest[0]:
-            self._fewest = rows, 0.85 * self._fewest[1] + 0.15 * seconds
 
     def _best_without(self) -> float | None:
         """The shortest that a timestep without speculation may be expected to take, in seconds."""

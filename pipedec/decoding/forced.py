@@ -22,11 +22,6 @@ def chain_below(grammar: Grammar | None, path: Sequence[int] = ()) -> tuple[int,
     return () if grammar is None else grammar.forced(path, MAX_FORCED)
 
 
-def room_of_chain(grammar: Grammar | None) -> int:
-    """The most rows of a chain."""
-    return 0 if grammar is None else MAX_FORCED
-
-
 def plant(tree: PredictionTree, token: int, grammar: Grammar | None) -> slice:
     """Plant a root and the chain below it; returns their rows."""
     root = tree.plant(token)

@@ -6,10 +6,10 @@ goes on, and nobody waits for good. Knows neither methods nor draft models.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from pipedec.core import SlotRuns, UserError
+from pipedec.core import SlotRuns
 from pipedec.decoding.budget import Claim
 from pipedec.decoding.request_state import RequestState
 from pipedec.kv import KVManager, Lease
@@ -33,74 +33,60 @@ class Memory:
 
     Args:
         knee: rows that usually enter at one timestep, at most.
+
+    Attributes:
+        grown: by request, slots that were given to its lane and that the stages do not know of yet.
     """
 
     def __init__(self, kv: KVManager, knee: int, sizes: LaneSizes = LaneSizes()) -> None:
         self._kv = kv
         self._knee = knee
         self._sizes = sizes
-        self._grown: dict[int, SlotRuns] = {}  # by request: slots of which the stages have yet to be told
-        self._lanes: list[RequestState] = []  # those that are open in this timestep
+        self.grown: dict[int, SlotRuns] = {}
+        self._free: dict[int, int] = {}  # by request that may get rows in this timestep: slots of its lane without rows
         self._spared = 0  # free slots that are kept for certain rows
 
     def clear(self) -> None:
         """The stages have lost what is in their pools, and no request has slots."""
         self._kv.clear()
-        self._grown.clear()
+        self.grown.clear()
 
-    def check(self, one: RequestState) -> None:
-        """Raises UserError if an answer can never fit."""
-        capacity = self._kv.capacity
-        if one.most > capacity:
-            prompt, answer = len(one.request.prompt_token_ids), one.request.sampling.max_tokens
-            raise UserError(
-                f"the request needs {one.most:,} slots of KV cache ({prompt:,} for the prompt, {answer:,} for max_tokens, "
-                f"{one.together:,} for rows that enter together), but there are {capacity:,}: shorten the prompt, lower "
-                "max_tokens, or raise --kv-cache-memory"
-            )
+    def claims(self, requests: Collection[RequestState]) -> list[Claim]:
+        """What would enter at the next timestep, as far as there is memory for it: of requests with a lane, and of the first ones
+        of those that wait, as many as might get rows now.
 
-    def begin(self, requests: Iterable[RequestState]) -> None:
-        """A timestep begins."""
-        self._lanes = [one for one in requests if one.has_lane]
-        self._spared = len(self._lanes) * self._kv.block
-
-    def cached_for(self, one: RequestState) -> int | None:
-        """How many tokens a waiting request would find cached if it opened now; None if it cannot."""
-        if one.is_closing:
-            return None
-        growth = (min(max(lane.most - self._kv.slots_of(lane.number), 0), self._sizes.growth) for lane in self._lanes)
-        return self._kv.cached_for(_adoptable(one), one.to_reserve(self._sizes.ahead) + sum(growth))
+        Args:
+            requests: in order of age.
+        """
+        lanes = [one for one in requests if one.has_lane]
+        self._free.clear()
+        self._spared = len(lanes) * self._kv.block
+        claims: list[Claim] = []
+        prompt_rows = 0
+        is_full = False
+        for one in requests:
+            if one.has_lane:
+                claim = self._fitted(one, one.claim())
+            else:
+                cached = None if is_full or prompt_rows >= self._knee else self._cached_for(one, lanes)
+                if cached is None:
+                    is_full = True
+                    continue
+                claim = one.claim(cached)
+            prompt_rows += claim.prompt
+            claims.append(claim)
+        return claims
 
     def open(self, one: RequestState) -> Lease | None:
         """Give a request its first slots; None if there is no room now."""
-        return self._kv.open(one.number, _adoptable(one), one.to_reserve(self._sizes.ahead))
-
-    def fitted(self, one: RequestState, claim: Claim) -> Claim:
-        """The claim of a request as far as there is memory for it."""
-        if not one.has_lane or one.is_prefilling or not (claim.entering or claim.demand.chances):
-            return claim
-        demand, free = claim.demand, self._free_slots(one)
-        needed = one.certain_rows(demand)
-        if needed > free and self._grow(one, needed - free):
-            free = self._free_slots(one)
-        if free < needed and (demand.whole or free <= 0):
-            return Claim(claim.number, claim.priority)
-        most = free + self._spare
-        if most >= max(self._knee, demand.most or 0):
-            return claim
-        return replace(claim, demand=replace(demand, certain=min(demand.certain, most), most=min(most, demand.most or most)))
+        return self._kv.open(one.number, one.adopts, one.to_reserve(self._sizes.ahead))
 
     def room_for(self, one: RequestState, rows: int) -> int:
         """How many of ``rows`` rows may enter: all if there is memory, else those that fit."""
-        free = self._free_slots(one)
-        if rows > free and rows - free <= self._spare and self._grow(one, rows - free):
-            return rows
+        free = self._free[one.number]
+        if free < rows <= free + self._spare:
+            free += self._grow(one, rows - free)
         return min(rows, free)
-
-    def take_grown(self) -> dict[int, SlotRuns]:
-        """By request, slots that were given to its lane since the last call."""
-        grown, self._grown = self._grown, {}
-        return grown
 
     def to_pause(self, requests: Sequence[RequestState]) -> list[int]:
         """The youngest request of the lowest priority if memory is short; one at a time.
@@ -114,6 +100,30 @@ class Memory:
         is_short = len(lanes) > 1 and self._is_short(lanes)
         is_short = is_short or (len(lanes) < len(requests) and self._is_in_the_way(lanes, requests))
         return [lanes[-1].number] if is_short else []
+
+    def _cached_for(self, one: RequestState, lanes: Sequence[RequestState]) -> int | None:
+        """How many tokens a waiting request would find cached if it opened now; None if it cannot."""
+        if one.is_closing:
+            return None
+        growth = (min(max(lane.most - self._kv.slots_of(lane.number), 0), self._sizes.growth) for lane in lanes)
+        return self._kv.cached_for(one.adopts, one.to_reserve(self._sizes.ahead) + sum(growth))
+
+    def _fitted(self, one: RequestState, claim: Claim) -> Claim:
+        """The claim of a request with a lane as far as there is memory for it."""
+        demand = claim.demand
+        if one.is_prefilling or not (claim.entering or demand.chances):
+            return claim
+        free = self._kv.slots_of(one.number) - one.past - one.in_flight
+        needed = one.certain_rows(demand)
+        if needed > free:
+            free += self._grow(one, needed - free)
+        self._free[one.number] = free
+        if free < needed and (demand.whole or free <= 0):
+            return Claim(claim.number, claim.priority)
+        most = free + self._spare
+        if most >= max(self._knee, demand.most or 0):
+            return claim
+        return replace(claim, demand=replace(demand, certain=min(demand.certain, most), most=min(most, demand.most or most)))
 
     def _is_short(self, lanes: Sequence[RequestState]) -> bool:
         """Whether there is not even room for all certain rows, with no other ones in flight."""
@@ -133,33 +143,23 @@ class Memory:
         waiting = next((one for one in requests if not one.has_lane), None)
         if waiting is None or waiting.is_closing or waiting.request.priority >= lanes[-1].request.priority:
             return False
-        self.begin(requests)
-        if self.cached_for(waiting) is not None:
+        if self._cached_for(waiting, lanes) is not None:
             return False
         stays = sum(self._kv.slots_of(one.number) for one in lanes if one.request.priority <= waiting.request.priority)
         return self._kv.capacity - stays >= waiting.to_reserve(self._sizes.ahead)
-
-    def _free_slots(self, one: RequestState) -> int:
-        """Slots of a lane in which there are no rows."""
-        return self._kv.slots_of(one.number) - one.past - one.in_flight
 
     @property
     def _spare(self) -> int:
         """Free slots that candidates may have."""
         return max(self._kv.free_slots - self._spared, 0)
 
-    def _grow(self, one: RequestState, rows: int) -> bool:
-        """Give a lane slots for ``rows`` more rows. Returns whether there was memory."""
-        slots = self._kv.slots_of(one.number) + rows
+    def _grow(self, one: RequestState, rows: int) -> int:
+        """Give a lane slots for ``rows`` more rows. Returns how many it got: none if there is no memory."""
+        slots = self._kv.slots_of(one.number)
         growth = self._sizes.growth
         more = growth if self._spare >= rows + growth else 0
-        new = self._kv.grow(one.number, slots + more)
-        if new is None:
-            return False
-        self._grown[one.number] = self._grown.get(one.number, ()) + new
-        return True
-
-
-def _adoptable(one: RequestState) -> Sequence[int]:
-    """The tokens of a request of which it may adopt those that are cached: none if their log-probabilities are requested."""
-    return () if one.request.sampling.prompt_logprobs is not None else one.text
+        new = self._kv.grow(one.number, slots + rows + more)
+        if not new:
+            return 0
+        self.grown[one.number] = self.grown.get(one.number, ()) + new
+        return self._kv.slots_of(one.number) - slots

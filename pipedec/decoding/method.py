@@ -17,6 +17,7 @@ from pipedec.core import NO_MASKS, Accepted, MaskParams, Request, Step
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.drafter import Drafter
 from pipedec.decoding.experience import Experience
+from pipedec.decoding.forced import MAX_FORCED
 from pipedec.decoding.scoring import Scoring
 from pipedec.grammar import Grammar
 from pipedec.methods import find_method
@@ -51,6 +52,7 @@ class MethodContext:
         experience: what earlier answers have taught.
         scoring: scores what draft sources propose, for all requests together.
         draft_room: the same object for all requests.
+        grammar: what the answer's structure allows; None without one.
         children: candidates per row, for requests that leave their number to be tuned.
         device: of the draft model.
         trained_masks: mask rows that the target's BiTA was trained with; 0 if it has none.
@@ -63,13 +65,9 @@ class MethodContext:
     scoring: Scoring
     draft_room: DraftRoom
     children: int
+    grammar: Grammar | None = None
     device: torch.device | str = "cpu"
     trained_masks: int = 0
-
-    @property
-    def grammar(self) -> Grammar | None:
-        """What the answer's structure allows; None without one."""
-        return self.sequence.grammar
 
 
 class Method(ABC):
@@ -83,6 +81,7 @@ class Method(ABC):
         masks: the mask rows after the prompt and after rows of its steps.
         tree: its prediction tree; None if it has none.
         drafter: the draft model, if it uses one.
+        max_forced: rows of the longest chain of forced tokens; 0 without a structure.
         children: number of candidates that it asks the draft model for after each row.
         whole: maximum rows of a step, if they enter together or not at all; 0 if they may enter one by one.
         is_tuned: whether the number of its rows is left to what is measured.
@@ -100,11 +99,7 @@ class Method(ABC):
         self.context = context
         self.thread = thread
         self.drafter = context.drafter
-
-    @property
-    def has_entered(self) -> bool:
-        """Whether the thread's last certain token has entered the pipeline."""
-        return self.root is None
+        self.max_forced = 0 if context.grammar is None else MAX_FORCED
 
     @property
     @abstractmethod
@@ -114,7 +109,7 @@ class Method(ABC):
     @property
     def is_idle(self) -> bool:
         """Whether nothing enters and nothing is drafted before the next verdict. False if that is not known."""
-        return self.tree is None and self.has_entered
+        return self.tree is None and self.root is None
 
     @abstractmethod
     def demand(self) -> Demand:

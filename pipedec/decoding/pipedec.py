@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from pipedec.core import Accepted, Step
 from pipedec.decoding.budget import Demand
-from pipedec.decoding.forced import chain_below, grow, of_leaves, plant, room_of_chain
+from pipedec.decoding.forced import chain_below, grow, of_leaves, plant
 from pipedec.decoding.method import Method, MethodContext
 from pipedec.methods import PipeDecOptions, options_of
 from pipedec.tree import Candidates, PredictionTree
@@ -28,7 +28,7 @@ class PipeDec(Method):
         limits = options_of(context.request, PipeDecOptions)
         self.tree = PredictionTree(context.device)
         self.children = limits.children
-        self.whole = max(limits.width, 1 + room_of_chain(context.grammar))
+        self.whole = max(limits.width, 1 + self.max_forced)
         self._width = limits.width  # of the next layer: less if threads share a step
         self._most = limits.width
         self._layer = range(0)  # the rows that entered last and have yet to be drafted

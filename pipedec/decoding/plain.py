@@ -9,7 +9,7 @@ import torch
 
 from pipedec.core import Accepted, Step
 from pipedec.decoding.budget import Demand
-from pipedec.decoding.forced import chain_below, room_of_chain
+from pipedec.decoding.forced import chain_below
 from pipedec.decoding.method import Method, MethodContext
 
 
@@ -20,15 +20,19 @@ class Plain(Method):
 
     def __init__(self, context: MethodContext, thread: int) -> None:
         super().__init__(context, thread)
-        self.whole = 1 + room_of_chain(context.grammar)
+        self.whole = 1 + self.max_forced
 
     def demand(self) -> Demand:
-        return Demand(whole=0 if self.root is None else 1 + len(chain_below(self.context.grammar)))
+        if self.root is None:
+            return Demand()
+        grammar = self.context.grammar
+        return Demand(whole=1 if grammar is None else 1 + len(chain_below(grammar)))
 
     def propose(self, room: int) -> Step | None:
         if self.root is None:
             return None
-        tokens = [self.root, *chain_below(self.context.grammar)]
+        grammar = self.context.grammar
+        tokens = [self.root] if grammar is None else [self.root, *chain_below(grammar)]
         self.root, self.in_flight = None, len(tokens)
         return Step(torch.tensor(tokens), torch.arange(-1, len(tokens) - 1))
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice, repeat
+from operator import itemgetter
 
 import torch
 
 from pipedec.core import MaskParams, Opening, Request, Step, Verdict
 from pipedec.decoding.budget import Claim, Demand
 from pipedec.decoding.method import Method, MethodContext, new_method
-from pipedec.decoding.tally import Tally
 from pipedec.forest import Remaining, ThreadChanges, apply_verdict, position_root
 from pipedec.kv import Lease
 from pipedec.threads import NewSequence, State
@@ -27,7 +28,42 @@ from pipedec.tree import is_mask
 
 ROWS_OF_SEVERAL_THREADS = 128  # rows of a whole step that threads share; more if the method's own options allow one thread more
 
+POSITIONS = 16  # below a root, of which accepted tokens are told apart
+
 NewContext = Callable[[Request, ThreadSequence], MethodContext]
+
+
+@dataclass
+class Tally:
+    """Counters of all requests of a run, which only grow.
+
+    Attributes:
+        prompt_rows: tokens of prompts that have entered, and of answers that go on after a pause.
+        root_rows: certain tokens that have entered.
+        draft_rows: guesses that have entered.
+        mask_rows: masks that have entered.
+        drafts: roots that entered when nothing of their thread was in flight.
+        accepted_tokens: guesses that were accepted.
+        accepted_per_pos: the same by depth below the root that entered, from 1; deeper ones than ``POSITIONS`` are left out.
+        pauses: how often a request was paused.
+        corrupted: requests that ended because a stage computed NaN or infinity.
+    """
+
+    prompt_rows: int = 0
+    root_rows: int = 0
+    draft_rows: int = 0
+    mask_rows: int = 0
+    drafts: int = 0
+    accepted_tokens: int = 0
+    accepted_per_pos: list[int] = field(default_factory=lambda: [0] * POSITIONS)
+    pauses: int = 0
+    corrupted: int = 0
+
+    def accept(self, depth: int, tokens: int) -> None:
+        """Guesses are accepted: ``tokens`` of them after one that was ``depth`` below its root."""
+        self.accepted_tokens += tokens
+        for position in range(depth, min(depth + tokens, POSITIONS)):
+            self.accepted_per_pos[position] += 1
 
 
 class RequestState:
@@ -41,6 +77,7 @@ class RequestState:
     Attributes:
         sequence: of its answer. Only this object passes accepted tokens to it.
         text: the prompt, and the tokens of the answer that were accepted before the lane opened.
+        adopts: what of it may be adopted where it is cached: nothing if the prompt's log-probabilities are requested.
         entered: how many tokens of it have entered, or were cached.
         drafted: how many of them are in the draft model's cache.
         cached_tokens: of the prompt, when the first lane opened.
@@ -52,7 +89,10 @@ class RequestState:
         hits, misses: see ``Metrics``. The first token of an answer or of a child is neither.
         masks: mask rows after the prompt and after rows of steps.
         is_tuned: whether the number of its rows is left to what is measured.
+        drafter: the draft model; None if its method uses none.
+        lacks_drafter: another method stands in for its own, until the draft model is loaded.
         together: rows of the largest step that enters whole; 1 if its rows may enter one by one.
+        most: slots that suffice to the end of an answer in one thread.
     """
 
     def __init__(self, request: Request, new_sequence: NewSequence, new_context: NewContext, tally: Tally) -> None:
@@ -70,20 +110,18 @@ class RequestState:
         self._begin()
 
     def _begin(self) -> None:
-        """Wait for a lane."""
+        """Begin with the text and the method of the first thread. What was learned before a lane opens holds until it closes."""
         accepted = [] if self.sequence.can_fork else self.sequence.main.token_ids
         self.text = [*self.request.prompt_token_ids, *accepted]
+        self.adopts: Sequence[int] = () if self.request.sampling.prompt_logprobs is not None else self.text
         self.entered = 0
         self.drafted = 0
         self.is_prefilling = True
         self.is_idle = False
         self.past = 0
         self._adoptable = 0  # tokens that others may adopt, of the text and of what follows
-        self._begin_methods()
-
-    def _begin_methods(self) -> None:
-        """Make the method of the first thread. What was learned before an answer begins holds to its end."""
         self._context = self._new_context(self.request, self.sequence)
+        self.lacks_drafter = self._context.request is not self.request
         first = new_method(self._context)
         self._methods: dict[int, Method] = {0: first}  # by thread, of those that have not ended
         self._running: dict[int, Method] = {0: first}  # those of running threads
@@ -93,46 +131,17 @@ class RequestState:
         self._next_thread = 0  # the first one to be served, if the rows did not suffice for all threads
         self.masks: MaskParams = first.masks
         self.is_tuned = first.is_tuned
-        self._drafter = first.drafter
+        self.drafter = first.drafter
         self._largest = max(first.whole, ROWS_OF_SEVERAL_THREADS) if first.whole else 0  # rows of a step that enters whole
         self.together = max(1, self._largest if self.sequence.can_fork else first.whole)
-
-    @property
-    def lacks_drafter(self) -> bool:
-        """Whether another method stands in for its own, until the draft model is loaded."""
-        return self._context.request is not self.request
-
-    @property
-    def has_drafter(self) -> bool:
-        """Whether its method uses the draft model."""
-        return self._drafter is not None
-
-    @property
-    def age(self) -> tuple[int, int]:
-        """Lower ones are served first."""
-        return self.request.priority, self.number
+        self.most = len(self.request.prompt_token_ids) + self.request.sampling.max_tokens + self.together
 
     # The prompt and the memory that its rows and those of the answer take
-
-    @property
-    def is_drafted(self) -> bool:
-        """Whether the whole text has entered, and the draft model has computed it if the method uses it."""
-        return not self.is_prefilling and self.drafted >= len(self.text)
-
-    @property
-    def undrafted(self) -> Sequence[int]:
-        """Tokens of the text that have entered and are not in the draft model's cache."""
-        return self.text[self.drafted : self.entered]
 
     def to_reserve(self, ahead: int) -> int:
         """Slots for a lane: the text, at most ``ahead`` tokens that follow, and the rows that must enter together."""
         left = self.request.sampling.max_tokens - (len(self.text) - self.sequence.prompt_length)
         return len(self.text) + min(left, ahead) + max(self.together, self.masks.count)
-
-    @property
-    def most(self) -> int:
-        """Slots that suffice to the end of an answer in one thread."""
-        return len(self.request.prompt_token_ids) + self.request.sampling.max_tokens + self.together
 
     @property
     def in_flight(self) -> int:
@@ -145,16 +154,14 @@ class RequestState:
             return self.together
         return demand.whole or demand.certain
 
-    def open(self, lease: Lease, drafted: int) -> Opening:
-        """Begin a lane.
-
-        Args:
-            drafted: tokens that are in the draft model's cache already.
-        """
-        self._begin_methods()  # by what has been learned until now
+    def open(self, lease: Lease) -> Opening:
+        """Begin a lane, on the stages and in the draft model."""
+        self._begin()
         self.has_lane = True
         self.entered = self.past = self._adoptable = lease.cached
-        self.drafted = drafted if self.has_drafter else len(self.text)
+        self.drafted = len(self.text)
+        if self.drafter is not None:
+            self.drafted = self.drafter.open(self.number, self.sequence, self.text)
         if self.cached_tokens is None:
             self.cached_tokens = min(lease.cached, self.sequence.prompt_length)
         request, accepted = self.request, self.text[self.sequence.prompt_length :]
@@ -186,6 +193,8 @@ class RequestState:
         self.entered += len(chunk)
         self.is_prefilling = left > rows
         self._note_past()
+        self._tally.prompt_rows += len(chunk)
+        self._tally.mask_rows += rows - len(chunk)
         chunk += range(-1, -1 - (rows - len(chunk)), -1)
         token_ids = torch.tensor(chunk, dtype=torch.int64)
         return Step(token_ids, torch.full_like(token_ids, -1))
@@ -230,9 +239,9 @@ class RequestState:
 
     def demand(self) -> Demand:
         """The rows of all threads that may enter at the next timestep."""
-        demands = {number: method.demand() for number, method in self._running.items()}
         if not self.sequence.can_fork:
-            return demands[0] if demands else Demand()
+            return self._running[0].demand() if self._running else Demand()
+        demands = {number: method.demand() for number, method in self._running.items()}
         if self._largest:
             whole = min(sum(demand.whole for demand in demands.values()), self._largest)
             return Demand(whole=whole + len(self._last)) if whole else Demand(certain=len(self._last))
@@ -250,29 +259,44 @@ class RequestState:
     def propose(self, room: int) -> Step | None:
         """The rows that enter the first stage at the next timestep, or None.
 
-        Last tokens of ended threads go first: a join token in the same step attends to them.
-
         Args:
             room: maximum rows; what enters whole is what was demanded.
         """
         room = self._largest or room
+        if self.sequence.can_fork:
+            step, roots, drafts = self._propose_threads(room)
+        else:
+            roots = drafts = int(self._running[0].root is not None)
+            step = self._running[0].propose(room)
+        if step is None:
+            return None
+        masks = int(is_mask(step.token_ids).sum()) if self.masks.count else 0
+        self._tally.root_rows += roots
+        self._tally.drafts += drafts
+        self._tally.mask_rows += masks
+        self._tally.draft_rows += step.num_rows - roots - masks
+        return step
+
+    def _propose_threads(self, room: int) -> tuple[Step | None, int, int]:
+        """Rows of several threads. Last tokens of ended threads go first: a join token in the same step attends to them.
+
+        Returns:
+            the step; its certain rows; those of them of whose threads nothing is in flight.
+        """
         last = list(self._last.items())[:room]
         for number, _ in last:
             del self._last[number]
         steps = [(number, Step(torch.tensor([token]), torch.tensor([-1]))) for number, token in last]
         drafts = 0
         if not self._last:
-            without_rows = {number for number, method in self._running.items() if not method.has_entered}
+            without_rows = {number for number, method in self._running.items() if method.root is not None}
             steps += self._propose_whole(room - len(steps)) if self._largest else self._propose_best(room - len(steps))
             drafts = sum(number in without_rows for number, _ in steps[len(last) :])
-        self._tally.enter_roots(drafts, len(last))
-        if not steps:
-            return None
-        return _merged(steps) if self.sequence.can_fork else steps[0][1]
+        return _merged(steps) if steps else None, len(last) + drafts, drafts
 
     def _propose_best(self, room: int) -> list[tuple[int, Step]]:
         """The likeliest rows of all threads."""
-        rooms = Counter(self._order[:room]) if self.sequence.can_fork else {0: room}
+        rooms = Counter(self._order[:room])
         steps = ((number, self._running[number].propose(rooms[number])) for number in sorted(rooms))
         return [(number, step) for number, step in steps if step is not None]
 
@@ -285,7 +309,7 @@ class RequestState:
             if room < share:
                 self._next_thread = number
                 break
-            if self.sequence.can_fork and not self._sees_opener(number, {proposed for proposed, _ in steps}):
+            if not self._sees_opener(number, {proposed for proposed, _ in steps}):
                 continue
             step = running[number].propose(share)
             if step is not None:
@@ -299,7 +323,7 @@ class RequestState:
         parent, opened_at = threads[number].parent, threads[number].opened_at
         if parent is None or parent not in self._running or parent in entering or threads[parent].num_tokens > opened_at:
             return True
-        return self._running[parent].has_entered
+        return self._running[parent].root is None
 
     # What is drafted, and what was accepted
 
@@ -316,11 +340,10 @@ class RequestState:
             asked = [(running[number], running[number].draft(rooms[number])) for number in running if number in rooms]
         else:
             asked = [(method, method.draft(room)) for method in running.values()]
-        return [(method, rows) for method, rows in asked if rows]
-
-    def note_idle(self) -> None:
-        """Drafting is over for this timestep."""
-        self.is_idle = not self._last and all(method.is_idle for method in self._running.values())
+        asked = [(method, rows) for method, rows in asked if rows]
+        if not asked:
+            self.is_idle = not self._last and all(method.is_idle for method in running.values())
+        return asked
 
     def apply(self, verdict: Verdict) -> None:
         """Advance to the accepted tokens and prune what can no longer be accepted."""
@@ -333,13 +356,20 @@ class RequestState:
         for number, method in self._methods.items():
             if method.tree is not None:
                 position_root(method.tree, self.sequence, number)
-        self._count(changes)
+        for number, tokens in changes.accepted.items():
+            goes_on = self.sequence.threads[number].state is State.RUNNING
+            is_hit = goes_on and self._methods[number].root is None
+            hits, depth = len(tokens) - 1 + is_hit, self._depths.get(number, 0)
+            self.hits += hits
+            self.misses += goes_on and not is_hit
+            self._tally.accept(depth, hits)
+            self._depths[number] = depth + hits if is_hit else 0
         self._note_past()
         self.is_idle = False
 
     def _follow(self, changes: ThreadChanges) -> None:
         """Open, cut and close the methods of threads."""
-        self._last |= {number: token for number, token in changes.last.items() if not self._methods[number].has_entered}
+        self._last |= {number: token for number, token in changes.last.items() if self._methods[number].root is not None}
         if self.sequence.finished is not None:
             self._last.clear()
         for number, remaining in changes.remaining.items():
@@ -352,27 +382,13 @@ class RequestState:
         threads = self.sequence.threads
         self._methods = {number: one for number, one in self._methods.items() if threads[number].state is not State.ENDED}
         self._running = {number: one for number, one in self._methods.items() if threads[number].state is State.RUNNING}
-        if self._drafter is not None:
-            self._drafter.threads_changed(self.number)
-
-    def _count(self, changes: ThreadChanges) -> None:
-        for number, tokens in changes.accepted.items():
-            goes_on = self.sequence.threads[number].state is State.RUNNING
-            is_hit = goes_on and self._methods[number].has_entered
-            hits, depth = len(tokens) - 1 + is_hit, self._depths.get(number, 0)
-            self.hits += hits
-            self.misses += goes_on and not is_hit
-            self._tally.accept(depth, hits)
-            self._depths[number] = depth + hits if is_hit else 0
+        if self.drafter is not None:
+            self.drafter.threads_changed(self.number)
 
 
 def _ranked(chances: dict[int, Iterable[float]]) -> Iterator[tuple[float, int]]:
     """Chances of several threads, best first, each with its thread; equal ones in the order of threads."""
-    return merge(*(zip(of_thread, repeat(number)) for number, of_thread in chances.items()), key=_chance, reverse=True)
-
-
-def _chance(ranked: tuple[float, int]) -> float:
-    return ranked[0]
+    return merge(*(zip(of_thread, repeat(number)) for number, of_thread in chances.items()), key=itemgetter(0), reverse=True)
 
 
 def _merged(steps: list[tuple[int, Step]]) -> Step:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pipedec.core import Accepted, Step
 from pipedec.decoding.budget import Demand
-from pipedec.decoding.forced import grow, of_leaves, plant, room_of_chain
+from pipedec.decoding.forced import grow, of_leaves, plant
 from pipedec.decoding.method import Method, MethodContext
 from pipedec.methods import StaticTreeOptions, options_of
 from pipedec.tree import Candidates, PredictionTree
@@ -30,16 +30,12 @@ class StaticTree(Method):
         self._limits = options_of(context.request, StaticTreeOptions)
         self.tree = PredictionTree(context.device)
         self.children = self._limits.children
-        self.whole = 1 + (self._limits.rows or self._limits.depth * self._limits.width) + room_of_chain(context.grammar)
+        self.whole = 1 + (self._limits.rows or self._limits.depth * self._limits.width) + self.max_forced
         self._room = self.whole  # rows of the next step: less if threads share it
         self._is_drafted = False  # whether there is a drafted tree that has yet to enter
         self._certain = 0  # rows that are forced after the root
         self._depth = 0  # drafted layers below the root
         self._layer: range | None = None  # the last layer of a tree that is being drafted
-
-    @property
-    def has_entered(self) -> bool:
-        return self.root is None and not self._is_drafted
 
     @property
     def in_flight(self) -> int:
@@ -54,7 +50,7 @@ class StaticTree(Method):
         self._room = room
         if not self._is_drafted:
             return None
-        self._is_drafted = False
+        self.root, self._is_drafted = None, False
         if self.tree.num_rows > room:
             self._follow(self.tree.keep(self.tree.most_probable(room - 1)).changes)
         token_ids, parents = self.tree.ids_of(slice(0, self.tree.num_rows))
@@ -62,9 +58,9 @@ class StaticTree(Method):
 
     def draft(self, room: int) -> Sequence[int]:
         """Draft the whole tree below a new root: one forward for every layer but the last."""
-        if self.root is not None:
+        if self.root is not None and self._layer is None and not self._is_drafted:
             rows = plant(self.tree, self.root, self.context.grammar)
-            self._layer, self._certain, self._depth, self.root = range(rows.start, rows.stop), rows.stop - 1, 0, None
+            self._layer, self._certain, self._depth = range(rows.start, rows.stop), rows.stop - 1, 0
         if self._layer is None:
             return ()
         if self._layer and self._depth < self._limits.depth:

@@ -112,7 +112,7 @@ class RequestPool:
 
     def _leave(self, number: int, reason: str, bad_stage: int | None = None) -> None:
         """End a request without a verdict that it could follow."""
-        state = self.company.state(number)
+        state = self.company.requests[number]
         self.company.close(number)
         if self.running[number].is_known:
             self._close_lanes(number, reason)
@@ -155,7 +155,7 @@ class RequestPool:
         verdict = verdict if self._take is None else self._take(result)
         one.is_prefilling = False
         self.emit(Advanced(number, verdict, result.logprobs, timestep))
-        state = None if verdict.finished is None else self.company.state(number)
+        state = None if verdict.finished is None else self.company.requests[number]
         self.company.apply(number, verdict)
         self._updates[number] = Update(number, verdict=verdict)
         if verdict.finished is not None and state is not None:

@@ -47,7 +47,7 @@ def test_all_requests_end_with_their_answers(seed: int, capacity: int, block: in
 def opened(company: Company, method: str) -> RequestState:
     request = Request(0, (1, 2, 3), SamplingParams(max_tokens=9), method, StaticTreeOptions() if method == "stpp" else None)
     company.open(request, partial(Sequence, 3, (), 9))
-    return company.state(0)
+    return company.requests[0]
 
 
 def test_methods_do_without_a_draft_model_until_it_comes() -> None:
@@ -56,9 +56,9 @@ def test_methods_do_without_a_draft_model_until_it_comes() -> None:
         opened(company, "stpp")
     company.awaits_drafter = True
     state = opened(company, "stpp")
-    assert not state.has_drafter
+    assert state.drafter is None
     company.adopt(KnowingDrafter(Simulation(0).chooser))
-    assert state.has_drafter, "it has no lane yet, so nothing is paused"
+    assert state.drafter is not None, "it has no lane yet, so nothing is paused"
     assert company.to_pause() == []
 
 

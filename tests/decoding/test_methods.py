@@ -188,7 +188,7 @@ def test_what_a_company_can_run(drafter: ScriptedDrafter) -> None:
         company.check(request, Sequence(5, (), 10))
         company.open(request, partial(Sequence, 5, (), 10))
         assert company.propose()[0].opening is not None
-        return company.state(0)
+        return company.requests[0]
 
     for count, name in enumerate(("pp", "pipedec", "stpp", "pipedec-bestfirst")):
         assert opened(name, drafter).masks == NO_MASKS

@@ -113,7 +113,7 @@ def test_an_answer_goes_on_behind_what_it_has_said() -> None:
     for token in (50, 51, 52):
         several.apply(0, Verdict.of(token))
         assert entered(several) == {0: 1}
-    hits, misses = several.state(0).hits, several.state(0).misses
+    hits, misses = several.requests[0].hits, several.requests[0].misses
     several.pause(0)
     several.apply(0, Verdict.of(60))  # late: void
     several.closed(0)
@@ -122,7 +122,7 @@ def test_an_answer_goes_on_behind_what_it_has_said() -> None:
     assert update.opening.cached == 7, "it finds its own rows, but for the last token's"
     assert update.step is not None and update.step.token_ids.tolist() == [52]
     several.apply(0, Verdict.of(53))
-    assert (several.state(0).hits, several.state(0).misses) == (hits, misses + 1)
+    assert (several.requests[0].hits, several.requests[0].misses) == (hits, misses + 1)
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from pipedec.core import NO_MASKS, Envelope, Opening, Request, SamplingParams, Update, Verdict
+from pipedec.core import Envelope, Opening, Request, SamplingParams, Update, Verdict
 from pipedec.decoding import TimestepTiming
 from pipedec.engine.loop import decode
 from pipedec.engine.records import Advanced, Closed, Drained, Ended, Interrupted, Opened, Record, Timestep, Waits
@@ -17,8 +18,7 @@ TIMING = TimestepTiming(0.01, 0.005, (0.001,))
 Results = tuple[Update, ...]
 
 
-class FakeMethod:
-    masks = NO_MASKS
+class FakeRequest:
     hits, misses = 3, 2
 
 
@@ -32,6 +32,7 @@ class Recorded:
 
     def __init__(self, *results: Results, filling: int = 0, room: int = 9) -> None:
         self.calls: list[Any] = []
+        self.requests: defaultdict[int, FakeRequest] = defaultdict(FakeRequest)
         self.room = room
         self.short: list[int] = []
         self._results = list(results)
@@ -41,9 +42,6 @@ class Recorded:
 
     def open(self, request: Request, new_sequence: Any) -> None:
         self._waiting.append(request.number)
-
-    def state(self, number: int) -> FakeMethod:
-        return FakeMethod()
 
     def to_pause(self) -> list[int]:
         short, self.short = self.short, []

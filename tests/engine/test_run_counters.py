@@ -10,7 +10,7 @@ from support.tiny_pair import Pair
 
 from pipedec.core import Envelope, Request, SamplingParams, Step, Update
 from pipedec.decoding import Company, TimestepTiming
-from pipedec.decoding.tally import POSITIONS, Tally
+from pipedec.decoding.request_state import POSITIONS, Tally
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.records import Timestep
 from pipedec.engine.run_counters import ROW_BOUNDS, SECOND_BOUNDS, RunCounters

@@ -77,7 +77,7 @@ class Alone:
     def __init__(self, company: Company, request: Request, sequence: threads.Sequence) -> None:
         self.company = company
         company.open(request, lambda: sequence)
-        self.method = company.state(request.number)
+        self.method = company.requests[request.number]
         self.masks = self.method.masks
         self._number = request.number
         entered: list[int] = []

@@ -342,7 +342,7 @@ class Simulation:
             verdict, one = lane.verdict(self.groups), self.running.get(number)
             if verdict is None or one is None:
                 continue
-            method = self.company.state(number)
+            method = self.company.requests[number]
             self.company.apply(number, verdict)
             self.verdicts[number] = verdict
             if verdict.finished:

@@ -33,7 +33,6 @@ from pipedec.engine.admission import Admission
 from pipedec.engine.answer import Answer
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
-from pipedec.forest import Forest
 from pipedec.model import KVCache, LaneRows
 from pipedec.scheduler import GrantedTask
 from pipedec.scheduler.protocol import ClientCalls, Message
@@ -76,9 +75,10 @@ class Probe:
 class _NullLane(FinalLane):
     """A lane without trees: it keeps count of rows, and prunes none. It accepts a token per timestep until ``max_tokens``."""
 
+    num_candidates = 0
+
     def __init__(self, opening: Opening, cache: KVCache) -> None:
         self.cache = cache
-        self.forest = Forest(ThreadSequence(opening.prompt_length, (), opening.sampling.max_tokens))
         self._left = opening.sampling.max_tokens
 
     def enter(self, step: Step) -> LaneRows:
@@ -87,7 +87,7 @@ class _NullLane(FinalLane):
     def sync(self, verdict: Verdict) -> None:
         """Nothing is pruned."""
 
-    def result(self, number: int, token_ids: list[int]) -> Update:
+    def result(self, number: int) -> Update:
         self._left -= 1
         self.has_ended = self._left == 0
         return Update(number, verdict=Verdict.of(_TOKEN, finished="length" if self.has_ended else None))
@@ -122,9 +122,8 @@ class NullStage(StageWorker):
 class NullFinalStage(NullStage, FinalStageWorker):
     """The last stage."""
 
-    def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> list[list[int]]:
+    def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> None:
         """Every lane knows what it says."""
-        return [[] for _ in computed]
 
 
 class ScriptedOptions(MethodOptions, frozen=True):
@@ -133,8 +132,8 @@ class ScriptedOptions(MethodOptions, frozen=True):
     rows: int = 1
 
 
-class ScriptedState:
-    """What a pool asks the state of a request for."""
+class ScriptedRequest:
+    """The counters of a request that a pool reads at its end."""
 
     hits = misses = 0
 
@@ -143,6 +142,7 @@ class ScriptedCompany:
     """Of each request the prompt's only token enters, then at every timestep so many rows; verdicts change nothing."""
 
     def __init__(self, probe: Probe) -> None:
+        self.requests: dict[int, ScriptedRequest] = {}
         self._probe = probe
         self._next: dict[int, Update] = {}
         self._rows: dict[int, Update] = {}
@@ -150,11 +150,9 @@ class ScriptedCompany:
     def open(self, request: Request, new_sequence: NewSequence) -> None:
         assert isinstance(request.options, ScriptedOptions)
         opening = Opening(len(request.prompt_token_ids), request.sampling, trace=request.trace, slots=((0, _SLOTS),))
+        self.requests[request.number] = ScriptedRequest()
         self._next[request.number] = Update(request.number, opening, step=_step(1))
         self._rows[request.number] = Update(request.number, step=_step(request.options.rows))
-
-    def state(self, number: int) -> ScriptedState:
-        return ScriptedState()
 
     def to_pause(self) -> list[int]:
         return []
@@ -165,7 +163,7 @@ class ScriptedCompany:
             self.close(number)
 
     def close(self, number: int) -> None:
-        del self._next[number], self._rows[number]
+        del self.requests[number], self._next[number], self._rows[number]
 
     def propose(self) -> dict[int, Update]:
         updates, self._next = self._next, dict(self._rows)

@@ -81,7 +81,7 @@ def _with_masks(tree: BitaOptions, trained_masks: int) -> BitaOptions:
     sequence = Sequence(1, (), 1)
     company = Company(passage=1, trained_masks=trained_masks)
     company.open(request, lambda: sequence)
-    masks = company.state(request.number).masks
+    masks = company.requests[request.number].masks
     return replace(tree, depth=masks.count, children=masks.named)
 
 
