@@ -30,7 +30,7 @@ from pipedec.cluster.processes import leave
 from pipedec.config import AUTO, captures_graphs
 from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost
 from pipedec.decoding import Drafter
-from pipedec.decoding.company import DRAFT_KNEE
+from pipedec.decoding.batch import DRAFT_KNEE
 from pipedec.device import device_of
 from pipedec.drafting import DraftModel
 from pipedec.engine.activity import Doing

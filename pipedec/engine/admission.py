@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pipedec.core import DEFAULT_METHOD, Request, UserError
-from pipedec.decoding import Company
+from pipedec.decoding import Batch
 from pipedec.engine.answer import Answer, Said
 from pipedec.engine.sequences import Sequences
 from pipedec.kv import KVManager
@@ -34,7 +34,7 @@ class Admission:
     num_stages: int
     tree: LayerTreeOptions | None
 
-    def admit(self, message: Message, company: Company) -> tuple[Answer, NewSequence]:
+    def admit(self, message: Message, batch: Batch) -> tuple[Answer, NewSequence]:
         """The answer to the request in ``message``, not begun yet, and what makes the sequences for its method. It goes on behind
         what another process has told of it.
 
@@ -43,13 +43,13 @@ class Admission:
         """
         prompt = PromptRequest.from_json(message.text)
         heard = prompt.resume + message.told
-        request = self._request(message.number, prompt, heard, company.kv)
+        request = self._request(message.number, prompt, heard, batch.kv)
         maker = partial(self.sequences.maker, len(request.prompt_token_ids), request.sampling, request.threads)
         brought, known = (Said(maker(said), len(said)) if said else None for said in (prompt.resume, heard))
         new_sequence = maker(request.said)
         answer = Answer(request, new_sequence, self.prompter, self.num_stages, prompt.show_threads, brought, known)
         if not answer.is_complete:
-            company.check(request, new_sequence())
+            batch.check(request, new_sequence())
         return answer, new_sequence
 
     def _request(self, number: int, prompt: PromptRequest, heard: tuple[int, ...], kv: KVManager) -> Request:

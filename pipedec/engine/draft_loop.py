@@ -1,6 +1,6 @@
 """Rank 0: takes requests from the queue and decodes them together; listeners publish the answers and watch.
 
-Decides nothing about rows: the company of decoding methods does. How rows reach the stages is the driver's business.
+Decides nothing about rows: the batch of decoding methods does. How rows reach the stages is the driver's business.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, UserError
-from pipedec.decoding import Company, Drafter
+from pipedec.decoding import Batch, Drafter
 from pipedec.engine.admission import Admission
 from pipedec.engine.counters import Counters
 from pipedec.engine.late_drafter import LateDrafter
@@ -71,16 +71,16 @@ class DraftLoop:
         self._wiring = wiring
         self._tasks = RankTasks(0, wiring)
         timed = None if drafter is None else self._timed(drafter)
-        self._company = Company(wiring.topology.num_groups, timed, wiring.place, trained_masks, knee, kv=kv)
+        self._batch = Batch(wiring.topology.num_groups, timed, wiring.place, trained_masks, knee, kv=kv)
         self._late_drafter = None if load_drafter is None else LateDrafter(load_drafter)
-        self._company.awaits_drafter = load_drafter is not None
+        self._batch.awaits_drafter = load_drafter is not None
         self._admission = Admission(prompter, wiring.sequences, wiring.topology.num_stages, tree)
         self._max_num_seqs = max_num_seqs
         self._queue = RequestQueue(wiring.scheduler)
         self._publisher = Publisher(self._queue, wiring, self._tasks)
-        self._counters, self._run_counters = Counters(), RunCounters(self._company)
+        self._counters, self._run_counters = Counters(), RunCounters(self._batch)
         listeners = self._note, self._run_counters.note, self._counters.note, self._publisher.note
-        self._pool = RequestPool(self._company, self._publisher.take, listeners)
+        self._pool = RequestPool(self._batch, self._publisher.take, listeners)
         shape = {"stages": wiring.topology.num_stages, "groups": wiring.topology.num_groups}
         self._feed = LiveFeed({"epoch": 0, **about, **shape}, prompter.text, self._publisher.text, self._queue.show)
         self._told = 0.0  # when the counters were told
@@ -159,7 +159,7 @@ class DraftLoop:
     def _adopt_late_drafter(self) -> None:
         if self._late_drafter is not None and (drafter := self._late_drafter.take()) is not None:
             self._late_drafter = None
-            self._company.adopt(self._timed(drafter))
+            self._batch.adopt(self._timed(drafter))
 
     def _pipeline(self) -> RankZero:
         self._sessions += 1
@@ -187,7 +187,7 @@ class DraftLoop:
 
     def _admit(self, message: Message) -> None:
         try:
-            answer, new_sequence = self._admission.admit(message, self._company)
+            answer, new_sequence = self._admission.admit(message, self._batch)
         except UserError as error:
             logger.info("refuses request %d: %s", message.number, error)
             self._queue.finish(message.number, ErrorEvent(str(error)))

@@ -18,7 +18,7 @@ import torch
 from msgspec import structs
 
 from pipedec.core import EMPTY, NO_LOAD, Envelope, Load, Metrics, Request, Update, UserError, Verdict
-from pipedec.decoding import Company, Drafter, LaneSizes, TimestepTiming
+from pipedec.decoding import Batch, Drafter, LaneSizes, TimestepTiming
 from pipedec.device import Mark, device_of
 from pipedec.engine.admission import threads_within
 from pipedec.engine.build import load_drafter, load_stage
@@ -119,12 +119,12 @@ class LocalPipeline:
         self._sequences = Sequences(spec.target)
         self._recorder = Recorder(Pacer(None, 0), device_of(torch.device(device)))
         timed = None if drafter is None else TimedDrafter(drafter, self._recorder.drafting)
-        self._company = Company(topology.num_groups, timed, device, spec.trained_masks, spec.knee, kv=kv, lane_sizes=lane_sizes)
+        self._batch = Batch(topology.num_groups, timed, device, spec.trained_masks, spec.knee, kv=kv, lane_sizes=lane_sizes)
         self._emulation = spec.emulation
         self._prunes_at_once, self._delay = prunes == "at once", delay
         self._clock: EmulatedClock | None = None
         self._counters = Counters()
-        self.pool = RequestPool(self._company, listeners=[self._counters.note, self._note])
+        self.pool = RequestPool(self._batch, listeners=[self._counters.note, self._note])
         self.answers: dict[int, LocalAnswer] = {}
         self.emulated_ms: float | None = None
         self.fill: list[list[int]] = []
@@ -188,7 +188,7 @@ class LocalPipeline:
 
     def forget_prefixes(self) -> None:
         """Between two runs: the next one finds nothing of the present ones' prompts and answers in a KV cache."""
-        self._company.forget_prefixes()
+        self._batch.forget_prefixes()
 
     @property
     def last(self) -> LocalAnswer:
@@ -199,7 +199,7 @@ class LocalPipeline:
         if request.sampling.stop:
             raise UserError("stop strings need a tokenizer, which LocalPipeline does not have: use stop_token_ids")
         sampling, dialect = request.sampling.seeded(), request.threads
-        threads = None if dialect is None else threads_within(dialect, self._company.kv)
+        threads = None if dialect is None else threads_within(dialect, self._batch.kv)
         request = replace(request, sampling=sampling, threads=threads)
         if sampling.structured_outputs is not None:
             self._sequences.check(sampling.structured_outputs, request.said)
@@ -215,7 +215,7 @@ class LocalPipeline:
 
     def stats(self) -> RunStats:
         """The counters of all runs so far."""
-        return RunCounters(self._company).stats()
+        return RunCounters(self._batch).stats()
 
     def _note(self, record: Record) -> None:
         """Keep what is new of the answers, and the rows of each group."""

@@ -48,9 +48,9 @@ def decode(pool: RequestPool, pipeline: Pipeline, admit: Callable[[], None] = la
             pipeline.close(pool.entering())
             pool.closed()
             return
-        timestep = pipeline.advance(number, pool.entering(), pool.company.draft)
+        timestep = pipeline.advance(number, pool.entering(), pool.batch.draft)
         if timestep.timing is not None:
-            pool.company.observe(timestep.timing)
+            pool.batch.observe(timestep.timing)
         pool.emit(timestep)
         for result in timestep.results:
             verdict = pool.take(result, number)

@@ -1,6 +1,6 @@
 """The running requests on rank 0: what of each enters at the next timestep, and what becomes of the results that come out.
 
-Knows no row, no method and no memory: the company decides which rows enter, and which requests must wait. Numbers of requests
+Knows no row, no method and no memory: the batch decides which rows enter, and which requests must wait. Numbers of requests
 never repeat, so a late result of a request that has ended is simply void, and nothing has to drain for another one to begin. A
 request that is paused opens its lanes anew under the same number, but only once every stage has closed the old ones.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from pipedec.core import Envelope, Opening, Request, TokenLogprobs, Update, Verdict
-from pipedec.decoding import Company, RequestState
+from pipedec.decoding import Batch, RequestState
 from pipedec.engine.records import Advanced, Closed, Drained, Ended, Interrupted, Listener, Opened, Record, Scored, Waits
 from pipedec.threads import NewSequence
 
@@ -49,15 +49,13 @@ class RequestPool:
             the answer ends earlier. None if no answer does.
 
     Attributes:
-        company: the methods of all running requests, and their memory.
+        batch: the methods of all running requests, and their memory.
         running: requests by number, those that wait for memory among them. Nothing else changes it.
         listeners: are called with each record, in order.
     """
 
-    def __init__(
-        self, company: Company, take: Callable[[Update], Verdict] | None = None, listeners: Iterable[Listener] = ()
-    ) -> None:
-        self.company = company
+    def __init__(self, batch: Batch, take: Callable[[Update], Verdict] | None = None, listeners: Iterable[Listener] = ()) -> None:
+        self.batch = batch
         self.listeners = list(listeners)
         self._take = take
         self.running: dict[int, RunningRequest] = {}
@@ -86,13 +84,13 @@ class RequestPool:
         Raises:
             UserError: the method cannot run here.
         """
-        self.company.open(request, new_sequence)
+        self.batch.open(request, new_sequence)
         self.running[request.number] = RunningRequest(request, new_sequence)
         self._new.append(request.number)
 
     def interrupt(self) -> None:
         """All lanes are lost, and every result that is under way: running requests go on after their last accepted token."""
-        self.company.interrupt()
+        self.batch.interrupt()
         self.closed()
         self._updates.clear()
         for number, one in self.running.items():
@@ -101,7 +99,7 @@ class RequestPool:
 
     def drop(self, number: int) -> None:
         """Forget a running request that has no lane."""
-        self.company.close(number)
+        self.batch.close(number)
         del self.running[number]
         self.emit(Closed(number))
 
@@ -112,18 +110,18 @@ class RequestPool:
 
     def _leave(self, number: int, reason: str, bad_stage: int | None = None) -> None:
         """End a request without a verdict that it could follow."""
-        state = self.company.requests[number]
-        self.company.close(number)
+        state = self.batch.requests[number]
+        self.batch.close(number)
         if self.running[number].is_known:
             self._close_lanes(number, reason)
         self._end(number, reason, state, bad_stage)
 
     def entering(self) -> Envelope:
         """What enters at the next timestep."""
-        for number in self.company.to_pause():
+        for number in self.batch.to_pause():
             self._pause(number)
         updates, self._updates = self._updates, {}
-        for number, update in self.company.propose().items():
+        for number, update in self.batch.propose().items():
             known = updates.get(number)
             updates[number] = update if known is None else replace(update, verdict=known.verdict)
             if update.opening is not None:
@@ -148,15 +146,15 @@ class RequestPool:
         if verdict is None:
             return None
         if verdict.bad_stage is not None:
-            self.company.tally.corrupted += 1
+            self.batch.tally.corrupted += 1
             self._leave(number, "corrupted", verdict.bad_stage)
-            self.company.kv.forget_kept()  # its rows are no prefix for others
+            self.batch.kv.forget_kept()  # its rows are no prefix for others
             return verdict
         verdict = verdict if self._take is None else self._take(result)
         one.is_prefilling = False
         self.emit(Advanced(number, verdict, result.logprobs, timestep))
-        state = None if verdict.finished is None else self.company.requests[number]
-        self.company.apply(number, verdict)
+        state = None if verdict.finished is None else self.batch.requests[number]
+        self.batch.apply(number, verdict)
         self._updates[number] = Update(number, verdict=verdict)
         if verdict.finished is not None and state is not None:
             self._end(number, verdict.finished, state)
@@ -170,7 +168,7 @@ class RequestPool:
         self.emit(Drained())
 
     def _pause(self, number: int) -> None:
-        self.company.pause(number)
+        self.batch.pause(number)
         self._close_lanes(number, "paused")
         one = self.running[number]
         one.opening, one.is_closing = None, True
@@ -193,7 +191,7 @@ class RequestPool:
         one = self.running.get(number)
         if reason == "paused" and one is not None and one.is_closing:
             one.is_closing = False
-            self.company.closed(number)
+            self.batch.closed(number)
         elif reason != "paused" and number in self._closing:
             self._closing.remove(number)
             self.emit(Closed(number))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from pipedec.decoding import Company
+from pipedec.decoding import Batch
 from pipedec.engine.records import Record, Timestep
 from pipedec.messages import Histogram, KVUsage, RunStats
 
@@ -29,17 +29,17 @@ class _Counted:
 
 
 class RunCounters:
-    """A listener that counts timesteps; their rows and tokens are counted by the company.
+    """A listener that counts timesteps; their rows and tokens are counted by the batch.
 
     Args:
-        company: of the run's requests.
+        batch: of the run's requests.
 
     Attributes:
         timesteps: so far.
     """
 
-    def __init__(self, company: Company) -> None:
-        self._company = company
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
         self.timesteps = 0
         self._rows = _Counted(ROW_BOUNDS)
         self._seconds = _Counted(SECOND_BOUNDS)
@@ -55,11 +55,11 @@ class RunCounters:
 
     def stats(self) -> RunStats:
         """All that was counted so far."""
-        company, kv, tally = self._company, self._company.kv, self._company.tally
+        batch, kv, tally = self._batch, self._batch.kv, self._batch.tally
         return RunStats(
             KVUsage(kv.capacity, kv.used_slots, kv.kept_slots, kv.queried_tokens, kv.adopted_tokens, tally.pauses),
-            running=company.num_running,
-            waiting=company.num_waiting,
+            running=batch.num_running,
+            waiting=batch.num_waiting,
             timesteps=self.timesteps,
             prompt_rows=tally.prompt_rows,
             root_rows=tally.root_rows,

@@ -13,7 +13,7 @@ from support.simulation import KnowingDrafter
 from support.toy_structures import ToyStructure, rule_of
 
 from pipedec.core import MethodOptions, Request, SamplingParams, Step, Verdict
-from pipedec.decoding import Company
+from pipedec.decoding import Batch
 from pipedec.decoding.forced import MAX_FORCED
 from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
 from pipedec.threads import Sequence
@@ -37,8 +37,8 @@ def counting(said: tuple[int, ...]) -> frozenset[int]:
 def asked(method: str, options: MethodOptions | None, grammar: ToyStructure, drafter: KnowingDrafter | None = None) -> Alone:
     """An answer with a structure whose prompt has entered."""
     request = Request(0, PROMPT, SamplingParams(max_tokens=10_000), method, options)
-    company = Company(2, drafter or ScriptedDrafter({}), trained_masks=2, knee=512)
-    return Alone(company, request, Sequence(len(PROMPT), (), 10_000, grammar))  # type: ignore[arg-type]
+    batch = Batch(2, drafter or ScriptedDrafter({}), trained_masks=2, knee=512)
+    return Alone(batch, request, Sequence(len(PROMPT), (), 10_000, grammar))  # type: ignore[arg-type]
 
 
 def stepped(alone: Alone) -> Step | None:

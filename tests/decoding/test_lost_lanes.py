@@ -1,4 +1,4 @@
-"""A company whose stages lose everything, and whose draft model comes late: all requests end with their answers."""
+"""A batch whose stages lose everything, and whose draft model comes late: all requests end with their answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.examples import examples
 from support.simulation import KnowingDrafter, Simulation
 
 from pipedec.core import Request, SamplingParams, UserError
-from pipedec.decoding import Company, RequestState
+from pipedec.decoding import Batch, RequestState
 from pipedec.kv import KVManager
 from pipedec.methods import StaticTreeOptions
 from pipedec.threads import Sequence
@@ -35,41 +35,41 @@ def test_all_requests_end_with_their_answers(seed: int, capacity: int, block: in
             simulation.arrive(number, longest=simulation.chooser.choice((3, 12, 60)))
         if number == late:
             simulation.adopts_drafter = True
-            simulation.company.adopt(simulation.drafter)
+            simulation.batch.adopt(simulation.drafter)
         if simulation.chooser.random() < 0.1:
             simulation.lose()
         simulation.timestep()
     simulation.finish()
     assert simulation.drafter.open_requests == {}
-    assert simulation.company.kv.used_slots == 0 and simulation.company.propose() == {}
+    assert simulation.batch.kv.used_slots == 0 and simulation.batch.propose() == {}
 
 
-def opened(company: Company, method: str) -> RequestState:
+def opened(batch: Batch, method: str) -> RequestState:
     request = Request(0, (1, 2, 3), SamplingParams(max_tokens=9), method, StaticTreeOptions() if method == "stpp" else None)
-    company.open(request, partial(Sequence, 3, (), 9))
-    return company.requests[0]
+    batch.open(request, partial(Sequence, 3, (), 9))
+    return batch.requests[0]
 
 
 def test_methods_do_without_a_draft_model_until_it_comes() -> None:
-    company = Company(2)
+    batch = Batch(2)
     with pytest.raises(UserError, match="needs a draft model"):
-        opened(company, "stpp")
-    company.awaits_drafter = True
-    state = opened(company, "stpp")
+        opened(batch, "stpp")
+    batch.awaits_drafter = True
+    state = opened(batch, "stpp")
     assert state.drafter is None
-    company.adopt(KnowingDrafter(Simulation(0).chooser))
+    batch.adopt(KnowingDrafter(Simulation(0).chooser))
     assert state.drafter is not None, "it has no lane yet, so nothing is paused"
-    assert company.to_pause() == []
+    assert batch.to_pause() == []
 
 
 def test_a_running_request_is_paused_to_go_on_with_its_draft_model() -> None:
-    company = Company(2)
-    company.awaits_drafter = True
-    opened(company, "pipedec-bestfirst")
-    assert company.propose()[0].opening is not None
-    assert company.to_pause() == []
-    company.adopt(KnowingDrafter(Simulation(0).chooser))
-    assert company.to_pause() == [0] and company.to_pause() == []
+    batch = Batch(2)
+    batch.awaits_drafter = True
+    opened(batch, "pipedec-bestfirst")
+    assert batch.propose()[0].opening is not None
+    assert batch.to_pause() == []
+    batch.adopt(KnowingDrafter(Simulation(0).chooser))
+    assert batch.to_pause() == [0] and batch.to_pause() == []
 
 
 def test_a_pool_that_was_cleared_is_empty_and_keeps_its_counters() -> None:

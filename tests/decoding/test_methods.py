@@ -8,7 +8,7 @@ import pytest
 from support.drafters import PROMPT, Alone, ScriptedDrafter, begun, rows
 
 from pipedec.core import NO_MASKS, Request, UserError, Verdict
-from pipedec.decoding import Company, RequestState
+from pipedec.decoding import Batch, RequestState
 from pipedec.methods import METHODS, PipeDecOptions, StaticTreeOptions
 from pipedec.threads import Sequence
 
@@ -182,13 +182,13 @@ def test_the_last_verdict_proposes_and_counts_nothing(name: str, drafter: Script
     assert (method.hits, method.misses) == (0, 1)
 
 
-def test_what_a_company_can_run(drafter: ScriptedDrafter) -> None:
+def test_what_a_batch_can_run(drafter: ScriptedDrafter) -> None:
     def opened(name: str, drafter: ScriptedDrafter | None) -> RequestState:
-        company, request = Company(2, drafter), Request(0, PROMPT, method=name)
-        company.check(request, Sequence(5, (), 10))
-        company.open(request, partial(Sequence, 5, (), 10))
-        assert company.propose()[0].opening is not None
-        return company.requests[0]
+        batch, request = Batch(2, drafter), Request(0, PROMPT, method=name)
+        batch.check(request, Sequence(5, (), 10))
+        batch.open(request, partial(Sequence, 5, (), 10))
+        assert batch.propose()[0].opening is not None
+        return batch.requests[0]
 
     for count, name in enumerate(("pp", "pipedec", "stpp", "pipedec-bestfirst")):
         assert opened(name, drafter).masks == NO_MASKS
@@ -197,7 +197,7 @@ def test_what_a_company_can_run(drafter: ScriptedDrafter) -> None:
     for name in ("stpp", "pipedec"):
         remedy = "give --draft DIR, or use --method pipedec-bestfirst"
         with pytest.raises(UserError, match=rf"^method {name} needs a draft model: {remedy}$"):
-            Company(2).check(Request(0, PROMPT, method=name), Sequence(5, (), 10))
+            Batch(2).check(Request(0, PROMPT, method=name), Sequence(5, (), 10))
     with pytest.raises(UserError, match=r"^unknown method 'best': choose one of pp, stpp, pipedec, pipedec-bestfirst, bita$"):
-        Company(2, drafter).check(Request(0, PROMPT, method="best"), Sequence(5, (), 10))
+        Batch(2, drafter).check(Request(0, PROMPT, method="best"), Sequence(5, (), 10))
     assert drafter.begun == 3, "a check opens nothing"

@@ -1,4 +1,4 @@
-"""A company with little KV memory: whatever is shared, paused and resumed, every lane has its own text in its slots."""
+"""A batch with little KV memory: whatever is shared, paused and resumed, every lane has its own text in its slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.simulation import Simulation
 from support.toy_structures import ToyStructure, rule_of
 
 from pipedec.core import Request, SamplingParams, UserError, Verdict
-from pipedec.decoding import Company, LaneSizes
+from pipedec.decoding import Batch, LaneSizes
 from pipedec.kv import KVManager
 from pipedec.methods import StaticTreeOptions
 from pipedec.threads import Sequence
@@ -40,7 +40,7 @@ def test_all_requests_end_however_little_memory_there_is(
             simulation.cancel()
     simulation.finish()
     assert simulation.drafter.open_requests == {}
-    assert simulation.company.propose() == {} and simulation.company.to_pause() == []
+    assert simulation.batch.propose() == {} and simulation.batch.to_pause() == []
     assert (kv.used_slots, kv.free_slots) == (0, kv.capacity)
     assert shares or simulation.cached == 0
 
@@ -48,23 +48,23 @@ def test_all_requests_end_however_little_memory_there_is(
 PROMPT = tuple(range(100))
 
 
-def company(capacity: int, knee: int = 16) -> Company:
-    return Company(2, knee=knee, kv=KVManager(capacity, 16))
+def batch(capacity: int, knee: int = 16) -> Batch:
+    return Batch(2, knee=knee, kv=KVManager(capacity, 16))
 
 
-def arrive(company: Company, number: int, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 20, priority: int = 0) -> None:
+def arrive(batch: Batch, number: int, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 20, priority: int = 0) -> None:
     sampling = SamplingParams(max_tokens=max_tokens)
-    company.open(Request(number, prompt, sampling, "pp", priority=priority), partial(Sequence, len(prompt), (), max_tokens))
+    batch.open(Request(number, prompt, sampling, "pp", priority=priority), partial(Sequence, len(prompt), (), max_tokens))
 
 
-def entered(company: Company) -> dict[int, int]:
+def entered(batch: Batch) -> dict[int, int]:
     """By request, the rows that enter at the next timestep."""
-    return {number: one.step.num_rows for number, one in company.propose().items() if one.step is not None}
+    return {number: one.step.num_rows for number, one in batch.propose().items() if one.step is not None}
 
 
 def test_users_who_arrive_together_find_the_prefix_of_the_first() -> None:
     """Each computes only what is its own, once the first one's prompt has entered."""
-    several = company(4096)
+    several = batch(4096)
     for number in range(8):
         arrive(several, number, (*PROMPT, *[200 + number] * 3))
     rows = [entered(several) for _ in range(10)]
@@ -76,7 +76,7 @@ def test_users_who_arrive_together_find_the_prefix_of_the_first() -> None:
 
 def test_who_waits_first_begins_first() -> None:
     """A short request does not overtake a long one that waits for memory, and one of a better priority does."""
-    several = company(320)
+    several = batch(320)
     for number, prompt in enumerate((PROMPT, PROMPT[50:] * 3, (1, 2))):
         arrive(several, number, prompt)
     assert entered(several) == {0: 16} and several.to_pause() == []
@@ -88,7 +88,7 @@ def test_who_waits_first_begins_first() -> None:
 
 
 def test_a_request_of_a_better_priority_takes_the_memory_of_the_youngest_of_the_worst() -> None:
-    several = company(320)
+    several = batch(320)
     arrive(several, 0, priority=1)
     arrive(several, 1, PROMPT[::-1], priority=1)
     for _ in range(8):
@@ -107,7 +107,7 @@ def test_a_request_of_a_better_priority_takes_the_memory_of_the_youngest_of_the_
 
 
 def test_an_answer_goes_on_behind_what_it_has_said() -> None:
-    several = company(4096)
+    several = batch(4096)
     arrive(several, 0, PROMPT[:5])
     assert entered(several) == {0: 5}
     for token in (50, 51, 52):
@@ -126,19 +126,19 @@ def test_an_answer_goes_on_behind_what_it_has_said() -> None:
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
-    few = company(320)
+    few = batch(320)
     arrive(few, 0, max_tokens=219)
     with pytest.raises(UserError, match=r"^the request needs 321 slots of KV cache \(100 for the prompt, 220 for max_"):
         arrive(few, 1, max_tokens=220)
     options = StaticTreeOptions(16, 4, 3)
     request = Request(2, PROMPT, SamplingParams(max_tokens=200), "stpp", options)
     with pytest.raises(UserError, match=r"but there are 320: shorten the prompt, lower max_tokens, or raise --kv-cache-memory$"):
-        Company(2, object(), kv=KVManager(320)).check(request, Sequence(100, (), 200))  # type: ignore[arg-type]
+        Batch(2, object(), kv=KVManager(320)).check(request, Sequence(100, (), 200))  # type: ignore[arg-type]
 
 
 def test_what_a_structure_forces_needs_memory_too() -> None:
     """Its chain of forced tokens enters with the row above it, or not at all: without room for it, an answer would never end."""
-    one, structure = company(320), ToyStructure(rule_of(range(50), range(50), seed=0))
+    one, structure = batch(320), ToyStructure(rule_of(range(50), range(50), seed=0))
     fits, does_not = (Request(0, PROMPT, SamplingParams(max_tokens=count), "pp") for count in (187, 188))
     one.check(fits, Sequence(100, (), 187, structure))
     one.check(does_not, Sequence(100, (), 188))

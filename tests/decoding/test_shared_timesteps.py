@@ -9,7 +9,7 @@ from functools import partial
 from support.simulation import KnowingDrafter, proposed
 
 from pipedec.core import MethodOptions, Request, SamplingParams, Verdict
-from pipedec.decoding import Company, TimestepTiming
+from pipedec.decoding import Batch, TimestepTiming
 from pipedec.methods import BestFirstOptions, BitaOptions, StaticTreeOptions
 from pipedec.threads import Sequence
 
@@ -17,98 +17,98 @@ KNEE = 16
 
 
 def arrive(
-    company: Company, number: int, prompt: int = 1, priority: int = 0, method: str = "pp", options: MethodOptions | None = None
+    batch: Batch, number: int, prompt: int = 1, priority: int = 0, method: str = "pp", options: MethodOptions | None = None
 ) -> None:
     request = Request(number, tuple(range(prompt)), SamplingParams(max_tokens=50), method, options, priority=priority)
-    company.open(request, partial(Sequence, prompt, (), 50))
+    batch.open(request, partial(Sequence, prompt, (), 50))
 
 
-def accept(company: Company, numbers: Iterable[int]) -> None:
+def accept(batch: Batch, numbers: Iterable[int]) -> None:
     """The target has said a token of each: a root is about to enter."""
     for number in numbers:
-        company.apply(number, Verdict.of(5))
+        batch.apply(number, Verdict.of(5))
 
 
-def running(company: Company, count: int) -> Company:
+def running(batch: Batch, count: int) -> Batch:
     """With requests that all have a root to enter, of which those with higher numbers come first."""
     for number in range(count):
-        arrive(company, number, priority=-number)
+        arrive(batch, number, priority=-number)
     waiting = set(range(count))
     while waiting:
-        waiting -= set(entered(company))
-    accept(company, range(count))
-    return company
+        waiting -= set(entered(batch))
+    accept(batch, range(count))
+    return batch
 
 
-def entered(company: Company) -> dict[int, int]:
+def entered(batch: Batch) -> dict[int, int]:
     """By request, the rows that enter at the next timestep."""
-    return {number: step.num_rows for number, step in proposed(company).items()}
+    return {number: step.num_rows for number, step in proposed(batch).items()}
 
 
 def drafted(width: int, *others: int, knee: int = KNEE) -> dict[int, int]:
     """The rows of request 0, which limits itself to ``width``, and of others when all have been drafted for."""
     drafter = KnowingDrafter(random.Random(1))
-    company = Company(2, drafter, knee=knee)
+    batch = Batch(2, drafter, knee=knee)
     for number in (0, *others):
         drafter.answers[number] = []
         options = BestFirstOptions(width=None if number else width, forwards=8)
-        arrive(company, number, 8 // (1 + len(others)), method="pipedec-bestfirst", options=options)
-    assert sum(entered(company).values()) == 8
-    company.observe(TimestepTiming(1.0, 0.5, ()))  # with 8 rows, so 16 are tried
-    company.draft()
-    accept(company, (0, *others))
-    company.draft()
-    return entered(company)
+        arrive(batch, number, 8 // (1 + len(others)), method="pipedec-bestfirst", options=options)
+    assert sum(entered(batch).values()) == 8
+    batch.observe(TimestepTiming(1.0, 0.5, ()))  # with 8 rows, so 16 are tried
+    batch.draft()
+    accept(batch, (0, *others))
+    batch.draft()
+    return entered(batch)
 
 
 def test_an_eighth_of_the_room_is_the_prompts_however_many_roots_wait() -> None:
-    company = running(Company(2, knee=KNEE), 3 * KNEE)
-    arrive(company, 99, 100, priority=1)
+    batch = running(Batch(2, knee=KNEE), 3 * KNEE)
+    arrive(batch, 99, 100, priority=1)
     for _ in range(2):
-        rows = entered(company)
+        rows = entered(batch)
         assert rows.pop(99) == KNEE // 8 and len(rows) == KNEE - KNEE // 8
 
 
 def test_who_has_waited_longest_comes_first() -> None:
-    company = Company(2, knee=1)
+    batch = Batch(2, knee=1)
     for number in range(3):
-        arrive(company, number)
+        arrive(batch, number)
     turns = []
     for _ in range(9):
-        turns += entered(company)
-        accept(company, turns[-1:])
+        turns += entered(batch)
+        accept(batch, turns[-1:])
     assert turns == [0, 1, 2] * 3
 
 
 def test_a_prompt_goes_before_steps_that_fill_the_timestep_once_it_has_waited_longer() -> None:
     drafter = KnowingDrafter(random.Random(1))
-    company = Company(2, drafter, knee=KNEE)
+    batch = Batch(2, drafter, knee=KNEE)
     for number in range(2):
         drafter.answers[number] = []
-        arrive(company, number, method="stpp", options=StaticTreeOptions(16, 4, 3))
-    entered(company)
-    company.draft()
-    accept(company, range(2))
-    arrive(company, 2, 40)
+        arrive(batch, number, method="stpp", options=StaticTreeOptions(16, 4, 3))
+    entered(batch)
+    batch.draft()
+    accept(batch, range(2))
+    arrive(batch, 2, 40)
     turns = []
     for _ in range(4):
-        company.draft()
-        rows = entered(company)
-        accept(company, rows.keys() - {2})
+        batch.draft()
+        rows = entered(batch)
+        accept(batch, rows.keys() - {2})
         turns += [(number, count > KNEE) for number, count in rows.items()]
     assert turns == [(0, True), (1, True), (2, False), (0, True)]
 
 
 def test_lower_priorities_come_first_in_every_class_of_rows() -> None:
-    company = running(Company(2, knee=4), 6)
+    batch = running(Batch(2, knee=4), 6)
     for _ in range(2):
-        assert set(entered(company)) == {5, 4, 3, 2}
-        accept(company, (5, 4, 3, 2))
-    assert set(entered(company)) == {5, 4, 3, 2}, "also before those that have waited longer"
-    assert set(entered(company)) == {1, 0}
-    arrive(company, 10, 20, priority=7)
-    arrive(company, 11, 20, priority=6)
-    assert entered(company) == {11: 4}
+        assert set(entered(batch)) == {5, 4, 3, 2}
+        accept(batch, (5, 4, 3, 2))
+    assert set(entered(batch)) == {5, 4, 3, 2}, "also before those that have waited longer"
+    assert set(entered(batch)) == {1, 0}
+    arrive(batch, 10, 20, priority=7)
+    arrive(batch, 11, 20, priority=6)
+    assert entered(batch) == {11: 4}
 
 
 def test_a_requests_own_limit_binds_it_and_not_the_others() -> None:
@@ -122,7 +122,7 @@ def test_alone_a_request_may_set_more_rows_than_there_is_room_for_in_company() -
 
 
 def test_the_last_token_of_a_prompt_enters_with_the_masks_behind_it() -> None:
-    company = Company(2, trained_masks=2, knee=8)
-    arrive(company, 0, 7, method="bita", options=BitaOptions(depth=2))
-    steps = [proposed(company)[0].token_ids.tolist() for _ in range(2)]
+    batch = Batch(2, trained_masks=2, knee=8)
+    arrive(batch, 0, 7, method="bita", options=BitaOptions(depth=2))
+    steps = [proposed(batch)[0].token_ids.tolist() for _ in range(2)]
     assert steps == [[0, 1, 2, 3, 4, 5], [6, -1, -2]], "there was room for the last token alone"

@@ -11,7 +11,7 @@ from support.drafters import Alone
 from support.toy_dialects import IDS, ids, sequence_of, toy
 
 from pipedec.core import Accepted, Request, Step, Verdict
-from pipedec.decoding import Company
+from pipedec.decoding import Batch
 from pipedec.decoding.request_state import ROWS_OF_SEVERAL_THREADS
 from pipedec.forest import forest_of
 from pipedec.methods import METHODS, applicable_options
@@ -66,7 +66,7 @@ class Answer:
         self.forest = forest_of(self.sequence)
         self.draft = draft or Lines()
         request = Request(0, PROMPT, method=method, options=applicable_options(method, tree))
-        self.method = Alone(Company(2, self.draft, trained_masks=2), request, replayed)
+        self.method = Alone(Batch(2, self.draft, trained_masks=2), request, replayed)
         self.room = max(1 + tree.get("width", 0) * tree.get("depth", 1), ROWS_OF_SEVERAL_THREADS)
         self.past: Counter[int] = Counter()  # by thread: its tokens that are no rows of a tree any more
         self.entered: list[tuple[int, int]] = []  # thread and token of all rows so far

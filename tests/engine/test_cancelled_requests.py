@@ -9,7 +9,7 @@ from support.processes import wait_until
 
 from pipedec.config import Settings
 from pipedec.core import Request, SamplingParams, Update, Verdict
-from pipedec.decoding import Company
+from pipedec.decoding import Batch
 from pipedec.engine.records import Ended, Record
 from pipedec.engine.request_pool import RequestPool
 from pipedec.engine.request_queue import RequestQueue
@@ -55,15 +55,15 @@ def test_one_look_tells_of_a_cancellation_and_the_next_but_one_brings_another_re
 
 
 def test_a_cancelled_requests_memory_is_free_at_once_and_goes_to_the_next_with_the_same_envelope() -> None:
-    company = Company(14, kv=KVManager(160, 16, shares_prefixes=False))
+    batch = Batch(14, kv=KVManager(160, 16, shares_prefixes=False))
     noted: list[Record] = []
-    pool = RequestPool(company, listeners=[noted.append])
+    pool = RequestPool(batch, listeners=[noted.append])
     for number in range(2):
         request = Request(number, PROMPT, SamplingParams(max_tokens=20), "pp")
         pool.open(request, partial(Sequence, len(PROMPT), (), 20))
     assert [update.number for update in pool.entering().updates] == [0], "there is memory for one"
     pool.cancel(0)
-    assert (company.kv.used_slots, noted[-1]) == (0, Ended(0, "cancelled", 0, 0))
+    assert (batch.kv.used_slots, noted[-1]) == (0, Ended(0, "cancelled", 0, 0))
     told, begun = pool.entering().updates
     assert (told.number, told.verdict) == (0, Verdict((), "cancelled"))
     assert begun.number == 1 and begun.opening is not None and begun.step is not None

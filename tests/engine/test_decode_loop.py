@@ -1,4 +1,4 @@
-"""The decode loop and its pool alone, with a pipeline and a company that record what they are asked to do."""
+"""The decode loop and its pool alone, with a pipeline and a batch that record what they are asked to do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FakeRequest:
 
 
 class Recorded:
-    """Pipeline and company in one. ``results`` are those of every timestep.
+    """Pipeline and batch in one. ``results`` are those of every timestep.
 
     Attributes:
         room: how many requests have memory at the same time.

@@ -10,7 +10,7 @@ from support.tiny_pair import Pair
 from transformers import AutoModelForCausalLM
 
 from pipedec.core import Request, SamplingParams, TokenLogprobs, Update, UserError
-from pipedec.decoding import Company
+from pipedec.decoding import Batch
 from pipedec.engine.local import LocalAnswer, LocalPipeline
 from pipedec.engine.records import Record, Scored
 from pipedec.engine.request_pool import RequestPool
@@ -89,7 +89,7 @@ def test_an_answer_that_is_resumed_scores_its_prompt_only(pair: Pair, expected: 
 
 def test_a_pause_in_the_middle_of_a_prompt() -> None:
     noted, rows = list[Record](), tuple(((token, -1.0),) for token in range(9))
-    pool = RequestPool(Company(2), listeners=[noted.append])
+    pool = RequestPool(Batch(2), listeners=[noted.append])
     pool.open(Request(0, PROMPT, ASKED, "pp"), lambda: Sequence(len(PROMPT), (), 6))
 
     def begin() -> None:
@@ -116,4 +116,4 @@ def test_a_pause_in_the_middle_of_a_prompt() -> None:
 def test_where_they_cannot_be_had() -> None:
     threads = load_dialect("pasta").to_json()
     with pytest.raises(UserError, match="prompt_logprobs needs an answer in one thread"):
-        Company(2).open(Request(0, PROMPT, ASKED, "pp", threads=threads), lambda: Sequence(len(PROMPT), (), 6))
+        Batch(2).open(Request(0, PROMPT, ASKED, "pp", threads=threads), lambda: Sequence(len(PROMPT), (), 6))

@@ -9,7 +9,7 @@ import torch
 from support.tiny_pair import Pair
 
 from pipedec.core import Envelope, Request, SamplingParams, Step, Update
-from pipedec.decoding import Company, TimestepTiming
+from pipedec.decoding import Batch, TimestepTiming
 from pipedec.decoding.request_state import POSITIONS, Tally
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.records import Timestep
@@ -64,18 +64,18 @@ def test_tokens_of_a_long_row_of_hits() -> None:
 
 
 def test_requests_without_kv_memory_wait() -> None:
-    company = Company(2, kv=KVManager(160, 16))
+    batch = Batch(2, kv=KVManager(160, 16))
     for number in range(2):
-        company.open(Request(number, PROMPT, SAMPLING, "pp"), partial(Sequence, len(PROMPT), (), 13))
-    assert (company.num_running, company.num_waiting) == (0, 2)
-    company.propose()
-    assert (company.num_running, company.num_waiting) == (1, 1)
-    company.pause(0)
-    assert company.num_waiting == 2 and company.tally.pauses == 1
+        batch.open(Request(number, PROMPT, SAMPLING, "pp"), partial(Sequence, len(PROMPT), (), 13))
+    assert (batch.num_running, batch.num_waiting) == (0, 2)
+    batch.propose()
+    assert (batch.num_running, batch.num_waiting) == (1, 1)
+    batch.pause(0)
+    assert batch.num_waiting == 2 and batch.tally.pauses == 1
 
 
 def test_timesteps_fall_into_buckets() -> None:
-    counters = RunCounters(Company(2))
+    counters = RunCounters(Batch(2))
 
     def note(rows: int, seconds: float | None) -> None:
         ids = torch.zeros(rows, dtype=torch.int64)

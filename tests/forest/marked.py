@@ -22,7 +22,7 @@ from support.toy_dialects import END, IDS, TAGS, TEXTS, behind
 from torch import Tensor
 
 from pipedec.core import Envelope, Opening, Request, SamplingParams, Step, Update
-from pipedec.decoding import Company, TimestepTiming
+from pipedec.decoding import Batch, TimestepTiming
 from pipedec.engine.emulated_time import Pacer
 from pipedec.engine.local import LocalStages
 from pipedec.engine.loop import decode
@@ -301,7 +301,7 @@ class Rehearsal:
         ]  # fmt: skip
         self._arrivals = list(zip(arrivals, self._requests, strict=True))
         self.kv = KVManager(slots if windows else 4096, BLOCK, shares_prefixes=windows)
-        self.pool = RequestPool(Company(stages, MarkedDrafter(self._targets, accuracy, seed), "cpu", MASKS, knee, kv=self.kv))
+        self.pool = RequestPool(Batch(stages, MarkedDrafter(self._targets, accuracy, seed), "cpu", MASKS, knee, kv=self.kv))
         self.sequences: dict[int, ThreadSequence] = {}  # rank 0's, by request
         self.stages = MarkedStages(self._targets, self._new_sequence, stages, self.kv.capacity, windows)
         self._timestep = 0

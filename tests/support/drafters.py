@@ -8,7 +8,7 @@ import torch
 
 from pipedec import threads
 from pipedec.core import Request, Step, Verdict
-from pipedec.decoding import Company, Drafter, Experience, TimestepTiming
+from pipedec.decoding import Batch, Drafter, Experience, TimestepTiming
 from pipedec.decoding.controller import Controller
 from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
 
@@ -72,12 +72,12 @@ class ScriptedDrafter:
 
 
 class Alone:
-    """A company of one request, whose prompt has entered."""
+    """A batch of one request, whose prompt has entered."""
 
-    def __init__(self, company: Company, request: Request, sequence: threads.Sequence) -> None:
-        self.company = company
-        company.open(request, lambda: sequence)
-        self.method = company.requests[request.number]
+    def __init__(self, batch: Batch, request: Request, sequence: threads.Sequence) -> None:
+        self.batch = batch
+        batch.open(request, lambda: sequence)
+        self.method = batch.requests[request.number]
         self.masks = self.method.masks
         self._number = request.number
         entered: list[int] = []
@@ -96,25 +96,25 @@ class Alone:
         return self.method.misses
 
     def propose(self) -> Step | None:
-        update = self.company.propose().get(self._number)
+        update = self.batch.propose().get(self._number)
         return None if update is None else update.step
 
     def draft(self) -> None:
-        self.company.draft()
+        self.batch.draft()
 
     def apply(self, verdict: Verdict) -> None:
-        self.company.apply(self._number, verdict)
+        self.batch.apply(self._number, verdict)
 
     def observe(self, timing: TimestepTiming) -> None:
-        self.company.observe(timing)
+        self.batch.observe(timing)
 
 
 def begun(
     request: Request, drafter: Drafter | None = None, experience: Experience | None = None, trained_masks: int = 0
 ) -> Alone:
     """An answer in one thread whose prompt has entered."""
-    company = Company(2, drafter, trained_masks=trained_masks, experience=experience)
-    return Alone(company, request, threads.Sequence(len(request.prompt_token_ids), (), 10_000))
+    batch = Batch(2, drafter, trained_masks=trained_masks, experience=experience)
+    return Alone(batch, request, threads.Sequence(len(request.prompt_token_ids), (), 10_000))
 
 
 def rows(step: Step | None) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""A simulated pipeline for a company of requests: one stage that remembers what is in the slots of its KV pool, and an end that
+"""A simulated pipeline for a batch of requests: one stage that remembers what is in the slots of its KV pool, and an end that
 says what the answers say. Requests come, are cancelled, are paused and end at any timestep.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from pipedec import threads
 from pipedec.core import MethodOptions, Opening, Request, SamplingParams, SlotRuns, Step, Update, UserError, Verdict
-from pipedec.decoding import Company, Experience, LaneSizes, TimestepTiming
+from pipedec.decoding import Batch, Experience, LaneSizes, TimestepTiming
 from pipedec.kv import KVManager
 from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
 from pipedec.threads import Sequence as ThreadSequence
@@ -207,9 +207,9 @@ class Lane:
         self.computed = set(advance.renumber(torch.tensor(sorted(self.computed), dtype=torch.int64))[1].tolist())
 
 
-def proposed(company: Company) -> dict[int, Step]:
+def proposed(batch: Batch) -> dict[int, Step]:
     """The rows that enter at the next timestep."""
-    return {number: update.step for number, update in company.propose().items() if update.step is not None}
+    return {number: update.step for number, update in batch.propose().items() if update.step is not None}
 
 
 @dataclass
@@ -228,11 +228,11 @@ class Running:
 
 @dataclass
 class Simulation:
-    """A company and its pipeline.
+    """A batch and its pipeline.
 
     Attributes:
         kv: None for as much memory as anybody wants.
-        lane_sizes: of the company.
+        lane_sizes: of the batch.
         timesteps: so far.
         texts: what conversations were about: prompts begin with the beginning of one.
         methods: of the requests.
@@ -256,7 +256,7 @@ class Simulation:
         self.drafter = KnowingDrafter(chooser)
         self.drafter.adopts = self.kv is not None
         experience = Experience(self.groups)
-        self.company = Company(self.groups, self.drafter, "cpu", MASKS, KNEE, experience, self.kv, self.lane_sizes)
+        self.batch = Batch(self.groups, self.drafter, "cpu", MASKS, KNEE, experience, self.kv, self.lane_sizes)
         self.stage = Stage()
         self.verdicts: dict[int, Verdict] = {}  # of which the stages have yet to be told
         self.seconds_per_row = chooser.choice((0.0, 0.01, 1.0))
@@ -273,7 +273,7 @@ class Simulation:
         request = Request(number, prompt, sampling, name, options, priority=chooser.choice((0, 0, 1)), said=said)
         self.drafter.answers[number] = answer
         try:
-            self.company.open(request, lambda: behind(said, ThreadSequence(len(prompt), (), len(answer), structure())))
+            self.batch.open(request, lambda: behind(said, ThreadSequence(len(prompt), (), len(answer), structure())))
         except UserError:
             assert self.kv is not None and len(prompt) + len(answer) + 150 > self.kv.capacity
         else:
@@ -289,14 +289,14 @@ class Simulation:
     def timestep(self) -> dict[int, Update]:
         self.timesteps += 1
         self._pause()
-        updates = self.company.propose()
+        updates = self.batch.propose()
         assert set(updates) <= set(self.running)
         assert all(one.step is None or one.step.num_rows for one in updates.values())
         rows = sum(one.step.num_rows for one in updates.values() if one.step is not None)
         assert rows <= KNEE or sum(one.step is not None for one in updates.values()) == 1
         self._advance(updates)
-        self.company.draft()
-        self.company.observe(TimestepTiming(1 + self.seconds_per_row * rows, 0.5, (0.1,)))
+        self.batch.draft()
+        self.batch.observe(TimestepTiming(1 + self.seconds_per_row * rows, 0.5, (0.1,)))
         self._take_results()
         return updates
 
@@ -306,14 +306,14 @@ class Simulation:
                 one.closing -= 1
                 if one.closing == 0:
                     one.closing = None
-                    self.company.closed(number)
+                    self.batch.closed(number)
         lanes = [self.running[number].request for number in self.stage.lanes if number in self.running]
-        for number in self.company.to_pause():
+        for number in self.batch.to_pause():
             ages = sorted((request.priority, request.number) for request in lanes)
             assert self.adopts_drafter or ages[-1] == (self.running[number].request.priority, number)
             accepted = self.verdicts.get(number, Verdict()).accepted
             self.verdicts[number] = Verdict(accepted, "paused")
-            self.company.pause(number)
+            self.batch.pause(number)
             self.running[number].closing = self.groups + 1
             self.running[number].pauses += 1
 
@@ -342,8 +342,8 @@ class Simulation:
             verdict, one = lane.verdict(self.groups), self.running.get(number)
             if verdict is None or one is None:
                 continue
-            method = self.company.requests[number]
-            self.company.apply(number, verdict)
+            method = self.batch.requests[number]
+            self.batch.apply(number, verdict)
             self.verdicts[number] = verdict
             if verdict.finished:
                 assert method.hits + method.misses == max(len(one.answer) - 1 - len(one.request.said), 0)
@@ -355,16 +355,16 @@ class Simulation:
         self.stage, self.verdicts = Stage(), {}
         for one in self.running.values():
             one.closing = None
-        self.company.interrupt()
+        self.batch.interrupt()
 
     def draft_late(self) -> None:
-        """From now on the draft model is not loaded yet; for a company without requests."""
-        self.company = Company(self.groups, None, "cpu", MASKS, KNEE, Experience(self.groups), self.kv)
-        self.company.awaits_drafter = True
+        """From now on the draft model is not loaded yet; for a batch without requests."""
+        self.batch = Batch(self.groups, None, "cpu", MASKS, KNEE, Experience(self.groups), self.kv)
+        self.batch.awaits_drafter = True
 
     def cancel(self) -> None:
         number = self.chooser.choice(list(self.running))
-        self.company.close(number)
+        self.batch.close(number)
         if number in self.stage.lanes:
             self.verdicts[number] = Verdict(self.verdicts.get(number, Verdict()).accepted, "cancelled")
         del self.running[number]

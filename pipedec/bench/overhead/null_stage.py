@@ -28,7 +28,7 @@ from pipedec.core import (
     Update,
     Verdict,
 )
-from pipedec.decoding import Company, TimestepTiming
+from pipedec.decoding import Batch, TimestepTiming
 from pipedec.engine.admission import Admission
 from pipedec.engine.answer import Answer
 from pipedec.engine.draft_loop import DraftLoop
@@ -138,7 +138,7 @@ class ScriptedRequest:
     hits = misses = 0
 
 
-class ScriptedCompany:
+class ScriptedBatch:
     """Of each request the prompt's only token enters, then at every timestep so many rows; verdicts change nothing."""
 
     def __init__(self, probe: Probe) -> None:
@@ -201,7 +201,7 @@ class ScriptedAdmission:
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
 
-    def admit(self, message: Message, company: Company) -> tuple[Answer, NewSequence]:
+    def admit(self, message: Message, batch: Batch) -> tuple[Answer, NewSequence]:
         asked = json.loads(message.text)
         sampling, options = SamplingParams(max_tokens=asked["max_tokens"]), ScriptedOptions(asked["rows"])
         request = Request(message.number, (_TOKEN,), sampling, "scripted", options, trace=asked["trace"])
@@ -216,7 +216,7 @@ class ScriptedDraftLoop(DraftLoop):
     def __init__(self, probe: Probe, client: ClientCalls, wiring: Wiring) -> None:
         super().__init__(cast(Prompter, OneWordPrompter()), None, 0, wiring)
         self._client = client
-        self._company = self._pool.company = cast(Company, ScriptedCompany(probe))
+        self._batch = self._pool.batch = cast(Batch, ScriptedBatch(probe))
         self._admission = cast(Admission, ScriptedAdmission(wiring.topology.num_stages))
         self._probe = probe
 

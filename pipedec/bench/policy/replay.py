@@ -1,6 +1,6 @@
 """Requests through stages that compute nothing: their answers are known, and with them the timestep of every verdict.
 
-Owns the known answers and the emulated time. All else is real: loop, pool, company, methods, and the stages' lanes.
+Owns the known answers and the emulated time. All else is real: loop, pool, batch, methods, and the stages' lanes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from pipedec.bench.policy.drafter import RecordedDrafter
 from pipedec.bench.policy.losses import Losses, losses
 from pipedec.core import Envelope, Metrics, Opening, Request
-from pipedec.decoding import Company, Experience
+from pipedec.decoding import Batch, Experience
 from pipedec.decoding.acceptance import Acceptance
 from pipedec.decoding.choices import Choices
 from pipedec.engine.counters import Counters
@@ -164,10 +164,10 @@ class ReplayedPipeline:
         self._experience = experience
         recorder = Recorder(Pacer(None, 0))
         timed = None if drafter is None else TimedDrafter(drafter, recorder.drafting)
-        company = Company(self._groups, timed, knee=emulation.knee, experience=experience, kv=kv)
+        batch = Batch(self._groups, timed, knee=emulation.knee, experience=experience, kv=kv)
         self._counters = Counters(self.clock.seconds)
-        self._pool = RequestPool(company, listeners=[self._counters.note, self._note])
-        slots, block, last = company.kv.capacity, company.kv.block, topology.num_stages
+        self._pool = RequestPool(batch, listeners=[self._counters.note, self._note])
+        slots, block, last = batch.kv.capacity, batch.kv.block, topology.num_stages
         workers = [StageWorker(no_layers(), sequence_of, slots=slots, block=block, stage=stage) for stage in range(1, last)]
         workers.append(AnsweringStage(self._known, lambda: self.timesteps, slots, block, last))
         self._stages = LocalStages(workers, topology, recorder, self.clock)
@@ -175,7 +175,7 @@ class ReplayedPipeline:
 
     def check(self, request: Request) -> None:
         """Raises UserError if the method does not accept ``request``, or the devices can never have memory for it."""
-        self._pool.company.check(request, Sequence(len(request.prompt_token_ids), (), 1))
+        self._pool.batch.check(request, Sequence(len(request.prompt_token_ids), (), 1))
 
     @property
     def num_running(self) -> int:

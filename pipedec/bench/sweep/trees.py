@@ -13,7 +13,7 @@ from msgspec.structs import asdict, replace
 from pipedec.bench.options import Positive
 from pipedec.bench.record import Row, plain
 from pipedec.core import DEFAULT_METHOD, MethodOptions, Request
-from pipedec.decoding import Company
+from pipedec.decoding import Batch
 from pipedec.flags import Help, check_fields
 from pipedec.messages import PromptRequest
 from pipedec.methods import PROPOSERS, SHAPES, BestFirstOptions, BitaOptions, applicable_options
@@ -79,9 +79,9 @@ def _with_masks(tree: BitaOptions, trained_masks: int) -> BitaOptions:
     """``tree`` with the numbers of masks and candidates that ``bita`` would use."""
     request = Request(0, (0,), method=BITA, options=tree)
     sequence = Sequence(1, (), 1)
-    company = Company(passage=1, trained_masks=trained_masks)
-    company.open(request, lambda: sequence)
-    masks = company.requests[request.number].masks
+    batch = Batch(passage=1, trained_masks=trained_masks)
+    batch.open(request, lambda: sequence)
+    masks = batch.requests[request.number].masks
     return replace(tree, depth=masks.count, children=masks.named)
 
 

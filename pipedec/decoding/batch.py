@@ -1,4 +1,4 @@
-"""The methods of all running requests, and what of them enters the pipeline at each timestep.
+"""The batch of requests that are decoded together: their methods, and which of their rows enter the pipeline at each timestep.
 
 Owns the draft model's use, the prompts that have yet to enter, and who waits for KV memory. Knows no stage, no process and no
 client.
@@ -33,7 +33,7 @@ _UNLIMITED = 2**40  # slots
 _DRAFTLESS = {"proposers": ["ngrams"]}  # options of the default method in place of one whose draft model is not loaded yet
 
 
-class Company:
+class Batch:
     """Runs on rank 0. In every timestep: ``to_pause``, ``propose``, ``draft`` while the stages compute, ``apply`` per verdict.
 
     A request waits in here until there is KV memory for it; the stages learn of it with its first rows. Whose priority value is

@@ -1,4 +1,4 @@
-"""Many requests in one company, through a simulated pipeline: they come, are cancelled and end at any timestep."""
+"""Many requests in one batch, through a simulated pipeline: they come, are cancelled and end at any timestep."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from support.simulation import KNEE, METHODS, KnowingDrafter, Simulation, propos
 
 from pipedec import threads
 from pipedec.core import Request, UserError, Verdict
-from pipedec.decoding import Company, Experience
+from pipedec.decoding import Batch, Experience
 from pipedec.decoding.budget import RESERVED
-from pipedec.decoding.company import DRAFT_KNEE
+from pipedec.decoding.batch import DRAFT_KNEE
 
 
 @examples(40)
@@ -32,8 +32,8 @@ def test_all_requests_end_whatever_is_beside_them(seed: int) -> None:
             simulation.cancel()
     simulation.finish()
     assert simulation.drafter.open_requests == {}
-    assert simulation.company.propose() == {}
-    simulation.company.apply(7, Verdict.of(1))  # of a request that is gone: void
+    assert simulation.batch.propose() == {}
+    simulation.batch.apply(7, Verdict.of(1))  # of a request that is gone: void
 
 
 @examples(20)
@@ -56,18 +56,18 @@ def test_no_answer_waits_longer_than_a_passage_while_every_root_finds_room(seed:
 def test_a_draft_forward_serves_all_requests_and_is_bounded() -> None:
     chooser = random.Random(1)
     drafter = KnowingDrafter(chooser)
-    company = Company(2, drafter, knee=256)
+    batch = Batch(2, drafter, knee=256)
     for number in range(40):
         drafter.answers[number] = [chooser.randrange(50) for _ in range(30)]
-        company.open(Request(number, (1, 2, 3)), partial(threads.Sequence, 3, (), 30))
-    company.propose()
-    company.draft()
+        batch.open(Request(number, (1, 2, 3)), partial(threads.Sequence, 3, (), 30))
+    batch.propose()
+    batch.draft()
     for number in range(40):
-        company.apply(number, Verdict.of(drafter.answers[number][0]))
+        batch.apply(number, Verdict.of(drafter.answers[number][0]))
     drafter.forwards.clear()
     for _ in range(3):
-        company.propose()
-        company.draft()
+        batch.propose()
+        batch.draft()
     assert drafter.forwards[0] == 40 and len(drafter.forwards) <= 6
     assert max(drafter.forwards) <= DRAFT_KNEE
 
@@ -76,23 +76,23 @@ def test_without_speculation_nothing_is_drafted_and_prompts_are_made_up_for() ->
     drafter = KnowingDrafter(random.Random(1))
     experience = Experience(1)
     experience.controller = controller = Switch(1)
-    company = Company(1, drafter, knee=8, experience=experience)
+    batch = Batch(1, drafter, knee=8, experience=experience)
     drafter.answers[0] = list(range(20))
-    company.open(Request(0, tuple(range(20))), partial(threads.Sequence, 20, (), 20))
+    batch.open(Request(0, tuple(range(20))), partial(threads.Sequence, 20, (), 20))
     for _ in range(3):
-        company.propose()
-        company.draft()
-    company.apply(0, Verdict.of(0))
-    assert proposed(company)[0].num_rows == 1
-    company.draft()
+        batch.propose()
+        batch.draft()
+    batch.apply(0, Verdict.of(0))
+    assert proposed(batch)[0].num_rows == 1
+    batch.draft()
     assert drafter.forwards == []
     controller.is_speculating = True
     for rows in (8, 16, 20, 20):
-        company.draft()
+        batch.draft()
         assert len(drafter.prompts[0]) == rows
     assert drafter.forwards[:4] == [0, 0, 0, 1], "rows are drafted behind the whole prompt"
 
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(UserError, match="the prompt is empty"):
-        Company(1).open(Request(0, (), method="pp"), partial(threads.Sequence, 0, (), 5))
+        Batch(1).open(Request(0, (), method="pp"), partial(threads.Sequence, 0, (), 5))
