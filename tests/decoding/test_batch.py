@@ -15,8 +15,8 @@ from support.simulation import KNEE, METHODS, KnowingDrafter, Simulation, propos
 from pipedec import threads
 from pipedec.core import Request, UserError, Verdict
 from pipedec.decoding import Batch, Experience
-from pipedec.decoding.budget import RESERVED
 from pipedec.decoding.batch import DRAFT_KNEE
+from pipedec.decoding.budget import RESERVED
 
 
 @examples(40)

@@ -33,6 +33,7 @@ from pipedec.engine.admission import Admission
 from pipedec.engine.answer import Answer
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
+from pipedec.forest import Forest
 from pipedec.model import KVCache, LaneRows
 from pipedec.scheduler import GrantedTask
 from pipedec.scheduler.protocol import ClientCalls, Message
@@ -75,10 +76,9 @@ class Probe:
 class _NullLane(FinalLane):
     """A lane without trees: it keeps count of rows, and prunes none. It accepts a token per timestep until ``max_tokens``."""
 
-    num_candidates = 0
-
     def __init__(self, opening: Opening, cache: KVCache) -> None:
         self.cache = cache
+        self.forest = Forest(ThreadSequence(opening.prompt_length, (), opening.sampling.max_tokens))
         self._left = opening.sampling.max_tokens
 
     def enter(self, step: Step) -> LaneRows:
@@ -87,7 +87,7 @@ class _NullLane(FinalLane):
     def sync(self, verdict: Verdict) -> None:
         """Nothing is pruned."""
 
-    def result(self, number: int) -> Update:
+    def result(self, number: int, token_ids: list[int]) -> Update:
         self._left -= 1
         self.has_ended = self._left == 0
         return Update(number, verdict=Verdict.of(_TOKEN, finished="length" if self.has_ended else None))
@@ -122,8 +122,9 @@ class NullStage(StageWorker):
 class NullFinalStage(NullStage, FinalStageWorker):
     """The last stage."""
 
-    def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> None:
+    def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> list[list[int]]:
         """Every lane knows what it says."""
+        return [[] for _ in computed]
 
 
 class ScriptedOptions(MethodOptions, frozen=True):
