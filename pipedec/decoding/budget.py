@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from math import ceil
+from operator import attrgetter
 
 RESERVED = 8  # one row in so many is left for prompts, however many certain rows there are
 
@@ -88,146 +89,109 @@ class Budget:
         """
         self._timestep += 1
         self.refused = 0.0
-        room = self._room(claims)
-        granted = self._share_certain(claims, room)
-        if sum(granted.values()) < room:
-            rows = sum(granted.values()) + _for_prompts(claims, room - sum(granted.values()))
-            self.refused = _Candidates(claims, granted, pays, rows, room).share()
-            _share_prompts(claims, granted, room - sum(granted.values()))
+        room, most = self.knee, claims[0].demand.most if len(claims) == 1 else None
+        if most is not None:  # a request alone may set more rows than there is room for in company, and they need not pay
+            room = max(room, most)
+        prompts = [claim for claim in claims if claim.prompt]
+        prompt_rows = sum([claim.prompt for claim in prompts])
+        granted = self._share_certain(claims, room - min(prompt_rows, room // RESERVED))
+        rows = sum(granted.values())
+        if rows < room:
+            # Prompts come before candidates with half of what is free, or more if most requests are yet to be prefilled.
+            reserved = min(prompt_rows, ceil((room - rows) * max(len(prompts) / len(claims), 0.5))) if prompts else 0
+            queues = [_Queue(claim, granted.get(claim.number, 0)) for claim in claims if claim.demand.chances]
+            if queues:
+                running = len(claims) - len(prompts)
+                self._share_candidates(queues, granted, None if most is not None else pays, running, rows + reserved, room)
+            left = room - sum(granted.values())
+            for claim in sorted(prompts, key=attrgetter("priority")):
+                count = claim.prompt if claim.prompt <= left else min(left, claim.prompt - claim.tail)
+                if count:
+                    granted[claim.number] = granted.get(claim.number, 0) + count
+                    left -= count
         for claim in claims:
-            self._note(claim, granted.get(claim.number, 0))
+            if granted.get(claim.number, 0) >= max(claim.entering, min(claim.prompt, 1)):
+                self._waiting_since.pop(claim.number, None)
+            else:
+                self._waiting_since.setdefault(claim.number, self._timestep)
         return granted
 
-    def _room(self, claims: Sequence[Claim]) -> int:
-        """Rows of the timestep. A request alone may set more than there is room for in company."""
-        if len(claims) == 1 and claims[0].demand.most is not None:
-            return max(self.knee, claims[0].demand.most)
-        return self.knee
-
-    def _share_certain(self, claims: Sequence[Claim], room: int) -> dict[int, int]:
-        """Who has waited longest comes first, so nobody waits for good."""
-        left = room - min(sum(claim.prompt for claim in claims), room // RESERVED)
-        waiting_prompt = min((self._since(claim) for claim in claims if claim.prompt), default=self._timestep)
+    def _share_certain(self, claims: Sequence[Claim], left: int) -> dict[int, int]:
+        """Share ``left`` rows. The request that has waited longest comes first, so none waits for good."""
+        since = [self._waiting_since.get(claim.number, self._timestep) for claim in claims]
+        waiting_prompt = min([at for at, claim in zip(since, claims, strict=True) if claim.prompt], default=self._timestep)
+        turns = [
+            (claim.priority, since[place], claim.demand.whole > 0, place) for place, claim in enumerate(claims) if claim.entering
+        ]
         granted: dict[int, int] = {}
-        for claim in sorted((claim for claim in claims if claim.entering), key=self._turn):
-            demand = claim.demand
-            if demand.whole > left and not granted and self._since(claim) <= waiting_prompt:
-                return {claim.number: demand.whole}
+        for _, waiting, _, place in sorted(turns):
+            number, demand = claims[place].number, claims[place].demand
+            if demand.whole > left and not granted and waiting <= waiting_prompt:
+                return {number: demand.whole}
             count = min(demand.certain, left) if not demand.whole else demand.whole * (demand.whole <= left)
             if count:
-                granted[claim.number] = count
+                granted[number] = count
                 left -= count
         return granted
 
-    def _turn(self, claim: Claim) -> tuple[int, int, bool]:
-        return claim.priority, self._since(claim), claim.demand.whole > 0
+    def _share_candidates(
+        self, queues: Sequence[_Queue], granted: dict[int, int], pays: Pays | None, running: int, rows: int, room: int
+    ) -> None:
+        """Add candidates to ``granted``: half of the room evenly, the rest by chance, as long as they pay.
 
-    def _since(self, claim: Claim) -> int:
-        """The timestep since which it has waited."""
-        return self._waiting_since.get(claim.number, self._timestep)
-
-    def _note(self, claim: Claim, granted: int) -> None:
-        """Remember since when a request waits."""
-        if granted >= max(claim.entering, min(claim.prompt, 1)):
-            self._waiting_since.pop(claim.number, None)
-        else:
-            self._waiting_since.setdefault(claim.number, self._timestep)
-
-
-class _Candidates:
-    """The candidates of all requests.
-
-    Args:
-        granted: by request, rows that enter; those of candidates are added.
-        rows: that enter besides candidates.
-        room: for both.
-    """
-
-    def __init__(self, claims: Sequence[Claim], granted: dict[int, int], pays: Pays, rows: int, room: int) -> None:
-        self._running = sum(not claim.prompt for claim in claims)
-        self._queues = [queue for claim in claims if (queue := _Queue(claim, granted.get(claim.number, 0))).chance is not None]
-        self._granted = granted
-        self._pays: Pays = _always if len(claims) == 1 and claims[0].demand.most is not None else pays
-        self._rows = rows
-        self._room = room
-        self._refused = 0.0
-
-    def share(self) -> float:
-        """Half of the room evenly, the rest by chance. Returns the chance of the best candidate that has to wait, or 0."""
-        if self._queues:
-            self._take_best((self._room - self._rows) // (2 * len(self._queues)))
-            self._take_best(self._room)
-        if self._rows < self._room:
-            return self._refused
-        return max([self._refused, *(queue.chance for queue in self._queues if queue.chance is not None)])
-
-    def _take_best(self, most: int) -> None:
-        """Let the most probable candidates enter as long as they pay, but of each request at most so many in all."""
-        heap = [queue for queue in self._queues if queue.chance is not None and queue.taken < most]
-        heapify(heap)
-        while heap and self._rows < self._room:
-            queue = heap[0]
-            assert queue.chance is not None
-            if not self._pays(self._rows, queue.chance / self._running):
-                self._refused = max(self._refused, queue.chance)
-                heappop(heap)
-                continue
-            queue.take()
-            self._rows += 1
-            self._granted[queue.number] = self._granted.get(queue.number, 0) + 1
-            if queue.chance is None or queue.taken >= most:
-                heappop(heap)
-            else:
-                heapreplace(heap, queue)
+        Args:
+            running: requests that are prefilled.
+            rows: that enter besides candidates.
+            room: for both.
+        """
+        queues = [queue for queue in queues if queue.chance is not None]
+        for most in ((room - rows) // (2 * max(len(queues), 1)), room):  # candidates of each request
+            heap = [(queue.priority, -queue.chance, queue) for queue in queues if queue.chance is not None and queue.taken < most]
+            heapify(heap)
+            while heap and rows < room:
+                queue = heap[0][-1]
+                assert queue.chance is not None
+                if pays is not None and not pays(rows, queue.chance / running):
+                    self.refused = max(self.refused, queue.chance)
+                    heappop(heap)
+                    continue
+                rows += 1
+                granted[queue.number] = granted.get(queue.number, 0) + 1
+                queue.take()
+                if queue.chance is None or queue.taken >= most:
+                    heappop(heap)
+                else:
+                    heapreplace(heap, (queue.priority, -queue.chance, queue))
+        if rows >= room:
+            self.refused = max([self.refused, *(queue.chance for queue in queues if queue.chance is not None)])
 
 
 class _Queue:
     """The candidates of one request, best first.
 
+    Args:
+        certain: rows of it that enter besides.
+
     Attributes:
         chance: of the next one; None if there are no more, or the request may not let more rows enter.
-        key: orders the queues; lower ones come first.
         taken: number of those that enter.
     """
 
     def __init__(self, claim: Claim, certain: int) -> None:
-        self.number = claim.number
-        self.taken = 0
-        self._priority = claim.priority
         demand = claim.demand
-        self._left = 0 if certain < demand.certain else demand.most - certain if demand.most is not None else -1
+        self.number = claim.number
+        self.priority = claim.priority
+        self.taken = -1
         self._chances = iter(demand.chances)
-        self._advance()
+        self._left = 1 + (0 if certain < demand.certain else demand.most - certain if demand.most is not None else -1)
+        self.take()
 
     def take(self) -> None:
         """The next candidate enters."""
         self.taken += 1
         self._left -= 1
-        self._advance()
-
-    def _advance(self) -> None:
         self.chance: float | None = next(self._chances, None) if self._left else None
-        self.key = self._priority, -(self.chance or 0.0)
 
     def __lt__(self, other: _Queue) -> bool:
-        return self.key < other.key
-
-
-def _always(rows: int, tokens: float) -> bool:
-    return True
-
-
-def _for_prompts(claims: Sequence[Claim], free: int) -> int:
-    """Rows that prompts get before candidates: half of those that are free, or more if most requests are yet to be prefilled."""
-    prefilling = sum(claim.prompt > 0 for claim in claims)
-    share = max(prefilling / max(len(claims), 1), 0.5)
-    return min(sum(claim.prompt for claim in claims), ceil(free * share))
-
-
-def _share_prompts(claims: Sequence[Claim], granted: dict[int, int], room: int) -> None:
-    """Add rows of prompts to ``granted``, those of the first request first."""
-    for claim in sorted(claims, key=lambda claim: claim.priority):
-        count = claim.prompt if claim.prompt <= room else min(room, claim.prompt - claim.tail)
-        if count:
-            granted[claim.number] = granted.get(claim.number, 0) + count
-            room -= count
+        """Heaps hold queues after priority and chance, in which they do not differ when they are compared."""
+        return False
