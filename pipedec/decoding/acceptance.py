@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipedec.decoding.choices import NO_TOKEN, Choices
+
+IntArray = NDArray[np.int64]
 
 _LEARNING_RATE = 0.3  # of AdaGrad
 
@@ -27,12 +30,16 @@ class Acceptance:
 
     def __init__(self, prior: tuple[float, ...]) -> None:
         self.weights = torch.tensor((*prior, 0.0))  # [W + 1], the last for "none of the choices"
-        self._weights = self.weights.numpy()  # the same memory
+        self._of_features = self.weights[:-1]  # the same memory, as the next
+        self._on_host = self.weights.numpy()
+        self._gradient = np.zeros_like(self._on_host)  # of the last observation
+        self._gradient_of_features = torch.from_numpy(self._gradient)[:-1]  # the same memory
         self._squares = torch.ones_like(self.weights)  # [W + 1], sums of squared gradients
+        self._squares_on_host = self._squares.numpy()  # the same memory
 
     def log_chances(self, choices: Choices) -> Tensor:
         """[F, K], log-probability that each choice is accepted, given that its row is; −∞ for NO_TOKEN."""
-        return self._log_probs(choices.token_ids, choices.features)[:, :-1]
+        return self._log_probs(choices.token_ids.numpy(), choices.features)[:, :-1]
 
     def observe(self, choices: Choices, place: int, token: int) -> bool:
         """Learn that ``token`` was accepted after row ``place``: one step of gradient ascent on its log-probability.
@@ -40,20 +47,23 @@ class Acceptance:
         Returns:
             whether the token was among the row's choices.
         """
-        token_ids, features = choices.token_ids[place], choices.features[place]
+        token_ids, features = choices.token_ids.numpy()[place], choices.features[place]
+        proposed = token_ids.tolist()
+        was_proposed = token in proposed
         residual = self._log_probs(token_ids, features).exp_().neg_()
-        on_host, proposed = residual.numpy(), (token_ids.numpy() == token).nonzero()[0]
-        was_proposed = len(proposed) > 0
-        on_host[proposed[0] if was_proposed else -1] += 1
-        gradient = np.append((residual @ features).numpy(), on_host[-1])
-        self._squares += torch.from_numpy(gradient * gradient)
-        self._weights += _LEARNING_RATE * gradient / self._squares.sqrt().numpy()
+        on_host = residual.numpy()
+        on_host[proposed.index(token) if was_proposed else -1] += 1
+        torch.mv(features.t(), residual, out=self._gradient_of_features)
+        gradient = self._gradient
+        gradient[-1] = on_host[-1]
+        self._squares_on_host += gradient * gradient
+        self._on_host += _LEARNING_RATE * gradient / self._squares.sqrt().numpy()
         return was_proposed
 
-    def _log_probs(self, token_ids: Tensor, features: Tensor) -> Tensor:
+    def _log_probs(self, token_ids: IntArray, features: Tensor) -> Tensor:
         """[…, K + 1] for token_ids […, K] and features […, K + 1, W]; the last for "none of the choices"."""
-        scores = features @ self.weights[:-1]
+        scores = features @ self._of_features
         on_host = scores.numpy()
-        on_host[..., -1] += self._weights[-1]
-        on_host[..., :-1][token_ids.numpy() == NO_TOKEN] = -np.inf
+        on_host[..., -1] += self._on_host[-1]
+        np.copyto(on_host[..., :-1], -np.inf, where=token_ids == NO_TOKEN)
         return scores.log_softmax(-1)

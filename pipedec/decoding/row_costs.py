@@ -57,7 +57,8 @@ class RowCosts:
 
     def added(self, rows: int) -> float:
         """The share by which one more row lengthens a timestep of ``rows`` rows; infinity for more than are to be tried."""
-        self._points()
+        if self._curve is None:
+            self._points()
         found = self._added.get(rows)
         if found is None:
             now, then = self.seconds(rows), self.seconds(rows + 1)
