@@ -181,17 +181,17 @@ class _Queue:
         demand = claim.demand
         self.number = claim.number
         self.priority = claim.priority
-        self.taken = -1
+        self.taken = -1  # before the first candidate, to which ``take`` advances
         self._chances = iter(demand.chances)
         self._left = 1 + (0 if certain < demand.certain else demand.most - certain if demand.most is not None else -1)
         self.take()
 
     def take(self) -> None:
-        """The next candidate enters."""
+        """The candidate that was next enters, so the one after it is next."""
         self.taken += 1
         self._left -= 1
         self.chance: float | None = next(self._chances, None) if self._left else None
 
     def __lt__(self, other: _Queue) -> bool:
-        """Heaps hold queues after priority and chance, in which they do not differ when they are compared."""
+        """Queues are compared only where priority and chance are equal: then they have no order."""
         return False
