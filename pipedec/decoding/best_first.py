@@ -92,8 +92,8 @@ class BestFirst(Method):
         if not token_ids:
             return None
         self.root = None
-        rows = torch.tensor((token_ids, parents)).unbind()
-        return Step(*rows, log_probs=self.tree.log_probs)
+        entering, below = torch.tensor((token_ids, parents)).unbind()
+        return Step(entering, below, log_probs=self.tree.log_probs)
 
     def draft(self, room: int) -> Sequence[int]:
         """The most probable rows that are not drafted; several times in a timestep."""
