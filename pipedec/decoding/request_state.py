@@ -205,7 +205,7 @@ class RequestState:
         if self.is_prefilling:
             self.past = self.entered
         elif not sequence.can_fork:
-            self.past = max(self.entered, sequence.prompt_length + sequence.main.num_tokens - 1)
+            self.past = max(self.entered, sequence.prompt_length + len(sequence.main.token_ids) - 1)
         else:
             pending = sum(thread.pending is not None for thread in sequence.threads)
             self.past = sequence.prompt_length + sum(sequence.needed()) + pending
