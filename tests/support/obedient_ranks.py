@@ -28,7 +28,7 @@ def obey(folder: Path) -> None:
         partial.rename(folder / str(os.getpid()))
 
     def compute_forever(number: int, frame: FrameType | None) -> None:
-        while frame is not None and frame.f_code.co_qualname != "StageWorker._compute":
+        while frame is not None and frame.f_code.co_qualname != "StageModel.forward":
             frame = frame.f_back
         if frame is not None:
             endless_file(folder, os.getpid()).touch()
