@@ -46,11 +46,9 @@ class DraftProposal:
         """Join candidates of several trees, with as many children for each row. Asks their device once."""
         token_ids = torch.cat([each.token_ids for each in several])
         log_probs = torch.cat([each.log_probs for each in several])
-        if token_ids.device.type != "cpu":
-            both = torch.cat((token_ids.double(), log_probs.double()), 1).cpu()
-            ids, chances = both.chunk(2, dim=1)
-            token_ids, log_probs = ids.long(), chances
-        return cls(token_ids.numpy(), log_probs.float())
+        both = torch.cat((token_ids.double(), log_probs.double()), 1).cpu()
+        ids, chances = both.chunk(2, dim=1)
+        return cls(ids.long().numpy(), chances.float())
 
     def write(self, features: FloatArray) -> None:
         """Write the features of K tokens for each row, of which the first c are the children, and of "none of them".
