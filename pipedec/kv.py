@@ -1,4 +1,4 @@
-"""The KV memory of a pipeline as rank 0 keeps its books: slots for requests, and prefixes that requests share.
+"""The KV memory of a pipeline as rank 0 manages it: slots for requests, and prefixes that requests share.
 
 Every stage has a pool of as many slots, and gets the same slots for a request. So one decision on rank 0 is enough, and stages
 neither search nor count. Slots are handed out in blocks. Free blocks are kept as runs of consecutive ones: blocks may be very
@@ -212,7 +212,7 @@ class Prefixes:
 
 @dataclass(frozen=True)
 class Lease:
-    """What a request gets when it opens; see the attributes of the same names of ``Opening``."""
+    """The memory of a request that opens; the attributes are those of ``Opening``."""
 
     slots: SlotRuns
     cached: int = 0
@@ -240,7 +240,7 @@ class _Holder:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a request would open.
+    """Where the memory of a request comes from.
 
     Attributes:
         path: the full blocks of the prefix that it adopts.
@@ -306,7 +306,7 @@ class KVManager:
         return (self._free.total + self._prefixes.num_kept) * self.block
 
     def cached_for(self, token_ids: Sequence[int], slots: int) -> int | None:
-        """How many tokens ``open`` would find cached now; None if there is no room."""
+        """The number of cached tokens that ``open`` would adopt now; None if there is no room."""
         plan = self._plan(token_ids, slots)
         return None if plan is None else plan.cached
 
@@ -420,7 +420,7 @@ class KVManager:
         return True
 
     def _plan(self, token_ids: Sequence[int], slots: int) -> _Plan | None:
-        """How to open a request; None if there is no room."""
+        """Plan the memory of a request; None if there is no room."""
         path, source, num_more = self._prefixes.find(token_ids[:-1]) if self.shares_prefixes else ([], None, 0)
         num_adopted, num_new = len(path) * self.block, max(-(-slots // self.block) - len(path), 0)
         available = self._free.total + self._prefixes.num_kept - sum(not known.users for known in path)

@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from pipedec.decoding.choices import NO_TOKEN, Choices
-
-IntArray = NDArray[np.int64]
+from pipedec.decoding.choices import NO_TOKEN, Choices, IntArray
 
 _LEARNING_RATE = 0.3  # of AdaGrad
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 NO_TOKEN = -1
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)

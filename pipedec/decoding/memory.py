@@ -52,8 +52,8 @@ class Memory:
         self.grown.clear()
 
     def claims(self, requests: Collection[RequestState]) -> list[Claim]:
-        """What would enter at the next timestep, as far as there is memory for it: of requests with a lane, and of the first ones
-        of those that wait, as many as might get rows now.
+        """The claims of all requests with a lane, and of as many waiting ones, in order, as might get rows at the next timestep;
+        each as far as there is memory for it.
 
         Args:
             requests: in order of age.
@@ -102,7 +102,7 @@ class Memory:
         return [lanes[-1].number] if is_short else []
 
     def _cached_for(self, one: RequestState, lanes: Sequence[RequestState]) -> int | None:
-        """How many tokens a waiting request would find cached if it opened now; None if it cannot."""
+        """The number of cached tokens that a waiting request could adopt now; None if it cannot open."""
         if one.is_closing:
             return None
         growth = (min(max(lane.most - self._kv.slots_of(lane.number), 0), self._sizes.growth) for lane in lanes)

@@ -11,11 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipedec.decoding.choices import NO_TOKEN
+from pipedec.decoding.choices import NO_TOKEN, IntArray
 from pipedec.grammar import Bitmask
 from pipedec.tree import Candidates
 
-IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 
 MAX_MATCH = 8  # longest n-gram that is compared

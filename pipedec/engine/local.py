@@ -85,9 +85,8 @@ class LocalPipeline:
         stages: the workers of stages 1..n; the last one is a FinalStageWorker.
         kv: of the stages' KV pools. Prefixes outlast a run.
         lane_sizes: how much of them requests get before they need it.
-        prunes: when a stage replays a verdict: before its next step, as with the paper's dispatcher, or when the rows behind the
+        prunes: when a stage replays a verdict: before its next step, as with the paper's dispatcher, or when the rows after the
             verdict reach it, as with windows. Tokens, hits, misses and timesteps are the same; rows per stage are not.
-        delay: timesteps that a message from one group to the next one is on its way; 0 unless verdicts travel with the rows.
 
     Attributes:
         stages: see ``stages`` of the arguments.
@@ -107,7 +106,6 @@ class LocalPipeline:
         kv: KVManager | None = None,
         lane_sizes: LaneSizes = LaneSizes(),
         prunes: Prunes = "at once",
-        delay: int = 0,
     ) -> None:
         topology = spec.topology
         if len(stages) != topology.num_stages:
@@ -121,7 +119,7 @@ class LocalPipeline:
         timed = None if drafter is None else TimedDrafter(drafter, self._recorder.drafting)
         self._batch = Batch(topology.num_groups, timed, device, spec.trained_masks, spec.knee, kv=kv, lane_sizes=lane_sizes)
         self._emulation = spec.emulation
-        self._prunes_at_once, self._delay = prunes == "at once", delay
+        self._prunes_at_once = prunes == "at once"
         self._clock: EmulatedClock | None = None
         self._counters = Counters()
         self.pool = RequestPool(self._batch, listeners=[self._counters.note, self._note])
@@ -173,7 +171,7 @@ class LocalPipeline:
         self.answers, self.fill = {}, []
         clock = self._clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
         self._counters.now = clock.seconds if clock else time.perf_counter
-        stages = LocalStages(self.stages, self._topology, self._recorder, clock, self._prunes_at_once, self._delay)
+        stages = LocalStages(self.stages, self._topology, self._recorder, clock, self._prunes_at_once)
         schedule = _Schedule(self.pool, self._begin, stages.reset, dict(sorted(arrivals.items())), dict(cancels or {}), losses)
         try:
             while schedule.arrivals:
@@ -280,13 +278,9 @@ class LocalStages:
         workers: of the stages; the last one is a FinalStageWorker.
         recorder: of rank 0's work.
         clock: adds up the emulated time; None if the time is measured.
-        delay: timesteps that a message from one group to the next one is on its way.
 
     Attributes:
         arrived: the message that each group has received in the last timestep.
-
-    Raises:
-        ValueError: verdicts are replayed at once in spite of a delay.
     """
 
     def __init__(
@@ -296,17 +290,13 @@ class LocalStages:
         recorder: Recorder,
         clock: EmulatedClock | None,
         prunes_at_once: bool = True,
-        delay: int = 0,
     ) -> None:
-        if prunes_at_once and delay:
-            raise ValueError("what is on its way cannot be pruned: let verdicts travel with the rows")
         self._workers = dict(enumerate(workers, start=1))
         self._groups = topology.groups
         self._senders = (0, *topology.exit_ranks[:-1])  # the rank that each group receives from
         self._recorder = recorder
         self._clock = clock
         self._prunes_at_once = prunes_at_once
-        self._delay = delay
         self.arrived: list[Envelope] = []
         self._queues = self._empty_queues()
         self._load = TimestepLoad()
@@ -318,7 +308,7 @@ class LocalStages:
         load = self._load = TimestepLoad(deciding_seconds=time.thread_time() - self._ended if number > 1 else 0.0)
         self._receive(self._replay(entering) if self._prunes_at_once else entering)
         self._idle_timesteps = 0 if any(message.updates for message in self.arrived) else self._idle_timesteps + 1
-        if self._idle_timesteps == _IDLE_TIMESTEPS * (1 + self._delay):
+        if self._idle_timesteps == _IDLE_TIMESTEPS:
             raise RuntimeError(f"no row has entered the pipeline for {self._idle_timesteps} timesteps, and no answer has ended")
         self._recorder.restart()
         meanwhile()
@@ -343,7 +333,7 @@ class LocalStages:
 
     def _empty_queues(self) -> list[deque[Envelope]]:
         """Nothing is on its way."""
-        return [deque(), *(deque([EMPTY] * (1 + self._delay)) for _ in self._groups[1:])]
+        return [deque(), *(deque([EMPTY]) for _ in self._groups[1:])]
 
     @torch.inference_mode()
     def _replay(self, entering: Envelope) -> Envelope:

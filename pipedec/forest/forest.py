@@ -3,7 +3,7 @@
 Owns which row of which tree each cache slot holds, what each row attends to in its own and in other threads, and how a verdict
 changes each thread and its tree: all ranks derive the same from the same verdict. A row is sent with its thread and its parent's
 index in that thread's tree, so ranks need not agree on the order of rows across threads. Shapes: N rows of all trees, in order of
-entry; R rows that enter; P slots of the past behind the prompt.
+entry; R rows that enter; P slots of the past after the prompt.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class FinalLane(Lane):
         return Update(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=scored)
 
     def _first_verdict(self, token: int, best: list[int]) -> Verdict:
-        """The verdict after the prefill, on one token and what masks predict behind it."""
+        """The verdict after the prefill: one token, and the predictions of the masks after it."""
         if token <= _CORRUPTED:
             return Verdict(finished="corrupted", bad_stage=_CORRUPTED - token)
         self._acceptance.accept(0, token)

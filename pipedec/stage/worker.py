@@ -1,6 +1,6 @@
 """One stage of the pipeline: a worker with contiguous layers, and a lane for each running request.
 
-A worker has two entries. ``replay`` takes in verdicts and openings. ``advance`` takes a message, replays what it brings, and
+A worker has two entries. ``replay`` applies verdicts and opens lanes. ``advance`` takes a message, replays what it brings, and
 computes its rows, of any number of requests, in one forward. Requests come and go at any timestep.
 """
 
@@ -61,7 +61,7 @@ class Lane:
         self._device = device
 
     def enter(self, step: Step) -> LaneRows:
-        """Take in rows, which are computed next: chunks of the prompt and of what was said before, then rows of trees.
+        """Add the rows that are computed next: chunks of the prompt and of the earlier answer, then rows of trees.
 
         Masks are the last rows. They may follow the last chunk; neither forest nor cache keeps these.
         """
@@ -89,7 +89,7 @@ class Lane:
         return advance, changes
 
     def pruned(self, waiting: Step, advance: Advance) -> Step | None:
-        """What ``advance`` has left of the rows that were the forest's newest before it, with parents as they are numbered now.
+        """Prune rows that wait to be sent. They were the newest of the forest before ``advance``; parents are renumbered.
 
         Args:
             waiting: the rows, with their activations.

@@ -152,6 +152,6 @@ def test_a_killed_stage_costs_one_restart_and_no_answer(
         assert running.scheduler is not None
         (recovery,) = running.scheduler.status().recoveries
         assert running.pids[2] != killed
-        # A GPU's driver frees the memory of a killed process before its supervisor can learn that it is gone, but after its
-        # connections are closed: then the next rank's loss of connection began the recovery.
+        # On a GPU a killed process may close its connections well before its supervisor can see that it is gone: then a lost
+        # connection begins the recovery.
         assert recovery.lost == (2,) or (devices == "cuda" and recovery.lost == ())
