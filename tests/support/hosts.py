@@ -180,11 +180,14 @@ class Hosts:
         )
 
     def lose_packets(self, index: int) -> None:
-        """Lose one in 32 of the packets that arrive at a host: those with certain numbers (IP identification)."""
+        """Lose one in 32 of the packets that arrive at a host: those with certain numbers (IP identification).
+
+        0 is not one of them: every SYN-ACK has it, and a host that never sees one cannot connect to anybody.
+        """
         self._prepare_to_drop(index)
         rule = ["tc", "filter", "add", "dev", "eth0", "parent", "ffff:", "protocol", "ip", "prio", "1", "u32"]
         drop = ["action", "mirred", "egress", "redirect", "dev", "dropped"]
-        self._on(index, *rule, "match", "u16", "0x0000", "0x001f", "at", "4", *drop)
+        self._on(index, *rule, "match", "u16", "0x0001", "0x001f", "at", "4", *drop)
 
     def num_lost(self, index: int) -> int:
         """Packets that ``lose_packets`` has kept from a host."""
