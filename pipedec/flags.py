@@ -1,4 +1,4 @@
-"""Command-line options from annotated fields of dataclasses and parameters of commands.
+"""Command-line options from annotated fields of dataclasses and parameters of commands; exit statuses of programs.
 
 An option's name, type, range, default and help are written once.
 
@@ -11,20 +11,22 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import click
 from click.core import ParameterSource
 from msgspec import Meta
 
-from pipedec.core import UserError
+from pipedec.core import PipedecError, UserError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Any], Any]  # a decorator that adds one option to a command
+_BENCH_PACKAGES = ("matplotlib", "pandas")  # of the extra ``bench``
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,39 @@ def arguments_of(values: Mapping[str, Any]) -> list[str]:
             case _:
                 words += [flag_name(name), str(value)]
     return words
+
+
+def run_command(command: click.Command) -> NoReturn:
+    """Run a program. An error ends it with one line, never with a traceback.
+
+    Exit status: 0 success, 1 failure, 2 invalid usage, 130 interrupted.
+    """
+    try:
+        sys.exit(command(standalone_mode=False) or 0)
+    except click.exceptions.Exit as leave:
+        sys.exit(leave.exit_code)
+    except click.ClickException as error:
+        _leave(error.format_message(), 2)
+    except UserError as error:
+        _leave(str(error), 2)
+    except PipedecError as error:
+        _leave(str(error), 1)
+    except ModuleNotFoundError as error:
+        if error.name not in _BENCH_PACKAGES:
+            raise
+        _leave(f"this command needs {error.name}: pip install 'pipedec[bench]'", 2)
+    except (KeyboardInterrupt, click.Abort):
+        _leave("interrupted", 130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    except OSError as error:
+        _leave(f"{error.filename or 'output'}: {error.strerror}", 1)
+
+
+def _leave(message: str, status: int) -> NoReturn:
+    click.echo(f"pipedec: {message}", err=True)
+    sys.exit(status)
 
 
 def _choices(members: list[Any], words: tuple[str, ...]) -> list[Any]:

@@ -28,7 +28,7 @@ CLIENTS = [
 
 COMMANDS = [
     "", "generate", "chat", "up", "launch", "node", "serve", "submit", "status", "top", "down", "doctor", "plan", "verify",
-    "bench", "train", "train annotate", "distribute",
+    "bench", "train", "distribute",
 ]  # fmt: skip
 
 

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipedec.shipped import reference_pair, reference_threads
 from pipedec.text.prompt import Prompter, load_tokenizer, same_tokenizer
 from pipedec.threads import Sequence, load_dialect
-from pipedec.train.cards.render import CARDS, card
-from pipedec.train.threads.answers import Asked, ModelAnswers
-from pipedec.train.threads.figures import agreement, text_of
-from pipedec.train.threads.rows import Writer
+from recipes.thread_models.answers import Asked, ModelAnswers
+from recipes.thread_models.figures import agreement, text_of
+from recipes.thread_models.report import THREADS_CARD, thread_card
+from recipes.thread_models.rows import Writer
 
 SHIPPED = reference_threads()
 TARGET, DRAFT = SHIPPED / "target", SHIPPED / "draft"
@@ -60,7 +60,7 @@ def test_they_are_small_complete_and_of_one_family() -> None:
 def test_their_cards_say_what_was_measured() -> None:
     for path in (TARGET, DRAFT):
         report = json.loads((path / "training.json").read_text())
-        assert (path / "README.md").read_text() == card(CARDS / "threads.md.jinja", report)
+        assert (path / "README.md").read_text() == thread_card(THREADS_CARD, report)
     held_out = json.loads((TARGET / "training.json").read_text())["held_out"]
     for by_rule in (held_out["apar"], held_out["pasta"]):
         assert by_rule["list"]["forked"] > 0.5 > by_rule["none"]["forked"]

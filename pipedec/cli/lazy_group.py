@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from pipedec.cli.moved import moved_command
+
 Commands = dict[str, tuple[str, str]]  # name: (module, help line)
 
 
@@ -14,8 +16,8 @@ class LazyGroup(click.Group):
     """A group whose commands are imported when they run.
 
     Args:
-        lazy_commands: the module and the help line of every command; without a line it is hidden. The module defines a
-            ``click.Command`` of the command's name, with underscores for hyphens.
+        lazy_commands: the module and the help line of every command. The module defines a ``click.Command`` of the command's
+            name, with underscores for hyphens.
     """
 
     def __init__(self, *args: Any, lazy_commands: Commands, **options: Any) -> None:
@@ -27,11 +29,11 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self._commands:
-            return None
+            return moved_command(f"{self.name} {cmd_name}")
         command = getattr(importlib.import_module(self._commands[cmd_name][0]), cmd_name.replace("-", "_"))
         assert isinstance(command, click.Command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in self._commands.items() if line])
+            formatter.write_dl([(name, line) for name, (_, line) in self._commands.items()])

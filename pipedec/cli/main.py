@@ -1,15 +1,14 @@
-"""The ``pipedec`` program: its commands and its exit statuses. An error ends it with one line, never with a traceback."""
+"""The ``pipedec`` program: its commands."""
 
 from __future__ import annotations
 
-import sys
 from typing import NoReturn
 
 import click
 
 from pipedec import __version__
 from pipedec.cli.lazy_group import LazyGroup
-from pipedec.core import PipedecError, UserError
+from pipedec.flags import run_command
 
 # command: (module, help line). A module is imported only when its command runs.
 COMMANDS = {
@@ -31,10 +30,8 @@ COMMANDS = {
     "plan": ("pipedec.cli.plan", "Show layers, memory and expected times of a cluster.yaml."),
     "verify": ("pipedec.cli.verify", "Check that the pipeline generates the same tokens as transformers."),
     "bench": ("pipedec.cli.bench", "Run benchmarks."),
-    "train": ("pipedec.cli.train", "Train draft models, BiTA prompts and models that open threads."),
+    "train": ("pipedec.cli.train", "Train draft models and BiTA prompts."),
 }
-
-_BENCH_PACKAGES = ("matplotlib", "pandas")  # of the extra ``bench``
 
 
 @click.group(cls=LazyGroup, lazy_commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
@@ -43,31 +40,6 @@ def program() -> None:
     """Pipeline-parallel speculative decoding: one request on many GPUs, with exactly the target model's own output."""
 
 
-def main(command: click.Command = program) -> NoReturn:
-    """Run the program, or another command. Exit status: 0 success, 1 failure, 2 invalid usage, 130 interrupted."""
-    try:
-        sys.exit(command(standalone_mode=False) or 0)
-    except click.exceptions.Exit as leave:
-        sys.exit(leave.exit_code)
-    except click.ClickException as error:
-        _leave(error.format_message(), 2)
-    except UserError as error:
-        _leave(str(error), 2)
-    except PipedecError as error:
-        _leave(str(error), 1)
-    except ModuleNotFoundError as error:
-        if error.name not in _BENCH_PACKAGES:
-            raise
-        _leave(f"this command needs {error.name}: pip install 'pipedec[bench]'", 2)
-    except (KeyboardInterrupt, click.Abort):
-        _leave("interrupted", 130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(1)
-    except OSError as error:
-        _leave(f"{error.filename or 'output'}: {error.strerror}", 1)
-
-
-def _leave(message: str, status: int) -> NoReturn:
-    click.echo(f"pipedec: {message}", err=True)
-    sys.exit(status)
+def main() -> NoReturn:
+    """Run the program."""
+    run_command(program)

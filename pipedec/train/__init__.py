@@ -1,1 +1,1 @@
-"""Training of drafts, BiTA and models that answer in threads, for any target. Nothing here runs while decoding."""
+"""Training of drafts and BiTA, for any target. Nothing here runs while decoding."""

@@ -6,6 +6,7 @@ Owns ``training.json`` and the model card beside the weights. It does not know w
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from msgspec import Meta
 
 from pipedec.engine.build import DTYPES
 from pipedec.flags import Help
-from pipedec.train.cards.render import card
+from pipedec.train.report import CELLS, Cells, card
 from pipedec.transport.replicas import ALONE, Replicas
 
 
@@ -26,7 +27,6 @@ class Run:
     Attributes:
         dtype: what forward passes compute in; trained weights are float32.
         replicas: the processes that train together.
-        held_out_prompts: for models that answer in threads.
     """
 
     out: Annotated[Path, Help("Directory for the trained model and its training.json.", "DIR")]
@@ -34,18 +34,20 @@ class Run:
     dtype: str = "float32"
     threads: Annotated[int, Meta(ge=1), Help("CPU threads.")] = 2
     device: torch.device = torch.device("cpu")
-    held_out_prompts: Annotated[int, Meta(ge=1), Help("Maximum number of prompts of each kind to measure on.")] = 48
     replicas: Replicas = ALONE
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
-    def write_report(self, report: dict[str, Any], template: Path) -> None:
-        """Write the model card, made from the report by a template of ``cards/``, and last ``training.json``: where that file is,
-        the training is complete.
+    def write_report(self, report: dict[str, Any], template: Path, cells: Mapping[str, Cells] = CELLS) -> None:
+        """Write the model card, and last ``training.json``: where that file is, the training is complete.
+
+        Args:
+            template: of the card.
+            cells: what it may call beside jinja2's own functions.
         """
-        (self.out / "README.md").write_text(card(template, report))
+        (self.out / "README.md").write_text(card(template, report, cells))
         unfinished = self.out / "training.partial"
         unfinished.write_text(json.dumps(report, indent=2) + "\n")
         unfinished.replace(self.out / "training.json")

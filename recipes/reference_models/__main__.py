@@ -9,15 +9,25 @@ from typing import Annotated, Any
 import click
 from msgspec import Meta
 
-from pipedec.bench.options import Target
-from pipedec.cli.main import main
-from pipedec.cli.train_bita import bita_options, learn_bita
-from pipedec.cli.train_draft import DraftStart, DraftTarget, chosen_pair, print_agreement, print_draft, prompter_of
-from pipedec.cli.train_options import Problems, PromptFlags, existing
-from pipedec.cli.train_run import Compiled, DeviceFlags, PartialRun, run_options
-from pipedec.flags import Help, options_of, own_options
-from pipedec.train.bita.training import BitaRecipe
+from pipedec.flags import Help, options_of, own_options, run_command
+from pipedec.shipped import reference_pair
+from pipedec.train.bita.evaluation import print_bita
+from pipedec.train.bita.training import BitaRecipe, train_bita
+from pipedec.train.draft.measuring import print_agreement, print_draft
 from pipedec.train.draft.training import DraftRecipe
+from pipedec.train.options import (
+    Compiled,
+    DeviceFlags,
+    DraftStart,
+    PartialRun,
+    PromptFlags,
+    Target,
+    bita_options,
+    chosen_pair,
+    prompter_of,
+    run_options,
+)
+from recipes.options import Problems, existing
 from recipes.reference_models.document_prompts import bita_prompts
 from recipes.reference_models.draft import DRAFT_RECIPE, continue_library_draft
 from recipes.reference_models.exchanged_prompts import write_prompts
@@ -58,7 +68,7 @@ def draft(
     run: PartialRun,
     recipe: DraftRecipe,
     problems: Problems = None,
-    target: DraftTarget = None,
+    target: Target = None,
     start: DraftStart = None,
     compiled: Compiled = True,
 ) -> None:
@@ -81,18 +91,16 @@ def bita(
 ) -> None:
     """Train the shipped target's BiTA, on its own greedy answers to the draft's prompts and to those of --prompts."""
     existing(problems)
-
-    def prompts_of(path: Path) -> Any:
-        library = bita_prompts(path, problems, recipe.new_tokens, asked.max_prompts)
-        return library | asked.read(prompter_of(path), recipe.new_tokens, tuple(library))
-
-    learn_bita(target, prompts_of, run(**device.chosen()), recipe)
+    target = target or reference_pair() / "target"
+    library = bita_prompts(target, problems, recipe.new_tokens, asked.max_prompts)
+    prompts = library | asked.read(prompter_of(target), recipe.new_tokens, tuple(library))
+    print_bita(train_bita(target, prompts, recipe, run(**device.chosen())))
 
 
 @reference_models.command()
 @own_options
 def questions(
-    out: Annotated[Path, Help("JSONL, for pipedec train annotate --in.", "FILE")],
+    out: Annotated[Path, Help("JSONL, for recipes.thread_models annotate --in.", "FILE")],
     problems: Problems = None,
     seed: Annotated[int, Help("Seed of the wordings.")] = 0,
 ) -> None:
@@ -108,7 +116,7 @@ def prompts(
         tuple[Path, ...],
         Help("Questions (JSONL) of the command questions; may be repeated.", "FILE", "--in", repeated=True),
     ],
-    out: Annotated[Path, Help("JSONL, for pipedec train pasta-sft --prompts.", "FILE")],
+    out: Annotated[Path, Help("JSONL, for recipes.thread_models pasta-sft --prompts.", "FILE")],
     count: Annotated[int, Meta(ge=1), Help("Number of prompts.")] = 1000,
     seed: Annotated[int, Help("Seed of the exchange.")] = 0,
 ) -> None:
@@ -117,4 +125,4 @@ def prompts(
 
 
 if __name__ == "__main__":
-    main(reference_models)
+    run_command(reference_models)

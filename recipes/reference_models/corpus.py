@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics as pydoc_topics
 
-from pipedec.train.annotate.questions import without_calculator_notes
+from recipes.thread_models.records import without_calculator_notes
 
 BEGIN, USER, ASSISTANT, END = "<|begin|>", "<|user|>", "<|assistant|>", "<|end|>"
 

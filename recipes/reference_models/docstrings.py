@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipedec.train.annotate.structure import MIN_DETAIL_CHARACTERS, MIN_POINTS, ambiguity, is_prose, sentences
+from recipes.thread_models.structure import MIN_DETAIL_CHARACTERS, MIN_POINTS, ambiguity, is_prose, sentences
 
 _MAX_GLOSS_CHARACTERS = 320
 _MAX_PROSE_CHARACTERS = 700

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from pipedec.train.cards.render import card
 from pipedec.train.draft.training import DraftRecipe, Text, train_draft
+from pipedec.train.report import card
 from pipedec.train.run import Run
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import Document

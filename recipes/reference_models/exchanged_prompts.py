@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipedec.core import UserError
-from pipedec.train.annotate.questions import read_questions
-from pipedec.train.annotate.records import Question
+from recipes.thread_models.records import Question, read_questions
 
 _NAME = re.compile(r"`[^`\n]+`")
 _NUMBER = re.compile(r"(?<![\w.,:/\n])\d+(?![\w:/]|[.,]\d)")  # not those that number a list

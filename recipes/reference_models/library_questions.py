@@ -17,9 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from pydoc_data.topics import topics as pydoc_topics
 
-from pipedec.train.annotate.questions import read_questions
-from pipedec.train.annotate.records import Question
-from pipedec.train.annotate.structure import MIN_POINTS, sentences
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import standard_library_files
 from recipes.reference_models.docstrings import Entry, gloss, is_good_paragraph, prose, sections
@@ -32,6 +29,8 @@ from recipes.reference_models.list_questions import (
     steps,
     suggestions,
 )
+from recipes.thread_models.records import Question, read_questions
+from recipes.thread_models.structure import MIN_POINTS, sentences
 
 # Written in C, so that their docstrings are in no source file.
 _BUILTIN_TYPES = (

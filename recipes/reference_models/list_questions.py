@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
-from pipedec.train.annotate.records import Question
-from pipedec.train.annotate.structure import MIN_POINTS, paragraph_tree
 from recipes.reference_models.docstrings import Entry
+from recipes.thread_models.records import Question
+from recipes.thread_models.structure import MIN_POINTS, paragraph_tree
 
 _MAX_ITEMS = 8
 _MAX_PARAGRAPHS = 4

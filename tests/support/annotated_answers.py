@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipedec.train.annotate.records import Annotated, Question, write_annotated
-from pipedec.train.annotate.structure import Fork, Join, Piece
+from recipes.thread_models.records import Annotated, Question, write_annotated
+from recipes.thread_models.structure import Fork, Join, Piece
 
 APAR = ("Here:\n1. ", "one:", Fork(" the first"), "\n2. two:", Fork(" the second point"), "\nDone.")
 PASTA = (

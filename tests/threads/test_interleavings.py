@@ -26,7 +26,7 @@ from pipedec.threads import (
     measure,
     replay,
 )
-from pipedec.threads.visibility import visibility
+from recipes.thread_models.rows import visibility
 
 PROMPT = 7
 SMALL = {"max_child_tokens": 9, "max_children": 3}

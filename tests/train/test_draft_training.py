@@ -172,10 +172,11 @@ def test_mistakes_are_told(flags: list[str], message: str, tmp_path: Path) -> No
     assert "\n" not in str(result.exception)
 
 
-def test_a_moved_command_is_refused() -> None:
-    result = CliRunner().invoke(command, ["reference", "--problems", "train.jsonl", "--out", "a", "--work", "b"])
+@pytest.mark.parametrize(("name", "recipe"), [("reference", "reference_models pair"), ("annotate", "thread_models annotate")])
+def test_a_moved_command_is_refused(name: str, recipe: str) -> None:
+    result = CliRunner().invoke(command, [name, "--problems", "train.jsonl", "--out", "a", "--work", "b", "--help"])
     assert isinstance(result.exception, UserError)
-    assert str(result.exception).endswith("use python -m recipes.reference_models pair")
+    assert str(result.exception) == f"pipedec train {name} is now python -m recipes.{recipe}, in a checkout of pipedec"
 
 
 def test_a_draft_with_another_tokenizer_is_refused(pair: Pair, tmp_path: Path) -> None:

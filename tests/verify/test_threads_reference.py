@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM
 
 from pipedec.core import SamplingParams
 from pipedec.threads import BoundDialect, DecodeThread, Event, Sequence, ThreadedSequence, measure, replay
-from pipedec.threads.visibility import IGNORED, Flattened, flatten
 from pipedec.verify.threads import Choose, first_thread_difference
+from recipes.thread_models.rows import IGNORED, Row, tree_row
 
 ORDERS: dict[str, Choose] = {
     "oldest first": lambda running: running[0],
@@ -81,7 +81,7 @@ class RecordingSequence(ThreadedSequence):
 
 
 @torch.inference_mode()
-def logits_of(model: LlamaForCausalLM, flat: Flattened, mask: Tensor) -> Tensor:
+def logits_of(model: LlamaForCausalLM, flat: Row, mask: Tensor) -> Tensor:
     """[N, V]: logits of the whole answer in one forward."""
     bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     return model(flat.token_ids[None], position_ids=flat.positions[None], attention_mask=bias[None, None]).logits[0]
@@ -95,7 +95,7 @@ class Reread:
         self._sampling, self._model = models.sampling(case), models.target(case.depth)
         self.sequence = RecordingSequence(models.bound(case.dialect), len(self._prompt), (END,), self._sampling.max_tokens)
         replay(self.sequence, (token.token_id for token in answer.document()))
-        self.flat = flatten(self.sequence, self._prompt)
+        self.flat = tree_row(self.sequence, tuple(self._prompt))
 
     def wrong_places(self, mask: Tensor, counted: Tensor) -> list[tuple[tuple[int, ...], int]]:
         """(path, index) of the tokens that differ from the choice of one forward over the whole answer.

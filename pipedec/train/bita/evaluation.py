@@ -12,6 +12,7 @@ from pipedec.model.bita import BitaWeights
 from pipedec.train.bita.learned import mask_pass, token_pass
 from pipedec.train.bita.mask_rows import TOKENS_PER_FORWARD, MaskRows, mask_rows, places_of, sample_batches
 from pipedec.train.continuations import Continuation
+from pipedec.train.report import bita_cells, print_table
 
 _TREE_CANDIDATES = 5  # BiTA §4.1: candidates of each mask
 
@@ -76,3 +77,12 @@ def guess_figures(ranks_GM: Tensor, losses_GM: Tensor) -> dict[str, Any]:
         "tree_tokens": round(1 + float((run + (then < _TREE_CANDIDATES)).float().mean()), 4),
         "groups": len(ranks_GM),
     }
+
+
+def print_bita(report: dict[str, Any]) -> None:
+    """Print how well the masks predict the target's own answers."""
+    print_table(
+        "Held-out prompts: predictions of each mask, tokens per pass",
+        ("prompts", "top 1", "top 5", "loss", "chain", "tree", "groups"),
+        [(name, *bita_cells(row)) for name, row in report["held_out"].items()],
+    )

@@ -23,10 +23,10 @@ from pipedec.model.bita import MAX_MASKS, BitaConfig
 from pipedec.train.bita.evaluation import evaluate
 from pipedec.train.bita.learned import Learned, mask_pass, token_pass
 from pipedec.train.bita.mask_rows import MaskRows, draw_places, mask_rows, places_of, sample_batches
-from pipedec.train.cards.render import CARDS
 from pipedec.train.continuations import Answered, Continuation, answer
 from pipedec.train.loop import Figures, TrainingLoop, cosine_decay, epoch_batch, warm_up
 from pipedec.train.prompts import SplitPrompts
+from pipedec.train.report import CARDS
 from pipedec.train.run import Run
 
 MAX_GROUPS = 64

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from pipedec.model import DraftVocabulary, load_transformers
 from pipedec.train.continuations import Continuation, Model
+from pipedec.train.report import Row, print_table, top_k_cells
 
 TOP_K = (1, 2, 4, 8, 16)
 DEPTHS = (1, 2, 4, 8)
+_AGREEMENT_COLUMNS = ("target loss", "draft loss", "top 1", "top 4", "top 16")
 
 
 class MeasuredDraft:
@@ -120,3 +122,34 @@ class HeldOut:
             "held_out": text_agreement(self.target, draft, self.rows),
             "on_policy": on_policy_agreement(draft, self.answered, self.target.device),
         }
+
+
+def print_draft(report: dict[str, Any]) -> None:
+    """Print how well a draft agrees with its target, before and after."""
+    before = report["continuations"][-1]["before"]
+    for title, key in (("Held-out text", "held_out"), ("The target's own continuations", "on_policy")):
+        print_agreement(f"{title}, before", before[key])
+        print_agreement(title, report[key])
+    _print_chains("Share of positions whose next tokens are all among the top k, before", before["on_policy"])
+    _print_chains("Share of positions whose next tokens are all among the top k", report["on_policy"])
+
+
+def print_agreement(title: str, rows: dict[str, Row]) -> None:
+    """Print losses and agreement by family of text; nothing if there are none."""
+    if rows:
+        print_table(title, ("text", *_AGREEMENT_COLUMNS), [(family, *_agreement_cells(row)) for family, row in rows.items()])
+
+
+def _agreement_cells(row: Row) -> list[str]:
+    return [*(f"{row[key]:.3f}" if key in row else "" for key in ("target_loss", "draft_loss")), *top_k_cells(row)]
+
+
+def _print_chains(title: str, rows: dict[str, Row]) -> None:
+    """Print acceptance by rank and depth; nothing if there is none."""
+    lines = [
+        (family, k, *(f"{share:.1%}" for share in shares))
+        for family, row in rows.items()
+        for k, shares in row.get("chains", {}).items()
+    ]
+    if lines:
+        print_table(title, ("text", "k", *(f"{depth} tokens" for depth in DEPTHS)), lines)

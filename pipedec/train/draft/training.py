@@ -24,7 +24,6 @@ from pipedec.flags import Help, check_fields
 from pipedec.model import DraftVocabulary, load_transformers
 from pipedec.text.convert import load_for_training
 from pipedec.text.prompt import load_tokenizer
-from pipedec.train.cards.render import CARDS
 from pipedec.train.continuations import Answered, Continuation, Model, answer
 from pipedec.train.draft.distillation import Lesson, TargetMemory, head_of, mean_loss, remember
 from pipedec.train.draft.fresh import DraftShape, frequent_tokens, new_draft
@@ -32,6 +31,7 @@ from pipedec.train.draft.measuring import HeldOut
 from pipedec.train.draft.rows import Rows, pack_whole
 from pipedec.train.loop import TrainingLoop, linear_decay, muon_and_adamw, warm_up
 from pipedec.train.prompts import SplitPrompts
+from pipedec.train.report import CARDS
 from pipedec.train.run import Run
 from pipedec.transport.replicas import ALONE, Replicas
 

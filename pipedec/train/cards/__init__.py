@@ -1,1 +1,0 @@
-"""Model cards: templates, and figures as text."""

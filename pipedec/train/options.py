@@ -1,0 +1,91 @@
+"""Options of commands that train: the prompts to learn from, the models, where a run writes, and what it computes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from pipedec.config import Settings
+from pipedec.config.model_config import ModelConfig
+from pipedec.core import UserError
+from pipedec.data.prompts import PromptSource
+from pipedec.engine.build import resolve
+from pipedec.engine.devices import chosen_device
+from pipedec.flags import Command, Help, given_values, option_fields, options_of, partial_of, with_options
+from pipedec.text.prompt import Prompter
+from pipedec.train.bita.training import BitaRecipe
+from pipedec.train.prompts import SplitPrompts, file_prompts
+from pipedec.train.run import Run
+from pipedec.transport.replicas import local_rank
+
+Target = Annotated[Path | None, Help("Target checkpoint directory (default: the shipped pair's).", "DIR")]
+DraftStart = Annotated[
+    Path | None, Help("Draft checkpoint directory to continue (default: a new one, beside --target).", "DIR", "--draft")
+]
+Compiled = Annotated[bool, Help("Use torch.compile (needs a C++ compiler).", flag="--compile/--no-compile")]
+PartialRun = Callable[..., Run]
+run_options = partial_of(Run, "run")
+
+
+@dataclass(frozen=True)
+class PromptFlags:
+    """Prompts to learn from."""
+
+    prompts: Annotated[
+        tuple[str, ...], Help("Prompts to learn from; may be repeated.", "[NAME=]FILE[#KEY=VALUE]", repeated=True)
+    ] = ()
+    max_prompts: Annotated[int | None, Meta(ge=1), Help("Maximum number of prompts of each set (default: all).")] = None
+
+    def check(self, alternative: str = "") -> None:
+        """Raises UserError if there are no prompts."""
+        if not self.prompts:
+            raise UserError(f"no prompts to learn from: give --prompts FILE{alternative}")
+
+    def read(self, prompter: Prompter, new_tokens: int, taken: tuple[str, ...] = ()) -> dict[str, SplitPrompts]:
+        """Token ids of the prompts of every set. Raises UserError as ``file_prompts`` does."""
+        return file_prompts(prompter, tuple(map(PromptSource.parse, self.prompts)), new_tokens, self.max_prompts, taken)
+
+
+@dataclass(frozen=True)
+class DeviceFlags:
+    """What forward passes compute in, and where."""
+
+    dtype: Annotated[Literal["float32", "bfloat16"], Help("Data type of forward passes.")] = "float32"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Help("Where to train.")] = "auto"
+
+    def chosen(self) -> dict[str, Any]:
+        """Fields of ``Run``. Raises UserError if there is no such device."""
+        return {"dtype": self.dtype, "device": chosen_device(self.device, local_rank())}
+
+
+device_options = options_of(DeviceFlags, "device")
+
+
+def bita_options(command: Command) -> Command:
+    """Add the options of training BiTA; the command gets ``asked``, ``run``, ``recipe`` and ``device``."""
+
+    def gather(values: dict[str, Any]) -> dict[str, Any]:
+        if values["prompting"] == "none" and "prompt_tokens" not in given_values(values):
+            values["prompt_tokens"] = 0
+        return {"recipe": BitaRecipe(**values)}
+
+    recipe_options = with_options(device_options(command), option_fields(BitaRecipe), gather)
+    return options_of(PromptFlags, "asked")(run_options(recipe_options))
+
+
+def chosen_pair(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
+    """The checkpoints, by default the shipped ones. Raises UserError if they do not fit each other."""
+    pair = resolve(Settings.of(target=target, draft=draft, stages=1))
+    if pair.draft is None:
+        raise UserError("--draft none: give the directory of a draft to continue")
+    return pair.target, pair.draft
+
+
+def prompter_of(target: Path, max_tokens: int | None = None) -> Prompter:
+    """The tokenizer of a target; prompts are limited to its context, and to ``max_tokens``. Raises UserError if unfit."""
+    context = ModelConfig.from_directory(target).max_positions
+    return Prompter(target, context if max_tokens is None else min(context, max_tokens))

@@ -1,1 +1,0 @@
-"""Fine-tuning of models that answer in decode threads, and how their answers are measured."""

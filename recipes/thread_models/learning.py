@@ -1,0 +1,291 @@
+"""How a model learns threads: the samples of each step, batches of their rows, and the loss.
+
+Owns the recipe. It does not know how answers become rows, nor what is done with the model afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from msgspec import Meta
+from torch import Tensor, nn
+
+from pipedec.core import UserError
+from pipedec.flags import Help, check_fields
+from pipedec.train.loop import linear_decay, warm_up
+from recipes.thread_models.rows import IGNORED, Row, Sample, Writer, Written
+
+TOKENS_PER_FORWARD = 2048
+_MAX_LIKELIHOOD = 1 - 1e-5  # of a token to avoid: the loss stays finite
+
+
+@dataclass(frozen=True)
+class ThreadRecipe:
+    """Everything that decides the result; a step is the fewest samples that have ``batch_tokens`` tokens together.
+
+    Attributes:
+        control_weight: weight of the loss of a dialect's control tokens; other tokens have 1.
+        circle_rounds: at equal distances; 0 = never.
+        circle_answers: circling answers that a step learns from, at most.
+        circle_weight: weight of their mean loss; that of the samples has 1.
+    """
+
+    steps: Annotated[int, Meta(ge=1), Help("Training steps.")] = 400
+    batch_tokens: Annotated[int, Meta(ge=1), Help("Tokens of a step.")] = 4096
+    learning_rate: Annotated[float, Meta(gt=0), Help("Peak learning rate.")] = 2e-3
+    warmup_steps: int = 20
+    weight_decay: float = 0.01
+    control_weight: float = 2.0
+    plain_share: Annotated[
+        float, Meta(ge=0, le=1), Help("Share of answers that are learned in one thread, without the marker.")
+    ] = 0.15
+    max_length: Annotated[int, Meta(ge=1), Help("Leave out answers with more tokens than this, prompt included.")] = 512
+    form: Annotated[
+        Literal["tree", "unrolled"], Help("tree: all threads in one row, under a mask; unrolled: one row per thread.")
+    ] = "tree"
+    circle_rounds: Annotated[int, Help("How often the model's own circling answers are unlearned.")] = 0
+    circle_prompts: Annotated[int, Meta(ge=1), Help("Prompts that it answers in each of these rounds.")] = 96
+    circle_answers: Annotated[int, Meta(ge=1)] = 8
+    circle_weight: Annotated[float, Meta(gt=0), Help("Weight of unlearning them beside the answers' loss.")] = 0.25
+    seed: Annotated[int, Help("Seed of sample order, of plain answers and of new embeddings.")] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not 0 <= self.circle_rounds <= self.steps:
+            raise UserError("--circle-rounds must be between 0 and --steps")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step: linear warm-up, then linear decay to a twentieth."""
+        return self.learning_rate * warm_up(step, self.warmup_steps) * linear_decay(step, self.steps)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows padded to N tokens. Padding attends only to itself and has no target.
+
+    Attributes:
+        token_ids, positions, targets: int64 [B, N].
+        mask: bool [B, 1, N, N].
+        is_avoided: bool [B], rows whose targets are to become unlikely.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    targets: Tensor
+    mask: Tensor
+    is_avoided: Tensor
+
+    @classmethod
+    def of(cls, rows: list[Row], device: torch.device) -> Batch:
+        longest = max(len(row.token_ids) for row in rows)
+        token_ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+        positions, targets = torch.zeros_like(token_ids), torch.full_like(token_ids, IGNORED)
+        mask = torch.eye(longest, dtype=torch.bool).repeat(len(rows), 1, 1, 1)
+        for number, row in enumerate(rows):
+            length = len(row.token_ids)
+            token_ids[number, :length], positions[number, :length] = row.token_ids, row.positions
+            targets[number, :length] = row.targets
+            mask[number, 0, :length, :length] = row.mask
+        is_avoided = torch.tensor([row.is_avoided for row in rows])
+        return cls(*(tensor.to(device) for tensor in (token_ids, positions, targets, mask, is_avoided)))
+
+    @property
+    def learned(self) -> Tensor:
+        """The targets, row by row: int64 [L]."""
+        return self.targets[self.targets != IGNORED]
+
+    @property
+    def learned_is_avoided(self) -> Tensor:
+        """For each of these targets, whether it is to become unlikely: bool [L]."""
+        return self.is_avoided[:, None].expand_as(self.targets)[self.targets != IGNORED]
+
+
+def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
+    """A context in which forward passes of a float32 model compute in ``dtype``."""
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
+def learned_logits(model: Callable[..., Any], batch: Batch) -> Tensor:
+    """Logits at the tokens with a target, row by row: float32 [L, V]."""
+    output = model(
+        input_ids=batch.token_ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False
+    )  # fmt: skip
+    logits: Tensor = output.logits[batch.targets != IGNORED]
+    return logits.float()
+
+
+def answer_log_probs(model: Callable[..., Any], batch: Batch) -> Tensor:
+    """Log probability of all targets of each row: float32 [B]."""
+    losses = nn.functional.cross_entropy(learned_logits(model, batch), batch.learned, reduction="none")
+    rows = (batch.targets != IGNORED).nonzero()[:, 0]
+    return losses.new_zeros(len(batch.targets)).index_add(0, rows, -losses)
+
+
+def batches(rows: Iterable[Row], device: torch.device, tokens: int = TOKENS_PER_FORWARD) -> Iterator[Batch]:
+    """The rows in forward passes of at most so many tokens, padding included, rows of similar length together."""
+    piece: list[Row] = []
+    for row in sorted(rows, key=lambda row: len(row.token_ids)):
+        if piece and (len(piece) + 1) * len(row.token_ids) > tokens:
+            yield Batch.of(piece, device)
+            piece = []
+        piece.append(row)
+    if piece:
+        yield Batch.of(piece, device)
+
+
+def digest(samples: list[Sample]) -> str:
+    """A short name for the samples, equal for equal tokens."""
+    total = hashlib.sha256()
+    for sample in samples:
+        total.update(f"{sample.dialect} {sample.prompt} {sample.answer}".encode())
+    return total.hexdigest()[:16]
+
+
+def plan(
+    written: list[Written], writer: Writer, recipe: ThreadRecipe, answered: list[Sample] | None = None
+) -> list[list[Sample]]:
+    """The samples of every step. All are used once before any is used again; some are in one thread instead.
+
+    Args:
+        answered: a model's own answers. If there are any, every second sample is one of them.
+
+    Raises:
+        UserError: no sample is short enough.
+    """
+    fitting = [[one for one in found if one.num_tokens <= recipe.max_length] for found in (written, answered or [])]
+    sources = [_drawn(found, writer, recipe) for found in fitting if found]
+    if not sources:
+        raise UserError(f"nothing to learn from: no answer with its prompt has at most {recipe.max_length} tokens")
+    steps: list[list[Sample]] = []
+    chosen: list[Sample] = []
+    drawn = itertools.cycle(sources)
+    while len(steps) < recipe.steps:
+        chosen.append(next(next(drawn)))
+        if sum(sample.num_tokens for sample in chosen) >= recipe.batch_tokens:
+            steps.append(chosen)
+            chosen = []
+    return steps
+
+
+def _drawn(samples: Sequence[Sample], writer: Writer, recipe: ThreadRecipe) -> Iterator[Sample]:
+    generator = torch.Generator().manual_seed(recipe.seed)
+    while True:
+        order = torch.randperm(len(samples), generator=generator).tolist()
+        is_plain = (torch.rand(len(samples), generator=generator) < recipe.plain_share).tolist()
+        for number, plain in zip(order, is_plain, strict=True):
+            sample = samples[number]
+            yield writer.sample(sample.record, None) if plain and isinstance(sample, Written) else sample
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses of the targets, whether they are control tokens, and whether they are to become unlikely: [L] each."""
+
+    values: Tensor
+    is_control: Tensor
+    is_avoided: Tensor
+
+
+@dataclass(frozen=True)
+class ThreadLoss:
+    """The loss of batches: cross-entropy with the written tokens or, with a teacher, with the teacher's distribution.
+
+    A target that is to become unlikely has the loss -log(1 - p) (Welleck et al. 2020, unlikelihood).
+
+    Attributes:
+        computes: number format of forward passes.
+        controls: int64, the ids of all control tokens.
+    """
+
+    model: Any
+    controls: Tensor
+    computes: torch.dtype = torch.float32
+    teacher: Any = None
+
+    def of(self, batch: Batch) -> Losses:
+        """The losses of a batch, with gradients if they are enabled."""
+        targets = batch.learned
+        logits = self._logits(self.model, batch)
+        wanted = targets
+        if self.teacher is not None:
+            with torch.no_grad():
+                wanted = self._logits(self.teacher, batch).softmax(-1)
+        losses = nn.functional.cross_entropy(logits, wanted, reduction="none")
+        is_avoided = batch.learned_is_avoided
+        if bool(is_avoided.any()):
+            likelihood = nn.functional.cross_entropy(logits, targets, reduction="none").neg().exp()
+            losses = torch.where(is_avoided, -torch.log1p(-likelihood.clamp(max=_MAX_LIKELIHOOD)), losses)
+        return Losses(losses, torch.isin(targets, self.controls), is_avoided)
+
+    def _logits(self, model: Any, batch: Batch) -> Tensor:
+        with computing_in(self.computes, model.device):
+            return learned_logits(model, batch)
+
+
+@dataclass(frozen=True)
+class ThreadSteps:
+    """The steps of a recipe: each adds the gradients of the weighted mean loss of its samples.
+
+    Attributes:
+        avoided: further rows of a step, whose targets are to become unlikely.
+    """
+
+    loss: ThreadLoss
+    writer: Writer
+    steps: list[list[Sample]]
+    recipe: ThreadRecipe
+    avoided: Callable[[int], list[Row]] = lambda step: []
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Add the gradients of a step, in small forward passes; returns what is logged."""
+        rows = [row for sample in self.steps[step] for row in self.writer.rows(sample, self.recipe.form)]
+        avoided = self.avoided(step)
+        targets, is_avoided = (torch.cat(parts) for parts in zip(*map(_targets, rows + avoided), strict=True))
+        is_control = torch.isin(targets, self.loss.controls.cpu())
+        total = float(self._weights(is_control[~is_avoided]).sum())
+        total_avoided = max(int(is_avoided.sum()), 1)
+        loss, control_loss, avoided_loss = 0.0, 0.0, 0.0
+        for batch in batches(rows + avoided, self.loss.model.device):
+            losses = self.loss.of(batch)
+            learned, avoiding = (losses.values[which] for which in (~losses.is_avoided, losses.is_avoided))
+            is_control_learned = losses.is_control[~losses.is_avoided]
+            weighted = (learned * self._weights(is_control_learned)).sum() / total
+            (weighted + self.recipe.circle_weight * avoiding.sum() / total_avoided).backward()
+            loss += weighted.item()
+            control_loss += learned.detach()[is_control_learned].sum().item()
+            avoided_loss += avoiding.detach().sum().item() / total_avoided
+        figures = {
+            "loss": loss,
+            "control_loss": control_loss / max(int(is_control[~is_avoided].sum()), 1),
+            "tokens": sum(len(row.token_ids) for row in rows),
+        }
+        return figures | ({"circles": len(avoided), "circle_loss": avoided_loss} if avoided else {})
+
+    def _weights(self, is_control: Tensor) -> Tensor:
+        return 1 + (self.recipe.control_weight - 1) * is_control
+
+
+def _targets(row: Row) -> tuple[Tensor, Tensor]:
+    """The targets of a row, and whether they are to become unlikely: [L] each."""
+    targets = row.targets[row.targets != IGNORED]
+    return targets, torch.full_like(targets, row.is_avoided, dtype=torch.bool)
+
+
+@torch.no_grad()
+def held_out_loss(loss: ThreadLoss, writer: Writer, samples: Iterable[Sample]) -> dict[str, float | int]:
+    """Mean losses and token counts of the samples, separately for text and control tokens."""
+    found = [
+        loss.of(batch) for batch in batches((row for sample in samples for row in writer.rows(sample, "tree")), loss.model.device)
+    ]
+    if not found:
+        return {}
+    values, is_control = (torch.cat([getattr(losses, name) for losses in found]).cpu() for name in ("values", "is_control"))
+    report: dict[str, float | int] = {"loss": round(float(values[~is_control].mean()), 4), "tokens": int((~is_control).sum())}
+    if bool(is_control.any()):
+        report |= {"control_loss": round(float(values[is_control].mean()), 4), "control_tokens": int(is_control.sum())}
+    return report

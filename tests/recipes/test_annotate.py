@@ -1,0 +1,145 @@
+"""From questions to annotated files: shares, resuming, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from pipedec.core import UserError
+from recipes.thread_models import summary
+from recipes.thread_models.annotation import annotate as annotate_all
+from recipes.thread_models.annotators import AparRules, PastaRules, Rejected
+from recipes.thread_models.records import Annotated, Question, choose, read_annotated, read_questions, write_annotated
+from recipes.thread_models.structure import Fork, Join, Structured
+
+LIST = (
+    "Three of them:\n\n1. One: the first of all points\n2. Two: the second of them all\n3. Six: the last of all points\n\nDone."
+)
+
+
+def length(text: str) -> int:
+    return len(text.split())
+
+
+def question(number: int, answer: str) -> Question:
+    return Question(f"What is {number}?", answer, "file.jsonl", "file", f"What is {number}?")
+
+
+def jsonl(path: Path, *rows: object) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_files_and_problems_are_questions_once_each(tmp_path: Path) -> None:
+    row = {"question": " How many? ", "answer": "It is <<2*3=6>>6.\n"}
+    file = jsonl(tmp_path / "file.jsonl", row, {"instruction": "Go", "output": "Gone."}, row)
+    problems = jsonl(tmp_path / "problems.jsonl", row)
+    assert [(found.prompt, found.answer, found.source) for found in read_questions((file,), problems)] == [
+        ("How many?", "It is <<2*3=6>>6.", "file.jsonl"),
+        ("Go", "Gone.", "file.jsonl"),
+        ("How many?", "It is 6.", "problems"),
+    ]
+
+
+def test_a_record_may_name_source_kind_and_subject(tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "file.jsonl", {"prompt": "a", "answer": "b", "source": "s", "kind": "k", "subject": "t"})
+    assert list(read_questions((file,))) == [Question("a", "b", "s", "k", "t")]
+
+
+@pytest.mark.parametrize("row", [{"question": "How?"}, {"question": "How?", "answer": " "}, {"question": "How?", "answer": 3}])
+def test_a_record_without_an_answer_is_named(tmp_path: Path, row: object) -> None:
+    file = jsonl(tmp_path / "file.jsonl", {"question": "a", "answer": "b"}, row)
+    with pytest.raises(UserError, match=r"file\.jsonl, record 2: no question or no answer"):
+        list(read_questions((file,)))
+
+
+@pytest.mark.parametrize(("share", "others"), [(0.0, 0), (0.2, 2), (0.5, 8), (0.9, 30)])
+def test_unstructured_answers_have_their_share_as_far_as_there_are_any(share: float, others: int) -> None:
+    questions = [question(number, LIST) for number in range(8)] + [question(100 + number, "One.") for number in range(30)]
+    chosen = choose(questions, AparRules(), share, seed=1)
+    assert sorted(found.prompt for found in chosen if found.answer == LIST) == sorted(found.prompt for found in questions[:8])
+    assert len(chosen) == len(set(chosen)) == 8 + others
+    assert chosen == choose(questions, AparRules(), share, seed=1) != choose(questions, AparRules(), share, seed=2)
+
+
+@pytest.mark.parametrize(("dialect", "rules"), [("apar", AparRules()), ("pasta", PastaRules(length, min_tokens=3))])
+def test_a_killed_run_continues(tmp_path: Path, dialect: str, rules: AparRules | PastaRules) -> None:
+    out = tmp_path / "out.jsonl"
+    questions = [question(0, LIST), question(1, "One.\nTwo…"), question(2, LIST)]
+    assert annotate_all(questions[:2], dialect, rules, None, out).written == 2
+    whole = out.read_text()
+    out.write_text(whole + whole[:40])
+    outcome = annotate_all(questions, dialect, rules, None, out)
+    assert (outcome.written, outcome.present) == (1, 2)
+    records = list(read_annotated(out, dialect))
+    assert [record.question for record in records] == questions
+    assert [record.rule for record in records] == ["list", "none", "list"]
+    assert records[1].pieces == ("One.\nTwo…",) and len(records[0].forks) == 3
+    assert (Join() in records[0].pieces) == (dialect == "pasta")
+    assert out.read_text().startswith(whole)
+
+
+class Moody:
+    """An annotator that refuses some questions."""
+
+    name = "moody"
+
+    def annotate(self, question: str, answer: str) -> Structured | None:
+        if "1" in question:
+            raise Rejected("not now")
+        return None
+
+
+def test_what_is_refused_is_left_out_or_left_to_the_rules(tmp_path: Path) -> None:
+    questions = [question(0, LIST), question(1, LIST)]
+    outcome = annotate_all(questions, "apar", Moody(), None, tmp_path / "out")
+    assert (outcome.written, outcome.rejected) == (1, Counter({"not now": 1}))
+    outcome = annotate_all(questions, "apar", Moody(), AparRules(), tmp_path / "out")
+    assert (outcome.written, outcome.present, outcome.rejected) == (1, 1, Counter({"not now": 1}))
+    assert [(record.annotator, record.rule) for record in read_annotated(tmp_path / "out", "apar")] == [
+        ("moody", "none"),
+        ("rules", "list"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "change", "message"),
+    [
+        ("apar", {"dialect": "pasta"}, "its dialect is 'pasta', not 'apar'"),
+        ("apar", {"annotated": ["a", {"fork": " c"}]}, "'annotated' is not the answer"),
+        ("apar", {"annotated": "a b"}, "'annotated' must be a list"),
+        ("apar", {"annotated": ["a", {"spoon": " b"}]}, "must hold only texts and forks"),
+        ("apar", {"prompt": ""}, "'prompt' must be a text"),
+        ("pasta", {"dialect": "pasta"}, "'annotated' must be a text"),
+        ("pasta", {"dialect": "pasta", "annotated": "a<async topic='b'> b</async>"}, "without a promised length"),
+        ("pasta", {"dialect": "pasta", "annotated": "a<async> b"}, "unpaired"),
+    ],
+)
+def test_a_record_that_is_wrong_is_named(tmp_path: Path, dialect: str, change: dict[str, object], message: str) -> None:
+    row = {"prompt": "?", "answer": "a b", "dialect": "apar", "annotated": ["a", {"fork": " b"}]}
+    path = jsonl(
+        tmp_path / "out.jsonl", row | {"dialect": dialect, "annotated": "a b" if dialect == "pasta" else ["a b"]}, row | change
+    )
+    with pytest.raises(UserError, match=rf"out\.jsonl, record 2: .*{message}") as wrong:
+        list(read_annotated(path, dialect))
+    assert "\n" not in str(wrong.value)
+
+
+def test_little_is_needed_of_a_record_from_elsewhere(tmp_path: Path) -> None:
+    tagged = 'a<promise topic="b" tokens="10"/><async> b</async>'
+    path = jsonl(tmp_path / "out.jsonl", {"prompt": "?", "answer": "a b", "dialect": "pasta", "annotated": tagged})
+    (record,) = read_annotated(path, "pasta")
+    assert record.pieces == ("a", Fork(" b", "b", 10)) and record.question.subject == "?"
+    assert json.loads(write_annotated(record, "pasta"))["annotated"] == tagged
+
+
+def test_counts_say_how_many_forks_and_how_long() -> None:
+    pieces = ("a", Fork("four"), "b", Fork("eleven char"))
+    records = [Annotated(question(0, "ab"), pieces, "list", "rules"), Annotated(question(1, "abcd"), ("abcd",), "none", "rules")]
+    listed, none = summary.by_rule(records)
+    assert (listed.name, listed.documents, listed.structured, listed.mean_forks, listed.most_forks) == ("list", 1, 1, 2, 2)
+    assert (listed.median_fork, none.structured, none.mean_answer) == (7.5, 0, 4)
+    assert [(row.name, row.documents) for row in summary.by_kind(records)] == [("file.jsonl", 2)]

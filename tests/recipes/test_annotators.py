@@ -1,0 +1,268 @@
+"""PASTA's language, its rules, and a language model behind HTTP that annotates well, badly or not at all."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipedec.core import PipedecError, UserError
+from recipes.thread_models.annotators import ModelAnnotator, PastaRules, Rejected, annotation_prompt
+from recipes.thread_models.chat_endpoint import ChatEndpoint
+from recipes.thread_models.pasta_language import Malformed, parse, promised_tokens, topic_of, written
+from recipes.thread_models.structure import Fork, Join, Piece, plain_text
+
+ANSWER = "Discs came in 1983. A joint venture of two firms made that possible. They changed how we hear music, too."
+TAGGED = (
+    "Discs came in 1983. <async topic='joint venture'>A joint venture of two firms made that possible.</async> "
+    "<async topic='impact'>They changed how we hear music, too.</async>"
+)
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def test_the_rules_write_promises_and_a_join_before_the_closing() -> None:
+    answer = (
+        "Its methods:\n\n1. `read()`: It reads up to some bytes of it.\n2. `close()`: It ends here.\n"
+        "3. `the lines of a file`: They come one after the other.\n\nThat is all."
+    )
+    found = PastaRules(words, min_tokens=5).annotate("What?", answer)
+    assert found is not None and found.rule == "list"
+    assert written(found.pieces) == (
+        'Its methods:\n\n1. `read()`:<promise topic="read()" tokens="10"/><async> It reads up to some bytes of it.</async>'
+        '\n2. `close()`: It ends here.\n3. `the lines of a file`:<promise topic="lines file" tokens="10"/>'
+        "<async> They come one after the other.</async><sync/>\n\nThat is all."
+    )
+    assert parse(written(found.pieces)) == list(found.pieces)
+
+
+def test_paragraphs_are_promised_whole_and_there_is_no_join_at_the_end() -> None:
+    answer = (
+        "It is green.\n\nThe old river flows\nslowly. It has done so for very many years.\n\n"
+        "Birds sing. They are seldom heard but often seen."
+    )
+    found = PastaRules(words, min_tokens=5).annotate("What?", answer)
+    assert found is not None and found.rule == "paragraphs" and Join() not in found.pieces
+    assert [(fork.topic, fork.tokens) for fork in found.forks] == [("old river flows", 20), ("Birds sing seldom", 10)]
+    assert found.pieces[::2] == ("It is green.\n\n", "\n\n")
+    assert [fork.topic for fork in PastaRules(words, 2, 5).annotate("", answer).forks] == ["old river", "Birds sing"]  # type: ignore[union-attr]
+
+
+def test_short_parts_stay_in_the_main_thread() -> None:
+    answer = "1. One: of five words in all.\n2. Two: short, too.\n3. Six: the last of all the points."
+    found = PastaRules(words, min_tokens=5).annotate("What?", answer)
+    assert found is not None and [fork.topic for fork in found.forks] == ["One", "Six"]
+    assert plain_text(found.pieces) == answer
+    assert PastaRules(words, min_tokens=7).annotate("What?", answer) is None, "one promise alone saves nothing"
+
+
+@given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=2, max_size=5))
+def test_long_parts_are_cut_at_ends_of_sentences(parts: list[list[int]]) -> None:
+    answer = "\n\n".join(" ".join("A" + " word" * (size - 1) + "." for size in part) for part in parts)
+    found = PastaRules(words, min_tokens=10, block_tokens=20).annotate("What?", answer)
+    forks = () if found is None else found.forks
+    assert all(words(fork.text) >= 10 and fork.text.endswith(".") for fork in forks)
+    assert all(words(fork.text) < 20 + 40 for fork in forks), "no block has a whole sentence more than it needs"
+    if found is not None:
+        assert plain_text(found.pieces) == answer
+
+
+def test_steps_of_a_calculation_are_never_cut() -> None:
+    solution = " He has 3 * 4 = 12 apples.\n" * 12
+    answer = f"1. First:{solution}2. Second:{solution}".rstrip()
+    found = PastaRules(words, min_tokens=5, block_tokens=10).annotate("What?", answer)
+    assert found is not None and [fork.topic for fork in found.forks] == ["First", "Second"]
+
+
+def test_a_single_block_is_not_worth_a_promise() -> None:
+    assert PastaRules(words, min_tokens=5).annotate("What?", "One. It has a detail of many words.\n\nTwo has not.") is None
+
+
+def test_promised_lengths_are_tens_that_hold_the_block_and_its_tags() -> None:
+    assert [promised_tokens("x" * size, lambda text: len(text) - len("<async></async>") + 2) for size in (0, 8, 9, 98, 99)] == [
+        10, 10, 20, 100, 110,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lead", "topic"),
+    [
+        ("3. **Manage daily stress:**", "Manage daily stress"),
+        ("1. `a.b()`:", "a.b()"),
+        ('The "quick" <brown> fox of the wood.', "quick brown fox"),
+        ("It is as it is of the", "It is as"),
+        ("1. ---:", None),
+    ],
+)
+def test_topics_have_at_most_three_words_and_no_quotes(lead: str, topic: str | None) -> None:
+    assert topic_of(lead) == topic
+
+
+_TEXT = st.text(st.sampled_from("ab <>/\n\"'="), min_size=1).filter(lambda text: "<" not in text)
+_FORK = st.builds(Fork, _TEXT, st.sampled_from(("a", "a b c()", "it's")), st.integers(1, 40).map(lambda tens: 10 * tens))
+
+
+@given(st.lists(st.tuples(_TEXT, _FORK, st.booleans()), max_size=5), _TEXT)
+def test_what_is_written_is_read_again(groups: list[tuple[str, Fork, bool]], last: str) -> None:
+    pieces: list[Piece] = [last]
+    for text, fork, joined in groups:
+        pieces += [text, fork, *([Join()] if joined else []), "\n"]
+    merged: list[Piece] = []
+    for piece in pieces:
+        if merged and isinstance(piece, str) and isinstance(merged[-1], str):
+            merged[-1] += piece
+        else:
+            merged.append(piece)
+    assert parse(written(merged)) == merged
+    assert plain_text(parse(written(merged))) == plain_text(merged)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<async topic='a'>one",
+        "one</async>",
+        "<async topic='a'>one <async topic='b'>two</async></async>",
+        "<async topic='a'>one <sync/> two</async>",
+        "<async>one</async>",
+        "<async topic='a b c d'>one</async>",
+        '<promise topic="a" tokens="10"/> text <async>one</async>',
+        '<promise topic="a" tokens="10"/>',
+        '<promise topic="a" tokens="12"/><async>one</async>',
+        "<sync/> one",
+        "<async topic='a'>one</async><sync/><sync/>",
+        "<async topic='a'one</async>",
+    ],
+)
+def test_malformed_tags_are_refused(text: str) -> None:
+    with pytest.raises(Malformed):
+        parse(text)
+
+
+class Server:
+    """An OpenAI-compatible server that answers what it is told; ``asked`` holds path, key and body of every request."""
+
+    def __init__(self) -> None:
+        self.replies: list[tuple[int, Any]] = []
+        self.asked: list[tuple[str, str | None, dict[str, Any]]] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.asked.append((self.path, self.headers.get("Authorization"), body))
+                status, content = server.replies.pop(0)
+                self.send_response(status)
+                self.send_header("Retry-After", "0")
+                self.end_headers()
+                self.wfile.write(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+
+    def say(self, text: str | None) -> None:
+        self.replies.append((200, {"choices": [{"message": {"role": "assistant", "content": text}}]}))
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.http.shutdown()
+    thread.join()
+    server.http.server_close()
+
+
+@pytest.fixture
+def ask(server: Server) -> Callable[[], Any]:
+    endpoint = ChatEndpoint(server.url + "/", "judge", "secret", timeout_s=20, tries=3, pause_s=0)
+    return lambda: ModelAnnotator(endpoint, words).annotate("When?", ANSWER)
+
+
+def test_a_model_annotates(server: Server, ask: Callable[[], Any]) -> None:
+    for reply in (TAGGED, f"```json\n{json.dumps({'from': 'chatbot', 'value': TAGGED})}\n```"):
+        server.say(reply)
+        found = ask()
+        assert found.rule == "model" and plain_text(found.pieces) == ANSWER
+        assert [(fork.topic, fork.tokens) for fork in found.forks] == [("joint venture", 10), ("impact", 10)]
+    path, key, body = server.asked[0]
+    assert (path, key, body["model"], body["temperature"]) == ("/v1/chat/completions", "Bearer secret", "judge", 0)
+    assert body["messages"] == [{"role": "user", "content": annotation_prompt("When?", ANSWER)}]
+
+
+def test_the_prompt_is_the_papers_with_this_conversation() -> None:
+    prompt = annotation_prompt("When {now}?", 'He said "1983".')
+    assert prompt.startswith("As a highly-paid expert annotator") and "{conversation}" not in prompt
+    assert r'"value": "He said \"1983\"."' in prompt and '"value": "When {now}?"' in prompt
+    assert prompt.rstrip().endswith("Annotated chatbot response:")
+
+
+def test_an_answer_without_tags_is_said_in_one(server: Server, ask: Callable[[], Any]) -> None:
+    server.say(ANSWER)
+    assert ask() is None
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (TAGGED.replace("firms", "companies"), "the text was changed"),
+        (TAGGED.replace("</async>", ""), "unpaired"),
+        (TAGGED.replace("impact", "what it did to us"), "a topic of 5 words"),
+        (ANSWER.replace("in 1983.", "<async topic='year'>in 1983.</async>"), "fewer than five words"),
+        (None, "gave no reply"),
+    ],
+)
+def test_bad_annotations_are_refused(server: Server, ask: Callable[[], Any], reply: str | None, reason: str) -> None:
+    server.say(reply)
+    with pytest.raises(Rejected, match=reason):
+        ask()
+
+
+def test_a_busy_server_is_asked_again(server: Server, ask: Callable[[], Any]) -> None:
+    server.replies += [(429, {}), (503, {})]
+    server.say(TAGGED)
+    assert ask().rule == "model" and len(server.asked) == 3
+    server.replies += [(500, {})] * 3
+    with pytest.raises(PipedecError, match="does not answer after 3 tries: 500") as ended:
+        ask()
+    assert not isinstance(ended.value, UserError) and len(server.asked) == 6
+
+
+def test_refusals_end_at_once_but_one_question_too_long_does_not(server: Server, ask: Callable[[], Any]) -> None:
+    server.replies += [(401, {}), (200, b"<html>"), (200, {"choices": []}), (400, {})]
+    with pytest.raises(UserError, match="refuses: 401"):
+        ask()
+    for _ in range(2):
+        with pytest.raises(UserError, match="OpenAI-compatible"):
+            ask()
+    with pytest.raises(Rejected):
+        ask()
+    assert len(server.asked) == 4
+
+
+def test_nobody_there_is_said_in_one_line(server: Server) -> None:
+    server.http.server_close()
+    with pytest.raises(PipedecError, match="refused") as ended:
+        ChatEndpoint(server.url, "judge", tries=2, pause_s=0).complete("?")
+    assert "\n" not in str(ended.value)
+    with pytest.raises(UserError, match="is not an address"):
+        ChatEndpoint("example.com/v1", "judge")
+
+
+def test_answers_with_tags_of_their_own_are_not_asked_about(server: Server) -> None:
+    with pytest.raises(Rejected, match="control tokens"):
+        ModelAnnotator(ChatEndpoint(server.url, "judge"), words).annotate("?", "It is written <sync/> so.")
+    assert not server.asked

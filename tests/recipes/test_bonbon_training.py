@@ -1,0 +1,426 @@
+"""Preference training at toy size: scores and pairs, the loss, runs that resume exactly, judges, mistakes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from support.annotated_answers import PASTA, record, write_records
+from support.refusals import refusal
+from support.tiny_pair import Pair
+
+from pipedec.checkpoints import fingerprint
+from pipedec.core import UserError
+from pipedec.threads import Sequence, measure
+from pipedec.train.loop import TrainingLoop, linear_decay, muon_and_adamw
+from pipedec.train.run import Run
+from recipes.thread_models.__main__ import thread_models as command
+from recipes.thread_models.answers import Asked, ModelAnswers
+from recipes.thread_models.bonbon import BonbonRecipe, PairSteps, bonbon_gap, bonbon_loss, prefer
+from recipes.thread_models.chat_endpoint import ChatEndpoint
+from recipes.thread_models.judges import Comparison, EndpointJudge, LikelihoodJudge
+from recipes.thread_models.learning import Batch, ThreadRecipe, learned_logits
+from recipes.thread_models.ranking import Pair as Preference
+from recipes.thread_models.ranking import Reader, Scored, Task, sample_answers, score
+from recipes.thread_models.report import PREFERENCE_CARD, ThreadsRun, thread_card
+from recipes.thread_models.rounds import Rounds, place_of, scores_of
+from recipes.thread_models.rows import Writer, tree_row
+from recipes.thread_models.student import Student
+from recipes.thread_models.tuning import tune
+
+CPU = torch.device("cpu")
+# The number of steps is given: it would follow from that of the pairs, which depends on what the model samples.
+RECIPE = BonbonRecipe(samples=4, batch=2, steps=2, max_tokens=120, max_prompts=6, learning_rate=1e-3, warmup_steps=1)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A model that has learned some PASTA, the file it learned from, and what reads its answers."""
+
+    model: Path
+    data: Path
+    student: Student
+
+    @property
+    def writer(self) -> Writer:
+        return Writer(self.student.tokenizer, ["pasta"], self.student.tokenizer.eos_token_id)
+
+    @property
+    def reader(self) -> Reader:
+        return Reader(self.writer, "pasta", RECIPE.max_tokens)
+
+
+@pytest.fixture(scope="module")
+def tuned(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    folder = tmp_path_factory.mktemp("tuned")
+    data = write_records(folder / "pasta.jsonl", "pasta")
+    recipe = ThreadRecipe(steps=80, batch_tokens=400, learning_rate=3e-3, warmup_steps=5, max_length=130)
+    tune(pair.draft, {"pasta": (data,)}, recipe, ThreadsRun(folder / "out", folder / "work", threads=1, held_out_prompts=1))
+    return Tuned(folder / "out", data, Student.load(folder / "out", ["pasta"], CPU))
+
+
+def run_in(folder: Path) -> ThreadsRun:
+    return ThreadsRun(folder / "out", folder / "work", "float32", 1, CPU, held_out_prompts=2)
+
+
+def task(tuned: Tuned, prompt: str = "Say 4 words.", baseline: int = 30) -> Task:
+    return Task(prompt, tuned.writer.prompt(prompt, "pasta"), "The reference.", (40,) * baseline)
+
+
+@dataclass
+class Parrot:
+    """Answers with the same tokens whatever is asked; counts how often."""
+
+    reader: Reader
+    answers: list[tuple[int, ...]]
+    asked: list[Asked] = field(default_factory=list)
+
+    def answer(self, asked: list[Asked]) -> list[Sequence]:
+        self.asked += asked
+        return [self.reader.sequence(one.prompt_ids, self.answers[one.seed % len(self.answers)]) for one in asked]
+
+
+class LongerIsBetter:
+    name = "longer"
+
+    def quality(self, comparison: Comparison, answers: list[str]) -> list[float]:
+        return [float(len(answer)) for answer in answers]
+
+
+def test_the_loss_is_the_papers() -> None:
+    best, worst = torch.tensor(-4.0, requires_grad=True), torch.tensor(-6.0, requires_grad=True)
+    start = torch.tensor([-5.0, -5.5])
+    loss = bonbon_loss(best, worst, start[0], start[1], alpha=0.005, gap=3.0)
+    assert loss.item() == pytest.approx(0.005 * 4 + 0.995 * ((2 - 0.5) - 3.0) ** 2)
+    loss.backward()
+    assert best.grad is not None and best.grad < 0 < worst.grad
+    assert bonbon_gap(2) == 1 and bonbon_gap(4) == pytest.approx(3 * (1 + 1 / 2 + 1 / 3))
+    assert BonbonRecipe(samples=4).gap == bonbon_gap(4) and BonbonRecipe(beta=0.1).gap == pytest.approx(10)
+
+
+def test_best_and_worst_are_by_score() -> None:
+    asked = Task("q", (1,), "", (2,))
+    one = Scored(asked, [(1,), (2,), (3,)], [True] * 3, [3.0, 1.0, 2.0], [1.0] * 3, [0.1, 0.5, 0.9])
+    assert one.pair(0.0, "speedup", True) == Preference((1,), (1,), (2,))
+    assert one.pair(10.0, "speedup", True) == Preference((1,), (3,), (1,))
+    assert one.pair(math.inf, "speedup", True) == Preference((1,), (3,), (1,)), "the quality alone"
+    assert one.pair(0.0, "parallelism", True) is None, "all are equally parallel"
+    assert Scored(asked, [], [], [], [], []).pair(1.0, "speedup", True) is None
+
+
+def test_an_answer_that_did_not_end_may_be_the_worst_but_not_the_best() -> None:
+    one = Scored(Task("q", (1,), "", (2,)), [(1,), (2,), (3,)], [True, True, False], [3.0, 2.0, 4.0], [1.0] * 3, [0.2, 0.8, 0.0])
+    assert one.pair(4.0, "speedup", True) == Preference((1,), (2,), (1,)), "it is quicker than the worst is good"
+    assert one.pair(8.0, "speedup", True) == Preference((1,), (2,), (3,), worst_ended=False)
+    assert one.pair(8.0, "speedup", False) == Preference((1,), (2,), (1,))
+    assert one.pair(0.0, "speedup", True) == Preference((1,), (1,), (2,)), "the quickest of all did not end"
+    only = replace(one, ended=[False, True, False], qualities=[0.0, 0.8, 0.0])
+    assert only.pair(8.0, "speedup", True) == Preference((1,), (2,), (1,), worst_ended=False)
+    assert only.pair(8.0, "speedup", False) is None, "one that ended has none to be better than"
+    assert replace(one, ended=[False] * 3).pair(8.0, "speedup", True) is None
+
+
+@pytest.mark.parametrize(
+    ("efficiency", "first"), [("speedup", 4.0), ("parallelism", 1.0), ("harmonic", 1.6), ("arithmetic", 2.5)]
+)
+def test_efficiency_is_one_of_the_papers_four(efficiency: str, first: float) -> None:
+    one = Scored(Task("q", (1,), "", (2,)), [(1,)], [True], [4.0], [1.0], [0.5])
+    assert one.totals(2.0, efficiency) == [pytest.approx(first + 1.0)]
+    assert one.totals(math.inf, efficiency) == [0.5]
+
+
+@pytest.mark.slow
+def test_samples_and_scores_are_kept_and_continued(tuned: Tuned, tmp_path: Path) -> None:
+    writer, reader = tuned.writer, tuned.reader
+    long = replace(reader, max_tokens=200)
+    forked, plain = (writer.sample(record(PASTA), dialect).answer for dialect in ("pasta", None))
+    endless = plain[:-1] + plain[:-1] * 20
+    tasks = [task(tuned, f"Say {number} words.") for number in range(4)]
+    path = tmp_path / "samples.jsonl"
+    samples = sample_answers(Parrot(long, [forked, plain, endless]), tasks, 3, 0, path, at_once=6)
+    assert samples == [[forked, plain, endless[:200]]] * 4
+    whole = path.read_text()
+    lines = whole.splitlines(keepends=True)
+    path.write_text("".join(lines[:3]) + lines[3][:20])
+    again = Parrot(long, [forked, plain, endless])
+    assert sample_answers(again, tasks, 3, 0, path, at_once=6) == samples and path.read_text() == whole
+    assert [one.seed for one in again.asked] == [6, 7, 8, 9, 10, 11], (
+        "two prompts are asked at once, as if nothing had been killed"
+    )
+    scored = score(tasks, samples, long, LongerIsBetter(), tmp_path / "scores.jsonl")
+    sequences = [long.sequence(tasks[0].prompt_ids, answer) for answer in (forked, plain, endless[:200])]
+    assert scored[0].answers == samples[0] and scored[0].ended == [True, True, False]
+    assert scored[0].speedups == [pytest.approx(30 / measure(sequence).longest_chain, abs=1e-4) for sequence in sequences]
+    assert scored[0].parallelisms == [pytest.approx(measure(sequence).parallelism, abs=1e-4) for sequence in sequences]
+    assert scored[0].qualities == [len(record(PASTA).question.answer)] * 2 + [0.0], (
+        "the judge is not asked about an endless answer"
+    )
+    assert score(tasks, samples, long, LongerIsBetter(), tmp_path / "scores.jsonl") == scored
+
+
+@pytest.mark.slow
+def test_likelihood_is_beside_the_baselines_answer(tuned: Tuned) -> None:
+    judge = LikelihoodJudge(tuned.student.model, tuned.writer)
+    comparison = Comparison("Say 4 words.", "It is 4.", "")
+    same, other = judge.quality(comparison, ["It is 4.", "clips clips clips"])
+    assert same == pytest.approx(1.0)
+    means = []
+    for text in ("It is 4.", "clips clips clips"):
+        prompt, ids = tuned.writer.prompt("Say 4 words.", None), [*tuned.writer.text(text), tuned.writer.end_token_id]
+        logits = tuned.student.model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        means.append(logits.gather(1, torch.tensor(ids)[:, None]).mean().item())
+    assert other == pytest.approx(math.exp(means[1] - means[0]), rel=1e-3) and other < 1
+
+
+@dataclass(frozen=True)
+class Opinion(ChatEndpoint):
+    """A server with fixed replies."""
+
+    replies: tuple[str | None, ...] = ()
+    asked: list[str] = field(default_factory=list)
+
+    def complete(self, prompt: str) -> str | None:
+        self.asked.append(prompt)
+        return self.replies[(len(self.asked) - 1) % len(self.replies)]
+
+
+def opinions(*replies: str | None) -> EndpointJudge:
+    return EndpointJudge(Opinion("http://a/v1", "m", replies=replies))
+
+
+def test_a_judge_is_asked_in_both_orders() -> None:
+    comparison = Comparison("Why?", "BASE", "REFERENCE")
+    first, second = (json.dumps({"preference": number, "confidence": 0.8}) for number in (1, 2))
+    judge = opinions(first, second)
+    assert judge.quality(comparison, ["MINE"]) == [pytest.approx((0.5 + 4 * 0.8) / 0.5)]
+    asked = judge.endpoint.asked
+    assert len(asked) == 4 and all('"instruction": "Why?"' in text and "MINE" in text for text in asked)
+    orders = [
+        (text.index("MINE") < text.index("BASE") if "BASE" in text else text.index("MINE") < text.index("REFER"))
+        for text in asked
+    ]
+    assert orders == [True, False, True, False] and ["BASE" in text for text in asked] == [True, True, False, False]
+    assert opinions(first).quality(comparison, ["MINE"]) == [pytest.approx(1.0)], "the first is always better"
+    assert opinions("Sure: " + second, first).quality(comparison, ["MINE"]) == [pytest.approx(0.5 / (0.5 + 4 * 0.8))]
+    for useless in (
+        None,
+        "both",
+        '{"preference": 3, "confidence": 1}',
+        '{"preference": 1}',
+        '{"preference": 1, "confidence": NaN}',
+    ):
+        assert opinions(useless).rate(comparison, "MINE") == (1.0, 0.5)
+
+
+def test_wins_are_over_the_baseline_alone_in_both_orders(tuned: Tuned) -> None:
+    comparison = Comparison("Why?", "BASE", "REFERENCE")
+    first, second = (json.dumps({"preference": number, "confidence": 0.8}) for number in (1, 2))
+    assert opinions(first, second).rate(comparison, "MINE")[1] == 1.0
+    assert opinions(second, first).rate(comparison, "MINE")[1] == 0.0
+    assert opinions(first).rate(comparison, "MINE")[1] == 0.5, "the first is always better"
+    likelihood = LikelihoodJudge(tuned.student.model, tuned.writer)
+    assert likelihood.rate(Comparison("Why?", "It is so.", ""), "It is so.") == (1.0, 0.5)
+    garbled = likelihood.rate(Comparison("Why?", "It is so.", ""), "]]]} zq~ {{")
+    assert garbled[0] < 1 and garbled[1] == 0.0
+
+
+def test_pairs_are_learned(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
+    student = Student.load(tuned.model, ["pasta"], CPU)
+    long = replace(tuned.reader, max_tokens=200)
+    prompt = task(tuned).prompt_ids
+    answers = [tuned.writer.sample(record(PASTA), dialect).answer for dialect in ("pasta", None)]
+    best, worst = (tree_row(long.sequence(prompt, answer), prompt) for answer in answers)
+    logits = learned_logits(student.model, Batch.of([best], CPU)).log_softmax(-1)
+    targets = best.targets[best.targets >= 0]
+    recipe = replace(RECIPE, beta=0.2, batch=1)
+    steps = PairSteps.before(student.model, [(best, worst)], recipe, torch.float32)
+    assert float(steps.start[0][0].detach()) == pytest.approx(float(logits.gather(1, targets[:, None]).sum().detach()), rel=1e-4)
+    loop = TrainingLoop("bonbon", student.model, muon_and_adamw(student.model, 1e-3, 0.01), tmp_path, {})
+    loop.run(30, lambda step: 1e-3 * linear_decay(step, 30), steps)
+    log = [json.loads(line) for line in (tmp_path / "bonbon.jsonl").read_text().splitlines()]
+    assert log[0]["gap"] == pytest.approx(0, abs=1e-3) and log[-1]["gap"] == pytest.approx(5, abs=1)
+    assert log[-1]["loss"] < 0.2 * log[0]["loss"]
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_to_the_same_weights(
+    tuned: Tuned, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 1)
+
+    def train(name: str, recipe: BonbonRecipe = RECIPE) -> dict[str, Any]:
+        return prefer((tuned.data,), tuned.model, tuned.model, recipe, run_in(tmp_path / name))
+
+    whole = train("whole")
+    answer, step = ModelAnswers.answer, PairSteps.__call__
+    answered: list[int] = []
+
+    def dies(answers: ModelAnswers, asked: list[Asked]) -> list[Sequence]:
+        if len(answered) == 1:
+            raise KeyboardInterrupt
+        answered.append(len(asked))
+        return answer(answers, asked)
+
+    def stops(steps: PairSteps, number: int) -> dict[str, float]:
+        if number == 1:
+            raise KeyboardInterrupt
+        return step(steps, number)
+
+    for owner, name, broken in ((ModelAnswers, "answer", dies), (PairSteps, "__call__", stops)):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, name, broken)
+            train("killed")
+    assert len((tmp_path / "killed" / "work" / "bonbon.jsonl").read_text().splitlines()) == 1
+    assert train("killed") == whole == json.loads((tmp_path / "killed" / "out" / "training.json").read_text())
+    weights = [load_file(tmp_path / name / "out" / "model.safetensors") for name in ("whole", "killed")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert whole["prompts"] == 6 and 0 < whole["pairs"] <= 6 and whole["samples"]["answers"] == 24
+    assert whole["held_out"]["answers"] == 2
+    assert (tmp_path / "whole" / "out" / "README.md").read_text() == thread_card(PREFERENCE_CARD, whole)
+    (tmp_path / "killed" / "work" / "bonbon.safetensors").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(LikelihoodJudge, "rate", lambda judge, comparison, answer: (1.0, 0.5))  # of the held-out answers
+        patch.setattr(LikelihoodJudge, "quality", None)
+        assert train("killed", replace(RECIPE, quality_weight=50.0))["samples"] == whole["samples"], "no sample is judged again"
+    with pytest.raises(UserError, match=r"belongs to another run \(samples 4\)"):
+        train("killed", replace(RECIPE, samples=5))
+    with pytest.raises(UserError, match=r"belongs to another run \(quality_weight 50.0, learning_rate 0.001\)"):
+        train("killed", replace(RECIPE, learning_rate=2e-3))
+
+
+@pytest.mark.slow
+def test_rounds_of_several_weights_continue_where_a_killed_run_stopped(
+    tuned: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipes = tuple(replace(RECIPE, quality_weight=weight, max_prompts=3) for weight in (1.0, math.inf))
+    rounds = Rounds((tuned.data,), tuned.model, tuned.model, recipes, 2)
+    answer, sampled = ModelAnswers.answer, list[int]()
+
+    def counted(answers: ModelAnswers, asked: list[Asked]) -> list[Sequence]:
+        if answers.temperature > 0:
+            if len(sampled) == kill_at:
+                raise KeyboardInterrupt
+            sampled.append(len(asked))
+        return answer(answers, asked)
+
+    def kills(owner: Any, name: str, count: int) -> None:
+        """The run is killed at a call, after ``count`` others."""
+        calls, usual = iter(range(count)), getattr(owner, name)
+
+        def dies(*args: Any) -> Any:
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+            return usual(*args)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, name, dies)
+            rounds.run(run_in(tmp_path / "killed"))
+
+    monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 1)
+    monkeypatch.setattr(ModelAnswers, "answer", counted)
+    kill_at = -1
+    whole = rounds.run(run_in(tmp_path / "whole"))
+    assert len(sampled) == 3, "the first samples serve both weights"
+    sampled.clear()
+    kill_at = 2
+    with pytest.raises(KeyboardInterrupt):
+        rounds.run(run_in(tmp_path / "killed"))
+    kill_at = -1
+    kills(PairSteps, "__call__", 1)
+    kills(ModelAnswers, "answer", 0)
+    kills(Run, "write_report", 0)
+    finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed" / "out").glob("*/*/model.safetensors")}
+    assert rounds.run(run_in(tmp_path / "killed")) == whole and len(sampled) == 3
+    assert len(finished) == 4 and sum(path.stat().st_mtime_ns == time_ns for path, time_ns in finished.items()) == 3, (
+        "three of four rounds were finished"
+    )
+    assert {path.name for path in (tmp_path / "whole" / "work").iterdir() if path.is_dir()} == {
+        "lambda-1", "lambda-inf", "round-1", "baseline-asked", "baseline-held-out",
+    }, "all rounds share the baseline's answers"  # fmt: skip
+    names = [f"lambda-{weight}/round-{number}" for weight in ("1", "inf") for number in (1, 2)]
+    for name in names:
+        first, second = (load_file(tmp_path / run / "out" / name / "model.safetensors") for run in ("whole", "killed"))
+        assert all(torch.equal(first[key], second[key]) for key in first)
+    reports = {name: json.loads((tmp_path / "whole" / "out" / name / "training.json").read_text()) for name in names}
+    assert reports["lambda-1/round-2"]["model"] == fingerprint(tmp_path / "whole" / "out" / "lambda-1" / "round-1")
+    assert reports["lambda-inf/round-1"]["recipe"]["quality_weight"] == "inf"
+    lines = json.loads((tmp_path / "whole" / "out" / "summary.json").read_text())
+    assert [line["efficiency"] for line in lines] == [None, *["speedup"] * 4]
+    assert [(line["lambda"], line["round"]) for line in lines] == [(None, 0), (1.0, 1), (1.0, 2), ("inf", 1), ("inf", 2)]
+    assert lines[2]["win_rate"] == reports["lambda-1/round-2"]["held_out"]["win_rate"]
+    with pytest.raises(UserError, match="is of another run: give another --out"):
+        replace(rounds, recipes=(replace(recipes[0], alpha=0.5), recipes[1])).run(run_in(tmp_path / "killed"))
+
+
+def test_every_weight_goes_with_every_efficiency_and_an_infinite_one_with_none() -> None:
+    found = scores_of(RECIPE, (1.0, math.inf), ("parallelism", "speedup"))
+    assert [(one.quality_weight, one.efficiency) for one in found] == [
+        (1.0, "parallelism"), (1.0, "speedup"), (math.inf, "parallelism"),
+    ]  # fmt: skip
+    assert [place_of(one) for one in found] == ["parallelism-lambda-1", "lambda-1", "parallelism-lambda-inf"]
+    assert {one.samples for one in found} == {RECIPE.samples}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "nowhere is not a directory"),
+        (["--lambda", "1,x"], "'--lambda': 'x' is not a valid float"),
+        (["--lambda", "1,1"], "names a score twice"),
+        (["--lambda", "nan"], "--lambda must be at least 0, or inf"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--efficiency", "luck"], "--efficiency luck: choose one of speedup, harmonic, arithmetic, parallelism"),
+        (["--samples", "1"], "'--samples': 1 is not in the range"),
+        (["--max-prompts", "0"], "'--max-prompts': 0 is not in the range"),
+        (["--max-tokens", "0"], "'--max-tokens': 0 is not in the range"),
+        (["--steps", "0"], "'--steps': 0 is not in the range"),
+        (["--batch", "0"], "'--batch': 0 is not in the range"),
+        (["--temperature", "0"], "'--temperature': 0.0 is not in the range"),
+        (["--learning-rate", "inf"], "must be a finite number"),
+        (["--beta", "0"], "'--beta': 0.0 is not in the range"),
+        (["--alpha", "2"], "'--alpha': 2.0 is not in the range"),
+        (["--lambda", "-1"], "--lambda must be at least 0"),
+        (["--threads", "0"], "'--threads': 0 is not in the range"),
+        (["--judge", "http://a/v1"], "--judge URL goes with --judge-model NAME"),
+        (["--judge", "a/v1", "--judge-model", "m"], "the judge 'a/v1' is not an address"),
+        (["--judge", "http://a/v1", "--judge-model", "m", "--tries", "0"], "--tries must be at least 1"),
+    ],
+)
+def test_mistakes_are_told(flags: list[str], message: str, tmp_path: Path) -> None:
+    usual = ["pasta-bonbon", "--in", "absent.jsonl", "--model", "nowhere", "--baseline", "nowhere"]
+    result = CliRunner().invoke(command, [*usual, "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), *flags])
+    assert message in refusal(result)
+    assert "\n" not in str(result.exception) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_baseline_of_another_family_is_told(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="different tokenizer"):
+        prefer((tuned.data,), tuned.model, pair.foreign_draft, RECIPE, run_in(tmp_path))
+    untuned = prefer((tuned.data,), tuned.model, pair.draft, replace(RECIPE, steps=1), run_in(tmp_path / "untuned"))
+    assert untuned["recipe"]["steps"] == 1 and untuned["baseline"] != untuned["model"]
+    only_one = write_records(tmp_path / "one.jsonl", "pasta", 1)
+    with pytest.raises(UserError, match="nothing to prefer"):
+        prefer((only_one,), tuned.model, tuned.model, replace(RECIPE, max_tokens=1), run_in(tmp_path))
+
+
+def test_the_command_prints_what_it_measured(tuned: Tuned, tmp_path: Path) -> None:
+    flags = ["pasta-bonbon", "--in", str(tuned.data), "--model", str(tuned.model), "--baseline", str(tuned.model)]
+    flags += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--samples", "3", "--max-prompts", "3"]
+    flags += ["--threads", "1", "--lambda", "4", "--max-tokens", "120", "--held-out-prompts", "1"]
+    result = CliRunner().invoke(command, flags, env={"COLUMNS": "160"}, catch_exceptions=False)
+    report = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert report["recipe"]["quality_weight"] == 4 and report["judge"] == "likelihood"
+    assert "before" in result.output and f"{report['held_out']['quality']:.2f}" in result.output
+    flags[flags.index("--lambda") + 1] = "4,inf"
+    flags[flags.index("--out") + 1], flags[flags.index("--work") + 1] = str(tmp_path / "several"), str(tmp_path / "work2")
+    result = CliRunner().invoke(command, flags, env={"COLUMNS": "160"}, catch_exceptions=False)
+    assert "speedup, λ = inf, round 1" in result.output
+    assert {path.name for path in (tmp_path / "several").iterdir()} >= {"summary.json", "summary.md", "trade-off.png"}

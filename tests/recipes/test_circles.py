@@ -1,0 +1,210 @@
+"""Answers that run in circles: what counts as one, the rows made of it, and that training unlearns it and resumes exactly."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from support.annotated_answers import write_records
+from support.tiny_pair import Pair
+
+from pipedec.core import UserError
+from pipedec.threads import Sequence, ThreadedSequence, replay
+from pipedec.train.loop import TrainingLoop
+from recipes.thread_models.figures import in_circles, repeats
+from recipes.thread_models.learning import Batch, ThreadLoss, ThreadRecipe, ThreadSteps, learned_logits
+from recipes.thread_models.own_answers import Circles, avoiding_row, prompts_of_rounds
+from recipes.thread_models.records import read_annotated
+from recipes.thread_models.report import ThreadsRun
+from recipes.thread_models.rows import IGNORED, Writer
+from recipes.thread_models.student import Student
+from recipes.thread_models.tuning import tune
+
+CPU = torch.device("cpu")
+CIRCLE = [*range(100, 120), *[20, 21, 22, 23, 24] * 60]
+RECIPE = ThreadRecipe(
+    steps=4, batch_tokens=300, warmup_steps=1, learning_rate=1e-3, max_length=130,
+    circle_rounds=2, circle_prompts=6, circle_answers=2,
+)  # fmt: skip
+
+
+@pytest.fixture
+def student(pair: Pair) -> Student:
+    return Student.load(pair.draft, ["apar", "pasta"], CPU, seed=1)
+
+
+@pytest.fixture
+def writer(student: Student) -> Writer:
+    return Writer(student.tokenizer, ["apar", "pasta"], student.tokenizer.eos_token_id)
+
+
+def stutters(model: Path, path: Path) -> None:
+    """Save a model that repeats the last token again and again."""
+    shutil.copytree(model, path)
+    weights = load_file(path / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+
+
+def said(tokens: list[int], max_tokens: int, end: int = 1) -> Sequence:
+    sequence = Sequence(3, [end], max_tokens)
+    replay(sequence, tokens)
+    return sequence
+
+
+@given(st.lists(st.integers(0, 2), max_size=60))
+def test_a_token_repeats_if_its_eight_tokens_occurred_before(tokens: list[int]) -> None:
+    for end, found in enumerate(repeats(tokens), start=1):
+        eight = tokens[end - 8 : end] if end >= 8 else []
+        assert found == any(eight and tokens[start : start + 8] == eight for start in range(end - 8))
+
+
+def test_circles_are_answers_that_are_cut_while_they_repeat_themselves() -> None:
+    assert in_circles(said(CIRCLE[:200], 200))
+    assert not in_circles(said([*CIRCLE[:200], 1], 300)), "it ended by itself"
+    assert not in_circles(said(list(range(100, 300)), 200)), "it is merely long"
+    assert not in_circles(said([*range(100, 200), *range(100, 140)], 140)), "a part of its end is repeated"
+
+
+def test_one_of_several_threads_may_run_in_circles(writer: Writer) -> None:
+    bound = writer.bound["apar"]
+    sequence = ThreadedSequence(bound, 3, [writer.end_token_id], 260)
+    replay(sequence, [50, bound.opener, bound.child_start, *CIRCLE[:257]])
+    assert sequence.finished == "length" and in_circles(sequence)
+
+
+def test_only_repeated_tokens_are_targets_and_the_rest_is_cut(student: Student) -> None:
+    row = avoiding_row(said(CIRCLE[:200], 200), (5, 6, 7))
+    places = (row.targets != IGNORED).nonzero().flatten().tolist()
+    first = 3 + 20 + 5 + 8 - 1  # of the second time that eight tokens come
+    assert row.is_avoided and places == list(range(first - 1, first - 1 + 64)) and len(row.token_ids) == first + 63
+    assert row.targets[places].tolist() == CIRCLE[first - 3 : first - 3 + 64]
+
+
+def test_unlikelihood_is_of_avoided_targets_alone(student: Student, writer: Writer) -> None:
+    row = avoiding_row(said(CIRCLE[:60], 60), (5, 6, 7))
+    likely = replace(row, is_avoided=False)
+    batch = Batch.of([row, likely], CPU)
+    losses = ThreadLoss(student.model, writer.controls).of(batch)
+    chances = learned_logits(student.model, batch).softmax(-1).gather(1, batch.learned[:, None])[:, 0]
+    half = len(chances) // 2
+    assert losses.is_avoided.tolist() == [True] * half + [False] * half
+    assert torch.allclose(losses.values[:half], -torch.log1p(-chances[:half]), atol=1e-5)
+    assert torch.allclose(losses.values[half:], -chances[half:].log(), atol=1e-4)
+
+
+def test_a_model_unlearns_a_circle(student: Student, writer: Writer, tmp_path: Path) -> None:
+    row = avoiding_row(said(CIRCLE[:100], 100), (5, 6, 7))
+
+    def chance() -> float:
+        batch = Batch.of([row], CPU)
+        logits = learned_logits(student.model, batch).softmax(-1)
+        return float(logits.gather(1, batch.learned[:, None]).mean().detach())
+
+    likely = replace(row, is_avoided=False)
+    optimizer = torch.optim.AdamW(student.model.parameters(), lr=2e-3)
+    loss = ThreadLoss(student.model, writer.controls)
+    for wanted in (likely, row):
+        for _ in range(30):
+            loss.of(Batch.of([wanted], CPU)).values.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if wanted is likely:
+            learned = chance()
+    assert learned > 0.5 > 0.05 > chance()
+
+
+def test_a_step_learns_its_samples_and_avoids_circles(student: Student, writer: Writer, tmp_path: Path) -> None:
+    record_file = write_records(tmp_path / "apar.jsonl", "apar")
+    samples = [writer.sample(record, "apar") for record in read_annotated(record_file, "apar")][:3]
+    row = avoiding_row(said(CIRCLE[:100], 100), (5, 6, 7))
+    loss = ThreadLoss(student.model, writer.controls)
+    alone = ThreadSteps(loss, writer, [samples], RECIPE)(0)
+    student.model.zero_grad()
+    with_circles = ThreadSteps(loss, writer, [samples], RECIPE, lambda step: [row, row])(0)
+    assert with_circles["circles"] == 2 and with_circles["circle_loss"] > 0 and "circles" not in alone
+    assert with_circles["loss"] == pytest.approx(alone["loss"]), "of the samples, as before"
+    assert with_circles["control_loss"] == pytest.approx(alone["control_loss"])
+
+
+def test_rounds_ask_in_one_thread_and_in_every_dialect_by_turns(writer: Writer) -> None:
+    prompts = [f"How long is {number}?" for number in range(12)]
+    rounds = prompts_of_rounds(prompts, writer, RECIPE)
+    asked = [one for part in rounds for one in part]
+    assert [one.dialect for one in asked] == [None, "apar", "pasta"] * 4 and len(rounds) == 2
+    of_each = [[writer.prompt(prompt, one.dialect) for prompt in prompts] for one in asked]
+    places = [known.index(one.prompt) for known, one in zip(of_each, asked, strict=True)]
+    assert sorted(places) == list(range(12)) != places, "each once, in a random order"
+
+
+@pytest.mark.slow
+def test_rounds_ask_the_prompts_of_the_run_or_those_of_its_files(pair: Pair, writer: Writer, tmp_path: Path) -> None:
+    seen: list[set[str]] = []
+    files = {"apar": (write_records(tmp_path / "apar.jsonl", "apar"),)}
+    written = [record.question.prompt for record in read_annotated(files["apar"][0], "apar") if not record.question.held_out]
+    known = {writer.prompt(prompt, way): prompt for prompt in ("What?", "Why?", *written) for way in (None, "apar")}
+    for name, prompts in (("own", ("What?", "Why?")), ("files", ())):
+        tune(
+            pair.draft,
+            files,
+            replace(RECIPE, steps=2),
+            ThreadsRun(tmp_path / name, tmp_path / name / "work", threads=1),
+            prompts=prompts,
+        )
+        answered = json.loads((tmp_path / name / "work" / "circles" / "0000.json").read_text())
+        seen.append({known[tuple(one["prompt"])] for one in answered})
+    assert seen[0] == {"What?", "Why?"} and seen[1] <= set(written) and len(seen[1]) == RECIPE.circle_prompts
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_with_the_same_circles(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 1)
+    stutters(pair.draft, tmp_path / "stutters")
+    data = (write_records(tmp_path / "apar.jsonl", "apar"),)
+
+    def train(name: str) -> dict[str, object]:
+        return tune(
+            tmp_path / "stutters",
+            {"apar": data},
+            RECIPE,
+            ThreadsRun(tmp_path / name / "out", tmp_path / name / "work", threads=1, held_out_prompts=1),
+        )
+
+    whole = train("whole")
+    rows, asked = Circles.rows, []
+
+    def dies(circles: Circles, step: int) -> object:
+        if step == 3 and not asked:
+            asked.append(step)
+            raise KeyboardInterrupt
+        return rows(circles, step)
+
+    monkeypatch.setattr(Circles, "rows", dies)
+    with pytest.raises(KeyboardInterrupt):
+        train("killed")
+    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "killed" / "work" / "circles").iterdir()}
+    assert sorted(kept) == ["0000.json", "0001.json"]
+    assert train("killed") == whole
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "killed" / "work" / "circles").iterdir()} == kept
+    first, second = (load_file(tmp_path / name / "out" / "model.safetensors") for name in ("whole", "killed"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    log = (tmp_path / "whole" / "work" / "threads.jsonl").read_text()
+    assert log.count('"circle_loss"') == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), [({"circle_rounds": 5}, "--circle-rounds"), ({"circle_prompts": 0}, "--circle-prompts")]
+)
+def test_mistakes_are_told(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        replace(RECIPE, **changes)

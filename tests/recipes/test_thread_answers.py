@@ -1,0 +1,144 @@
+"""Answers in threads from a cache are those without one, and their figures are counted right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import save_tiny
+from support.toy_dialects import END, TEXTS, ids, sequence_of, texts, toy
+
+from pipedec.threads import BoundDialect, Sequence, State, measure, replay
+from recipes.thread_models.answers import Asked, ModelAnswers
+from recipes.thread_models.figures import agreement, answer_all, geometric_mean, text_of, thread_figures
+from recipes.thread_models.rows import tree_row
+
+ASKED = [Asked((20, 21, 22), 1), Asked((30, 25), 2), Asked((33, 34, 35, 36, 37), 3), Asked((29,), 4)]
+APAR = "a [Fork] [Child] x y z <|end|> b [Fork] [Child] x <|end|> c <|end|>"
+
+
+def talkative(path: Path, bound: BoundDialect) -> Any:
+    """A random model that often says control tokens."""
+    model = save_tiny("llama", path, vocab=len(TEXTS), dtype=torch.float64)
+    with torch.no_grad():
+        for token in bound.control:
+            model.lm_head.weight[token] *= 2.5 if token == bound.join else 1.4
+    return model
+
+
+@torch.no_grad()
+def without_cache(model: Any, bound: BoundDialect, asked: Asked, max_tokens: int) -> Sequence:
+    """The greedy answer, from one forward over all of it for every step."""
+    prompt = len(asked.prompt_ids)
+    sequence = sequence_of(bound, prompt, max_tokens)
+    while sequence.finished is None:
+        flat = tree_row(sequence, asked.prompt_ids)
+        logits = model(flat.token_ids[None], attention_mask=flat.mask[None, None], position_ids=flat.positions[None]).logits[0]
+        places = {(token.thread, token.ordinal): place for place, token in enumerate(sequence.document(), start=prompt)}
+        for thread in [thread for thread in sequence.threads if thread.state is State.RUNNING]:
+            if sequence.finished is None:
+                row = logits[places.get((thread.number, thread.num_tokens - 1), prompt - 1)]
+                row[list(sequence.banned(thread.number))] = -torch.inf
+                sequence.accept(thread.number, int(row.argmax()))
+    return sequence
+
+
+@pytest.mark.fast_cases
+@pytest.mark.parametrize("name", ["apar", "parallel", "pasta"])
+def test_greedy_answers_are_those_without_a_cache(name: str, tmp_path: Path) -> None:
+    bound = toy(name, max_child_tokens=20)
+    model = talkative(tmp_path, bound)
+    found = ModelAnswers(model, bound, (END,), 80).answer(ASKED)
+    expected = [without_cache(model, bound, asked, 80) for asked in ASKED]
+    assert [texts(token.token_id for token in answer.document()) for answer in found] == [
+        texts(token.token_id for token in answer.document()) for answer in expected
+    ]
+    assert [answer.finished for answer in found] == [answer.finished for answer in expected]
+    if name != "pasta":  # a random model completes no tag
+        assert sum(len(answer.threads) for answer in found) > 7
+    if name == "parallel":
+        assert any(thread.joins for answer in found for thread in answer.threads)
+
+
+def test_drawn_answers_depend_on_their_seed_alone(tmp_path: Path) -> None:
+    bound = toy("apar")
+    answers = ModelAnswers(talkative(tmp_path, bound), bound, (END,), 40, temperature=1.0)
+    together = [written(sequence) for sequence in answers.answer(ASKED)]
+    assert [written(answers.answer([asked])[0]) for asked in ASKED] == together
+    assert written(answers.answer([replace(ASKED[0], seed=9)])[0]) != together[0]
+    assert [prompt for prompt, _ in answer_all(answers, ASKED * 5, "all")] == [asked.prompt_ids for asked in ASKED] * 5
+
+
+def written(sequence: Sequence) -> str:
+    return texts(token.token_id for token in sequence.document())
+
+
+def said(text: str, name: str = "apar") -> Sequence:
+    sequence = sequence_of(toy(name), prompt_length=2)
+    replay(sequence, ids(text))
+    return sequence
+
+
+def test_figures_are_means_of_what_is_measured() -> None:
+    answers = [said(APAR), said("a b c <|end|>")]
+    chains = [measure(answer).longest_chain for answer in answers]
+    figures = thread_figures(answers, [20, 8])
+    assert figures["forked"] == 0.5 and figures["threads"] == 2.0 and figures["answers"] == 2 and figures["finished"] == 1.0
+    assert figures["longest_chain"] == sum(chains) / 2 and figures["tokens"] == (len(ids(APAR)) + 4) / 2
+    assert figures["speedup"] == pytest.approx((20 / chains[0] * 8 / chains[1]) ** 0.5, abs=1e-4)
+    assert thread_figures([said("a b")], [4])["finished"] == 0.0
+    assert thread_figures([said("a <promise b <|end|>", "pasta")], [4])["anomalies"] == {"opener_not_completed": 1}
+    assert geometric_mean([2.0, 8.0, 0.0]) == 4.0 and geometric_mean([]) == 0.0
+
+
+def test_text_is_what_readers_see() -> None:
+    def decode(tokens: list[int]) -> str:
+        return "".join(TEXTS[token] for token in tokens)
+
+    assert text_of(said(APAR), decode) == "axyzbxc"
+    assert text_of(said('a <promise : 2 "/>! <async> x </async> b <|end|>', "pasta"), decode) == "a!xb"
+
+
+def test_agreement_counts_every_token_of_every_thread(tmp_path: Path) -> None:
+    bound = toy("apar")
+    model = talkative(tmp_path, toy("apar"))
+    answered = answer_all(ModelAnswers(model, bound, (END,), 60), ASKED, "all")
+    flats = [tree_row(sequence, prompt) for prompt, sequence in answered]
+    figures = agreement(model, answered)
+    assert figures["tokens"] == sum(int((flat.targets >= 0).sum()) for flat in flats)
+    assert figures["top1"] > 0.7 and figures["top16"] > 0.95, "all but what bans keep it from saying"
+    other = save_tiny("llama", tmp_path / "other", vocab=len(TEXTS), seed=5)
+    assert agreement(other, answered)["top1"] < 0.5
+
+
+def test_a_batch_computes_a_prompt_once_and_drops_what_has_finished(tmp_path: Path) -> None:
+    bound = toy("apar")
+    model = talkative(tmp_path, bound)
+    usual = model(torch.tensor([[20, 21, 22]])).logits
+    answers = ModelAnswers(model, bound, (END,), 60, temperature=1.0)
+    asked = [replace(one, seed=seed) for seed in range(3) for one in ASKED]
+    alone = [written(answers.answer([one])[0]) for one in asked]
+    batches: list[int] = []
+    counting = model.register_forward_pre_hook(lambda _, __, inputs: batches.append(len(inputs["input_ids"])), with_kwargs=True)
+    assert [written(sequence) for sequence in answers.answer(asked)] == alone
+    counting.remove()
+    assert batches[0] == len(ASKED), "each prompt is computed once"
+    assert batches[1] > batches[-1] and batches[1:] == sorted(batches[1:], reverse=True), "fewer and fewer answers run"
+    assert torch.equal(model(torch.tensor([[20, 21, 22]])).logits, usual), "the model attends as before"
+
+
+def test_banned_tokens_are_never_drawn(tmp_path: Path) -> None:
+    """By a model to which all tokens are equally likely."""
+    bound = toy("apar")
+    model = talkative(tmp_path, bound)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    asked = [replace(ASKED[0], seed=seed) for seed in range(400)]
+    answered = ModelAnswers(model, bound, (END,), 1, temperature=1.0).answer(asked)
+    drawn = Counter(token.token_id for sequence in answered for token in sequence.document()[:1])
+    allowed = set(range(len(TEXTS))) - sequence_of(bound, len(ASKED[0].prompt_ids), 1).banned(0)
+    assert drawn.keys() <= allowed < set(range(len(TEXTS))) and len(drawn) > 0.9 * len(allowed)
+    assert max(drawn.values()) < 4 * drawn.total() / len(allowed)

@@ -1,0 +1,400 @@
+"""Training for threads at toy size: rows are what decoding will see, forms agree, runs resume exactly, mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from support.annotated_answers import APAR, PASTA, record, records, write_records
+from support.checkpoints import save_tiny
+from support.refusals import refusal
+from support.tiny_pair import Pair
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipedec.core import UserError
+from pipedec.text.prompt import Prompter
+from pipedec.threads import load_dialect
+from pipedec.train.loop import TrainingLoop, muon_and_adamw
+from recipes.thread_models.__main__ import thread_models as command
+from recipes.thread_models.answers import Asked, ModelAnswers
+from recipes.thread_models.figures import text_of
+from recipes.thread_models.learning import (
+    Batch,
+    ThreadLoss,
+    ThreadRecipe,
+    ThreadSteps,
+    batches,
+    held_out_loss,
+    learned_logits,
+    plan,
+)
+from recipes.thread_models.report import THREADS_CARD, ThreadsRun, thread_card
+from recipes.thread_models.rows import IGNORED, Row, Sample, Writer, Written, with_marker
+from recipes.thread_models.structure import Fork
+from recipes.thread_models.student import Student
+from recipes.thread_models.tuning import tune
+
+CPU = torch.device("cpu")
+RECIPE = ThreadRecipe(steps=6, batch_tokens=300, warmup_steps=2, learning_rate=1e-3, max_length=130)
+
+
+@pytest.fixture
+def student(pair: Pair) -> Student:
+    """Two layers; the tokenizer has been given the control tokens."""
+    return Student.load(pair.draft, ["apar", "pasta"], CPU, seed=1)
+
+
+@pytest.fixture
+def writer(student: Student) -> Writer:
+    return writer_of(student)
+
+
+def writer_of(student: Student) -> Writer:
+    return Writer(student.tokenizer, ["apar", "pasta"], student.tokenizer.eos_token_id)
+
+
+def loss_of(student: Student, writer: Writer) -> ThreadLoss:
+    return ThreadLoss(student.model, writer.controls)
+
+
+def run_in(folder: Path) -> ThreadsRun:
+    return ThreadsRun(folder / "out", folder / "work", "float32", 1, CPU, held_out_prompts=2)
+
+
+def files_in(folder: Path) -> dict[str, tuple[Path, ...]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return {dialect: (write_records(folder / f"{dialect}.jsonl", dialect),) for dialect in ("apar", "pasta")}
+
+
+def place(row: Row, token: int, which: int = 0) -> int:
+    return int((row.token_ids == token).nonzero()[which, 0])
+
+
+def test_a_prompt_is_the_engines_and_the_marker_comes_before_it(student: Student, writer: Writer, pair: Pair) -> None:
+    prompter = Prompter(pair.draft, 2048)
+    assert writer.prompt("List both.", None) == prompter.token_ids("List both.", raw=False, max_tokens=1)
+    marked = student.tokenizer.decode(writer.prompt("List both.", "apar"))
+    assert marked == "<|system|>threads: apar<|user|>List both.<|assistant|>"
+    template = student.tokenizer.chat_template
+    assert with_marker(template) == template
+    told = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    text = student.tokenizer.apply_chat_template(told, threads="pasta", tokenize=False)
+    assert text == "<|system|>threads: pasta\nBe brief.<|user|>Hi"
+    assert student.tokenizer.apply_chat_template(told, tokenize=False) == "<|system|>Be brief.<|user|>Hi"
+
+
+def test_text_is_never_read_as_control(writer: Writer) -> None:
+    bound = writer.bound["apar"]
+    sample = writer.sample(record(("Say [Fork] or </s>.",), rule="none"), "apar")
+    assert bound.opener not in sample.answer and sample.answer.count(writer.end_token_id) == 1
+    assert writer.decode(list(sample.answer)) == "Say [Fork] or </s>."
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_both_forms_of_a_paragraph_tree_give_the_same_logits(
+    student: Student, writer: Writer, family: str, tmp_path: Path
+) -> None:
+    model = save_tiny(family, tmp_path, vocab=len(student.tokenizer), dtype=torch.float64)
+    sample = writer.sample(record(APAR), "apar")
+    (tree,), rows = writer.rows(sample, "tree"), writer.rows(sample, "unrolled")
+    assert len(rows) == 3 and all(torch.equal(row.mask, torch.ones_like(row.mask).tril()) for row in rows)
+    flat = Batch.of([tree], CPU)
+    logits = torch.full((len(tree.token_ids), len(student.tokenizer)), torch.nan)
+    logits[tree.targets != IGNORED] = learned_logits(model, flat)
+    threads = [0] * len(sample.prompt) + [token.thread for token in writer.sequence(sample).document()]
+    for number, row in enumerate(rows):
+        own = torch.tensor([thread == number for thread in threads]) & (tree.targets != IGNORED)
+        alone = Batch.of([row], CPU)
+        assert tree.targets[own].tolist() == alone.learned.tolist()
+        torch.testing.assert_close(logits[own], learned_logits(model, alone), atol=1e-5, rtol=1e-5)
+    assert sum(len(Batch.of([row], CPU).learned) for row in rows) == len(flat.learned)
+
+
+def test_both_forms_give_the_same_loss_and_gradients(student: Student, writer: Writer) -> None:
+    samples = [writer.sample(found, "apar") for found in records("apar", 8)]
+    found = {}
+    for form in ("tree", "unrolled"):
+        recipe = replace(RECIPE, form=form, plain_share=0.0)
+        student.model.zero_grad()
+        figures = ThreadSteps(loss_of(student, writer), writer, plan(samples, writer, recipe), recipe)(0)
+        found[form] = figures, [parameter.grad.clone() for parameter in student.model.parameters()]
+    for name in ("loss", "control_loss"):
+        assert found["tree"][0][name] == pytest.approx(found["unrolled"][0][name], rel=1e-5)
+    assert found["tree"][0]["tokens"] < found["unrolled"][0]["tokens"]
+    for tree, unrolled in zip(found["tree"][1], found["unrolled"][1], strict=True):
+        torch.testing.assert_close(tree, unrolled, atol=1e-5, rtol=1e-4)
+
+
+def test_a_body_is_seen_from_the_join_on(writer: Writer) -> None:
+    bound = writer.bound["pasta"]
+    (row,) = writer.rows(writer.sample(record(PASTA), "pasta"), "tree")
+    first, first_end = place(row, bound.child_start), place(row, bound.child_end)
+    second, join = place(row, bound.child_start, 1), place(row, bound.join)
+    body = slice(first, first_end + 1)
+    assert not row.mask[first_end + 1 : join, body].any(), "before the join nobody sees the body"
+    assert row.mask[join:, body].all(), "from the join on all do"
+    assert row.mask[second, place(row, bound.opener)], "promises are seen"
+    assert row.mask[:, : place(row, bound.opener)].tril().equal(torch.ones_like(row.mask)[:, : place(row, bound.opener)].tril())
+
+
+def test_positions_come_from_predicted_lengths(writer: Writer) -> None:
+    bound = writer.bound["pasta"]
+    (row,) = writer.rows(writer.sample(record(PASTA), "pasta"), "tree")
+    for which, promised in enumerate((30, 20)):
+        opened, closed = place(row, bound.child_start, which), place(row, bound.child_end, which)
+        assert row.positions[opened : closed + 1].tolist() == [
+            row.positions[opened - 1] + 1 + i for i in range(closed + 1 - opened)
+        ]
+        assert row.positions[closed + 1] == row.positions[opened - 1] + 1 + promised
+
+
+def test_behind_a_promise_comes_what_follows_its_block(writer: Writer) -> None:
+    bound = writer.bound["pasta"]
+    (row,) = writer.rows(writer.sample(record(PASTA), "pasta"), "tree")
+    for which in (0, 1):
+        opened, closed = place(row, bound.child_start, which), place(row, bound.child_end, which)
+        assert row.targets[opened - 1] == row.token_ids[closed + 1] != bound.child_start
+        assert row.targets[closed] == IGNORED and row.targets[opened] == row.token_ids[opened + 1]
+    assert bound.child_start not in row.targets
+
+
+def test_forks_beyond_what_a_thread_may_have_are_said_in_it(writer: Writer) -> None:
+    pieces = tuple(piece for number in range(20) for piece in (f"\n{number}. x:", Fork(f" the point {number}")))
+    sample = writer.sample(record((*pieces, "\nEnd.")), "apar")
+    assert len(writer.sequence(sample).threads) == 17 and not writer.sequence(sample).anomalies
+    assert len(writer.rows(sample, "unrolled")) == 17
+
+
+def test_every_sample_comes_once_before_any_comes_again(writer: Writer) -> None:
+    samples = [writer.sample(found, "apar") for found in records("apar", 12)]
+    planned = plan(samples, writer, replace(RECIPE, steps=9))
+    drawn = [sample.record.question.prompt for step in planned for sample in step if isinstance(sample, Written)]
+    assert len(drawn) >= 24 and sorted(drawn[:12]) == sorted(drawn[12:24]) and drawn[:12] != drawn[12:24]
+    for share in (0.0, 1.0):
+        steps = plan(samples, writer, replace(RECIPE, plain_share=share))
+        assert {sample.dialect for step in steps for sample in step} == {None if share else "apar"}
+        assert all(sum(sample.num_tokens for sample in step) >= RECIPE.batch_tokens for step in steps)
+    longest = max(sample.num_tokens for sample in samples)
+    short = plan(samples, writer, replace(RECIPE, plain_share=0.0, max_length=longest - 1))
+    assert max(sample.num_tokens for step in short for sample in step) < longest
+    with pytest.raises(UserError, match="at most 3 tokens"):
+        plan(samples, writer, replace(RECIPE, max_length=3))
+
+
+def test_every_second_sample_is_one_of_the_teachers_answers(writer: Writer) -> None:
+    written = [writer.sample(found, "apar") for found in records("apar", 12)]
+    said = [Sample("apar", one.prompt, one.answer) for one in written[:5]]
+    planned = plan(written, writer, replace(RECIPE, steps=9, plain_share=1.0), said)
+    drawn = [sample for step in planned for sample in step]
+    assert {type(sample) for sample in drawn[::2]} == {Written} and {sample.dialect for sample in drawn[::2]} == {None}
+    assert {type(sample) for sample in drawn[1::2]} == {Sample}
+    assert all(sorted(drawn[start : start + 10 : 2], key=str) == sorted(said, key=str) for start in (1, 11))
+    only = plan(written, writer, replace(RECIPE, max_length=3), [Sample(None, (1,), (2,))] * 200)
+    assert {type(sample) for step in only for sample in step} == {Sample}, "no written sample is short enough"
+
+
+def test_control_tokens_count_more(student: Student, writer: Writer) -> None:
+    sample = writer.sample(record(APAR), "apar")
+    loss = loss_of(student, writer)
+    with torch.no_grad():
+        losses = loss.of(Batch.of(writer.rows(sample, "tree"), CPU))
+    assert int(losses.is_control.sum()) == 2
+    for weight in (1.0, 5.0):
+        weights = 1 + (weight - 1) * losses.is_control
+        figures = ThreadSteps(loss, writer, [[sample]], replace(RECIPE, control_weight=weight))(0)
+        assert figures["loss"] == pytest.approx(float((losses.values * weights).sum() / weights.sum()), rel=1e-5)
+        assert figures["control_loss"] == pytest.approx(float(losses.values[losses.is_control].mean()), rel=1e-5)
+    report = held_out_loss(loss, writer, [sample])
+    assert report["control_tokens"] == 2 and report["loss"] == pytest.approx(
+        float(losses.values[~losses.is_control].mean()), abs=1e-3
+    )
+
+
+def test_losses_do_not_depend_on_how_rows_are_batched(student: Student, writer: Writer) -> None:
+    rows = [row for found in records("pasta", 9) for row in writer.rows(writer.sample(found, "pasta"), "tree")]
+    together, alone = list(batches(rows, CPU)), list(batches(rows, CPU, tokens=1))
+    assert len(together) < len(alone) == 9
+    losses = [torch.cat([loss_of(student, writer).of(batch).values for batch in found]) for found in (together, alone)]
+    torch.testing.assert_close(*losses, atol=2e-4, rtol=0)
+
+
+def test_a_teachers_distribution_is_learned(student: Student, writer: Writer, pair: Pair) -> None:
+    batch = Batch.of(writer.rows(writer.sample(record(APAR), "apar"), "tree"), CPU)
+    own = learned_logits(student.model, batch).log_softmax(-1)
+    taught = replace(loss_of(student, writer), teacher=student.model).of(batch)
+    torch.testing.assert_close(taught.values, -(own.exp() * own).sum(-1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_threads_are_learned(student: Student, writer: Writer, tmp_path: Path) -> None:
+    """A model that has learned two answers by heart says them, in threads where it is asked to."""
+    samples = [writer.sample(record(APAR), "apar"), writer.sample(record(PASTA), "pasta"), writer.sample(record(APAR), None)]
+    recipe = replace(RECIPE, steps=120, learning_rate=3e-3, plain_share=0.0)
+    steps = ThreadSteps(loss_of(student, writer), writer, [samples] * recipe.steps, recipe)
+    optimizers = muon_and_adamw(student.model, recipe.learning_rate, recipe.weight_decay)
+    TrainingLoop("threads", student.model, optimizers, tmp_path, {}).run(recipe.steps, recipe.rate, steps)
+    log = [json.loads(line) for line in (tmp_path / "threads.jsonl").read_text().splitlines()]
+    assert log[-1]["loss"] < 0.1 * log[0]["loss"] and log[-1]["control_loss"] < 0.5
+    for sample in samples[:2]:
+        assert sample.dialect is not None
+        answers = ModelAnswers(student.model, writer.bound[sample.dialect], (writer.end_token_id,), 200)
+        (sequence,) = answers.answer([Asked(sample.prompt)])
+        assert tuple(token.token_id for token in sequence.document()) == sample.answer
+        assert text_of(sequence, writer.decode) == sample.record.question.answer
+
+
+def test_missing_control_tokens_are_added(pair: Pair, student: Student) -> None:
+    before = AutoTokenizer.from_pretrained(pair.draft)
+    assert len(student.tokenizer) == len(before) + 6 + len(load_dialect("pasta").opener_tokens)
+    model = AutoModelForCausalLM.from_pretrained(pair.draft)
+    embeddings = student.model.get_input_embeddings().weight
+    assert torch.equal(embeddings[: len(before)], model.get_input_embeddings().weight)
+    assert len(embeddings) == len(student.model.get_output_embeddings().weight) == len(student.tokenizer)
+    assert embeddings[len(before) :].norm(dim=1).min() > 0.3 * embeddings.norm(dim=1).median()
+
+
+def test_tokens_that_were_never_learned_get_embeddings_of_their_own(student: Student, tmp_path: Path) -> None:
+    fork, child, promise = student.tokenizer.convert_tokens_to_ids(["[Fork]", "[Child]", "<promise"])
+    weights = student.model.get_input_embeddings().weight
+    with torch.no_grad():
+        weights[child] = 1.01 * weights[fork]
+    student.model.save_pretrained(tmp_path)
+    student.tokenizer.save_pretrained(tmp_path)
+    again = Student.load(tmp_path, ["apar", "pasta"], CPU, seed=3)
+    renewed = again.model.get_input_embeddings().weight
+    changed = (renewed != weights).any(1).nonzero()[:, 0].tolist()
+    assert changed == [fork, child] and torch.equal(renewed[promise], weights[promise])
+    assert torch.cosine_similarity(renewed[fork], renewed[child], dim=0) < 0.9
+    assert torch.equal(renewed, Student.load(tmp_path, ["apar", "pasta"], CPU, seed=3).model.get_input_embeddings().weight)
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_to_the_same_weights(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 2)
+    files, recipe = {"apar": files_in(tmp_path)["apar"]}, replace(RECIPE, max_length=90)
+    whole = tune(pair.draft, files, recipe, run_in(tmp_path / "whole"))
+    step = ThreadSteps.__call__
+
+    def dies(steps: ThreadSteps, number: int) -> dict[str, float]:
+        if number == 3:
+            raise KeyboardInterrupt
+        return step(steps, number)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ThreadSteps, "__call__", dies)
+        tune(pair.draft, files, recipe, run_in(tmp_path / "killed"))
+    log = tmp_path / "killed" / "work" / "threads.jsonl"
+    assert len(log.read_text().splitlines()) == 3
+    done: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadSteps, "__call__", lambda steps, number: done.append(number) or step(steps, number))
+        assert tune(pair.draft, files, recipe, run_in(tmp_path / "killed")) == whole
+    assert done == [2, 3, 4, 5] and log.read_text() == (tmp_path / "whole" / "work" / "threads.jsonl").read_text()
+    weights = [load_file(tmp_path / name / "out" / "model.safetensors") for name in ("whole", "killed")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    with pytest.raises(UserError, match=r"belongs to another run \(seed 0\): give another --work"):
+        tune(pair.draft, files, replace(recipe, seed=1), run_in(tmp_path / "killed"))
+
+
+@pytest.mark.slow
+def test_what_is_written_loads_and_is_described(pair: Pair, tmp_path: Path) -> None:
+    files = files_in(tmp_path)
+    report = tune(pair.draft, files, replace(RECIPE, steps=2), run_in(tmp_path))
+    out = tmp_path / "out"
+    assert report == json.loads((out / "training.json").read_text()) and (out / "README.md").read_text() == thread_card(
+        THREADS_CARD, report
+    )
+    assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(out / "model.safetensors").values())
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert "threads: apar" in tokenizer.apply_chat_template([{"role": "user", "content": "x"}], threads="apar", tokenize=False)
+    assert tokenizer.model_max_length == 2048
+    assert len(tokenizer) == AutoModelForCausalLM.from_pretrained(out).config.vocab_size
+    assert set(report["held_out_loss"]) == {"apar", "pasta", "plain"}
+    held_out = [found for found in records("apar") if found.question.held_out]
+    assert report["samples"]["apar"]["answers"] == 60 - len(held_out) and len(held_out) == 2
+    assert [row["answers"] for row in report["held_out"]["apar"].values()] == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_draft_learns_from_its_tuned_target(pair: Pair, tmp_path: Path) -> None:
+    files = files_in(tmp_path)
+    tune(pair.target, files, replace(RECIPE, steps=1), run_in(tmp_path / "target"))
+    with pytest.raises(UserError, match="different tokenizer"):
+        tune(pair.draft, files, RECIPE, run_in(tmp_path / "draft"), pair.foreign_draft)
+    with pytest.raises(UserError, match="different tokenizer"):
+        tune(pair.draft, files, RECIPE, run_in(tmp_path / "draft"), pair.target)
+    recipe = replace(RECIPE, steps=30, learning_rate=3e-3)
+    prompts = tuple(f"Say {number} words, please." for number in range(9))
+    report = tune(pair.draft, files, recipe, run_in(tmp_path / "draft"), tmp_path / "target" / "out", prompts)
+    for dialect, by_rule in report["agreement"].items():
+        for rule, row in by_rule.items():
+            assert row["tokens"] > 0 and row["top16"] >= report["before"][dialect][rule]["top16"]
+    described = (tmp_path / "draft" / "out" / "README.md").read_text()
+    assert "distribution of a teacher" in described and "own greedy ones to 9 further prompts" in described
+    assert report["prompts"] == 9 and (tmp_path / "draft" / "work" / "teacher" / "0000.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--in", "absent.jsonl"], "cannot read absent.jsonl"),
+        (["--in", "absent.jsonl", "--also", "pasta"], "--also pasta: give DIALECT=FILE"),
+        (["--in", "absent.jsonl", "--also", "latin=x"], "--also latin=x: give DIALECT=FILE"),
+        (["--in", "absent.jsonl", "--steps", "0"], "'--steps': 0 is not in the range"),
+        (["--in", "absent.jsonl", "--batch-tokens", "0"], "'--batch-tokens': 0 is not in the range"),
+        (["--in", "absent.jsonl", "--max-length", "0"], "'--max-length': 0 is not in the range"),
+        (["--in", "absent.jsonl", "--learning-rate", "nan"], "must be a finite number"),
+        (["--in", "absent.jsonl", "--plain-share", "1.5"], "'--plain-share': 1.5 is not in the range"),
+        (["--in", "absent.jsonl", "--form", "flat"], "is not one of 'tree', 'unrolled'"),
+        (["--in", "absent.jsonl", "--form", "unrolled", "--also", "pasta=x"], "which pasta has"),
+        (["--in", "absent.jsonl", "--threads", "0"], "'--threads': 0 is not in the range"),
+        (["--in", "absent.jsonl", "--held-out-prompts", "0"], "'--held-out-prompts': 0 is not in the range"),
+        (["--in", "absent.jsonl", "--target", "nowhere"], "nowhere is not a directory"),
+    ],
+)
+def test_mistakes_are_told(flags: list[str], message: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(command, ["apar", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), *flags])
+    assert message in refusal(result)
+    assert "\n" not in str(result.exception) and not (tmp_path / "out").exists()
+
+
+def test_unfit_models_are_told(pair: Pair, tokenizer: Any, tmp_path: Path) -> None:
+    files = files_in(tmp_path)
+    bare = tmp_path / "bare"
+    AutoModelForCausalLM.from_pretrained(pair.draft).save_pretrained(bare)
+    plain = AutoTokenizer.from_pretrained(pair.draft)
+    plain.chat_template = None
+    plain.save_pretrained(bare)
+    with pytest.raises(UserError, match="has no chat template"):
+        tune(bare, files, RECIPE, run_in(tmp_path))
+    save_tiny("mistral", tmp_path / "windowed", vocab=300, sliding_window=8)
+    tokenizer.save_pretrained(tmp_path / "windowed")
+    with pytest.raises(UserError, match="window has 8 tokens"):
+        tune(tmp_path / "windowed", files, RECIPE, run_in(tmp_path))
+
+
+def test_the_command_prints_what_it_measured(pair: Pair, tmp_path: Path) -> None:
+    files = files_in(tmp_path)
+    flags = ["pasta-sft", "--in", str(files["pasta"][0]), "--target", str(pair.draft), "--out", str(tmp_path / "out")]
+    flags += [
+        "--work",
+        str(tmp_path / "work"),
+        "--threads",
+        "1",
+        "--steps",
+        "1",
+        "--batch-tokens",
+        "50",
+        "--held-out-prompts",
+        "1",
+    ]
+    result = CliRunner().invoke(command, flags, env={"COLUMNS": "160"}, catch_exceptions=False)
+    report = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert list(report["held_out_loss"]) == ["pasta", "plain"]
+    assert f"{report['held_out_loss']['plain']['loss']:.3f}" in result.output and "pasta list" in result.output
