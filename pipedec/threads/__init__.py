@@ -1,6 +1,6 @@
 """Answers in several decode threads (APAR, PASTA). Knows token ids and texts; knows no model, no process, no Redis.
 
-Importing this package does not import torch; only its module ``visibility`` needs it.
+Importing this package does not import torch.
 """
 
 from pipedec.threads.anomalies import ANOMALIES

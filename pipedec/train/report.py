@@ -6,7 +6,7 @@ the training that measured it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,10 @@ def change_cells(before: Row, after: Row) -> list[str]:
     return [*(f"{old} → {new}" for old, new in changes), f"{after['tokens']:,}"]
 
 
-CELLS: Mapping[str, Cells] = {"bita_cells": bita_cells, "top_k_cells": top_k_cells, "change_cells": change_cells}
+CELLS: dict[str, Cells] = {"bita_cells": bita_cells, "top_k_cells": top_k_cells, "change_cells": change_cells}
 
 
-def card(template: Path, report: dict[str, Any], cells: Mapping[str, Cells] = CELLS) -> str:
+def card(template: Path, report: dict[str, Any], cells: dict[str, Cells] = CELLS) -> str:
     """Markdown for ``README.md`` beside the weights; the template may call ``cells``."""
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False

@@ -6,7 +6,6 @@ Owns ``training.json`` and the model card beside the weights. It does not know w
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +15,6 @@ from msgspec import Meta
 
 from pipedec.engine.build import DTYPES
 from pipedec.flags import Help
-from pipedec.train.report import CELLS, Cells, card
 from pipedec.transport.replicas import ALONE, Replicas
 
 
@@ -40,14 +38,9 @@ class Run:
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
-    def write_report(self, report: dict[str, Any], template: Path, cells: Mapping[str, Cells] = CELLS) -> None:
-        """Write the model card, and last ``training.json``: where that file is, the training is complete.
-
-        Args:
-            template: of the card.
-            cells: what it may call beside jinja2's own functions.
-        """
-        (self.out / "README.md").write_text(card(template, report, cells))
+    def write_report(self, report: dict[str, Any], card: str) -> None:
+        """Write the model card, and last ``training.json``: where that file is, the training is complete."""
+        (self.out / "README.md").write_text(card)
         unfinished = self.out / "training.partial"
         unfinished.write_text(json.dumps(report, indent=2) + "\n")
         unfinished.replace(self.out / "training.json")

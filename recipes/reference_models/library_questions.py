@@ -86,7 +86,7 @@ def library_questions(seed: int) -> Iterator[Question]:
 
 
 def write_questions(path: Path, problems: Path | None, seed: int) -> int:
-    """Write all questions to a file for ``pipedec train annotate --in``; returns their number.
+    """Write all questions to a file for ``recipes.thread_models annotate --in``; returns their number.
 
     Args:
         problems: word problems, of which two or three are asked at a time.

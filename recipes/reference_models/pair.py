@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipedec.train.draft.measuring import MeasuredDraft, text_agreement
+from pipedec.train.report import card
 from pipedec.train.run import Run
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import ASSISTANT, BEGIN, END, USER, Document
@@ -162,7 +163,7 @@ def train_pair(problems: Path | None, recipe: Recipe, run: Run, compiled: bool) 
         "parameters": {"target": target.num_parameters(), "draft": draft.num_parameters()},
         "held_out": text_agreement(target, MeasuredDraft(draft), held_out),
     }
-    run.write_report(report, CARD)
+    run.write_report(report, card(CARD, report))
     return report
 
 

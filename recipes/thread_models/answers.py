@@ -20,6 +20,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from pipedec.threads import BoundDialect, Sequence, State, ThreadedSequence
 
+_GROWTH = 64  # slots of the cache
+_GROUPED = "grouped_sdpa"
 _RUNNING_SHARE = 0.75  # of a batch; if fewer answers of it are left, the others' rows are dropped
 
 
@@ -185,9 +187,6 @@ class _Running:
             yield _Row(thread.token_ids[index], thread.positions[index], [*prompt, *(slot for part in seen for slot in part)])
 
 
-_GROWTH = 64  # slots
-
-
 class SlotCache:
     """Keys and values of a batch of answers.
 
@@ -248,16 +247,17 @@ class _Layer(DynamicLayer):
         return self.keys[:, :, : self.owner.num_slots], self.values[:, :, : self.owner.num_slots]
 
 
-_NAME = "grouped_sdpa"
-
-
 @contextmanager
 def grouped_attention(model: Any) -> Iterator[None]:
-    """Let a transformers model on the CPU, if its attention is PyTorch's, compute it grouped."""
+    """Let a transformers model on the CPU, if its attention is PyTorch's, share keys and values between query heads.
+
+    transformers repeats them where there is a mask, so that no GPU falls back to a slow kernel. On a CPU the repeating takes
+    longer than the attention.
+    """
     if model.device.type != "cpu" or model.config._attn_implementation != "sdpa":
         yield
         return
-    model.set_attn_implementation(_NAME)
+    model.set_attn_implementation(_GROUPED)
     try:
         yield
     finally:
@@ -272,4 +272,4 @@ def _grouped(
     return found.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(_NAME, _grouped)
+AttentionInterface.register(_GROUPED, _grouped)

@@ -43,7 +43,7 @@ from recipes.thread_models.ranking import (
 )
 from recipes.thread_models.records import Annotated as AnnotatedAnswer
 from recipes.thread_models.records import read_annotated
-from recipes.thread_models.report import CELLS, PREFERENCE_CARD, ThreadsRun
+from recipes.thread_models.report import PREFERENCE_CARD, ThreadsRun, thread_card
 from recipes.thread_models.rows import Row, Writer, tree_row
 from recipes.thread_models.student import Student
 
@@ -241,7 +241,7 @@ def prefer(
         "before": before,
         "held_out": _figures(student.model.float(), held_out, reader, judge),
     }
-    run.write_report(report, PREFERENCE_CARD, CELLS)
+    run.write_report(report, thread_card(PREFERENCE_CARD, report))
     return report
 
 

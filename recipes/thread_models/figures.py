@@ -24,6 +24,9 @@ from recipes.thread_models.learning import Batch, ThreadLoss, batches, held_out_
 from recipes.thread_models.rows import Writer, Written, tree_row
 
 ANSWERS_AT_ONCE = 32
+PLAIN = "plain"
+_REPEATED = 8  # tokens that a repetition has, at least
+_TAIL = 96
 
 AnsweredPrompt = tuple[tuple[int, ...], Sequence]  # a prompt and its answer
 
@@ -101,10 +104,6 @@ def _mean(values: Iterable[float]) -> float:
     return round(sum(found) / len(found), 4) if found else 0.0
 
 
-_REPEATED = 8
-_TAIL = 96
-
-
 def repeats(token_ids: list[int]) -> list[bool]:
     """For every token of a thread: whether it and the seven before it occurred before."""
     seen: set[tuple[int, ...]] = set()
@@ -123,9 +122,6 @@ def in_circles(sequence: Sequence) -> bool:
         return False
     tails = [repeats(thread.token_ids)[-_TAIL:] for thread in sequence.threads if thread.num_tokens >= _TAIL]
     return any(2 * sum(tail) > _TAIL for tail in tails)
-
-
-PLAIN = "plain"
 
 
 @dataclass(frozen=True)

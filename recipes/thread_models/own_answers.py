@@ -25,6 +25,7 @@ from recipes.thread_models.learning import ThreadRecipe
 from recipes.thread_models.rows import IGNORED, Row, Sample, Unanswered, Writer, tree_row
 
 _BATCH = 96
+_LEARNED = 64  # repeated tokens of an answer that are learned from
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,8 @@ def answers_to_all(answers: OwnAnswers, prompts: Iterable[str]) -> list[Sample]:
     return [sample for number, batch in enumerate(batches) for sample in answers.to(batch, number)]
 
 
-_LEARNED = 64  # repeated tokens of an answer that are learned from
-
-
 def avoiding_row(sequence: Sequence, prompt_ids: tuple[int, ...]) -> Row:
-    """An answer whose repeated tokens are the targets, to become unlikely; cut behind the 64th of them."""
+    """An answer whose repeated tokens are the targets, to become unlikely; cut after the 64th of them."""
     document = sequence.document()
     repeated_of = {thread.number: repeats(thread.token_ids) for thread in sequence.threads}
     places = {(token.thread, token.ordinal): place for place, token in enumerate(document, start=len(prompt_ids))}

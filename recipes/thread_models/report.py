@@ -5,7 +5,6 @@ Owns where a run writes and on how many prompts it measures. ``figures`` compute
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -14,8 +13,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from pipedec.flags import Help
-from pipedec.train import report as base
-from pipedec.train.report import Cells, Row, card, change_cells, print_table
+from pipedec.train.report import CELLS, Row, card, change_cells, print_table
 from pipedec.train.run import Run
 
 THREADS_CARD = Path(__file__).with_name("threads.md.jinja")
@@ -47,12 +45,9 @@ def answer_cells(row: Row) -> list[str]:
     return [str(row["answers"]), f"{row['forked']:.0%}", *means, *ratios, *ends, *quality]
 
 
-CELLS: Mapping[str, Cells] = {**base.CELLS, "loss_cells": loss_cells, "answer_cells": answer_cells}
-
-
 def thread_card(template: Path, report: dict[str, Any]) -> str:
     """The model card of a model that answers in threads, from the report of its training."""
-    return card(template, report, CELLS)
+    return card(template, report, CELLS | {"loss_cells": loss_cells, "answer_cells": answer_cells})
 
 
 def print_tuned(report: dict[str, Any]) -> None:

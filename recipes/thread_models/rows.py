@@ -19,7 +19,7 @@ from pipedec.threads import NO_DIALECT, BoundDialect, Sequence, ThreadedSequence
 from recipes.thread_models.records import Annotated
 from recipes.thread_models.structure import Fork, ForkTokens, Join, Piece, plain_text, unrolled
 
-FORMS = ("tree", "unrolled")
+IGNORED = -100  # ``ignore_index`` of torch's cross-entropy
 
 # Put before a chat template: ``threads="apar"`` adds a system message that names the dialect.
 _MARKER = (
@@ -203,28 +203,6 @@ def _capped(pieces: Iterable[Piece], bound: BoundDialect) -> list[Piece]:
     return capped
 
 
-def causal_row(context: list[int], learned: list[int]) -> Row:
-    """One thread with causal attention; the tokens of ``learned`` are the targets."""
-    ids = torch.tensor([*context, *learned])
-    targets = torch.full_like(ids, IGNORED)
-    targets[len(context) - 1 : -1] = ids[len(context) :]
-    return Row(ids, torch.arange(len(ids)), torch.ones(len(ids), len(ids), dtype=torch.bool).tril(), targets)
-
-
-IGNORED = -100  # ``ignore_index`` of torch's cross-entropy
-
-
-def visibility(sequence: Sequence) -> Tensor:
-    """The attention mask over the document: bool [A, A], ``[i, j]``: token i attends to token j. All attend to the prompt."""
-    document = sequence.document()
-    indices = _document_indices(sequence)
-    mask = torch.zeros(len(document), len(document), dtype=torch.bool)
-    for row, token in enumerate(document):
-        for number, count in sequence.sees(token.thread, token.ordinal):
-            mask[row, indices[number][:count]] = True
-    return mask
-
-
 def tree_row(sequence: Sequence, prompt: tuple[int, ...]) -> Row:
     """All threads of an answer in one row, after their prompt.
 
@@ -250,6 +228,25 @@ def tree_row(sequence: Sequence, prompt: tuple[int, ...]) -> Row:
             targets[begin - 1] = own[0]
     token_ids = torch.tensor([*prompt, *(token.token_id for token in document)], dtype=torch.int64)
     return Row(token_ids, torch.tensor([*range(begin), *positions], dtype=torch.int64), mask, targets)
+
+
+def causal_row(context: list[int], learned: list[int]) -> Row:
+    """One thread with causal attention; the tokens of ``learned`` are the targets."""
+    ids = torch.tensor([*context, *learned])
+    targets = torch.full_like(ids, IGNORED)
+    targets[len(context) - 1 : -1] = ids[len(context) :]
+    return Row(ids, torch.arange(len(ids)), torch.ones(len(ids), len(ids), dtype=torch.bool).tril(), targets)
+
+
+def visibility(sequence: Sequence) -> Tensor:
+    """The attention mask over the document: bool [A, A], ``[i, j]``: token i attends to token j. All attend to the prompt."""
+    document = sequence.document()
+    indices = _document_indices(sequence)
+    mask = torch.zeros(len(document), len(document), dtype=torch.bool)
+    for row, token in enumerate(document):
+        for number, count in sequence.sees(token.thread, token.ordinal):
+            mask[row, indices[number][:count]] = True
+    return mask
 
 
 def _document_indices(sequence: Sequence) -> dict[int, Tensor]:

@@ -22,7 +22,7 @@ from recipes.thread_models.figures import AnsweredPrompt, HeldOut, agreements, h
 from recipes.thread_models.learning import ThreadLoss, ThreadRecipe, ThreadSteps, digest, plan
 from recipes.thread_models.own_answers import Circles, OwnAnswers, answers_to_all, prompts_of_rounds
 from recipes.thread_models.records import UNSTRUCTURED, Annotated, read_annotated
-from recipes.thread_models.report import CELLS, THREADS_CARD, ThreadsRun
+from recipes.thread_models.report import THREADS_CARD, ThreadsRun, thread_card
 from recipes.thread_models.rows import Writer, Written
 from recipes.thread_models.student import Student
 
@@ -85,7 +85,7 @@ def tune(
         "before": before,
         **measured.after(),
     }
-    run.write_report(report, THREADS_CARD, CELLS)
+    run.write_report(report, thread_card(THREADS_CARD, report))
     return report
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from support.pairwise import pairwise
+from support.thread_differences import first_thread_difference
 from support.thread_models import DEPTHS, SETTINGS, THREAD_DIALECTS, Case, ThreadModels
 
 from pipedec.core import Request
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import METHODS, applicable_options
 from pipedec.threads import Sequence
-from pipedec.verify.threads import first_thread_difference
 
 SHAPES = [(1, 1), (2, 2), (4, 4), (4, 2), (14, 14)]  # stages, groups
 TREE = {"width": 6, "children": 4}

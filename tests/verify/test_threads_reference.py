@@ -9,13 +9,14 @@ import pytest
 import torch
 from support import naive_sampling
 from support.pairwise import pairwise
+from support.thread_differences import first_thread_difference
 from support.thread_models import CASES, DEPTHS, END, PROMPTS, SETTINGS, THREAD_DIALECTS, Case, ThreadModels, naive_answer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from pipedec.core import SamplingParams
 from pipedec.threads import BoundDialect, DecodeThread, Event, Sequence, ThreadedSequence, measure, replay
-from pipedec.verify.threads import Choose, first_thread_difference
+from pipedec.verify.threads import Choose
 from recipes.thread_models.rows import IGNORED, Row, tree_row
 
 ORDERS: dict[str, Choose] = {

@@ -26,7 +26,7 @@ from pipedec.train.bita.mask_rows import MaskRows, draw_places, mask_rows, place
 from pipedec.train.continuations import Answered, Continuation, answer
 from pipedec.train.loop import Figures, TrainingLoop, cosine_decay, epoch_batch, warm_up
 from pipedec.train.prompts import SplitPrompts
-from pipedec.train.report import CARDS
+from pipedec.train.report import CARDS, card
 from pipedec.train.run import Run
 
 MAX_GROUPS = 64
@@ -97,7 +97,7 @@ def train_bita(target_path: Path, prompts: dict[str, SplitPrompts], recipe: Bita
         "tokens": {name: sum(len(sample.ids) for sample in found) for name, found in samples.training.items()},
         "held_out": evaluate(target, weights, samples.held_out),
     }
-    run.write_report(report, CARDS / "bita.md.jinja")
+    run.write_report(report, card(CARDS / "bita.md.jinja", report))
     return report
 
 

@@ -31,7 +31,7 @@ from pipedec.train.draft.measuring import HeldOut
 from pipedec.train.draft.rows import Rows, pack_whole
 from pipedec.train.loop import TrainingLoop, linear_decay, muon_and_adamw, warm_up
 from pipedec.train.prompts import SplitPrompts
-from pipedec.train.report import CARDS
+from pipedec.train.report import CARDS, card
 from pipedec.train.run import Run
 from pipedec.transport.replicas import ALONE, Replicas
 
@@ -145,7 +145,7 @@ def train_draft(
     }
     held_out = HeldOut(target, text.held_out if text is not None else {}, answered.held_out)
     report = _report(draft_path, target_path, run.out / "draft", continuation, held_out)
-    run.write_report(report, CARDS / "draft.md.jinja")
+    run.write_report(report, card(CARDS / "draft.md.jinja", report))
     return report
 
 
