@@ -28,8 +28,7 @@ from pipedec.train.options import (
     run_options,
 )
 from recipes.options import Problems, existing
-from recipes.reference_models.document_prompts import bita_prompts
-from recipes.reference_models.draft import DRAFT_RECIPE, continue_library_draft
+from recipes.reference_models.draft import DRAFT_RECIPE, bita_prompts, continue_library_draft
 from recipes.reference_models.exchanged_prompts import write_prompts
 from recipes.reference_models.library_questions import write_questions
 from recipes.reference_models.pair import Recipe, train_pair

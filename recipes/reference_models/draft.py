@@ -1,31 +1,65 @@
-"""Continue the shipped pair's draft: on text of the library, and on the target's answers to prompts made of it."""
+"""Continue the shipped pair's draft: on text of the library, and on the target's answers to prompts made of it.
+
+Owns which prompts the shipped draft and BiTA learn from, by family: cut out of the corpus's documents, or invented from their
+words. It does not know the target's answers.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from pipedec.core import UserError
+from pipedec.model import ModelConfig
+from pipedec.text.convert import load_for_training
 from pipedec.train.draft.training import DraftRecipe, Text, train_draft
+from pipedec.train.prompts import SplitPrompts
 from pipedec.train.report import card
 from pipedec.train.run import Run
-from recipes.reference_models import corpus
-from recipes.reference_models.corpus import Document
-from recipes.reference_models.document_prompts import (
-    LIBRARY,
-    LONG_FAMILY,
-    LibraryRecipe,
-    all_documents,
-    by_family,
-    library_prompts,
-)
+from recipes.reference_models import corpus, invented_prompts
+from recipes.reference_models.corpus import ASSISTANT, BEGIN, Document, conversation
 from recipes.reference_models.pair import CARD, HELD_OUT_ROWS, pack
 
-DRAFT_RECIPE = DraftRecipe(long_sets=(LONG_FAMILY,))
+LONG_FAMILY = "passages"
 _CHARACTERS_PER_TOKEN = 4  # an upper bound of the mean
+_MAX_PROMPT_TOKENS = 224
+_MIN_PASSAGE_TOKENS = 256
+_MAX_DRAWS = 20  # for one prompt of a fitting length
+_CUT_TOKENS = (32, 160)  # of source text, which has no question to stop at
+
+
+@dataclass(frozen=True)
+class LibraryRecipe:
+    """What the shipped draft learned from.
+
+    Attributes:
+        text_rows: rows of plain text.
+        num_held_out_prompts: of each family.
+        text_weights: share of each family in the text.
+        num_prompts: of each family, to learn from.
+    """
+
+    text_rows: int = 500
+    num_held_out_prompts: int = 48
+    text_weights: dict[str, float] = field(
+        default_factory=lambda: {"problems": 0.3, "functions": 0.3, "questions": 0.2, "source": 0.2}
+    )
+    num_prompts: dict[str, int] = field(
+        default_factory=lambda: {
+            "problems": 500, "functions": 500, "questions": 400, "source": 200, "requests": 800, LONG_FAMILY: 280,
+        }
+    )  # fmt: skip
+
+
+LIBRARY = LibraryRecipe()
+DRAFT_RECIPE = DraftRecipe(long_sets=(LONG_FAMILY,))
 
 
 def continue_library_draft(
@@ -72,3 +106,121 @@ def library_text(
         if family in library.text_weights
     }
     return Text(rows, held_out_rows, asdict(library))
+
+
+def all_documents(problems: Path | None) -> list[Document]:
+    """The standard library, the help topics and, if given, word problems."""
+    documents = [*corpus.library_documents(), *corpus.topic_documents()]
+    return documents + list(corpus.word_problem_documents(problems)) if problems is not None else documents
+
+
+def by_family(documents: list[Document], held_out: bool) -> dict[str, list[Document]]:
+    """The documents of one split, by family."""
+    families: dict[str, list[Document]] = {}
+    for document in documents:
+        if document.held_out == held_out:
+            families.setdefault(document.family, []).append(document)
+    return families
+
+
+def library_prompts(
+    documents: list[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    library: LibraryRecipe,
+    recipe: DraftRecipe,
+    max_prompts: int | None = None,
+) -> dict[str, SplitPrompts]:
+    """Token ids of prompts, by family; ``max_prompts`` of each family at most. Families without prompts are left out."""
+    training, held_out = (by_family(documents, held_out) for held_out in (False, True))
+    found = {}
+    for family, count in library.num_prompts.items():
+        counts = (count, library.num_held_out_prompts)
+        most = max_prompts if max_prompts is not None else max(counts)
+        parts = (
+            _prompts_of(family, families, tokenizer, min(number, most), recipe)
+            for families, number in zip((training, held_out), counts, strict=True)
+        )
+        split = SplitPrompts(*parts)
+        if split.training:
+            found[family] = split
+    return found
+
+
+def bita_prompts(target_path: Path, problems: Path | None, new_tokens: int, max_prompts: int | None) -> dict[str, SplitPrompts]:
+    """The draft's prompts, for BiTA.
+
+    Raises:
+        UserError: the tokenizer does not know the turns of the library's conversations.
+    """
+    max_positions = ModelConfig.from_directory(target_path).max_positions
+    tokenizer = load_for_training(target_path)
+    if ASSISTANT not in tokenizer.get_vocab():
+        raise UserError(f"the library's prompts are for tokenizers that know {ASSISTANT}: use pipedec train bita --prompts FILE")
+    recipe = DraftRecipe(new_tokens=new_tokens, long_length=min(DraftRecipe.long_length, max_positions))
+    return library_prompts(all_documents(problems), tokenizer, LIBRARY, recipe, max_prompts)
+
+
+def _prompts_of(
+    family: str,
+    families: dict[str, list[Document]],
+    tokenizer: PreTrainedTokenizerBase,
+    num_prompts: int,
+    recipe: DraftRecipe,
+) -> list[list[int]]:
+    """Token ids of prompts of one family: of its documents, or invented from the words of all documents."""
+    everything = [document for found in families.values() for document in found]
+    if family == "requests":
+        return request_prompts(everything, tokenizer, num_prompts, recipe.seed)
+    if family == LONG_FAMILY:
+        longest = recipe.long_length - recipe.new_tokens
+        return passage_prompts(everything, tokenizer, num_prompts, longest, recipe.seed)
+    return prompts(families[family], tokenizer, num_prompts, recipe.seed) if family in families else []
+
+
+def prompts(documents: list[Document], tokenizer: PreTrainedTokenizerBase, num_prompts: int, seed: int) -> list[list[int]]:
+    """Token ids of ``num_prompts`` prompts: the user's turns of conversations, and pieces of source text."""
+    rng = random.Random(seed)
+    found: list[list[int]] = []
+    while len(found) < num_prompts:
+        shuffled = (_prompt(document.text, tokenizer, rng) for document in rng.sample(documents, len(documents)))
+        short = [ids for ids in shuffled if len(ids) <= _MAX_PROMPT_TOKENS]
+        if not short:
+            break
+        found.extend(short)
+    return found[:num_prompts]
+
+
+def _prompt(text: str, tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> list[int]:
+    question, separator, _ = text.partition(ASSISTANT)
+    if separator:
+        return tokenizer.encode(question + separator, add_special_tokens=False)
+    lines = text.removeprefix(BEGIN).splitlines(keepends=True)
+    first = rng.randrange(len(lines))
+    ids = tokenizer.encode(BEGIN + "".join(lines[first : first + 40]), add_special_tokens=False)
+    return ids[: rng.randint(*_CUT_TOKENS)]
+
+
+def request_prompts(
+    documents: list[Document], tokenizer: PreTrainedTokenizerBase, num_prompts: int, seed: int
+) -> list[list[int]]:
+    """Token ids of ``num_prompts`` short requests made of the documents' prose; fewer if few fit."""
+    texts = invented_prompts.prose(documents)
+    drawn = islice(invented_prompts.requests(texts, random.Random(seed)), _MAX_DRAWS * num_prompts) if texts else iter(())
+    return list(islice((ids for ids in _turns(drawn, tokenizer) if len(ids) <= _MAX_PROMPT_TOKENS), num_prompts))
+
+
+def passage_prompts(
+    documents: list[Document], tokenizer: PreTrainedTokenizerBase, num_prompts: int, max_tokens: int, seed: int
+) -> list[list[int]]:
+    """Token ids of ``num_prompts`` passages of the documents' prose, each with an instruction; fewer if few fit."""
+    texts = invented_prompts.prose(documents)
+    drawn = islice(invented_prompts.passages(texts, random.Random(seed)), _MAX_DRAWS * num_prompts) if texts else iter(())
+    fitting = (ids for ids in _turns(drawn, tokenizer) if _MIN_PASSAGE_TOKENS <= len(ids) <= max_tokens)
+    return list(islice(fitting, num_prompts))
+
+
+def _turns(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """The user turns of these texts, up to where the assistant begins."""
+    for text in texts:
+        question, separator, _ = conversation(text, "").partition(ASSISTANT)
+        yield tokenizer.encode(question + separator, add_special_tokens=False)

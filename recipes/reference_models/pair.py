@@ -2,10 +2,12 @@
 
 Owns the recipe: tokenizer, sizes, phases, data. A thin, deep LLaMA trains slowly, so the target starts with few layers, which
 are doubled twice: each new layer is a copy whose output projections are zero, so growth does not change the function. A killed
-run resumes from its last checkpoint.
+run continues from its last checkpoint.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,18 +15,20 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipedec.train.draft.measuring import MeasuredDraft, text_agreement
+from pipedec.train.draft.training import Loss, row_steps
+from pipedec.train.loop import TrainingLoop, linear_decay, muon_and_adamw, warm_up
 from pipedec.train.report import card
 from pipedec.train.run import Run
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import ASSISTANT, BEGIN, END, USER, Document
-from recipes.reference_models.growth import GrowingTrainer, distillation_loss, next_token_loss
 
 CARD = Path(__file__).with_name("pair.md.jinja")
 HELD_OUT_ROWS = 32  # of each family
+Phases = tuple[tuple[int, int], ...]  # (layers, steps) of each
 
 # Reserved from the start, so that the thread dialects never need a new vocabulary.
 CONTROL_TOKENS = [
@@ -70,9 +74,9 @@ class Recipe:
     vocabulary: int = 4096
     target: Shape = Shape(hidden=192, intermediate=512, heads=6)
     draft: Shape = Shape(hidden=128, intermediate=352, heads=4)
-    phases: tuple[tuple[int, int], ...] = ((6, 1600), (12, 800), (24, 280))
-    draft_phases: tuple[tuple[int, int], ...] = ((2, 600),)
-    distillation_phases: tuple[tuple[int, int], ...] = ((2, 300),)
+    phases: Phases = ((6, 1600), (12, 800), (24, 280))
+    draft_phases: Phases = ((2, 600),)
+    distillation_phases: Phases = ((2, 300),)
     characters: int = 86_343_680
     tokenizer_characters: int = 8_000_000
     batch: int = 16
@@ -180,3 +184,69 @@ def _train_models(
     draft = trainer.run("draft", draft, recipe.draft_phases, draft_rows, next_token_loss)
     draft = trainer.run("distilled", draft, recipe.distillation_phases, rows, partial(distillation_loss, teacher=target))
     return target, draft
+
+
+@dataclass(frozen=True)
+class GrowingTrainer:
+    """Runs the phases of a model; each keeps a checkpoint in ``work``, from which a killed run continues.
+
+    Attributes:
+        compiled: use torch.compile.
+    """
+
+    recipe: Recipe
+    work: Path
+    device: str
+    compiled: bool
+
+    def run(self, name: str, model: LlamaForCausalLM, phases: Phases, rows: Tensor, loss_of: Loss) -> LlamaForCausalLM:
+        """Train through ``phases`` and return the last model. Each phase continues in the rows where the last one stopped."""
+        recipe, first_row = self.recipe, 0
+        for index, (layers, steps) in enumerate(phases):
+            if model.config.num_hidden_layers != layers:
+                model = deepen(model, layers)
+            model = model.to(self.device)
+            used = steps * recipe.batch
+            phase_rows = rows[torch.arange(first_row, first_row + used) % len(rows)].view(steps, recipe.batch, -1)
+            optimizers = muon_and_adamw(model, recipe.learning_rate, recipe.weight_decay)
+            loop = TrainingLoop(f"{name}-phase{index}", model, optimizers, self.work, asdict(recipe))
+            rate = partial(self._rate, steps=steps, is_last=index == len(phases) - 1)
+            loop.run(steps, rate, row_steps(model, phase_rows, loss_of, self.device, self.compiled))
+            first_row += used
+        return model
+
+    def _rate(self, step: int, steps: int, is_last: bool) -> float:
+        """Linear warm-up in every phase, linear decay to a twentieth in the last one."""
+        factor = warm_up(step, self.recipe.warmup_steps)
+        rate: float = self.recipe.learning_rate * (factor * linear_decay(step, steps) if is_last else factor)
+        return rate
+
+
+def deepen(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+    """Double the depth without changing the function: every layer is followed by a copy whose output projections are zero."""
+    old = model.config.num_hidden_layers
+    if layers != 2 * old:
+        raise ValueError(f"a phase must double the layers: {old} → {layers}")
+    config = LlamaConfig(**{**model.config.to_dict(), "num_hidden_layers": layers})
+    deeper = LlamaForCausalLM(config)
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".layers." not in name}
+    for index in range(layers):
+        for name, tensor in model.model.layers[index // 2].state_dict().items():
+            silent = index % 2 == 1 and ("o_proj" in name or "down_proj" in name)
+            state[f"model.layers.{index}.{name}"] = torch.zeros_like(tensor) if silent else tensor
+    deeper.load_state_dict(state)
+    return deeper
+
+
+def next_token_loss(model: Callable[..., Any], ids_BT: Tensor) -> Tensor:
+    """Mean cross-entropy of every next token."""
+    logits = model(input_ids=ids_BT).logits[:, :-1].float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids_BT[:, 1:].flatten())
+
+
+def distillation_loss(model: Callable[..., Any], ids_BT: Tensor, teacher: Callable[..., Any]) -> Tensor:
+    """KL divergence from the teacher's distribution to the model's, per token."""
+    with torch.no_grad():
+        teacher_log_probs = teacher(input_ids=ids_BT).logits.float().log_softmax(-1).flatten(0, 1)
+    log_probs = model(input_ids=ids_BT).logits.float().log_softmax(-1).flatten(0, 1)
+    return nn.functional.kl_div(log_probs, teacher_log_probs, log_target=True, reduction="batchmean")

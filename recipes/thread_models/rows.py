@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipedec.threads import NO_DIALECT, BoundDialect, Sequence, ThreadedSequence, bind, load_dialect, replay
 from recipes.thread_models.records import Annotated
-from recipes.thread_models.structure import Fork, ForkTokens, Join, Piece, plain_text, unrolled
+from recipes.thread_models.structure import Fork, Join, Piece, plain_text
 
 IGNORED = -100  # ``ignore_index`` of torch's cross-entropy
 
@@ -177,11 +177,19 @@ class Writer:
         return tree_row(self.sequence(sample), sample.prompt)
 
     def _unrolled(self, sample: Written, bound: BoundDialect) -> Iterator[Row]:
-        names = ForkTokens(bound.dialect.opener, bound.dialect.child_start)
-        for linear in unrolled(_capped(sample.record.pieces, bound), names):
-            ids = {bound.dialect.opener: bound.opener, bound.dialect.child_start: bound.child_start}
-            context, target = (self._with_tokens(text, ids) for text in (linear.context, linear.target))
-            yield causal_row([*sample.prompt, *context], [*target, self.end_token_id])
+        """The main thread, then every child after the path that leads to it. Raises ValueError if there are joins."""
+        main: list[int] = []
+        children: list[tuple[list[int], list[int]]] = []
+        for piece in _capped(sample.record.pieces, bound):
+            if isinstance(piece, Join):
+                raise ValueError("a paragraph tree has no joins")
+            if isinstance(piece, Fork):
+                main.append(bound.opener)
+                children.append(([*main, bound.child_start], self.text(piece.text)))
+            else:
+                main += self.text(piece)
+        for path, thread in (([], main), *children):
+            yield causal_row([*sample.prompt, *path], [*thread, self.end_token_id])
 
     def _with_tokens(self, text: str, ids: Mapping[str, int]) -> list[int]:
         """Token ids of a text in which some parts, the keys of ``ids``, are one token each."""

@@ -23,14 +23,14 @@ from pipedec.train.loop import TrainingLoop
 from pipedec.train.run import Run
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import Document
-from recipes.reference_models.document_prompts import (
+from recipes.reference_models.draft import (
     LibraryRecipe,
     bita_prompts,
+    continue_library_draft,
     passage_prompts,
     prompts,
     request_prompts,
 )
-from recipes.reference_models.draft import continue_library_draft
 from recipes.reference_models.pair import train_pair
 
 RECIPE = DraftRecipe(steps=5, batch=3, length=64, long_batch=1, warmup_steps=2, new_tokens=6, long_sets=("passages",))

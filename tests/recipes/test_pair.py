@@ -16,8 +16,7 @@ from pipedec.train.loop import TrainingLoop
 from pipedec.train.run import Run
 from recipes.reference_models import corpus
 from recipes.reference_models.__main__ import reference_models
-from recipes.reference_models.growth import deepen
-from recipes.reference_models.pair import Recipe, train_pair
+from recipes.reference_models.pair import Recipe, deepen, train_pair
 
 
 @pytest.fixture(autouse=True)

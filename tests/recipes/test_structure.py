@@ -8,14 +8,10 @@ from hypothesis import strategies as st
 
 from recipes.thread_models.structure import (
     Fork,
-    ForkTokens,
-    Join,
-    LinearSample,
     ambiguity,
     paragraph_tree,
     plain_text,
     sentences,
-    unrolled,
 )
 
 LIST = """Here is some advice:
@@ -110,23 +106,6 @@ def test_ambiguous_answers_are_unstructured(answer: str, addition: str, name: st
     assert paragraph_tree(f"{answer}\n\n{addition}") is None
 
 
-def test_linear_samples_have_the_path_in_front_and_no_other_child() -> None:
-    pieces = ("a:", Fork(" b"), "\nc:", Fork(" d"), "\ne")
-    names = ForkTokens("[SplitMask]", "[SplitSop]")
-    assert unrolled(pieces, names) == [
-        LinearSample("", "a:[SplitMask]\nc:[SplitMask]\ne"),
-        LinearSample("a:[SplitMask][SplitSop]", " b"),
-        LinearSample("a:[SplitMask]\nc:[SplitMask][SplitSop]", " d"),
-    ]
-
-
-def test_joins_and_control_tokens_have_no_place_in_a_tree() -> None:
-    with pytest.raises(ValueError, match="joins"):
-        unrolled(("a", Fork("b"), Join()))
-    with pytest.raises(ValueError, match="control token"):
-        unrolled(("a [Child]", Fork("b")))
-
-
 _LINE = st.sampled_from(
     ("1. One: the first point", "2. Two: ", "3. **Three:** of them", "10. Ten:\tof them all", "   - a bullet",
      "A word. Two words",
@@ -143,17 +122,9 @@ def test_every_form_gives_the_answer_back(answer: str) -> None:
     if found is not None:
         assert found.forks and all(len(fork.text.strip()) >= 10 for fork in found.forks)
         assert plain_text(found.pieces) == answer
-        assert text_of(unrolled(found.pieces)) == answer
 
 
-def test_a_list_of_a_thousand_points_is_unrolled_too() -> None:
+def test_a_list_of_a_thousand_points_is_structured_too() -> None:
     answer = "\n".join(f"{number}. Point: content of {number}" for number in range(1, 1001))
     found = paragraph_tree(answer)
-    assert found is not None and len(found.forks) == 1000
-    assert text_of(unrolled(found.pieces)) == answer
-
-
-def text_of(samples: list[LinearSample]) -> str:
-    """The answer that was unrolled."""
-    main, *children = (sample.target for sample in samples)
-    return "".join(text + child for text, child in zip(main.split(ForkTokens().fork), [*children, ""], strict=True))
+    assert found is not None and len(found.forks) == 1000 and plain_text(found.pieces) == answer

@@ -19,8 +19,7 @@ from pipedec.cli.train import train as command
 from pipedec.core import UserError
 from pipedec.train.continuations import Continuation, continue_greedily
 from pipedec.train.draft.distillation import Lesson, TargetMemory, mean_loss
-from pipedec.train.draft.rows import pack_whole
-from pipedec.train.draft.training import DraftRecipe, train_draft
+from pipedec.train.draft.training import DraftRecipe, pack_whole, train_draft
 from pipedec.train.loop import TrainingLoop
 from pipedec.train.prompts import SplitPrompts
 from pipedec.train.run import Run

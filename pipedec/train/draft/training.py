@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -28,7 +29,6 @@ from pipedec.train.continuations import Answered, Continuation, Model, answer
 from pipedec.train.draft.distillation import Lesson, TargetMemory, head_of, mean_loss, remember
 from pipedec.train.draft.fresh import DraftShape, frequent_tokens, new_draft
 from pipedec.train.draft.measuring import HeldOut
-from pipedec.train.draft.rows import Rows, pack_whole
 from pipedec.train.loop import TrainingLoop, linear_decay, muon_and_adamw, warm_up
 from pipedec.train.prompts import SplitPrompts
 from pipedec.train.report import CARDS, card
@@ -267,3 +267,29 @@ def _digest(lessons: list[Lesson]) -> str:
     for lesson in lessons:
         total.update(lesson.ids.numpy().tobytes())
     return total.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed token ids, and which of them are followed by a token that the target generated: int64 and bool, [rows, length]."""
+
+    ids: Tensor
+    before_own: Tensor
+
+
+def pack_whole(continuations: list[Continuation], length: int, seed: int) -> Rows:
+    """Rows of ``length`` tokens that begin with a prompt.
+
+    A continuation that a row's end cuts off comes again, whole, at the start of the next row; none may be longer than a row.
+    """
+    rows: list[list[tuple[int, bool]]] = []
+    row: list[tuple[int, bool]] = []
+    for continuation in random.Random(seed).sample(continuations, len(continuations)):
+        last = len(continuation.ids) - 1
+        sequence = [(token, continuation.prompt_length - 1 <= place < last) for place, token in enumerate(continuation.ids)]
+        row = row + sequence
+        if len(row) >= length:
+            rows.append(row[:length])
+            row = sequence if len(row) > length else []
+    packed = torch.tensor(rows, dtype=torch.int64).view(-1, length, 2)
+    return Rows(packed[..., 0].contiguous(), packed[..., 1].bool())
