@@ -1,1 +1,1 @@
-"""What made the models that pipedec ships; not part of the wheel."""
+"""Recipes of trained models: those that pipedec ships, and models that answer in decode threads. Not part of the wheel."""

@@ -52,7 +52,7 @@ class PromptFlags:
 
 @dataclass(frozen=True)
 class DeviceFlags:
-    """What forward passes compute in, and where."""
+    """Data type and device of forward passes."""
 
     dtype: Annotated[Literal["float32", "bfloat16"], Help("Data type of forward passes.")] = "float32"
     device: Annotated[Literal["auto", "cpu", "cuda"], Help("Where to train.")] = "auto"

@@ -1,7 +1,7 @@
-"""What was measured, as people read it: model cards and tables.
+"""Reports of a training as model cards and tables.
 
-A card is a jinja2 template filled with the report that training writes as ``training.json``. What a report holds is known by
-the training that measured it.
+A card is a jinja2 template filled with the report that training writes as ``training.json``. Each training defines the fields of
+its report.
 """
 
 from __future__ import annotations

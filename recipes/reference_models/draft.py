@@ -37,7 +37,7 @@ _CUT_TOKENS = (32, 160)  # of source text, which has no question to stop at
 
 @dataclass(frozen=True)
 class LibraryRecipe:
-    """What the shipped draft learned from.
+    """The text and prompts that the shipped draft learned from.
 
     Attributes:
         text_rows: rows of plain text.

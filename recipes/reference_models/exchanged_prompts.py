@@ -57,7 +57,7 @@ def exchanged(questions: list[Question], rng: random.Random) -> Iterator[str]:
 
 
 def _shape(name: str) -> tuple[bool, bool]:
-    """What a name should share with the one that takes its place: whether it is dotted, and whether it is called."""
+    """The kind of a name, which its replacement must share: whether it is dotted, and whether it is called."""
     return "." in name, name.endswith("()`")
 
 

@@ -56,7 +56,7 @@ class EndpointFlags:
 
 @dataclass(frozen=True)
 class QuestionFlags:
-    """Which questions are annotated, in which order."""
+    """The questions to annotate, and their order."""
 
     files: Annotated[
         tuple[Path, ...],
@@ -83,7 +83,7 @@ class QuestionFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class AnnotatorFlags:
-    """Who annotates."""
+    """The annotator and its limits."""
 
     dialect: Annotated[Literal["apar", "pasta"], Help("Dialect of threads to annotate for.")]
     annotator: Annotated[str, Help("rules, or the base URL of an OpenAI-compatible server.", "rules|URL")] = "rules"
@@ -137,7 +137,7 @@ def annotate(
 
 @dataclass(frozen=True)
 class ModelFlags:
-    """What is tuned, on which files."""
+    """The model to tune, and the files to learn from."""
 
     files: Answers
     also: Annotated[
@@ -196,7 +196,7 @@ def _tune(dialect: str, models: ModelFlags, run: Callable[..., ThreadsRun], reci
 
 @dataclass(frozen=True)
 class PreferenceFlags:
-    """What is tuned on which prompts, and who judges."""
+    """The model to continue, its prompts, and the judge."""
 
     files: Answers
     model: Annotated[Path, Help("Model directory that pasta-sft wrote.", "DIR")]

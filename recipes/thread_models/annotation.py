@@ -43,7 +43,7 @@ def choose(questions: Iterable[Question], rules: Annotator, unstructured_share: 
 
 @dataclass
 class Outcome:
-    """What a run did: records written, found in the file from before, and refused (by reason)."""
+    """Counts of a run: records written, found in the file from an earlier run, and refused (by reason)."""
 
     written: int = 0
     present: int = 0

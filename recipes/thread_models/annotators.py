@@ -30,7 +30,7 @@ from recipes.thread_models.structure import (
 )
 
 MIN_BLOCK_WORDS = 5
-_MIN_FORKS = 2  # one block and a join behind it save nothing
+_MIN_FORKS = 2  # one block with a join after it saves nothing
 _TEMPLATE = Path(__file__).with_name("annotation_prompt.txt")
 
 Length = Callable[[str], int]
@@ -177,7 +177,7 @@ def with_promise(fork: Fork, topic: str, length: Length) -> Fork:
 
 
 def _ends_of_sentences(answer: str, start: int, end: int) -> Iterator[int]:
-    """Where the sentences of a part end, without the space behind them; so do its lines."""
+    """Where the sentences of a part end, without the space after them; so do its lines."""
     for line in re.finditer(r"[^\n]+", answer[start:end]):
         place = start + line.start()
         for sentence in sentences(line[0]):

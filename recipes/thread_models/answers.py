@@ -206,11 +206,11 @@ class SlotCache:
         return max(self.used) + self._slots_BK.shape[1]
 
     def reserve(self, num_rows: int, device: torch.device) -> None:
-        """Let the next forward pass write ``num_rows`` rows of every answer behind its filled slots."""
+        """Let the next forward pass write ``num_rows`` rows of every answer after its filled slots."""
         self._slots_BK = (torch.tensor(self.used)[:, None] + torch.arange(num_rows)).to(device)
 
     def fill(self, counts: list[int]) -> None:
-        """Of each answer, the first rows that were written are kept; later ones, which are padding, are overwritten."""
+        """Keep the first rows that were written of each answer; later ones, which are padding, are overwritten."""
         self.used = [used + count for used, count in zip(self.used, counts, strict=True)]
 
     def select(self, numbers: list[int]) -> None:

@@ -128,7 +128,7 @@ class Circles:
 
 
 def prompts_of_rounds(prompts: list[str], writer: Writer, recipe: ThreadRecipe) -> list[list[Unanswered]]:
-    """What to answer in each round: random prompts, in one thread and in every dialect by turns."""
+    """The prompts of each round: random ones, in one thread and in every dialect by turns."""
     order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(recipe.seed)).tolist()
     numbers, ways = itertools.cycle(order), itertools.cycle((None, *writer.bound))
     return [

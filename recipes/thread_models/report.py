@@ -1,6 +1,6 @@
-"""What was measured of a model that answers in threads, as people read it: model cards, tables, and a picture of trade-offs.
+"""Reports of training models that answer in threads: model cards, tables, and a plot of the trade-off of speed and quality.
 
-Owns where a run writes and on how many prompts it measures. ``figures`` computes the figures.
+Also the options of such a run. ``figures`` computes what is reported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # by round
 
 @dataclass(frozen=True)
 class ThreadsRun(Run):
-    """Where a training of a model that answers in threads runs, and what it leaves behind."""
+    """The options of a run that trains a model to answer in threads."""
 
     held_out_prompts: Annotated[int, Meta(ge=1), Help("Maximum number of prompts of each kind to measure on.")] = 48
 

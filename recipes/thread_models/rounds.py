@@ -25,7 +25,7 @@ _FIGURES = ("win_rate", "quality", "speedup", "parallelism", "forked", "finished
 
 @dataclass(frozen=True)
 class Rounds:
-    """What is trained.
+    """Rounds of training with one or several scores.
 
     Attributes:
         files, model, baseline, endpoint: see ``prefer``.
@@ -90,7 +90,7 @@ class Rounds:
 
 
 def place_of(recipe: BonbonRecipe) -> str:
-    """The name of a score's directory: ``lambda-λ``, behind its efficiency term if that is not the default."""
+    """The name of a score's directory: ``lambda-λ``, after its efficiency term if that is not the default."""
     weight = f"lambda-{recipe.quality_weight:g}"
     return weight if recipe.efficiency == BonbonRecipe.efficiency else f"{recipe.efficiency}-{weight}"
 

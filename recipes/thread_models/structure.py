@@ -98,7 +98,7 @@ def whole_parts(answer: str) -> tuple[str, list[tuple[int, int]]] | None:
     """Where parts that a topic alone can announce begin and end, and the rule that found them; None if there are none.
 
     Of an ordered list with ``1. title: content`` in at least two points, all contents; else all paragraphs of prose. Mathematics
-    is no obstacle here, since no sentence of it is told apart.
+    is no obstacle here, since it is not split into sentences.
     """
     if ambiguity(answer) not in (None, "math"):
         return None

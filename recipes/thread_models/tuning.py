@@ -91,7 +91,7 @@ def tune(
 
 @dataclass(frozen=True)
 class _Measured:
-    """What is measured before and after training.
+    """Measurements before and after training.
 
     Attributes:
         answered: the teacher's answers; None without a teacher.
