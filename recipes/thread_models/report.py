@@ -102,7 +102,7 @@ def draw_trade_off(lines: list[dict[str, Any]], out: Path) -> list[Path]:
     both = figure.subplots(1, 2, sharey=True)
     for axes, (name, label) in zip(both, _QUANTITIES, strict=True):
         axes.set_xlabel(label)
-        axes.margins(x=0.25)  # for the names of the points
+        axes.margins(x=0.4, y=0.1)  # for the names of the points
         for number, points in groupby(sorted(lines, key=lambda line: line["round"]), lambda line: line["round"]):
             found = list(points)
             colour, marker = ("black", "*") if number == 0 else (_COLOURS[(number - 1) % len(_COLOURS)], "o")
