@@ -18,10 +18,7 @@ BENCHMARKS = {
     "alternatives": ("pipedec.cli.benchmarks.alternatives", "The same prompts through transformers, in one process."),
     "layers": ("pipedec.cli.benchmarks.layers", "Large layers on this machine's GPU or CPU against its memory bandwidth."),
     "serve": ("pipedec.cli.benchmarks.serve", "The HTTP server beside the Python client."),
-    "faults": ("pipedec.cli.benchmarks.faults", "Random faults under load: is every answer the same, and how soon."),
-    "live": ("pipedec.cli.benchmarks.live", "A recording of methods side by side; what it costs to be watched."),
-    "reads": ("pipedec.cli.benchmarks.reads", "How often the ranks wait for their device."),
-    "resources": ("pipedec.cli.benchmarks.resources", "Idle CPU, memory per rank, latency of a resident cluster."),
+    "live": ("pipedec.cli.benchmarks.live", "A recording of methods side by side, for the live page."),
     "timeline": ("pipedec.cli.benchmarks.timeline", "A figure of a trace."),
 }
 

@@ -12,6 +12,9 @@ from pipedec.core import UserError
 _CHECKOUT = "in a checkout of pipedec"
 # Command, without the program's name: the line after "pipedec COMMAND".
 MOVED = {
+    "bench faults": f"is now PYTHONPATH=tests python -m soak.faults, {_CHECKOUT}",
+    "bench reads": f"is now PYTHONPATH=tests python -m soak.reads, {_CHECKOUT}",
+    "bench resources": f"is now PYTHONPATH=tests python -m soak.resources, {_CHECKOUT}",
     "train apar": f"is now python -m recipes.thread_models apar, {_CHECKOUT}",
     "train pasta-sft": f"is now python -m recipes.thread_models pasta-sft, {_CHECKOUT}",
     "train pasta-bonbon": f"is now python -m recipes.thread_models pasta-bonbon, {_CHECKOUT}",

@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import select
 import sys
-import termios
+import threading
 import time
-import tty
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from dataclasses import asdict, dataclass
-from itertools import cycle, islice
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Annotated, Any
 
 import click
-from rich.console import Console, Group
-from rich.live import Live
-from rich.text import Text
+from rich.console import Console
 
 from pipedec.cli.interrupts import Interrupts
-from pipedec.cli.live_panels import LEGEND, Shown, panel, screen
-from pipedec.cli.live_sources import Recording, RunSource, Source
 from pipedec.cli.options import Redis
-from pipedec.cluster.state import find_run
-from pipedec.core import UserError
+from pipedec.client.running import Running
+from pipedec.client.watch import RunWatch, is_away
+from pipedec.cluster.state import RunningCluster, find_run
+from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.flags import Help, options_of
+from pipedec.live.panels import panel
+from pipedec.live.reading import Recording
+from pipedec.live.terminal import REDRAW_SECONDS, Screen, Source, shows_colour
+from pipedec.live.view import Frame, RunView, ShownRun
+from pipedec.messages import RunDescription
+from pipedec.scheduler import ClientScheduler, RunStatus
 
-_REDRAW_SECONDS = 0.1
-_LOOK_SECONDS = 0.5  # between two pictures without news: states change, and the size of the terminal
+_AGAIN_SECONDS = 0.5  # until the state is asked for again, or a feed that has broken
 _FIRST_SECONDS = 5.0  # that --once waits for figures
-_KEYS = "q leaves  space stops the picture  ↑ ↓ request  ← → run"
-_ARROWS = {"A": "up", "B": "down", "C": "right", "D": "left"}  # by the last letter of what a terminal sends
 
 
 @dataclass(frozen=True)
@@ -45,11 +41,11 @@ class TopFlags:
     redis: Redis = None
     runs: Annotated[
         tuple[str, ...],
-        Help("A run on that Redis, or on another as URL#NAME; may be repeated.", "NAME", "--run", repeated=True),
+        Help("Run to show: its name on that Redis, or URL#NAME on another one; may be repeated.", "NAME", "--run", repeated=True),
     ] = ()
     running: Annotated[bool, Help("The cluster that pipedec up started here, which is also the default.")] = False
-    recording: Annotated[Path | None, Help("Play what was recorded, at the speed of the recording.", "FILE")] = None
-    once: Annotated[bool, Help("Print one picture, without waiting for changes, and leave.")] = False
+    recording: Annotated[Path | None, Help("Play a recording at its original speed.", "FILE")] = None
+    once: Annotated[bool, Help("Print one picture without waiting for changes, and exit.")] = False
     json: Annotated[bool, Help("Print every frame as a line of JSON; with --once a line for each run.")] = False
 
 
@@ -71,7 +67,7 @@ def top(asked: TopFlags) -> None:
         elif asked.json:
             _print_frames(sources, raise_missed)
         else:
-            _Screen(sources, Console(highlight=False)).run(raise_missed)
+            Screen(sources, Console(highlight=False)).run(raise_missed)
 
 
 @contextmanager
@@ -102,14 +98,14 @@ def _print_once(sources: Sequence[Source], as_json: bool) -> None:
     for source in sources:
         source.take()
         while not (source.is_complete() or source.has_ended()) and time.monotonic() < deadline:
-            time.sleep(_REDRAW_SECONDS)
+            time.sleep(REDRAW_SECONDS)
             source.take()
     console = Console(highlight=False)
     for shown in (shown for source in sources for shown in source.runs):
         if as_json:
             print(json.dumps(described(shown)))
         else:
-            console.print(panel(shown, console.width, None, _shows_colour(console)))
+            console.print(panel(shown, console.width, None, shows_colour(console)))
 
 
 def _print_frames(sources: Sequence[Source], raise_missed: Callable[[], None]) -> None:
@@ -122,10 +118,10 @@ def _print_frames(sources: Sequence[Source], raise_missed: Callable[[], None]) -
         sys.stdout.flush()
         if has_ended:
             return
-        time.sleep(_REDRAW_SECONDS)
+        time.sleep(REDRAW_SECONDS)
 
 
-def described(shown: Shown) -> dict[str, Any]:
+def described(shown: ShownRun) -> dict[str, Any]:
     """A run as one JSON document."""
     run = shown.run
     about = {name: run.about.get(name) for name in ("epoch", "stages", "groups", "target", "draft", "emulated", "method")}
@@ -144,95 +140,84 @@ def described(shown: Shown) -> dict[str, Any]:
     return state | about | {"stats": None if run.stats is None else asdict(run.stats), "requests": requests}
 
 
-class _Screen:
-    """The picture, drawn again while there is news, and the keys."""
+class RunSource:
+    """A run in a cluster, which two threads follow until it ends: one its feed, one its state.
 
-    def __init__(self, sources: Sequence[Source], console: Console) -> None:
-        self._sources = sources
-        self._console = console
-        self._chosen = 0  # run
-        self._stopped: list[Shown] | None = None  # the runs as they were then
-        self._drawn = 0.0
+    Raises:
+        UserError: there is no such run, or another version runs it.
+        SchedulerLost: Redis cannot be reached.
+    """
 
-    def run(self, raise_missed: Callable[[], None]) -> None:
-        """Until q is pressed, or ``raise_missed`` raises."""
-        with _keys() as pressed, Live(console=self._console, screen=True, auto_refresh=False) as live:
+    def __init__(self, found: RunningCluster) -> None:
+        running = Running.of(found.connect(), found.run_id)
+        shown = ShownRun(RunView(found.run_id))
+        shown.run.about = _about(running.description)
+        self.runs = [shown]
+        self._running = running
+        self._watch = RunWatch()
+        self._frames: SimpleQueue[Frame] = SimpleQueue()
+        self._is_closed = False
+        for follow in (self._follow_feed, self._follow_state):
+            threading.Thread(target=self._until_ended, args=(follow, found.connect()), daemon=True).start()
+
+    def take(self) -> list[Frame]:
+        """See ``Source``. Raises UserError for frames of another version."""
+        taken = []
+        with suppress(Empty):
             while True:
-                raise_missed()
-                if self._take():
-                    live.update(self._picture(), refresh=True)
-                for key in pressed(_REDRAW_SECONDS):
-                    if key == "q":
-                        return
-                    self._press(key)
+                taken.append(self._frames.get_nowait())
+                self.runs[0].run.take(taken[-1])
+        return taken
 
-    def _take(self) -> bool:
-        """Take what has come, also while the picture is stopped; whether it is time to draw."""
-        has_news = any([source.take() for source in self._sources]) and self._stopped is None
-        now = time.monotonic()
-        if not has_news and now < self._drawn + _LOOK_SECONDS:
-            return False
-        self._drawn = now
-        return True
+    def is_complete(self) -> bool:
+        return self.runs[0].run.stats is not None and bool(self.runs[0].state)
 
-    def _picture(self) -> Group:
-        width, height = self._console.size
-        foot = Text(f"{'' if self._stopped is None else 'STOPPED  '}{_KEYS}   {LEGEND}", "dim", no_wrap=True)
-        foot.truncate(width, overflow="ellipsis")
-        return Group(screen(self._shown(), self._chosen, width, height - 1, _shows_colour(self._console)), foot)
+    def has_ended(self) -> bool:
+        return self.runs[0].state == "ended"
 
-    def _shown(self) -> list[Shown]:
-        if self._stopped is not None:
-            return self._stopped
-        return [shown for source in self._sources for shown in source.runs]
+    def close(self) -> None:
+        self._is_closed = True
 
-    def _press(self, key: str) -> None:
-        self._drawn = 0.0
-        if key == " ":
-            self._stopped = deepcopy(self._shown()) if self._stopped is None else None
-        elif key in ("left", "right"):
-            self._chosen = (self._chosen + (1 if key == "right" else -1)) % len(self._shown())
-        elif key in ("up", "down"):
-            _choose_next(self._shown()[self._chosen], key == "up")
+    def _until_ended(self, follow: Callable[[ClientScheduler], None], scheduler: ClientScheduler) -> None:
+        while not (self._is_closed or self.has_ended()):
+            follow(scheduler)
+            time.sleep(_AGAIN_SECONDS)
 
+    def _follow_feed(self, scheduler: ClientScheduler) -> None:
+        with suppress(PipedecError):  # the state has the reason
+            for frame in Running.of(scheduler, self._running.run_id).client.live():
+                self._frames.put(frame)
+                if self._is_closed:
+                    return
 
-def _choose_next(shown: Shown, backwards: bool) -> None:
-    """Show another request of the run in full."""
-    present = shown.request()
-    if present is not None:
-        numbers = list(shown.run.requests)[:: -1 if backwards else 1]
-        shown.chosen = next(islice(cycle(numbers), numbers.index(present.number) + 1, None))
+    def _follow_state(self, scheduler: ClientScheduler) -> None:
+        try:
+            self._show_state(scheduler.status())
+        except PipedecError as error:
+            self._bear(error)
 
+    def _show_state(self, status: RunStatus) -> None:
+        shown = self.runs[0]
+        shown.ranks = len(status.alive), len(self._running.topology.ranks)
+        try:
+            self._watch.check(status)
+        except RankLost as error:
+            shown.state, shown.note = "ended", "the run was stopped" if status.state == "gone" else str(error)
+        else:
+            shown.state, shown.note = "recovering" if is_away(status) else status.state, ""
 
-def _shows_colour(console: Console) -> bool:
-    return console.color_system is not None and not console.no_color
-
-
-@contextmanager
-def _keys() -> Iterator[Callable[[float], list[str]]]:
-    """Yields a function that waits for keys, for so many seconds at most. The terminal is as it was afterwards."""
-    if not sys.stdin.isatty():
-        yield _no_keys
-        return
-    descriptor = sys.stdin.fileno()
-    usual = termios.tcgetattr(descriptor)
-    tty.setcbreak(descriptor)
-    try:
-        yield lambda seconds: _pressed(descriptor, seconds)
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, usual)
+    def _bear(self, error: PipedecError) -> None:
+        """Redis, or the run in it, is away, perhaps for good."""
+        self.runs[0].note = str(error)
+        try:
+            self._watch.outage(error)
+        except PipedecError:
+            self.runs[0].state = "ended"
 
 
-def _no_keys(seconds: float) -> list[str]:
-    time.sleep(seconds)
-    return []
-
-
-def _pressed(descriptor: int, seconds: float) -> list[str]:
-    if not select.select([descriptor], [], [], seconds)[0]:
-        return []
-    typed = os.read(descriptor, 64).decode(errors="ignore")
-    if not typed:
-        time.sleep(seconds)  # the terminal is gone
-    pressed = re.findall(r"\x1b[\[O][A-D]|.", typed, re.DOTALL)
-    return [_ARROWS[key[-1]] if len(key) > 1 else key for key in pressed]
+def _about(description: RunDescription) -> dict[str, Any]:
+    """The description of a run before its first frame."""
+    return {
+        "stages": len(description.layers), "groups": len(description.groups), "target": description.target,
+        "draft": description.draft, "emulated": description.emulation, "epoch": 0,
+    }  # fmt: skip

@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from pipedec.client.live import READ_SECONDS, STATS_SECONDS, Frame, LiveReading
 from pipedec.client.reply import Delta, Reply, TokenArrivals
 from pipedec.client.watch import SILENCE_SECONDS, RunWatch, check_silence, is_away
 from pipedec.cluster.state import no_such_run
 from pipedec.core import Completion, PipedecError, QueueFull, SchedulerBusy, SchedulerLost, UserError
+from pipedec.live.reading import READ_SECONDS, STATS_SECONDS, LiveReading
+from pipedec.live.view import Frame
 from pipedec.messages import PromptRequest, RunDescription
 from pipedec.scheduler import AsyncRedisScheduler, RunStatus
 

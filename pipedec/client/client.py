@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from pipedec.client.live import READ_SECONDS, STATS_SECONDS, Frame, LiveReading
 from pipedec.client.reply import Delta, OnDelta, Reply
 from pipedec.client.watch import LOOK_SECONDS, SILENCE_SECONDS, RunWatch, check_silence, is_away
 from pipedec.core import Completion, PipedecError, QueueFull, SchedulerBusy, SchedulerLost, UserError
+from pipedec.live.reading import READ_SECONDS, STATS_SECONDS, LiveReading
+from pipedec.live.view import Frame
 from pipedec.messages import AbortEvent, PromptRequest, ThreadNews
 from pipedec.scheduler.protocol import ClientCalls, RunStatus
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from pipedec.engine.memory import allocated
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.stage_loop import StageLoop
+from pipedec.live.feed import LiveFeed
 from pipedec.messages import Choice, RankDescription, RunDescription
 from pipedec.model import ModelConfig, Usual, described_attention, device_capture
 from pipedec.model.captured_graphs import Capture, Run
@@ -263,9 +265,9 @@ class _Rank:
         return self._rank_zero(wiring, model)
 
     def _rank_zero(self, wiring: Wiring, drafter: DraftModel | None) -> DraftLoop:
-        spec, limits = self._spec, self._spec.settings.limits
+        spec, limits, prompter = self._spec, self._spec.settings.limits, load_prompter(self._spec)
         return DraftLoop(
-            load_prompter(spec),
+            prompter,
             drafter,
             spec.trained_masks,
             wiring,
@@ -274,20 +276,21 @@ class _Rank:
             knee=spec.knee,
             kv=spec.kv_manager(),
             load_drafter=self._load_late if self._loads_late else None,
-            about=self._named(),
+            make_feed=partial(LiveFeed, self._about(), prompter.text),
         )
 
-    def _named(self) -> dict[str, Any]:
-        """What those who watch the run are told of it."""
+    def _about(self) -> dict[str, Any]:
+        """The run, for the first frame of its live feed."""
         spec = self._spec
-        emulated = None if spec.emulation is None else spec.emulation.preset
-        draft = None if spec.draft is None else spec.draft.name
         return {
+            "epoch": 0,
             "run": self._scheduler.run_id,
             "target": spec.target.name,
-            "draft": draft,
+            "draft": None if spec.draft is None else spec.draft.name,
             "method": None,
-            "emulated": emulated,
+            "emulated": None if spec.emulation is None else spec.emulation.preset,
+            "stages": spec.topology.num_stages,
+            "groups": spec.topology.num_groups,
         }
 
     @property

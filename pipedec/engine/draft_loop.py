@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
+from typing import Protocol
 
 from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, UserError
 from pipedec.decoding import Batch, Drafter
 from pipedec.engine.admission import Admission
 from pipedec.engine.counters import Counters
 from pipedec.engine.late_drafter import LateDrafter
-from pipedec.engine.live_feed import LiveFeed
 from pipedec.engine.loop import decode
 from pipedec.engine.publisher import Publisher
 from pipedec.engine.rank_tasks import POLL_SECONDS, RankTasks, Wiring
 from pipedec.engine.rank_zero import RankZero
 from pipedec.engine.records import Record, Timestep
 from pipedec.engine.request_pool import RequestPool
-from pipedec.engine.request_queue import RequestQueue
+from pipedec.engine.request_queue import Frame, RequestQueue
 from pipedec.engine.run_counters import RunCounters
 from pipedec.engine.tasks import TaskPipeline
 from pipedec.engine.timed_drafter import TimedDrafter
@@ -42,6 +40,30 @@ MAX_ATTEMPTS = 3  # epochs that may end while a request is running, without a ne
 _TELLING_SECONDS = 1.0  # between two notes on what was counted
 
 
+class Feed(Protocol):
+    """Shows what happens in the pipeline, frame by frame, as a listener of the pool for as long as there is a watcher.
+
+    Attributes:
+        watcher: names the latest watcher; empty if there is none.
+    """
+
+    watcher: str
+
+    def follow(self, watcher: str, pool: RequestPool, timestep: int) -> None:
+        """``watcher`` begins to watch, or there is none any more. Called between two timesteps.
+
+        Args:
+            timestep: the number of those so far.
+        """
+
+    def begin_epoch(self, epoch: int) -> None:
+        """All rows in flight are lost."""
+
+
+# Makes a feed from two functions: the text of a running answer so far, and where frames go, in order.
+MakeFeed = Callable[[Callable[[int], str], Callable[[list[Frame]], None]], Feed]
+
+
 class DraftLoop:
     """Rank 0 of a resident cluster. Serves any number of requests without reloading anything.
 
@@ -50,9 +72,9 @@ class DraftLoop:
         max_num_seqs: most requests in the pipeline at the same time.
         kv: of the stages' KV pools.
         wiring: of the first epoch; every other one has a transport of its own.
-        about: of the run, for those who watch it: ``run``, ``target``, ``draft``, …
         load_drafter: loads the draft model, if ``drafter`` is None and there is one: in a thread, while requests are decoded
             without it. For a process that takes over the requests of another one.
+        make_feed: makes the live feed; None for a pipeline that cannot be watched.
     """
 
     def __init__(
@@ -66,7 +88,7 @@ class DraftLoop:
         knee: int = KNEE_ROWS,
         kv: KVManager | None = None,
         load_drafter: Callable[[], Drafter] | None = None,
-        about: Mapping[str, Any] = MappingProxyType({"run": ""}),
+        make_feed: MakeFeed | None = None,
     ) -> None:
         self._wiring = wiring
         self._tasks = RankTasks(0, wiring)
@@ -81,8 +103,7 @@ class DraftLoop:
         self._counters, self._run_counters = Counters(), RunCounters(self._batch)
         listeners = self._note, self._run_counters.note, self._counters.note, self._publisher.note
         self._pool = RequestPool(self._batch, self._publisher.take, listeners)
-        shape = {"stages": wiring.topology.num_stages, "groups": wiring.topology.num_groups}
-        self._feed = LiveFeed({"epoch": 0, **about, **shape}, prompter.text, self._publisher.text, self._queue.show)
+        self._feed = None if make_feed is None else make_feed(self._publisher.text, self._queue.show)
         self._told = 0.0  # when the counters were told
         self._sessions = 0
         self._stopping = False
@@ -100,7 +121,8 @@ class DraftLoop:
         self._wiring = replace(self._wiring, transport=transport)
         self._tasks = self._publisher.tasks = RankTasks(0, self._wiring)
         self._queue.begin_epoch()
-        self._feed.begin_epoch(self._wiring.scheduler.epoch)
+        if self._feed is not None:
+            self._feed.begin_epoch(self._wiring.scheduler.epoch)
         self._pool.interrupt()
         self._resume(self._queue.journal())
         with self._queue.serving():
@@ -177,7 +199,7 @@ class DraftLoop:
         room = 0 if self._queue.is_stopping else self._max_num_seqs - len(self._pool.running)
         for message in self._queue.arrivals(room):
             self._admit(message)
-        if self._feed.watcher != self._queue.watcher:
+        if self._feed is not None and self._feed.watcher != self._queue.watcher:
             self._feed.follow(self._queue.watcher, self._pool, self._run_counters.timesteps)
 
     def _tell_counters(self) -> None:

@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from pipedec.core import EpochEnded, PipedecError, SchedulerLost
-from pipedec.engine.live_feed import Frame
 from pipedec.engine.told import Told
 from pipedec.messages import CancelledEvent, ErrorEvent, Event, RunStats
 from pipedec.scheduler.protocol import Message, Post, RankCalls, Remembered
+
+Frame = dict[str, Any]  # of the live feed: a JSON object
 
 _LOOK_SECONDS = 0.02  # between two looks at the queue in Redis, while the pipeline runs
 _ORPHANS_SECONDS = 1.0  # between two looks for requests whose owner has died

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from pipedec.client.live import Frame
 from pipedec.client.reply import Delta
 from pipedec.core import Completion
+from pipedec.live.view import Frame
 from pipedec.messages import PromptRequest
 from pipedec.scheduler.protocol import RunStatus
 

@@ -1,171 +1,27 @@
-"""The live page and its feed (docs/live.md). One reader for all viewers; who is too slow loses frames, and is told how many."""
+"""The routes of the live page and of the feed that it reads (docs/live.md)."""
 
 from __future__ import annotations
-
-import asyncio
-import json
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
-from functools import cache
-from pathlib import Path
 
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, Response
 
-from pipedec.client.live import Frame
-from pipedec.core import PipedecError
-from pipedec.server.engine import Engine
+from pipedec.live.page import POLICY, Hub, Viewer, page
 from pipedec.server.front import Front
 from pipedec.server.sse import EventStream
 
-_MOST_BATCHES = 64  # that wait for a viewer
-_LOOK_SECONDS = 0.5  # between two looks whether the server ends
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:"
-
-
-class GoingOn:
-    """What somebody must know first who comes later than other viewers: the run, its requests, and their answers so far."""
-
-    def __init__(self) -> None:
-        self._run: Frame | None = None
-        self._open: dict[int, Frame] = {}
-
-    def clear(self) -> None:
-        """Nobody reads any more."""
-        self._run = None
-        self._open.clear()
-
-    def frames(self) -> list[Frame]:
-        """Of the rows in flight they tell nothing."""
-        return [] if self._run is None else [self._run, *self._open.values()]
-
-    def note(self, frames: Sequence[Frame]) -> None:
-        """These frames have come."""
-        for frame in frames:
-            match frame["k"]:
-                case "run":
-                    self._run = frame
-                    self._open.clear()
-                case "gap":
-                    self._open.clear()
-                case "open":
-                    self._open[frame["r"]] = frame
-                case "close":
-                    self._open.pop(frame["r"], None)
-                case "step":
-                    self._add_text(frame["out"])
-
-    def _add_text(self, verdicts: Sequence[Frame]) -> None:
-        for verdict in verdicts:
-            opened = self._open.get(verdict["r"])
-            if opened is not None and verdict["text"]:
-                self._open[verdict["r"]] = {**opened, "said": opened["said"] + verdict["text"]}
-
-
-class Viewer:
-    """One reader of the feed, and the batches that wait for it.
-
-    Args:
-        going_on: what it is told first, and again when it has lost frames.
-    """
-
-    def __init__(self, going_on: GoingOn) -> None:
-        self._going_on = going_on
-        self._batches: deque[Sequence[Frame]] = deque()
-        self._news = asyncio.Event()
-        self._dropped = 0  # frames
-        if first := going_on.frames():
-            self.put(first)
-
-    def put(self, frames: Sequence[Frame]) -> None:
-        """Add a batch. If too many wait, all are dropped: rows in flight without those before them mean nothing."""
-        if len(self._batches) >= _MOST_BATCHES:
-            self._dropped += sum(map(len, self._batches))
-            self._batches.clear()
-            if known := self._going_on.frames():
-                self._batches.append(known)
-        self._batches.append(frames)
-        self._news.set()
-
-    async def take(self) -> tuple[list[Frame], int]:
-        """Wait a moment for frames: those that there are, and how many were dropped before them."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LOOK_SECONDS):
-                await self._news.wait()
-        self._news.clear()
-        frames = [frame for batch in self._batches for frame in batch]
-        dropped, self._dropped = self._dropped, 0
-        self._batches.clear()
-        return frames, dropped
-
-
-class Hub:
-    """Reads the feed of a run for as long as there are viewers.
-
-    Attributes:
-        going_on: for the next viewer.
-    """
-
-    def __init__(self, front: Front) -> None:
-        self._front = front
-        self.going_on = GoingOn()
-        self._viewers: set[Viewer] = set()
-        self._reading: asyncio.Task[None] | None = None
-
-    async def events(self, engine: Engine, viewer: Viewer) -> AsyncIterator[bytes]:
-        """The feed for one viewer, as server-sent events, until the server or the run ends."""
-        self._viewers.add(viewer)
-        if self._reading is None or self._reading.done():
-            self._reading = asyncio.create_task(self._read(engine))
-        while not self._front.is_ending and not self._reading.done():
-            frames, dropped = await viewer.take()
-            if dropped and frames:
-                yield _event([{"k": "gap", "run": frames[0]["run"], "dropped": dropped}, *frames])
-            elif frames:
-                yield _event(frames)
-
-    def leave(self, viewer: Viewer) -> None:
-        """Nobody looks any more; without viewers nothing is read."""
-        self._viewers.discard(viewer)
-        if not self._viewers and self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
-
-    async def _read(self, engine: Engine) -> None:
-        try:
-            async for frames in engine.live():
-                for viewer in self._viewers:
-                    viewer.put(frames)
-                self.going_on.note(frames)
-        except PipedecError:
-            return  # viewers connect again, and are told then
-        finally:
-            self.going_on.clear()
-
-
-def _event(frames: Sequence[Frame]) -> bytes:
-    return b"data: " + json.dumps(frames, separators=(",", ":")).encode() + b"\n\n"
-
 
 def live_router(front: Front) -> APIRouter:
-    router, hub = APIRouter(tags=["live"]), Hub(front)
+    router, hub = APIRouter(tags=["live"]), Hub(lambda: front.is_ending)
 
     @router.get("/live", include_in_schema=False)
     async def show_page() -> Response:
         """The page, which needs no key; the feed that it reads does."""
-        return HTMLResponse(_page(), headers={"Content-Security-Policy": _POLICY, "Referrer-Policy": "no-referrer"})
+        return HTMLResponse(page(), headers={"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"})
 
     @router.get("/live/feed", include_in_schema=False)  # it never ends, which OpenAPI cannot say
     async def follow() -> EventStream:
-        """What the pipeline does, frame by frame, as server-sent events."""
-        served, viewer = front.require(), Viewer(hub.going_on)
-        events = hub.events(served.engine, viewer)
-        return EventStream(events, front.settings, lambda: hub.leave(viewer))
+        """The live feed as server-sent events."""
+        engine, viewer = front.require().engine, Viewer(hub.going_on)
+        return EventStream(hub.events(engine.live, viewer), front.settings, lambda: hub.leave(viewer))
 
     return router
-
-
-@cache
-def _page() -> str:
-    return (Path(__file__).parent / "live.html").read_text(encoding="utf-8")

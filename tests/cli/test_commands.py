@@ -18,6 +18,7 @@ from support.processes import MARK, marked_processes, wait_until
 from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
+from pipedec.cli.moved import MOVED
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster, read_state
 from pipedec.core import PipedecError
@@ -353,3 +354,11 @@ def test_a_detached_cluster_that_cannot_start_says_why(started: Started, pair: P
     status, err = ended(starter, START_SECONDS)
     assert status == 1 and err == "pipedec: cannot reach Redis at 127.0.0.1:1: the connection failed\n"
     assert not (state_directory / "cluster.json").exists()
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_command_that_has_moved_says_where_it_is(pipedec: Pipedec, name: str) -> None:
+    group, command = name.split()
+    for rest in ([], ["--prompt", "Who?", "--help"]):
+        assert pipedec(group, command, *rest).refused() == f"pipedec {name} {MOVED[name]}"
+    assert f"\n  {command} " not in pipedec(group, "--help").out

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import naive_sampling
+from support.counted_device import DEVICE, CountedDevice, Marked
 from support.examples import examples
 from torch import Tensor
 
-from pipedec.bench.reads.device import DEVICE, CountedDevice, Marked
 from pipedec.core import SamplingParams
 from pipedec.sampling import Sampler, filtered, greedy
 from pipedec.sampling.candidates import SMALL_VOCABULARY, drawn

@@ -17,8 +17,8 @@ from support.tiny_pair import CONTEXT, Pair
 from pipedec.client.async_client import AsyncClient
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
+from pipedec.live.page import GoingOn, Viewer
 from pipedec.server.front import Front, Served
-from pipedec.server.live import GoingOn, Viewer
 from pipedec.server.settings import ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 

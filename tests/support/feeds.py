@@ -16,7 +16,7 @@ import pipedec
 
 Frame = dict[str, Any]
 ROOT = Path(pipedec.__file__).parent.parent
-PAGE = Path(pipedec.__file__).parent / "server" / "live.html"
+PAGE = Path(pipedec.__file__).parent / "live" / "page.html"
 RECORDING = ROOT / "docs" / "live" / "paper-14.jsonl.gz"
 TIMESTEP_US = 22_000
 

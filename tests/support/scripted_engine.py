@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from pipedec.client.live import Frame
 from pipedec.client.reply import Delta
 from pipedec.core import Completion, Metrics, PipedecError
+from pipedec.live.view import Frame
 from pipedec.messages import PromptRequest, ThreadNews
 from pipedec.scheduler.protocol import RunStatus
 from pipedec.text.stream import StopStrings, TextStream

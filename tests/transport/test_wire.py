@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from support.counted_device import DEVICE, CountedDevice
 from torch import Tensor
 
-from pipedec.bench.reads.device import DEVICE, CountedDevice
 from pipedec.core import ROW_ID_BYTES, Accepted, Envelope, Opening, SamplingParams, Step, Update, Verdict
 from pipedec.transport.wire import (
     INLINE_HEAD_BYTES,

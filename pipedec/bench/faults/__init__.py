@@ -1,1 +1,0 @@
-"""``pipedec bench faults``: random faults under load, against the answers that an undisturbed cluster gave."""

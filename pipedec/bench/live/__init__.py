@@ -1,1 +1,0 @@
-"""The live feed: a recording of methods side by side, and what it costs to be watched."""

@@ -1,1 +1,0 @@
-"""How often the ranks wait for their device: every read of a value that is computed there."""

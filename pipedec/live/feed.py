@@ -1,0 +1,333 @@
+"""The live feed (docs/live.md): what happens in the pipeline, as frames of openings, rows, verdicts and text.
+
+Made on rank 0 from the records of the decode loop, and only while there is a watcher. Knows neither who watches nor where the
+frames go. The rows in flight are copied from the trees that every stage keeps, but with numbers that stay: stages number the rows
+of a tree anew after every verdict.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipedec.core import DEFAULT_METHOD, Step, Verdict
+from pipedec.engine.records import Advanced, Closed, Drained, Ended, Interrupted, Opened, Record, Timestep, Waits
+from pipedec.engine.request_pool import RequestPool
+from pipedec.forest import Remaining, ThreadChanges, apply_verdict
+from pipedec.live.view import VERSION, Frame
+from pipedec.threads import Sequence as ThreadSequence
+
+_PROMPT = 400  # characters of a prompt that are shown
+
+Text = Callable[[Sequence[int]], str]
+
+
+class LiveFeed:
+    """The frames of one source.
+
+    Args:
+        about: describes the source, for its first frame: ``run`` (its name), ``epoch``, ``stages``, ``groups``, ``target``, …
+        text: the text of token ids.
+        said: returns the text of an answer so far, by the number of its request.
+        send: receives frames, in order. It must not wait.
+        now_us: returns the time in microseconds.
+
+    Attributes:
+        watcher: names the latest watcher; empty if there is none.
+    """
+
+    def __init__(
+        self, about: Mapping[str, Any], text: Text, said: Callable[[int], str], send: Callable[[list[Frame]], None],
+        now_us: Callable[[], int] = lambda: time.time_ns() // 1000,
+    ) -> None:  # fmt: skip
+        self.watcher = ""
+        self._about = dict(about)
+        self._text = text
+        self._said = said
+        self._send = send
+        self._now_us = now_us
+        self._texts: dict[int, str] = {}  # of single tokens
+        self._timestep = 0
+        self._requests: dict[int, _Watched] = {}
+        self._frames: list[Frame] = []  # after the one of the present timestep
+        self._present: Frame | None = None  # the step that is not complete yet
+
+    def follow(self, watcher: str, pool: RequestPool, timestep: int) -> None:
+        """``watcher`` begins to watch, or there is none any more. To be called between two timesteps.
+
+        Frames begin with what runs. The rows in flight are not known then.
+
+        Args:
+            timestep: the number of timesteps so far.
+        """
+        if self.watcher:
+            self._complete()
+            pool.listeners.remove(self.note)
+        self.watcher = watcher
+        if not watcher:
+            self._requests.clear()
+            return
+        pool.listeners.append(self.note)
+        self._timestep = timestep
+        running = pool.opened()
+        for opened in running:
+            self._requests.setdefault(opened.number, _Watched()).open(opened, is_seen=False)
+        self._send([self._run_frame(), *(self._open_frame(opened) for opened in running)])
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin an epoch: all rows in flight are lost."""
+        self._about["epoch"] = epoch
+        if self.watcher:
+            self._complete()
+            self._frames.append(self._run_frame())
+            self._complete()
+
+    def note(self, record: Record) -> None:
+        match record:
+            case Timestep():
+                self._begin(record)
+            case Opened():
+                self._requests.setdefault(record.number, _Watched()).open(record)
+                self._frames.append(self._open_frame(record))
+            case Advanced():
+                self._advance(record.number, record.verdict)
+            case Waits():
+                self._leave(record.number, "paused")
+            case Interrupted():
+                self._leave(record.number, "interrupted")
+            case Ended():
+                self._leave(record.number, record.reason, {"hits": record.hits, "misses": record.misses})
+            case Closed():
+                self._requests.pop(record.number, None)
+            case Drained():
+                self._complete()
+
+    def _begin(self, timestep: Timestep) -> None:
+        """Begin a timestep whose rows have entered; its verdicts follow."""
+        steps = [(update.number, update.step) for update in timestep.entered.updates if update.step is not None]
+        entered = [self._entered(number, step) for number, step in steps]
+        self._complete()
+        self._timestep += 1
+        seconds = None if timestep.timing is None else round(1000 * timestep.timing.seconds, 3)
+        self._present = self._frame("step", ms=seconds) | {"in": entered, "out": []}
+
+    def _entered(self, number: int, step: Step) -> Frame:
+        one = self._requests[number]
+        if one.is_prefilling:
+            return {"r": number, "chunk": step.num_rows, "rows": []}
+        return {"r": number, "chunk": 0, "rows": [self._described(row, one) for row in one.enter(step)]}
+
+    def _described(self, row: _Row, one: _Watched) -> list[Any]:
+        chance = None if row.chance is None else round(row.chance, 4)
+        described = [row.id, row.parent, row.token, self._token_text(row.token), chance]
+        return [*described, row.thread] if one.has_threads else described
+
+    def _advance(self, number: int, verdict: Verdict) -> None:
+        one = self._requests[number]
+        one.is_prefilling = False
+        if not verdict.tokens:
+            return
+        assert self._present is not None
+        rows, pruned, is_hit = one.accept(verdict)
+        text = self._said(number)
+        news, one.num_said = text[one.num_said :], len(text)
+        one.latest = {
+            "r": number,
+            "tokens": [[token, self._token_text(token), row] for token, row in zip(verdict.tokens, rows, strict=True)],
+            "text": news, "hit": is_hit, "late": 0, "pruned": pruned, "end": verdict.finished,
+        }  # fmt: skip
+        self._present["out"].append(one.latest)
+
+    def _leave(self, number: int, reason: str, metrics: Mapping[str, Any] | None = None) -> None:
+        """Report that a request has ended, or waits."""
+        one = self._requests.get(number)
+        if one is not None and one.has_lane:
+            one.has_lane = False
+            self._frames.append(self._frame("close", r=number, reason=reason, metrics=metrics))
+
+    def _complete(self) -> None:
+        """Complete the present timestep: pass on its frames."""
+        frames, self._frames = self._frames, []
+        if self._present is not None:
+            frames.insert(0, self._present)
+            self._present = None
+        if frames:
+            self._send(frames)
+
+    def _run_frame(self) -> Frame:
+        return {"k": "run", "v": VERSION, **self._about, "us": self._now_us()}
+
+    def _open_frame(self, opened: Opened) -> Frame:
+        request, opening, said = opened.request, opened.opening, self._said(opened.number)
+        self._requests[opened.number].num_said = len(said)
+        prompt = self._text(request.prompt_token_ids[:_PROMPT])[:_PROMPT]
+        length, cached = opening.prompt_length, opening.cached
+        about = {"r": request.number, "method": request.method, "prompt": prompt, "prompt_tokens": length, "cached": cached}
+        return self._frame("open", **about, said=said)
+
+    def _frame(self, kind: str, **values: Any) -> Frame:
+        return {"k": kind, "run": self._about["run"], "t": self._timestep, "us": self._now_us(), **values}
+
+    def _token_text(self, token: int) -> str:
+        known = self._texts.get(token)
+        if known is None:
+            known = self._texts[token] = "▢" if token < 0 else self._text((token,))
+        return known
+
+
+class _Watched:
+    """A request that is watched, and its rows in flight.
+
+    Attributes:
+        is_prefilling: no verdict since it was opened, so all its rows are of its prompt.
+        latest: the frame of its last verdict, until rows follow.
+        num_said: characters of the answer that are in frames.
+    """
+
+    def __init__(self) -> None:
+        self.has_lane = False
+        self.is_prefilling = True
+        self.latest: Frame | None = None
+        self.num_said = 0
+        self._num_rows = 0  # that are in frames
+        self._trees: dict[int, _Tree] | None = None  # by thread; None while the rows in flight are not known
+        self._sequence: ThreadSequence | None = None  # of the threads of ``_trees``
+
+    def open(self, opened: Opened, is_seen: bool = True) -> None:
+        """Note a new lane; ``is_seen`` if none of its rows have entered before."""
+        self.has_lane, self.is_prefilling = True, opened.is_prefilling
+        self._opened = opened
+        self._trees = {} if is_seen else None
+        self._sequence = opened.new_sequence() if is_seen and self.has_threads else None
+
+    @property
+    def has_threads(self) -> bool:
+        return self._opened.request.threads is not None
+
+    def enter(self, step: Step) -> list[_Row]:
+        """Rows enter the first stage."""
+        token_ids, parents = step.token_ids.tolist(), step.parents.tolist()
+        threads = [0] * len(token_ids) if step.threads is None else step.threads.tolist()
+        log_probs = [None] * len(token_ids) if step.log_probs is None else list(map(float, step.log_probs))
+        if self._trees is None and parents[0] < 0 and not self.has_threads:
+            self._trees = {}  # nothing else is in flight
+        entered = []
+        for token, parent, thread, log_prob in zip(token_ids, parents, threads, log_probs, strict=True):
+            row = _Row(self._num_rows, token, thread)
+            self._num_rows += 1
+            if self._trees is not None:
+                self._trees.setdefault(thread, _Tree()).enter(row, parent, log_prob)
+            entered.append(row)
+        self._note_late(entered)
+        return entered
+
+    def _note_late(self, entered: Sequence[_Row]) -> None:
+        """Mark an accepted token that enters with guesses below it: it was proposed, but had not entered in time."""
+        latest, self.latest = self.latest, None
+        is_default = self._opened.request.method == DEFAULT_METHOD
+        if latest is not None and not latest["hit"] and is_default and entered[0].parent < 0:
+            latest["late"] = int(any(row.chance is not None and row.chance < 1 for row in entered[1:]))
+
+    def accept(self, verdict: Verdict) -> tuple[list[int | None], list[int], bool]:
+        """Follow a verdict. Returns for each token the id of the row that carried it, the ids of the rows that are void now, and
+        whether the last token was in flight; True while that is unknown.
+        """
+        if self._trees is None:
+            return [None] * len(verdict.tokens), [], True
+        carried, pruned = self._follow(verdict, self._trees)
+        carried += [None] * (len(verdict.tokens) - len(carried))
+        del carried[len(verdict.tokens) :]
+        return carried, pruned, carried[-1] is not None
+
+    def _follow(self, verdict: Verdict, trees: dict[int, _Tree]) -> tuple[list[int | None], list[int]]:
+        """The ids of the rows that carried tokens, and of those that are void now."""
+        changes = ThreadChanges(accepted={part.thread: part.tokens for part in verdict.accepted})
+        if self._sequence is not None:
+            changes = apply_verdict(self._sequence, verdict)
+        carried, pruned = list[int | None](), list[int]()
+        for thread, tokens in changes.accepted.items():
+            rows, voided = trees.setdefault(thread, _Tree()).advance(tokens)
+            carried += rows
+            pruned += voided
+        for thread, remaining in changes.remaining.items():
+            if remaining is not Remaining.SUBTREE and (tree := trees.get(thread)) is not None:
+                pruned += tree.keep(1 if remaining is Remaining.ROOT else 0)
+        if verdict.finished is not None:
+            pruned += [id for tree in trees.values() for id in tree.keep(0) if id not in carried[-1:]]
+        return carried, pruned
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row that has entered.
+
+    Attributes:
+        parent: id of the row above; −1 for a root, or where it is not known.
+        chance: that it is accepted, given its root; None if that is not known.
+    """
+
+    id: int
+    token: int
+    thread: int
+    parent: int = -1
+    chance: float | None = None
+
+
+class _Tree:
+    """The rows of one thread that are in flight, in the order in which they have entered. The first one is the root."""
+
+    def __init__(self) -> None:
+        self.rows: list[_Row] = []
+
+    def enter(self, row: _Row, parent: int, log_prob: float | None) -> None:
+        """``parent`` is an index as stages count rows, negative for a root, which begins a new tree."""
+        if parent < 0:
+            self.rows.clear()
+        if 0 <= parent < len(self.rows):
+            above = self.rows[parent]
+            row.parent = above.id
+            row.chance = None if above.chance is None or log_prob is None else above.chance * math.exp(log_prob)
+        else:
+            row.chance = 1.0
+        self.rows.append(row)
+
+    def advance(self, tokens: Sequence[int]) -> tuple[list[int | None], list[int]]:
+        """Follow accepted tokens: the last one's row becomes the root. Returns the ids of the rows that carried them, None for
+        those that no row did, and of the rows that are void now.
+        """
+        place = self.rows[0] if self.rows else None
+        carried: list[int | None] = []
+        path = set[int]()
+        for token in tokens:
+            if place is not None:
+                path.add(place.id)
+                place = self._child(place, token)
+            carried.append(None if place is None else place.id)
+        kept = set() if place is None else {place.id}
+        subtree = []
+        for row in self.rows:
+            if row.id in kept or row.parent in kept:
+                kept.add(row.id)
+                subtree.append(row)
+        pruned = [row.id for row in self.rows if row.id not in kept and row.id not in path]
+        self.rows = subtree
+        if self.rows:
+            self._make_root(self.rows[0])
+        return carried, pruned
+
+    def keep(self, count: int) -> list[int]:
+        """Keep the first ``count`` rows. Returns the ids of the others."""
+        dropped, self.rows = self.rows[count:], self.rows[:count]
+        return [row.id for row in dropped]
+
+    def _child(self, parent: _Row, token: int) -> _Row | None:
+        return next((row for row in self.rows if row.parent == parent.id and row.token == token), None)
+
+    def _make_root(self, root: _Row) -> None:
+        """It was accepted, so that it is certain now."""
+        root.parent, certain = -1, root.chance
+        for row in self.rows:
+            row.chance = None if row.chance is None or not certain else min(row.chance / certain, 1.0)

@@ -1,0 +1,160 @@
+"""The live page and the feed of its viewers (docs/live.md).
+
+All viewers share one reader. A viewer that is too slow loses frames and gets their number. Knows neither server nor connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from pipedec.core import PipedecError
+from pipedec.live.view import Frame
+
+_MOST_BATCHES = 64  # that wait for a viewer
+_LOOK_SECONDS = 0.5  # between two looks whether the server ends
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:"
+
+Feed = Callable[[], AsyncIterator[list[Frame]]]  # raises PipedecError if the run ends
+
+
+class GoingOn:
+    """The state that a late viewer needs first: the run, its requests, and their answers so far."""
+
+    def __init__(self) -> None:
+        self._run: Frame | None = None
+        self._open: dict[int, Frame] = {}
+
+    def clear(self) -> None:
+        """Reading has ended."""
+        self._run = None
+        self._open.clear()
+
+    def frames(self) -> list[Frame]:
+        """Frames that describe it, without the rows in flight."""
+        return [] if self._run is None else [self._run, *self._open.values()]
+
+    def note(self, frames: Sequence[Frame]) -> None:
+        """These frames have come."""
+        for frame in frames:
+            match frame["k"]:
+                case "run":
+                    self._run = frame
+                    self._open.clear()
+                case "gap":
+                    self._open.clear()
+                case "open":
+                    self._open[frame["r"]] = frame
+                case "close":
+                    self._open.pop(frame["r"], None)
+                case "step":
+                    self._add_text(frame["out"])
+
+    def _add_text(self, verdicts: Sequence[Frame]) -> None:
+        for verdict in verdicts:
+            opened = self._open.get(verdict["r"])
+            if opened is not None and verdict["text"]:
+                self._open[verdict["r"]] = {**opened, "said": opened["said"] + verdict["text"]}
+
+
+class Viewer:
+    """One reader of the feed, and the batches that wait for it.
+
+    Args:
+        going_on: the frames that it gets first, and again when it has lost frames.
+    """
+
+    def __init__(self, going_on: GoingOn) -> None:
+        self._going_on = going_on
+        self._batches: deque[Sequence[Frame]] = deque()
+        self._news = asyncio.Event()
+        self._dropped = 0  # frames
+        if first := going_on.frames():
+            self.put(first)
+
+    def put(self, frames: Sequence[Frame]) -> None:
+        """Add a batch. If too many wait, all are dropped: rows in flight without those before them mean nothing."""
+        if len(self._batches) >= _MOST_BATCHES:
+            self._dropped += sum(map(len, self._batches))
+            self._batches.clear()
+            if known := self._going_on.frames():
+                self._batches.append(known)
+        self._batches.append(frames)
+        self._news.set()
+
+    async def take(self) -> tuple[list[Frame], int]:
+        """Wait a moment for frames: those that there are, and how many were dropped before them."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_SECONDS):
+                await self._news.wait()
+        self._news.clear()
+        frames = [frame for batch in self._batches for frame in batch]
+        dropped, self._dropped = self._dropped, 0
+        self._batches.clear()
+        return frames, dropped
+
+
+class Hub:
+    """Reads the feed of a run for as long as there are viewers.
+
+    Args:
+        is_ending: whether the server ends.
+
+    Attributes:
+        going_on: for the next viewer.
+    """
+
+    def __init__(self, is_ending: Callable[[], bool]) -> None:
+        self._is_ending = is_ending
+        self.going_on = GoingOn()
+        self._viewers: set[Viewer] = set()
+        self._reading: asyncio.Task[None] | None = None
+
+    async def events(self, feed: Feed, viewer: Viewer) -> AsyncIterator[bytes]:
+        """The feed for one viewer, as server-sent events, until the server or the run ends.
+
+        Args:
+            feed: opens that of the run, if nothing reads it yet.
+        """
+        self._viewers.add(viewer)
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read(feed))
+        while not self._is_ending() and not self._reading.done():
+            frames, dropped = await viewer.take()
+            if dropped and frames:
+                yield _event([{"k": "gap", "run": frames[0]["run"], "dropped": dropped}, *frames])
+            elif frames:
+                yield _event(frames)
+
+    def leave(self, viewer: Viewer) -> None:
+        """Remove a viewer; without viewers nothing is read."""
+        self._viewers.discard(viewer)
+        if not self._viewers and self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    async def _read(self, feed: Feed) -> None:
+        try:
+            async for frames in feed():
+                for viewer in self._viewers:
+                    viewer.put(frames)
+                self.going_on.note(frames)
+        except PipedecError:
+            return  # viewers connect again, and learn the reason then
+        finally:
+            self.going_on.clear()
+
+
+def _event(frames: Sequence[Frame]) -> bytes:
+    return b"data: " + json.dumps(frames, separators=(",", ":")).encode() + b"\n\n"
+
+
+@cache
+def page() -> str:
+    """The document: one file that loads nothing else."""
+    return (Path(__file__).parent / "page.html").read_text(encoding="utf-8")

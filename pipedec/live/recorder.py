@@ -1,0 +1,97 @@
+"""Makes recordings of the live feed: one question by several methods, each with a pipeline of its own, on computed time.
+
+If times leave out rank 0's own work, the same prompt gives the same recording, however busy the machine is.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pipedec.core import Request, SamplingParams
+from pipedec.engine.build import load_prompter
+from pipedec.engine.local import LocalPipeline
+from pipedec.flags import Help
+from pipedec.live.feed import LiveFeed
+from pipedec.live.reading import LiveReading
+from pipedec.live.view import Frame
+from pipedec.plan.spec import PipelineSpec
+from pipedec.scheduler import RunStatus
+from pipedec.text.prompt import Prompter
+
+PROMPT = (
+    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did Natalia "
+    "sell altogether in April and May?"
+)
+METHODS = ("pp", "stpp", "pipedec", "pipedec-bestfirst")
+_STATS_US = 1_000_000
+
+
+@dataclass(frozen=True)
+class RecordingConfig:
+    """The prompt and the methods of a recording."""
+
+    prompt: Annotated[str, Help("Prompt that is answered.", "TEXT")] = PROMPT
+    methods: Annotated[tuple[str, ...], Help("Methods that are recorded.")] = METHODS
+    max_tokens: Annotated[int, Help("Tokens of an answer.")] = 96
+
+
+def record(
+    config: RecordingConfig, spec: PipelineSpec, about: Mapping[str, Any], on_method: Callable[[str], None] = lambda name: None
+) -> list[Frame]:
+    """The frames of all methods, one after the other; each is a run named after its method.
+
+    Args:
+        about: the pipeline, for the first frame of each run: ``stages``, ``groups``, ``target``, ``draft``.
+
+    Raises:
+        UserError: a method cannot run here, or the prompt is too long.
+    """
+    frames: list[Frame] = []
+    for method in config.methods:
+        on_method(method)
+        frames += _record_one(config, spec, {"run": method, "epoch": 0, **about, "method": method}, method)
+    return frames
+
+
+def write_recording(frames: Sequence[Frame], path: Path) -> None:
+    """JSON Lines, compressed if the name ends in .gz. The same frames give the same bytes."""
+    lines = "".join(json.dumps(frame, separators=(",", ":")) + "\n" for frame in frames).encode()
+    path.write_bytes(gzip.compress(lines, mtime=0) if path.suffix == ".gz" else lines)
+
+
+def _record_one(config: RecordingConfig, spec: PipelineSpec, about: Mapping[str, Any], method: str) -> list[Frame]:
+    pipeline, prompter = LocalPipeline.load(spec), load_prompter(spec)
+    frames, reading = list[Frame](), LiveReading(method)
+
+    def now_us() -> int:
+        return round(1e6 * pipeline.seconds())
+
+    def figures(running: int) -> Frame:
+        status = RunStatus("up", 1, 0, tuple(range(running)), (), stats=pipeline.stats())
+        return reading.stats(status, now_us())
+
+    def keep(new: list[Frame]) -> None:
+        frames.extend(new)
+        reading.note(new)
+
+    def said(number: int) -> str:
+        """The answer, but for an unfinished character at its end."""
+        return prompter.text(pipeline.answers[number].token_ids).rstrip("\ufffd")
+
+    LiveFeed(about, prompter.text, said, keep, now_us).follow("recording", pipeline.pool, 0)
+    last_us = 0
+    for _ in pipeline.run(_request(config, prompter, method)):
+        if now_us() >= last_us + _STATS_US:
+            last_us = now_us()
+            frames.append(figures(running=1))
+    return [*frames, figures(running=0)]
+
+
+def _request(config: RecordingConfig, prompter: Prompter, method: str) -> Request:
+    token_ids = prompter.token_ids(config.prompt, False, config.max_tokens)
+    return Request(0, token_ids, SamplingParams(max_tokens=config.max_tokens), method)

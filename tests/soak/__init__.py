@@ -1,0 +1,1 @@
+"""Long checks of whole clusters, which compare answers and hold budgets: ``PYTHONPATH=tests python -m soak.NAME --help``."""

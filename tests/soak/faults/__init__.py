@@ -1,0 +1,1 @@
+"""Random faults under load, against the answers that an undisturbed cluster gave."""

@@ -1,0 +1,172 @@
+"""A run of faults: its order, the rows that it writes, one for each fault, and their summary by kind."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+from msgspec import Meta
+
+from pipedec.bench.checks import check_known
+from pipedec.bench.options import Counts, Positive
+from pipedec.bench.record import ROWS_FILE, Row, append_rows, drop_unfinished_line, header, key_of, pipeline_row, plain
+from pipedec.core import DEFAULT_METHOD, UserError
+from pipedec.flags import Help, check_fields
+from pipedec.plan.spec import PipelineSpec
+from soak.faults.kinds import KINDS, plan_fault, possible_kinds
+from soak.faults.load import ANSWERS, PROMPTS, make_questions
+from soak.faults.session import Session
+from soak.faults.usage import growth, leaks
+
+KV_BYTES = 64 << 20  # of each rank, by default: all of it has soon been used
+
+
+@dataclass(frozen=True)
+class FaultsConfig:
+    """Which faults, under which load.
+
+    Attributes:
+        count: None for as many as ``hours`` allow.
+        dialect: of answers in threads.
+
+    Raises:
+        UserError: a number or a name cannot be.
+    """
+
+    count: Annotated[Positive | None, Help("Number of faults.")] = 24
+    hours: Annotated[float | None, Meta(gt=0), Help("Or for how long there are faults.", "HOURS")] = None
+    kinds: Annotated[tuple[str, ...], Help(f"Kinds of faults: {', '.join(KINDS)} (default: all possible).")] = field(
+        default_factory=possible_kinds
+    )
+    concurrency: Annotated[Counts, Help("Numbers of requests that are asked together.")] = (1, 3, 8)
+    answers: Annotated[tuple[str, ...], Help("Kinds of answers.")] = ANSWERS
+    methods: Annotated[tuple[str, ...], Help("Methods, which take turns.")] = (DEFAULT_METHOD,)
+    dialect: str = "apar"
+    prompts: Annotated[tuple[str, ...], Help("A prompt; may be repeated (default: six).", "TEXT", "--prompt", repeated=True)] = (
+        field(default_factory=lambda: PROMPTS)
+    )
+    max_tokens: Annotated[Positive, Help("Tokens of an answer; one in threads may end early.")] = 160
+    seed: Annotated[int, Help("Seed of the choice of faults and their moments.")] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for kind in self.kinds:
+            check_known("kind of fault", kind, KINDS)
+            if kind not in possible_kinds():
+                raise UserError(f"--kinds {kind} needs root, ss of iproute2, and a kernel that closes sockets: leave it out")
+        if (self.count is None) == (self.hours is None):
+            raise UserError("how many faults? give --count N or --hours H")
+
+    @property
+    def identity(self) -> Row:
+        """The settings that must be equal for a run to continue another."""
+        return {name: value for name, value in plain(self).items() if name not in ("count", "hours")}
+
+    def wants(self, index: int, seconds: float) -> bool:
+        """Return True if fault ``index`` is still to come after so many seconds."""
+        return index < self.count if self.count is not None else seconds < 3600 * (self.hours or 0)
+
+
+def run_faults(config: FaultsConfig, spec: PipelineSpec, out: Path, on_news: Callable[[str], None]) -> list[Row]:
+    """Run what is missing in ``out`` of the faults, and return the rows of all of them.
+
+    Raises:
+        PipedecError: the cluster does not start, or the undisturbed twin does not answer.
+    """
+    spec = spec.replaced(kv_cache_memory=spec.settings.limits.kv_cache_memory or KV_BYTES)
+    questions = make_questions(config.prompts, config.answers, config.methods, config.max_tokens, config.dialect)
+    pipeline = pipeline_row(spec.description())
+    key = key_of([config.identity, pipeline])
+    rows = _known(out / ROWS_FILE, key)
+    first = header("faults", {**plain(config), "pipeline": pipeline, "kv_bytes": spec.settings.limits.kv_cache_memory})
+    with Session(spec, questions, out, key) as session:
+        on_news("undisturbed answers")
+        session.open()
+        seconds = rows[-1]["at_s"] if rows else 0.0
+        while config.wants(len(rows), seconds):
+            fault = plan_fault(len(rows), config.seed, config.kinds, config.concurrency, len(questions), spec.settings.cut.stages)
+            on_news(f"fault {fault.index}: {fault.kind.name}, {len(fault.questions)} requests")
+            began = time.perf_counter()
+            row = session.trial(fault)
+            seconds += time.perf_counter() - began
+            rows.append({**first, "key": key, "index": fault.index, "at_s": round(seconds, 3), **row})
+            append_rows(out / ROWS_FILE, rows[-1:])
+    return rows
+
+
+def _known(path: Path, key: str) -> list[Row]:
+    """The faults of earlier runs that this one continues."""
+    drop_unfinished_line(path)
+    if not path.is_file():
+        return []
+    rows: list[Row] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if row["key"] == key]
+
+
+def faults_found(rows: Sequence[Row]) -> list[str]:
+    """A line for each difference, hang and leak in the rows of ``run_faults``."""
+    found = [f"fault {row['index']} ({row['kind']}): {problem}" for row in rows for problem in row["problems"]]
+    return [*found, *leaks(grown(rows))]
+
+
+def grown(rows: Sequence[Row]) -> Row:
+    """``usage.growth`` of the rows of ``run_faults``."""
+    return growth(rows, rows[0]["config"]["kv_bytes"])
+
+
+Spread = tuple[float, float, float]  # median, 95th percentile, largest
+
+
+@dataclass(frozen=True)
+class KindSummary:
+    """All faults of one kind.
+
+    Attributes:
+        answers: how many were compared.
+        noticed: seconds from the fault to the next epoch, of a supervisor to the end of the last process; None without any.
+        served: to the next epoch's first work; ``waits``: to the next token of each answer that was under way.
+    """
+
+    kind: str
+    faults: int
+    answers: int
+    noticed: Spread | None
+    served: Spread | None
+    waits: Spread | None
+    problems: int
+
+
+def summarised(rows: Sequence[Row]) -> list[KindSummary]:
+    """In the order of the kinds' first faults."""
+    return [_summary(kind, [row for row in rows if row["kind"] == kind]) for kind in dict.fromkeys(row["kind"] for row in rows)]
+
+
+def noticed_seconds(row: Row) -> float | None:
+    """From a fault to the next epoch, or to the end of the last process."""
+    found: float | None = row["recovery"]["detection_s"] if row["recovery"] else row.get("gone_s")
+    return found
+
+
+def waits(row: Row) -> list[float]:
+    """From a fault to the next token of each answer that was under way, in seconds; none if there was no recovery."""
+    return [wait for wait in row["waits_s"] if wait is not None] if row["recovery"] else []
+
+
+def _summary(kind: str, rows: Sequence[Row]) -> KindSummary:
+    served = [row["recovery"]["served_s"] for row in rows if row["recovery"]]
+    return KindSummary(
+        kind, len(rows), sum(len(row["requests"]) for row in rows), _spread([noticed_seconds(row) for row in rows]),
+        _spread(served), _spread([wait for row in rows for wait in waits(row)]), sum(len(row["problems"]) for row in rows),
+    )  # fmt: skip
+
+
+def _spread(seconds: Sequence[float | None]) -> Spread | None:
+    ordered = sorted(one for one in seconds if one is not None)
+    if not ordered:
+        return None
+    return median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], ordered[-1]

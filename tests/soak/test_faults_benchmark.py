@@ -1,0 +1,159 @@
+"""The benchmark of faults: which faults come, what counts as a difference or a leak, and a toy run from command to rows."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from support.tiny_pair import Pair
+
+from pipedec.core import UserError
+from soak.faults.__main__ import faults
+from soak.faults.kinds import KINDS, Fault, plan_fault, possible_kinds
+from soak.faults.load import Answer, make_questions
+from soak.faults.run import KV_BYTES, FaultsConfig, faults_found, summarised
+from soak.faults.usage import growth, leaks
+
+ANSWER = Answer([5, 6, 7], "five six", "length", [[-0.1, -3.0], [-0.2, -2.0], [-0.3, -1.0]], "five six", 3)
+
+
+def planned(count: int, seed: int = 0) -> list[Fault]:
+    return [plan_fault(index, seed, tuple(KINDS), (1, 3, 8), 18, 4) for index in range(count)]
+
+
+def test_faults_follow_from_the_seed_alone() -> None:
+    assert planned(20) == planned(20) != planned(20, seed=1)
+    assert planned(40)[:20] == planned(20)
+
+
+def test_every_kind_rank_and_number_of_requests_comes_equally_often() -> None:
+    faults = planned(len(KINDS) * 12)
+    assert set(Counter(fault.kind.name for fault in faults).values()) == {12}
+    assert set(Counter(len(fault.questions) for fault in faults).values()) == {len(faults) // 3}
+    for kind in (kind for kind in KINDS.values() if kind.hits_rank):
+        ranks = Counter(fault.rank for fault in faults if fault.kind is kind)
+        assert ranks.keys() == {0, 1, 2, 4}, "draft, first, middle and last stage"
+    assert all(fault.rank is None for fault in faults if not fault.kind.hits_rank)
+    for fault in faults:
+        assert len(set(fault.questions)) == len(fault.questions)
+        assert 0 <= fault.watched < len(fault.questions) and 0 <= fault.progress < 1
+
+
+def test_questions_have_every_kind_of_answer_and_drawn_ones_their_seed() -> None:
+    questions = make_questions(("one", "two"), ("greedy", "drawn", "threads"), ("pp", "pipedec"), 9, "apar")
+    assert [(each.answer, each.request.prompt, each.request.method) for each in questions] == [
+        (answer, prompt, method)
+        for answer in ("greedy", "drawn", "threads")
+        for prompt, method in (("one", "pp"), ("two", "pipedec"))
+    ]
+    for each in questions:
+        assert each.request.sampling.is_stochastic == (each.answer == "drawn") == (each.request.sampling.seed is not None)
+        assert (each.request.threads is not None) == (each.answer == "threads")
+    assert len({each.request.sampling.seed for each in questions if each.answer == "drawn"}) == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"token_ids": [5, 6, 8]}, "tokens differ from number 2 on"),
+        ({"token_ids": [5, 6]}, "tokens differ from number 2 on"),
+        ({"text": "five"}, "text is 'five'"),
+        ({"finish_reason": "stop"}, "finish_reason is 'stop'"),
+        ({"streamed": "five sixsix"}, "streamed is 'five sixsix'"),
+        ({"streamed_tokens": 4}, "streamed_tokens is '4'"),
+        ({"logprobs": [[-0.1, -3.0], [-0.2, -2.0], [-0.3, -1.1]]}, "log-probabilities differ"),
+        ({"logprobs": [[-0.1, -3.0], [-0.2, -2.0], []]}, "log-probabilities differ"),
+        ({"logprobs": None}, "log-probabilities differ"),
+    ],
+)
+def test_a_difference_is_named(changed: dict[str, Any], words: str) -> None:
+    [line] = ANSWER.differences(replace(ANSWER, **changed))
+    assert words in line
+
+
+def test_rounding_of_logprobs_is_no_difference() -> None:
+    assert ANSWER.logprobs is not None
+    rounded = replace(ANSWER, logprobs=[[value + 1e-6 for value in row] for row in ANSWER.logprobs])
+    assert ANSWER.differences(rounded) == [] == ANSWER.differences(ANSWER)
+
+
+def trial_row(index: int, **usage: float) -> dict[str, Any]:
+    """A fault of which a survivor, process 7, uses this."""
+    used = {"rss_mib": 256.0, "descriptors": 20, "threads": 4, **usage}
+    keys = used.pop("keys", 11)
+    one = {"role": "rank 1", "pid": 7, **used}
+    replaced = {**one, "role": "rank 2", "pid": 100 + index, "descriptors": 15 + index % 3}
+    return {
+        "index": index, "at_s": 10.0 * index, "kind": "kill", "requests": [{}, {}], "usage": [one, replaced], "keys": keys,
+        "processes": 2, "recovery": {"detection_s": 0.1 * index, "served_s": 1.0}, "waits_s": [1.0 + index, None], "problems": [],
+        "config": {"kv_bytes": KV_BYTES, "pipeline": {"layers": [[0, 1]], "dispatch": "windows"}}, "version": "1",
+        "revision": "abc",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "step"), [("descriptors", 1), ("threads", 1), ("keys", 4), ("rss_mib", 8)])
+def test_what_a_survivor_piles_up_is_a_leak(name: str, step: int) -> None:
+    flat = [trial_row(index) for index in range(20)]
+    assert leaks(growth(flat, KV_BYTES)) == []
+    [line] = leaks(growth([trial_row(index, **{name: 300 + step * index}) for index in range(20)], KV_BYTES))
+    assert line.startswith(name)
+
+
+def test_a_pool_that_fills_is_no_leak() -> None:
+    assert leaks(growth([trial_row(index, rss_mib=300 + min(3 * index, 48)) for index in range(20)], KV_BYTES)) == []
+
+
+def test_a_single_leap_is_no_leak_and_few_faults_tell_nothing() -> None:
+    assert leaks(growth([trial_row(index, descriptors=20 + 4 * (index == 10)) for index in range(20)], KV_BYTES)) == []
+    assert set(growth([trial_row(index) for index in range(4)], KV_BYTES).values()) == {None}
+
+
+def test_the_summary_shows_every_fault() -> None:
+    rows = [trial_row(index) for index in range(3)] + [
+        {**trial_row(3), "kind": "supervisor", "recovery": None, "waits_s": [], "gone_s": 0.4, "usage": [], "keys": None,
+         "problems": ["one is left"]}
+    ]  # fmt: skip
+    kill, supervisor = summarised(rows)
+    assert (kill.faults, kill.answers, kill.problems) == (3, 6, 0)
+    assert kill.noticed == (0.1, 0.2, 0.2) and kill.waits is not None and kill.waits[2] == 3.0
+    assert supervisor.noticed == (0.4, 0.4, 0.4) and supervisor.waits is None and supervisor.problems == 1
+    assert faults_found(rows) == ["fault 3 (supervisor): one is left"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kinds": ("kill", "kick")}, "unknown kind of fault 'kick'"),
+        ({"hours": 1.0}, "give --count N or --hours H"),
+        ({"count": 0}, "--count must be at least 1"),
+        ({"concurrency": (0,)}, "--concurrency must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        FaultsConfig(**settings)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("leaves_nothing")
+def test_toy_run(pair: Pair, tmp_path: Path) -> None:
+    """Every kind of fault, under greedy and drawn answers; and nothing is done twice."""
+    flags = [*pair.flags, "--stages", "2", "--answers", "greedy,drawn", "--concurrency", "1,3", "--max-tokens", "200"]
+    flags += ["--draft-dtype", "float32"]  # oneDNN keeps kernels for bfloat16: that looks like a leak
+    flags += ["--prompt", "Natalia sold 12 clips in April.", "--prompt", "The pipeline is kept full.", "--out", str(tmp_path)]
+    command = ["--count", str(len(possible_kinds())), *flags]
+    done = CliRunner().invoke(faults, command, catch_exceptions=False)
+    assert done.exit_code == 0, (done.output, (tmp_path / "cluster.log").read_text()[-2000:])
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert {row["kind"] for row in rows} == set(possible_kinds())
+    assert [row["problems"] for row in rows] == [[]] * len(rows)
+    lost = [row for row in rows if KINDS[row["kind"]].loses_rank]
+    assert all(row["recovery"]["lost"] == [row["rank"]] and row["recovery"]["detection_s"] > 0 for row in lost)
+    again = CliRunner().invoke(faults, command, catch_exceptions=False)
+    assert again.exit_code == 0
+    assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == rows
