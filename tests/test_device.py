@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.fake_cuda import FakeCuda
 
-from pipedec.bench.kernels.stopwatch import Stopwatch
+from benchmarks.kernels.stopwatch import Stopwatch
 from pipedec.core import Load
 from pipedec.device import GpuDevice, HostDevice, PhaseTimes, device_of, to_device, to_host
 from pipedec.engine.emulated_time import Pacer

@@ -23,7 +23,6 @@ Target = Annotated[Path | None, Help("Target checkpoint directory (default: the 
 Draft = Annotated[str | None, Help("Draft checkpoint directory, or none.", "DIR|none")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], Help("Device; auto: a GPU if there is one.")]
 Methods = Annotated[tuple[str, ...], Help("Methods.")]
-SamplingSeed = Annotated[int, Help("Seed for sampling.")]
 
 
 @dataclass(frozen=True, kw_only=True)

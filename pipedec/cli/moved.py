@@ -12,6 +12,12 @@ from pipedec.core import UserError
 _CHECKOUT = "in a checkout of pipedec"
 # Command, without the program's name: the line after "pipedec COMMAND".
 MOVED = {
+    "bench policy": f"is now python -m benchmarks.policy, {_CHECKOUT}",
+    "bench structured": f"is now python -m benchmarks.structured, {_CHECKOUT}",
+    "bench alternatives": f"is now python -m benchmarks.alternatives, {_CHECKOUT}",
+    "bench layers": f"is now python -m benchmarks.kernels layers, {_CHECKOUT}",
+    "bench operations": f"is now python -m benchmarks.kernels operations, {_CHECKOUT}",
+    "bench serve": "is gone: measure a server with a client of your own, like aiperf, guidellm or vllm bench serve",
     "bench faults": f"is now PYTHONPATH=tests python -m soak.faults, {_CHECKOUT}",
     "bench reads": f"is now PYTHONPATH=tests python -m soak.reads, {_CHECKOUT}",
     "bench resources": f"is now PYTHONPATH=tests python -m soak.resources, {_CHECKOUT}",

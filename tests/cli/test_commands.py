@@ -8,6 +8,7 @@ import re
 import signal
 import stat
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -354,6 +355,14 @@ def test_a_detached_cluster_that_cannot_start_says_why(started: Started, pair: P
     status, err = ended(starter, START_SECONDS)
     assert status == 1 and err == "pipedec: cannot reach Redis at 127.0.0.1:1: the connection failed\n"
     assert not (state_directory / "cluster.json").exists()
+
+
+def test_without_pandas_one_line_says_what_to_install(pipedec: Pipedec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    for module in ("pipedec.bench.report.frames", "pipedec.cli.benchmarks.plot"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    line = pipedec("bench", "plot", tmp_path, "--out", tmp_path / "figures").refused()
+    assert line == "this command needs pandas: pip install 'pipedec[bench]'"
 
 
 @pytest.mark.parametrize("name", MOVED)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Pipedec
+from support.called import Calls as Pipedec
 from support.programs import take_terminal
 from support.tiny_pair import Pair
 

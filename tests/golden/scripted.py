@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.policy.drafter import RecordedDrafter
+from benchmarks.policy.recording import DraftMemo
+from benchmarks.policy.replay import ReplayedAnswer, ReplayedPipeline, WatchedExperience
 from golden.watched import DIGITS, counted, line
-from pipedec.bench.policy.drafter import RecordedDrafter
-from pipedec.bench.policy.memo import DraftMemo
-from pipedec.bench.policy.replay import ReplayedAnswer, ReplayedPipeline, WatchedExperience
 from pipedec.core import Request
 from pipedec.kv import KVManager
 from pipedec.plan.spec import PipelineSpec

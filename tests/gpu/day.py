@@ -39,7 +39,7 @@ FINAL = "passed"  # such a step is not run again
 FACTS = """
 import json, platform, torch
 from importlib.metadata import PackageNotFoundError, version
-from pipedec.bench.kernels.layers import DATA_SHEETS, driver
+from benchmarks.kernels.layers import DATA_SHEETS, driver
 from pipedec.bench.record import machine
 has_gpu = torch.cuda.is_available()
 names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if has_gpu else []

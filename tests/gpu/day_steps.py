@@ -64,6 +64,10 @@ def pipedec(line: str, *more: str) -> Command:
     return ("{pipedec}", *line.split(), *more)
 
 
+def kernels(line: str) -> Command:
+    return ("{python}", "-m", "benchmarks.kernels", *line.split())
+
+
 def tests(name: str, limit_seconds: float, path: str, toy: str, if_fails: str) -> Step:
     """The tests of a file that need a GPU; at toy size those of its checks on the CPU that ``toy`` chooses, as pytest's -k."""
     options = "-n 0 -rs --hypothesis-profile=fast -o junit_family=xunit1 --junitxml={folder}/tests.xml"
@@ -146,10 +150,10 @@ STEPS = (
         "`--local` does without processes and transfers",
     ),
     Step(
-        "layers", 180, (pipedec("bench layers --device {device} --out {folder}/layers.jsonl"),),
+        "layers", 180, (kernels("layers --device {device} --out {folder}/layers.jsonl"),),
         (
-            pipedec(
-                "bench layers --device {device} --model llama-3.2-1b --layers 1 --rows 1,8 --past 64 --lanes 4 --runs 2 "
+            kernels(
+                "layers --device {device} --model llama-3.2-1b --layers 1 --rows 1,8 --past 64 --lanes 4 --runs 2 "
                 "--out {folder}/layers.jsonl"
             ),
         ),
@@ -157,8 +161,8 @@ STEPS = (
         read=figures.layers,
     ),
     Step(
-        "operations", 60, (pipedec("bench operations --device {device} --out {folder}/operations.jsonl"),),
-        (pipedec("bench operations --device {device} --sizes 32,64 --past 64 --repeats 2 --out {folder}/operations.jsonl"),),
+        "operations", 60, (kernels("operations --device {device} --out {folder}/operations.jsonl"),),
+        (kernels("operations --device {device} --sizes 32,64 --past 64 --repeats 2 --out {folder}/operations.jsonl"),),
         "which operation is slow, and with how many rows",
         read=figures.operations,
     ),

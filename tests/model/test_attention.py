@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipedec.model.attention import AttentionPlan, reference_attention, tree_attention
+from benchmarks.kernels.reference_attention import reference_attention
+from pipedec.model.attention import AttentionPlan, tree_attention
 from pipedec.model.flash_lanes import attention_with_lse, merge_by_lse
 from pipedec.tree import Visibility
 

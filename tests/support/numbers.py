@@ -16,7 +16,7 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 FIXTURES = ("pair", "thread_models")
 COMPUTING = (
-    "pipedec.bench.kernels",
+    "benchmarks.kernels",
     "pipedec.drafting",
     "pipedec.engine.local",
     "pipedec.model",
@@ -29,7 +29,7 @@ COMPUTING = (
 )
 # What is in these packages and only reads files or handles text.
 NOT_COMPUTING = (
-    "pipedec.bench.kernels.stopwatch",
+    "benchmarks.kernels.stopwatch",
     "pipedec.model.bita",
     "pipedec.model.checkpoint",
     "pipedec.model.config",

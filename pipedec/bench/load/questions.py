@@ -1,11 +1,10 @@
-"""The prompts of a load: conversations drawn from prompt sets in turn, or made up of random tokens.
+"""The prompts of a load: conversations drawn from prompt sets in turn.
 
 Knows tokenizers, but neither pipelines nor answers.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, cycle, islice, zip_longest
@@ -16,7 +15,6 @@ from pipedec.bench.prompts import DrawnPrompt, Tokenizes, draw
 from pipedec.data.prompts import PromptSet
 from pipedec.messages import PromptRequest
 
-RANDOM = "random"
 Conversation = tuple[DrawnPrompt, ...]  # what the user says at each turn, as if it were the first
 
 
@@ -59,26 +57,7 @@ def _led_by(system_prompt: str, drawn: DrawnPrompt, prompter: Tokenizes) -> Draw
     return replace(drawn, request=request, token_ids=prompter.token_ids(request.prompt, request.raw, request.sampling.max_tokens))
 
 
-def random_prompts(
-    tokens: int, vocabulary: int, asked: PromptRequest, count: int, seed: int, turns: int = 1
-) -> list[Conversation]:
-    """``count`` conversations whose prompts are ``tokens`` random tokens."""
-    source = random.Random(seed)
-    prompts = [DrawnPrompt(RANDOM, index, asked, random_tokens(source, tokens, vocabulary)) for index in range(count * turns)]
-    return _batches(prompts, turns)
-
-
-def random_tokens(source: random.Random, tokens: int, vocabulary: int) -> tuple[int, ...]:
-    return tuple(source.randrange(vocabulary) for _ in range(tokens))
-
-
-def continued(before: DrawnPrompt, answer: tuple[int, ...], following: DrawnPrompt, bos_token_id: int | None) -> DrawnPrompt:
-    """The prompt of the next turn: the whole conversation, token for token, and what the user says next."""
-    says = following.token_ids[1:] if following.token_ids[:1] == (bos_token_id,) else following.token_ids
-    return replace(following, token_ids=(*before.token_ids, *answer, *says))
-
-
 def continued_text(before: DrawnPrompt, answer: str, following: DrawnPrompt) -> DrawnPrompt:
-    """As ``continued``, where only the cluster has a tokenizer."""
+    """The prompt of the next turn: the whole conversation as text, and what the user says next."""
     text = f"{before.request.prompt}{answer}\n{following.request.prompt}"
     return replace(following, request=structs.replace(following.request, prompt=text))

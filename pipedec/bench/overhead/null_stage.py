@@ -16,6 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from pipedec.bench.overhead.no_layers import no_layers, sequence_of
 from pipedec.core import (
     EMPTY,
     Envelope,
@@ -38,7 +39,6 @@ from pipedec.model import KVCache, LaneRows
 from pipedec.scheduler import GrantedTask
 from pipedec.scheduler.protocol import ClientCalls, Message
 from pipedec.stage import FinalStageWorker, StageWorker
-from pipedec.stage.fakes import no_layers, sequence_of
 from pipedec.stage.final import FinalLane
 from pipedec.text.prompt import Prompter
 from pipedec.threads import NewSequence

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 
 from pipedec.bench.report.frames import Variant
-from pipedec.bench.report.methods import method_looks, pipelined, shade
+from pipedec.bench.report.looks import method_looks, pipelined, shade
 from pipedec.bench.sweep.rows import SMALL_MODEL
 
 

@@ -20,8 +20,7 @@ from typing import Any, cast
 import pandas as pd
 from msgspec.structs import asdict
 
-from pipedec.bench.report.methods import method_rank
-from pipedec.bench.report.prompt_sets import prompt_set_rank
+from pipedec.bench.report.looks import method_rank, prompt_set_rank
 from pipedec.bench.sweep.rows import SMALL_MODEL, Pipeline, SweepRow, TrainedBita, Tree, read_rows
 from pipedec.core import UserError
 
@@ -29,6 +28,10 @@ TIMINGS = ("measured", "computed", "machine")
 SAMPLING = ["temperature", "top_k", "top_p"]
 _QUESTION = ["prompt_set", "prompt_index", "max_tokens", "ignore_eos"]
 _DRAW = ["repeat", "seed"]
+
+
+class NoFigure(UserError):
+    """The rows do not contain what a figure or table needs; the message says what is missing."""
 
 
 @dataclass(frozen=True)

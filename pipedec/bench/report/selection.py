@@ -1,4 +1,4 @@
-"""Which answers a figure or table shows: one tree per method, the pipelines to compare, the cases that all answered.
+"""Which answers a figure or table shows: one tree and one BiTA per method, the pipelines to compare, the cases that all answered.
 
 Knows the frame of answers (``frames``). Every function returns a part of the frame.
 """
@@ -10,12 +10,16 @@ from collections import Counter
 import pandas as pd
 
 from pipedec.bench.report.frames import Variant, by_variant, count_answers, select, variants
-from pipedec.bench.report.methods import pipelined
+from pipedec.bench.report.looks import pipelined
 from pipedec.bench.report.statistics import totals
-from pipedec.bench.sweep.rows import SMALL_MODEL, Pipeline
+from pipedec.bench.sweep.rows import BITA, SMALL_MODEL, Pipeline, TrainedBita, Tree
+from pipedec.methods import BitaOptions
 
 REFERENCE_GROUPS = 14  # the pipeline on which the paper compares methods
 REFERENCE_TREE = (32, 16)  # its width and children there
+# "BiTA: Bi-Directional Tuning for Lossless Acceleration in Large Language Models"
+PAPER_PROMPT = ("deep", 16)  # prompting and prompt tokens (§4.1)
+PAPER_TREE = ("efficient", 5)  # shape and candidates of each mask
 
 
 def one_tree_each(answers: pd.DataFrame) -> pd.DataFrame:
@@ -31,6 +35,24 @@ def one_tree_each(answers: pd.DataFrame) -> pd.DataFrame:
     for variant in sorted(variants(answers), key=preference):
         best.setdefault((variant.method, variant.pipeline), variant)
     return select(answers, best.values())
+
+
+def one_bita(answers: pd.DataFrame) -> pd.DataFrame:
+    """For figures that compare methods: of ``bita`` only the answers by one BiTA with one tree.
+
+    Preferred are the paper's prompt and a tree of the default shape; else the choice with most answers, of equals the fastest.
+    """
+    choices: dict[tuple[TrainedBita | None, Tree | None], list[Variant]] = {}
+    for one in variants(answers):
+        if one.method == BITA:
+            choices.setdefault((one.bita, one.tree), []).append(one)
+
+    def preference(choice: tuple[TrainedBita | None, Tree | None]) -> tuple[object, ...]:
+        found = select(answers, choices[choice]).sort_index()
+        return -bita_preference(*choice), -len(found), found["decode_ms"].sum() / found["tokens"].sum(), found.index[0]
+
+    chosen = choices[min(choices, key=preference)] if choices else []
+    return answers[(answers["method"] != BITA) | answers["variant"].isin(chosen)]
 
 
 def headline(answers: pd.DataFrame) -> pd.DataFrame:
@@ -78,3 +100,11 @@ def over_equal_cases(answers: pd.DataFrame) -> pd.DataFrame:
 
 def _answered_by_all(answers: pd.DataFrame, number: pd.Series | int) -> pd.DataFrame:
     return answers[answers.groupby("case")["variant"].transform("nunique") == number]
+
+
+def bita_preference(trained: TrainedBita | None, tree: Tree | None) -> int:
+    """The higher, the closer to the paper's prompt, then to the default shape of tree, then to the paper's tree."""
+    has_papers_prompt = trained is not None and (trained.prompting, trained.prompt_tokens) == PAPER_PROMPT
+    is_default = tree is not None and tree.shape == BitaOptions().shape
+    is_papers = tree is not None and (tree.shape, tree.children) == PAPER_TREE
+    return 4 * has_papers_prompt + 2 * is_default + is_papers

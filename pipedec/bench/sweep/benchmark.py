@@ -1,9 +1,8 @@
 """``pipedec bench sweep``: methods × pipelines × trees × prompts, one JSONL row per answer; an interrupted sweep can be resumed.
 
-Owns the result files (``rows.jsonl``, ``trees.json``, ``prompts.json``) and the order of the grid; a row that exists is not
-measured again. Every answer is compared with that of ``pp``. How an answer is measured, the runners know. What
-``pipedec-bestfirst`` and ``bita`` learn from answer to answer is lost with an interruption, so their first rows after one may
-take a little longer.
+Owns ``trees.json``, ``prompts.json`` and the order of the grid. Every answer is compared with that of ``pp``. Runners know how
+an answer is measured. What ``pipedec-bestfirst`` and ``bita`` learn from answer to answer is lost with an interruption, so their
+first rows after one may take a little longer.
 """
 
 from __future__ import annotations
@@ -13,16 +12,17 @@ from pathlib import Path
 
 from msgspec.structs import asdict, fields, replace
 
+from pipedec.bench.grid import Grid
 from pipedec.bench.progress import SweepProgress
 from pipedec.bench.prompts import DrawnPrompt, draw
-from pipedec.bench.record import ROWS_FILE, Row, drop_unfinished_line, header, key_of, plain, read_records, write_json
+from pipedec.bench.record import Row, key_of, plain, write_json
 from pipedec.bench.sweep.config import TUNED, SweepConfig
 from pipedec.bench.sweep.pipelines import Measurable
 from pipedec.bench.sweep.rows import SCHEMA
 from pipedec.bench.sweep.runners import MakeRunner, Measured, OneProcess, RealProcesses, Runner, runner_of
 from pipedec.bench.sweep.trees import BITA, Cell
 from pipedec.bench.sweep.tuning import best_tree
-from pipedec.core import MethodOptions, PipedecError
+from pipedec.core import MethodOptions, PipedecError, SamplingParams
 from pipedec.data.prompts import PromptSet
 from pipedec.messages import PromptRequest
 from pipedec.methods import StaticTreeOptions
@@ -50,16 +50,10 @@ class Sweep:
     def __init__(self, config: SweepConfig, out: Path, progress: SweepProgress, make_runner: MakeRunner = runner_of) -> None:
         self._config = config
         self._make_runner = make_runner
-        self._rows_path = out / ROWS_FILE
         self._trees_path = out / "trees.json"
         self._prompts_path = out / "prompts.json"
         self._progress = progress
-        self._header = header("sweep", {})
-        out.mkdir(parents=True, exist_ok=True)
-        drop_unfinished_line(self._rows_path)
-        records = read_records(self._rows_path, SCHEMA) if self._rows_path.is_file() else ()
-        self._known: dict[str, Row] = {record["key"]: record for _, record in records}
-        self._rows: list[Row] = []
+        self._grid = Grid(SCHEMA, out, progress)
         self._references: dict[tuple[str, PromptRequest], tuple[int, ...]] = {}  # what pp answered
 
     def run(self, prompt_sets: list[PromptSet]) -> list[Row]:
@@ -70,7 +64,7 @@ class Sweep:
         for shape in shapes:
             self._progress.busy(shape.label)
             self._sweep_shape(shape, prompt_sets)
-        return self._rows
+        return self._grid.rows
 
     def _sweep_shape(self, shape: Measurable, prompt_sets: list[PromptSet]) -> None:
         template = PromptRequest("", self._config.raw_prompts, sampling=self._config.sampling_of(0))
@@ -124,29 +118,20 @@ class Sweep:
         return StaticTreeOptions(**{item.name: known[key]["best"][item.name] for item in fields(StaticTreeOptions)})
 
     def _measure(self, shape: Measurable, cell: Cell, prompt: DrawnPrompt, repeat: int, runner: Runner) -> None:
-        identity = self._identity(shape, cell, prompt, repeat)
-        key = key_of([identity, prompt.request.prompt])
-        row = self._known.get(key)
-        if row is None:
+        request = replace(prompt.request, sampling=self._config.sampling_of(repeat))
+        identity = self._identity(shape, cell, prompt, request.sampling, repeat)
+
+        def answered() -> Row:
             trace = self._config.clock == "measured" and self._is_traced(prompt)
-            request = replace(prompt.request, sampling=self._config.sampling_of(repeat))
             answer = runner.answer(cell.request(request, trace))
             divergence = self._divergence(shape, request, answer, runner)
-            provenance = {name: self._header[name] for name in ("date", "version", "revision", "machine")}
-            row = {
-                "schema": SCHEMA, "key": key, **provenance, "bita": None, **identity, **_results(answer),
-                "divergence": divergence,
-            }  # fmt: skip
-            with self._rows_path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            self._known[key] = row
-        _check_difference(row, shape.dtype)
-        self._rows.append(row)
-        self._progress.row()
+            return {"bita": identity.get("bita"), **_results(answer), "divergence": divergence}
+
+        self._grid.row(identity, [prompt.request.prompt], answered, lambda row: _check_difference(row, shape.dtype))
 
     def _is_traced(self, prompt: DrawnPrompt) -> bool:
         """The first prompt of each set is traced, for the breakdown of a timestep's time."""
-        return all(row["prompt_set"] != prompt.prompt_set or row["prompt_index"] == prompt.index for row in self._rows)
+        return all(row["prompt_set"] != prompt.prompt_set or row["prompt_index"] == prompt.index for row in self._grid.rows)
 
     def _divergence(self, shape: Measurable, request: PromptRequest, answer: Measured, runner: Runner) -> Row | None:
         """A row's field ``divergence``: how the answer differs from the first that ``pp`` gave in the pipeline's scope."""
@@ -158,7 +143,7 @@ class Sweep:
             return None
         return {**plain(found), "near_tie": is_explained(found, shape.dtype, request.sampling)}
 
-    def _identity(self, shape: Measurable, cell: Cell, prompt: DrawnPrompt, repeat: int) -> Row:
+    def _identity(self, shape: Measurable, cell: Cell, prompt: DrawnPrompt, sampling: SamplingParams, repeat: int) -> Row:
         """The fields that distinguish this row from all others."""
         bita = {"bita": shape.bita} if cell.method == BITA else {}
         return {
@@ -173,7 +158,7 @@ class Sweep:
             "prompt_set": prompt.prompt_set,
             "prompt_index": prompt.index,
             "repeat": repeat,
-            "sampling": plain(self._config.sampling_of(repeat)),
+            "sampling": plain(sampling),
             **bita,
         }
 

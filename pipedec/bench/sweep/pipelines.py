@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pipedec.bench.record import Row, key_of
 from pipedec.bench.sweep.trees import BITA
@@ -52,45 +52,20 @@ class SmallModel:
     device: str = "l40"
 
 
-class Measurable(Protocol):
-    """What a sweep must know of a pipeline before any of it runs.
+@dataclass(frozen=True)
+class Shape:
+    """A pipeline that the sweep starts here. All shapes have these attributes, before any of them runs:
 
     Attributes:
         preset: the partition, emulated or launched; None if there is none.
         cluster, pair: a row's fields about the pipeline and about its models.
+        methods: those that the sweep measures.
         bita: a row's field about its BiTA. Raises UserError if there is none.
         trained_masks: of its BiTA; 0 if it has none.
         dtype: in which it computes (that of ``cluster`` may be emulated).
         scope: answers of pipelines of one scope must be equal.
-        methods: those that the sweep measures.
         label: for progress bars and titles.
     """
-
-    @property
-    def preset(self) -> str | None: ...
-    @property
-    def cluster(self) -> Row: ...
-    @property
-    def pair(self) -> Row: ...
-    @property
-    def bita(self) -> Row: ...
-    @property
-    def trained_masks(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def is_emulated(self) -> bool: ...
-    @property
-    def scope(self) -> str: ...
-    @property
-    def methods(self) -> tuple[str, ...]: ...
-    @property
-    def label(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A pipeline that the sweep starts here: what runs (``spec``), and a row's fields about it (see ``Measurable``)."""
 
     preset: str | None
     spec: PipelineSpec
@@ -250,6 +225,9 @@ class LaunchedShape:
     @property
     def _own(self) -> ClusterConfig:
         return self.config.for_partition(self.partition)
+
+
+Measurable = Shape | RunningShape | LaunchedShape
 
 
 def _label(preset: str | None, num_stages: int) -> str:

@@ -248,4 +248,3 @@ def runner_of(shape: Measurable, clock: str, prompts: Path) -> Runner:
             return Launched(config, partition, prompts, shape.scope)
         case Shape(spec=spec):
             return OneProcess(spec) if clock == "computed" else RealProcesses(spec)
-    raise TypeError(f"no runner for {shape}")

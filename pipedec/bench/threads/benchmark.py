@@ -1,13 +1,12 @@
 """Decode threads on emulated pipelines: styles × methods × stage counts × prompts, one JSONL row per answer.
 
-Owns the grid and the rows (``rows.jsonl``); rows in the file are not measured again. In one style every method and pipeline
+Owns the order of the grid. In one style every method and pipeline
 must generate the same answer. ``answers`` generates one answer, ``summary`` computes statistics of the rows.
 ``pipedec-bestfirst`` keeps what it has learned from answer to answer of one style; an interruption loses it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +14,16 @@ from typing import Annotated
 
 from msgspec.structs import replace
 
+from pipedec.bench.grid import Grid, SameAnswers
 from pipedec.bench.options import Drawing, Preset, StageCounts
 from pipedec.bench.progress import SweepProgress
 from pipedec.bench.prompts import DrawnPrompt, draw
-from pipedec.bench.record import ROWS_FILE, Row, drop_unfinished_line, header, key_of, plain, read_records
+from pipedec.bench.record import Row, plain
 from pipedec.bench.sweep.pipelines import Pair, Shape, emulated, pair_digest
-from pipedec.bench.threads.answers import ThreadAnswers
-from pipedec.bench.threads.rows import BASELINE, SCHEMA, SEQUENTIAL, SKELETON
-from pipedec.bench.threads.styles import Style, find_style
+from pipedec.bench.threads.answers import Style, ThreadAnswers, find_style
+from pipedec.bench.threads.rows import BASELINE, SCHEMA, SEQUENTIAL
 from pipedec.config import ClusterConfig
-from pipedec.core import DEFAULT_METHOD, PipedecError, SamplingParams, UserError
+from pipedec.core import DEFAULT_METHOD, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet
 from pipedec.flags import Help, check_fields
 from pipedec.messages import PromptRequest
@@ -45,10 +44,9 @@ class ThreadsConfig(Drawing):
     cluster: ClusterConfig
     preset: Preset
     stages: StageCounts = ()
-    dialects: Annotated[
-        tuple[str, ...],
-        Help(f"Dialects by name or file; {SEQUENTIAL}: one thread, the baseline; {SKELETON}: Skeleton-of-Thought, by prompts."),
-    ] = (SEQUENTIAL, "apar", "pasta", SKELETON)
+    dialects: Annotated[tuple[str, ...], Help(f"Dialects by name or file; {SEQUENTIAL}: one thread, the baseline.")] = (
+        SEQUENTIAL, "apar", "pasta",
+    )  # fmt: skip
     methods: Annotated[tuple[str, ...], Help(f"Methods; speed-ups are over {BASELINE}.")] = (BASELINE, DEFAULT_METHOD)
     sampling: SamplingParams = SamplingParams(max_tokens=64)
     pair: Pair = Pair()
@@ -62,11 +60,15 @@ class ThreadsConfig(Drawing):
 
     def styles(self) -> dict[str, Style]:
         """By name."""
-        found = [find_style(name) for name in self.dialects]
+        found = [self.style(name) for name in self.dialects]
         named = {style.name: style for style in found}
         if len(named) < len(found):
             raise UserError("--dialects names a dialect twice")
         return named
+
+    def style(self, dialect: str) -> Style:
+        """The style of one of ``dialects``. Raises UserError for an unknown one."""
+        return find_style(dialect)
 
     def shapes(self) -> Iterator[Shape]:
         for stages in self.stages or (None,):
@@ -94,45 +96,37 @@ class ThreadsBench:
     def __init__(self, config: ThreadsConfig, out: Path, progress: SweepProgress) -> None:
         self._config = config
         self._styles = config.styles()
-        self._path = out / ROWS_FILE
         self._progress = progress
-        self._header = header("threads", {})
-        out.mkdir(parents=True, exist_ok=True)
-        drop_unfinished_line(self._path)
-        records = read_records(self._path, SCHEMA) if self._path.is_file() else ()
-        self._known: dict[str, Row] = {record["key"]: record for _, record in records}
-        self._first: dict[tuple[object, ...], Row] = {}
+        self._grid = Grid(SCHEMA, out, progress)
+        self._same = SameAnswers()
 
     def run(self, prompt_sets: list[PromptSet]) -> list[Row]:
         shapes = list(self._config.shapes())
         per_cell = sum(min(self._config.samples, len(one.prompts)) for one in prompt_sets)
         self._progress.start(len(shapes) * len(self._styles) * len(self._config.methods) * per_cell)
-        return [row for shape in shapes for row in self._of_shape(shape, prompt_sets)]
+        for shape in shapes:
+            self._measure_shape(shape, prompt_sets)
+        return self._grid.rows
 
-    def _of_shape(self, shape: Shape, prompt_sets: list[PromptSet]) -> Iterator[Row]:
+    def _measure_shape(self, shape: Shape, prompt_sets: list[PromptSet]) -> None:
         self._progress.busy(shape.label)
         answers = ThreadAnswers(shape.spec, self._styles)
         request = PromptRequest("", self._config.raw_prompts, sampling=self._config.seeded_sampling())
         for prompt in draw(answers, prompt_sets, request, self._config.samples, self._config.seed):
             for dialect in self._styles:
                 for method in self._config.methods:
-                    row = self._row(shape, prompt, dialect, method, answers)
-                    self._check(row)
-                    self._progress.row()
-                    yield row
+                    self._measure(shape, prompt, dialect, method, answers)
 
-    def _row(self, shape: Shape, prompt: DrawnPrompt, dialect: str, method: str, answers: ThreadAnswers) -> Row:
+    def _measure(self, shape: Shape, prompt: DrawnPrompt, dialect: str, method: str, answers: ThreadAnswers) -> None:
         identity = self._identity(shape, prompt, dialect, method)
-        key = key_of([identity, prompt.request.prompt, prompt.request.raw, self._styles[dialect].settings])
-        if key not in self._known:
+        asked = [prompt.request.prompt, prompt.request.raw, self._styles[dialect].settings]
+
+        def generate() -> Row:
             figures = answers.generate(replace(prompt.request, method=method), dialect)
-            provenance = {name: self._header[name] for name in ("date", "version", "revision", "machine")}
-            row = {"schema": SCHEMA, "key": key, **provenance, **identity, **figures}
-            self._check(row)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            self._known[key] = row
-        return self._known[key]
+            self._check({**identity, **figures})  # before it is written
+            return figures
+
+        self._grid.row(identity, asked, generate, self._check)
 
     def _identity(self, shape: Shape, prompt: DrawnPrompt, dialect: str, method: str) -> Row:
         """The fields that identify an answer."""
@@ -152,8 +146,6 @@ class ThreadsBench:
 
     def _check(self, row: Row) -> None:
         """Raise PipedecError unless the answer equals that of the first method on the first pipeline."""
-        first = self._first.setdefault((row["prompt_set"], row["prompt_index"], row["dialect"]), row)
-        if (row["document"], row["finish_reason"]) != (first["document"], first["finish_reason"]):
-            both = " and ".join(f"{one['method']} on {one['cluster']['stages']} stages" for one in (row, first))
-            question = f"prompt {row['prompt_index']} of {row['prompt_set']}, dialect {row['dialect']}"
-            raise PipedecError(f"{both} gave different answers to {question}: a defect (or a near tie, if not in float32)")
+        question = row["prompt_set"], row["prompt_index"], row["dialect"]
+        name = f"to prompt {row['prompt_index']} of {row['prompt_set']}, dialect {row['dialect']}"
+        self._same.check(question, (row["document"], row["finish_reason"]), row, name)

@@ -5,7 +5,7 @@ Draws the frame of one run (``rows``); ``summary`` computes the heights of the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import ceil, log2
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,6 @@ import numpy as np
 from pandas import DataFrame
 
 from pipedec.bench.record import Row
-from pipedec.bench.report.figures.catalogue import Drawn
 from pipedec.bench.report.figures.style import (
     COLUMN_WIDTH,
     FAINT,
@@ -25,11 +24,11 @@ from pipedec.bench.report.figures.style import (
     dress,
     finish,
     new_figure,
-    save,
 )
-from pipedec.bench.report.methods import method_looks, shade
-from pipedec.bench.report.missing import NoFigure
-from pipedec.bench.threads.rows import COMBINATIONS, SKELETON, quartets
+from pipedec.bench.report.figures.sweep import Draw, Drawn, draw_figures
+from pipedec.bench.report.frames import NoFigure
+from pipedec.bench.report.looks import method_looks, shade
+from pipedec.bench.threads.rows import COMBINATIONS, quartets
 from pipedec.bench.threads.summary import FORKED, combinations
 
 if TYPE_CHECKING:
@@ -50,22 +49,17 @@ def draw_threads(frame: DataFrame, out: Path) -> Drawn:
     Raises:
         UserError: matplotlib is not installed, or a file cannot be written.
     """
-    files: list[Path] = []
-    left_out = []
-    drawings: dict[str, Callable[[DataFrame], Figure]] = {"pipeline-fill": fill_figure, "threads-speedup": speedup_figure}
-    for name, draw in drawings.items():
-        try:
-            files += save(draw(frame), out / name)
-        except NoFigure as reason:
-            left_out.append(f"{name} ({reason})")
-    return Drawn(tuple(files), tuple(left_out))
+    figures: dict[str, Draw] = {
+        "pipeline-fill": lambda answers, _: fill_figure(answers),
+        "threads-speedup": lambda answers, _: speedup_figure(answers),
+    }
+    return draw_figures({"": frame}, out, figures)
 
 
 def fill_figure(frame: DataFrame) -> Figure:
     """The rows of every stage, timestep by timestep, of one answer in one thread and in several, with speculation and without.
 
-    The answer is the one with most threads of all dialects and prompts; one by Skeleton-of-Thought only if there is no other.
-    Each panel shows the timesteps with most rows.
+    The answer is the one with most threads of all dialects and prompts. Each panel shows the timesteps with most rows.
 
     Raises:
         NoFigure: the run has not all four, or no answer has two threads.
@@ -151,8 +145,6 @@ def _most_threads(frame: DataFrame) -> dict[str, Row]:
     found = found[found["is_forked"] & (found["stages"] == frame["stages"].max()) & (found["method"] == last_method)]
     if found.empty:
         raise NoFigure("it needs an answer of two threads, dialect none, pp and another method")
-    in_dialects = found[found["dialect"] != SKELETON]
-    found = found if in_dialects.empty else in_dialects
     found = found.assign(count=frame["threads"][found["both"]].to_numpy()).sort_values("dialect", kind="stable")
     best = found.loc[found["count"].idxmax()]
     return {way: frame.loc[best[way]].to_dict() for way in COMBINATIONS}

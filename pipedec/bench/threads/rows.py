@@ -11,9 +11,7 @@ from pandas import DataFrame, Series
 from pipedec.bench.record import Row
 
 SCHEMA = "pipedec.threads/2"
-# What stands for a dialect in answers without one: those in one thread, and Skeleton-of-Thought.
-SEQUENTIAL = "none"
-SKELETON = "sot"
+SEQUENTIAL = "none"  # instead of a dialect, of answers in one thread
 BASELINE = "pp"
 QUESTION = ["prompt_set", "prompt_index"]
 # With threads and without, with speculation and without.

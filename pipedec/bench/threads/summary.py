@@ -17,14 +17,13 @@ import pandas as pd
 from pandas import DataFrame, Series
 
 from pipedec.bench.record import Row
+from pipedec.bench.report.looks import PROMPT_SETS
 from pipedec.bench.report.markdown import markdown_table
-from pipedec.bench.report.prompt_sets import PROMPT_SETS
 from pipedec.bench.threads.rows import (
     BASELINE,
     COMBINATIONS,
     QUESTION,
     SEQUENTIAL,
-    SKELETON,
     quartets,
     ratio,
     threaded_answers,
@@ -42,10 +41,6 @@ _ABOUT = (
     "prompt comes before. To a prompt in a dialect all methods and pipelines gave the same answer. Forked: answers of two "
     "threads or more; cut: at max_tokens. Ratios are geometric means over prompts; APAR's saved tokens are those of the "
     "categories that it accelerates."
-)
-_ABOUT_SKELETONS = (
-    "sot is Skeleton-of-Thought: the skeleton's first token is the answer's, the points are the threads, and their prompts are "
-    "part of the answer's time (later prompts: until every point has its first token; the points' tokens alone: what is left)."
 )
 _COSTS = ["decode_ms", "ms_per_token"]
 _TIMES = [*_COSTS, "tokens_ms", "answer_ms"]
@@ -203,10 +198,9 @@ def document(frame: DataFrame) -> str:
     return json.dumps(figures, indent=1) + "\n"
 
 
-def markdown(frame: DataFrame) -> str:
-    """All figures as tables."""
-    about = [_ABOUT, *([_ABOUT_SKELETONS] if SKELETON in frame["dialect"].cat.categories else [])]
-    parts = [f"Preset {frame['preset'][0]}, {frame['model'][0]}. {' '.join(about)}"]
+def markdown(frame: DataFrame, about: str = "") -> str:
+    """All figures as tables. ``about`` is appended to the text above them."""
+    parts = [f"Preset {frame['preset'][0]}, {frame['model'][0]}. {_ABOUT}{about and ' '}{about}"]
     parts += ["## Answers in threads", _structure_table(structures(frame))]
     counted = {
         dialect: ", ".join(f"{count} {name}" for name, count in counts.items()) for dialect, counts in anomalies(frame).items()

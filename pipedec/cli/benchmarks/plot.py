@@ -1,64 +1,62 @@
-"""``pipedec bench plot``: the paper's figures from the rows of a sweep."""
+"""``pipedec bench plot``: figures from the rows of a sweep."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import click
+import pandas as pd
 
-from pipedec.bench.report.figures.catalogue import FIGURES, draw_figures
+from pipedec.bench.report.figures.sweep import FIGURES, Draw, draw_figures
 from pipedec.bench.report.frames import read_answers, studies
-from pipedec.bench.report.tables import tables
+from pipedec.cli.benchmarks.shared import print_files
+from pipedec.cli.moved import moved_flags
 from pipedec.cli.show import console
 from pipedec.core import UserError
 from pipedec.flags import Help, own_options
 
+OutDirectory = Annotated[Path, Help("Directory of the figures; created if it is missing.", "DIR")]
+Title = Annotated[str | None, Help("Text above each figure.", "TEXT")]
+sources_argument = click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
+
 
 @click.command()
-@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
+@sources_argument
 @own_options
+@moved_flags({"--tables": False}, "is now of python -m benchmarks.reports, in a checkout of pipedec")
 def plot(
     sources: tuple[Path, ...],
-    out: Annotated[Path, Help("Directory of the figures; created if it is missing.", "DIR")],
+    out: OutDirectory,
     only: Annotated[tuple[str, ...], Help("This figure alone; may be repeated.", choices=tuple(FIGURES), repeated=True)] = (),
-    title: Annotated[str | None, Help("Text above each figure.", "TEXT")] = None,
-    with_tables: Annotated[bool, Help("Also print Markdown tables and write them to tables.md.", flag="--tables")] = False,
+    title: Title = None,
 ) -> None:
     """Draw the results of `pipedec bench sweep` in DIR (or a rows file; the rows of several are joined), as PNG and SVG.
 
     Measured and computed times are never mixed: rows of both give one figure of each.
     """
+    draw_all(answers_of(sources, out), out, {name: draw for name, draw in FIGURES.items() if not only or name in only}, title)
+
+
+def answers_of(sources: tuple[Path, ...], out: Path) -> dict[str, pd.DataFrame]:
+    """The answers that may appear in one figure, by timing. Makes ``out``; raises UserError if it cannot, or no file has rows."""
     answers = studies(read_answers(sources))
-    _make_directory(out)
-    if with_tables:
-        document = tables(answers)
-        _write(out / "tables.md", document)
-        print(document, end="")
-    drawn = draw_figures(answers, out, only or tuple(FIGURES), title)
-    for file in drawn.files:
-        _report(str(file))
-    if not drawn.files and not with_tables:
-        raise UserError(f"nothing to draw: {'; '.join(drawn.left_out)}")
-    if drawn.left_out:
-        _report(f"left out: {'; '.join(drawn.left_out)}")
-
-
-def _make_directory(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out}: cannot create this directory: {error.strerror}") from None
+    return answers
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
-    _report(str(path))
-
-
-def _report(line: str) -> None:
-    """Print one line as it is: not wrapped, brackets in names kept."""
-    console.print(line, markup=False, soft_wrap=True)
+def draw_all(
+    answers: Mapping[str, pd.DataFrame], out: Path, figures: Mapping[str, Draw], title: str | None, may_be_none: bool = False
+) -> None:
+    """Draw what the rows contain, and report it. Raises UserError if that is nothing, unless there ``may_be_none``."""
+    drawn = draw_figures(answers, out, figures, title)
+    left_out = "; ".join(drawn.left_out)
+    print_files(*drawn.files)
+    if not drawn.files and not may_be_none:
+        raise UserError(f"nothing to draw: {left_out}")
+    if left_out:
+        console.print(f"left out: {left_out}", markup=False, soft_wrap=True)

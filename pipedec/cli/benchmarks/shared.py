@@ -1,4 +1,4 @@
-"""What several ``pipedec bench`` commands share: options of prompts and models, the results file, a text about the machine."""
+"""What several ``pipedec bench`` commands share: options of prompts and models, progress, the results file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
 from pipedec.bench.options import ClusterFile, Draft, Preset, StageCount, Target
-from pipedec.bench.record import append_rows
+from pipedec.bench.record import ROWS_FILE, append_rows
 from pipedec.bench.sweep.pipelines import Pair, Shape, emulated
 from pipedec.cli.options import MaxTokens, PromptField, Prompts, Temperature, TopK, TopP
 from pipedec.cli.show import console
@@ -82,7 +84,54 @@ class QuestionFlags(ClusterFlags):
         return sets
 
 
+def check_directory(out: Path) -> None:
+    """Raise UserError if ``out`` is a file."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: not a directory")
+
+
+def write_summary(out: Path, text: str, document: str) -> None:
+    """Write ``summary.md`` and ``summary.json`` beside the rows, print the former, and name all files."""
+    (out / "summary.md").write_text(text, encoding="utf-8")
+    (out / "summary.json").write_text(document, encoding="utf-8")
+    print(text, end="")
+    print_files(out / ROWS_FILE, out / "summary.md", out / "summary.json")
+
+
+def print_files(*files: Path) -> None:
+    """Name files as they are: not wrapped, brackets in names kept."""
+    for file in files:
+        console.print(str(file), markup=False, soft_wrap=True)
+
+
 question_options = options_of(QuestionFlags, "asked")
+
+
+class ProgressBar:
+    """The progress of a benchmark of many rows, with the time left."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            console=console,
+        )  # fmt: skip
+        self._task = self._progress.add_task("prompts", total=None)
+
+    def __enter__(self) -> ProgressBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def start(self, total: int) -> None:
+        self._progress.update(self._task, total=total)
+
+    def busy(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+
+    def row(self) -> None:
+        self._progress.advance(self._task)
 
 
 def append(out: Path | None, rows: Iterable[dict[str, Any]]) -> None:
@@ -90,12 +139,3 @@ def append(out: Path | None, rows: Iterable[dict[str, Any]]) -> None:
     if out is not None:
         append_rows(out, rows)
         console.print(f"Results appended to {out}")
-
-
-def machine_text(row: dict[str, Any]) -> str:
-    """For a caption: the machine of a row whose configuration has ``device`` and ``threads``."""
-    machine, config = row["machine"], row["config"]
-    if config["device"] == "cuda":
-        return f"{machine['gpu']}, torch {machine['torch']}"
-    load = f"load average before: {machine['load_average']}"
-    return f"{machine['cpu']}, {machine['cores']} cores, threads: {config['threads']}, {load}, torch {machine['torch']}"

@@ -9,14 +9,13 @@ from typing import Annotated, Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from pipedec.bench.record import ROWS_FILE, Row
 from pipedec.bench.sweep.benchmark import sweep as run_sweep
 from pipedec.bench.sweep.config import SweepConfig
 from pipedec.bench.sweep.trees import TreeGrid
-from pipedec.cli.benchmarks.shared import OutDirectory, QuestionFlags, question_options
+from pipedec.cli.benchmarks.shared import OutDirectory, ProgressBar, QuestionFlags, check_directory, question_options
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
 from pipedec.config import load_cluster
@@ -80,8 +79,7 @@ def sweep(
     if "methods" in given_values(measured.keywords):
         real.pop("methods", None)
     config = measured(**asked.settings() | {"trees": trees, "pair": replace(asked.pair, small=small)} | real)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out}: not a directory")
+    check_directory(out)
     with ProgressBar() as bar:
         rows: list[Row] = run_sweep(config, prompt_sets, out, bar)
     Console(width=None if Console().is_terminal else 110).print(_summary(rows))
@@ -106,33 +104,6 @@ def _real(place: RunningFlags, launching: LaunchFlags) -> dict[str, Any]:
 def _usual(possible: list[str]) -> tuple[str, ...]:
     """The methods of a sweep that are measured if none are given, without those that are not possible."""
     return tuple(name for name in SweepConfig.methods if name in possible)
-
-
-class ProgressBar:
-    """The sweep's progress, with the time left."""
-
-    def __init__(self) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-            console=console,
-        )  # fmt: skip
-        self._task = self._progress.add_task("sweep", total=None)
-
-    def __enter__(self) -> ProgressBar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def start(self, total: int) -> None:
-        self._progress.update(self._task, total=total)
-
-    def busy(self, text: str) -> None:
-        self._progress.update(self._task, description=text)
-
-    def row(self) -> None:
-        self._progress.advance(self._task)
 
 
 def _summary(rows: list[dict[str, Any]]) -> Table:

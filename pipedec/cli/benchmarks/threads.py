@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import click
 
@@ -11,10 +12,16 @@ from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads
 from pipedec.bench.threads.figures import draw_threads
 from pipedec.bench.threads.rows import read_frame
 from pipedec.bench.threads.summary import document, markdown
-from pipedec.cli.benchmarks.shared import OutDirectory, QuestionFlags, question_options
-from pipedec.cli.benchmarks.sweep import ProgressBar
+from pipedec.cli.benchmarks.shared import (
+    OutDirectory,
+    ProgressBar,
+    QuestionFlags,
+    check_directory,
+    print_files,
+    question_options,
+    write_summary,
+)
 from pipedec.cli.show import console
-from pipedec.core import UserError
 from pipedec.flags import own_options, partial_of
 from pipedec.shipped import reference_threads
 
@@ -29,21 +36,21 @@ def threads(measured: Callable[..., ThreadsConfig], asked: QuestionFlags, out: O
     All stages run in one process; times are computed for the preset. Writes OUT/summary.md, OUT/summary.json and two figures.
     Answers that OUT/rows.jsonl already contains are not measured again.
     """
+    measure_threads(measured, asked, out)
+
+
+def measure_threads(measured: Callable[..., ThreadsConfig], asked: QuestionFlags, out: Path, about: str = "") -> None:
+    """Measure, write and print. ``about`` is appended to the text above the tables."""
     if asked.target is None:
         draft = asked.draft or str(reference_threads() / "draft")
         asked = replace(asked, target=reference_threads() / "target", draft=draft)
     config = measured(**asked.settings())
     prompt_sets = asked.prompt_sets()
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out}: not a directory")
+    check_directory(out)
     with ProgressBar() as bar:
         frame = read_frame(bench_threads(config, prompt_sets, out, bar))
-    text = markdown(frame)
-    (out / "summary.md").write_text(text, encoding="utf-8")
-    (out / "summary.json").write_text(document(frame), encoding="utf-8")
-    print(text, end="")
+    write_summary(out, markdown(frame, about), document(frame))
     drawn = draw_threads(frame, out)
-    for file in (out / "rows.jsonl", out / "summary.md", out / "summary.json", *drawn.files):
-        console.print(str(file), markup=False, soft_wrap=True)
+    print_files(*drawn.files)
     for reason in drawn.left_out:
         console.print(f"left out: {reason}", markup=False, soft_wrap=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipedec.bench.load.questions import continued, continued_text, drawn_in_turn, led_by, random_prompts
-from pipedec.bench.prompts import DrawnPrompt
+from pipedec.bench.load.questions import continued_text, drawn_in_turn, led_by
 from pipedec.core import UserError
 from pipedec.data.prompts import PromptSet
 from pipedec.messages import PromptRequest
@@ -52,18 +51,6 @@ def test_a_system_prompt_leads_the_first_turn() -> None:
         led_by("Much longer: ", [(first,)], Words())
 
 
-@pytest.mark.parametrize(("bos", "expected"), [(7, (7, 1, 2, 5, 6, 3)), (None, (7, 1, 2, 5, 6, 7, 3))])
-def test_the_next_turn_continues_the_conversation(bos: int | None, expected: tuple[int, ...]) -> None:
-    before, following = (DrawnPrompt("a", index, ASKED, ids) for index, ids in enumerate(((7, 1, 2), (7, 3))))
-    found = continued(before, (5, 6), following, bos)
-    assert found.token_ids == expected and found.index == 1
-
-
 def test_as_text_it_goes_on_in_a_new_line() -> None:
     ((one, other),) = drawn_in_turn(Words(), SETS[1:], ASKED, 1, seed=0, turns=2)
     assert continued_text(one, " yes.", other).request.prompt == f"{one.request.prompt} yes.\n{other.request.prompt}"
-
-
-def test_random_conversations_have_fresh_tokens() -> None:
-    one, other = random_prompts(4, 100, ASKED, 2, seed=3, turns=2)
-    assert len({prompt.token_ids for prompt in (*one, *other)}) == 4 == len(one[1].token_ids)

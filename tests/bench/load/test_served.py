@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from pipedec.bench.load.benchmark import disturbance
 from pipedec.bench.load.served import Goals, KVUse, Outcome, Served, steady_throughput
 
 
@@ -72,15 +71,3 @@ def test_steady_throughput_counts_while_the_load_is_full() -> None:
     assert steady_throughput(four, 2) == pytest.approx((5 + 3 + 2) / (6.0 - 2.0))
     assert steady_throughput(four, None) == pytest.approx((1 + 5 + 1 + 3 + 2) / 6.0)
     assert steady_throughput(four[:2], 2) is None and steady_throughput([], 2) is None
-
-
-def test_an_intruder_is_judged_by_what_the_others_take_meanwhile() -> None:
-    alone = Outcome((served(0.0, (1.0, 1), (2.0, 2), (3.0, 2)), served(0.0, (1.0, 1), (3.0, 1))))
-    late = served(1.0, (3.0, 1))
-    disturbed = Outcome((served(0.0, (1.0, 1), (3.0, 2)), served(0.0, (1.0, 1), (3.5, 1)), late))
-    found = disturbance(alone, disturbed)
-    assert found["tpot_without_ms"] == 1000 * (2 / 4 + 2 / 1) / 2, "two seconds, four tokens and one"
-    assert found["tpot_ms"] == 1000 * (2 / 2 + 2.5 / 1) / 2, (
-        "the token that ends the window's last wait counts, and so does the wait"
-    )
-    assert (found["ttft_ms"], found["prompt_tokens"]) == (2000, 5)

@@ -8,7 +8,7 @@ from support.synthetic_sweep import answers, line
 
 from pipedec.bench.report.captions import colors, labels, provenance, stages_text
 from pipedec.bench.report.frames import variants
-from pipedec.bench.report.methods import METHODS, method_looks, method_rank
+from pipedec.bench.report.looks import METHODS, method_looks, method_rank
 
 
 def test_the_small_print_names_emulation_clock_models_and_counts(tmp_path: Path) -> None:

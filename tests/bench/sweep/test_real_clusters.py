@@ -17,9 +17,9 @@ from support.hosts import Hosts
 from support.silent_progress import Silent
 from support.tiny_pair import Pair
 
-from pipedec.bench.report.figures.catalogue import draw_figures
+from benchmarks.reports.tables import tables
+from pipedec.bench.report.figures.sweep import FIGURES, draw_figures
 from pipedec.bench.report.frames import read_answers, studies
-from pipedec.bench.report.tables import tables
 from pipedec.bench.sweep.benchmark import sweep
 from pipedec.bench.sweep.config import SweepConfig
 from pipedec.bench.sweep.pipelines import RunningShape, described_pair
@@ -234,7 +234,7 @@ def test_every_partition_is_launched_once_and_measured(pair: Pair, tmp_path: Pat
     text = tables(found)
     assert "Measured on a cluster of 1 cpu and a cluster of 2 cpu, nothing emulated" in text and "## p2, measured" in text
     assert "mulated" not in text.replace("nothing emulated", "")
-    names = {path.name for path in draw_figures(found, tmp_path, ("speedup",)).files}
+    names = {path.name for path in draw_figures(found, tmp_path, {"speedup": FIGURES["speedup"]}).files}
     assert names == {"speedup.png", "speedup.svg"}, "over two numbers of stages"
 
 

@@ -1,1 +1,1 @@
-"""The figures of ``pipedec bench plot``, one module per kind."""
+"""Figures: what they have in common, and those of ``pipedec bench plot``."""

@@ -1,0 +1,1 @@
+"""The same prompts through ``transformers`` and pipedec, in one process."""

@@ -1,0 +1,318 @@
+"""The same checkpoint and prompts through ``transformers``, llama.cpp and pipedec, on this machine.
+
+Everything runs in this process, one answer at a time; the contenders take turns, and nothing is emulated. A contender loads and
+calls one way to get the target's greedy answer, and counts the target's passes and rows.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from benchmarks.alternatives.llama_cpp import NAME, LlamaCpp, is_installed
+from pipedec.bench.options import Positive
+from pipedec.bench.record import Row, header, pipeline_row
+from pipedec.config import AUTO
+from pipedec.core import DEFAULT_METHOD, Request, SamplingParams, UserError
+from pipedec.engine.build import DTYPES, load_drafter
+from pipedec.engine.devices import chosen_device
+from pipedec.engine.local import LocalPipeline
+from pipedec.engine.sequences import Sequences
+from pipedec.flags import Help, check_fields
+from pipedec.gguf import is_gguf
+from pipedec.methods import METHODS
+from pipedec.model import BitaWeights, DraftVocabulary, LaneRows, ModelConfig, StageModel, load_transformers
+from pipedec.plan.spec import PipelineSpec
+from pipedec.stage import FinalStageWorker, StageWorker
+from pipedec.text.prompt import Prompter
+
+LOOKUP_TOKENS = 10
+_LLAMA_CPP_TOKENS = 4096
+
+
+@dataclass
+class PassCount:
+    """The target's work: passes through all of its layers, and the rows in these passes."""
+
+    passes: float = 0.0
+    rows: float = 0.0
+
+    def add(self, rows: int, share: float = 1.0) -> None:
+        """Count a forward of ``rows`` rows through ``share`` of the target's layers."""
+        self.passes += share
+        self.rows += rows * share
+
+
+class Contender(Protocol):
+    """One way to generate an answer; ``count`` accumulates over answers."""
+
+    name: str
+    count: PassCount
+
+    def answer(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
+        """The greedy answer's token ids, up to an end token or ``max_tokens``."""
+
+
+class TransformersContender:
+    """``generate`` of a loaded target, always with a KV cache, whatever its generation config sets."""
+
+    def __init__(self, name: str, target: Any, **options: Any) -> None:
+        self.name = name
+        self.count = PassCount()
+        self._target = target
+        self._options = options
+
+    @torch.inference_mode()
+    def answer(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
+        prompt = torch.tensor([list(prompt_token_ids)], device=self._target.device)
+        counting = self._target.register_forward_hook(self._count_pass, with_kwargs=True)
+        try:
+            output = self._target.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_tokens, do_sample=False, use_cache=True,
+                pad_token_id=0, **self._options,
+            )  # fmt: skip
+        finally:
+            counting.remove()
+        return [int(token) for token in output[0, prompt.shape[1] :]]
+
+    def _count_pass(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        self.count.add(keywords["input_ids"].shape[1])
+
+
+class PipelineContender:
+    """One method of pipedec, all stages and the draft in this process."""
+
+    def __init__(self, name: str, pipeline: LocalPipeline, method: str, count: PassCount) -> None:
+        self.name = name
+        self.count = count
+        self._pipeline = pipeline
+        self._method = method
+
+    def answer(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
+        request = Request(0, tuple(prompt_token_ids), SamplingParams(max_tokens=max_tokens), method=self._method)
+        return [token for verdict in self._pipeline.run(request) for token in verdict.tokens]
+
+
+class LlamaCppContender:
+    """llama.cpp, whose passes are those of greedy decoding."""
+
+    name = f"{NAME} greedy"
+
+    def __init__(self, model: Path) -> None:
+        self.count = PassCount()
+        self._loaded = LlamaCpp(model, _LLAMA_CPP_TOKENS)
+
+    def answer(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
+        token_ids = self._loaded.answer(prompt_token_ids, max_tokens)
+        self.count.add(len(prompt_token_ids))
+        for _ in token_ids[1:]:
+            self.count.add(1)
+        return token_ids
+
+
+class CountedStage(StageModel):
+    """A stage that counts every forward as its share of the target's layers. ``count`` must be set after loading."""
+
+    count: PassCount
+
+    def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:
+        self.count.add(len(inputs), self.num_layers / self.config.num_layers)
+        return super().forward(inputs, lanes)
+
+
+def load_contenders(spec: PipelineSpec) -> list[Contender]:
+    """Greedy ``transformers`` first; contenders that need a draft model or BiTA only if ``spec`` has one; llama.cpp where the
+    target is a GGUF file and the package ``xllamacpp`` is installed.
+
+    The default method runs in one stage and in the stages of ``spec``; other methods gain nothing from stages in one process.
+
+    Raises:
+        UserError: ``transformers`` does not accept the draft model.
+    """
+    device = chosen_device(spec.settings.cut.device)
+    target = load_transformers(spec.target, DTYPES[spec.dtype], device, attn_implementation="sdpa")
+    contenders: list[Contender] = [TransformersContender("transformers greedy", target)]
+    if spec.draft is not None and DraftVocabulary.load(spec.draft) is None:  # transformers knows no draft with few tokens
+        draft = load_transformers(spec.draft, DTYPES[spec.dtype], device, attn_implementation="sdpa")
+        if draft.config.vocab_size != target.config.vocab_size:
+            raise UserError(
+                f"transformers' assisted generation needs models of equal vocab_size, not {target.config.vocab_size} "
+                f"and {draft.config.vocab_size}: use another draft, or --draft none"
+            )
+        contenders.append(TransformersContender("transformers assisted", target, assistant_model=draft))
+    contenders.append(TransformersContender("transformers lookup", target, prompt_lookup_num_tokens=LOOKUP_TOKENS))
+    if is_gguf(spec.target) and is_installed():
+        contenders.append(LlamaCppContender(spec.target))
+    return contenders + _pipelines(spec, device)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hides the warnings and progress bars of transformers inside the block."""
+    verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_bars:
+            logging.enable_progress_bar()
+
+
+def _pipelines(spec: PipelineSpec, device: torch.device) -> list[Contender]:
+    spec = spec.replaced(prefix_cache=False)  # every answer computes its prompt
+    whole = replace(spec.replaced(stages=1, groups=None, layers=AUTO), layers=((spec.layers[0][0], spec.layers[-1][1]),))
+    pipeline, count = _load_counted(whole, device)
+    has_draft, has_bita = spec.draft is not None, spec.bita is not None
+    compared = ("pp", "stpp", DEFAULT_METHOD, "bita")
+    methods = [method for method in compared if METHODS[method].missing(has_draft, has_bita) is None]
+    contenders: list[Contender] = [PipelineContender(f"pipedec {method}, 1 stage", pipeline, method, count) for method in methods]
+    if spec.draft is not None:
+        pipeline, count = _load_counted(spec, device)
+        contenders.append(PipelineContender(f"pipedec, {spec.settings.cut.stages} stages", pipeline, DEFAULT_METHOD, count))
+    return contenders
+
+
+def _load_counted(spec: PipelineSpec, device: torch.device) -> tuple[LocalPipeline, PassCount]:
+    """Like ``LocalPipeline.load``, with stages that count their forwards."""
+    config, count, sequences = ModelConfig.from_directory(spec.target), PassCount(), Sequences(spec.target)
+    stages: list[StageWorker] = []
+    for first, last in spec.layers:
+        model = CountedStage.load(spec.target, range(first, last), DTYPES[spec.dtype], device, config=config)
+        assert isinstance(model, CountedStage)
+        model.count = count
+        if spec.bita is not None:
+            model.attach(BitaWeights.load(spec.bita, config, range(first, last), DTYPES[spec.dtype], device))
+        kind = FinalStageWorker if model.is_last else StageWorker
+        stages.append(kind(model, sequences.of, device, slots=spec.kv_slots, block=spec.kv_block))
+    return LocalPipeline(spec, stages, load_drafter(spec, device), device, kv=spec.kv_manager()), count
+
+
+Turns = list[list["TimedAnswer"]]  # of one contender: for each prompt, the answer of every repeat
+
+
+@dataclass(frozen=True)
+class AlternativesConfig:
+    """The limits of a run. Raises UserError for a number below 1."""
+
+    max_tokens: Annotated[Positive, Help("Maximum number of output tokens.")] = 128
+    repeats: Annotated[Positive, Help("Number of times each contender answers each prompt.")] = 3
+    threads: Annotated[Positive | None, Help("Number of CPU threads of torch (default: torch's choice).")] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class TimedAnswer:
+    """One answer, its seconds from prompt to last token, and the target's passes and rows for it."""
+
+    token_ids: tuple[int, ...]
+    seconds: float
+    passes: float
+    rows: float
+
+
+def measure_alternatives(
+    spec: PipelineSpec,
+    prompts: Sequence[str],
+    config: AlternativesConfig,
+    on_answer: Callable[[int, int], None] = lambda *_: None,
+    load: Callable[[PipelineSpec], list[Contender]] = load_contenders,
+) -> list[Row]:
+    """One JSONL row per contender. The answers of all are compared with those of the first, greedy ``transformers``.
+
+    Args:
+        on_answer: called after each answer with (answers done, answers in all).
+        load: the contenders.
+
+    Raises:
+        UserError: a prompt does not fit the target's context, or a contender cannot be loaded.
+    """
+    prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
+    prompt_ids = [prompter.token_ids(prompt, False, config.max_tokens) for prompt in prompts]
+    with _threads(config.threads) as num_threads, quiet_transformers():
+        settings = asdict(config) | {
+            "threads": num_threads,
+            "prompts": len(prompts),
+            "pipeline": pipeline_row(spec.description()),
+        }
+        settings["device"] = chosen_device(spec.settings.cut.device).type
+        first = header("alternatives", settings) | {"transformers": transformers.__version__}
+        contenders = load(spec)
+        for contender in contenders:
+            contender.answer(prompt_ids[0], config.max_tokens)  # to warm up
+        turns = _take_turns(contenders, prompt_ids, config, on_answer)
+    expected = [answers[0].token_ids for answers in turns[0]]
+    return [
+        {**first, "contender": contender.name, **_figures(answers, prompt_ids, expected)}
+        for contender, answers in zip(contenders, turns, strict=True)
+    ]
+
+
+def _take_turns(
+    contenders: list[Contender],
+    prompt_ids: list[tuple[int, ...]],
+    config: AlternativesConfig,
+    on_answer: Callable[[int, int], None],
+) -> list[Turns]:
+    """All answers, by contender. All contenders answer a prompt before the next; each round starts with another one."""
+    turns: list[Turns] = [[[] for _ in prompt_ids] for _ in contenders]
+    rounds = [index for index in range(len(prompt_ids)) for _ in range(config.repeats)]
+    for number, index in enumerate(rounds):
+        for turn in range(len(contenders)):
+            chosen = (number + turn) % len(contenders)
+            turns[chosen][index].append(_timed(contenders[chosen], prompt_ids[index], config.max_tokens))
+            on_answer(number * len(contenders) + turn + 1, len(rounds) * len(contenders))
+    return turns
+
+
+def _timed(contender: Contender, prompt_token_ids: Sequence[int], max_tokens: int) -> TimedAnswer:
+    before = replace(contender.count)
+    started = time.perf_counter()
+    token_ids = contender.answer(prompt_token_ids, max_tokens)
+    seconds = time.perf_counter() - started
+    after = contender.count
+    return TimedAnswer(tuple(token_ids), seconds, after.passes - before.passes, after.rows - before.rows)
+
+
+def _figures(turns: Turns, prompt_ids: list[tuple[int, ...]], expected: list[tuple[int, ...]]) -> Row:
+    """Rates over all prompts, from the median time of each; passes and rows per token, prompt rows excluded."""
+    answers = [repeats[0] for repeats in turns]
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    seconds = sum(statistics.median(answer.seconds for answer in repeats) for repeats in turns)
+    new_rows = sum(answer.rows - len(ids) for answer, ids in zip(answers, prompt_ids, strict=True))
+    return {
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "ms_per_token": 1000 * seconds / tokens,
+        "passes_per_token": sum(answer.passes for answer in answers) / tokens,
+        "rows_per_token": new_rows / tokens,
+        "equal": sum(all(answer.token_ids == ids for answer in repeats) for repeats, ids in zip(turns, expected, strict=True)),
+        "seconds": [[round(answer.seconds, 6) for answer in repeats] for repeats in turns],
+    }
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[int]:
+    """Sets the number of torch's CPU threads inside the block; None leaves it as it is."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(number or usual)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(usual)

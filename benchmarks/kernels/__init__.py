@@ -1,0 +1,1 @@
+"""Single operations of a stage on one device, timed without a pipeline."""

@@ -1,0 +1,149 @@
+"""``python -m benchmarks.kernels``: operations on tree, cache and attention one by one, and large layers against the roofline."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.kernels.layers import LayersConfig, measure_layers
+from benchmarks.kernels.operations import OperationsConfig, measure_operations
+from benchmarks.machine import machine_text
+from pipedec.bench.record import check_writable
+from pipedec.cli.benchmarks.shared import Out, append
+from pipedec.cli.main import main
+from pipedec.cli.show import console
+from pipedec.flags import options_of, own_options
+from pipedec.hardware import GIGA
+
+_LABELS = {
+    ("grow", None): "grow by a layer",
+    ("prune tree", "hit"): "prune tree, hit",
+    ("prune tree", "miss"): "prune tree, miss",
+    ("prune cache", "hit"): "prune cache, hit",
+    ("prune cache", "miss"): "prune cache, miss",
+    ("attention plan", None): "attention mask",
+    ("tree attention", None): "tree attention",
+    ("reference attention", None): "Algorithm 1 as written",
+}
+
+
+@click.group()
+def kernels() -> None:
+    """Time what a stage computes."""
+
+
+@kernels.command()
+@options_of(OperationsConfig, "config")
+@own_options
+def operations(config: OperationsConfig, out: Out = None) -> None:
+    """Time growing, committing, pruning and attention, by tree size (width 32, 16 children).
+
+    The default shape is that of the shipped target, with six of its layers in a stage.
+    """
+    check_writable(out)
+    with console.status("measuring") as status:
+        measured = measure_operations(config, lambda row: status.update(f"measured {row['operation']}, {row['tree_rows']} rows"))
+    Console().print(_operations_table(measured, _operations_caption(measured[0])))
+    append(out, measured)
+
+
+def _operations_table(rows: list[dict[str, Any]], caption: str) -> Table:
+    """One line per operation, one column per tree size; below them the number of rows that a hit keeps."""
+    table = Table(title="Time of one operation in µs, by rows in the tree", caption=caption)
+    table.title_justify = table.caption_justify = "left"
+    sizes = sorted({row["tree_rows"] for row in rows})
+    for name in ("", *map(str, sizes)):
+        table.add_column(name, justify="right" if name else "left", overflow="fold")
+    times = {(row["operation"], row["verdict"], row["tree_rows"]): _spread_us(row["time_us"]) for row in rows}
+    measured = {(row["operation"], row["verdict"]) for row in rows}
+    for key in [key for key in _LABELS if key in measured]:
+        table.add_row(_LABELS[key], *(times.get((*key, size), "-") for size in sizes))
+    kept = {row["tree_rows"]: str(row["kept_rows"]) for row in rows if row["verdict"] == "hit"}
+    table.add_section()
+    table.add_row("rows that the hit keeps", *(kept.get(size, "-") for size in sizes))
+    return table
+
+
+def _spread_us(figures: dict[str, float]) -> str:
+    return f"{figures['median']:.0f} ({figures['p90']:.0f})"
+
+
+def _operations_caption(row: dict[str, Any]) -> str:
+    config = row["config"]
+    return (
+        f"Median (90th percentile). {machine_text(row)}. {config['dtype']}; tokens before the tree: "
+        f"{config['past']}. Attention and its mask: {config['heads']} heads, {config['kv_heads']} key-value heads of "
+        f"{config['head_dim']}, one layer, the last {config['width']} rows. Pruning also commits the accepted row; the cache "
+        f"is that of {config['layers']} layers. A hit keeps the largest subtree, a miss nothing."
+    )
+
+
+@kernels.command()
+@options_of(LayersConfig, "config")
+@own_options
+def layers(config: LayersConfig, out: Out = None) -> None:
+    """Time layers with random weights against memory bandwidth and peak arithmetic; no checkpoint is needed.
+
+    On a laptop: --model llama-3.2-1b --layers 1 --rows 1,8 --past 64 --lanes 8.
+    """
+    check_writable(out)
+    with console.status("creating the layers") as status:
+        measured = measure_layers(config, lambda row: status.update(f"measured: {row['operation']}"))
+    forward = [row for row in measured if row["operation"] == "forward"]
+    output = Console()
+    output.print(_forward_table([row for row in forward if "over_one_lane" not in row]))
+    if config.lanes:
+        output.print(_lanes_table([row for row in forward if "over_one_lane" in row]))
+    longest = max(row["past"] for row in forward)
+    caption = f"Median (90th percentile). The KV cache is the whole stage's, with {longest} accepted tokens before the tree."
+    output.print(_operations_table([row for row in measured if row["operation"] != "forward"], caption))
+    append(out, measured)
+
+
+def _forward_table(rows: list[dict[str, Any]]) -> Table:
+    config = rows[0]["config"]
+    title = f"Stage of {config['model']}, {config['dtype']}, layers: {config['layers']}; one step"
+    table = Table(title=title, caption=_layers_caption(rows[0]), title_justify="left", caption_justify="left")
+    for name in ("past", "rows", "measured ms", "bound ms", "set by", "of the bound", "GB/s"):
+        table.add_column(name, justify="left" if name == "set by" else "right")
+    for past, steps in groupby(rows, key=lambda row: row["past"]):
+        for row in steps:
+            reached = row["bytes"] / (row["time_us"]["median"] / 1e6) / GIGA
+            cells = (f"{row['bound_us'] / 1000:.2f}", row["bound_by"], f"{row['share_of_bound']:.0%}", f"{reached:.0f}")
+            table.add_row(str(past), str(row["rows"]), _spread_ms(row["time_us"]), *cells)
+        table.add_section()
+    return table
+
+
+def _lanes_table(rows: list[dict[str, Any]]) -> Table:
+    caption = "Median (90th percentile). One request: a step with as many rows, all of one request."
+    table = Table(title="One row of each of many requests", caption=caption, title_justify="left", caption_justify="left")
+    for name in ("past", "requests", "measured ms", "bound ms", "one request ms", "ratio"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        bound, ratio = f"{row['bound_us'] / 1000:.2f}", f"{row['over_one_lane']:.2f}"
+        of_one = _spread_ms(row["one_lane_time_us"])
+        table.add_row(str(row["past"]), str(row["lanes"]), _spread_ms(row["time_us"]), bound, of_one, ratio)
+    return table
+
+
+def _spread_ms(time_us: dict[str, float]) -> str:
+    return f"{time_us['median'] / 1000:.2f} ({time_us['p90'] / 1000:.2f})"
+
+
+def _layers_caption(row: dict[str, Any]) -> str:
+    roofline = row["roofline"]
+    driver = f", driver {row['driver']}" if row["driver"] else ""
+    return (
+        f"Median (90th percentile). {machine_text(row)}{driver}. Bound: weights and cache read once at "
+        f"{roofline['bytes_per_second'] / GIGA:.0f} GB/s, or all products at {roofline['flops_per_second'] / 1e12:.3g} TFLOP/s, "
+        f"whichever takes longer ({roofline['source']}). GB/s: weights and cache by measured time."
+    )
+
+
+if __name__ == "__main__":
+    main(kernels)

@@ -1,0 +1,219 @@
+"""Large transformer layers on this machine, compared with its roofline: memory bandwidth and peak arithmetic.
+
+Weights are random: only the shape determines how long a step takes. Owns the bound; the layers run ``StageModel``'s code, and
+``operations`` times tree and KV cache. Knows no pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+
+from benchmarks.kernels.operations import OperationsConfig, filled_caches, grown_tree, measure_bookkeeping
+from benchmarks.kernels.stopwatch import Stopwatch, check_memory, device_named
+from pipedec.bench.checks import check_known
+from pipedec.bench.options import Counts, Device, Positive
+from pipedec.bench.record import Row, header
+from pipedec.engine.build import DTYPES
+from pipedec.flags import Help, check_fields
+from pipedec.hardware import DEVICES, DTYPE_BYTES, GIGA, MODEL_SHAPES, ModelShape
+from pipedec.model import LaneRows, ModelConfig, StageModel, device_capture
+from pipedec.tree import Visibility
+
+# CUDA names of the devices with a data sheet in ``hardware``. Others are measured (PCIe variants have slower memory).
+DATA_SHEETS = {
+    "NVIDIA GeForce RTX 3090": "rtx3090", "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA L40": "l40",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA A100-SXM4-80GB": "a100-80", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200",
+}  # fmt: skip
+COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
+MULTIPLIED_SIZE = {"cuda": 8192, "cpu": 1024}
+_NVIDIA_SMI_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class LayersConfig:
+    """The layers to measure, and the steps.
+
+    Attributes:
+        rows, past: steps of each number of rows after each number of accepted tokens.
+        lanes: steps with one row of each of that many requests, compared with as many rows of one request.
+        runs: of slots in which each KV cache lies; a CPU reads one run in place and joins several layer by layer.
+
+    Raises:
+        UserError: a number below 1, or an unknown model, dtype or device.
+    """
+
+    model: Annotated[str, Help(f"Model shape: {', '.join(MODEL_SHAPES)}.", "NAME")] = "llama-3.1-70b"
+    layers: Annotated[Positive, Help("Number of layers of the stage.")] = 6
+    rows: Annotated[Counts, Help("Rows per step.")] = (1, 2, 4, 8, 16, 32, 64, 128)
+    past: Annotated[Counts, Help("Accepted tokens before the step.")] = (512, 2048, 8192)
+    lanes: Annotated[
+        tuple[Positive, ...],
+        Help("Numbers of requests: a step with one row of each is compared with one of as many rows of one request."),
+    ] = ()
+    runs: Annotated[Positive, Help("Runs of slots in which each KV cache lies.")] = 1
+    tree_rows: Annotated[Counts, Help("Sizes of the trees that are grown and pruned.")] = (32, 448)
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, Help("Data type (default: bfloat16 on CUDA, float32 on CPU).")
+    ] = None
+    device: Device = "auto"
+    repeats: Annotated[Positive, Help("Number of timed runs per step.")] = 20
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_known("model", self.model, MODEL_SHAPES)
+
+    @property
+    def shape(self) -> ModelShape:
+        return MODEL_SHAPES[self.model]
+
+    def operations(self, device: torch.device) -> OperationsConfig:
+        """The same layers for ``operations``, with dtype and device resolved and the longest past."""
+        return OperationsConfig(
+            sizes=self.tree_rows,
+            past=max(self.past),
+            layers=self.layers,
+            heads=self.shape.num_attention_heads,
+            kv_heads=self.shape.num_key_value_heads,
+            head_dim=self.shape.head_size,
+            dtype=self.dtype or ("bfloat16" if device.type == "cuda" else "float32"),
+            device="cuda" if device.type == "cuda" else "cpu",
+            repeats=self.repeats,
+            runs=self.runs,
+        )
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Peak bandwidth and arithmetic of a device; ``source`` is the data sheet, or that they were measured."""
+
+    bytes_per_second: float
+    flops_per_second: float
+    source: str
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: str) -> Roofline:
+        """From the data sheet if the device is known, else measured: a large copy and a large matrix product."""
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        if name in DATA_SHEETS:
+            sheet = DEVICES[DATA_SHEETS[name]]
+            return cls(sheet.bandwidth_gb_per_s * GIGA, sheet.peak_flops(dtype), sheet.source)
+        stopwatch, size = Stopwatch(device, repeats=5), MULTIPLIED_SIZE[device.type]
+        source = torch.ones(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        copy_us = stopwatch.time_us(lambda: None, lambda _: target.copy_(source))["p10"]
+        factor = torch.ones(size, size, dtype=DTYPES[dtype], device=device)
+        product_us = stopwatch.time_us(lambda: None, lambda _: factor @ factor)["p10"]
+        return cls(2 * source.nbytes / copy_us * 1e6, 2 * size**3 / product_us * 1e6, "a copy and a product measured here")
+
+    def bound_ms(self, num_bytes: float, flops: float) -> tuple[float, str]:
+        """Lower bound for reading ``num_bytes`` and computing ``flops``, and what sets it: ``memory`` or ``compute``."""
+        read_ms, compute_ms = 1000 * num_bytes / self.bytes_per_second, 1000 * flops / self.flops_per_second
+        return max(read_ms, compute_ms), "memory" if read_ms >= compute_ms else "compute"
+
+
+def measure_layers(config: LayersConfig, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
+    """JSONL rows: ``operation`` ``forward`` for each past and number of rows or lanes, then those of ``measure_bookkeeping``.
+
+    Raises:
+        UserError: there is no such device, or the layers do not fit into its memory.
+    """
+    device = device_named(config.device)
+    operations = config.operations(device)
+    weight_bytes = config.layers * config.shape.layer_parameters * DTYPE_BYTES[operations.dtype]
+    what = f"{config.layers} layers of {config.model} in {operations.dtype}"
+    one_lane = operations.cache_bytes(max(*config.rows, *config.tree_rows, *config.lanes))
+    needed = weight_bytes + max(one_lane, max(config.lanes, default=0) * operations.cache_bytes(1))
+    check_memory(what, needed, device, "lower --layers, --past or --lanes, or take a smaller --model or --dtype")
+    roofline = Roofline.of(device, operations.dtype)
+    resolved = {"dtype": operations.dtype, "device": device.type, "threads": torch.get_num_threads()}
+    first = header("layers", asdict(config) | resolved)
+    first |= {"driver": driver(), "cuda": torch.version.cuda, "roofline": asdict(roofline)}
+    rows = []
+    for figures in _figures(config, operations, roofline, device):
+        rows.append({**first, **figures})
+        on_row(rows[-1])
+    return rows
+
+
+def driver() -> str | None:
+    """The version of the NVIDIA driver, or None where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else None
+
+
+def _figures(config: LayersConfig, operations: OperationsConfig, roofline: Roofline, device: torch.device) -> Iterator[Row]:
+    stage = _random_stage(config, operations.torch_dtype, device)
+    for past in config.past:
+        for rows in config.rows:
+            yield _measure_forward(stage, replace(operations, past=past), 1, rows, roofline, device)
+        for lanes in config.lanes:
+            of_one, of_many = (
+                _measure_forward(stage, replace(operations, past=past), *shape, roofline, device)
+                for shape in ((1, lanes), (lanes, 1))
+            )
+            yield of_many | {"one_lane_time_us": of_one["time_us"], "over_one_lane": _ratio(of_many, of_one)}
+    del stage
+    for size in config.tree_rows:
+        yield from measure_bookkeeping(operations, size, device)
+
+
+def _random_stage(config: LayersConfig, dtype: torch.dtype, device: torch.device) -> StageModel:
+    """Layers from the middle of a model, without embedding and head."""
+    shape = {**asdict(config.shape), "model_type": "llama", "num_hidden_layers": config.layers + 2}
+    with tempfile.TemporaryDirectory(prefix="pipedec-bench-") as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        model_config = ModelConfig.from_directory(directory)
+    stage = StageModel.random(model_config, range(1, config.layers + 1), dtype, device)
+    stage.capture = device_capture(device)
+    return stage
+
+
+def _ratio(one: Row, other: Row) -> float:
+    """The ratio of median times."""
+    return float(one["time_us"]["median"] / other["time_us"]["median"])
+
+
+def _measure_forward(
+    stage: StageModel, operations: OperationsConfig, lanes: int, rows: int, roofline: Roofline, device: torch.device
+) -> Row:
+    """One step through all layers, of ``rows`` tree rows of each of ``lanes`` requests, and its lower bound."""
+    past, config, num_rows = operations.past, stage.config, lanes * rows
+    tree, _ = grown_tree(operations, rows, device)
+    caches = filled_caches(operations, rows, device, lanes)
+    hidden_RE = torch.randn(num_rows, config.hidden_size, dtype=stage.dtype, device=device)
+    positions_R = tree.positions + past
+    visibility = Visibility(tree.tree_mask, past, lambda: positions_R)
+
+    def drop_rows() -> list[LaneRows]:
+        for cache in caches:
+            cache.reset()
+            cache.append(past, to_past=True)
+        return [LaneRows(positions_R, cache, visibility) for cache in caches]
+
+    stopwatch = Stopwatch(device, operations.repeats)
+    time_us = stopwatch.time_us(drop_rows, lambda entering: stage.forward(hidden_RE, entering))
+    cached = lanes * stage.num_layers * (past + rows) * config.num_cache_elements_per_row
+    num_bytes = stage.num_bytes + cached * stage.dtype.itemsize
+    attention = 4 * stage.num_layers * num_rows * (past + rows) * config.num_heads * config.head_dim
+    flops = 2 * num_rows * stage.num_layers * config.num_layer_parameters + attention
+    bound_ms, bound_by = roofline.bound_ms(num_bytes, flops)
+    return {
+        "operation": "forward", "past": past, "lanes": lanes, "rows": num_rows, "time_us": time_us, "bytes": num_bytes,
+        "flops": flops, "bound_us": 1000 * bound_ms, "bound_by": bound_by, "share_of_bound": 1000 * bound_ms / time_us["median"],
+    }  # fmt: skip

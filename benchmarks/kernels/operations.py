@@ -1,0 +1,202 @@
+"""The time of single operations on the prediction tree, the KV cache and tree attention, by tree size.
+
+Owns trees grown to a size and caches filled to a length. Knows neither weights nor pipelines.
+
+Shape legend: R rows of the last layer, P past tokens, N rows in the tree, S = P + N, H query heads, K key-value heads, D head
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
+
+import torch
+
+from benchmarks.kernels.reference_attention import reference_attention
+from benchmarks.kernels.stopwatch import Stopwatch, check_memory, device_named
+from pipedec.bench.options import Counts, Device, Positive
+from pipedec.bench.record import Row, header
+from pipedec.core import UserError
+from pipedec.engine.build import DTYPES
+from pipedec.flags import Help, check_fields
+from pipedec.model import KVCache, KVPool, KVShape
+from pipedec.model.attention import AttentionPlan, tree_attention
+from pipedec.tree import Advance, Candidates, PredictionTree, Visibility
+
+_BLOCK = 256  # of a KV pool, as flash-attention needs it
+
+
+@dataclass(frozen=True)
+class OperationsConfig:
+    """The shape and the sizes to measure; the default shape is six layers of the shipped target.
+
+    Attributes:
+        width, children: how trees grow.
+        runs: of slots in which each KV cache lies.
+
+    Raises:
+        UserError: a number below 1, heads that are no multiple of kv_heads, or an unknown dtype or device.
+    """
+
+    sizes: Annotated[Counts, Help("Tree sizes in rows.")] = (32, 128, 512, 1024)
+    past: Annotated[Positive, Help("Accepted tokens before the tree.")] = 512
+    layers: Annotated[Positive, Help("Number of layers of the stage whose KV cache is pruned.")] = 6
+    heads: Annotated[Positive, Help("Query heads (a 70B LLaMA: 64).")] = 6
+    kv_heads: Annotated[Positive, Help("Key-value heads (a 70B LLaMA: 8).")] = 2
+    head_dim: Annotated[Positive, Help("Head dimension (a 70B LLaMA: 128).")] = 32
+    dtype: Annotated[Literal["float32", "float64", "bfloat16", "float16"], Help("Data type.")] = "float32"
+    device: Device = "auto"
+    repeats: Annotated[Positive, Help("Number of timed runs per operation.")] = 100
+    width: int = 32
+    children: int = 16
+    runs: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.heads % self.kv_heads:
+            raise UserError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def cache_bytes(self, size: int) -> int:
+        """The KV cache with a tree of ``size`` rows, and the same again as scratch space for pruning."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim * (self.past + size) * self.torch_dtype.itemsize
+
+    def num_bytes(self, size: int) -> int:
+        """Memory for all operations at ``size`` rows."""
+        trees = 8 * (size + self.width) ** 2  # masks of two trees, and one in float32 for path probabilities
+        repeated = 4 * self.heads * (self.head_dim + self.width) * (self.past + size) * self.torch_dtype.itemsize  # Algorithm 1
+        return trees + self.cache_bytes(size) + repeated
+
+
+def measure_operations(config: OperationsConfig, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
+    """One JSONL row for every operation at every size; ``on_row`` gets each as soon as it is known.
+
+    Raises:
+        UserError: there is no such device, or its memory is too small.
+    """
+    device, largest = device_named(config.device), max(config.sizes)
+    what = f"a tree of {largest} rows after {config.past} tokens"
+    check_memory(what, config.num_bytes(largest), device, "lower --sizes, --past or --layers")
+    first = header("operations", asdict(config) | {"device": device.type, "threads": torch.get_num_threads()})
+    rows = []
+    for size in config.sizes:
+        for figures in (*measure_bookkeeping(config, size, device), *_measure_attention(config, size, device)):
+            rows.append({**first, **figures})
+            on_row(rows[-1])
+    return rows
+
+
+def measure_bookkeeping(config: OperationsConfig, size: int, device: torch.device) -> Iterator[Row]:
+    """Time the work of a timestep besides forwards: grow the tree by a layer; commit and prune tree and cache, on hit and miss.
+
+    A miss keeps nothing. A hit keeps the largest subtree below the root, so that pruning moves as many rows as possible.
+    """
+    stopwatch = Stopwatch(device, config.repeats)
+    tree, candidates = grown_tree(config, size, device)
+    yield _figures("grow", size, stopwatch.time_us(lambda: deepcopy(tree), lambda one: one.grow(candidates, config.width)))
+    cache = filled_cache(config, size, device)
+    verdicts = {"miss": config.children}  # every candidate token is below ``children``
+    if size > 1:
+        verdicts = {"hit": _largest_subtree_token(tree), **verdicts}
+    for verdict, token in verdicts.items():
+        advance = deepcopy(tree).advance([token])
+        kept = {"verdict": verdict, "kept_rows": len(advance.kept)}
+        yield _figures("prune tree", size, _time_tree(stopwatch, tree, token)) | kept
+        yield _figures("prune cache", size, _time_cache(stopwatch, cache, advance)) | kept
+
+
+def grown_tree(config: OperationsConfig, size: int, device: torch.device) -> tuple[PredictionTree, Candidates]:
+    """A tree of ``size`` rows, grown layer by layer with a full last layer if possible, and candidates for the next layer.
+
+    Like a running pipeline's, its storage has room for one more layer.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tree = PredictionTree(device, block=size + config.width)
+    layer = tree.append(torch.zeros(1, dtype=torch.int64, device=device), torch.full((1,), -1, device=device))
+    while (missing := size - tree.num_rows) > 0:
+        layer = tree.grow(_drafted(layer, config.children, generator, device), missing % config.width or config.width)
+    return tree, _drafted(layer, config.children, generator, device)
+
+
+def filled_cache(config: OperationsConfig, size: int, device: torch.device) -> KVCache:
+    """A cache of random keys and values: ``past`` accepted rows, then ``size`` rows of the tree."""
+    [cache] = filled_caches(config, size, device, 1)
+    cache.append(size)
+    return cache
+
+
+def filled_caches(config: OperationsConfig, size: int, device: torch.device, lanes: int) -> list[KVCache]:
+    """Caches of one pool, each with ``past`` accepted rows of random keys and values and room for ``size`` more.
+
+    The runs of the caches take turns, so that no two of a cache follow each other.
+    """
+    shape, runs = KVShape(config.layers, config.kv_heads, config.head_dim, config.torch_dtype), config.runs
+    rows, spacing = -(-(config.past + size) // (runs * _BLOCK)) * _BLOCK, lanes + (runs > 1)
+    pool = KVPool(shape, spacing * runs * rows, _BLOCK, device=device)
+    pool.tensor.normal_()
+    lane_runs = [tuple(((run * spacing + lane) * rows, rows) for run in range(runs)) for lane in range(lanes)]
+    return [KVCache(pool, slots, cached=config.past) for slots in lane_runs]
+
+
+@torch.inference_mode()
+def _measure_attention(config: OperationsConfig, size: int, device: torch.device) -> list[Row]:
+    """One layer's attention of the last rows over past and tree. A pipeline makes one plan per step, for all layers."""
+    stopwatch, dtype = Stopwatch(device, config.repeats), config.torch_dtype
+    tree, _ = grown_tree(config, size, device)
+    mask_RN, positions_N = tree.tree_mask[-config.width :], tree.positions + config.past
+    q_RHD = torch.randn(len(mask_RN), config.heads, config.head_dim, dtype=dtype, device=device)
+    keys_KSD, values_KSD = torch.randn(2, config.kv_heads, config.past + size, config.head_dim, dtype=dtype, device=device)
+
+    def make_plan() -> AttentionPlan:
+        visibility, group = Visibility(mask_RN, config.past, lambda: positions_N), config.heads // config.kv_heads
+        return AttentionPlan.for_tree(visibility, positions_N[-config.width :], (None,), group, dtype)
+
+    plan = make_plan()
+    attention = stopwatch.time_us(lambda: None, lambda _: tree_attention(q_RHD, keys_KSD, values_KSD, plan, None))
+    reference = stopwatch.time_us(lambda: None, lambda _: reference_attention(q_RHD, keys_KSD, values_KSD, config.past, mask_RN))
+    return [
+        _figures("attention plan", size, stopwatch.time_us(lambda: None, lambda _: make_plan())),
+        _figures("tree attention", size, attention),
+        _figures("reference attention", size, reference),
+    ]
+
+
+def _time_tree(stopwatch: Stopwatch, tree: PredictionTree, token: int) -> dict[str, float]:
+    return stopwatch.time_us(lambda: deepcopy(tree), lambda one: one.advance([token]))
+
+
+def _time_cache(stopwatch: Stopwatch, cache: KVCache, advance: Advance) -> dict[str, float]:
+    past, size = cache.past_length, cache.tree_length
+
+    def refill() -> None:
+        cache.reset()
+        cache.append(past, to_past=True)
+        cache.append(size)
+
+    times = stopwatch.time_us(refill, lambda _: cache.advance(advance.committed, advance.kept))
+    refill()
+    return times
+
+
+def _drafted(layer: slice, children: int, generator: torch.Generator, device: torch.device) -> Candidates:
+    """Random candidates below every row of ``layer``, with the tokens 0, 1, … in order of probability."""
+    rows = torch.arange(layer.start, layer.stop)
+    log_probs = torch.randn(len(rows), 2 * children, generator=generator).mul(2).log_softmax(-1).topk(children).values
+    return Candidates(rows, torch.arange(children, device=device).expand(len(rows), -1), log_probs.to(device))
+
+
+def _largest_subtree_token(tree: PredictionTree) -> int:
+    """The token of the root's child with the largest subtree."""
+    children = torch.nonzero(tree.parents == 0)[:, 0]
+    largest = children[tree.tree_mask.sum(0)[children].argmax()]
+    return int(tree.token_ids[largest])
+
+
+def _figures(operation: str, size: int, time_us: dict[str, float]) -> Row:
+    return {"operation": operation, "tree_rows": size, "time_us": time_us, "verdict": None, "kept_rows": None}

@@ -1,0 +1,1 @@
+"""Speculation policies compared offline, on recorded answers of the target."""

@@ -1,0 +1,133 @@
+"""``python -m benchmarks.policy``: speculation policies compared offline, on recorded answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import click
+from pandas import DataFrame
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.policy.study import PolicyConfig, Study
+from benchmarks.policy.summary import PolicyFigures, compare, document
+from pipedec.bench.load.policy import Policy
+from pipedec.bench.record import ROWS_FILE, check_writable, read_records
+from pipedec.bench.sweep.rows import SCHEMA, read_rows
+from pipedec.cli.benchmarks.shared import ProgressBar, QuestionFlags, question_options
+from pipedec.cli.main import main
+from pipedec.core import UserError
+from pipedec.flags import Help, own_options, partial_of
+
+_CAUSES = {
+    "first": "first token", "tokens": "token itself", "late": "late", "named": "miss, proposed", "unnamed": "miss, not proposed",
+}  # fmt: skip
+
+
+@click.command()
+@partial_of(PolicyConfig, "compared")
+@question_options
+@own_options
+def policy(
+    compared: Callable[..., PolicyConfig],
+    asked: QuestionFlags,
+    recording: Annotated[Path, Help("Directory of recorded answers; missing ones are recorded.", "DIR")],
+    specs: Annotated[
+        tuple[str, ...],
+        Help(
+            "METHOD[:KEY=VALUE,…] with width, children, depth, rows, forwards, proposers (draft+ngrams); may be repeated.",
+            "METHOD[:KEY=VALUE,…]", "--policy", repeated=True,
+        ),
+    ] = ("pipedec", "pipedec-bestfirst"),
+    out: Annotated[Path | None, Help("Write all figures to this file.", "FILE", "--json")] = None,
+    check: Annotated[
+        Path | None, Help("Compare with the rows of a sweep with --dispatch tasks, in this directory.", "DIR")
+    ] = None,
+) -> None:  # fmt: skip
+    """Compare speculation policies in minutes: timesteps on recorded answers of the target, and their emulated time.
+
+    The target answers each prompt once and the draft model runs once per context; both are kept in RECORDING. The methods are the
+    real ones, timesteps are counted as in a pipeline, and times are computed for the preset.
+    """
+    config = compared(**asked.settings(), policies=tuple(Policy.parse(spec) for spec in specs))
+    study = Study(config, asked.prompt_sets(), recording)
+    check_writable(out, "--json")
+    rows = []
+    if check is not None:
+        read_rows([check / ROWS_FILE])  # raises for rows that are not a sweep's
+        rows = [row for _, row in read_records(check / ROWS_FILE, SCHEMA)]
+    with ProgressBar() as bar:
+        answers = list(study.run(bar))
+    figures = PolicyFigures.of(answers)
+    comparisons = compare(config, answers, rows)
+    page = Console(width=None if Console().is_terminal else 120)
+    for table in (_summary(figures, config.shape.label), _losses(figures), _by_set(figures)):
+        page.print(table)
+    if len(comparisons):
+        page.print(_checked(comparisons))
+    if out is not None:
+        out.write_text(json.dumps(document(config, figures, comparisons), indent=1) + "\n", encoding="utf-8")
+    if check is not None and not len(comparisons):
+        same = "policies, prompts, pipeline, models, sampling and dispatch (tasks)"
+        raise UserError(f"--check {check}: no row has the same {same}; give the directory of a sweep that has")
+
+
+def _summary(figures: PolicyFigures, pipeline: str) -> Table:
+    table = _table(f"Policies on {pipeline}, emulated", "Means over prompt sets, geometric for times and ratios.")
+    for name in ("timesteps/token", "ms/token", "hit rate", "timesteps/miss", "over the first"):
+        table.add_column(name, justify="right")
+    for policy, one in figures.means.iterrows():
+        per_miss = one["timesteps_per_miss"]
+        table.add_row(
+            str(policy), f"{one['timesteps_per_token']:.3f}", f"{one['ms_per_token']:.1f}", f"{one['hit_rate']:.1%}",
+            f"{per_miss:.2f}" if per_miss == per_miss else "-", f"{one['speedup']:.3f}×",
+        )  # fmt: skip
+    return table
+
+
+def _losses(figures: PolicyFigures) -> Table:
+    """Timesteps per token by cause."""
+    caption = (
+        "All except together add up to timesteps/token. together: share of tokens whose row entered in the same timestep as the "
+        "row before it; late: the row entered more than one timestep after that row, but before the token was accepted; miss: it "
+        "entered after the token was accepted, which a draft source had proposed or not."
+    )
+    table = _table("Timesteps per token by cause", caption)
+    for name in ("together", *_CAUSES.values()):
+        table.add_column(name, justify="right")
+    for policy, causes in figures.causes_per_token.iterrows():
+        table.add_row(str(policy), f"{causes['together']:.1%}", *(f"{causes[cause]:.3f}" for cause in _CAUSES))
+    return table
+
+
+def _by_set(figures: PolicyFigures) -> Table:
+    table = _table("Emulated ms/token by prompt set")
+    for name in figures.totals.index.unique("prompt_set"):
+        table.add_column(name, justify="right")
+    for policy, sets in figures.totals["tpot_ms"].groupby(level="policy", observed=True):
+        table.add_row(str(policy), *(f"{ms_per_token:.1f}" for ms_per_token in sets))
+    return table
+
+
+def _checked(comparisons: DataFrame) -> Table:
+    table = _table("Compared with a sweep: ms/token of the answers in both")
+    for name in ("clock", "slow motion", "answers", "predicted", "sweep", "predicted / sweep"):
+        table.add_column(name, justify="right")
+    for one in comparisons.to_dict("records"):
+        figures = f"{one['predicted']:.2f}", f"{one['found']:.2f}", f"{one['ratio']:.4f}"
+        table.add_row(one["policy"], one["clock"], f"{one['slow_motion']:g}", str(one["answers"]), *figures)
+    return table
+
+
+def _table(title: str, caption: str | None = None) -> Table:
+    table = Table(title=title, caption=caption, min_width=len(title))
+    table.title_justify = table.caption_justify = "left"
+    table.add_column("policy", overflow="fold")
+    return table
+
+
+if __name__ == "__main__":
+    main(policy)

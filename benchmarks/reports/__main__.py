@@ -1,0 +1,62 @@
+"""``python -m benchmarks.reports``: the papers' figures and tables from the rows of a sweep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import click
+
+from benchmarks.reports.figures import (
+    accuracy_figure,
+    masks_figure,
+    misses_figure,
+    prompt_tokens_figure,
+    stochastic_figure,
+    tree_figure,
+)
+from benchmarks.reports.tables import tables
+from pipedec.bench.report.figures.sweep import FIGURES as SWEEP_FIGURES
+from pipedec.bench.report.figures.sweep import Draw, of_greedy, of_methods
+from pipedec.cli.benchmarks.plot import OutDirectory, Title, answers_of, draw_all, sources_argument
+from pipedec.cli.benchmarks.shared import print_files
+from pipedec.cli.main import main
+from pipedec.flags import Help, own_options
+
+FIGURES: dict[str, Draw] = {
+    **SWEEP_FIGURES,
+    "accuracy": of_methods(of_greedy(accuracy_figure)),
+    "stochastic": of_methods(stochastic_figure),
+    "tree": of_greedy(tree_figure),
+    "misses": of_greedy(misses_figure),
+    "prompt-tokens": of_greedy(prompt_tokens_figure),
+    "mask-tokens": of_greedy(masks_figure),
+}
+
+
+@click.command()
+@sources_argument
+@own_options
+def reports(
+    sources: tuple[Path, ...],
+    out: OutDirectory,
+    only: Annotated[tuple[str, ...], Help("This figure alone; may be repeated.", choices=tuple(FIGURES), repeated=True)] = (),
+    title: Title = None,
+    with_tables: Annotated[bool, Help("Also print Markdown tables and write them to tables.md.", flag="--tables")] = False,
+) -> None:
+    """Draw the results of `pipedec bench sweep` in DIR as all figures of the papers, those of `pipedec bench plot` among them.
+
+    Measured and computed times are never mixed: rows of both give one figure of each.
+    """
+    answers = answers_of(sources, out)
+    if with_tables:
+        document = tables(answers)
+        (out / "tables.md").write_text(document, encoding="utf-8")
+        print_files(out / "tables.md")
+        print(document, end="")
+    chosen = {name: draw for name, draw in FIGURES.items() if not only or name in only}
+    draw_all(answers, out, chosen, title, may_be_none=with_tables)
+
+
+if __name__ == "__main__":
+    main(reports)

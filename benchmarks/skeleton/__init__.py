@@ -1,0 +1,1 @@
+"""Skeleton-of-Thought beside decode threads."""

@@ -1,0 +1,1 @@
+"""Answers that follow a JSON Schema, compared with the same methods' answers without one."""

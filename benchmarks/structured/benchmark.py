@@ -1,0 +1,232 @@
+"""Structured answers on emulated pipelines: questions × methods × stage counts, each with its schema and without one.
+
+Without one an answer gets as many tokens as it has with its schema: in a short answer, every pass through the pipeline counts.
+Owns the order of the grid. All methods and pipelines must give the same answer. Times are computed, and do not count rank 0's own
+work: a run gives the same figures anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec.structs import replace
+
+from pipedec.bench.grid import Grid, SameAnswers
+from pipedec.bench.options import Methods, Positive, Preset, StageCounts
+from pipedec.bench.progress import SweepProgress
+from pipedec.bench.record import Row, plain
+from pipedec.bench.report.markdown import markdown_table
+from pipedec.bench.sweep.pipelines import Pair, Shape, emulated, pair_digest
+from pipedec.config import ClusterConfig
+from pipedec.core import Request, SamplingParams, StructuredOutputs
+from pipedec.engine.local import LocalPipeline
+from pipedec.flags import Help, check_fields
+from pipedec.methods import METHOD_NAMES, find_method
+from pipedec.model import ModelConfig
+from pipedec.text.prompt import Prompter
+
+_FILE = Path(__file__).with_name("schemas.json")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question.
+
+    Attributes:
+        kind: what the schema is about; different for every case.
+    """
+
+    kind: str
+    prompt: str
+    schema: dict[str, Any]
+
+    @property
+    def structure(self) -> StructuredOutputs:
+        return StructuredOutputs(json=self.schema)
+
+
+def load_cases() -> list[Case]:
+    return [Case(**each) for each in json.loads(_FILE.read_text(encoding="utf-8"))]
+
+
+SCHEMA = "pipedec.structured/1"
+
+
+@dataclass(frozen=True)
+class StructuredConfig:
+    """The grid of answers. Raises UserError for an unknown method or preset, or a number below 1."""
+
+    cluster: ClusterConfig
+    preset: Preset
+    stages: StageCounts = ()
+    methods: Methods = METHOD_NAMES
+    questions: Annotated[Positive, Help("How many of the thirty questions, from the first on.")] = 30
+    sampling: SamplingParams = SamplingParams(max_tokens=80)
+    pair: Pair = Pair()
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            find_method(method)
+        check_fields(self)
+        self.cluster.find_partition(self.preset)
+
+    def shapes(self) -> Iterator[Shape]:
+        for stages in self.stages or (None,):
+            yield emulated(self.cluster, self.preset, stages, self.pair, own_work=False)
+
+
+class StructuredBench:
+    """One grid, written to one directory."""
+
+    def __init__(self, config: StructuredConfig, out: Path, progress: SweepProgress) -> None:
+        self._config = config
+        self._cases = load_cases()[: config.questions]
+        self._progress = progress
+        self._grid = Grid(SCHEMA, out, progress)
+        self._same = SameAnswers()
+
+    def run(self) -> list[Row]:
+        """Measure the answers that are missing; returns the rows of all answers of this configuration.
+
+        Raises:
+            UserError: the file has rows of another schema, or the pair has no draft or BiTA for a method.
+            PipedecError: two methods or pipelines gave different answers.
+        """
+        shapes = list(self._config.shapes())
+        self._progress.start(len(shapes) * len(self._config.methods) * len(self._cases) * 2)
+        for shape in shapes:
+            self._progress.busy(shape.label)
+            pipeline = _Answers(shape)
+            for case in self._cases:
+                sampling = replace(self._config.sampling, structured_outputs=case.structure)
+                first, *_ = [self._row(shape, case, True, method, sampling, pipeline) for method in self._config.methods]
+                sampling = replace(self._config.sampling, max_tokens=len(first["token_ids"]))
+                for method in self._config.methods:
+                    self._row(shape, case, False, method, sampling, pipeline)
+        return self._grid.rows
+
+    def _row(
+        self, shape: Shape, case: Case, is_structured: bool, method: str, sampling: SamplingParams, pipeline: _Answers
+    ) -> Row:
+        identity = {
+            "preset": shape.preset,
+            "cluster": shape.cluster,
+            "pair": pair_digest(shape.spec),
+            "kind": case.kind,
+            "structured": is_structured,
+            "method": method,
+            "sampling": plain(sampling),
+        }
+        return self._grid.row(
+            identity, [case.prompt], lambda: pipeline.generate(case.prompt, sampling, method), self._check
+        )  # fmt: skip
+
+    def _check(self, row: Row) -> None:
+        """Raise PipedecError unless the answer equals that of the first method on the first pipeline."""
+        self._same.check((row["kind"], row["structured"]), row["token_ids"], row, f"about {row['kind']}")
+
+
+class _Answers:
+    """Answers of one pipeline, which is loaded for the first one that has to be generated."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._spec = shape.spec
+        self._prompter = Prompter(self._spec.target, ModelConfig.from_directory(self._spec.target).max_positions)
+        self._pipeline: LocalPipeline | None = None
+
+    def generate(self, prompt: str, sampling: SamplingParams, method: str) -> Row:
+        """The figures of one answer. ``parses``: whether it is JSON; None if it was cut."""
+        self._pipeline = self._pipeline or LocalPipeline.load(self._spec)
+        token_ids = self._prompter.token_ids(prompt, False, sampling.max_tokens)
+        verdicts = list(self._pipeline.run(Request(0, token_ids, sampling, method)))
+        answer = [token for verdict in verdicts for token in verdict.tokens]
+        metrics, reason = self._pipeline.last.metrics, verdicts[-1].finished
+        text = self._prompter.text(answer)
+        return {
+            "token_ids": answer,
+            "text": text,
+            "finish_reason": reason,
+            "parses": _is_json(text) if reason == "stop" else None,
+            "timesteps": metrics.timesteps,
+            "hits": metrics.hits,
+            "misses": metrics.misses,
+            "draft_tokens": metrics.draft_tokens,
+            "decode_ms": round(1000 * metrics.decode_seconds, 3),
+        }
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+_TITLES = (
+    "stages", "method", "answers", "ended", "parse", "tokens", "timesteps per token", "without", "ratio", "ms per token",
+    "without", "ratio",
+)  # fmt: skip
+_ABOUT = (
+    "Emulated, computed clock. Every question with its JSON Schema, and without one as many tokens; all methods and pipelines "
+    "gave the same answers. Ended: with an end token; parse: of these, those that are JSON. Tokens: of an answer with a schema."
+)
+
+
+def figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Means for each number of stages and method, in the order of the rows."""
+    groups = dict.fromkeys((row["cluster"]["stages"], row["method"]) for row in rows)
+    return [_of(stages, method, _chosen(rows, stages, method)) for stages, method in groups]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    lines = [
+        [
+            str(one["stages"]), one["method"], str(one["answers"]), str(one["ended"]), f"{one['parses']:.0%}",
+            f"{one['tokens']:.1f}",
+            *(text for unit in ("timesteps", "ms") for text in _compared(one[unit])),
+        ]
+        for one in figures(rows)
+    ]  # fmt: skip
+    return f"{_ABOUT}\n\n{markdown_table(_TITLES, lines, left=(1,))}\n"
+
+
+def document(rows: Sequence[Row]) -> str:
+    return json.dumps({"benchmark": "structured", "figures": figures(rows)}, indent=1) + "\n"
+
+
+def _chosen(rows: Iterable[Row], stages: int, method: str) -> list[Row]:
+    return [row for row in rows if (row["cluster"]["stages"], row["method"]) == (stages, method)]
+
+
+def _of(stages: int, method: str, rows: Sequence[Row]) -> dict[str, Any]:
+    with_schema = [row for row in rows if row["structured"]]
+    ended = [row for row in with_schema if row["finish_reason"] == "stop"]
+    return {
+        "stages": stages,
+        "method": method,
+        "answers": len(with_schema),
+        "ended": len(ended),
+        "parses": sum(row["parses"] for row in ended) / max(len(ended), 1),
+        "tokens": sum(len(row["token_ids"]) for row in with_schema) / max(len(with_schema), 1),
+        "timesteps": _both(rows, "timesteps"),
+        "ms": _both(rows, "decode_ms"),
+    }
+
+
+def _both(rows: Sequence[Row], field: str) -> dict[str, float]:
+    """A field per token, with schemas and without, and the ratio."""
+    found = {}
+    for name, is_structured in (("with", True), ("without", False)):
+        chosen = [row for row in rows if row["structured"] is is_structured]
+        tokens = sum(len(row["token_ids"]) - 1 for row in chosen)
+        found[name] = sum(row[field] for row in chosen) / max(tokens, 1)
+    return {**found, "ratio": found["with"] / max(found["without"], 1e-9)}
+
+
+def _compared(values: dict[str, float]) -> tuple[str, str, str]:
+    return f"{values['with']:.2f}", f"{values['without']:.2f}", f"{values['ratio']:.2f}"

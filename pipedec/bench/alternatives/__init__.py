@@ -1,1 +1,0 @@
-"""``pipedec bench alternatives``: the same prompts through ``transformers`` and pipedec, in one process."""

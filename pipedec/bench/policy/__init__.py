@@ -1,1 +1,0 @@
-"""``pipedec bench policy``: speculation policies compared offline, on recorded answers of the target."""

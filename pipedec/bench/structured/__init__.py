@@ -1,1 +1,0 @@
-"""``pipedec bench structured``: answers that follow a JSON Schema, compared with the same methods' answers without one."""

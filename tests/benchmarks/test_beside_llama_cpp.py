@@ -1,0 +1,62 @@
+"""llama.cpp beside pipedec, on the same GGUF file: skipped without its package; what is refused is told without it, too."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+from support.gguf_files import byte_level_tokenizer, save_gguf
+from support.tiny_pair import Pair
+
+from benchmarks.alternatives import llama_cpp
+from benchmarks.alternatives.benchmark import LlamaCppContender, load_contenders
+from benchmarks.alternatives.llama_cpp import LlamaCpp
+from benchmarks.load.__main__ import load
+from pipedec.config import Settings
+from pipedec.core import UserError
+from pipedec.engine.build import resolve
+
+
+@pytest.fixture
+def file(pair: Pair, tmp_path: Path, own_cache: Path) -> Path:
+    if not llama_cpp.is_installed():
+        pytest.skip("llama.cpp is not installed (pip install xllamacpp)")
+    return save_gguf(tmp_path / "model.gguf", pair.target, "F32", byte_level_tokenizer(pair.target))
+
+
+def test_its_answers_are_counted(file: Path) -> None:
+    contenders = load_contenders(resolve(Settings.of(target=file, draft="none", stages=1, device="cpu")))
+    (found,) = (one for one in contenders if isinstance(one, LlamaCppContender))
+    answer = found.answer([1, 20, 30], 6)
+    assert 0 < len(answer) <= 6 and found.answer([1, 20, 30], 6) == answer
+    assert found.count.passes == 2 * len(answer)
+
+
+def test_its_slots_answer_a_load(file: Path, tmp_path: Path) -> None:
+    asked = ["--prompt", "The pipeline", "--prompt", "Natalia sold", "--raw-prompt", "--max-tokens", "5"]
+    flags = ["--llama-cpp", str(file), *asked, "--concurrency", "1,2", "--requests", "4", "--max-num-seqs", "2"]
+    flags += ["--out", str(tmp_path / "load")]
+    result = CliRunner().invoke(load, [*flags], catch_exceptions=False)
+    rows = [json.loads(line) for line in (tmp_path / "load" / "rows.jsonl").read_text().splitlines()]
+    assert "llama.cpp" in result.output and [row["policy"] for row in rows] == ["llama.cpp", "llama.cpp"]
+    assert all(len(row["served"]) == 4 and row["tokens_per_s"] > 0 for row in rows)
+
+
+def test_what_it_cannot_do_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
+    with pytest.raises(UserError, match="pip install xllamacpp"):
+        LlamaCpp(Path("model.gguf"), 64)
+    monkeypatch.setitem(sys.modules, "xllamacpp", SimpleNamespace(__spec__=object()))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="is none"):
+        LlamaCpp(pair.target, 64)
+
+
+@pytest.mark.parametrize("flag", [["--preset", "paper-14"], ["--turns", "2"], ["--method", "pp"]])
+def test_other_places_are_refused(flag: list[str], tmp_path: Path) -> None:
+    flags = ["--llama-cpp", "model.gguf", "--prompt", "a", "--concurrency", "1", "--out", str(tmp_path), *flag]
+    result = CliRunner().invoke(load, [*flags])
+    assert isinstance(result.exception, UserError) and "--llama-cpp is a place of its own" in str(result.exception)

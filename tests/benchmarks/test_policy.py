@@ -1,0 +1,216 @@
+"""The study of policies at toy size: beside a sweep, after an interruption, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.silent_progress import Silent
+from support.tiny_pair import Pair
+
+from benchmarks.policy.study import PolicyAnswer, PolicyConfig, Study
+from benchmarks.policy.summary import PolicyFigures, compare, document
+from pipedec.bench.load.policy import Policy
+from pipedec.bench.sweep.benchmark import sweep
+from pipedec.bench.sweep.config import SweepConfig
+from pipedec.bench.sweep.pipelines import Pair as Models
+from pipedec.bench.sweep.trees import TreeGrid
+from pipedec.bench.sweep.tuning import TuningGrid
+from pipedec.config import paper_cluster
+from pipedec.core import SamplingParams, UserError
+from pipedec.data.prompts import PromptSet
+from pipedec.engine.local import LocalPipeline
+
+PROMPTS = [
+    PromptSet("first", ("The pipeline", "Natalia sold", "word " * 4000, "Größe")),
+    PromptSet("second", ("at every timestep",)),
+]
+POLICIES = ("pp", "stpp:depth=2", "pipedec:width=8,children=4", "pipedec-bestfirst:width=8,children=4")
+STAGES = 3
+
+
+def config(made_by: Pair, *policies: str, **changes: Any) -> PolicyConfig:
+    made = PolicyConfig(
+        paper_cluster(),
+        "paper-14",
+        tuple(map(Policy.parse, policies or POLICIES)),
+        stages=STAGES,
+        samples=2,
+        own_work=False,
+        sampling=SamplingParams(max_tokens=5, ignore_eos=True),
+        pair=Models(made_by.target, str(made_by.draft)),
+    )
+    return replace(made, **changes)
+
+
+def study(chosen: PolicyConfig, prompt_sets: list[PromptSet], directory: Path, progress: Silent) -> list[PolicyAnswer]:
+    return list(Study(chosen, prompt_sets, directory).run(progress))
+
+
+def swept(pair: Pair, out: Path, **changes: Any) -> list[dict[str, Any]]:
+    made = SweepConfig(
+        paper_cluster(), ("paper-14",), (STAGES,), ("pp", "stpp", "pipedec", "pipedec-bestfirst"), TreeGrid((8,), (4,)),
+        samples=2, sampling=SamplingParams(max_tokens=5, ignore_eos=True), clock="computed", dispatch="tasks", own_work=False,
+        pair=Models(pair.target, str(pair.draft)), grid=TuningGrid(layer_depths=(2,)),
+    )  # fmt: skip
+    return sweep(replace(made, **changes), PROMPTS, out, Silent())
+
+
+def costs(answers: list[PolicyAnswer]) -> list[tuple[object, ...]]:
+    return [(one.policy.name, one.prompt.prompt_set, one.prompt.index, one.replayed) for one in answers]
+
+
+def never(*arguments: object, **keywords: object) -> None:
+    pytest.fail("a model was loaded")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A study of all policies that was not interrupted, and its recording."""
+
+    answers: list[PolicyAnswer]
+    recording: Path
+
+
+@pytest.fixture(scope="module")
+def whole(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    recording = tmp_path_factory.mktemp("whole")
+    return Whole(study(config(pair), PROMPTS, recording, Silent()), recording)
+
+
+def test_predicts_the_rows_of_a_sweep(pair: Pair, tmp_path: Path) -> None:
+    """The same prompts are drawn, the same tokens, and each answer costs the same."""
+    sampling = SamplingParams(1.0, max_tokens=5, ignore_eos=True)
+    rows = swept(pair, tmp_path / "sweep", sampling=sampling, seed=4, samples=1)
+    policies = "pp", "stpp:width=8,children=4,depth=2", *POLICIES[2:]
+    chosen, progress = config(pair, *policies, sampling=sampling, seed=4, samples=1), Silent()
+    answers = study(chosen, PROMPTS, tmp_path / "recording", progress)
+    assert progress.rows == progress.total == len(answers) == len(rows) == 8
+    found = {(row["method"], row["prompt_set"], row["prompt_index"]): row for row in rows}
+    for one in answers:
+        row, replayed = found[one.policy.method, one.prompt.prompt_set, one.prompt.index], one.replayed
+        assert (replayed.timesteps, replayed.hits, replayed.misses) == (row["timesteps"], row["hits"], row["misses"])
+        assert replayed.decode_ms == pytest.approx(row["decode_ms"], rel=1e-3), "a sweep's pipeline learns from all methods"
+    compared = compare(chosen, answers, rows)
+    assert compared[["policy", "clock", "answers"]].values.tolist() == [[name, "computed", 2] for name in policies]
+    assert (compared["slow_motion"] == 1).all() and compared["ratio"].tolist() == pytest.approx([1] * 4, abs=1e-3)
+    slower = [{**row, "clock": "measured", "slow_motion": 2.0, "decode_ms": 2 * row["decode_ms"]} for row in rows]
+    both = compare(chosen, answers, [*slower, *rows])
+    found = both[["clock", "slow_motion", "ratio"]].round(3).values.tolist()
+    assert found == [["computed", 1, 1], ["measured", 2, 0.5]] * 4
+
+
+@pytest.mark.slow
+def test_what_is_recorded_is_not_computed_again(pair: Pair, whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = {path: path.read_bytes() for path in whole.recording.iterdir()}
+    assert len(recorded) == 1 + 3, "the answers, and what the draft said below each of three prompts"
+    monkeypatch.setattr(LocalPipeline, "load", never)
+    monkeypatch.setattr("benchmarks.policy.study.load_drafter", never)
+    assert costs(study(config(pair), PROMPTS, whole.recording, Silent())) == costs(whole.answers)
+    assert {path: path.read_bytes() for path in whole.recording.iterdir()} == recorded
+
+
+@pytest.mark.slow
+def test_goes_on_where_it_was_interrupted(pair: Pair, whole: Whole, tmp_path: Path) -> None:
+    few = config(pair, *POLICIES[2:])
+    interrupted = Study(few, PROMPTS, tmp_path).run(Silent())
+    for _ in range(3):
+        next(interrupted)
+    interrupted.close()
+    assert costs(study(few, PROMPTS, tmp_path, Silent())) == [cost for cost in costs(whole.answers) if cost[0] in POLICIES[2:]]
+
+
+def test_without_a_draft_the_text_alone_proposes(pair: Pair, tmp_path: Path) -> None:
+    alone = Models(pair.target, "none")
+    answers = study(config(pair, "pp", "pipedec-bestfirst", pair=alone), PROMPTS[1:], tmp_path, Silent())
+    assert len(answers) == 2 and list(tmp_path.glob("draft-*")) == []
+    with pytest.raises(UserError, match="method pipedec needs a draft model"):
+        study(config(pair, "pipedec", pair=alone), PROMPTS[1:], tmp_path / "other", Silent())
+    assert not (tmp_path / "other").exists(), "found before anything was recorded"
+
+
+def test_figures_add_up(pair: Pair, whole: Whole) -> None:
+    figures = PolicyFigures.of(whole.answers)
+    means = figures.means.to_dict("index")
+    assert list(means) == list(POLICIES)
+    for name, one in means.items():
+        causes = figures.causes_per_token.loc[name].drop("together")
+        assert causes.sum() == pytest.approx(one["timesteps_per_token"])
+        assert figures.totals.loc[name]["tokens"].to_dict() == {"first": 8, "second": 4}
+    plain, paper = means["pp"], means[POLICIES[2]]
+    assert (plain["timesteps_per_token"], plain["hit_rate"], plain["timesteps_per_miss"]) == (STAGES, 0, STAGES)
+    assert plain["speedup"] == 1 and paper["speedup"] == pytest.approx(plain["ms_per_token"] / paper["ms_per_token"])
+    written = json.loads(json.dumps(document(config(pair), figures, compare(config(pair), whole.answers, []))))
+    assert written["schema"] == "pipedec.policy/1" and written["benchmark"] == "policy"
+    assert [row["limits"] for row in written["policies"]] == [
+        {},
+        {"width": 32, "children": 16, "depth": 2, "rows": None},
+        {"width": 8, "children": 4},
+        {"width": 8, "children": 4, "forwards": None, "proposers": ["draft", "ngrams"]},
+    ]
+    for row in written["policies"]:
+        for totals in row["sets"].values():
+            assert sum(totals["timesteps_by_cause"].values()) - totals["timesteps_by_cause"]["together"] == totals["timesteps"]
+
+
+def test_answers_of_one_token_have_no_figures(pair: Pair, tmp_path: Path) -> None:
+    chosen = config(pair, sampling=SamplingParams(max_tokens=1))
+    with pytest.raises(UserError, match="every answer has a single token, so nothing is decoded: use"):
+        PolicyFigures.of(study(chosen, PROMPTS[1:], tmp_path, Silent()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"preset": "paper-15"}, "paper-15"),
+        ({"samples": 0}, "--samples must be at least 1"),
+        ({"stages": 0}, "--stages must be at least 1"),
+        ({"policies": tuple(map(Policy.parse, ("pipedec", "pipedec:width=32")))}, "--policy pipedec:width=32 was given twice"),
+    ],
+)
+def test_refuses_what_cannot_work(pair: Pair, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        config(pair, **changes)
+
+
+def test_refuses_prompts_that_do_not_fit_and_widths_that_no_step_has(pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no prompt of long fits"):
+        study(config(pair), [PromptSet("long", ("word " * 4000,))], tmp_path, Silent())
+    with pytest.raises(UserError, match="width: must be between 1 and 4096, not 4097"):
+        study(config(pair, "pipedec-bestfirst:width=4097"), PROMPTS, tmp_path, Silent())
+
+
+def test_refuses_another_recording(pair: Pair, whole: Whole, tmp_path: Path) -> None:
+    for changes, message in (
+        ({"sampling": SamplingParams(max_tokens=7, ignore_eos=True)}, r"recorded with another max_tokens \(5, not 7\): give"),
+        ({"pair": Models(pair.target, "none")}, r"recorded with another pair \("),
+    ):
+        with pytest.raises(UserError, match=message):
+            Study(config(pair, "pp", **changes), PROMPTS, whole.recording)
+    path, recorded = tmp_path / "recording.json", (whole.recording / "recording.json").read_text()
+    path.write_text(recorded.replace("pipedec.recording/1", "pipedec.recording/0"))
+    with pytest.raises(UserError, match=r"another schema \(pipedec.recording/0, not pipedec.recording/1\)"):
+        Study(config(pair, "pp"), PROMPTS, tmp_path)
+    starts = "[1.5, ", "[null, ", "[-1, ", '[], "was": ['
+    answers = [recorded.replace('"token_ids": [', f'"token_ids": {start}') for start in starts]
+    for text in (recorded[:-9], "[]", '{"schema": "pipedec.recording/1"}', recorded.replace("token_ids", "ids"), *answers):
+        path.write_text(text)
+        with pytest.raises(UserError, match=r"recording.json is no recording"):
+            Study(config(pair, "pp"), PROMPTS, tmp_path)
+    with pytest.raises(UserError, match="not a directory"):
+        Study(config(pair, "pp"), PROMPTS, path)
+
+
+def test_rows_of_anything_else_are_not_compared(pair: Pair, whole: Whole, tmp_path: Path) -> None:
+    rows = swept(pair, tmp_path / "sweep", methods=("pp", "pipedec"))
+    chosen = config(pair)
+    answers = [one for one in whole.answers if one.policy.method == "pipedec"]
+    assert compare(chosen, answers, rows)[["policy", "answers"]].values.tolist() == [[POLICIES[2], 3]]
+    for change in (
+        {"preset": "paper-7"}, {"prompt_index": 99}, {"prompt_set": "third"}, {"output_tokens": 4}, {"prompt_tokens": 4},
+        {"method": "slm"}, {"tree": {"width": 8, "children": 5}}, {"pair": {"digest": "0"}}, {"sampling": {}}, {"cluster": {}},
+    ):  # fmt: skip
+        assert compare(chosen, answers, [{**row, **change} for row in rows]).empty

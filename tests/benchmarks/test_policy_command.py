@@ -1,0 +1,101 @@
+"""``python -m benchmarks.policy``, from its arguments to what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.called import Calls, caller
+from support.tiny_pair import Pair
+
+from benchmarks.policy.__main__ import policy
+from pipedec.cli import main
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Calls:
+    return caller(lambda: main(policy), monkeypatch, capsys)
+
+
+def flags(pair: Pair, recording: Path) -> list[str]:
+    return [
+        "--preset", "paper-14", "--stages", "2", "--prompt", "The pipeline", "--max-tokens", "6",
+        "--target", str(pair.target), "--draft", str(pair.draft), "--recording", str(recording),
+    ]  # fmt: skip
+
+
+def policies_in(document: Path) -> list[str]:
+    return [row["policy"] for row in json.loads(document.read_text())["policies"]]
+
+
+def test_compares_policies_with_each_other_and_with_a_sweep(compare: Calls, pipedec: Calls, pair: Pair, tmp_path: Path) -> None:
+    asked = [*flags(pair, tmp_path / "recording"), "--no-own-work"]  # which is measured, and never twice the same
+    sweep = [
+        *asked[:-3],
+        "--no-own-work",
+        "--clock",
+        "computed",
+        "--methods",
+        "pp,pipedec-bestfirst",
+        "--dispatch",
+        "tasks",
+        "--out",
+        tmp_path / "sweep",
+    ]
+    assert pipedec("bench", "sweep", *sweep).status == 0
+    policies = ["--policy", "pp", "--policy", "pipedec:width=4", "--policy", "pipedec-bestfirst"]
+    ended = compare(*asked, *policies, "--json", tmp_path / "out.json", "--check", tmp_path / "sweep")
+    assert ended.status == 0, ended.err
+    for text in (
+        "Policies on paper-14 (2 stages), emulated",
+        "by cause",
+        "by prompt set",
+        "Compared with a sweep",
+        "pipedec:width=4",
+    ):
+        assert text in ended.out
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert policies_in(tmp_path / "out.json") == ["pp", "pipedec:width=4", "pipedec-bestfirst"]
+    assert written["policies"][0]["timesteps_per_token"] == 2
+    assert [row["policy"] for row in written["check"]] == ["pp", "pipedec-bestfirst"]
+    assert all(row["ratio"] == pytest.approx(1, abs=2e-3) and row["clock"] == "computed" for row in written["check"])
+
+
+def test_by_default_the_papers_method_beside_best_first(compare: Calls, pair: Pair, tmp_path: Path) -> None:
+    ended = compare(*flags(pair, tmp_path / "recording"), "--json", tmp_path / "out.json")
+    assert ended.status == 0, ended.err
+    assert "Compared with a sweep" not in ended.out
+    assert policies_in(tmp_path / "out.json") == ["pipedec", "pipedec-bestfirst"]
+
+
+def test_without_a_row_to_compare_with_there_are_figures(compare: Calls, pipedec: Calls, pair: Pair, tmp_path: Path) -> None:
+    asked = flags(pair, tmp_path / "recording")
+    sweep = [*asked[:-2], "--clock", "computed", "--methods", "pp", "--out", tmp_path / "sweep"]
+    assert pipedec("bench", "sweep", *sweep).status == 0
+    ended = compare(*asked, "--policy", "pipedec", "--json", tmp_path / "out.json", "--check", tmp_path / "sweep")
+    assert ended.status == 2 and "no row has the same policies" in ended.err and "Compared with a sweep" not in ended.out
+    assert policies_in(tmp_path / "out.json") == ["pipedec"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "warp"], "--policy warp: unknown method 'warp'"),
+        (["--policy", "pipedec:width=0"], "width: must be between 1 and 4096, not 0"),
+        (["--preset", "paper-15"], "paper-15"),
+        (["--stages", "99"], "99 stages"),
+        (["--json", "nowhere/out.json"], "--json nowhere/out.json: there is no directory nowhere"),
+        (["--prompts", "missing.jsonl"], "cannot read missing.jsonl"),
+        (["--check", "nowhere"], "cannot read nowhere/rows.jsonl: No such file"),
+        (["--draft", "none"], "method pipedec needs a draft model"),
+    ],
+)
+def test_mistakes_are_one_line(compare: Calls, pair: Pair, tmp_path: Path, arguments: list[str], message: str) -> None:
+    assert message in compare(*flags(pair, tmp_path / "recording"), *arguments).refused()
+    assert not (tmp_path / "recording").exists()
+
+
+def test_asks_for_prompts(compare: Calls, tmp_path: Path) -> None:
+    line = compare("--preset", "paper-14", "--recording", tmp_path / "recording").refused()
+    assert line == "no prompts: give --prompts FILE or --prompt TEXT"

@@ -1,0 +1,268 @@
+"""The replay against LocalPipeline: the same timesteps, counters and emulated time, and where the timesteps went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import save_tiny_llama
+from support.specs import bare_spec
+
+from benchmarks.policy.drafter import RecordedDrafter
+from benchmarks.policy.recording import DraftMemo
+from benchmarks.policy.replay import Losses, Replayed, ReplayedAnswer, ReplayedPipeline, WatchedExperience, losses
+from pipedec.config import paper_cluster
+from pipedec.core import MethodOptions, Request, SamplingParams
+from pipedec.decoding import Drafter
+from pipedec.decoding.acceptance import Acceptance
+from pipedec.decoding.choices import Choices
+from pipedec.engine.build import load_drafter
+from pipedec.engine.local import LocalPipeline
+from pipedec.methods import BestFirstOptions, PipeDecOptions, PlainOptions, StaticTreeOptions
+from pipedec.plan.emulation import Emulation, with_stages
+from pipedec.plan.partition import plan
+from pipedec.plan.spec import PipelineSpec
+from pipedec.topology import Topology
+
+LAYERS, VOCAB = 14, 200
+PROMPTS = ((1, 9, 30, 4, 51, 17, 8, 22, 40, 3), (5, 6, 7, 5, 6, 7, 5, 6))
+# Presets, stages, and tokens of an answer; the last has 14 stages in 7 groups.
+SHAPES = {"1": ("paper-14", 1, 7), "4": ("paper-14", 4, 7), "14": ("paper-14", None, 4), "14x7": ("paper-7", None, 4)}
+POLICIES = {
+    "pp": ("pp", PlainOptions()),
+    "stpp": ("stpp", StaticTreeOptions(6, 4, depth=3)),
+    "stpp, rows": ("stpp", StaticTreeOptions(6, 4, depth=3, rows=5)),
+    "pipedec": ("pipedec", PipeDecOptions(6, 4)),
+    "best-first": ("pipedec-bestfirst", BestFirstOptions(6, 4, forwards=2)),
+    "best-first, n-grams": ("pipedec-bestfirst", BestFirstOptions(4, 4, forwards=1, proposers=("ngrams",))),
+    "best-first, its own limits": ("pipedec-bestfirst", BestFirstOptions()),
+}
+
+
+CASES = [("4", policy) for policy in POLICIES]
+CASES += [(shape, policy) for shape in ("1", "14", "14x7") for policy in ("pp", "stpp", "pipedec", "best-first")]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, and a draft that is often right."""
+    folder = tmp_path_factory.mktemp("models")
+    target = save_tiny_llama(folder / "target", layers=LAYERS, vocab=VOCAB, eos_token_id=VOCAB - 1)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter += 0.05 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    target.save_pretrained(folder / "draft")
+    return folder
+
+
+def make_emulation(preset: str, stages: int | None) -> Emulation:
+    cluster = paper_cluster()
+    emulation = Emulation.of_plan(plan(cluster if stages is None else with_stages(cluster, preset, stages), preset))
+    return replace(emulation, counts_own_work=False)
+
+
+def make_spec(models: Path, preset: str, stages: int | None) -> PipelineSpec:
+    emulation = make_emulation(preset, stages)
+    count = len(emulation.stages)
+    shape = count, 7 if preset == "paper-7" else count
+    spec = bare_spec(models / "target", LAYERS, shape, models / "draft", draft_dtype="float32")
+    return replace(spec, emulation=emulation)
+
+
+class Both:
+    """The same requests through LocalPipeline and through the replay."""
+
+    def __init__(self, spec: PipelineSpec) -> None:
+        assert spec.emulation is not None
+        self.groups = spec.topology.num_groups
+        self.pipeline = LocalPipeline.load(spec)
+        self.spec = spec
+        self._experience = WatchedExperience(self.groups)
+        self._memos: dict[int, DraftMemo] = {}  # by request
+        self._kv, self._draft_kv = spec.kv_manager(), spec.kv_manager()
+        draft = load_drafter(spec, torch.device("cpu"))
+        assert draft is not None
+        self.draft: Drafter = draft
+
+    def answer(self, prompt: tuple[int, ...], method: str, options: MethodOptions, tokens: int = 7) -> Replayed:
+        """What the replay says, after the pipeline's own answer and figures."""
+        request = Request(PROMPTS.index(prompt), prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), method, options)
+        said = tuple(token for verdict in self.pipeline.run(request) for token in verdict.tokens)
+        return self.replay().run_alone(request, said)
+
+    def _memo(self, number: int) -> DraftMemo:
+        return self._memos.setdefault(number, DraftMemo())
+
+    def replay(self) -> ReplayedPipeline:
+        """An empty pipeline whose drafter knows the prompts by the number of their request."""
+        drafter = RecordedDrafter(self._memo, lambda: self.draft, VOCAB, self._draft_kv)
+        assert self.spec.emulation is not None
+        return ReplayedPipeline(self.spec.emulation, self.spec.topology, drafter, self._experience, self._kv)
+
+
+@pytest.fixture(scope="module")
+def both(models: Path) -> Callable[[str], Both]:
+    """Each shape, loaded once."""
+    return cache(lambda shape: Both(make_spec(models, *SHAPES[shape][:2])))
+
+
+@pytest.mark.fast_cases("4-pp", "4-pipedec", "4-best-first")
+@pytest.mark.parametrize(("shape", "policy"), CASES)
+def test_counts_and_lasts_what_the_pipeline_does(both: Callable[[str], Both], shape: str, policy: str) -> None:
+    """What verdicts taught is kept from answer to answer, and the first prompt's contexts are known the second time."""
+    here, tokens = both(shape), SHAPES[shape][2]
+    for prompt in (*PROMPTS, PROMPTS[0]) if tokens > 4 else PROMPTS[:1]:
+        replayed, metrics = here.answer(prompt, *POLICIES[policy], tokens), here.pipeline.last.metrics
+        assert (replayed.timesteps, replayed.hits, replayed.misses) == (metrics.timesteps, metrics.hits, metrics.misses)
+        assert replayed.decode_ms == pytest.approx(1000 * metrics.decode_seconds, rel=1e-9)
+        assert replayed.losses.timesteps == replayed.timesteps
+        assert replayed.losses.together + replayed.losses.tokens == replayed.tokens - 1 == tokens - 2
+
+
+def in_company(method: str, tokens: int = 6, urgent: int | None = None) -> list[Request]:
+    """Requests of 10 to 168 prompt tokens, of which every other one shares a beginning."""
+    prompts = [(*PROMPTS[number % 2], *range(3, 3 + 40 * number)) for number in range(5)]
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    return [
+        Request(number, prompt, sampling, *POLICIES[method], priority=-1 if number == urgent else 0)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def both_in_company(spec: PipelineSpec, draft: Drafter, requests: list[Request]) -> dict[int, ReplayedAnswer]:
+    """Requests that come at different timesteps, one of them when all others have ended: the pipeline and the replay agree."""
+    coming = {1: [0, 1], 4: [2], 9: [3], 500: [4]}
+    pipeline, replay, begun = LocalPipeline.load(spec), replay_of(spec, draft), dict[int, ReplayedAnswer]()
+    for _ in pipeline.run_all({timestep: [requests[number] for number in numbers] for timestep, numbers in coming.items()}):
+        pass
+    expected = pipeline.answers
+
+    def admit() -> None:
+        soon = replay.timesteps + 1 if replay.num_running else min(coming, default=0)
+        for timestep in [timestep for timestep in coming if timestep <= soon]:
+            for number in coming.pop(timestep):
+                begun[number] = replay.begin(requests[number], tuple(expected[number].token_ids))
+
+    for _ in replay.run(admit):
+        pass
+    assert begun.keys() == expected.keys()
+    for number, answer in begun.items():
+        assert answer.metrics == expected[number].metrics, number
+    assert 1000 * replay.clock.seconds() == pytest.approx(pipeline.emulated_ms, rel=1e-9)
+    return begun
+
+
+@pytest.mark.fast_cases("pp-4", "best-first-4")
+@pytest.mark.parametrize("shape", ["1", "4", "14x7"])
+@pytest.mark.parametrize("method", ["pp", "stpp", "pipedec", "best-first"])
+def test_requests_in_company_count_and_last_what_they_do_in_the_pipeline(
+    both: Callable[[str], Both], shape: str, method: str
+) -> None:
+    begun = both_in_company(both(shape).spec, both(shape).draft, in_company(method))
+    assert begun[4].metrics.cached_tokens > 0, "the fifth prompt begins like the third"
+
+
+@pytest.mark.fast_cases("4")
+@pytest.mark.parametrize("shape", ["1", "4", "14x7"])
+def test_pauses_count_and_last_what_they_do_in_the_pipeline(both: Callable[[str], Both], shape: str) -> None:
+    """The fourth request is urgent, and there is no memory for it beside the others."""
+    here = both(shape)
+    assert here.spec.emulation is not None
+    scarce = replace(here.spec, emulation=replace(here.spec.emulation, kv_tokens=256))
+    begun = both_in_company(scarce, here.draft, in_company("pp", 12, urgent=3))
+    assert begun[2].metrics.pauses == 1 and begun[3].metrics.pauses == 0
+
+
+def replay_of(spec: PipelineSpec, draft: Drafter) -> ReplayedPipeline:
+    """A pipeline and a drafter that have learned nothing."""
+    drafter = RecordedDrafter(lambda number: DraftMemo(), lambda: draft, VOCAB, spec.kv_manager())
+    assert spec.emulation is not None
+    experience = WatchedExperience(spec.topology.num_groups)
+    return ReplayedPipeline(spec.emulation, spec.topology, drafter, experience, spec.kv_manager())
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_an_answer_that_hardly_decodes(both: Callable[[str], Both], tokens: int) -> None:
+    here = both("4")
+    replayed = here.answer(PROMPTS[0], "pipedec-bestfirst", BestFirstOptions(), tokens)
+    assert replayed.timesteps == here.pipeline.last.metrics.timesteps == 4 * (tokens - 1)
+    assert replayed.losses == Losses(first=replayed.timesteps)
+
+
+def test_misses_are_told_apart_by_who_had_named_the_token(both: Callable[[str], Both]) -> None:
+    """A plain pipeline names nothing; with a child for every token, all that is drafted is named."""
+    here = both("4")
+    plain = here.answer(PROMPTS[0], "pp", PlainOptions()).losses
+    assert plain.unnamed > 0 and plain.named == plain.late == plain.together == 0
+    wide = here.answer(PROMPTS[0], "pipedec", PipeDecOptions(2, VOCAB)).losses
+    narrow = here.answer(PROMPTS[0], "pipedec", PipeDecOptions(2, 2)).losses
+    assert wide.named > 0 and wide.unnamed == 0
+    assert narrow.unnamed > 0
+    first = here.answer(PROMPTS[0], "pipedec-bestfirst", BestFirstOptions(1, VOCAB, forwards=1)).losses
+    assert first.named + first.late > 0 and first.unnamed == 0
+
+
+class ScriptedMemo(DraftMemo):
+    """Below every context the draft model proposes the same tokens, the lowest first."""
+
+    def knows(self, context: int, children: int) -> bool:
+        return True
+
+    def children(self, contexts: Sequence[int], children: int) -> tuple[torch.Tensor, torch.Tensor]:
+        token_ids = torch.arange(children).expand(len(contexts), children)
+        return token_ids, -5 - token_ids / 100
+
+
+def test_a_token_after_a_row_that_was_not_drafted_was_not_proposed() -> None:
+    """Row 0 enters with 63 children. Two draft forwards reach 32 of them, but not 62, which is accepted with one token more."""
+    drafter = RecordedDrafter(lambda number: ScriptedMemo(), lambda: pytest.fail("a model was loaded"), VOCAB)
+    replay = ReplayedPipeline(make_emulation("paper-14", 1), Topology.even(1, 1), drafter, WatchedExperience(1))
+    options = BestFirstOptions(64, 64, forwards=2, proposers=("draft",))
+    answer = replay.begin(Request(0, PROMPTS[0], SamplingParams(), "pipedec-bestfirst", options), (7, 0, 62, 5))
+    verdicts = [answer.events[-1][1] for _ in replay.run()]
+    assert (verdicts, answer.is_proposed) == ([1, 1, 2], [False, True, True, False])
+    assert answer.cost(1).losses == Losses(together=1, first=1, tokens=1)
+
+
+def test_experience_tells_which_accepted_tokens_were_among_the_choices() -> None:
+    experience, request = WatchedExperience(4), Request(0, (1, 2))
+    choices = Choices(torch.tensor([[7, 8]]), torch.tensor([[[1.0], [0.0], [0.0]]]))
+    acceptance, expected = experience.learned(request, Acceptance, (1.0,)), Acceptance((1.0,))
+    for token, is_proposed in ((8, True), (9, False)):
+        assert acceptance.observe(choices, 0, token) is expected.observe(choices, 0, token) is is_proposed
+    assert experience.take_proposed(2) == [True, False]
+    assert experience.take_proposed(2) == [False, False], "nothing was drafted"
+    for one in (acceptance, expected):
+        one.observe(choices, 0, 7)
+    assert experience.take_proposed(2) == [True, False], "the row above the last token was not drafted"
+    again = experience.learned(request, Acceptance, (1.0,))
+    assert torch.equal(again.log_chances(choices), expected.log_chances(choices)), "the same one learns on"
+
+
+@pytest.mark.parametrize(
+    ("entries", "is_proposed", "expected"),
+    [
+        ([], [], Losses()),
+        ([1], [False], Losses(first=4)),
+        ([2], [True], Losses(first=5)),
+        ([1, 1, 2], [False] * 3, Losses(first=4, together=1, tokens=1)),
+        ([1, 4], [False, True], Losses(first=4, tokens=1, late=2)),
+        ([1, 4], [False, False], Losses(first=4, tokens=1, late=2)),
+        ([1, 5], [False, True], Losses(first=4, tokens=1, named=3)),
+        ([1, 5], [True, False], Losses(first=4, tokens=1, unnamed=3)),
+        ([2, 2, 7, 8], [False, False, False, True], Losses(first=5, together=1, tokens=2, unnamed=4)),
+    ],
+)
+def test_causes(entries: list[int], is_proposed: list[bool], expected: Losses) -> None:
+    assert losses(entries, is_proposed, passage=4) == expected
+
+
+def test_the_parts_of_several_answers_add_up() -> None:
+    one = losses([1, 1, 2, 9, 12], [False, True, True, False, True], passage=4)
+    assert one.timesteps == 12 - 1 + 4
+    assert Losses.total([one, replace(one, late=7)]).timesteps == 2 * one.timesteps + 7 - one.late

@@ -1,0 +1,313 @@
+"""Skeleton-of-Thought in the bench of threads: its prompts, how a skeleton is read, exact answers, what is counted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from msgspec import structs
+from support.silent_progress import Silent
+from support.thread_models import END, PROMPTS, ThreadModels, naive_answer, teach
+from support.tiny_pair import Pair as TinyPair
+from transformers import LlamaForCausalLM
+
+from benchmarks.skeleton.__main__ import ABOUT, SkeletonConfig, skeleton
+from benchmarks.skeleton.style import SKELETON, Point, SkeletonOfThought, read_skeleton
+from pipedec.bench.sweep.pipelines import Pair as Models
+from pipedec.bench.sweep.pipelines import emulated
+from pipedec.bench.threads.answers import Costs, Exchange, Reply, ThreadAnswers
+from pipedec.bench.threads.benchmark import bench_threads
+from pipedec.bench.threads.figures import draw_threads
+from pipedec.bench.threads.rows import read_frame
+from pipedec.bench.threads.summary import anomalies, combinations, markdown, speeds, structures
+from pipedec.config import paper_cluster
+from pipedec.core import PipedecError, SamplingParams, UserError
+from pipedec.data.prompts import PromptSet
+from pipedec.engine.build import load_prompter
+from pipedec.engine.local import LocalPipeline
+from pipedec.messages import PromptRequest
+from pipedec.plan.spec import PipelineSpec
+from pipedec.shipped import reference_threads
+from pipedec.text.prompt import Prompter
+from pipedec.threads import NO_DIALECT
+from pipedec.threads import Sequence as ThreadSequence
+
+pytestmark = pytest.mark.slow
+
+LIST = (("Ċ",), ("2", "3", "4"), (".",), tuple("abcdef"))  # what the tiny models have learned of lists
+BIASES = {"Ċ": 1.0, "2": -6.0, "3": -6.0, "4": -6.0, ".": -6.0, "<|end|>": -0.5} | dict.fromkeys("abcdef", 0.0)
+METHODS = ("pp", "pipedec-bestfirst")
+QUESTIONS = [PromptSet("first", PROMPTS)]
+ANSWERED = SamplingParams(max_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def list_writers(thread_models: ThreadModels, tmp_path_factory: pytest.TempPathFactory) -> PipelineSpec:
+    """A tiny pair that likes to write numbered lines."""
+    folder, spec = tmp_path_factory.mktemp("lists"), thread_models.spec(4, 1)
+    assert spec.draft is not None
+    for name, directory in (("target", spec.target), ("draft", spec.draft)):
+        model = LlamaForCausalLM.from_pretrained(directory)
+        with torch.no_grad():
+            teach(model, thread_models.tokenizer, LIST)
+        shutil.copytree(directory, folder / name)
+        model.save_pretrained(folder / name)
+    return spec.replaced(target=folder / "target", draft=folder / "draft", bita=None)
+
+
+@pytest.fixture(scope="module")
+def sampling(thread_models: ThreadModels) -> SamplingParams:
+    bias = {thread_models.tokenizer.token_to_id(text): 40.0 + value for text, value in BIASES.items()}
+    return structs.replace(ANSWERED, logit_bias=bias)
+
+
+@pytest.fixture(scope="module")
+def config(list_writers: PipelineSpec, sampling: SamplingParams) -> SkeletonConfig:
+    return SkeletonConfig(
+        paper_cluster(), "paper-14", (1, 2), ("none", SKELETON), METHODS, samples=2, sampling=sampling, own_work=False,
+        pair=Models(list_writers.target, str(list_writers.draft)),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows(config: SkeletonConfig, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of a whole run: it ends only if all methods gave the same answers on all pipelines."""
+    return bench_threads(config, QUESTIONS, tmp_path_factory.mktemp("whole"), Silent())
+
+
+class Recorded(Exchange):
+    """Keeps every prompt with its reply."""
+
+    def __init__(self, pipeline: LocalPipeline, prompter: Prompter, request: PromptRequest) -> None:
+        super().__init__(pipeline, prompter, request)
+        self.asked: list[tuple[tuple[int, ...], Reply]] = []
+
+    def begin(self, prompt: tuple[int, ...], threads: str | None = None) -> Reply:
+        reply = super().begin(prompt, threads)
+        self.asked.append((prompt, reply))
+        return reply
+
+    def follow(self, prompts: Sequence[tuple[int, ...]]) -> list[Reply]:
+        replies = super().follow(prompts)
+        self.asked += zip(prompts, replies, strict=True)
+        return replies
+
+
+class Scripted(Exchange):
+    """Replies with these texts, each with the end token."""
+
+    def __init__(self, prompter: Prompter, texts: Sequence[str], request: PromptRequest) -> None:
+        self.request, self.prompter, self.costs = request, prompter, Costs()
+        self.asked: list[tuple[int, ...]] = []
+        self._texts = list(texts)
+
+    def begin(self, prompt: tuple[int, ...], threads: str | None = None) -> Reply:
+        self.asked.append(prompt)
+        token_ids = (*self.prompter.tokenizer.encode(self._texts.pop(0), add_special_tokens=False), END)
+        return Reply(len(prompt), token_ids, ThreadSequence(len(prompt), (), 1), "stop")
+
+    def follow(self, prompts: Sequence[tuple[int, ...]]) -> list[Reply]:
+        return [self.begin(prompt) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def prompter() -> Prompter:
+    """Of the shipped model, which has a chat template."""
+    return Prompter(reference_threads() / "target", 2048)
+
+
+def scripted(
+    prompter: Prompter, *texts: str, max_tokens: int = 64, style: SkeletonOfThought | None = None
+) -> tuple[Any, Scripted]:
+    exchange = Scripted(prompter, texts, PromptRequest("What is it?", False, "pp", SamplingParams(max_tokens=max_tokens)))
+    return (style or SkeletonOfThought()).answer(exchange), exchange
+
+
+def count(prompter: Prompter, text: str) -> int:
+    return len(prompter.tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    ("text", "points", "left_out"),
+    [
+        ("1. One\n2. Two words. \n3.Three", (("1", "One"), ("2", "Two words."), ("3", "Three")), {}),
+        ("1. \n2. Two\n", (("2", "Two"),), {}),
+        ("1.\n\nNo list, but 3. is here", (), {}),
+        ("1. One\n2. Two\n2. Again\n1. One", (("1", "One"), ("2", "Two")), {"repeated_point": 2}),
+        ("1. One\n  10. Ten of 3.11\nand 4. none", (("1", "One"), ("10", "Ten of 3.11")), {}),
+        ("\n".join(f"{number}. p" for number in range(1, 7)), tuple((str(n), "p") for n in range(1, 5)), {"too_many_points": 2}),
+    ],
+)
+def test_reads_the_points_of_a_skeleton(text: str, points: tuple[tuple[str, str], ...], left_out: dict[str, int]) -> None:
+    found, counts = read_skeleton(text, max_points=4)
+    assert found == tuple(Point(*point) for point in points) and dict(counts) == left_out
+
+
+def test_asks_for_a_skeleton_and_then_for_each_point(prompter: Prompter) -> None:
+    written, exchange = scripted(prompter, " One\n2. Two", ": a b", " c d e f")
+    first, *points = (prompter.tokenizer.decode(prompt, skip_special_tokens=False) for prompt in exchange.asked)
+    assert first.startswith("<|begin|><|user|>You're an organizer responsible for only giving the skeleton")
+    assert first.endswith("following question.\nWhat is it?\nSkeleton:<|end|><|assistant|>1.")
+    for prompt, number, begun in zip(points, "12", ("1. One", "2. Two"), strict=True):
+        assert "question.\n\nWhat is it?\n\nThe skeleton of the answer is\n\n1. One\n2. Two\n\nContinue" in prompt
+        assert f"the writing of point {number}. Write it **very shortly**" in prompt
+        assert prompt.endswith(f"other points!<|end|><|assistant|>{begun}")
+    assert written.finish_reason == "stop" and not written.anomalies
+
+
+def test_counts_the_tokens_of_skeleton_and_points(prompter: Prompter) -> None:
+    written, exchange = scripted(prompter, " One\n2. Two", ": a b", " c d e f")
+    skeleton, texts = count(prompter, " One\n2. Two"), [count(prompter, ": a b"), count(prompter, " c d e f")]
+    begun = [count(prompter, "1. One"), count(prompter, "2. Two")]
+    metrics, lengths = written.metrics, [len(prompt) for prompt in exchange.asked]
+    assert metrics.threads == 2 and metrics.tokens == len(written.document) == skeleton + sum(texts) + 3
+    assert metrics.text_tokens == sum(begun) + sum(texts)
+    assert metrics.longest_chain == skeleton + 1 + max(texts) + 1
+    assert metrics.parallelism == metrics.text_tokens / metrics.longest_chain
+    assert written.decoded_text == metrics.text_tokens - count(prompter, "1.") - 1, "the prompt has begun, then the first token"
+    plain = len(prompter.token_ids("What is it?", False, 64))
+    assert metrics.max_cached_tokens_flat == plain + metrics.text_tokens
+    assert metrics.attended_tokens_flat == plain + (metrics.text_tokens - 1) / 2
+    attended = sum(begun) * (lengths[0] + (skeleton - 1) / 2)
+    attended += sum(text * (prompt + (text - 1) / 2) for prompt, text in zip(lengths[1:], texts, strict=True))
+    assert metrics.attended_tokens == pytest.approx(attended / metrics.text_tokens)
+    shared = next(place for place, pair in enumerate(zip(*exchange.asked[1:], strict=False)) if pair[0] != pair[1])
+    together = sum(lengths[1:]) - shared + 2 * min(texts)
+    assert metrics.max_cached_tokens == max(lengths[0] + skeleton, together)
+
+
+def test_a_skeleton_without_points_gives_an_ordinary_answer(prompter: Prompter) -> None:
+    written, exchange = scripted(prompter, "", "It is this.")
+    plain = prompter.token_ids("What is it?", False, 64)
+    text = count(prompter, "It is this.")
+    assert exchange.asked[1:] == [plain] and dict(written.anomalies) == {"skeleton_without_points": 1}
+    assert (written.metrics.threads, written.metrics.text_tokens, written.decoded_text) == (1, text, text)
+    assert written.metrics.longest_chain == written.metrics.tokens == 1 + text + 1
+    assert written.metrics.attended_tokens == written.metrics.attended_tokens_flat == len(plain) + (text - 1) / 2
+
+
+def test_points_without_room_give_an_ordinary_answer(prompter: Prompter) -> None:
+    short = Prompter(reference_threads() / "target", len(prompter.token_ids("x", True, 1)) + 560)
+    written, exchange = scripted(short, " One " + "and so on " * 80, "It is this.", max_tokens=100)
+    assert exchange.asked[1:] == [short.token_ids("What is it?", False, 100)]
+    assert dict(written.anomalies) == {"points_without_room": 1} and written.metrics.threads == 1
+
+
+def test_further_points_are_left_out(prompter: Prompter) -> None:
+    written, exchange = scripted(prompter, " A\n2. B\n3. C", "x", style=SkeletonOfThought(max_points=1))
+    assert len(exchange.asked) == 2 and dict(written.anomalies) == {"too_many_points": 2}
+    assert SkeletonOfThought(max_points=1).settings != SkeletonOfThought().settings
+
+
+def test_a_question_must_be_text(prompter: Prompter) -> None:
+    with pytest.raises(UserError, match="needs the text of a question"):
+        SkeletonOfThought().prompt(prompter, PromptRequest((1, 2)))
+
+
+@pytest.mark.fast_cases
+@pytest.mark.parametrize("seed", [None, 1])
+def test_every_request_gets_the_targets_answer(
+    seed: int | None, list_writers: PipelineSpec, thread_models: ThreadModels, sampling: SamplingParams
+) -> None:
+    """As a naive forward pass over the whole text gives it, token by token."""
+    asked = sampling if seed is None else structs.replace(sampling, temperature=1.0, seed=seed)
+    model = LlamaForCausalLM.from_pretrained(list_writers.target).eval()
+    request = PromptRequest(PROMPTS[seed is None], False, "pipedec-bestfirst", asked)
+    spec = emulated(paper_cluster(), "paper-14", 2, Models(list_writers.target, str(list_writers.draft)), own_work=False).spec
+    exchange = Recorded(LocalPipeline.load(spec), load_prompter(spec), request)
+    written = SkeletonOfThought().answer(exchange)
+    assert written.metrics.threads == len(exchange.asked) - 1 >= 2, "it has several points"
+    for number, (prompt, reply) in enumerate(exchange.asked):
+        own = asked if seed is None else structs.replace(asked, seed=seed + number)
+        expected = naive_answer(model, NO_DIALECT, prompt, own, (END,))
+        assert list(reply.token_ids) == expected.main.token_ids and reply.finish_reason == expected.finished
+
+
+def test_costs_are_those_of_all_requests(rows: list[dict[str, Any]]) -> None:
+    assert len(rows) == 2 * 2 * 2 * 2
+    for row in rows:
+        is_skeleton = row["dialect"] == SKELETON
+        assert len(row["fill"]) == row["timesteps"] and 0 <= row["cached_tokens"] < row["prompt_tokens"]
+        assert row["requests"] == (1 + row["metrics"]["threads"] if is_skeleton else 1)
+        assert (0 < row["prompts_ms"] < row["decode_ms"]) if is_skeleton else row["prompts_ms"] == 0
+        assert row["hits"] + row["misses"] == row["metrics"]["tokens"] - row["requests"]
+    several = [row for row in rows if row["metrics"]["threads"] > 1]
+    assert several and all(row["cached_tokens"] > 50 for row in several), "points share the skeleton"
+    assert all(row["cached_tokens"] == 0 for row in rows if row["dialect"] == "none"), "answers find nothing of each other's"
+
+
+def test_time_goes_on_until_the_last_point_has_ended(rows: list[dict[str, Any]]) -> None:
+    """``pp`` on one stage: as many timesteps as the chain has tokens, and those of the points' prompts."""
+    for row in (row for row in rows if (row["dialect"], row["method"], row["cluster"]["stages"]) == (SKELETON, "pp", 1)):
+        prompt_rows = sum(map(sum, row["fill"])) - (row["metrics"]["tokens"] - row["requests"])
+        assert prompt_rows > 0 and row["metrics"]["longest_chain"] - 1 <= row["timesteps"]
+        assert row["timesteps"] <= row["metrics"]["longest_chain"] + prompt_rows // 64 + 1
+        assert row["prompts_ms"] < row["prefill_ms"] * 2
+
+
+def test_the_summary_tells_what_later_prompts_cost(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    frame = read_frame(rows)
+    found = speeds(frame).set_index(["stages", "dialect", "method", "answers"])
+    of_rows = {key: [row for row in rows if (row["cluster"]["stages"], row["dialect"], row["method"]) == key]
+               for key in ((2, "none", "pp"), (2, SKELETON, "pp"))}  # fmt: skip
+    one = found.loc[(2, SKELETON, "pp", "all")]
+    ours, plain = of_rows[2, SKELETON, "pp"], of_rows[2, "none", "pp"]
+    assert one["ms_of_prompts"] == pytest.approx(sum(row["prompts_ms"] for row in ours) / 2)
+    assert one["ms_before"] == pytest.approx(sum(row["prefill_ms"] for row in ours) / 2)
+    ratios = [base["decode_ms"] / (row["decode_ms"] - row["prompts_ms"]) for base, row in zip(plain, ours, strict=True)]
+    assert one["over_pp_tokens"] == pytest.approx((ratios[0] * ratios[1]) ** 0.5) and one["over_pp_tokens"] > one["over_pp"]
+    whole = [
+        (base["decode_ms"] + base["prefill_ms"]) / (row["decode_ms"] + row["prefill_ms"])
+        for base, row in zip(plain, ours, strict=True)
+    ]
+    assert one["over_pp_whole"] == pytest.approx((whole[0] * whole[1]) ** 0.5)
+    base = found.loc[(2, "none", "pipedec-bestfirst", "all")]
+    assert base["over_pp_tokens"] == base["over_pp"] and base["ms_of_prompts"] == 0
+    assert structures(frame).iloc[0]["dialect"] == SKELETON and combinations(frame)[0]["dialect"] == SKELETON
+    assert anomalies(frame)[SKELETON]["skeleton_cut"] == sum(row["anomalies"].get("skeleton_cut", 0) for row in ours) > 0
+    text = markdown(frame, ABOUT)
+    assert "sot is Skeleton-of-Thought" in text and "skeleton_cut" in text
+    drawn = draw_threads(frame, tmp_path)
+    assert len(drawn.files) == 4 and not drawn.left_out
+
+
+def test_an_interrupted_run_measures_the_same(config: SkeletonConfig, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    plain = replace(config, methods=("pp",))
+    expected = [row for row in rows if row["method"] == "pp"]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(expected[0]) + "\n" + json.dumps(expected[1])[:50])
+    resumed = bench_threads(plain, QUESTIONS, tmp_path, Silent())
+    assert resumed[0] == expected[0]
+    for row, before in zip(resumed, expected, strict=True):
+        assert {**row, "date": ""} == {**before, "date": "", "machine": row["machine"]}
+
+
+def test_another_point_is_another_answer(config: SkeletonConfig, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    changed = [dict(row) for row in rows]
+    next(row for row in reversed(changed) if row["dialect"] == SKELETON)["document"] = "another"
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+    with pytest.raises(PipedecError, match=r"gave different answers to prompt \d of first, dialect sot"):
+        bench_threads(config, QUESTIONS, tmp_path, Silent())
+
+
+def test_an_answer_finds_nothing_of_an_earlier_one(config: SkeletonConfig) -> None:
+    """Its prompts cost what they cost the first time."""
+    shape = next(config.shapes())
+    answers = ThreadAnswers(shape.spec, {SKELETON: SkeletonOfThought()})
+    request = PromptRequest(PROMPTS[1], False, "pp", config.sampling)
+    assert answers.generate(request, SKELETON) == answers.generate(request, SKELETON)
+
+
+def test_the_command_asks_any_model_for_skeletons(pair: TinyPair, tmp_path: Path) -> None:
+    """The tiny pair has no control tokens."""
+    flags = ["--preset", "paper-14", "--stages", "1", "--dialects", "none,sot", "--prompt", "Who?"]
+    flags += ["--target", str(pair.target), "--draft", str(pair.draft), "--max-tokens", "4", "--out", str(tmp_path)]
+    done = CliRunner().invoke(skeleton, flags)
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "sot is Skeleton-of-Thought" in done.stdout and (tmp_path / "summary.md").read_text() in done.stdout
