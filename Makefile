@@ -82,6 +82,7 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/support/words.py
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) dist .mypy_cache .ruff_cache .import_linter_cache

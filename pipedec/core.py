@@ -1,6 +1,6 @@
-"""The shared nouns: plain classes and errors that every layer may use. What is sent to other processes is a msgspec Struct.
+"""The shared nouns: plain classes and errors that every layer may use. Messages to other processes are msgspec Structs.
 
-Nothing here computes. Tensors stand in annotations only, so that a client imports this module without torch.
+Nothing here computes. Tensors appear only in annotations, so that a client imports this module without torch.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ NUM_ROW_IDS = 3  # of each row that is sent: token id, parent, thread
 ROW_ID_BYTES = 8 * NUM_ROW_IDS  # as int64
 DEFAULT_METHOD = "pipedec-bestfirst"
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")  # of ``StructuredOutputs``
-KNEE_ROWS = 64  # rows that most GPUs compute in about the time of one, where no plan says better (see ``hardware``)
+KNEE_ROWS = 64  # rows that most GPUs compute in about the time of one, if the plan has no better value (see ``hardware``)
 MAX_NUM_SEQS = 64  # requests in the pipeline at the same time
 MAX_WAITING = 1000  # requests that wait for a place among them
 LARGEST = sys.float_info.max  # an integer in JSON may be larger
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]  # what a tensor can hold
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]  # the range of a tensor's integers
 _GENERATED_SEED_BITS = 53  # integers that every JSON parser represents exactly
 
 
 class Record(Struct, frozen=True, forbid_unknown_fields=True):
-    """What other processes may send: a struct that cannot be changed, and that refuses unknown fields."""
+    """A message from another process: a struct that cannot be changed, and that refuses unknown fields."""
 
 
 class PipedecError(Exception):
@@ -43,7 +43,7 @@ class PipedecError(Exception):
 
 
 class UserError(PipedecError):
-    """The user's mistake: the message says in one line what was wrong and what to do."""
+    """The user's mistake: the message gives in one line the mistake and its remedy."""
 
 
 class BadValue(UserError, ValueError):
@@ -54,7 +54,7 @@ class BadValue(UserError, ValueError):
 
 
 class QueueFull(UserError):
-    """As many requests are unfinished as the run allows: the same request may be accepted later."""
+    """The run has as many unfinished requests as it allows: the same request may be accepted later."""
 
 
 class RankLost(PipedecError):
@@ -66,11 +66,11 @@ class SchedulerLost(PipedecError):
 
 
 class SchedulerBusy(SchedulerLost):
-    """Redis carries out no commands for now: its memory is full, it is loading its data, or it is busy with something else."""
+    """Redis executes no commands at present: its memory is full, it is loading its data, or it is busy."""
 
 
 class SchedulerInterrupted(SchedulerLost):
-    """The connection to Redis broke during a command, which may have been carried out: the run goes on in its next epoch."""
+    """The connection to Redis broke during a command, which may have been executed: the run continues in its next epoch."""
 
 
 class EpochEnded(PipedecError):
@@ -78,17 +78,17 @@ class EpochEnded(PipedecError):
 
 
 class StructuredOutputs(Record, frozen=True):
-    """What an answer must look like, with vLLM's names. Exactly one is given.
+    """The required form of an answer, with vLLM's names. Exactly one is given.
 
     Attributes:
         json: a JSON Schema: its text, or the plain value, of which the text is kept.
         regex: a regular expression that the whole answer matches.
         choice: the answer is one of these texts.
         grammar: a context-free grammar, in Lark's syntax as llguidance reads it, or GBNF.
-        json_object: the answer is a JSON object, whatever is in it. Never False.
+        json_object: the answer is a JSON object with any content. Never False.
 
     Raises:
-        UserError: none or more than one is given, or what is given is empty, of another type or no JSON.
+        UserError: none or more than one is given, or the value is empty, of another type or not JSON.
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -112,7 +112,7 @@ class StructuredOutputs(Record, frozen=True):
 
     @property
     def kind(self) -> str:
-        """The name of what is given."""
+        """The name of the given one."""
         return next(name for name in STRUCTURES if getattr(self, name) is not None)
 
 
@@ -135,8 +135,8 @@ def _schema_text(schema: Any) -> str:
 class SamplingParams(Record, frozen=True):
     """Sampling parameters of a request, with vLLM's names, meanings and ranges. The default is greedy decoding.
 
-    The order is: logit bias, penalties, temperature, then min_p, top_k and top_p. Tokens as probable as the last one that a
-    filter keeps are kept, too.
+    The order is: logit bias, penalties, temperature, then min_p, top_k and top_p. Filters also keep tokens that are as probable
+    as the last one that they keep.
 
     Attributes:
         temperature: controls randomness. 0 is greedy: the most probable token, of equals the lowest id.
@@ -156,8 +156,8 @@ class SamplingParams(Record, frozen=True):
             one. They are taken before bias, penalties and temperature. None returns none.
         ignore_eos: continue after the model's end tokens.
         prompt_logprobs: as ``logprobs``, for the tokens of the prompt. None returns none.
-        structured_outputs: what the answer must look like; not with ``ignore_eos``. Tokens that are not possible where they would
-            stand get no probability, before everything else. None for any text.
+        structured_outputs: the required form of the answer; not with ``ignore_eos``. Tokens that the form forbids get no
+            probability, before everything else. None for any text.
 
     Raises:
         UserError: a value is out of its range.
@@ -245,7 +245,7 @@ class Request:
         trace: record every task of every rank.
         threads: the dialect in which the model may open decode threads (``Dialect.to_json``); None for a single thread.
         priority: requests of a lower one are served first.
-        said: tokens of the answer that were accepted before, of an answer in one thread: it goes on behind them.
+        said: earlier tokens of an answer in one thread, after which it continues.
     """
 
     number: int
@@ -274,7 +274,7 @@ NO_MASKS = MaskParams()
 class Step:
     """The rows that enter a stage at one timestep (the paper's data flow df).
 
-    What says which rows they are is on the host; only their activations are on a device.
+    Token ids, parents and threads are on the host; only activations are on a device.
 
     Attributes:
         token_ids: int64 [R]. The m-th mask row of a group has the id −m; mask rows come after all other rows.
@@ -297,7 +297,7 @@ class Step:
 
 
 class Accepted(NamedTuple):
-    """What a verdict says of one decode thread.
+    """The tokens of one decode thread that a verdict accepts.
 
     Attributes:
         tokens: accepted token ids, in order.
@@ -317,11 +317,11 @@ class Verdict(Record, frozen=True):
     """The result of verification: the accepted tokens of each decode thread. An answer in one thread is thread 0.
 
     Attributes:
-        accepted: in the order of verification; a thread occurs at most once.
-        finished: why the answer ended: ``"stop"`` (end token or stop string), ``"length"`` (max_tokens), ``"cancelled"`` or, of
-            an answer in several threads, ``"cache_full"``; None while it goes on. ``"paused"`` closes the request's lanes like
-            the others, but the answer goes on later, in new lanes. ``"corrupted"``: a stage has computed NaN or infinity.
-        bad_stage: of an answer that is corrupted, the first such stage.
+        accepted: in the order of verification; each thread at most once.
+        finished: why the answer ended: ``"stop"`` (end token or stop string), ``"length"`` (max_tokens), ``"cancelled"`` or, for
+            an answer in several threads, ``"cache_full"``; None while it continues. ``"paused"`` closes the request's lanes like
+            the others, but the answer continues later, in new lanes. ``"corrupted"``: a stage has computed NaN or infinity.
+        bad_stage: the first such stage, if the answer is corrupted.
     """
 
     accepted: tuple[Accepted, ...] = ()
@@ -345,17 +345,17 @@ SlotRuns = tuple[tuple[Int64, Int64], ...]  # slots of a KV pool, in order: (fir
 
 
 class Opening(Record, frozen=True):
-    """What every rank must know of a request before its first rows.
+    """Everything that a rank must know of a request before its first rows.
 
     Attributes:
         prompt_length: tokens of the prompt.
         tokens_per_mask: tokens that each mask row predicts; 0 without masks.
         threads: the dialect (``Dialect.to_json``); None for an answer in one thread.
         trace: record every task.
-        said: tokens of the answer that were accepted before: the request goes on behind them. Prompt and ``said`` enter first.
-        slots: of every stage's KV pool, for the request's rows; ``Update.slots`` adds further ones.
-        cached: how many tokens of prompt and ``said``, from the first one on, are in these slots already; not all of them.
-        copied: where the last ``copied[1]`` of the ``cached`` tokens lie in the pool, from slot ``copied[0]`` on: each stage
+        said: earlier tokens of the answer, after which the request continues. Prompt and ``said`` enter first.
+        slots: of every stage's KV pool, for the request's rows; ``Update.slots`` adds more.
+        cached: how many tokens of prompt and ``said``, from the first one on, are in these slots already; never all of them.
+        copied: the place of the last ``copied[1]`` of the ``cached`` tokens in the pool, from slot ``copied[0]`` on: each stage
             copies them to the request's own slots when it opens the request. The others are shared with other requests.
     """
 
@@ -389,16 +389,16 @@ NO_LOAD = Load()
 
 
 class Update(Struct, frozen=True):
-    """What a timestep brings for one request: its opening, then a verdict to replay, then rows to compute; each may be missing.
+    """The changes to one request at a timestep: its opening, then a verdict to replay, then rows to compute; each is optional.
 
     Attributes:
         number: of the request.
-        opening: the request begins, or goes on after a pause: every rank opens a lane for it.
-        verdict: accepted tokens. With ``finished`` every rank drops the request's lane, and the rows of its that are in flight.
-        step: a chunk of the prompt (and of what was said before) until all of it has entered, then rows of the answer's trees.
+        opening: the request begins, or continues after a pause: every rank opens a lane for it.
+        verdict: accepted tokens. With ``finished`` every rank drops the request's lane, and its rows in flight.
+        step: a chunk of the prompt (and of the answer's earlier tokens) until all has entered, then rows of the answer's trees.
         logprobs: from the last stage, with a verdict: log-probabilities of the accepted tokens, if requested.
         prompt_logprobs: from the last stage, while the prompt enters: those of its next tokens, from the second on, if requested.
-        slots: of every stage's KV pool, for rows behind those for which the request has slots. They come before the rows.
+        slots: of every stage's KV pool, in addition to those that the request has. They are assigned before the rows.
     """
 
     number: int
@@ -411,20 +411,20 @@ class Update(Struct, frozen=True):
 
 
 def _nothing_to_await() -> None:
-    """All activations are there."""
+    """Return at once: all activations have arrived."""
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """What one rank passes to the next at a timestep: an update for each request concerned. Numbers are distinct.
+    """A message from one rank to the next at a timestep: an update for each request concerned. Numbers are distinct.
 
     An envelope without updates only signals that the timestep has reached this rank. Activations may still be on their way when
     everything else has been received, so that verdicts are replayed meanwhile.
 
     Attributes:
-        ends_session: no timestep follows before the scheduler grants the next session.
-        await_hidden: to be called before activations are used, by the host or by what it gives to the device; a second call does
-            nothing. Raises RankLost if they cannot come any more.
+        ends_session: no timestep follows until the scheduler grants the next session.
+        await_hidden: call this before activations are used, on the host or by work queued on the device; a second call has no
+            effect. Raises RankLost if they cannot arrive any more.
         tensors: by name, small ones that travel in host memory beside the activations.
     """
 
@@ -460,7 +460,7 @@ class Metrics(Struct, forbid_unknown_fields=True):
             client.
         cached_tokens: tokens of the prompt that were not computed, because another request's KV cache had them.
         pauses: how often the answer was paused because KV memory ran short.
-        resumed_tokens: tokens of the answer that were not decoded, because the request brought them with it (``Request.said``).
+        resumed_tokens: tokens of the answer that were not decoded, because the request contained them (``Request.said``).
         recoveries: how often the answer was interrupted because ranks, or Redis, were lost.
     """
 
@@ -489,7 +489,7 @@ class Completion(Struct, forbid_unknown_fields=True):
     """A finished answer with its metrics.
 
     Attributes:
-        seed: of the request, or the random one that was chosen for it; None for a greedy answer without one.
+        seed: the request's, or the random one that was chosen for it; None for a greedy answer without one.
         logprobs: if requested, per output token {token id: log probability}, the chosen token first, then the most probable
             ones. A token that was forced on a thread has the log probability 0.
         prompt_logprobs: if requested, for each token of the prompt as ``logprobs``; None for the first one.

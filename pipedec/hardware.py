@@ -86,7 +86,7 @@ class WeightFormat:
 
     @property
     def layer_bytes(self) -> float:
-        """Of one weight of a layer, with its share of scales and weights of 0. Those of 8 bits, one per output, do not count."""
+        """Bytes per weight of a layer, with its share of scales and zero points, but without scales of 8 bits, one per output."""
         if self.quantize is None:
             return self.element_bytes
         groups = 2 * self.element_bytes / QUANTIZED_GROUP if self.quantize == "int4" else 0
@@ -94,7 +94,7 @@ class WeightFormat:
 
     @property
     def table_bytes(self) -> float:
-        """Of one weight of the embedding or the head."""
+        """Bytes per weight of the embedding or the head."""
         return self.element_bytes if self.quantize is None else 1
 
     def read_bytes(self, layer_weights: int, head_weights: int, device: Device) -> float:
@@ -159,7 +159,7 @@ class Device:
         return round(self.reported_gib * 2**30) if self.is_gpu else round(self.memory_gb * GIGA)
 
     def usable_bytes(self, utilization: float) -> int:
-        """What ranks may take: of a GPU the share that ``gpu_memory_utilization`` gives."""
+        """Memory that ranks may take: of a GPU the share that ``gpu_memory_utilization`` gives."""
         return round(self.memory_bytes * utilization) if self.is_gpu else self.memory_bytes
 
     def difference(self, name: str, memory_bytes: int) -> str | None:

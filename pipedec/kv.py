@@ -1,11 +1,11 @@
 """The KV memory of a pipeline as rank 0 manages it: slots for requests, and prefixes that requests share.
 
 Every stage has a pool of as many slots, and gets the same slots for a request. So one decision on rank 0 is enough, and stages
-neither search nor count. Slots are handed out in blocks. Free blocks are kept as runs of consecutive ones: blocks may be very
-many, but runs are few.
+neither search nor count. Slots are handed out in blocks. Free blocks are kept as runs of consecutive ones: there may be many
+blocks, but runs are few.
 
-Known tokens are a tree in which each block follows the block with the tokens before its own: the blocks on the way from the root
-to a block hold a prefix of some request. Requests that run use whole ways. The blocks of a request that has ended keep their
+Known tokens are a tree in which each block follows the block with the tokens before its own: the blocks on the path from the root
+to a block hold a prefix of some request. Running requests use whole paths. The blocks of a request that has ended keep their
 tokens until their memory is needed: the least recently used go first, and none before the blocks that follow it. A block that is
 not full ends a prefix: only a request that has ended leaves one.
 
@@ -22,7 +22,7 @@ from itertools import count, islice, takewhile
 
 from pipedec.core import SlotRuns
 
-_MOST_COMPARED = 64  # blocks that may hold the beginning of what is looked for, the latest ones
+_MOST_COMPARED = 64  # latest blocks that are compared with the beginning of a prompt
 
 
 class FreeRuns:
@@ -66,7 +66,7 @@ class FreeRuns:
         return taken
 
     def give(self, blocks: Iterable[int]) -> None:
-        """These blocks are free again. Their runs are merged with their neighbours."""
+        """Free these blocks. Their runs are merged with their neighbours."""
         for start, length in runs_of(sorted(blocks)):
             self.total += length
             place = bisect(self._starts, start)
@@ -81,7 +81,7 @@ class FreeRuns:
 
 
 def runs_of(blocks: Iterable[int], size: int = 1) -> Iterator[tuple[int, int]]:
-    """(first, how many) of consecutive ``blocks``, in their order, counted in units of which a block has ``size``."""
+    """(first, number) of each run of ``blocks``, in their order, counted in units of which a block has ``size``."""
     start, length = 0, 0
     for block in blocks:
         if length and block == start + length:
@@ -99,8 +99,8 @@ class KnownBlock:
     """A block whose tokens are known.
 
     Attributes:
-        tokens: that it holds, after those of its parents.
-        block: where.
+        tokens: its tokens, after those of its parents.
+        block: its place.
         users: running requests with this prefix.
         used_at: when the last of them left; −1 while there are any, and once the block is forgotten.
     """
@@ -135,7 +135,7 @@ class Prefixes:
         """The longest known prefix of ``token_ids``.
 
         Returns:
-            its full blocks, in order; a block that begins with the tokens after them, or None; and how many tokens these are.
+            its full blocks, in order; a block that begins with the tokens after them, or None; and the number of these tokens.
         """
         path: list[KnownBlock] = []
         last, first = self._root, 0
@@ -154,14 +154,14 @@ class Prefixes:
         return path, source, most
 
     def use(self, known: Iterable[KnownBlock]) -> None:
-        """A running request has these blocks."""
+        """Note that a running request has these blocks."""
         for one in known:
             self.num_kept -= not one.users
             one.users += 1
             one.used_at = -1
 
     def leave(self, path: Sequence[KnownBlock]) -> None:
-        """The request with these blocks, each the parent of the next, has ended."""
+        """Note that the request with these blocks, each the parent of the next, has ended."""
         self._time += 1
         for one in path:
             one.users -= 1
@@ -172,7 +172,7 @@ class Prefixes:
             self._may_leave(path[-1])
 
     def add(self, path: Sequence[KnownBlock], tokens: tuple[int, ...], block: int) -> KnownBlock:
-        """``block`` holds the tokens after ``path``. Returns what is known to hold them, which may be another block."""
+        """Note that ``block`` holds the tokens after ``path``. Returns the known block with these tokens, perhaps another one."""
         parent = path[-1] if path else self._root
         known = parent.children.get(tokens)
         if known is None:
@@ -181,7 +181,7 @@ class Prefixes:
         return known
 
     def forget(self, known: KnownBlock) -> int:
-        """Forget a block that no running request uses and that no block follows. Returns where it is."""
+        """Forget a block that no running request uses and that no block follows. Returns its place."""
         assert known.parent is not None
         del known.parent.children[known.tokens]
         self.num_kept -= 1
@@ -190,7 +190,7 @@ class Prefixes:
         return known.block
 
     def evict(self) -> int:
-        """Forget the block that was not used for the longest time. Returns where it is.
+        """Forget the block that was not used for the longest time. Returns its place.
 
         Raises:
             IndexError: all blocks are in use.
@@ -225,10 +225,10 @@ class _Holder:
 
     Attributes:
         blocks: in the order of its slots.
-        path: the known ones among its first blocks.
+        path: its known first blocks.
         rest: its tokens after those.
-        num_tokens: that are known to be in its first slots.
-        is_double: the block after ``path`` is known, but as that of another running request.
+        num_tokens: the number of known tokens in its first slots.
+        is_double: the tokens of the block after ``path`` are known, but in a block of another running request.
     """
 
     blocks: list[int]
@@ -246,8 +246,8 @@ class _Plan:
         path: the full blocks of the prefix that it adopts.
         source: the block with the rest of that prefix, if there is one.
         cached: tokens of the prefix.
-        num_new: blocks that the request needs beside those of the prefix.
-        takes_over: ``source`` is not full, and no other request's: this one goes on in it. Otherwise it copies from it.
+        num_new: blocks that the request needs in addition to those of the prefix.
+        takes_over: ``source`` is not full, and belongs to no other request: this one continues in it. Else it copies from it.
     """
 
     path: list[KnownBlock]
@@ -268,7 +268,7 @@ class KVManager:
     Attributes:
         capacity: slots in all blocks.
         queried_tokens: tokens of all requests opened so far that might have been adopted.
-        adopted_tokens: those of them that were.
+        adopted_tokens: those of them that were adopted.
 
     Raises:
         ValueError: there is not one block.
@@ -285,7 +285,7 @@ class KVManager:
         self.clear()
 
     def clear(self) -> None:
-        """The stages have lost what is in their pools: no request is open, and no prefix is known."""
+        """Forget all requests and prefixes: the stages have lost the contents of their pools."""
         self._free = FreeRuns(self.capacity // self.block)
         self._prefixes = Prefixes(self.block)
         self._holders: dict[int, _Holder] = {}
@@ -297,12 +297,12 @@ class KVManager:
 
     @property
     def kept_slots(self) -> int:
-        """Slots that hold prefixes of ended requests, and are free for requests that need them."""
+        """Slots that hold prefixes of ended requests, and can be reused."""
         return self._prefixes.num_kept * self.block
 
     @property
     def free_slots(self) -> int:
-        """Slots that no running request has, those that are kept among them."""
+        """Slots that no running request has, including those with prefixes."""
         return (self._free.total + self._prefixes.num_kept) * self.block
 
     def cached_for(self, token_ids: Sequence[int], slots: int) -> int | None:
@@ -311,10 +311,10 @@ class KVManager:
         return None if plan is None else plan.cached
 
     def open(self, number: int, token_ids: Sequence[int], slots: int) -> Lease | None:
-        """Give a request ``slots`` slots in all, those of the longest known prefix among them.
+        """Give a request ``slots`` slots in all, including those of the longest known prefix.
 
         Args:
-            token_ids: what will enter first: prompt, and the answer so far. At least the last one is never adopted.
+            token_ids: the tokens that enter first: prompt, and the answer so far. At least the last one is never adopted.
 
         Returns:
             None if there is no room now.
@@ -345,7 +345,7 @@ class KVManager:
         return Lease(tuple(runs_of(blocks, self.block)), plan.cached, copied)
 
     def grow(self, number: int, slots: int) -> SlotRuns | None:
-        """Give a request further slots, so that it has at least ``slots``; empty if it has, None if there is no room now."""
+        """Give a request more slots, up to at least ``slots`` in all; empty if it has them, None if there is no room now."""
         blocks = self._holders[number].blocks
         more = -(-slots // self.block) - len(blocks)
         if more <= 0:
@@ -361,11 +361,11 @@ class KVManager:
         return len(self._holders[number].blocks) * self.block if number in self._holders else 0
 
     def tokens_of(self, number: int) -> int:
-        """Tokens that are known to be in the first slots of a request, which is open."""
+        """The number of known tokens in the first slots of an open request."""
         return self._holders[number].num_tokens
 
     def extend(self, number: int, token_ids: Sequence[int]) -> None:
-        """The next slots of a request, from slot ``cached`` of its lease on, hold these tokens from the next timestep on.
+        """Note the tokens in the next slots of a request, from slot ``cached`` of its lease on, valid from the next timestep on.
 
         Raises:
             ValueError: it has fewer slots.
@@ -381,7 +381,7 @@ class KVManager:
             holder.is_double = not self._make_known(holder)
 
     def close(self, number: int) -> None:
-        """A request has ended or is paused. Its slots are free, but its tokens may still be adopted."""
+        """Close a request that has ended or is paused. Its slots are free, but its tokens may still be adopted."""
         holder = self._holders.pop(number)
         self._make_known(holder, has_ended=True)
         path, blocks = holder.path, holder.blocks
@@ -394,15 +394,15 @@ class KVManager:
         self._free.give(own)
 
     def forget_kept(self) -> None:
-        """Forget all prefixes that no running request uses: what is in their slots may be wrong."""
+        """Forget all prefixes that no running request uses: the contents of their slots may be wrong."""
         while self._prefixes.num_kept:
             self._free.give([self._prefixes.evict()])
 
     def _make_known(self, holder: _Holder, has_ended: bool = False) -> bool:
-        """Let others know the full blocks after the holder's path.
+        """Make the full blocks after the holder's path known to others.
 
         Returns:
-            whether all were made known. A block whose tokens another running request has, too, is not, before this one has ended.
+            whether all were made known. A block whose tokens another running request has, too, is not, until this one has ended.
         """
         full = len(holder.rest) - len(holder.rest) % self.block
         for first in range(0, full, self.block):
@@ -433,7 +433,7 @@ class KVManager:
         return _Plan(path, None, num_adopted, num_new) if num_new <= available else None
 
     def _take(self, number: int, blocks: Sequence[int]) -> list[int]:
-        """Take so many blocks, those after ``blocks`` if possible."""
+        """Take as many blocks as asked for, those after ``blocks`` if possible."""
         while self._free.total < number:
             self._free.give([self._prefixes.evict()])
         return self._free.take(number, blocks[-1] if blocks else None)

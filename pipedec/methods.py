@@ -26,7 +26,7 @@ _fields = functools.cache(fields)
 
 @dataclass(frozen=True)
 class Option:
-    """What is allowed for an option, and how it is explained. Stands in the annotation of its field.
+    """The allowed values of an option, and its help. Stands in the annotation of its field.
 
     Attributes:
         help: without a full stop.
@@ -77,7 +77,7 @@ class PipeDecOptions(LayerTreeOptions, frozen=True):
 
 
 class StaticTreeOptions(LayerTreeOptions, frozen=True):
-    """``stpp``: a whole tree enters in one timestep. With ``rows``, only its most probable rows do, whatever their layer."""
+    """``stpp``: a whole tree enters in one timestep. With ``rows``, only its most probable rows do, from any layer."""
 
     depth: Annotated[int, Option("Tree layers below the root", MAX_DEPTH)] = 4
     rows: Annotated[int | None, Option("Maximum tree size; keeps the most probable rows", default="whole layers")] = None

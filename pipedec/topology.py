@@ -72,7 +72,7 @@ class Topology:
         return self.groups[-1][-1]
 
     def following(self, rank: int) -> int:
-        """The rank that gets what ``rank`` sends at a timestep: the next stage, behind the last one rank 0."""
+        """The rank that receives from ``rank`` at a timestep: the next stage, or rank 0 after the last one."""
         return 0 if rank == self.final_rank else rank + 1
 
     def group_of(self, rank: int) -> int:

@@ -204,7 +204,7 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
 
 
 def joined(prefix: str, text: str, separator: str = ": ") -> str:
-    """``text`` behind ``prefix`` if there is one."""
+    """``text`` after ``prefix`` if there is one."""
     return f"{prefix}{separator}{text}" if prefix else text
 
 

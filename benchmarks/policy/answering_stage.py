@@ -23,7 +23,7 @@ from pipedec.tree import Advance
 
 @dataclass
 class KnownAnswer:
-    """An answer in one thread, without an end token, and when it came about.
+    """An answer in one thread, without an end token, and the timesteps of its rows.
 
     Attributes:
         token_ids: the answer.
@@ -49,7 +49,7 @@ class _NoTokens(SlotTokens):
         return torch.zeros(0, dtype=torch.int64)
 
     def write(self, slots: Iterable[range], token_ids: Tensor) -> None:
-        """Nothing is remembered."""
+        """Do nothing."""
 
 
 class _AnsweringLane(FinalLane):
@@ -85,7 +85,7 @@ class _AnsweringLane(FinalLane):
 
 
 class AnsweringStage(FinalStageWorker):
-    """A last stage that knows the answers. Sampling parameters are of no matter.
+    """A last stage that knows the answers. Sampling parameters are ignored.
 
     Args:
         answer_of: returns the answer to a request, by its number and opening.

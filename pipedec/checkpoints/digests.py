@@ -162,7 +162,7 @@ def weight_files(model: Path) -> list[Path]:
 
 
 def _first_row(files: TensorFiles, name: str) -> bytes:
-    """Of a vector, all of it."""
+    """The first row of a matrix; all of a vector."""
     place = files.places[name]
     if files.gguf is not None:
         return files.gguf.read(name, 0, 1).tobytes()
@@ -185,7 +185,7 @@ def _digest(tensor: StoredTensor) -> str:
 
 
 class _Entry:
-    """What the cache knows of a file as it is now.
+    """The cached digests of a file in its present state.
 
     Attributes:
         known: digests of its tensors.

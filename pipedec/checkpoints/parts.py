@@ -32,13 +32,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Part:
-    """What somebody reads of one checkpoint: always the files that describe it, and some of its tensors.
+    """The files of one checkpoint that a rank reads: always those that describe it, and some of its tensors.
 
     Attributes:
         key: ``target``, ``draft`` or ``bita``.
         model: the directory, or a GGUF file.
         spans: of which the tensors are read.
-        is_whole: whether all tensors are, whatever ``spans`` say.
+        is_whole: whether all tensors are read; then ``spans`` are ignored.
     """
 
     key: str
@@ -52,7 +52,7 @@ class Part:
         return self.is_whole or bool(self.spans)
 
     def __or__(self, other: Part) -> Part:
-        """What both of them read."""
+        """The union of two parts."""
         return Part(self.key, self.model, tuple(dict.fromkeys(self.spans + other.spans)), self.is_whole or other.is_whole)
 
     def tensors(self, files: TensorFiles) -> list[str]:
@@ -66,7 +66,7 @@ class Part:
         return list(dict.fromkeys(name for names in shapes for name in names))
 
     def files(self) -> list[Path]:
-        """The files with these tensors, whether or not they are here. A GGUF file is needed whatever is read.
+        """The files with these tensors, whether or not they are here. A GGUF file is always needed.
 
         Raises:
             UserError: the checkpoint is damaged.
@@ -96,7 +96,7 @@ class Part:
 
 
 def rank_parts(rank: int, layers: Sequence[tuple[int, int]], models: Mapping[str, str | Path | None]) -> list[Part]:
-    """What a rank reads of each of the models that there are.
+    """The parts of all models that a rank reads.
 
     Args:
         rank: 0 for the draft's.
@@ -168,7 +168,7 @@ def is_whole(model: Path) -> bool:
 
 
 def check_trained_for(bita: Path, target: Path) -> None:
-    """Raises UserError if a BiTA was trained for another target. Where a part of the target is missing, nothing tells."""
+    """Raises UserError if a BiTA was trained for another target. Not checked where a part of the target is missing."""
     trained_for = json_object(bita / "config.json").get("target")
     if is_whole(target) and trained_for != fingerprint(target):
         raise UserError(f"{bita} was trained for another target than {target}: train one for it (pipedec train bita)")

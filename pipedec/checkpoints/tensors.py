@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor in a file: ``num_bytes`` of ``dtype`` (as safetensors or GGUF name it) behind ``offset``."""
+    """One tensor in a file: ``num_bytes`` of ``dtype`` (as safetensors or GGUF name it) from ``offset`` on."""
 
     name: str
     file: Path

@@ -54,7 +54,7 @@ class _PartnerFlags:
         Path | None,
         Help("With a running cluster: directory of the target's tokenizer, if it is elsewhere on this machine.", "DIR"),
     ] = None
-    system: Annotated[str | None, Help("A system message that leads the conversation.", "TEXT")] = None
+    system: Annotated[str | None, Help("System message at the start of the conversation.", "TEXT")] = None
     method: Annotated[str | None, Help("Decoding method.", choices=METHOD_NAMES)] = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -89,7 +89,7 @@ class ChatFlags(StructureFlags, _PartnerFlags):
 @running_options
 @settings_options
 def chat(settings: Settings, place: RunningFlags, asked: ChatFlags) -> None:
-    """Talk with a model: one of a temporary cluster on this machine, of a running cluster, or behind a URL.
+    """Talk with a model: one of a temporary cluster on this machine, of a running cluster, or at a URL.
 
     Ctrl-C cancels an answer and not the program; /help shows what can be typed besides messages.
     """
@@ -103,7 +103,7 @@ def _partner(settings: Settings, place: RunningFlags, asked: ChatFlags) -> Itera
     if asked.url is not None or place.are_given:
         refuse_flags(OPTIONS, "the cluster runs already: leave it out")
     if asked.url is not None:
-        refuse_flags(("redis", "run", "running", "tokenizer"), "a server behind --url knows itself: leave it out")
+        refuse_flags(("redis", "run", "running", "tokenizer"), "not used with --url: leave it out")
         yield HttpPartner(asked.url, asked.api_key, asked.model, asked.body())
         return
     refuse_flags(("model",), "goes with --url")
@@ -131,7 +131,7 @@ def _own_cluster(settings: Settings, request: PromptRequest, tokenizer: Path | N
 
 
 class Conversation:
-    """What has been said. Reads lines of standard input until it ends.
+    """The messages so far. Reads lines of standard input until it ends.
 
     Args:
         system: a message that leads the conversation; None for none.
@@ -171,7 +171,7 @@ class Conversation:
                 console.print(f"There is no {word}: /help shows what there is.", style="dim", markup=False)
 
     def _ask(self, line: str) -> None:
-        """What was said of an answer that is cancelled stays; a message that is refused is forgotten."""
+        """Ask for an answer. The part of a cancelled answer is kept; a message that is refused is forgotten."""
         said: list[str] = []
         messages = [*self._messages, {"role": "user", "content": line}]
         try:
@@ -195,7 +195,7 @@ class Conversation:
 
 
 def stats_table(told: Told) -> Table:
-    """What is known of an answer over HTTP."""
+    """Figures of an answer over HTTP."""
     table = Table(show_header=False)
     table.add_column(style="dim")
     table.add_column(justify="right")

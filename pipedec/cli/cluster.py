@@ -105,7 +105,7 @@ def serve_cluster(
 
     Args:
         bars: see ``loading_bars``.
-        announce: is called when the cluster is up; by default it tells the user.
+        announce: called when the cluster is up; by default it prints a message.
     """
     interrupts = Interrupts()
     cluster.on_recovery = _say_recovered

@@ -88,7 +88,7 @@ def _send(threads: ThreadPoolExecutor, deliveries: Mapping[str, Delivery], missi
 
 
 def _of_all(threads: ThreadPoolExecutor, calls: Mapping[str, Callable[[], Result]]) -> dict[str, Result]:
-    """What each host's call returns, once all have ended. UserError with the complaints of all that failed."""
+    """The result of each host's call, once all have ended. UserError with the complaints of all that failed."""
     futures = {host: threads.submit(call) for host, call in calls.items()}
     complaints = [str(error) for future in futures.values() if isinstance(error := future.exception(), PipedecError)]
     if complaints:

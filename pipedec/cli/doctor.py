@@ -38,7 +38,7 @@ _PAPER = 100  # columns of a table that is not printed to a terminal
 def doctor(
     cluster: Annotated[Path | None, Help("Examine all hosts of a cluster.yaml over ssh.", "FILE")] = None,
     partition: Annotated[
-        str | None, Help("With --cluster, the partition that they are to suit (default: the default of the file).", "NAME")
+        str | None, Help("With --cluster: partition to check the hosts for (default: the default of the file).", "NAME")
     ] = None,
     as_json: Json = False,
 ) -> None:

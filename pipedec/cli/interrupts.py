@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM for commands that run until they are told to end."""
+"""Ctrl-C and SIGTERM for commands that run until they are stopped."""
 
 from __future__ import annotations
 

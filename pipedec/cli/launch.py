@@ -36,7 +36,7 @@ def launch(
     detach: Detach = False,
     spares: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        Help("Devices that stand by for ranks whose hosts are lost (default: all spares: of the file)."),
+        Help("Spare devices for ranks whose hosts are lost (default: all spares: of the file)."),
     ] = None,
     lock_fd: LockFd = None,
 ) -> None:
@@ -79,7 +79,7 @@ def _serve(cluster: LaunchedCluster, log: Path) -> None:
 
 
 def planned_start(cluster: LaunchedCluster) -> list[str]:
-    """What would be started, line by line, without secrets."""
+    """The processes that would be started, line by line, without secrets."""
     lines = [f"Partition {cluster.partition}: {len(cluster.places)} ranks, run {cluster.run_id}"]
     layers = _layers_of(cluster)
     for host in cluster.nodes.hosts:

@@ -15,7 +15,7 @@ COMMANDS = {
     "generate": ("pipedec.cli.generate", "Answer one prompt with a temporary cluster on this machine."),
     "chat": (
         "pipedec.cli.chat",
-        "Talk with a model: on this machine, in a running cluster, or behind any OpenAI-compatible URL.",
+        "Talk with a model: on this machine, in a running cluster, or at any OpenAI-compatible URL.",
     ),
     "up": ("pipedec.cli.cluster", "Start a cluster on this machine that stays up between requests."),
     "launch": ("pipedec.cli.launch", "Start the cluster of a cluster.yaml on its hosts, over ssh."),

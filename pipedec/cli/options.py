@@ -65,7 +65,7 @@ class ClusterFlags:
 
 @dataclass(frozen=True)
 class StructureFlags:
-    """What form an answer must have: one of them, or none."""
+    """The required form of an answer: one of them, or none."""
 
     json_schema: Annotated[str | None, Help("The answer is JSON that follows this JSON schema.", "FILE|TEXT")] = None
     regex: Annotated[str | None, Help("The whole answer matches this regular expression.", "TEXT")] = None
@@ -88,7 +88,7 @@ class StructureFlags:
 
 @dataclass(frozen=True)
 class _PromptFlags:
-    """What is answered."""
+    """The prompt of a request."""
 
     prompt: Annotated[
         tuple[str, ...],

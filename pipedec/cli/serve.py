@@ -53,11 +53,11 @@ class HttpFlags:
     allowed_origins: Annotated[str, Help("CORS: allowed origins.", "JSON")] = _EVERY
     allowed_methods: Annotated[str, Help("CORS: allowed methods.", "JSON")] = _EVERY
     allowed_headers: Annotated[str, Help("CORS: allowed headers.", "JSON")] = _EVERY
-    allow_credentials: Annotated[bool, Help("CORS: allow cookies and the like.")] = False
+    allow_credentials: Annotated[bool, Help("CORS: allow credentials, such as cookies.")] = False
     api_key: Annotated[tuple[str, ...], Help("Deprecated.", "KEY", repeated=True, hidden=True)] = ()
     api_key_file: Annotated[
         Path | None,
-        Help(f"File with one key on each line, of which requests to /v1 need one (default: ${_KEY_VARIABLE}).", "FILE"),
+        Help(f"File with API keys, one per line: requests to /v1 need one of them (default: ${_KEY_VARIABLE}).", "FILE"),
     ] = None
     served_model_name: Annotated[
         tuple[str, ...],
@@ -71,7 +71,7 @@ class HttpFlags:
     enable_log_requests: Annotated[bool, Help("Log prompts and parameters of requests.")] = False
     max_log_len: Annotated[Annotated[int, Meta(ge=0)] | None, Help("Characters of a prompt in the log.")] = None
     shutdown_timeout: Annotated[
-        Annotated[float, Meta(ge=0)], Help("Time for running answers when the server is told to end.", "SECONDS")
+        Annotated[float, Meta(ge=0)], Help("Time for running answers to finish when the server is stopped.", "SECONDS")
     ] = 60.0
     timeout_keep_alive: Annotated[Annotated[int, Meta(ge=0)], Help("How long idle connections are kept open.", "SECONDS")] = 75
 
@@ -115,7 +115,7 @@ class HttpFlags:
 
 
 def served_name(target: str) -> str:
-    """What the API calls a target: as it was given, and the shipped ones as their directories."""
+    """The API's name of a target: as it was given, and the shipped ones as their directories."""
     return shipped_name(target) or target
 
 
@@ -195,7 +195,7 @@ def _process(
 def _run(process: ServerProcess) -> None:
     try:
         uvloop.run(process.run())
-    except ClusterEnded as end:  # its own process has said why
+    except ClusterEnded as end:  # its own process has printed the reason
         raise click.exceptions.Exit(end.status) from None
 
 

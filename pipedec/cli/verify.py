@@ -27,7 +27,7 @@ from pipedec.verify.divergence import measured_divergence
 
 @dataclass(frozen=True)
 class QuestionFlags:
-    """What is asked: prompts, and how they are answered."""
+    """The prompts, and how they are answered."""
 
     prompts: Annotated[
         tuple[str, ...], Help("Prompt text. This and --prompts may be repeated.", "TEXT", "--prompt", repeated=True)

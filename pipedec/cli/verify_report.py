@@ -1,4 +1,4 @@
-"""What ``pipedec verify`` reports of two sources of answers, and how it asks a cluster."""
+"""The report of ``pipedec verify`` on two sources of answers, and the requests that it sends to a cluster."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Outcome:
 
 
 class Report:
-    """What was compared: a line and a table row per method and pipeline; near ties and differences."""
+    """The results of a comparison: a line and a table row per method and pipeline; near ties and differences."""
 
     def __init__(self, title: str, dtype: str) -> None:
         self._dtype = dtype

@@ -1,1 +1,1 @@
-"""The client's side: requests to a running cluster, and ``LLM``, which starts one of its own."""
+"""Clients: requests to a running cluster, and ``LLM``, which starts a cluster of its own."""

@@ -21,17 +21,17 @@ from pipedec.messages import PromptRequest, RunDescription
 from pipedec.scheduler import AsyncRedisScheduler, RunStatus
 
 _READ_SECONDS = 5.0
-_RENEW_SECONDS = 1.5  # between two renewals of the owner's lease, each with a look at the run
-_RETRY_SECONDS = 0.1  # until Redis is asked again
+_RENEW_SECONDS = 1.5  # between two renewals of the owner's lease, each with a check of the run
+_RETRY_SECONDS = 0.1  # between two attempts to reach Redis
 
 _T = TypeVar("_T")
 
 
 class AsyncReply:
-    """One answer, which any number of tasks may wait for and one may iterate over. Made by ``AsyncClient.submit``.
+    """One answer: any number of tasks may wait for it, and one may iterate over it. Made by ``AsyncClient.submit``.
 
     Attributes:
-        reply: what has arrived.
+        reply: the answer so far.
         request: as it was submitted.
     """
 
@@ -47,11 +47,11 @@ class AsyncReply:
 
     @property
     def number(self) -> int:
-        """Of the request."""
+        """The number of the request."""
         return self.reply.number
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """All that arrived since the last delta, in one, until the answer has ended: a slow reader never has a queue.
+        """Yield everything since the last delta as one delta, until the answer has ended: a slow reader has no queue.
 
         Raises:
             RankLost, SchedulerLost: the cluster died or stopped answering.
@@ -78,7 +78,7 @@ class AsyncReply:
         return self.reply.completed()
 
     async def cancel(self) -> None:
-        """End the request. Its answer goes on until the cluster has ended it; if it has, nothing happens.
+        """End the request. Its answer continues until the cluster has ended it. No effect if it has ended.
 
         Raises:
             SchedulerLost: Redis cannot be reached.
@@ -92,7 +92,7 @@ class AsyncReply:
         self._changed.set()
 
     def end(self, lost: PipedecError | None = None) -> None:
-        """For the client: nothing more arrives; ``lost`` if the answer is not complete. Only the first call counts."""
+        """End the answer: no more events arrive; ``lost`` if it is not complete. Only the first call counts."""
         if not self._ended.is_set():
             self._lost = lost
             self._ended.set()
@@ -105,7 +105,7 @@ class AsyncClient:
     Attributes:
         description: of the run.
         scheduler: the connection; counts its round trips.
-        last_status: what the run has told of itself a second or two ago; None before it has.
+        last_status: the latest report of the run, a second or two old; None before the first.
     """
 
     def __init__(self, scheduler: AsyncRedisScheduler, description: RunDescription, check: Callable[[], None]) -> None:
@@ -115,19 +115,19 @@ class AsyncClient:
         self._check = check
         self._open: dict[int, AsyncReply] = {}
         self._run = RunWatch()
-        self._is_reading = False  # Redis is asked for events of all open answers
+        self._is_reading = False  # Redis is being read for all open answers
         self._failure: PipedecError | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()  # that end soon
+        self._tasks: set[asyncio.Task[Any]] = set()  # short ones
         self._following = [asyncio.create_task(self._until_lost(work)) for work in (self._follow(), self._watch())]
 
     @classmethod
     async def connect(
         cls, redis_url: str, run_id: str, owner: str | None = None, check: Callable[[], None] = lambda: None
     ) -> AsyncClient:
-        """A client of the run ``run_id``.
+        """Connect to the run ``run_id``.
 
         Args:
-            owner: by which the cluster knows this client; None for a random name.
+            owner: the name of this client in the cluster; None for a random one.
             check: called now and then; raises if the cluster is known to be in trouble (``LocalCluster.check``).
 
         Raises:
@@ -142,11 +142,11 @@ class AsyncClient:
 
     @property
     def failure(self) -> PipedecError | None:
-        """Why no answers come any more: a rank or Redis is lost, the run was stopped, or this client was closed."""
+        """Why there are no more answers: a rank or Redis is lost, the run was stopped, or this client was closed."""
         return self._failure
 
     async def submit(self, request: PromptRequest) -> AsyncReply:
-        """Submit a request. If the task that waits for this is cancelled, so is the request.
+        """Submit a request. If the task that awaits this is cancelled, so is the request.
 
         Raises:
             QueueFull: as many requests run and wait as the cluster allows.
@@ -167,8 +167,8 @@ class AsyncClient:
         return await self.scheduler.status()
 
     async def live(self) -> AsyncIterator[list[Frame]]:
-        """The live feed (docs/live.md), in batches. Frames of figures come once a second, whatever happens. One reader for each
-        client; what is missed while Redis is away is told.
+        """The live feed (docs/live.md), in batches. Frames of figures come once a second in any case. One reader for each
+        client; a gap is reported if Redis was away.
 
         Raises:
             RankLost, SchedulerLost: the run has ended, or stopped answering.
@@ -195,11 +195,11 @@ class AsyncClient:
         raise self._failure
 
     async def watch_anew(self) -> None:
-        """Whoever reads the live feed is told again what runs. Raises SchedulerLost."""
+        """Ask rank 0 to send the live feed's state from the start. Raises SchedulerLost."""
         await self.scheduler.watch(begins=True)
 
     async def aclose(self) -> None:
-        """Cancel what is open and leave nothing in Redis but what others need. May be called twice."""
+        """Cancel open requests and delete everything in Redis that only this client needs. May be called twice."""
         if not self._following:
             return
         self._lose(PipedecError("the client was closed"))
@@ -214,7 +214,7 @@ class AsyncClient:
         await self.scheduler.disconnect()
 
     async def _submit(self, request: PromptRequest) -> AsyncReply:
-        arrivals = TokenArrivals()  # the clock runs before the request is on its way
+        arrivals = TokenArrivals()  # the clock starts before the request is sent
         request = request.seeded()
         number = await self._queue(request)
         reply = self._open[number] = AsyncReply(self.scheduler, number, request, arrivals)
@@ -226,7 +226,7 @@ class AsyncClient:
         return reply
 
     async def _queue(self, request: PromptRequest) -> int:
-        """The number of the request; again, if it is not known whether it has arrived."""
+        """Submit the request and return its number; repeat the call if it may not have arrived."""
         operation = secrets.token_hex(8)
         while True:
             try:
@@ -255,7 +255,7 @@ class AsyncClient:
             self._lose(error)
 
     async def _follow(self) -> None:
-        """Hand the events of all open answers to their readers."""
+        """Pass the events of all open answers to their readers."""
         while self._failure is None:
             self._is_reading = True
             positions = {number: reply.reply.position for number, reply in self._open.items()}
@@ -272,7 +272,7 @@ class AsyncClient:
                 reply.reply.take(position, event)
 
     async def _watch(self) -> None:
-        """Renew the owner's lease, and look whether the run still answers."""
+        """Renew the owner's lease, and check whether the run still answers."""
         renewed: float | None = time.monotonic()
         while self._failure is None:
             await asyncio.sleep(_RENEW_SECONDS)
@@ -303,7 +303,7 @@ class AsyncClient:
         check_silence(status, [reply.reply for reply in self._open.values()], SILENCE_SECONDS)
 
     async def _submit_again(self, reply: AsyncReply) -> None:
-        """Redis has lost the request."""
+        """Submit a request again that Redis has lost."""
         await self._give_up(reply.number)
         number = await self._queue(reply.request)
         reply.reply.submitted_again(number)
@@ -311,7 +311,7 @@ class AsyncClient:
         await self.scheduler.wake()
 
     async def _bear(self, error: PipedecError) -> None:
-        """Redis, or the run in it, is away: it is asked again. Raises ``error`` if that has lasted for too long."""
+        """Redis, or the run in it, is away: wait before the next attempt. Raises ``error`` if that has lasted for too long."""
         self._check()
         self._run.outage(error)
         for reply in self._open.values():
@@ -324,20 +324,20 @@ class AsyncClient:
             self._begin(self._until_lost(self.scheduler.close_answer(number)))
 
     def _take_lapsed(self) -> None:
-        """This process was suspended for so long that the cluster has ended its requests."""
+        """Handle a suspension of this process that was so long that the cluster has ended its requests."""
         while self._open:
             number, reply = self._open.popitem()
             reply.end(SchedulerLost("this process did not run for some seconds, and the cluster has cancelled its requests"))
             self._begin(self._until_lost(self._give_up(number)))
 
     def _lose(self, error: PipedecError) -> None:
-        """No answers come any more."""
+        """End all answers: no more events arrive."""
         self._failure = self._failure or error
         for reply in self._open.values():
             reply.end(error)
 
     def _begin(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Do ``work`` in the background; ``aclose`` waits for it."""
+        """Run ``work`` in the background; ``aclose`` waits for it."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -18,14 +18,14 @@ from pipedec.scheduler import RunStatus
 class AsyncLLM(Resident):
     """A resident cluster on this machine, for one event loop. Its arguments are those of ``Resident``.
 
-    Starts in the constructor, as ``LLM``; the end of an ``async with`` block, or ``aclose``, stops it. For a cluster that runs
-    already there is ``AsyncClient.connect``.
+    Starts in the constructor, as ``LLM``; the end of an ``async with`` block, or ``aclose``, stops it. To use a cluster that is
+    already running, see ``AsyncClient.connect``.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._client: AsyncClient | None = None
-        self._connecting = asyncio.Lock()  # several tasks may ask first
+        self._connecting = asyncio.Lock()  # for the first call of several tasks
 
     async def submit(
         self,
@@ -41,14 +41,14 @@ class AsyncLLM(Resident):
 
         Raises:
             QueueFull: as many requests run and wait as the cluster allows.
-            UserError: the prompt is none, or the method has no such option.
+            UserError: the prompt has no valid form, or the method has no such option.
             RankLost, SchedulerLost: the cluster died.
         """
         client = await self._connected()
         return await client.submit(self._request(prompt, sampling_params, raw_prompt, options, threads, priority))
 
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **named: Any) -> AsyncIterator[Delta]:
-        """The answer in pieces. Who stops iterating (``aclose``) cancels it.
+        """The answer in pieces. Leaving the iteration (``aclose``) cancels it.
 
         Args:
             named: as of ``submit``.
@@ -72,7 +72,7 @@ class AsyncLLM(Resident):
         return await self.submit(self._rendered(messages, named.get("threads")), sampling_params, **named)
 
     async def status(self) -> RunStatus:
-        """The state of the run: the requests that run and wait, among others.
+        """The state of the run, including the running and waiting requests.
 
         Raises:
             SchedulerLost: Redis cannot be reached.
@@ -80,7 +80,7 @@ class AsyncLLM(Resident):
         return await (await self._connected()).status()
 
     async def aclose(self) -> None:
-        """Cancel what is open and stop the cluster. Nothing is left running."""
+        """Cancel open requests and stop the cluster. No process keeps running."""
         if self._client is not None:
             await self._client.aclose()
         self._cluster.stop()

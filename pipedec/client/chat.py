@@ -1,6 +1,6 @@
 """Conversations: one answer after the other, from a cluster or from any server with OpenAI's HTTP API.
 
-Owns how a conversation becomes a request, and how its answer comes back. Knows no terminal.
+Turns a conversation into a request, and its answer into text. Knows no terminal.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Told:
-    """What is known of an answer when it has ended.
+    """An answer and its figures, when it has ended.
 
     Attributes:
-        prompt_tokens, tokens: None if the server does not say.
+        prompt_tokens, tokens: None if the server does not report them.
         ttft_seconds: time to first token; None if there was none.
         seconds: until the end.
         completion: of a cluster's answer.
@@ -47,7 +47,7 @@ class Told:
 
 
 class Partner(Protocol):
-    """Who answers."""
+    """A model that answers."""
 
     name: str
 
@@ -55,7 +55,7 @@ class Partner(Protocol):
         """Answer the last message. An exception, such as Ctrl-C, cancels the answer and is raised again.
 
         Raises:
-            UserError: the messages were refused; others may not be.
+            UserError: the messages were refused; other messages may be accepted.
             PipedecError: there will be no more answers.
         """
 
@@ -64,9 +64,9 @@ class ClusterPartner:
     """A model in a running cluster.
 
     Args:
-        description: of the run that ``client`` talks to.
-        asked: everything of a request but its prompt; the answer may have ``max_tokens``, or what still fits the context.
-        tokenizer_directory: where the target's tokenizer is; None for the directory that the run itself names.
+        description: of the client's run.
+        asked: everything of a request but its prompt; the answer may have ``max_tokens``, or as many as fit into the context.
+        tokenizer_directory: directory of the target's tokenizer; None for the one in the run's description.
 
     Raises:
         UserError: there is no tokenizer with a chat template.
@@ -86,7 +86,7 @@ class ClusterPartner:
         prompt = self._tokenizer.apply_chat_template(messages)
         room = self._context - len(prompt)
         if room < 1:
-            raise UserError(f"the conversation has {len(prompt)} tokens, but the context is {self._context}: /reset begins anew")
+            raise UserError(f"the conversation has {len(prompt)} tokens, but the context is {self._context}: /reset starts over")
         sampling = replace(self._asked.sampling, max_tokens=min(room, self._asked.sampling.max_tokens))
         completion = self._client.ask(replace(self._asked, prompt=tuple(prompt), sampling=sampling), on_text)
         metrics = completion.metrics
@@ -107,12 +107,12 @@ def _tokenizer(directory: Path) -> Tokenizer:
 
 
 class HttpPartner:
-    """A model behind an OpenAI-compatible URL.
+    """A model at an OpenAI-compatible URL.
 
     Args:
         url: up to and including ``/v1``.
-        model: None for the first that the server names.
-        body: further fields of every request.
+        model: None for the first in the server's list.
+        body: more fields of every request.
 
     Raises:
         UserError: the server cannot be reached, or refuses the key.
@@ -140,7 +140,7 @@ class HttpPartner:
         return Told(finish, usage.get("prompt_tokens"), usage.get("completion_tokens"), first, time.perf_counter() - began)
 
     def _chunks(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The objects of a stream. Raises UserError for an error that the server sends instead of one, or in one."""
+        """The objects of a stream. Raises UserError for an error in place of the stream or in it."""
         with (
             self._speaking(),
             self._http.stream("POST", f"{self._url}/chat/completions", json=body) as response,
@@ -161,7 +161,7 @@ class HttpPartner:
             self._check(response)
         models = _object(response.text).get("data") or []
         if not models:
-            raise UserError(f"{self._url}/models names no model: give --model NAME")
+            raise UserError(f"{self._url}/models lists no model: give --model NAME")
         return str(models[0]["id"])
 
     @contextmanager
@@ -174,11 +174,11 @@ class HttpPartner:
     def _check(self, response: httpx2.Response) -> None:
         if response.status_code >= 400:
             response.read()
-            raise UserError(f"{self._url} says {response.status_code}: {_message(_object(response.text))}")
+            raise UserError(f"{self._url} answers {response.status_code}: {_message(_object(response.text))}")
 
 
 def _object(text: str) -> dict[str, Any]:
-    """A JSON object; whatever else it is becomes an error message."""
+    """A JSON object; any other content becomes an error message."""
     try:
         found = json.loads(text)
     except ValueError:

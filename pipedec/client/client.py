@@ -1,6 +1,4 @@
-"""The client's side of requests: submit them, read all answers together while they are generated, cancel them. Needs no torch
-and no checkpoint.
-"""
+"""The blocking client: submits requests, reads all answers together while they are generated, cancels them. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ from pipedec.live.view import Frame
 from pipedec.messages import AbortEvent, PromptRequest, ThreadNews
 from pipedec.scheduler.protocol import ClientCalls, RunStatus
 
-_CHECK_SECONDS = 0.25  # between two calls of ``check`` while nothing arrives
-_QUIET_LOOK_SECONDS = 0.5  # between two looks at the run while nothing arrives
-_RETRY_SECONDS = 0.1  # until Redis is asked again
+_CHECK_SECONDS = 0.25  # between two calls of ``check`` while no event arrives
+_QUIET_LOOK_SECONDS = 0.5  # between two checks of the run while no event arrives
+_RETRY_SECONDS = 0.1  # between two attempts to reach Redis
 
 OnText = Callable[[str], None]
 OnThreads = Callable[[list[ThreadNews]], None]
@@ -31,7 +29,7 @@ class Client:
 
     Args:
         check: called while waiting; raises if the cluster is known to be in trouble (``LocalCluster.check``). None if nothing is
-            known of it but what Redis tells every two seconds.
+            but the status that Redis returns every two seconds.
         silence_seconds: how long to wait for the next event of an answer before the cluster counts as lost.
     """
 
@@ -54,14 +52,14 @@ class Client:
         on_threads: OnThreads = lambda news: None,
         on_pause: OnPause = lambda is_paused: None,
     ) -> Completion:
-        """Submit a request and wait for its completion. Of an answer that it resumes, callbacks receive what is new.
+        """Submit a request and wait for its completion. If it resumes an answer, callbacks receive only the new part.
 
-        Ctrl-C, or any other exception in a callback, cancels the request and is raised again; the cluster goes on with others.
+        Ctrl-C, or any other exception in a callback, cancels the request and is raised again; the cluster continues with others.
 
         Args:
             on_text: receives the text in pieces.
             on_threads: receives the news of decode threads if the request has ``show_threads``.
-            on_pause: receives True when the answer is paused because KV memory is short, False when it goes on.
+            on_pause: receives True when the answer is paused because KV memory is short, False when it continues.
 
         Raises:
             UserError: the cluster refused the request.
@@ -76,7 +74,7 @@ class Client:
         on_threads: OnThreads = lambda news: None,
         on_pause: OnPause = lambda is_paused: None,
     ) -> Reply:
-        """As ``ask``, but returns all that was received; a refusal is the reply's ``error``."""
+        """As ``ask``, but returns everything that was received; a refusal is the reply's ``error``."""
         with self.cancelling():
             reply = self.submit(request, on_text, on_threads, on_pause)
             while not reply.has_ended:
@@ -89,9 +87,9 @@ class Client:
         on_text: Callable[[int, str], None] = lambda index, text: None,
         on_end: Callable[[int], None] = lambda index: None,
     ) -> list[Reply]:
-        """Submit all requests at once and wait until every answer has ended, in whatever order.
+        """Submit all requests at once and wait until every answer has ended, in any order.
 
-        A request that is refused or cancelled has an ``error``; the others go on. An exception in a callback cancels all.
+        A request that is refused or cancelled has an ``error``; the others continue. An exception in a callback cancels all.
 
         Args:
             on_text: receives the index of a request and the text of its answer in pieces.
@@ -114,7 +112,7 @@ class Client:
         return replies
 
     def live(self) -> Iterator[Frame]:
-        """The live feed (docs/live.md), until the run ends. Frames of figures come once a second, whatever happens.
+        """The live feed (docs/live.md), until the run ends. Frames of figures come once a second in any case.
 
         Raises:
             RankLost, SchedulerLost: the run has ended, or stopped answering.
@@ -144,7 +142,7 @@ class Client:
         on_pause: OnPause = lambda is_paused: None,
     ) -> Reply:
         """Submit a request; ``read`` then follows its answer. Raises UserError if the run takes no requests."""
-        arrivals = Reply(-1).arrivals  # the clock runs before the request is on its way
+        arrivals = Reply(-1).arrivals  # the clock starts before the request is sent
         request = request.seeded()
         number = self._submit(request)
         reply = Reply(number, _calling(on_text, on_threads, on_pause), arrivals=arrivals)
@@ -155,7 +153,7 @@ class Client:
         """Wait for events of any open answer and handle them.
 
         Args:
-            timeout_seconds: wait at most this long; None for as long as nothing else is to be done.
+            timeout_seconds: wait at most this long; None to wait until the next check is due.
 
         Returns:
             the replies that have ended.
@@ -183,7 +181,7 @@ class Client:
         return self._take_ended()
 
     def cancel(self, reply: Reply) -> None:
-        """End a request; its answer goes on until the cluster has ended it."""
+        """End a request; its answer continues until the cluster has ended it."""
         self._scheduler.cancel(reply.number)
 
     def is_up(self) -> bool:
@@ -192,7 +190,7 @@ class Client:
 
     @contextmanager
     def cancelling(self) -> Iterator[None]:
-        """Whatever ends the body cancels the answers that are still open, and forgets them."""
+        """On any exit from the body, cancel the answers that are still open and forget them."""
         try:
             yield
         except BaseException:
@@ -206,7 +204,7 @@ class Client:
             self._asked.clear()
 
     def _submit(self, request: PromptRequest) -> int:
-        """The number of the request; again, if it is not known whether it has arrived."""
+        """Submit the request and return its number; repeat the call if it may not have arrived."""
         operation = secrets.token_hex(8)
         while True:
             try:
@@ -251,7 +249,7 @@ class Client:
         check_silence(status, self._open.values(), self._silence_seconds)
 
     def _submit_again(self, reply: Reply) -> None:
-        """Redis has lost the request."""
+        """Submit a request again that Redis has lost."""
         del self._open[reply.number]
         self._scheduler.cancel(reply.number)
         self._scheduler.close_answer(reply.number)
@@ -260,7 +258,7 @@ class Client:
         self._open[reply.number], self._asked[reply.number] = reply, request
 
     def _bear(self, error: PipedecError) -> None:
-        """Redis, or the run in it, is away: it is asked again. Raises ``error`` if that has lasted for too long."""
+        """Redis, or the run in it, is away: wait before the next attempt. Raises ``error`` if that has lasted for too long."""
         self._check()
         self._watch.outage(error)
         for reply in self._open.values():
@@ -269,7 +267,7 @@ class Client:
 
 
 def _calling(on_text: OnText, on_threads: OnThreads, on_pause: OnPause) -> OnDelta:
-    """Hand what is new of an answer to those that it concerns."""
+    """Pass new parts of an answer to the callbacks that they concern."""
     was_paused = False
 
     def on_delta(delta: Delta) -> None:

@@ -47,18 +47,18 @@ class LLM(Resident):
         """Answer all prompts together. The completions are in the order of the prompts.
 
         Args:
-            prompts: texts, token ids, or ``{"prompt_token_ids": [...]}``; token ids are taken as they are.
+            prompts: texts, token ids, or ``{"prompt_token_ids": [...]}``; token ids are used unchanged.
             use_tqdm: show a progress bar, if there are several prompts and standard error is a terminal.
             options: of the method, for example ``{"width": 16}`` or ``PipeDecOptions(width=16)`` (see ``pipedec.methods``).
             threads: the dialect in which answers may open decode threads, by name or file, as ``--threads``.
-            priority: one for all prompts, or one for each. Where requests wait or compete, a lower one is served first.
-            resume: for each prompt the answer so far, behind which it goes on: a completion, or its token ids, or None. A drawn
-                answer needs the seed that a completion has. ``max_tokens`` counts the whole answer, and the completion contains
-                all of it. The log-probabilities of its first tokens are those of the completion to resume, else empty.
+            priority: one for all prompts, or one for each. Where requests wait or compete, lower values are served first.
+            resume: for each prompt the answer so far, after which it continues: a completion, its token ids, or None. A drawn
+                answer needs the seed of its completion. ``max_tokens`` counts the whole answer, and the completion contains
+                    all of it. The log-probabilities of its first tokens are those of the completion to resume, else empty.
 
         Raises:
             UserError: a prompt is empty or too long (the others are answered first), or the method has no such option, or the
-                target never says what is to be resumed. ``tree`` is now called ``options``.
+                answer to resume is impossible. ``tree`` is now called ``options``.
             RankLost, SchedulerLost: the cluster died.
         """
         if tree is not None:
@@ -98,7 +98,7 @@ class LLM(Resident):
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, options=options, threads=threads, priority=priority)
 
     def _answered(self, requests: list[PromptRequest], resumptions: list[Resumption | None], use_tqdm: bool) -> list[Completion]:
-        """The completions of requests that go on with these answers."""
+        """The completions of requests that continue these answers."""
         pairs = list(zip(requests, resumptions, strict=True))
         with _progress(len(requests), use_tqdm) as on_end:
             replies = self._client.ask_all(
@@ -111,7 +111,7 @@ class LLM(Resident):
         return completions
 
     def close(self) -> None:
-        """Stop the cluster. Nothing is left running."""
+        """Stop the cluster. No process keeps running."""
         self._cluster.stop()
 
     def __enter__(self) -> LLM:
@@ -123,7 +123,7 @@ class LLM(Resident):
 
 @contextmanager
 def _progress(count: int, is_wanted: bool) -> Iterator[Callable[[int], None]]:
-    """A bar of ended answers on standard error, if that is a terminal and there are several."""
+    """A progress bar of ended answers on standard error, if that is a terminal and there are several."""
     console = Console(stderr=True)
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not (is_wanted and count > 1 and console.is_terminal)) as bar:
@@ -132,7 +132,7 @@ def _progress(count: int, is_wanted: bool) -> Iterator[Callable[[int], None]]:
 
 
 def _resumptions(count: int, is_single: bool, resume: Resumable | Sequence[Resumable]) -> list[Resumption | None]:
-    """For each prompt the answer so far. Raises UserError if there is not one for each."""
+    """The answer so far for each prompt. Raises UserError if their numbers differ."""
     given: Any = [None] * count if resume is None else [resume] if is_single else resume
     if not isinstance(given, Sequence) or len(given) != count:
         raise UserError(f"resume is not one answer for each of {count} prompts: give a list, with None for a prompt without one")

@@ -1,6 +1,6 @@
 """One answer as a client reads it: its events become text, log-probabilities, a trace, and the times of its tokens.
 
-Knows no scheduler: somebody else hands it the events.
+Knows no scheduler: the caller passes the events in.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from pipedec.tracing import TraceEvent
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of an answer.
+    """New parts of an answer.
 
     Attributes:
-        logprobs: of tokens, in order; those of a token come with it or earlier. The last stage may send those of further tokens
+        logprobs: of tokens, in order; those of a token come with it or earlier. The last stage may send those of more tokens
             than the answer has.
         threads: news of decode threads, if the request has ``show_threads``.
-        is_paused: the answer waits for KV memory, or for the run to recover, from now on or still.
-        arrived: when the last of it came, in seconds of ``time.perf_counter``.
+        is_paused: the answer waits for KV memory, or for the run to recover.
+        arrived: when the last part of it arrived, in seconds of ``time.perf_counter``.
     """
 
     text: str = ""
@@ -53,7 +53,7 @@ class Delta:
     arrived: float = field(default_factory=time.perf_counter)
 
     def __add__(self, later: Delta) -> Delta:
-        """Both in one."""
+        """The two as one."""
         return Delta(
             self.text + later.text,
             self.token_ids + later.token_ids,
@@ -68,11 +68,11 @@ OnDelta = Callable[[Delta], None]
 
 
 class TokenArrivals:
-    """When the tokens of one answer arrive at the client, in seconds since the request was submitted.
+    """Arrival times of the tokens of one answer at the client, in seconds since the request was submitted.
 
     Attributes:
         submitted: seconds of ``time.perf_counter``.
-        events: by event that brought tokens, its time and the number of tokens.
+        events: for each event with tokens, its time and the number of tokens.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class TokenArrivals:
         self.events: list[tuple[float, int]] = []
 
     def note(self, num_tokens: int) -> None:
-        """``num_tokens`` tokens arrive now."""
+        """Record that ``num_tokens`` tokens arrive now."""
         if num_tokens:
             self.events.append((time.perf_counter() - self.submitted, num_tokens))
 
@@ -91,7 +91,7 @@ class TokenArrivals:
 
     @property
     def itl_seconds(self) -> list[float]:
-        """Inter-token latency: the times between events that bring tokens."""
+        """Inter-token latency: the times between events with tokens."""
         return [after - before for (before, _), (after, _) in pairwise(self.events)]
 
     @property
@@ -107,13 +107,13 @@ class Reply:
 
     Attributes:
         number: of the request.
-        on_delta: receives what every event brings.
+        on_delta: receives the delta of every event.
         completion: the answer; None until it is complete.
-        error: why it was refused, or that it was cancelled before it began; None if it was not.
+        error: why it was refused, or that it was cancelled before it began; else None.
         trace: of a traced answer.
         cache_slots: of a traced answer, the capacity of each stage's KV cache in rows.
         overran: timesteps in which a rank took longer than its emulated time.
-        waits: for KV memory, in the beginning or after a pause.
+        waits: for KV memory, at the beginning or after a pause.
         heard: when the last event arrived, or the request was last known to wait, in seconds of ``time.monotonic``.
     """
 
@@ -129,7 +129,7 @@ class Reply:
     position: str = "0"
     waits: bool = False
     _run_recovers: bool = False
-    _epochs: set[int] = field(default_factory=set)  # in which it went on
+    _epochs: set[int] = field(default_factory=set)  # in which it continued
     _known: tuple[int, int] = (0, 0)  # tokens and characters
     _threads: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)  # the same of each decode thread
     _logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by ordinal
@@ -187,17 +187,17 @@ class Reply:
                 self.error = UserError(message)
 
     def submitted_again(self, number: int) -> None:
-        """Redis has lost the request; it has another number now. What its answer says again is not told again."""
+        """Redis has lost the request, which now has another number. Repeated parts of its answer are not reported again."""
         self.number, self.position, self.waits = number, "0", False
 
     def run_recovers(self, recovers: bool) -> None:
-        """What is known of the run: whether it has lost ranks, or Redis, and will go on."""
+        """Record the state of the run: whether it has lost ranks, or Redis, and will continue."""
         if recovers != self._run_recovers and not self.has_ended:
             self._run_recovers = recovers
             self._tell()
 
     def _take_tokens(self, event: TokensEvent) -> None:
-        """Tell what is new: after a recovery an answer may say again what it has said."""
+        """Report new tokens: after a recovery an answer may repeat earlier ones."""
         tokens, characters = self._known
         token_ids, text = event.token_ids[max(tokens - event.index, 0) :], event.text[max(characters - event.offset, 0) :]
         self._known = tokens + len(token_ids), characters + len(text)
@@ -205,7 +205,7 @@ class Reply:
         self._tell(text, token_ids, threads=[new for news in event.threads or [] if (new := self._new_of(news)) is not None])
 
     def _new_of(self, news: ThreadNews) -> ThreadNews | None:
-        """What is new of a thread; None if nothing is."""
+        """The new part of a thread; None if there is none."""
         tokens, characters = self._threads.get(news.path, (-1, 0))
         if news.tokens < tokens:
             return None
@@ -217,9 +217,9 @@ class Reply:
         self.on_delta(Delta(text, list(token_ids), is_paused=self.is_paused, **news))
 
     def _completed(self, event: CompletionEvent) -> Completion:
-        """The completion, with the log-probabilities of its tokens (the last stage may have sent those of further tokens).
+        """The completion, with the log-probabilities of its tokens (the last stage may have sent those of more tokens).
 
-        Those of tokens that the request brought with it are empty.
+        Those of tokens that the request contained are empty.
         """
         completion, metrics = event.completion, event.completion.metrics
         metrics.recoveries = len(self._epochs)

@@ -1,4 +1,4 @@
-"""A cluster on this machine that belongs to one object, and prompts and messages as the Python API takes them."""
+"""A cluster on this machine that belongs to one object; prompts and messages in the forms of the Python API."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Resident:
     Args:
         target, draft: checkpoint directories; the shipped pair by default, ``draft="none"`` for a pipeline without one.
         method: as ``--method``.
-        settings: any other setting of ``pipedec.config.settings`` by name, like ``stages=4`` or ``kv_cache_memory="4GiB"``; what
-            ``pipedec generate --help`` lists, with underscores.
+        settings: any other setting of ``pipedec.config.settings`` by name, like ``stages=4`` or ``kv_cache_memory="4GiB"``: the
+            options of ``pipedec generate --help``, with underscores.
 
     Raises:
         UserError: there is no such setting, or the settings do not fit together or do not fit the checkpoints.
@@ -72,7 +72,7 @@ class Resident:
 
 
 def _signature() -> inspect.Signature:
-    """That of ``Resident``, every setting by name."""
+    """The signature of ``Resident``, with every setting by name."""
     own = [one for one in inspect.signature(Resident.__init__).parameters.values() if one.kind is not one.VAR_KEYWORD]
     others = [one for one in keyword_arguments() if one.name not in ("target", "draft")]
     return inspect.Signature([*own, *others])
@@ -82,7 +82,7 @@ Resident.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def named_options(method: str, options: MethodOptions | Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """A method's options by name, as a request sends them. Raises UserError if they are another method's."""
+    """A method's options by name, as in a request. Raises UserError if they are another method's."""
     expected = find_method(method).options
     if isinstance(options, MethodOptions) and type(options) is not expected:
         raise UserError(f"method {method} takes {expected.__name__}, not {type(options).__name__}")
@@ -92,7 +92,7 @@ def named_options(method: str, options: MethodOptions | Mapping[str, Any] | None
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or several, as a list: a list of integers is one."""
+    """One prompt, or several, as a list. A list of integers is one prompt."""
     given: Any = prompts
     is_single = isinstance(given, str | Mapping) or (bool(given) and all(isinstance(token, int) for token in given))
     return [given] if is_single else list(given)

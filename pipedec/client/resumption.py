@@ -1,4 +1,4 @@
-"""An answer that was begun before, and the request that goes on with it."""
+"""An answer that was begun before, and the request that continues it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipedec.validation import validated
 
 @dataclass(frozen=True)
 class Resumption:
-    """What is known of an answer.
+    """An answer to continue.
 
     Attributes:
         token_ids: in the order of ``Completion.token_ids``.
-        seed: with which they were drawn; None if they were not, or if it is not known.
-        logprobs: as in ``Completion``; None if they are not known.
+        seed: with which they were drawn; None if they were not, or if unknown.
+        logprobs: as in ``Completion``; None if unknown.
     """
 
     token_ids: tuple[int, ...]
@@ -29,17 +29,17 @@ class Resumption:
 
     @classmethod
     def of(cls, said: Completion | Sequence[int]) -> Resumption:
-        """Of a completion, or of token ids alone."""
+        """Build from a completion or from token ids."""
         if not isinstance(said, Completion):
             return cls(tuple(said))
         return cls(tuple(said.token_ids), said.seed, None if said.logprobs is None else tuple(said.logprobs))
 
     @classmethod
     def from_json(cls, text: str, source: str) -> Resumption:
-        """Of a completion as ``--json`` prints it, or of an object with its ``token_ids`` and ``seed`` alone.
+        """Build from a completion as ``--json`` prints it, or from an object with only its ``token_ids`` and ``seed``.
 
         Args:
-            source: what an error message begins with.
+            source: the beginning of error messages.
 
         Raises:
             UserError: it is neither.
@@ -54,14 +54,14 @@ class Resumption:
         return validated(cls, known, source)
 
     def resumed(self, request: PromptRequest) -> PromptRequest:
-        """The request that goes on with the answer; with its seed, unless it names one."""
+        """The request that continues the answer, with its seed unless the request has one."""
         seed = self.seed if request.sampling.seed is None else request.sampling.seed
         return replace(request, resume=self.token_ids, sampling=replace(request.sampling, seed=seed))
 
     def complete(self, completion: Completion) -> None:
-        """Put the log-probabilities of the tokens said before into the completion of a request that asked for some.
+        """Put the log-probabilities of the earlier tokens into the completion of a request that asked for some.
 
-        Those that are not known stay empty.
+        Unknown ones stay empty.
         """
         known = (self.logprobs or ())[: len(completion.token_ids)]
         found = completion.logprobs or [{} for _ in completion.token_ids]

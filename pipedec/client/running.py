@@ -1,4 +1,4 @@
-"""A running cluster as somebody who measures it needs it: what it is made of, and a client. Needs no torch and no checkpoint."""
+"""A running cluster to measure: its description, and a client. Needs no torch and no checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Running:
 
     @classmethod
     def of(cls, scheduler: ClientScheduler, run_id: str, check: Callable[[], None] | None = None) -> Running:
-        """The run that ``scheduler`` serves.
+        """Connect to the run that ``scheduler`` serves.
 
         Args:
             check: see ``Client``.
@@ -67,11 +67,11 @@ class Running:
         return Topology(self.description.groups)
 
     def methods(self) -> list[str]:
-        """Those that it can decode with."""
+        """The methods that it can decode with."""
         return possible_methods(self.description.draft is not None, self.description.bita is not None)
 
     def check_method(self, name: str) -> None:
-        """Raises UserError for a method that the table does not have, or that the cluster cannot decode with."""
+        """Raises UserError for an unknown method, or one that the cluster cannot decode with."""
         find_method(name)
         if name not in self.methods():
             missing = "a draft model" if self.description.draft is None and METHODS[name].draft == "required" else "a BiTA"

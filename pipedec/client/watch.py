@@ -1,4 +1,4 @@
-"""When a waiting client gives up: what the state of a run, the silence of answers, a Redis that does not answer say about it."""
+"""Decides when a waiting client gives up, from the state of a run, the silence of answers, and outages of Redis."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pipedec.scheduler import RunStatus
 from pipedec.scheduler.protocol import RESTORED
 from pipedec.topology import rank_name
 
-LOOK_SECONDS = 2.0  # between two looks at the state of the run
+LOOK_SECONDS = 2.0  # between two checks of the state of the run
 SILENCE_SECONDS = 600.0  # how long to wait for the next event of an answer before the cluster counts as lost
 OUTAGE_SECONDS = 10.0  # how long Redis may be away, and a run that recovers may be gone from it
 
 
 class RunWatch:
-    """What a client knows of its run."""
+    """A client's view of its run."""
 
     def __init__(self) -> None:
         self._recovers = False
@@ -28,7 +28,7 @@ class RunWatch:
         self._unreachable_since: float | None = None
 
     def check(self, status: RunStatus) -> None:
-        """Raises RankLost if a run answers nothing any more; one that recovers, or that Redis has lost just now, does later."""
+        """Raises RankLost if a run will not answer any more. One that recovers, or that Redis has just lost, will."""
         self._unreachable_since = None
         if status.failure is not None:
             raise RankLost(status.failure)
@@ -43,18 +43,18 @@ class RunWatch:
             raise RankLost("the cluster was stopped before it answered")
 
     def outage(self, error: PipedecError) -> None:
-        """Redis, or the run in it, is away. Raises ``error`` if that goes on for too long, or nobody replaces what is lost."""
+        """Redis, or the run in it, is away. Raises ``error`` if that lasts too long, or if lost ranks are not replaced."""
         now = time.monotonic()
         self._unreachable_since = self._unreachable_since or now
         if not self._recovers or now > self._unreachable_since + OUTAGE_SECONDS:
             raise error
 
     def is_forgotten(self, status: RunStatus) -> bool:
-        """Whether Redis has lost what it knew of the run when ``lost`` was called last."""
+        """Whether Redis had lost the run's data at the last call of ``lost``."""
         return status.state == "gone" or (self._restored is not None and _restored(status) > self._restored)
 
     def lost(self, status: RunStatus, replies: Iterable[Reply]) -> list[Reply]:
-        """Those of open answers that a Redis which has lost its data knows nothing of any more; each once."""
+        """Open answers that a Redis which has lost its data does not know any more; each once."""
         if status.state == "gone":
             return []  # it may come back with them
         is_forgotten, self._restored = self.is_forgotten(status), _restored(status)
@@ -68,12 +68,12 @@ def _restored(status: RunStatus) -> int:
 
 
 def is_away(status: RunStatus) -> bool:
-    """Whether the run has lost ranks, or Redis has lost the run, and nothing is answered at present."""
+    """True while the run is recovering."""
     return status.is_recovering or status.state == "gone"
 
 
 def check_silence(status: RunStatus, replies: Iterable[Reply], seconds: float) -> None:
-    """Raises RankLost if an answer has been silent for so long without waiting for others."""
+    """Raises RankLost if an answer has been silent for ``seconds`` without waiting for others."""
     now = time.monotonic()
     for reply in replies:
         if reply.waits or (status.running and reply.number not in status.running):

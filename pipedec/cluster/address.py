@@ -1,4 +1,4 @@
-"""What whoever starts a rank tells it: which rank it is, where the scheduler of its run is, whom to report to. Loads no torch."""
+"""The data with which a rank's process starts: its rank, the scheduler of its run, where to report. Loads no torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class RankPlace:
 
     Attributes:
         local_rank, local_world_size: its number among the ranks of its host, and theirs.
-        host: the host of cluster.yaml on which it was started, if whoever started it knows.
-        recovers: whether somebody replaces ranks that are lost; if not, the loss of one ends the run.
+        host: the host of cluster.yaml on which it was started, if known.
+        recovers: whether lost ranks are replaced; if not, the loss of one ends the run.
         survives: whether this process goes on when another rank is lost; if not, it ends and all ranks are started again.
         digests: of the tensors with which the run began, by model and name, as far as they are known.
         lists: whether it digests all tensors that its host has, so that the others are compared with them.

@@ -1,6 +1,6 @@
-"""What the process of a rank runs, however it was started: it prepares its pipeline, serves, and reports a failure to all others.
+"""The main function of a rank's process: prepares its pipeline, serves, and reports a failure to all others.
 
-Loads torch and the models' code as late as possible: what is wrong with a place or a file is told within a second or two.
+Loads torch and the models' code as late as possible: a wrong place or a missing file is reported within a second or two.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def run_rank(
 ) -> int:  # fmt: skip
     """Serve as one rank until the run is stopped; returns the exit status.
 
-    A failure is reported to the other ranks and to clients that wait for an answer, then printed in one line; of what others have
-    reported first, one rank of each host prints it. The caller should end the process by ``os._exit``: a process group that has
-    lost a peer can hang in its own clean-up.
+    A failure is reported to the other ranks and to clients that wait for an answer, then printed in one line. If another rank has
+    reported one before, only one rank of each host prints it. The caller should end the process by ``os._exit``: a process group
+    that has lost a peer can hang in its own clean-up.
 
     Args:
-        make_spec: the pipeline. May raise whatever is wrong with it.
+        make_spec: makes the pipeline. It may raise any error.
         store: the store in which the process groups meet, if there is one already.
-        describe: is told what this rank is, once its weights are loaded.
+        describe: called with the description of this rank, once its weights are loaded.
     """
     set_rank_environment()
     scheduler: RankScheduler | None = None
@@ -89,7 +89,7 @@ def _serve(
 
 
 def _is_replaced(scheduler: RankScheduler, rank: int, message: str, status: int) -> bool:
-    """Tell the supervisors why this process ends. False if the run is not up (yet), or has failed: then nobody replaces it."""
+    """Report to the supervisors why this process ends. False if it is not replaced: the run is not up (yet), or has failed."""
     with suppress(PipedecError):
         if scheduler.failure() is not None or scheduler.current_epoch() is None:
             return False
@@ -100,7 +100,7 @@ def _is_replaced(scheduler: RankScheduler, rank: int, message: str, status: int)
 
 
 def _is_first_to_fail(scheduler: RankScheduler | None, rank: int, message: str) -> bool:
-    """Tell the other ranks; whether none of them has failed before."""
+    """Report a failure to the other ranks. Returns whether it is the first one."""
     try:
         return scheduler is None or scheduler.abort(rank, message)
     except PipedecError:

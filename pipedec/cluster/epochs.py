@@ -1,6 +1,6 @@
 """From one epoch of the run to the next, as a rank sees it whose own process goes on.
 
-It waits for whoever replaces the lost ranks, and begins the epoch itself if nobody was lost. Knows no transport and no weights.
+It waits until lost ranks are replaced, and begins the epoch itself if none was lost. Knows no transport and no weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.02
 
 
 def next_epoch(scheduler: RankScheduler, rank: int, error: PipedecError, restore: Callable[[], None]) -> int:
-    """Wait for the epoch behind the one of ``scheduler``, which ``error`` has ended or will.
+    """Wait for the epoch after the one of ``scheduler``, which ``error`` has ended or will.
 
     Args:
         restore: called when Redis has lost the run, for rank 0 to write it back.

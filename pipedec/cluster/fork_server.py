@@ -1,4 +1,4 @@
-"""What the fork server of the ranks imports before it serves: torch and everything else that a rank needs, which takes seconds.
+"""Imports of the fork server, before it serves: torch and everything else that a rank needs, which takes seconds.
 
 Until that is done it cannot notice that the supervisor has ended (Ctrl-C while a cluster starts), so the kernel watches for it.
 """
@@ -9,7 +9,7 @@ import os
 from pipedec.cluster.processes import die_with_parent
 
 die_with_parent()
-if os.getsid(os.getppid()) != os.getsid(0):  # the supervisor ended before the line above: somebody else's child now
+if os.getsid(os.getppid()) != os.getsid(0):  # the supervisor ended before the line above: this process has another parent
     os._exit(1)
 
 from pipedec.config import set_rank_environment  # noqa: E402

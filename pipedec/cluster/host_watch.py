@@ -1,8 +1,8 @@
 """Watches the ranks of one host, and replaces those that are lost: the loop of ``pipedec up`` and of the nodes of a cluster.
 
-Whatever is to be done follows from what the processes and Redis say now; whoever sees a loss first begins the next epoch. Knows
-processes and the scheduler; how ranks are started, where Redis runs and which hosts there are is the caller's business. Loads
-no torch.
+Every action follows from the present state of processes and Redis; the first to see a loss begins the next epoch. Knows
+processes and the scheduler; the caller decides how ranks are started, where Redis runs and which hosts there are. Loads no
+torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HostWatch:
         start_rank: starts the process of a rank on this host, for the first time or again.
         settings: the limits of recovery.
         keep_redis: called now and then; starts Redis again if it was started here and has died.
-        on_recovery: told of every recovery when it is over.
+        on_recovery: called with every recovery when it is over.
         reassign: which other hosts take over these ranks. Raises RankLost if none does. None if there are no others.
         host_to_leave: the host to go on without where nothing arrives from one rank at another; None to end the silent rank.
         timestep_ms: as planned, or emulated; 0 if neither is.
@@ -316,5 +316,5 @@ def _outcome(recovery: Recovery) -> str:
 
 
 def _activities(look: Supervision) -> str:
-    """What every rank does, and since when."""
+    """The activity of every rank, and since when."""
     return "; ".join(f"{rank} {activity}" for rank, activity in sorted(look.activities.items()))

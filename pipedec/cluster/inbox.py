@@ -1,4 +1,4 @@
-"""What ``pipedec distribute`` starts on a host: it says which files of the checkpoints are missing there, and takes them in.
+"""The process that ``pipedec distribute`` starts on a host: reports which checkpoint files are missing, and receives them.
 
 It speaks JSON, one object per line: orders on standard input, news on standard output; the bytes of a file follow the order
 that announces them. A file that has not come whole is kept as ``NAME.DIGEST.part`` and continued the next time. Loads no torch.
@@ -61,7 +61,7 @@ class WantedFile:
 def main() -> None:
     """Entry point: ``python -m pipedec.cluster.inbox``."""
     orders, news = sys.stdin.buffer, os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever else is printed is no news
+    os.dup2(2, 1)  # other output is no news
     try:
         _say(news, "hello", pipedec=__version__)
         for line in orders:
@@ -120,7 +120,7 @@ def _take(file: WantedFile, offset: int, stream: BinaryIO) -> None:
 
 
 def _lock(part: BinaryIO) -> None:
-    """Raises UserError if somebody else writes it."""
+    """Raises UserError if another process writes it."""
     try:
         fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -146,7 +146,7 @@ def _check_room(files: Iterable[WantedFile]) -> None:
 
 
 def _say(news: Any, name: str, **contents: Any) -> None:
-    with suppress(BrokenPipeError):  # nobody listens any more: standard input ends, too
+    with suppress(BrokenPipeError):  # the reader is gone: standard input ends, too
         print(json.dumps({"news": name} | contents), file=news, flush=True)
 
 

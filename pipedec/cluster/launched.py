@@ -32,7 +32,7 @@ from pipedec.topology import Topology, rank_name
 
 _THIS_MACHINE = (None, "localhost", "127.0.0.1", "::1")  # as hosts of a URL; None for a Unix socket
 
-TOLD_SECONDS = 15.0  # after rank 0 has said that all are ready, what the others have said before is on its way
+TOLD_SECONDS = 15.0  # after rank 0 reports that all are ready, for earlier reports of the others to arrive
 _END_SECONDS = 10.0
 
 
@@ -65,7 +65,7 @@ class LaunchedCluster(Supervisor):
         self._log: IO[str] | None = None
         self._is_watched = False  # by the nodes
         self._listed: ListedWeights | None = None  # if there are several hosts, which may have different ones
-        self._digests: dict[int, TensorDigests] = {}  # that ranks have told
+        self._digests: dict[int, TensorDigests] = {}  # that ranks have reported
         self._told = 0  # the last epoch of which ``on_recovery`` knows
 
     @property
@@ -98,7 +98,7 @@ class LaunchedCluster(Supervisor):
 
     def _start_ranks(self) -> None:
         run = LaunchedRun(
-            config=cluster_to_json(_without_redis(self.config)),  # the ranks are told the address alone
+            config=cluster_to_json(_without_redis(self.config)),  # ranks get only the address
             redis_url=self.address.redis_url,
             run_id=self.run_id,
             redis_host=self.redis_host,
@@ -124,7 +124,7 @@ class LaunchedCluster(Supervisor):
 
         Raises:
             UserError: a host has others than this machine.
-            PipedecError: a rank has told none.
+            PipedecError: a rank has reported none.
         """
         if self._listed is None:
             return {}
@@ -136,7 +136,7 @@ class LaunchedCluster(Supervisor):
         listed, deadline = self._listed.wait(turn), time.monotonic() + TOLD_SECONDS
         while silent := [rank for rank in self.topology.ranks if rank not in self._digests]:
             if time.monotonic() > deadline:
-                raise PipedecError(self.with_hosts(f"{rank_name(silent[0])} has not told the digests of its weights"))
+                raise PipedecError(self.with_hosts(f"{rank_name(silent[0])} has not reported the digests of its weights"))
             self.check()
             for rank, report in self._ranks.read(TURN_SECONDS):
                 note(rank, *report)

@@ -34,7 +34,7 @@ class LeaseKeeper:
     Args:
         doing: what the rank does.
         abort: lets a rank come loose that waits in a transfer, because the epoch has ended.
-        recovers: somebody replaces lost ranks. Then this rank judges no other one, waits for a Redis that is away, and survives
+        recovers: lost ranks are replaced. Then this rank judges no other one, waits for a Redis that is away, and survives
             the end of an epoch.
         survives: this process goes on when another rank is lost; if not, it ends, to be started again with all others.
         renewal_seconds: between two renewals.
@@ -106,7 +106,7 @@ class LeaseKeeper:
         self._scheduler.renew_lease(self._rank, activity)
 
     def _lost_peer(self) -> str | None:
-        """The ranks whose lease has expired, as a message; None if there are none, or if somebody else judges them. Aborts the
+        """The ranks whose lease has expired, as a message; None if there are none, or if supervisors judge them. Aborts the
         run, so that no rank waits for them, unless all are started again.
         """
         if (self._recovers and self._survives) or not (lost := self._scheduler.expired_ranks()):

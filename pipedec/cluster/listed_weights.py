@@ -21,7 +21,7 @@ _TURN_SECONDS = 1.0
 
 
 class ListedWeights:
-    """What this machine has of the checkpoints ``models``, which may be nothing.
+    """The files of the checkpoints ``models`` on this machine, perhaps none.
 
     Args:
         models: directories or GGUF files by key.
@@ -76,7 +76,7 @@ def proved_one(told: Iterable[tuple[str, TensorDigests]], listed: TensorDigests)
     """All digests that are known, by model and name.
 
     Args:
-        told: hosts, and what their ranks have told of their tensors.
+        told: hosts, and the digests that their ranks have reported.
         listed: what this machine has.
 
     Raises:

@@ -1,6 +1,6 @@
 """A resident cluster on this machine: an embedded Redis and one process per rank, started and ended together.
 
-Once it is up, a thread watches the ranks and Redis and replaces what is lost. All of them end with this process, however it ends.
+Once it is up, a thread watches the ranks and Redis, and replaces lost ones. All of them end with this process, however it ends.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pipedec.core import SchedulerLost, UserError
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer, SupervisorScheduler
 
-_NODE = "local"  # the one host of the run
+_NODE = "local"  # the only host of the run
 _END_SECONDS = 10.0
 
 
 def resolve_apart(settings: Settings) -> PipelineSpec:
-    """The pipeline of these settings, without loading torch into this process. Raises UserError as ``engine.build.resolve``."""
+    """Resolve these settings without loading torch into this process. Raises UserError as ``engine.build.resolve``."""
     return run_apart(_resolve, settings)
 
 
@@ -86,18 +86,18 @@ class LocalCluster(Supervisor):
         )  # fmt: skip
 
     def _keep_redis(self) -> None:
-        """Start the embedded Redis again if it has died: where it was, and empty."""
+        """Restart the embedded Redis if it has died: at the same address, and empty."""
         server = self._server
         if server is None or server.is_running:
             return
-        with suppress(SchedulerLost, UserError):  # told when it has failed for too long
+        with suppress(SchedulerLost, UserError):  # reported when it has failed for too long
             self._server = EmbeddedServer(port=server.port, password=self._password)
 
     def check(self) -> None:
-        """Raise if the cluster has failed. Ranks that were lost and replaced are no failure.
+        """Raise if the cluster has failed. Lost ranks that were replaced are not a failure.
 
         Raises:
-            RankLost: names the rank that was lost, and how, or says what else ended the run.
+            RankLost: names the rank that was lost, and how, or gives another reason for the end of the run.
             SchedulerLost: Redis was away for too long.
         """
         if self._watching is None:
@@ -130,7 +130,7 @@ class _Watching:
     """A thread in which a host's watch runs.
 
     Attributes:
-        failure: what has ended it early.
+        failure: the error that has ended it early.
     """
 
     def __init__(self, scheduler: SupervisorScheduler, watch: HostWatch, level: LogLevel) -> None:
@@ -150,10 +150,10 @@ class _Watching:
             self.failure = error
         finally:
             self._over.set()
-        self._ending.wait()  # a Redis that this thread has started ends with it
+        self._ending.wait()  # a Redis started by this thread ends with it
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the run has ended, in order or not; whether it has."""
+        """Wait until the run has ended, normally or not. Returns whether it has."""
         return self._over.wait(seconds)
 
     def end(self) -> None:
@@ -165,5 +165,5 @@ class _Watching:
 
 
 def serve_rank(place: RankPlace, spec: PipelineSpec, address: RunAddress, report: Callable[[tuple[str, int, int]], None]) -> int:
-    """What a rank's process runs; returns its exit status. Nobody reads its reports once the cluster is up."""
+    """Serve in a rank's process; returns its exit status. Its reports are not read once the cluster is up."""
     return run_rank(place, spec.topology, lambda: spec, address, lambda *told: report(told))

@@ -23,7 +23,7 @@ from pipedec.core import PipedecError
 
 MOST_BYTES = 10_000_000  # of a file, and of the older one that is kept beside it
 MOST_RUNS = 20  # whose logs are kept, and those of all that are up
-WATCH = "watch"  # the log of whoever replaces the ranks of a host
+WATCH = "watch"  # the log of the supervisor that replaces the ranks of a host
 _PACKAGE = logging.getLogger("pipedec")
 
 

@@ -63,7 +63,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Met:
-    """What a rank knows when all ranks have met.
+    """The results of a meeting of all ranks.
 
     Attributes:
         digests: of the weights by model, if the ranks are on several hosts.
@@ -160,7 +160,7 @@ class Meeting:
         return [event.description for event in loaded]
 
     def _run_slots(self) -> int:
-        """Of KV memory, on which the run has agreed in an earlier epoch; 0 if it has not."""
+        """Slots of KV memory that the run agreed on in an earlier epoch; 0 if it has not."""
         scheduler = self._scheduler
         description = read_description(scheduler.client, scheduler.run_id) if scheduler.epoch else None
         return description.kv_slots if description else 0
@@ -191,7 +191,7 @@ class Meeting:
         return CardEvent(self._place.rank, self._host, machine_id(), address, versions, configs, settings)
 
     def _own_digests(self, progress: Progress) -> dict[str, dict[str, str]]:
-        """Of the tensors that this rank reads, by model and name: before any is loaded, which then comes from the page cache."""
+        """Digests of the tensors that this rank reads, by model and name. The loading that follows then hits the page cache."""
         if self._digests is None:
             parts = [part for part in self._spec.parts(self._place.rank) if part.is_read or self._place.lists]
             began = time.monotonic()

@@ -39,7 +39,7 @@ class RankMemory:
         self.gpu = ""
 
     def kv_bytes(self, ranks: Sequence[int], slots: int) -> int | None:
-        """What it has for keys and values; None if their number does not depend on that.
+        """Memory left for keys and values; None if their number does not depend on it.
 
         Args:
             ranks: that are about to load on the same GPU, this one included.
@@ -57,7 +57,7 @@ class RankMemory:
         return None if settled else tokens * spec.needs(self._rank).token_bytes
 
     def agreed_slots(self, kv_bytes: Mapping[int, int], slots: int) -> int | None:
-        """Of every rank's KV pool; None if that follows from the settings. The same on every rank.
+        """Slots of every rank's KV pool; None if that follows from the settings. The same on every rank.
 
         Args:
             kv_bytes: of the ranks that have measured them.

@@ -58,7 +58,7 @@ def interface_address(interface: str) -> str | None:
 
 
 def is_this_host(server: ServerConfig) -> bool | None:
-    """Whether ``server`` of a cluster.yaml is this machine; None if nothing here tells.
+    """Whether ``server`` of a cluster.yaml is this machine; None if that cannot be decided.
 
     A configured ``hostname`` decides alone. Else ``host``, and then the destination of ``ssh``, is this machine's name or is
     looked up.

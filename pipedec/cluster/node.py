@@ -1,6 +1,6 @@
 """A node: what ``pipedec launch`` starts on every host of a cluster, and what starts and watches that host's ranks.
 
-It speaks JSON, one object per line: orders come on standard input, news go to standard output; whatever else the ranks print
+It speaks JSON, one object per line: orders come on standard input, news go to standard output; other output of the ranks
 goes to standard error. Until the run is up, everything that the node has started ends with standard input, so a launcher that
 is killed leaves nothing behind. From then on the node watches its ranks, replaces them and takes over those of other hosts by
 itself, and ends with the run: it needs the launcher no longer. Loads no torch to start ranks: they are forked from a server
@@ -92,7 +92,7 @@ class Node:
 
     Args:
         orders: one message each; its end is the order to end, unless the node is on its own.
-        say: tells the launcher.
+        say: sends news to the launcher.
         is_on_its_own: set by this node when it needs no launcher any longer.
         idle_seconds: a launcher that does not end the node so long after its ranks' end has lost its connection.
     """
@@ -227,7 +227,7 @@ class Node:
         """Start Redis again if it has died: where it was, and empty."""
         if self._server is None or self._restart_redis is None or self._server.is_running:
             return
-        with suppress(SchedulerLost, UserError):  # told when it has failed for too long
+        with suppress(SchedulerLost, UserError):  # reported when it has failed for too long
             self._server = self._restart_redis()
 
     def _join(self, run: dict[str, Any], host: str) -> None:
@@ -245,13 +245,13 @@ class Node:
         assert self._run is not None
         self._run.digests = digests
         self._watch = self._run.watch(self._keep_redis)
-        self._watch.turn()  # tells the others which ranks are here
+        self._watch.turn()  # publishes which ranks are here
         self._is_on_its_own.set()
         self._say("watching")
 
 
 def describe_host() -> dict[str, Any]:
-    """What the launcher compares before it goes on."""
+    """Facts about this host that the launcher compares before it goes on."""
     return {
         "protocol": PROTOCOL, "pipedec": __version__, "torch": installed_version("torch"),
         "python": platform.python_version(), "hostname": socket.gethostname(), "pid": os.getpid(),
@@ -261,7 +261,7 @@ def describe_host() -> dict[str, Any]:
 def own_address(towards: list[str], interface: str | None) -> str | None:
     """The address at which other hosts reach this one; None if the launcher is on this host, and there are no others.
 
-    It is that of the configured interface, else of the route to one of ``towards``, else the one that ssh was told.
+    It is that of the configured interface, else of the route to one of ``towards``, else the one that ssh was given.
 
     Raises:
         PipedecError: there is no such address.

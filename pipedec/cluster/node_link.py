@@ -136,7 +136,7 @@ class NodeLink:
             ) from None
 
     def _listen(self) -> None:
-        """Pass on what the node says. Whatever a login shell prints on the way is not news."""
+        """Pass on the node's news, without the output of login shells."""
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:

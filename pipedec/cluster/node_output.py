@@ -1,4 +1,4 @@
-"""What a node and its ranks print: it goes to the launcher as long as that reads, and afterwards into a file on the host."""
+"""Output of a node and its ranks: it goes to the launcher as long as that reads, and afterwards into a file on the host."""
 
 from __future__ import annotations
 

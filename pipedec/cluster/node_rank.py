@@ -1,4 +1,4 @@
-"""A run that ``pipedec launch`` has started, and its ranks: what nodes are told of it, and what they tell their ranks.
+"""A run that ``pipedec launch`` has started, and its ranks: the data that nodes receive, and pass on to their ranks.
 
 Redis, torch and the rest are imported in the rank's own process, so that the node can name this without loading them.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LaunchedRun:
-    """What every node knows, so that each can start any rank.
+    """The data that every node has, so that each can start any rank.
 
     Attributes:
         config: the cluster.yaml with one partition, as JSON.
@@ -54,7 +54,7 @@ class LaunchedRank:
 
 
 def serve_rank(started: LaunchedRank, report: Callable[[Any], None]) -> int:
-    """What the process of the rank runs; returns its exit status."""
+    """Serve in the process of the rank; returns its exit status."""
     from pipedec.cluster.address import RankPlace, RunAddress
     from pipedec.cluster.entry import run_rank
 

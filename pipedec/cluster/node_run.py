@@ -29,7 +29,7 @@ class NodeRun:
 
     Args:
         host: the name of this host in the file.
-        say: tells the launcher.
+        say: sends news to the launcher.
 
     Attributes:
         digests: of the tensors with which the run began, once they are known.

@@ -62,7 +62,7 @@ class Nodes:
         return list(dict.fromkeys([*self._host_of.values(), *self._spare_hosts, *more]))
 
     def host_of(self, rank: int) -> str:
-        """Where a rank runs, as far as its node has told."""
+        """The host of a rank, as far as its node has reported it."""
         return self._host_of[rank]
 
     def ranks_on(self, host: str) -> list[int]:
@@ -160,7 +160,7 @@ class Nodes:
         return set(self._host_of.values()) <= self._over | self._lost.keys()
 
     def recoveries(self, seconds: float) -> list[Recovery]:
-        """Wait up to ``seconds`` for news; the recoveries that nodes have told of since the last call."""
+        """Wait up to ``seconds`` for news; the recoveries that nodes have reported since the last call."""
         self._take(seconds)
         found, self._recoveries = self._recoveries, []
         return found

@@ -1,4 +1,4 @@
-"""Compares where a rank runs with the plan: the host, and the kind and memory of its GPU. Loads nothing and asks nobody."""
+"""Compares where a rank runs with the plan: the host, and the kind and memory of its GPU. Loads nothing and sends nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checked_host(place: RankPlace, places: Sequence[Placement] | None, servers: 
         servers: the hosts of the plan.
 
     Raises:
-        UserError: the plan puts the rank on another host, or nothing tells that it is this one.
+        UserError: the plan puts the rank on another host, or this host cannot be identified.
     """
     own = socket.gethostname()
     if places is None:

@@ -64,7 +64,7 @@ class RankProcesses:
         self._pipes[receiver] = rank
 
     def waitables(self, ranks: Iterable[int]) -> list[Connection | int]:
-        """What is readable when a rank reports, or one of ``ranks`` has ended (see ``multiprocessing.connection.wait``)."""
+        """Objects that become readable when a rank reports or one of ``ranks`` ends (see ``multiprocessing.connection.wait``)."""
         return [*self._pipes, *(self._processes[rank].sentinel for rank in ranks)]
 
     @property
@@ -169,7 +169,7 @@ def describe_exit(status: int) -> str:
     if status < 0:
         known = -status in [number.value for number in signal.Signals]
         return f"was killed by {signal.Signals(-status).name if known else f'signal {-status}'}"
-    return "ended before it was told to" if status == 0 else f"failed with exit status {status}"
+    return "ended unexpectedly with exit status 0" if status == 0 else f"failed with exit status {status}"
 
 
 def killed_ranks(statuses: Mapping[int, int]) -> list[int]:
@@ -237,7 +237,7 @@ def _without_main_module() -> Iterator[None]:
 
 
 def _run(body: Callable[..., int], arguments: tuple[Any, ...], reports: Connection) -> None:
-    """What the process of a rank does."""
+    """The main function of a rank's process."""
     _begin_rank_process()
 
     def report(content: Any) -> None:

@@ -1,8 +1,7 @@
 """One rank of a resident cluster, from process start to process end.
 
-Owns the order of a rank's start (meet the others, load its own weights, warm up, report that it is alive, serve), how it goes on
-in the next epoch of the run when another rank, or Redis, is lost, and the order of its end. What becomes of a failure is for
-``entry``.
+Owns the order of a rank's start (meet the others, load its own weights, warm up, report that it is alive, serve), how it
+continues in the next epoch when another rank, or Redis, is lost, and the order of its end. ``entry`` handles failures.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ from pipedec.transport.torch_distributed import TorchTransport
 
 logger = logging.getLogger(__name__)
 
-_UNKNOWN_REQUESTS = 100_000  # more than can have come since rank 0 last looked
-_SURVIVED = (RankLost, EpochEnded, SchedulerLost)  # what ends an epoch, but not this process
+_UNKNOWN_REQUESTS = 100_000  # more than can have arrived since rank 0 last read the queue
+_SURVIVED = (RankLost, EpochEnded, SchedulerLost)  # end an epoch, but not this process
 _LARGE_OFFSET_US = 1_000_000
 
 
@@ -122,14 +121,14 @@ class _Rank:
         self._first_epoch = scheduler.epoch
         self._clock_offset_us = 0
         self._loop: DraftLoop | StageLoop | None = None  # once the weights are loaded
-        self._cold: StageWorker | DraftModel | None = None  # what is loaded and has not been warmed up
+        self._cold: StageWorker | DraftModel | None = None  # loaded, and not warmed up yet
         self._has_served = False
-        self._apart: float | None = None  # since when it has not met the others, after it had; monotonic
+        self._apart: float | None = None  # since when it is separated from the others, after it had met them; monotonic
         self._opened: RunDescription | None = None  # by rank 0
         self._submitted = 0  # requests, when it was
 
     def live(self) -> None:
-        """Serve until the run is stopped, in as many epochs as it takes. Raises as ``serve``."""
+        """Serve until the run is stopped, in any number of epochs. Raises as ``serve``."""
         self._doing.meet_again()
         self._lease.start()  # before the meeting: digests of large checkpoints may take longer than the run's keys live
         while not self._serve_epoch():
@@ -141,7 +140,7 @@ class _Rank:
         self._transport.close()
 
     def _serve_epoch(self) -> bool:
-        """Take part in the present epoch; whether the run was stopped in it."""
+        """Take part in the present epoch. Returns whether the run was stopped in it."""
         try:
             loop = self._take_part()
             loop.serve(self._transport)
@@ -153,11 +152,11 @@ class _Rank:
             return False
 
     def _is_over(self, error: PipedecError) -> bool:
-        """Whether ``error`` means that the epoch has ended, or comes of that."""
+        """Whether ``error`` means that the epoch has ended, or is a consequence of that."""
         return isinstance(error, _SURVIVED) or self._scheduler.current_epoch() != self._scheduler.epoch
 
     def _take_part(self) -> DraftLoop | StageLoop:
-        """Meet the others; load the weights and warm up, unless that is done; when it returns, the loop can serve."""
+        """Meet the others; load the weights and warm up, unless that is done. Returns the loop, ready to serve."""
         self._doing.begin("meeting")
         joined = self._join()
         loop = self._loop = self._loop or self._load()
@@ -201,9 +200,7 @@ class _Rank:
                 else "messages from and to rank 0 go through host memory"
             )
             backend = Choice(self._transport.backend, why)
-        logger.info(
-            "has met the other ranks, and sends over %s (%s) by interface %s", backend.name, backend.why, met.interface.name
-        )
+        logger.info("connected to the other ranks over %s (%s), interface %s", backend.name, backend.why, met.interface.name)
         return _Joined(backend, Choice(met.interface.name, met.interface.why), met.digests)
 
     def _load(self) -> DraftLoop | StageLoop:
@@ -215,7 +212,7 @@ class _Rank:
         loop = self._new_loop(model)
         logger.info("loaded in %.1f s: %d KV slots, knee %d rows", time.monotonic() - began, self._spec.kv_slots, self._spec.knee)
         gc.collect()
-        gc.freeze()  # what is loaded stays: the collector, which halts a timestep, need not look at it again
+        gc.freeze()  # exclude loaded objects from garbage collection, which halts a timestep
         self._cold = model
         return loop
 
@@ -226,7 +223,7 @@ class _Rank:
 
     @property
     def _loads_late(self) -> bool:
-        """Whether requests wait for this process, which can do without its draft model."""
+        """Whether requests wait for this process, and it can serve without its draft model."""
         return self._place.rank == 0 and self._first_epoch > 0 and self._spec.draft is not None
 
     @property
@@ -234,7 +231,7 @@ class _Rank:
         return Usual(self._spec.knee if self._place.rank > 0 else DRAFT_KNEE, self._spec.max_context)
 
     def _told_capture(self, device: torch.device) -> Capture | None:
-        """How forwards are captured, each of which counts as warming up whenever it happens."""
+        """How forwards are captured. Each capture counts as warming up whenever it happens."""
         if (capture := device_capture(device)) is None:
             return None
 
@@ -298,9 +295,9 @@ class _Rank:
         return f"{rank_name(self._place.rank)} on {self._host}"
 
     def _load_late(self) -> Drafter:
-        """In another thread."""
+        """Load the draft model in another thread."""
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # which counts for one thread
+            torch.cuda.set_device(self._device)  # which is set per thread
         drafter = allocated(lambda: load_drafter(self._spec, self._device, capture=self._told_capture), self._name)
         assert drafter is not None
         drafter.warm_up(self._usual)
@@ -314,7 +311,7 @@ class _Rank:
         self._report("warming", done, total)
 
     def _description(self, joined: _Joined) -> RankDescription:
-        """What users are told of this rank."""
+        """The description of this rank for users."""
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
         weights, why = weights_on(self._spec, self._place.rank, self._device)
         attention = Choice(*described_attention(DTYPES[weights.dtype], self._device, captures_graphs()))
@@ -329,16 +326,16 @@ class _Rank:
         )  # fmt: skip
 
     def _outlive(self, error: PipedecError) -> None:
-        """The epoch has ended, or will: wait for the next one and take part in it. Over NCCL, end this process.
+        """The epoch has ended, or will: wait for the next one and take part in it. With NCCL, end this process.
 
         Raises:
-            RankLost: there is none, the run has failed, or this process cannot take part in another one.
+            RankLost: there is no next epoch, the run has failed, or this process cannot take part in another one.
         """
         logger.warning("epoch %d is over: %s", self._scheduler.epoch, error)
         self._transport.abort()
         self._check_apart(error)
         if not self._has_served and self._scheduler.current_epoch() is None:
-            raise error  # the run is not up yet: nobody replaces ranks
+            raise error  # the run is not up yet: lost ranks are not replaced
         if not self._transport.can_rejoin:
             with suppress(PipedecError):
                 self._scheduler.suspect(self._place.rank, str(error))
@@ -360,7 +357,7 @@ class _Rank:
             raise RankLost(message)
 
     def _enter(self, epoch: int) -> bool:
-        """Whether this rank could enter the epoch before it ended."""
+        """Enter the epoch. Returns whether this rank could do so before it ended."""
         try:
             self._lease.enter(epoch)
             logger.info("takes part in epoch %d", epoch)
@@ -369,7 +366,7 @@ class _Rank:
             return False
 
     def _restore(self) -> None:
-        """Redis has lost the run: write back what this rank knows of it, if it is rank 0."""
+        """Redis has lost the run: if this is rank 0, write back its own copy."""
         if isinstance(self._loop, DraftLoop) and self._opened is not None:
             remembered = self._loop.remembered()
             number = max([self._submitted, *(one.number for one in remembered)]) + _UNKNOWN_REQUESTS
@@ -383,7 +380,7 @@ def _clock_remarks(offset_us: int) -> tuple[str, ...]:
 
 
 def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> Choice:
-    """NCCL if every stage of this host has a GPU that no other stage has, else gloo. Rank 0, which takes no part, may share one.
+    """NCCL if every stage of this host has a GPU of its own, else gloo. Rank 0 does not count, and may share one.
 
     Without a plan the ranks of a host are consecutive, so rank 0 is on this host if this rank equals its local rank.
 
@@ -401,7 +398,7 @@ def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> Choice:
 
 
 def _wait_for_leavers(scheduler: RankScheduler) -> None:
-    """Rank 0 waits until the other ranks have left, because it deletes the run's keys; ranks that never leave have died."""
+    """On rank 0, wait until the other ranks have left, because it deletes the run's keys; ranks that never leave have died."""
     deadline = time.monotonic() + 10.0
     while ((status := scheduler.status()).alive or status.expired) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""A budget of restarts: limits how often lost ranks are replaced, and tells what is a loss of its own."""
+"""A budget of restarts: limits how often lost ranks are replaced, and separates losses from their consequences."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pipedec.config import ServerConfig, ssh_program
 CONNECT_SECONDS = 8
 NO_DIRECTORY = 101  # exit status of the remote command if its directory does not exist
 SSH_FAILED = 255  # exit status of ssh itself if it has no connection, or has lost it
-# A host that has vanished ends the connection after 15 seconds. Nobody is asked for a password.
+# A host that has vanished ends the connection after 15 seconds. ssh never asks for a password.
 _OPTIONS = ("BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 
 

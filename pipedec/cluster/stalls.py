@@ -1,4 +1,4 @@
-"""Which rank or link of a pipeline stands still, judged by what every rank says that it does. Asks nobody and ends nothing."""
+"""Finds the rank or link that stalls a pipeline, from the activity that every rank reports. Sends nothing and ends nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Stall:
 
     @property
     def reason(self) -> str:
-        """What ``suspect`` has done, as the end of a sentence."""
+        """The inactivity of ``suspect``, as the end of a sentence."""
         if self.is_warming:
             return f"took more than {self.seconds:.0f} s to compute something for the first time"
         if self.peer is None:
@@ -66,14 +66,14 @@ def stall_limit(given: float | None, timestep_ms: float = 0.0) -> float:
 def find_stall(activities: Mapping[int, Activity], stall_seconds: float) -> Stall | None:
     """The rank or link that holds all others up, if one has done so for longer than ``stall_seconds``.
 
-    Ranks wait for each other, so nearly all stand still when one does: whoever waits is followed to the one for whom it waits,
-    up to one that does not wait itself. Where they wait in a circle, something was lost on the way to the one that has waited
-    longest. Ranks that have computed long timesteps before have more time. So has one that computes something for the first time,
-    and who waits for it: nobody counts as having waited for longer than since the last rank did so. A rank is not blamed on a
-    report that is too early to show whether it is waiting as well, if its next report is due.
+    Ranks wait for each other, so nearly all stand still when one does: the search follows each waiting rank to the one for which
+    it waits, up to one that does not wait itself. Where they wait in a circle, something was lost on the way to the one that has
+    waited longest. Ranks that have computed long timesteps before have more time. So has a rank that computes something for
+    the first time, and every rank that waits for it: waiting times count from the last time that any rank did so. A rank is not
+    blamed on a report that is too early to show whether it is waiting as well, if its next report is due.
 
     Args:
-        activities: of every rank that has told one; each may have told it a second ago.
+        activities: of every rank that has reported one; each may be a second old.
     """
     if apart := [rank for rank, told in activities.items() if told.kind == "connecting" and told.seconds > _APART_SECONDS]:
         rank = max(apart, key=lambda one: activities[one].began)
@@ -82,7 +82,7 @@ def find_stall(activities: Mapping[int, Activity], stall_seconds: float) -> Stal
         rank = max(overdue, key=lambda one: activities[one].began)
         return Stall(rank, None, activities[rank].seconds, is_warming=activities[rank].kind == "warming")
     warmed = [told.warmed_seconds + told.age_seconds for told in activities.values() if told.warmed_seconds is not None]
-    is_usual = min(warmed, default=math.inf)  # for so long nobody has computed anything for the first time
+    is_usual = min(warmed, default=math.inf)  # how long ago a rank last computed something for the first time
     waited = {rank: min(told.seconds, is_usual) for rank, told in activities.items() if told.kind == "waiting"}
     limit = max(stall_seconds, _TIMESTEPS * sum(told.longest_seconds for told in activities.values()))
     peers = {rank: activities[rank].peer for rank, seconds in waited.items() if seconds > limit / 2}

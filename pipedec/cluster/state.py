@@ -97,7 +97,7 @@ class RunningCluster:
 class MachineLock:
     """Held by the one ``pipedec up`` or ``launch`` that may run under a state directory, from before it starts until it ends.
 
-    The kernel releases the lock when the process that holds it ends, whatever ends it. A detached process inherits the lock from
+    The kernel releases the lock when the process that holds it ends for any reason. A detached process inherits the lock from
     the command that started it, as an open file descriptor (``fileno``).
 
     Args:
@@ -150,7 +150,7 @@ def find_run(redis_url: str | None, run_id: str | None) -> RunningCluster:
 
 
 def no_such_run(run_id: str) -> UserError:
-    """What to say if Redis does not have a run."""
+    """The error if Redis does not have a run."""
     return UserError(f"no cluster named {run_id!r} is running on that Redis: start one, or give --run NAME")
 
 
@@ -167,7 +167,7 @@ def read_state() -> RunningCluster | None:
 def process_start(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None if there is no such process or it is a zombie.
 
-    (Where nobody reaps orphans, as in some containers, signal 0 would report a zombie as alive.)
+    (Where orphans are not reaped, as in some containers, signal 0 would report a zombie as alive.)
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

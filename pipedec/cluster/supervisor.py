@@ -181,11 +181,11 @@ class Supervisor(ABC):
         return RankLost(self.with_hosts(failure) if failure and reports else f"{rank_name(rank)} {end}")
 
     def with_hosts(self, message: str) -> str:
-        """A rank's message, which tells the user on which hosts the ranks are that it names."""
+        """A rank's message, with the hosts of the ranks that it names."""
         return message
 
     def description(self) -> RunDescription:
-        """What the cluster has told its clients of itself. Raises PipedecError if its run has been stopped."""
+        """The description that the cluster has published for clients. Raises PipedecError if its run has been stopped."""
         if self.scheduler is None or (found := read_description(self.scheduler.client, self.run_id)) is None:
             raise PipedecError(f"the run {self.run_id!r} has been stopped")
         return found
@@ -218,7 +218,7 @@ class Supervisor(ABC):
             self.kill()
 
     def _join_ranks(self) -> None:
-        """Wait up to ten seconds until all ranks have ended, as they have been told to."""
+        """Wait up to ten seconds until all ranks have ended, as requested."""
         self._ranks.join()
 
     def kill(self) -> None:

@@ -155,7 +155,7 @@ def _place(answer: Answer) -> tuple[str, int] | None:
 
 
 def planned_needs(config: ClusterConfig, partition: str | None) -> tuple[dict[str, HostNeeds], Finding | None]:
-    """What each host needs for a partition, as far as the plan can be made here, and what is wrong with the plan.
+    """The needs of each host for a partition, as far as the plan can be made here, and the fault of the plan.
 
     Raises:
         UserError: there is no partition of that name.
@@ -174,7 +174,7 @@ def planned_needs(config: ClusterConfig, partition: str | None) -> tuple[dict[st
 
 
 def questions_for(config: ClusterConfig, needs: Mapping[str, HostNeeds]) -> dict[str, Questions]:
-    """What each host is asked.
+    """The questions for each host.
 
     Args:
         needs: of the hosts with ranks or spares; empty without a plan, when every host must have all checkpoints.
@@ -196,7 +196,7 @@ def questions_for(config: ClusterConfig, needs: Mapping[str, HostNeeds]) -> dict
 
 
 def _redis_host(config: ClusterConfig) -> str | None:
-    """Where ``pipedec launch`` starts Redis, as far as the file tells."""
+    """The host on which ``pipedec launch`` starts Redis, as far as the file determines it."""
     if config.redis.host is not None:
         return config.redis.host
     with suppress(UserError):

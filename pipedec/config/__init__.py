@@ -1,4 +1,4 @@
-"""What files and the environment configure, as frozen dataclasses: ``cluster.yaml``, the Redis server, model sizes, directories.
+"""Configuration from files and the environment, as frozen dataclasses: ``cluster.yaml``, Redis, model sizes, directories.
 
 With ``cluster.torchrun``, the only package that reads configuration files and environment variables. Does not know what a
 partition costs or whether it fits.

@@ -85,7 +85,7 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """What ``pipedec launch`` starts on every host.
+    """How ``pipedec launch`` starts nodes on every host.
 
     Attributes:
         python: the interpreter that has pipedec; the one that runs ``pipedec launch`` if not given.
@@ -316,7 +316,7 @@ def _overlaid(settings: Settings, keys: Any, source: str) -> Settings:
 
 
 def cluster_from_json(text: str) -> ClusterConfig:
-    """What another pipedec process has written with ``cluster_to_json``. UserError if that was another version."""
+    """Read the output of ``cluster_to_json`` from another pipedec process. UserError if that was another version."""
     source = "the configuration of the cluster"
     return cluster_from(parse_json(dict, text, source), source)
 

@@ -84,7 +84,7 @@ def state_directory() -> Path:
     """The private directory for the state of a local cluster, created with mode 0700.
 
     $PIPEDEC_STATE_DIR, else $XDG_RUNTIME_DIR/pipedec, else ~/.cache/pipedec. UserError when it cannot be made, belongs to
-    somebody else or lets others in.
+    another user, or is open to other users.
     """
     chosen, runtime = os.environ.get("PIPEDEC_STATE_DIR"), os.environ.get("XDG_RUNTIME_DIR", "")
     if chosen:

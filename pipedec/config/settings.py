@@ -31,7 +31,7 @@ Quantize = Literal["int8", "int4"]
 Device = Literal["auto", "cpu", "cuda"]
 Dispatch = Annotated[
     Literal["windows", "tasks"],
-    Help("What Redis grants: windows of timesteps, or the paper's single tasks."),
+    Help("Granularity at which Redis grants work: windows of timesteps, or the paper's single tasks."),
 ]
 LogLevel = Literal["debug", "info", "warning", "error"]
 DEVICES = get_args(Device)
@@ -97,7 +97,7 @@ class Limits:
     ] = None
     gpu_memory_utilization: Annotated[
         Annotated[float, Meta(gt=0, le=1)],
-        Help("Share of a GPU's memory that may be taken, by the ranks and by what else runs there, at the most."),
+        Help("Maximum share of a GPU's memory in use, by the ranks and by other programs."),
     ] = 0.9
     prefix_cache: Annotated[bool, Help("Do not share the KV cache of equal prefixes between requests.")] = True
     tree: LayerTreeOptions | None = None  # of pipedec and stpp; None for their own defaults
@@ -140,8 +140,8 @@ class Cluster:
     stall_timeout: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Help(
-            "A rank is replaced if a timestep takes it longer, or if it is silent for longer while others wait "
-            "(default: 20 planned timesteps, at least 4 seconds; 120 for what it computes for the first time).",
+            "A rank is replaced if its timestep takes longer, or if it is silent for longer while others wait "
+            "(default: 20 planned timesteps, at least 4 seconds; 120 for the first forward of its kind).",
             "SECONDS",
         ),
     ] = None

@@ -1,7 +1,7 @@
 """The batch of requests that are decoded together: their methods, and which of their rows enter the pipeline at each timestep.
 
-Owns the draft model's use, the prompts that have yet to enter, and who waits for KV memory. Knows no stage, no process and no
-client.
+Owns the draft model's use, the prompts that have yet to enter, and which requests wait for KV memory. Knows no stage, no process
+and no client.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _DRAFTLESS = {"proposers": ["ngrams"]}  # options of the default method in place
 class Batch:
     """Runs on rank 0. In every timestep: ``to_pause``, ``propose``, ``draft`` while the stages compute, ``apply`` per verdict.
 
-    A request waits in here until there is KV memory for it; the stages learn of it with its first rows. Whose priority value is
-    lower, and then whose number, comes first.
+    A request waits in here until there is KV memory for it; the stages receive it with its first rows. Requests are ordered by
+    priority value, then by number, lower ones first.
 
     Args:
         passage: timesteps that a row takes to pass through the pipeline.
@@ -45,17 +45,17 @@ class Batch:
         device: of the draft model.
         trained_masks: mask rows that the target's BiTA was trained with; 0 if it has none.
         knee: rows that the stages compute in about the time of one.
-        experience: what earlier requests have taught.
-        kv: the books of the stages' KV memory; None for as much as anybody could need, without shared prefixes.
-        lane_sizes: how much of it lanes get before they need it.
+        experience: statistics learned from earlier requests.
+        kv: manager of the stages' KV memory; None for unlimited memory without shared prefixes.
+        lane_sizes: how much of it a lane gets before it needs it.
 
     Attributes:
         kv: see ``kv`` of the arguments.
         tally: counts what enters and is accepted.
-        requests: those that run, by number, in the order in which they are served. Their hits and misses include those before
+        requests: the running ones, by number, in the order in which they are served. Their hits and misses include those before
             pauses of an answer in one thread.
-        awaits_drafter: there is a draft model, but it is still being loaded: until ``adopt``, methods that need one are replaced
-            by one that can do without, and gives the same answers.
+        awaits_drafter: the draft model is still being loaded: until ``adopt``, methods that need one are replaced by one that
+            does not, and gives the same answers.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Batch:
         self.requests: dict[int, RequestState] = {}
         self.awaits_drafter = False
         self._drafter = drafter
-        self._undrafted: list[int] = []  # requests that are to be paused, since their draft model has been loaded
+        self._undrafted: list[int] = []  # requests to pause, since their draft model has been loaded
         self._device = device
         self._trained_masks = trained_masks
         self._budget = Budget(knee)
@@ -95,14 +95,14 @@ class Batch:
         return len(self.requests) - self.num_waiting
 
     def check(self, request: Request, sequence: ThreadSequence) -> None:
-        """Whether the method of ``request`` can run here, and its answer can fit.
+        """Check that the method of ``request`` can run here, and that its answer can fit.
 
         Args:
-            sequence: of its answer, just begun: what the answer's structure forces needs memory, too.
+            sequence: the new sequence of its answer: tokens that the answer's structure forces need memory, too.
 
         Raises:
             UserError: the method is unknown, cannot work with its options, or needs a draft model or a BiTA and there is none;
-                prompt and answer need more KV memory than there is; or the prompt's log-probabilities cannot be had.
+                prompt and answer need more KV memory than there is; or the prompt's log-probabilities are not possible.
         """
         self._new_state(request, lambda: sequence)
 
@@ -123,8 +123,8 @@ class Batch:
         """Begin a request: its prompt enters with the next timesteps, as soon as there is memory.
 
         Args:
-            new_sequence: makes the sequence of its answer, in which the tokens are that it has said already. An answer in several
-                threads that is paused gets a new one.
+            new_sequence: makes the sequence of its answer, including earlier tokens. An answer in several threads gets a new one
+                when it is paused.
 
         Raises:
             UserError: as ``check``, or the prompt is empty.
@@ -135,7 +135,7 @@ class Batch:
         self.requests = dict(sorted(self.requests.items(), key=lambda item: (item[1].request.priority, item[0])))
 
     def cached_tokens(self, number: int) -> int:
-        """Tokens of a request's prompt that were found in the KV cache when it first entered; 0 as long as it has not."""
+        """Tokens of a request's prompt that were found in the KV cache when it first entered; 0 before that."""
         return self.requests[number].cached_tokens or 0
 
     def apply(self, number: int, verdict: Verdict) -> None:
@@ -154,7 +154,7 @@ class Batch:
             self._leave_lane(one)
 
     def adopt(self, drafter: Drafter) -> None:
-        """The draft model is loaded. Requests whose methods would have used it are paused and go on with it."""
+        """Use the loaded draft model. Requests whose methods would have used it are paused, and continue with it."""
         self._drafter, self.awaits_drafter = drafter, False
         undrafted = [one for one in self.requests.values() if one.lacks_drafter]
         self._undrafted = [one.number for one in undrafted if one.has_lane]
@@ -163,13 +163,13 @@ class Batch:
                 one.pause(is_closing=one.is_closing)
 
     def forget_prefixes(self) -> None:
-        """Requests that open from now on compute their prompts: they adopt nothing of those that have ended."""
+        """Let requests that open from now on compute their whole prompts: they adopt nothing of those that have ended."""
         self.kv.forget_kept()
         if self._drafter is not None:
             self._drafter.forget_prefixes()
 
     def interrupt(self) -> None:
-        """The stages have lost all lanes, and what their KV pools hold: every request waits, to go on behind what it has said."""
+        """Discard all lanes and the contents of the stages' KV pools: every request waits, and continues where it was."""
         for one in self.requests.values():
             if one.has_lane:
                 self._leave_lane(one)
@@ -178,8 +178,8 @@ class Batch:
         self._memory.clear()
 
     def to_pause(self) -> list[int]:
-        """Requests that must be paused now, since others need their memory, or to go on with the draft model that has come; to be
-        asked before each ``propose``.
+        """Requests to pause now, because others need their memory, or to continue with the draft model that has been loaded.
+        Call before each ``propose``.
         """
         if self._undrafted:
             undrafted, self._undrafted = self._undrafted, []
@@ -187,20 +187,20 @@ class Batch:
         return self._memory.to_pause(list(self.requests.values()))
 
     def pause(self, number: int) -> None:
-        """A request gives up its lane. It gets another one, before younger ones, after ``closed`` and when there is memory."""
+        """Take a request's lane. It gets another one, before younger requests, after ``closed`` and when there is memory."""
         self.tally.pauses += 1
         self._leave_lane(self.requests[number])
         self.requests[number].pause()
 
     def closed(self, number: int) -> None:
-        """Every stage has closed the lane of a request that was paused."""
+        """Note that every stage has closed the lane of a paused request."""
         if number in self.requests:
             self.requests[number].is_closing = False
 
     def propose(self) -> dict[int, Update]:
-        """By request, what enters at the next timestep: openings, chunks of prompts, rows of trees, and the slots they need.
+        """The updates of the next timestep by request: openings, chunks of prompts, rows of trees, and the slots they need.
 
-        Openings are in the order in which the slots were given: one may copy what lies in slots that a later one gets.
+        Openings are in the order in which the slots were given: one may copy the contents of slots that a later one gets.
         """
         updates: dict[int, Update] = {}
         prompt_rows = rows = 0
@@ -231,7 +231,7 @@ class Batch:
         return {number: one for number, one in updates.items() if (one.opening, one.step, one.slots) != (None, None, ())}
 
     def _leave_lane(self, one: RequestState) -> None:
-        """Close a lane. What it has accepted last is committed with its last verdict, before others open."""
+        """Close a lane. Its last accepted tokens are committed with its last verdict, before others open."""
         self.kv.extend(one.number, one.take_adoptable())
         self.kv.close(one.number)
         self._budget.forget(one.number)
@@ -251,7 +251,7 @@ class Batch:
         room = self._draft_room
         room.forwards, room.round = self._controller.forwards, 0
         room.rows = min(max(DRAFT_KNEE // num_drafting, 1), DRAFTED_ROWS)
-        # What is proposed below a row whose chance is far below that of a refused one would not enter soon. But its chance grows
+        # Candidates below a row whose chance is far below that of a refused one would not enter soon. But its chance grows
         # with the next verdict, which also frees room: all of it for a request alone, 1/B of it for one of B requests.
         room.min_chance = self._budget.refused * (1 - 1 / num_drafting)
         while True:
@@ -270,7 +270,7 @@ class Batch:
         self._controller.record_timestep(timing)
 
     def _context(self, request: Request, sequence: ThreadSequence) -> MethodContext:
-        """For the methods of an answer's threads, from now until it is paused."""
+        """The context of the methods of an answer's threads, from now until it is paused."""
         if self.awaits_drafter and find_method(request.method).draft != "none":
             request = replace(request, method=DEFAULT_METHOD, options=make_options(DEFAULT_METHOD, _DRAFTLESS))
         return MethodContext(
@@ -287,7 +287,7 @@ class Batch:
         )
 
     def _next_draft_chunks(self) -> dict[int, Sequence[int]]:
-        """Take what the draft model computes of prompts in this timestep; nothing of those for which it is not used now."""
+        """Take the next chunks of prompts for the draft model; none for requests that do not use it now."""
         chunks: dict[int, Sequence[int]] = {}
         room = self._budget.knee
         for number, one in self.requests.items():
@@ -299,7 +299,7 @@ class Batch:
         return chunks
 
     def _forward(self, rows: Sequence[tuple[Method, Sequence[int]]], chunks: dict[int, Sequence[int]]) -> list[Candidates | None]:
-        """The candidates after ``rows``, None for methods without a draft model: one forward, or several if there are more rows
+        """The candidates after ``rows``, None for methods without a draft model. Runs several forwards if there are more rows
         than one should compute.
         """
         drafted = [method.to_draft(of_tree) for method, of_tree in rows if method.drafter is not None]
@@ -314,7 +314,7 @@ class Batch:
 
 
 def _fitting(requested: Sequence[DraftRows]) -> int:
-    """How many of these entries one forward computes: at least one."""
+    """How many of these entries one forward can compute: at least one."""
     rows = 0
     for count, entry in enumerate(requested):
         rows += len(entry.rows)

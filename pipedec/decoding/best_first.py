@@ -80,7 +80,7 @@ class BestFirst(Method):
         return self._controller.is_speculating or not self.is_tuned
 
     def demand(self) -> Demand:
-        """The root and what is forced after it, and then the most probable rows."""
+        """The root and its forced rows, and then the most probable rows."""
         pending, most = self.tree.num_certain, self._options.width
         certain = pending if most is None else min(pending, most)
         if not self._is_speculating:
@@ -96,7 +96,7 @@ class BestFirst(Method):
         return Step(entering, below, log_probs=self.tree.log_probs)
 
     def draft(self, room: int) -> Sequence[int]:
-        """The most probable rows that are not drafted; several times in a timestep."""
+        """The most probable rows that are not drafted; called several times in a timestep."""
         draft_room = self.context.draft_room
         if not self._is_speculating or draft_room.round >= (self._options.forwards or draft_room.forwards):
             return ()
@@ -108,7 +108,7 @@ class BestFirst(Method):
         return self.tree.undrafted_chances()
 
     def _with_successors(self, rows: list[int]) -> list[int]:
-        """Those of ``rows`` that can have successors: their token neither joins nor ends the thread."""
+        """The ``rows`` that can have successors: their token neither joins nor ends the thread."""
         ended = {row for row in rows if self._ends(self.tree.path(row))}
         self.tree.add(list(ended), [NO_LINE] * len(ended))
         return [row for row in rows if row not in ended]
@@ -118,7 +118,7 @@ class BestFirst(Method):
         return bool(path) and sequence.is_control(path[-1]) and sequence.ends_walk(self.thread, path[-1], path[:-1])
 
     def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
-        """What all requests propose is scored together; then the rows have their choices."""
+        """Score the proposals of all requests together, then choose the rows."""
         if candidates is not None and self.context.grammar is not None:
             candidates = possible(candidates)
         self.context.scoring.submit(self._acceptance, self.tree, rows, candidates, self._found(rows))

@@ -52,7 +52,7 @@ class Bita(Method):
         self._entered = CandidateTree([])  # of the last step
 
     def demand(self) -> Demand:
-        """The root and, at most, all rows that there is room for."""
+        """The root and, at most, all rows for which there is room."""
         return Demand(whole=0 if self.root is None else min(self._room, self.whole))
 
     def propose(self, room: int) -> Step | None:
@@ -71,7 +71,7 @@ class Bita(Method):
 
     def accept(self, accepted: Accepted) -> None:
         self._chances.observe(self._forecast, accepted.tokens)
-        has_entered = self._entered.contains(accepted.tokens)  # then it ends the thread: else its successor were accepted, too
+        has_entered = self._entered.contains(accepted.tokens)  # then it ends the thread, or its successor would be accepted, too
         self.root, self._forecast = None if has_entered else accepted.tokens[-1], accepted.forecast
         self.in_flight = 0
 
@@ -95,7 +95,7 @@ class Bita(Method):
 
 
 def _largest(limits: BitaOptions, depth: int, named: int) -> int:
-    """Rows of the largest tree of a shape, masks included: the root and a group of masks at least."""
+    """Rows of the largest tree of a shape, masks included: at least the root and a group of masks."""
     shapes = {
         "straightforward": 1 + 2 * depth,
         "efficient": (1 + depth) * (1 + depth * named),

@@ -1,4 +1,4 @@
-"""How the rows of a timestep are shared by the running requests.
+"""Shares the rows of a timestep among the running requests.
 
 A timestep has room for as many rows as the stages compute in about the time of one. Rows of accepted tokens come first, since
 each of them is certain to be needed; then chunks of prompts, and candidates in order of the chance that they are accepted, part
@@ -14,20 +14,20 @@ from heapq import heapify, heappop, heapreplace
 from math import ceil
 from operator import attrgetter
 
-RESERVED = 8  # one row in so many is left for prompts, however many certain rows there are
+RESERVED = 8  # one row in 8 is left for prompts, however many certain rows there are
 
-# Whether, after so many rows, one more is worth its time, of which each running request may expect so many tokens.
+# Whether one more row is worth its time, given the number of rows and the tokens that each running request may expect of it.
 Pays = Callable[[int, float], bool]
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The rows that a method would let enter at the next timestep.
+    """The rows that a method wants to enter at the next timestep.
 
     Attributes:
-        certain: rows of accepted tokens, of which some may enter and others wait.
+        certain: rows of accepted tokens; some may enter while others wait.
         whole: rows that enter together or not at all.
-        chances: of further rows, best first. Only as many are asked for as have a chance to enter.
+        chances: of further rows, best first. Read only as far as they have a chance to enter.
         most: maximum rows that the request itself has set; None if it leaves them to the budget. Alone, it gets all of them,
             whether they pay or not.
     """
@@ -57,12 +57,12 @@ class Claim:
 
     @property
     def entering(self) -> int:
-        """Rows that must not wait for good."""
+        """Rows that must not wait forever."""
         return self.demand.whole or self.demand.certain
 
 
 class Budget:
-    """Shares the rows of one timestep after the other. Claims are given in order of arrival.
+    """Shares the rows of one timestep at a time. Claims are given in order of arrival.
 
     Args:
         knee: rows that the stages compute in about the time of one.
@@ -75,29 +75,28 @@ class Budget:
         self.knee = knee
         self.refused = 0.0
         self._timestep = 0
-        self._waiting_since: dict[int, int] = {}  # by request: the timestep at which it was first refused what must enter
+        self._waiting_since: dict[int, int] = {}  # by request: the timestep at which rows that must enter were first refused
 
     def forget(self, number: int) -> None:
-        """A request has ended."""
+        """Forget a request that has ended."""
         self._waiting_since.pop(number, None)
 
     def share(self, claims: Sequence[Claim], pays: Pays) -> dict[int, int]:
-        """By request, the rows that it may let enter at the next timestep; those that get none are left out.
+        """The number of rows that each request may let enter at the next timestep, without requests that get none.
 
-        Never more than the room there is, unless the rows of a single request that must enter together are more than that: then
-        they enter alone.
+        Never more than the available room, except for rows of a single request that must enter together: they enter alone.
         """
         self._timestep += 1
         self.refused = 0.0
         room, most = self.knee, claims[0].demand.most if len(claims) == 1 else None
-        if most is not None:  # a request alone may set more rows than there is room for in company, and they need not pay
+        if most is not None:  # a request alone may set more rows than the shared room has, and they need not pay
             room = max(room, most)
         prompts = [claim for claim in claims if claim.prompt]
         prompt_rows = sum([claim.prompt for claim in prompts])
         granted = self._share_certain(claims, room - min(prompt_rows, room // RESERVED))
         rows = sum(granted.values())
         if rows < room:
-            # Prompts come before candidates with half of what is free, or more if most requests are yet to be prefilled.
+            # Prompts come before candidates with half of the free rows, or more if most requests are yet to be prefilled.
             reserved = min(prompt_rows, ceil((room - rows) * max(len(prompts) / len(claims), 0.5))) if prompts else 0
             queues = [_Queue(claim, granted.get(claim.number, 0)) for claim in claims if claim.demand.chances]
             if queues:
@@ -117,7 +116,7 @@ class Budget:
         return granted
 
     def _share_certain(self, claims: Sequence[Claim], left: int) -> dict[int, int]:
-        """Share ``left`` rows. The request that has waited longest comes first, so none waits for good."""
+        """Share ``left`` rows. The request that has waited longest comes first, so none waits forever."""
         since = [self._waiting_since.get(claim.number, self._timestep) for claim in claims]
         waiting_prompt = min([at for at, claim in zip(since, claims, strict=True) if claim.prompt], default=self._timestep)
         turns = [
@@ -187,7 +186,7 @@ class _Queue:
         self.take()
 
     def take(self) -> None:
-        """The candidate that was next enters, so the one after it is next."""
+        """Let the next candidate enter, and move to the one after it."""
         self.taken += 1
         self._left -= 1
         self.chance: float | None = next(self._chances, None) if self._left else None

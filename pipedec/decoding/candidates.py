@@ -3,8 +3,8 @@
 Three shapes are the paper's (BiTA §3.2, Table 4). ``likeliest`` is our own: within a number of rows, it picks the candidates and
 masks of greatest expected value, learned from the ranks of tokens accepted so far.
 
-With a structure, every shape begins below what is forced behind the root, and of the predicted tokens only those enter that it
-allows; where it forces another one, that one does.
+With a structure, every shape begins below the forced tokens after the root, and only predicted tokens that it allows enter; where
+it forces a token, that one enters instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PRIOR_TRIALS = 8.0
 _PRIOR_CHANCE = 0.25  # of the best token; the chances of the others fall with a power of their rank
 _PRIOR_POWER = 1.2
 _MASKS = -1  # stands for a group of masks, instead of the rank of a candidate
-_VALUE_OF_MASKS = 0.4  # accepted tokens that new masks add to the next pass, compared with what is left of older masks
+_VALUE_OF_MASKS = 0.4  # accepted tokens that new masks add to the next pass, compared with the remaining older masks
 
 
 @dataclass
@@ -118,7 +118,7 @@ def likeliest(
     has value if the accepted path ends at its row, because it then forecasts the next candidates instead of older masks.
 
     Args:
-        rows: maximum rows, masks included; the root and its masks are always there. What is forced behind the root is not
+        rows: maximum rows, masks included; the root and its masks are always there. Forced tokens after the root are not
             counted.
         masks: number of masks in a group.
     """
@@ -174,7 +174,7 @@ def _layered(root: int, forecast: Forecast, grammar: Grammar | None, with_childr
 
 
 def _planted(root: int, grammar: Grammar | None) -> tuple[CandidateTree, int]:
-    """A tree of the root and what is forced behind it, and the last of these rows."""
+    """A tree of the root and its forced tokens, and the last of these rows."""
     token_ids = [root, *chain_below(grammar)]
     last = len(token_ids) - 1
     return CandidateTree(token_ids, list(range(-1, last))), last
@@ -183,7 +183,7 @@ def _planted(root: int, grammar: Grammar | None) -> tuple[CandidateTree, int]:
 def _possible(
     path: Sequence[int], predicted: Sequence[int], chances: Iterable[float], grammar: Grammar | None
 ) -> list[tuple[float, int]]:
-    """What may follow ``path``, each with its chance: the predicted tokens that a structure allows, or the one that it forces."""
+    """The tokens that may follow ``path``, each with its chance: the predicted ones that a structure allows, or a forced one."""
     if grammar is None:
         return list(zip(chances, predicted, strict=False))
     if forced := grammar.forced(path, 1):

@@ -34,9 +34,9 @@ class Line(NamedTuple):
     """The choices below one row, on the host.
 
     Attributes:
-        token_ids: best first.
+        log_chances: of each, given that the row is accepted; further values are meaningless.
         log_chances: of each, given that the row is accepted; further values mean nothing.
-        choices: where they come from, with their features.
+        choices: the choices that contain them, with their features.
         place: of the row in ``choices``.
     """
 
@@ -46,4 +46,4 @@ class Line(NamedTuple):
     place: int
 
 
-NO_LINE = Line([], [], None, 0)  # of a row that nothing can follow
+NO_LINE = Line([], [], None, 0)  # of a row without possible successors

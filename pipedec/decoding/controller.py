@@ -1,4 +1,4 @@
-"""How much to speculate: children per row and draft forwards per timestep, and whether to speculate at all.
+"""Controls speculation: children per row and draft forwards per timestep, and whether to speculate at all.
 
 One for all requests. Everything is measured while answers are decoded and kept for later ones. Limits that a request sets itself
 are not tuned.
@@ -7,7 +7,7 @@ are not tuned.
 - *Forwards*: as many as fit into the time that rank 0 would otherwise wait for the stages; one fewer, at first half as many, when
   it hardly waits, as the pipeline then waits for the draft model.
 - *Children*: more of them, from the next answer on, while many accepted tokens were not proposed by any draft source.
-- *Off*: where speculation does not pay (see ``trials``), nothing but accepted tokens enters, and nothing is drafted.
+- *Off*: where speculation does not pay (see ``trials``), only accepted tokens enter, and nothing is drafted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TimestepTiming:
 
 @dataclass(frozen=True)
 class Entered:
-    """What entered at a timestep.
+    """The rows that entered at a timestep.
 
     Attributes:
         rows: of all requests.
@@ -89,23 +89,22 @@ class Controller:
         """Whether one more row after ``rows`` is worth its time if each running request may expect ``tokens`` tokens from it.
 
         Speed is R / t, with R tokens in a timestep of t seconds. One more row of chance c in every timestep brings c more tokens
-        and takes dt more seconds, so it must hold that c / R ≥ dt / t. In other words, the row saves what a token takes
-        otherwise, 1 / R timesteps, with chance c. With B running requests, each of which needs N timesteps for a token, that is
-        c · N / B.
+        and takes dt more seconds, so it must hold that c / R ≥ dt / t. In other words, with chance c the row saves the usual time
+        of a token, 1 / R timesteps. With B running requests, each of which needs N timesteps for a token, that is c · N / B.
 
         A row that enters only after the verdict on the row above it seems to lose more, a whole passage. But the rows below it
         are drafted by then and enter with it, so no more is lost than the time of one token; and most candidates are dead by
-        then, or have become probable and entered earlier. Where rows cost something, valuing them by the passage doubles the
-        time of a token (docs/benchmarks.md, "What a row is worth").
+        then, or have become probable and entered earlier. Where rows are not free, valuing them by the passage doubles the time
+        of a token (docs/benchmarks.md, "What a row is worth").
         """
         return tokens / self._yield >= self._costs.added(rows)
 
     def record_entered(self, entered: Entered) -> None:
-        """Record what enters at the next timestep."""
+        """Record the rows that enter at the next timestep."""
         self._in_flight.append(entered)
 
     def record_draft_prefill(self) -> None:
-        """The draft model computes a prompt in this timestep, which says nothing about speculation."""
+        """Note that the draft model computes a prompt in this timestep, which is then no measure of speculation."""
         self._draft_prefills = True
 
     def record_proposed(self, was_proposed: bool) -> None:
@@ -144,7 +143,7 @@ class Controller:
             self._timings = []
 
     def _best_without(self) -> float | None:
-        """The shortest that a timestep without speculation may be expected to take, in seconds."""
+        """The shortest expected duration of a timestep without speculation, in seconds."""
         if self._fewest is None:
             return None
         rows, seconds = self._fewest

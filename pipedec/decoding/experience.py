@@ -1,4 +1,4 @@
-"""What rank 0 has learned from verdicts and timings, kept from one answer to the next."""
+"""Statistics that rank 0 learns from verdicts and timings, kept from one answer to the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Key = tuple[SamplingParams, MethodOptions | None, str | None, bool]
 
 
 class Experience:
-    """Learned state by sampling parameters, method options, dialect, and whether there is a structure: all change acceptance.
+    """Learned state by sampling parameters, method options, dialect, and structured or not: all of these change acceptance.
 
     Args:
         passage: number of timesteps that a row takes to pass through the pipeline.
@@ -29,7 +29,7 @@ class Experience:
         self._learned: dict[type, dict[_Key, Any]] = {}
 
     def learned(self, request: Request, kind: type[_T], *args: Any) -> _T:
-        """What requests like this one have learned; ``kind(*args)`` for the first of them. Evicts the least recently used."""
+        """Return the statistics of similar requests; ``kind(*args)`` for the first of them. Evicts the least recently used."""
         known, key = self._learned.setdefault(kind, {}), _key(request)
         found = known.pop(key, None)
         known[key] = kind(*args) if found is None else found

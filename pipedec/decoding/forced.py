@@ -1,4 +1,4 @@
-"""Forced tokens: where a structure allows one token only, the row of that token is as certain as the row above it.
+"""Forced tokens: where a structure allows only one token, the row of that token is as certain as the row above it.
 
 So it enters in the same step as that row, without having been drafted; several such rows in a line are a *chain*. Paths are the
 tokens below the root. Knows what a structure forces, and trees; knows no draft model.
@@ -18,7 +18,7 @@ MAX_FORCED = 32  # rows of a chain
 
 
 def chain_below(grammar: Grammar | None, path: Sequence[int] = ()) -> tuple[int, ...]:
-    """The tokens that are forced behind ``path``, at most ``MAX_FORCED``."""
+    """The tokens forced after ``path``, at most ``MAX_FORCED``."""
     return () if grammar is None else grammar.forced(path, MAX_FORCED)
 
 
@@ -32,8 +32,8 @@ def plant(tree: PredictionTree, token: int, grammar: Grammar | None) -> slice:
 def grow(tree: PredictionTree, candidates: Candidates, width: int, grammar: Grammar | None) -> slice:
     """Add a layer of at most ``width`` rows, the most probable ones; returns them.
 
-    With a structure, tokens that it does not allow, whose log-probability is −∞, are left out, and each candidate comes with
-    its chain, as far as chains take no more than half of the rows.
+    With a structure, tokens that it forbids, whose log-probability is −∞, are left out. Each candidate comes with its chain, as
+    far as chains take no more than half of the rows.
     """
     if grammar is None:
         return tree.grow(candidates, width)
@@ -51,13 +51,13 @@ def grow(tree: PredictionTree, candidates: Candidates, width: int, grammar: Gram
 
 
 def of_leaves(tree: PredictionTree, candidates: Candidates) -> Candidates:
-    """The candidates without those of rows that have a child already: what follows these is forced."""
+    """The candidates without those of rows that have a child already, which is a forced token."""
     is_leaf = torch.isin(candidates.rows, tree.ids_of(slice(0, tree.num_rows))[1], invert=True)
     return Candidates(candidates.rows[is_leaf], candidates.token_ids[is_leaf], candidates.log_probs[is_leaf])
 
 
 def _best(tree: PredictionTree, candidates: Candidates, count: int) -> list[tuple[int, int, float]]:
-    """Token, parent and log-probability of the ``count`` most probable paths, best first; of fewer if no more are possible."""
+    """Token, parent and log-probability of the ``count`` most probable paths, best first; fewer if no more are possible."""
     cumulative = candidates.log_probs + tree.cumulative_log_probs[candidates.rows, None]
     ranked = cumulative.flatten().sort(descending=True, stable=True)
     chosen = ranked.indices[:count]

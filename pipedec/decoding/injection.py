@@ -6,8 +6,8 @@ numberings. It knows no draft source and no clock.
 
 Where a token is *forced*, its row follows with the row above it, whose chance it has.
 
-Everything is on the host: a tree changes by a few rows at a time, for which a device is slower than Python. What has yet to be
-drafted, and to enter, is ranked only as far as it is asked for, and the rankings last until the next verdict.
+Everything is on the host: a tree changes by a few rows at a time, for which a device is slower than Python. Rankings of the rows
+to draft and to enter are computed on demand and last until the next verdict.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class _Row:
     """A row of the tree.
 
     Attributes:
-        log_chance: of the path from the first root on; the root's is to be subtracted.
-        gap: positions left empty behind it.
+        log_chance: of the path from the first root on, from which the root's must be subtracted.
+        gap: positions left empty after it.
         index: in the tree.
         number: in the stages' trees.
         line: the choices below it, and ``taken`` how many of them are rows; None until it is drafted.
-        best: log-chance of the path to its most probable choice that is no row; None if there is none.
-        forced: the row of the only token that may follow, if that is known.
+        best: log-chance of the path to its most probable choice that is not yet a row; None if there is none.
+        forced: the row of the only token that may follow, if known.
     """
 
     __slots__ = (
@@ -59,24 +59,24 @@ class _Row:
         self.children: dict[int, _Row] = {}
 
     def choice_at(self, place: int) -> float | None:
-        """The log-chance of the path to a choice; None if there are not so many."""
+        """The log-chance of the path to a choice; None if there are not as many."""
         if self.line is None or place >= len(self.line.token_ids):
             return None
         return self.log_chance + min(self.line.log_chances[place], -_MIN_LOSS)
 
 
-# A row, or a choice below a row: its cost, which is by how much its log-chance is below the root's; whether it is a choice; the
-# row's index; the place of the choice; the row. Lower ones come first.
+# A row, or a choice below a row: its cost, which is the difference between the root's log-chance and its own; whether it is a
+# choice; the row's index; the place of the choice; the row. Lower ones come first.
 _Entry = tuple[float, bool, int, int, _Row]
 
 
 class _Ranking:
     """Some rows of a tree and the choices below all of its rows, best first.
 
-    Sorted as far as it was asked for. Choices leave it when they become rows, whichever ranking they were taken from.
+    Sorted on demand. Choices leave every ranking when they become rows.
 
     Args:
-        rows: those that are ranked.
+        rows: the rows to rank.
         all_rows: of the tree.
     """
 
@@ -88,7 +88,7 @@ class _Ranking:
         heapify(self._heap)
 
     def __iter__(self) -> Iterator[_Entry]:
-        """All entries but choices that have become rows; they stay."""
+        """All entries except choices that have become rows. None is removed."""
         place = 0
         while place < len(self._sorted) or self._sort_one():
             entry = self._sorted[place]
@@ -97,7 +97,7 @@ class _Ranking:
                 yield entry
 
     def take(self, count: int, max_cost: float = inf) -> list[_Entry]:
-        """Remove and return the first ``count`` entries, as far as they cost at most ``max_cost``."""
+        """Remove and return the first ``count`` entries that cost at most ``max_cost``."""
         taken = list(islice(takewhile(lambda entry: entry[0] <= max_cost, self), count))
         if taken:
             del self._sorted[: bisect(self._sorted, taken[-1])]
@@ -119,7 +119,7 @@ class _Ranking:
             heappush(self._heap, entry)
 
     def _sort_one(self) -> bool:
-        """Move the first entry of the heap to those that are sorted. Returns whether there was one."""
+        """Move the first entry of the heap to the sorted ones. Returns whether there was one."""
         if not self._heap:
             return False
         entry = self._heap[0]
@@ -150,10 +150,10 @@ class InjectionTree:
     """A prediction tree whose rows are drafted and enter in order of decreasing chance.
 
     Args:
-        chain_below: the tokens that are forced behind a path of tokens below the root.
+        chain_below: returns the tokens forced after a path of tokens below the root.
 
     Attributes:
-        root_position: position id of the root, also of one still to come.
+        root_position: position id of the root, or of the next one.
         gaps: positions left empty after rows; None if there are none.
         log_probs: of the rows that entered last, each given its parent.
     """
@@ -179,7 +179,7 @@ class InjectionTree:
 
     @property
     def num_certain(self) -> int:
-        """The root and the rows that are forced behind it, as far as they have not entered."""
+        """The root and its forced rows that have not entered yet."""
         row, count = self._rows[0] if self._rows else None, 0
         while row is not None:
             count += row.number == _NOT_ENTERED
@@ -221,7 +221,7 @@ class InjectionTree:
         return tokens[::-1]
 
     def set_root_position(self, root_position: int, gap: int) -> None:
-        """Set the position id of the root, also of one still to come, and the number of positions left empty after it."""
+        """Set the position id of the root, or of the next one, and the number of positions left empty after it."""
         if self._rows:
             moved = root_position - self._rows[0].position
             self._rows[0].gap = gap
@@ -255,7 +255,7 @@ class InjectionTree:
         return map(neg, map(itemgetter(0), self._ranked_undrafted()))
 
     def add(self, rows: Sequence[int], lines: Sequence[Line]) -> None:
-        """Add the choices of rows that were just drafted. There are none where a token is forced."""
+        """Add the choices of rows that were just drafted. Forced tokens have none."""
         for row, line in zip(rows, lines, strict=True):
             drafted = self._rows[row]
             drafted.line = line if drafted.forced is None else NO_LINE
@@ -278,7 +278,7 @@ class InjectionTree:
         ranked = self._ranked_not_entered()
         rows, taken = list[_Row](), list[_Row]()
         while (room := count - len(rows) - len(taken)) > 0 and (
-            found := ranked.take(room if self._chain_below is None else 1)  # a choice enters with all that is forced behind it
+            found := ranked.take(room if self._chain_below is None else 1)  # a choice enters with the tokens forced after it
         ):
             for _, is_choice, _, _, row in found:
                 if is_choice:
@@ -299,10 +299,10 @@ class InjectionTree:
         """Accept ``tokens``.
 
         Returns:
-            what that changes; whether the last token was a row, so that its subtree remains; and what was to be learned.
+            the changes to the tree; whether the last token was a row, so that its subtree remains; and the lessons.
 
         Raises:
-            ValueError: a token other than the last is no row, so the verdict belongs to another tree.
+            ValueError: a token other than the last is not a row, so the verdict belongs to another tree.
         """
         committed: list[_Row] = []
         row = self._rows[0] if self._rows else None
@@ -324,7 +324,7 @@ class InjectionTree:
         return self._keep([], None)
 
     def _keep(self, committed: list[_Row], root: _Row | None) -> RowChanges:
-        """Commit some rows, which are a path from the root, and drop all others but the subtree of ``root``."""
+        """Commit some rows, a path from the root, and drop all others but the subtree of ``root``."""
         num_rows, kept = len(self._rows), [] if root is None else sorted(_subtree(root), key=lambda row: row.index)
         changes = RowChanges(
             [row.index for row in committed], [row.token for row in committed], [row.index for row in kept], num_rows
@@ -355,7 +355,7 @@ class InjectionTree:
         return self._not_entered
 
     def _with_chains(self, ranked: _Ranking) -> Iterator[float]:
-        """The log-chances of ``ranked``, and of what is forced behind its choices."""
+        """The log-chances of ``ranked``, and of the tokens forced after its choices."""
         assert self._chain_below is not None
         for cost, is_choice, _, place, row in ranked:
             yield -cost
@@ -365,7 +365,7 @@ class InjectionTree:
                 yield from (-cost - count * _MIN_LOSS for count in range(1, len(chain) + 1))
 
     def _taken(self, row: _Row) -> list[_Row]:
-        """The most probable choice below ``row``, which becomes a row, and the rows that are forced behind it."""
+        """The most probable choice below ``row``, which becomes a row, and the rows forced after it."""
         assert row.line is not None and row.best is not None
         token = row.line.token_ids[row.taken]
         below = _Row(token, row, row.best, row.position + row.gap + 1)
@@ -378,7 +378,7 @@ class InjectionTree:
         return [below, *self._force(below)]
 
     def _force(self, row: _Row) -> list[_Row]:
-        """Add the rows that are forced behind ``row``, which was just added."""
+        """Add the rows forced after ``row``, which was just added."""
         forced: list[_Row] = []
         for token in () if self._chain_below is None else self._chain_below(self.path(row.index)):
             below = row.forced = row.children[token] = _Row(token, row, row.log_chance - _MIN_LOSS, row.position + row.gap + 1)

@@ -1,7 +1,7 @@
-"""Who gets KV memory: which requests open, by how much lanes grow, and who is paused when memory runs short.
+"""Assigns KV memory: which requests open, by how much lanes grow, and which are paused when memory runs short.
 
 Certain rows come before candidates, and older requests before younger ones: so the oldest request of the best priority always
-goes on, and nobody waits for good. Knows neither methods nor draft models.
+makes progress, and no request waits forever. Knows neither methods nor draft models.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pipedec.kv import KVManager, Lease
 
 @dataclass(frozen=True)
 class LaneSizes:
-    """How many slots lanes get before they need them.
+    """How many slots a lane gets before it needs them.
 
     Attributes:
-        ahead: most slots for tokens of the answer that a lane gets when it opens.
+        ahead: maximum slots for tokens of the answer that a lane gets when it opens.
         growth: slots by which a lane grows if there is enough memory.
     """
 
@@ -32,10 +32,10 @@ class Memory:
     """The slots of the stages' KV pools.
 
     Args:
-        knee: rows that usually enter at one timestep, at most.
+        knee: the usual maximum of rows that enter at one timestep.
 
     Attributes:
-        grown: by request, slots that were given to its lane and that the stages do not know of yet.
+        grown: by request, slots of its lane that the stages do not know yet.
     """
 
     def __init__(self, kv: KVManager, knee: int, sizes: LaneSizes = LaneSizes()) -> None:
@@ -44,10 +44,10 @@ class Memory:
         self._sizes = sizes
         self.grown: dict[int, SlotRuns] = {}
         self._free: dict[int, int] = {}  # by request that may get rows in this timestep: slots of its lane without rows
-        self._spared = 0  # free slots that are kept for certain rows
+        self._spared = 0  # free slots reserved for certain rows
 
     def clear(self) -> None:
-        """The stages have lost what is in their pools, and no request has slots."""
+        """Forget all slots: the stages have lost the contents of their pools."""
         self._kv.clear()
         self.grown.clear()
 
@@ -109,7 +109,7 @@ class Memory:
         return self._kv.cached_for(one.adopts, one.to_reserve(self._sizes.ahead) + sum(growth))
 
     def _fitted(self, one: RequestState, claim: Claim) -> Claim:
-        """The claim of a request with a lane as far as there is memory for it."""
+        """The claim of a request with a lane, as far as memory allows."""
         demand = claim.demand
         if one.is_prefilling or not (claim.entering or demand.chances):
             return claim
@@ -126,7 +126,7 @@ class Memory:
         return replace(claim, demand=replace(demand, certain=min(demand.certain, most), most=min(most, demand.most or most)))
 
     def _is_short(self, lanes: Sequence[RequestState]) -> bool:
-        """Whether there is not even room for all certain rows, with no other ones in flight."""
+        """Whether there is not even room for all certain rows with no other rows in flight."""
         free, block = self._kv.free_slots, self._kv.block
         if free >= sum(max(self._knee, one.together, len(one.sequence.threads)) + block for one in lanes):
             return False
@@ -139,7 +139,7 @@ class Memory:
         return free < 0
 
     def _is_in_the_way(self, lanes: Sequence[RequestState], requests: Sequence[RequestState]) -> bool:
-        """Whether the last of ``lanes`` has memory that a waiting request of a better priority lacks, and could have."""
+        """Whether the last of ``lanes`` has memory that a waiting request of a better priority needs, and could have."""
         waiting = next((one for one in requests if not one.has_lane), None)
         if waiting is None or waiting.is_closing or waiting.request.priority >= lanes[-1].request.priority:
             return False
@@ -150,11 +150,11 @@ class Memory:
 
     @property
     def _spare(self) -> int:
-        """Free slots that candidates may have."""
+        """Free slots for candidates."""
         return max(self._kv.free_slots - self._spared, 0)
 
     def _grow(self, one: RequestState, rows: int) -> int:
-        """Give a lane slots for ``rows`` more rows. Returns how many it got: none if there is no memory."""
+        """Give a lane slots for ``rows`` more rows. Returns the number given: 0 if there is no memory."""
         slots = self._kv.slots_of(one.number)
         growth = self._sizes.growth
         more = growth if self._spare >= rows + growth else 0

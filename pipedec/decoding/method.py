@@ -27,13 +27,13 @@ from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
 
 @dataclass
 class DraftRoom:
-    """How much of the draft model's forwards each request may use in this timestep.
+    """The share of the draft model's forwards that each request may use in this timestep.
 
     Attributes:
-        forwards: maximum forwards of requests that leave their number to be tuned.
+        forwards: maximum forwards for requests whose number of forwards is tuned.
         rows: of each forward.
-        min_chance: of a row that is drafted: what it proposes is less probable, and would not enter soon.
-        round: number of forwards that have been computed in this timestep.
+        min_chance: of a row that is drafted: the candidates below others are improbable, and would not enter soon.
+        round: number of forwards computed in this timestep so far.
     """
 
     forwards: int = 2
@@ -44,16 +44,16 @@ class DraftRoom:
 
 @dataclass(frozen=True)
 class MethodContext:
-    """One answer and what rank 0 has for it.
+    """One answer, and the objects that its methods use.
 
     Attributes:
         sequence: the answer's threads; methods only read it.
-        drafter: the draft model; None if there is none, or the method uses none.
-        experience: what earlier answers have taught.
-        scoring: scores what draft sources propose, for all requests together.
+        drafter: the draft model; None if there is none, or the method does not use it.
+        experience: statistics learned from earlier answers.
+        scoring: scores the proposals of draft sources, for all requests together.
         draft_room: the same object for all requests.
-        grammar: what the answer's structure allows; None without one.
-        children: candidates per row, for requests that leave their number to be tuned.
+        grammar: the answer's structure; None without one.
+        children: candidates per row, for requests whose number of candidates is tuned.
         device: of the draft model.
         trained_masks: mask rows that the target's BiTA was trained with; 0 if it has none.
     """
@@ -71,7 +71,7 @@ class MethodContext:
 
 
 class Method(ABC):
-    """Decodes one thread. In every timestep it is asked for its ``demand`` and, if it gets room, for what it ``propose``s. While
+    """Decodes one thread. In every timestep it returns its ``demand`` and, if it gets room, the rows that it ``propose``s. While
     the stages compute, ``draft`` and ``drafted`` alternate until it has no more rows to draft. ``accept`` follows a verdict.
 
     Args:
@@ -84,8 +84,8 @@ class Method(ABC):
         max_forced: rows of the longest chain of forced tokens; 0 without a structure.
         children: number of candidates that it asks the draft model for after each row.
         whole: maximum rows of a step, if they enter together or not at all; 0 if they may enter one by one.
-        is_tuned: whether the number of its rows is left to what is measured.
-        root: the thread's last certain token, if it has yet to enter. At first there is none.
+        is_tuned: whether the number of its rows is tuned.
+        root: the thread's last certain token, if it has yet to enter. None at first.
     """
 
     masks: MaskParams = NO_MASKS
@@ -108,19 +108,19 @@ class Method(ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing enters and nothing is drafted before the next verdict. False if that is not known."""
+        """Whether nothing enters and nothing is drafted before the next verdict. False if that is unknown."""
         return self.tree is None and self.root is None
 
     @abstractmethod
     def demand(self) -> Demand:
-        """The rows that it would let enter at the next timestep."""
+        """The rows that it wants to enter at the next timestep."""
 
     @abstractmethod
     def propose(self, room: int) -> Step | None:
         """The rows that enter at the next timestep, at most ``room``, or None."""
 
     def draft(self, room: int) -> Sequence[int]:
-        """The rows of its tree that the draft model is to compute next, ascending; none if there is nothing more to draft in this
+        """The rows of its tree that the draft model computes next, ascending; none if there is nothing more to draft in this
         timestep.
 
         Args:
@@ -129,13 +129,13 @@ class Method(ABC):
         return ()
 
     def undrafted_chances(self) -> Iterable[float]:
-        """The log-chances of the rows that ``draft`` would return, best first. By them the threads of an answer share the draft
-        model's rows, unless the method's steps enter whole.
+        """The log-chances of the rows that ``draft`` would return, best first. The threads of an answer share the draft model's
+        rows by them, unless the method's steps enter whole.
         """
         return ()
 
     def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
-        """The draft model has computed ``rows``.
+        """Take the results of the draft model for ``rows``.
 
         Args:
             candidates: None if it has no ``drafter``.
@@ -151,7 +151,7 @@ class Method(ABC):
         """Drop all rows: the thread waits or has ended."""
 
     def plant(self, token: int) -> None:
-        """Start again from a certain token: a forced token or a join token."""
+        """Start over with a certain token: a forced token or a join token."""
         self.root = token
 
     def to_draft(self, rows: Sequence[int]) -> DraftRows:

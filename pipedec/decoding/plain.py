@@ -1,6 +1,6 @@
 """Plain pipeline parallelism (``pp``): one row passes through all stages for every token. The baseline without speculation.
 
-The tokens that a structure forces pass through together with the one before them: they are no guesses.
+The tokens that a structure forces pass through together with the one before them: they are not guesses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipedec.decoding.method import Method, MethodContext
 
 
 class Plain(Method):
-    """Proposes the last accepted token and what is forced after it, then waits for the next verdict."""
+    """Proposes the last accepted token and the tokens forced after it, then waits for the next verdict."""
 
     in_flight = 0
 

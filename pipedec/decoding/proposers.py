@@ -42,7 +42,7 @@ class DraftProposal:
 
     @classmethod
     def joined(cls, several: Sequence[Candidates]) -> DraftProposal:
-        """Join candidates of several trees, with as many children for each row. Asks their device once."""
+        """Join candidates of several trees with equal numbers of children per row. Reads from the device once."""
         token_ids = torch.cat([each.token_ids for each in several])
         log_probs = torch.cat([each.log_probs for each in several])
         both = torch.cat((token_ids.double(), log_probs.double()), 1).cpu()
@@ -107,7 +107,7 @@ class NgramProposer:
         self._text += tokens
 
     def _index(self) -> None:
-        """Index the tokens that were appended since the last call. This takes place while the stages compute."""
+        """Index the tokens appended since the last call. Called while the stages compute."""
         text, known = self._text, self._places
         for end in range(self._indexed, len(text)):
             ngram = _EMPTY
@@ -156,7 +156,7 @@ class NgramProposer:
 
 
 def write_ngrams(occurrences: Sequence[Occurrences], token_ids: IntArray, features: FloatArray) -> None:
-    """Write what n-grams propose below F rows, and the features of all tokens.
+    """Write the tokens that n-grams propose below F rows, and the features of all tokens.
 
     The first distinct tokens after long enough n-grams are proposed, at most ``MAX_PROPOSED``. They are few, so a loop takes less
     time than operations on arrays.

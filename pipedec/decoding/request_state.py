@@ -1,9 +1,9 @@
-"""A running request on rank 0: what of its prompt has entered, how many slots of KV memory its rows take, and the methods of its
-answer's threads (APAR §2, PASTA §3).
+"""A running request on rank 0: which tokens of its prompt have entered, how many slots of KV memory its rows take, and the
+methods of its answer's threads (APAR §2, PASTA §3).
 
 A request has a *lane* on the stages from its first rows on. Before, and after it was paused, it waits for memory. An answer in
-one thread goes on after its last token; an answer in several threads begins again. Owns the order in which rows of threads enter:
-first the last tokens of ended threads, then the rows that methods propose.
+one thread continues after its last token; an answer in several threads starts over. Owns the order in which rows of threads
+enter: first the last tokens of ended threads, then the rows that methods propose.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pipedec.threads import NewSequence, State
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import is_mask
 
-ROWS_OF_SEVERAL_THREADS = 128  # rows of a whole step that threads share; more if the method's own options allow one thread more
+ROWS_OF_SEVERAL_THREADS = 128  # rows of a whole step that threads share; more if the options allow one thread more
 
-POSITIONS = 16  # below a root, of which accepted tokens are told apart
+POSITIONS = 16  # below a root, at which accepted tokens are counted separately
 
 NewContext = Callable[[Request, ThreadSequence], MethodContext]
 
@@ -38,13 +38,13 @@ class Tally:
     """Counters of all requests of a run, which only grow.
 
     Attributes:
-        prompt_rows: tokens of prompts that have entered, and of answers that go on after a pause.
+        prompt_rows: tokens of prompts that have entered, and of answers that continue after a pause.
         root_rows: certain tokens that have entered.
         draft_rows: guesses that have entered.
         mask_rows: masks that have entered.
         drafts: roots that entered when nothing of their thread was in flight.
         accepted_tokens: guesses that were accepted.
-        accepted_per_pos: the same by depth below the root that entered, from 1; deeper ones than ``POSITIONS`` are left out.
+        accepted_per_pos: the same by depth below the root that entered, from 1, up to ``POSITIONS``.
         pauses: how often a request was paused.
         corrupted: requests that ended because a stage computed NaN or infinity.
     """
@@ -60,7 +60,7 @@ class Tally:
     corrupted: int = 0
 
     def accept(self, depth: int, tokens: int) -> None:
-        """Guesses are accepted: ``tokens`` of them after one that was ``depth`` below its root."""
+        """Count ``tokens`` accepted guesses after one that was ``depth`` below its root."""
         self.accepted_tokens += tokens
         for position in range(depth, min(depth + tokens, POSITIONS)):
             self.accepted_per_pos[position] += 1
@@ -70,27 +70,27 @@ class RequestState:
     """One request.
 
     Args:
-        new_sequence: makes the sequence of its answer, with the tokens in it that ``request.said`` names.
+        new_sequence: makes the sequence of its answer, including the tokens of ``request.said``.
         new_context: makes the context of its methods.
         tally: counts for all requests.
 
     Attributes:
         sequence: of its answer. Only this object passes accepted tokens to it.
         text: the prompt, and the tokens of the answer that were accepted before the lane opened.
-        adopts: what of it may be adopted where it is cached: nothing if the prompt's log-probabilities are requested.
+        adopts: the part of the text that may be adopted where it is cached: none if the prompt's log-probabilities are requested.
         entered: how many tokens of it have entered, or were cached.
         drafted: how many of them are in the draft model's cache.
         cached_tokens: of the prompt, when the first lane opened.
-        has_lane: whether the stages have a lane for it, as far as they were informed.
+        has_lane: whether the stages have been informed of a lane for it.
         is_closing: whether stages may still have a lane that was paused.
-        is_prefilling: whether something of the text, or of the masks after it, has yet to enter.
-        past: slots of tokens that verdicts have accepted, at most. The row of the last one may be in a tree.
-        is_idle: nothing of it enters, and nothing is drafted for it, before the next verdict.
+        is_prefilling: whether some of the text, or of the masks after it, has yet to enter.
+        past: maximum slots of tokens that verdicts have accepted. The row of the last one may be in a tree.
+        is_idle: none of its rows enter or are drafted before the next verdict.
         hits, misses: see ``Metrics``. The first token of an answer or of a child is neither.
         masks: mask rows after the prompt and after rows of steps.
-        is_tuned: whether the number of its rows is left to what is measured.
+        is_tuned: whether the number of its rows is tuned.
         drafter: the draft model; None if its method uses none.
-        lacks_drafter: another method stands in for its own, until the draft model is loaded.
+        lacks_drafter: another method replaces its own until the draft model is loaded.
         together: rows of the largest step that enters whole; 1 if its rows may enter one by one.
         most: slots that suffice to the end of an answer in one thread.
     """
@@ -110,7 +110,7 @@ class RequestState:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin with the text and the method of the first thread. What was learned before a lane opens holds until it closes."""
+        """Begin with the text and the method of the first thread. A lane uses the learned state from before it opens."""
         accepted = [] if self.sequence.can_fork else self.sequence.main.token_ids
         self.text = [*self.request.prompt_token_ids, *accepted]
         self.adopts: Sequence[int] = () if self.request.sampling.prompt_logprobs is not None else self.text
@@ -119,16 +119,16 @@ class RequestState:
         self.is_prefilling = True
         self.is_idle = False
         self.past = 0
-        self._adoptable = 0  # tokens that others may adopt, of the text and of what follows
+        self._adoptable = 0  # tokens of the text, and of those after it, that others may adopt
         self._context = self._new_context(self.request, self.sequence)
         self.lacks_drafter = self._context.request is not self.request
         first = new_method(self._context)
-        self._methods: dict[int, Method] = {0: first}  # by thread, of those that have not ended
-        self._running: dict[int, Method] = {0: first}  # those of running threads
+        self._methods: dict[int, Method] = {0: first}  # by thread that has not ended
+        self._running: dict[int, Method] = {0: first}  # by running thread
         self._last: dict[int, int] = {}  # by thread: last tokens of ended threads that have yet to enter
         self._depths: dict[int, int] = {}  # by thread: accepted tokens after the root that entered last
         self._order: list[int] = []  # threads of the rows that may enter at the next timestep, certain ones first, by chance
-        self._next_thread = 0  # the first one to be served, if the rows did not suffice for all threads
+        self._next_thread = 0  # the first to be served, if the rows did not suffice for all threads
         self.masks: MaskParams = first.masks
         self.is_tuned = first.is_tuned
         self.drafter = first.drafter
@@ -139,17 +139,17 @@ class RequestState:
     # The prompt and the memory that its rows and those of the answer take
 
     def to_reserve(self, ahead: int) -> int:
-        """Slots for a lane: the text, at most ``ahead`` tokens that follow, and the rows that must enter together."""
+        """Slots for a lane: the text, at most ``ahead`` tokens after it, and the rows that must enter together."""
         left = self.request.sampling.max_tokens - (len(self.text) - self.sequence.prompt_length)
         return len(self.text) + min(left, ahead) + max(self.together, self.masks.count)
 
     @property
     def in_flight(self) -> int:
-        """Rows that have entered and that no verdict has accepted or pruned, but for the last tokens of ended threads."""
+        """Rows that have entered and that no verdict has accepted or pruned, except the last tokens of ended threads."""
         return sum([method.in_flight for method in self._methods.values()])
 
     def certain_rows(self, demand: Demand) -> int:
-        """Rows of a demand that are certain or must enter together, at most: threads may share the rows of a step otherwise."""
+        """Maximum number of rows that are certain or must enter together, however threads share the rows of a step."""
         if demand.whole and self.sequence.can_fork:
             return self.together
         return demand.whole or demand.certain
@@ -171,10 +171,10 @@ class RequestState:
         )  # fmt: skip
 
     def pause(self, is_closing: bool = True) -> None:
-        """Give up the lane, and wait for another one; also for another method, if it has no lane.
+        """Give up the lane, and wait for another one; without a lane, only change the method.
 
         Args:
-            is_closing: whether stages have yet to close the lane.
+            is_closing: whether some stages have yet to close the lane.
         """
         self.has_lane, self.is_closing = False, is_closing
         if self.sequence.can_fork:
@@ -211,7 +211,7 @@ class RequestState:
             self.past = sequence.prompt_length + sum(sequence.needed()) + pending
 
     def take_adoptable(self) -> Sequence[int]:
-        """The tokens that others may adopt from the next timestep on, and could not before: all of them are in the past."""
+        """The tokens that others may adopt from the next timestep on, and could not before. All of them are in the past."""
         prompt, answer = self.request.prompt_token_ids, self.sequence.main.token_ids
         certain = min(self.past, len(prompt)) if self.sequence.can_fork else self.past
         if certain == self._adoptable:
@@ -222,10 +222,10 @@ class RequestState:
     # Which rows of the answer enter
 
     def claim(self, cached: int = 0) -> Claim:
-        """The rows that it would let enter at the next timestep.
+        """The rows that it wants to enter at the next timestep.
 
         Args:
-            cached: of a request without a lane: how many tokens need not enter.
+            cached: for a request without a lane: tokens that need not enter.
         """
         number, priority = self.number, self.request.priority
         if self.is_idle and self.has_lane:
@@ -251,7 +251,7 @@ class RequestState:
         return Demand(certain + len(self._last), chances=self._merged(demands), most=most)
 
     def _merged(self, demands: dict[int, Demand]) -> Iterator[float]:
-        """The chances of candidates of all threads, best first; notes whose they are."""
+        """The chances of candidates of all threads, best first; records their threads."""
         for chance, number in _ranked({number: demand.chances for number, demand in demands.items()}):
             self._order.append(number)
             yield chance
@@ -260,7 +260,7 @@ class RequestState:
         """The rows that enter the first stage at the next timestep, or None.
 
         Args:
-            room: maximum rows; what enters whole is what was demanded.
+            room: maximum rows; a step that enters whole has the demanded rows.
         """
         room = self._largest or room
         if self.sequence.can_fork:
@@ -281,7 +281,7 @@ class RequestState:
         """Rows of several threads. Last tokens of ended threads go first: a join token in the same step attends to them.
 
         Returns:
-            the step; its certain rows; those of them of whose threads nothing is in flight.
+            the step; the number of its certain rows, and of those whose threads have nothing in flight.
         """
         last = list(self._last.items())[:room]
         for number, _ in last:
@@ -295,7 +295,7 @@ class RequestState:
         return _merged(steps) if steps else None, len(last) + drafts, drafts
 
     def _propose_best(self, room: int) -> list[tuple[int, Step]]:
-        """The likeliest rows of all threads."""
+        """The most probable rows of all threads."""
         rooms = Counter(self._order[:room])
         steps = ((number, self._running[number].propose(rooms[number])) for number in sorted(rooms))
         return [(number, step) for number, step in steps if step is not None]
@@ -318,7 +318,7 @@ class RequestState:
         return steps
 
     def _sees_opener(self, number: int, entering: set[int]) -> bool:
-        """Whether the opener of a thread has entered, or enters now. It can only be missing if it is its thread's last token."""
+        """Whether the opener of a thread has entered, or enters now. Only one that is its thread's last token can be missing."""
         threads = self.sequence.threads
         parent, opened_at = threads[number].parent, threads[number].opened_at
         if parent is None or parent not in self._running or parent in entering or threads[parent].num_tokens > opened_at:
@@ -328,10 +328,10 @@ class RequestState:
     # What is drafted, and what was accepted
 
     def draft(self, room: int) -> list[tuple[Method, Sequence[int]]]:
-        """The rows of its threads that the draft model is to compute in the next forward; none if that was all.
+        """The rows of its threads that the draft model computes in the next forward; none if there are no more.
 
         Args:
-            room: rows for one thread. Several threads have twice as many, which they share by chance.
+            room: rows for one thread. Several threads share twice as many by chance.
         """
         running = self._running
         if len(running) > 1 and not self._largest:

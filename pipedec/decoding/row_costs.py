@@ -1,4 +1,4 @@
-"""How long a timestep takes by the number of rows, as measured: what one more row costs.
+"""Measured duration of a timestep by the number of rows, and the cost of one more row.
 
 Knows neither requests nor chances.
 """
@@ -9,17 +9,17 @@ from bisect import bisect_right
 from itertools import pairwise
 from math import inf
 
-BOUNDS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # a bucket's rows are up to its bound
+BOUNDS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # maximum rows of each bucket
 _WEIGHT = 0.15  # of a new measurement
-_OUTLIER = 2.0  # a measurement counts as at most so many times what is known
+_OUTLIER = 2.0  # a measurement counts as at most this many times the known value
 _MAX_AGE = 4096  # timesteps after which a measurement is forgotten
 _FIRST_TRIED = 8  # rows
 
 
 class RowCosts:
-    """The seconds of a timestep as a function of its rows: never falling, linear between what was measured, and flat outside.
+    """The seconds of a timestep as a function of its rows: never falling, linear between measurements, and flat outside.
 
-    Rows are tried from few to many, at most twice as many as were measured: who begins with many never learns what few take.
+    Rows are tried from few to many, at most twice as many as were measured: otherwise small steps would stay unmeasured.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class RowCosts:
         self._most_tried = _FIRST_TRIED
 
     def record(self, rows: int, seconds: float) -> None:
-        """A timestep with so many rows took so long."""
+        """Record the duration of a timestep with ``rows`` rows."""
         self._timestep += 1
         bucket = bisect_right(BOUNDS, max(rows, 1) - 1)
         known = self._seconds.get(bucket)
@@ -45,7 +45,7 @@ class RowCosts:
         self._curve = None
 
     def seconds(self, rows: int) -> float | None:
-        """Of a timestep with so many rows; None if nothing was measured yet."""
+        """Expected duration of a timestep with ``rows`` rows; None before the first measurement."""
         curve = self._points()
         if not curve:
             return None
@@ -56,7 +56,7 @@ class RowCosts:
         return curve[-1][1]
 
     def added(self, rows: int) -> float:
-        """The share by which one more row lengthens a timestep of ``rows`` rows; infinity for more than are to be tried."""
+        """The relative increase in time from one more row after ``rows`` rows; infinity beyond the number to be tried."""
         if self._curve is None:
             self._points()
         found = self._added.get(rows)

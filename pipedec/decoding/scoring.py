@@ -1,4 +1,4 @@
-"""The proposals of all draft sources below rows of many requests, scored together: a few operations for all of them.
+"""Scores the proposals of all draft sources below rows of many requests together, with a few operations for all.
 
 Between ``submit`` and ``score``, methods wait until all others have submitted, too.
 """
@@ -29,7 +29,7 @@ class _Submitted(NamedTuple):
 
     @property
     def kind(self) -> tuple[int, int, bool]:
-        """Equal for those that can be scored together."""
+        """A key that is equal for proposals that can be scored together."""
         children = 0 if self.candidates is None else self.candidates.token_ids.shape[1]
         return id(self.acceptance), children, self.occurrences is not None
 
@@ -48,7 +48,7 @@ class Scoring:
         candidates: Candidates | None,
         occurrences: Sequence[Occurrences] | None,
     ) -> None:
-        """Note the proposals below ``rows`` of a tree, of one source at least.
+        """Queue one tree's proposals for batched scoring; there must be at least one source.
 
         Args:
             candidates: of the draft model, if it is a source.
@@ -57,7 +57,7 @@ class Scoring:
         self._submitted.append(_Submitted(acceptance, tree, rows, candidates, occurrences))
 
     def score(self) -> None:
-        """Score all that was submitted since the last call, and add it to the trees."""
+        """Score the proposals submitted since the last call, and add them to the trees."""
         kinds: defaultdict[tuple[int, int, bool], list[_Submitted]] = defaultdict(list)
         for each in self._submitted:
             kinds[each.kind].append(each)
@@ -69,7 +69,7 @@ class Scoring:
 
 
 def _merged(submitted: Sequence[_Submitted]) -> Choices:
-    """What all sources propose, in proposals of one kind: the draft model's children, and then other tokens after n-grams."""
+    """The proposals of all sources, by kind: the draft model's children, then other tokens after n-grams."""
     drafted = [each.candidates for each in submitted if each.candidates is not None]
     draft = DraftProposal.joined(drafted) if drafted else None
     occurrences = [one for each in submitted if each.occurrences is not None for one in each.occurrences]

@@ -20,7 +20,7 @@ from pipedec.tree import Candidates, PredictionTree
 class StaticTree(Method):
     """``depth`` layers of at most ``width`` rows; if ``rows`` is given, the ``rows`` most probable rows of all layers.
 
-    Neither counts what is forced after the root.
+    Forced rows after the root are not counted.
     """
 
     tree: PredictionTree
@@ -33,7 +33,7 @@ class StaticTree(Method):
         self.whole = 1 + (self._limits.rows or self._limits.depth * self._limits.width) + self.max_forced
         self._room = self.whole  # rows of the next step: less if threads share it
         self._is_drafted = False  # whether there is a drafted tree that has yet to enter
-        self._certain = 0  # rows that are forced after the root
+        self._certain = 0  # forced rows after the root
         self._depth = 0  # drafted layers below the root
         self._layer: range | None = None  # the last layer of a tree that is being drafted
 
@@ -85,7 +85,7 @@ class StaticTree(Method):
     def accept(self, accepted: Accepted) -> None:
         advance = self.tree.advance(accepted.tokens)
         self._follow(advance.changes)
-        self.root = None if advance.hit else accepted.tokens[-1]  # a hit ends the thread: else its successor were accepted, too
+        self.root = None if advance.hit else accepted.tokens[-1]  # a hit ends the thread, or its successor would be accepted, too
         self._is_drafted = False
 
     def cut(self) -> None:

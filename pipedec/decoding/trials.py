@@ -1,6 +1,6 @@
-"""Whether speculation pays at all: measured tokens per second with it, against those without it.
+"""Tries whether speculation pays: compares measured tokens per second with and without it.
 
-Estimates of what a row costs miss what it costs elsewhere, as where stages and draft model share a processor. So now and then the
+Estimates of a row's cost miss indirect costs, for example if stages and draft model share a processor. So now and then the
 other way is tried, for a short time: soon after the start, then at growing intervals, so that the trials cost little. Knows
 neither rows nor requests.
 """
@@ -8,14 +8,14 @@ neither rows nor requests.
 from __future__ import annotations
 
 _FIRST = 16  # tokens before the first trial
-_WARM_UP = 8  # timesteps before anything is measured: at first, more rows enter than will pay
+_WARM_UP = 8  # timesteps before measurements begin: at first, more rows enter than will pay
 _TRIAL_TOKENS = 12  # of a trial of speculation, by request
-_WINDOW = 48  # tokens before a trial with which it is compared, by request: what a timestep takes drifts
+_WINDOW = 48  # tokens before a trial to compare it with, by request: timesteps drift
 _TRIAL_TIMESTEPS = 6  # of a trial without it, in which every request yields a token per passage
 _MAX_COST = 0.02  # share of the time that trials may cost
 _MAX_INTERVAL = 1024  # tokens between trials
 _GROWTH = 2.0
-_BETTER = 1.02  # the other way must be by so much better
+_BETTER = 1.02  # factor by which the other way must be better
 
 
 class Trials:
@@ -34,9 +34,9 @@ class Trials:
         self._begin(max(passage, _WARM_UP))
 
     def _begin(self, unsettled: int) -> None:
-        """Measure from now on, but not the timesteps that are still affected by what was before."""
+        """Measure from now on, without the timesteps that are still affected by the former way."""
         self._unsettled = unsettled
-        self._waited = 0.0  # tokens before those that are measured, by request
+        self._waited = 0.0  # tokens before the measured ones, by request
         self._tokens = 0
         self._timesteps = 0
         self._seconds = 0.0
@@ -51,7 +51,7 @@ class Trials:
 
         Args:
             tokens: that its verdicts accepted.
-            best_without: the shortest that a timestep without speculation may be expected to take; None if nobody knows.
+            best_without: the shortest expected duration of a timestep without speculation; None if unknown.
         """
         if self._unsettled:
             self._unsettled -= 1
@@ -74,7 +74,7 @@ class Trials:
         return tokens_by_request >= _TRIAL_TOKENS if self.is_speculating else self._timesteps >= _TRIAL_TIMESTEPS
 
     def _rate(self) -> float:
-        """Tokens per second and running request, as measured since ``_begin``."""
+        """Tokens per second and running request since ``_begin``."""
         if self.is_speculating:
             return self._tokens / max(self._shares, 1e-9)
         return self._timesteps / (self._passage * max(self._seconds, 1e-9))
@@ -94,7 +94,7 @@ class Trials:
             self._begin(0)
 
     def _judge(self) -> None:
-        """A trial is over: stay with the better way."""
+        """End a trial: stay with the better way."""
         tried, before = self._rate(), self._rates[self._speculates]
         if tried > _BETTER * before:
             self._speculates = self.is_speculating

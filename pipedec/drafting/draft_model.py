@@ -24,7 +24,7 @@ from pipedec.model import DraftVocabulary, FirstForward, KVCache, StageModel, Us
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, RowChanges
 
-_SLOTS = 4096  # of a pool whose size nobody has set
+_SLOTS = 4096  # of a pool whose size is not configured
 _MOST_RESERVED = 1024  # slots for tokens of the answer that a lane gets when it opens
 
 
@@ -52,7 +52,7 @@ class DraftModel:
         self._lanes: dict[int, DraftLane] = {}  # by request
 
     def warm_up(self, usual: Usual, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compute forwards as of usual requests (see ``model.warm_up``), before any request comes."""
+        """Compute forwards as of usual requests (see ``model.warm_up``), before the first request."""
 
         def use(forward: FirstForward, hidden_RE: Tensor) -> None:
             to_host(self._model.logits(hidden_RE[-forward.num_judged :]).log_softmax(-1).topk(1).indices)
@@ -71,7 +71,7 @@ class DraftModel:
 
     @property
     def cache_slots(self) -> int:
-        """KV cache entries that all requests together have room for."""
+        """KV cache entries for all requests together."""
         return self._pool.slots
 
     def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int]) -> int:
@@ -79,7 +79,7 @@ class DraftModel:
 
         Args:
             sequence: its threads, read only. The caller passes accepted tokens to it before it calls ``advance``.
-            token_ids: prompt, and what was said before.
+            token_ids: prompt, and the answer's earlier tokens.
 
         Returns:
             how many of ``token_ids`` need not be computed: those that are cached, or all if there is no memory.
@@ -102,7 +102,7 @@ class DraftModel:
         """Run one forward over rows of several trees and the next chunks of several prompts.
 
         Args:
-            requested: at most one entry for each thread of a request; those of one request stand together. None of a request
+            requested: at most one entry for each thread of a request; entries of one request are adjacent. None of a request
                 with a chunk.
             prompts: by request, the next of the token ids that had to be computed.
 
@@ -127,22 +127,22 @@ class DraftModel:
         return [next(found) if entry.number in self._lanes else self._no_candidates(entry) for entry in requested]
 
     def advance(self, number: int, thread: int, changes: RowChanges) -> None:
-        """Commit and prune cache entries as the thread's tree was."""
+        """Commit and prune cache entries in the same way as the thread's tree."""
         if (lane := self._lanes.get(number)) is not None:
             lane.advance(thread, changes)
             self._tell(number)
 
     def threads_changed(self, number: int) -> None:
-        """To be called when threads of a request were opened, joined or ended."""
+        """Follow threads of a request that were opened, joined or ended."""
         if (lane := self._lanes.get(number)) is not None:
             lane.threads_changed()
 
     def forget_prefixes(self) -> None:
-        """Requests that open from now on compute their prompts, but for what running ones hold."""
+        """Let requests that open from now on compute their prompts, except for prefixes of running ones."""
         self._kv.forget_kept()
 
     def _fit(self, number: int, entries: Sequence[DraftRows]) -> bool:
-        """Whether there is memory for rows of a request and its chains. If not, it gives up its lane, so others have more."""
+        """Whether there is memory for rows of a request and its chains. If not, it gives up its lane in favour of others."""
         lane = self._lanes.get(number)
         if lane is None:
             return False
@@ -154,7 +154,7 @@ class DraftModel:
         return True
 
     def _tell(self, number: int) -> None:
-        """Let other requests adopt what was added to a lane's past."""
+        """Let other requests adopt the tokens added to a lane's past."""
         if (lane := self._lanes.get(number)) is not None and (added := lane.take_added()):
             self._kv.extend(number, added)
 
@@ -164,8 +164,8 @@ class DraftModel:
         return token_ids if self._vocabulary is None else self._vocabulary.draft_ids[token_ids]
 
     def _log_probs(self, hidden_FE: Tensor, requested: Sequence[DraftRows]) -> Tensor:
-        """[F, V], of the tokens that the model knows; −∞ for the one that stands for all others. Where an answer has a structure,
-        −∞ for tokens that it does not allow, and the others share their chances.
+        """[F, V], of the tokens that the model knows; −∞ for the one that represents all others. Where an answer has a structure,
+        −∞ for tokens that it forbids, whose chances are distributed over the others.
         """
         log_probs_FV = self._model.logits(hidden_FE).log_softmax(-1)
         if self._vocabulary is not None:
@@ -178,7 +178,7 @@ class DraftModel:
         return log_probs_FV
 
     def _among(self, log_probs_RV: Tensor, allowed: Sequence[Bitmask]) -> Tensor:
-        """The log-probabilities of tokens of which only some are allowed: −∞ for all in a row without any."""
+        """Log-probabilities with −∞ for forbidden tokens, for all in a row without allowed ones."""
         known = self._vocabulary
         size = log_probs_RV.shape[1] if known is None else len(known.draft_ids)
         allowed_RV = allowed_tokens(allowed, size, log_probs_RV.device)
@@ -188,7 +188,7 @@ class DraftModel:
         return log_probs_RV.masked_fill(~allowed_RV, -torch.inf).log_softmax(-1).masked_fill(~allowed_RV, -torch.inf)
 
     def _no_candidates(self, requested: DraftRows) -> Candidates:
-        """What there is to say of rows that are not computed."""
+        """Empty candidates for rows that are not computed."""
         rows, device = torch.tensor(requested.rows), self._model.device
         nothing = torch.zeros(len(rows), 0, device=device)
         return Candidates(rows, nothing.long(), nothing)
@@ -209,7 +209,7 @@ class DraftModel:
 
 
 def _drafted(entering: Sequence[Entering]) -> slice | list[int]:
-    """The requested rows of a forward: the last ones of each lane's."""
+    """The requested rows of a forward: the last ones of each lane."""
     if len(entering) == 1:
         return slice(entering[0].rows.num_rows - len(entering[0].drafted), None)
     ends = accumulate(of_lane.rows.num_rows for of_lane in entering)

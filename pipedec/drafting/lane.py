@@ -1,7 +1,7 @@
-"""What the draft model keeps for one running request: a cache, and which rows of the request's trees are in it.
+"""The draft model's state for one running request: a cache, and which rows of the request's trees are in it.
 
-Knows no other request. What changes by a few rows at a time is kept on the host. Shapes: N tree slots of the cache, C accepted
-tokens that were never drafted, F rows to draft, R = C + F.
+Knows no other request. Data that changes by a few rows at a time is kept on the host. Shapes: N tree slots of the cache, C
+accepted tokens that were never drafted, F rows to draft, R = C + F.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class DraftLane:
         cache: with the slots and the adopted rows of the request's lease.
 
     Accepted rows that were never drafted form the *chain* of their thread, which the next forward computes together with its
-    rows. If there are several threads, the last tokens of joined threads are never computed, and a chain attends to the context
-    as it is when it is computed: drafts need not be exact.
+    rows. If there are several threads, the last tokens of joined threads are never computed, and a chain attends to the present
+    context when it is computed: drafts need not be exact.
     """
 
     def __init__(self, cache: KVCache, sequence: ThreadSequence, device: torch.device) -> None:
         self._cache = cache
-        self._added: list[int] = []  # tokens that have joined the past, in order, as long as there is but one thread
+        self._added: list[int] = []  # tokens that have joined the past, in order, as long as there is only one thread
         self._device = device
         self._sequence = sequence
         self._slots: dict[Row, int] = {}  # tree slot of each row that was drafted, ascending
@@ -67,22 +67,22 @@ class DraftLane:
 
     @property
     def num_chained(self) -> int:
-        """Rows that the next forward computes beside those that are requested."""
+        """Rows that the next forward computes in addition to the requested ones."""
         return sum(map(len, self._chains.values()))
 
     def allowed(self, requested: DraftRows) -> list[Bitmask]:
-        """What the answer's structure allows behind each of the rows; nothing at all without one."""
+        """The tokens that the answer's structure allows after each of the rows; empty without a structure."""
         grammar, tree = self._sequence.grammar, requested.tree
         if grammar is None:
             return []
         return [grammar.allowed(tree.tokens_of(tree.ancestors_of(row)[-2::-1])) for row in requested.rows]
 
     def extend(self, slots: SlotRuns) -> None:
-        """Further slots of the pool."""
+        """Add slots of the pool."""
         self._cache.extend(slots)
 
     def take_added(self) -> list[int]:
-        """The tokens that have joined the past since the last call; of an answer in several threads, those of its prompt."""
+        """The tokens that have joined the past since the last call; with several threads, those of the prompt."""
         added, self._added = self._added, []
         return added
 
@@ -93,7 +93,7 @@ class DraftLane:
         return Entering(list(token_ids), rows, [])
 
     def enter(self, requested: Sequence[DraftRows]) -> Entering:
-        """The chains and then ``requested`` for a forward. Call ``settle`` behind it.
+        """The chains and then ``requested`` for a forward. Call ``settle`` afterwards.
 
         Raises:
             ValueError: rows of a tree are not ascending, one was drafted before, or an ancestor was not and is not among them.
@@ -111,7 +111,7 @@ class DraftLane:
         return Entering(token_ids, rows, drafted)
 
     def settle(self, entered: Entering) -> None:
-        """The forward with these rows of ``enter`` is done: the chains join the past, the drafted rows the tree slots."""
+        """Finish a forward with these rows of ``enter``: the chains join the past, the drafted rows the tree slots."""
         first, chained = len(self._slots), entered.rows.num_rows - len(entered.drafted)
         if chained:
             self._join(entered.token_ids[:chained])
@@ -121,7 +121,7 @@ class DraftLane:
         self._slots.update(zip(entered.drafted, range(first, first + len(entered.drafted)), strict=True))
 
     def advance(self, thread: int, changes: RowChanges) -> None:
-        """Commit and prune cache entries as the thread's tree was."""
+        """Commit and prune cache entries in the same way as the thread's tree."""
         kept_rows = {row: number for number, row in enumerate(changes.kept)}
         committed = [self._slots.get((thread, row)) for row in changes.committed]
         drafted = [slot for slot in committed if slot is not None]
@@ -140,12 +140,12 @@ class DraftLane:
             self._chains[thread] = self._chains.get(thread, []) + chain
 
     def _join(self, token_ids: Sequence[int]) -> None:
-        """Tokens of the answer join the past."""
+        """Append tokens of the answer to the past."""
         if self._labels is None:
             self._added += token_ids
 
     def threads_changed(self) -> None:
-        """To be called when threads were opened, joined or ended."""
+        """Follow threads that were opened, joined or ended."""
         if self._labels is None:
             return
         for number in self._sequence.released():

@@ -1,4 +1,4 @@
-"""Which rows of a tree see which: the part of the draft model's attention mask that a tree decides."""
+"""Which rows of a tree see which: the part of the draft model's attention mask that depends on a tree."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whose tokens the slots of the draft model's cache hold, and so which of them each row attends to, if an answer can fork.
+"""The thread of each slot of the draft model's cache, and so which slots each row attends to, if an answer can fork.
 
 Shapes: N tree slots of the cache, C accepted tokens that were never drafted, F rows to draft, R = C + F, P slots of the past
-behind the prompt.
+after the prompt.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipedec.forest.slots import UNSEEN
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import DraftRows, Visibility
 
-_CHAINED = -1  # stands for the row of a token that is in no tree
+_CHAINED = -1  # replaces the row of a token that is in no tree
 
 
 class ThreadLabels:
@@ -40,7 +40,7 @@ class ThreadLabels:
 
         Args:
             committed: int64, tree slots whose tokens are accepted, in order.
-            dropped: int64, all tree slots of the thread that do not remain, ``committed`` among them.
+            dropped: int64, all tree slots of the thread that do not remain, including ``committed``.
         """
         indices = self._past_tokens[number] + torch.arange(len(committed))
         self._commit(torch.full_like(indices, number), indices, self._positions[committed])

@@ -1,4 +1,4 @@
-"""What every rank does with its tasks, and the same pipeline in one process.
+"""The tasks of every rank, and the same pipeline in one process.
 
 The only package that knows both methods and workers.
 """

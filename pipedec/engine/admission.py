@@ -1,4 +1,4 @@
-"""What rank 0 does with a request before it runs: tokenize it and check that this pipeline can answer it."""
+"""Admit requests on rank 0: tokenize them and check that this pipeline can answer them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROWS_IN_FLIGHT = 256  # of an answer in threads, beside the tokens that it keep
 
 @dataclass(frozen=True)
 class Admission:
-    """Makes answers of requests.
+    """Turns requests into answers.
 
     Attributes:
         sequences: makes the sequences of answers.
@@ -35,11 +35,11 @@ class Admission:
     tree: LayerTreeOptions | None
 
     def admit(self, message: Message, batch: Batch) -> tuple[Answer, NewSequence]:
-        """The answer to the request in ``message``, not begun yet, and what makes the sequences for its method. It goes on behind
-        what another process has told of it.
+        """Return the new answer to the request in ``message``, and a function that makes the sequences for its method. The answer
+        continues after the tokens that another process has published.
 
         Raises:
-            UserError: the request is invalid, too long, or asks for something that this pipeline does not have.
+            UserError: the request is invalid, too long, or needs something that this pipeline does not have.
         """
         prompt = PromptRequest.from_json(message.text)
         heard = prompt.resume + message.told
@@ -61,15 +61,15 @@ class Admission:
         if prompt.sampling.structured_outputs is not None:
             self.sequences.check(prompt.sampling.structured_outputs, heard)
         if prompt.sampling.is_stochastic and prompt.sampling.seed is None:
-            raise UserError("the answer is to be drawn at random and has no seed: whoever submits it must choose one")
+            raise UserError("the answer is to be drawn at random and has no seed: the client that submits it must choose one")
         options = make_options(name, prompt.options, self.tree)
-        said = () if prompt.threads else heard  # an answer in threads is said again from its first token on
+        said = () if prompt.threads else heard  # an answer in threads is generated again from its first token
         threads = threads_within(prompt.threads, kv)
         return Request(number, token_ids, prompt.sampling, name, options, prompt.trace, threads, prompt.priority, said)
 
 
 def threads_within(dialect: str | None, kv: KVManager) -> str | None:
-    """A dialect whose answers end as ``cache_full`` before the KV memory does, whatever their threads keep of it.
+    """Limit a dialect so that its answers end as ``cache_full`` before the KV memory does, however much their threads keep.
 
     Raises:
         UserError: the dialect is invalid.

@@ -1,7 +1,8 @@
-"""A running request on rank 0: the answer so far, and what of it its client has been told.
+"""A running request on rank 0: the answer so far, and how much of it has been published to the client.
 
-Knows no decoding method. Nothing is told twice: neither what a resumed request brings with it, nor what an answer in threads says
-again after a pause. Whoever takes over the answer of another process tells its text once more; its client drops what it knows.
+Knows no decoding method. Nothing is published twice: neither the tokens that a resumed request brings along, nor those that an
+answer in threads repeats after a pause. A rank 0 that takes over an answer from another process publishes its text once more; the
+client drops what it already has.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ NOT_SAMPLED = -1
 
 @dataclass(frozen=True)
 class Said:
-    """A part of an answer that has been said already.
+    """The part of an answer that was generated earlier.
 
     Attributes:
-        new_sequence: makes a sequence that is as far. Behind an opener it has one token more: the forced one of the new thread.
-        num_tokens: how many tokens were said.
+        new_sequence: makes a sequence that includes it. After an opener it has one token more: the forced one of the new thread.
+        num_tokens: the number of tokens generated earlier.
     """
 
     new_sequence: NewSequence
@@ -35,13 +36,13 @@ class Answer:
     """A running request.
 
     Args:
-        new_sequence: makes a sequence as the request's method gets one.
-        brought: what the request has brought with it; None if it has brought nothing.
-        known: what the client has heard, also from another process; None if it has heard nothing.
-        show_threads: also send the client the text of each thread as it is generated.
+        new_sequence: makes a new sequence for the request's method.
+        brought: the earlier tokens that the request contains; None if there are none.
+        known: the tokens that the client has, perhaps from another process; None if there are none.
+        show_threads: also publish the text of each thread as it is generated.
 
     Raises:
-        UserError: no answer says what the client knows.
+        UserError: no answer contains the client's tokens.
     """
 
     def __init__(
@@ -57,21 +58,21 @@ class Answer:
         self.request = request
         self.completion = Completion(request.method, num_stages, len(request.prompt_token_ids), seed=request.sampling.seed)
         self.completion.metrics.resumed_tokens = len(request.said)
-        self.completion.prompt_logprobs = None if request.sampling.prompt_logprobs is None else [None]  # its client adds the rest
+        self.completion.prompt_logprobs = None if request.sampling.prompt_logprobs is None else [None]  # the client adds the rest
         self._new_sequence = new_sequence
         self._prompter = prompter
         self._news = News(prompter) if show_threads else None
         self._sampled: dict[Place, int] = {}  # ordinals among all accepted tokens
         self._num_sampled = len(request.said)
         self._has_opened = False
-        self._again: Transcript | None = None  # of an answer in threads that is said again, until it has said what was told
+        self._again: Transcript | None = None  # of an answer in threads that is repeated, until it reaches what was published
         self._begin(brought, known or brought)
 
     def _begin(self, brought: Said | None, known: Said | None) -> None:
         before = self._transcript_of(brought)
         self._brought = (min(brought.num_tokens, len(before.token_ids)), len(before.text)) if brought is not None else (0, 0)
         self._transcript = self._transcript_of(known)
-        self._told = self._brought  # tokens and characters
+        self._told = self._brought  # published tokens and characters
         self._tell(self._transcript)
         self._told = (0 if known is None else min(known.num_tokens, self._told[0])), self._brought[1]
         if known is not None and not self.is_complete:
@@ -85,7 +86,7 @@ class Answer:
         return self._transcript.finished is not None
 
     def opened(self) -> None:
-        """The request begins, or goes on after a pause."""
+        """Note that the request begins, or continues after a pause."""
         if self._has_opened:
             self._say_again()
         self._has_opened = True
@@ -113,7 +114,7 @@ class Answer:
         return CompletionEvent(self.completion, self._describe_threads() if self._transcript.sequence.can_fork else None)
 
     def _note_sampled(self, places: list[Place | None]) -> list[bool]:
-        """Number the places of new tokens in order. Returns which ones are new."""
+        """Number the places of new tokens in order. Returns for each place whether it is new."""
         new = [place is not None and place not in self._sampled for place in places]
         for place in places:
             if place is not None and place not in self._sampled:
@@ -125,7 +126,7 @@ class Answer:
         return Transcript(new_sequence(), self._prompter, self.request.sampling.stop)
 
     def _say_again(self) -> None:
-        """An answer in threads begins anew: its tokens are the same, but they come in another order."""
+        """Start over with an answer in threads: its tokens are the same, but come in another order."""
         if self._transcript.sequence.can_fork:
             self._again = self._new_transcript(self._new_sequence)
         if self._news is not None:
@@ -133,13 +134,13 @@ class Answer:
 
     def _catch_up(self, again: Transcript) -> None:
         if again.finished == "cancelled" and len(again.token_ids) < self._told[0]:
-            self._transcript.take(Verdict((), "cancelled"))  # what was told counts
+            self._transcript.take(Verdict((), "cancelled"))  # published tokens count
             self._again = None
         elif again.finished is not None or len(again.token_ids) >= self._told[0]:
             self._transcript, self._again = again, None
 
     def _tell(self, said: Transcript) -> TokensEvent:
-        """What the client has not been told yet."""
+        """The tokens and text that the client has not received yet."""
         (tokens, characters), told, completion = self._told, self._transcript, self.completion
         index, offset = tokens - self._brought[0], characters - self._brought[1]
         self._told = len(told.token_ids), len(told.text)
@@ -148,9 +149,9 @@ class Answer:
         return TokensEvent(told.token_ids[tokens:], told.text[characters:], news, index, offset)
 
     def _describe_threads(self) -> list[int]:
-        """Add the threads to the completion. Returns, for each of its tokens, its ordinal among all sampled ones."""
+        """Add the threads to the completion. Returns the ordinal of each of its tokens among all sampled ones."""
         sequence = self._transcript.sequence
-        sequence.max_tokens = len(self.completion.token_ids)  # nothing behind the end of the answer is reported or counted
+        sequence.max_tokens = len(self.completion.token_ids)  # nothing past the end of the answer is reported or counted
         written = sequence.document()
         of_threads: dict[int, list[DocumentToken]] = {0: []}
         for token in written:
@@ -165,7 +166,7 @@ class Answer:
         return [self._sampled.get(place, NOT_SAMPLED) for place in places]
 
     def _thread(self, thread: DecodeThread, written: list[DocumentToken]) -> dict[str, object]:
-        """A thread as the completion reports it, without tokens decoded behind its end (these depend on the order of
+        """A thread as the completion reports it, without tokens decoded past its end (these depend on the order of
         decoding).
         """
         text = self._prompter.text([token.token_id for token in written if not token.is_control])

@@ -1,4 +1,4 @@
-"""From settings to a pipeline: checks the checkpoints, chooses what was left to the machine, and loads models and KV pools."""
+"""Builds a pipeline from settings: checks the checkpoints, resolves automatic choices, and loads models and KV pools."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ Progress = Callable[[int, int], None]
 
 
 def resolve(settings: Settings = DEFAULTS, in_parts: bool = False) -> PipelineSpec:
-    """The pipeline that a user asks for; by default the shipped pair in four stages.
+    """Resolve a user's settings; by default the shipped pair in four stages.
 
     Args:
-        in_parts: whether this host need not hold all weights; whoever loads some has to check that they are here.
+        in_parts: accept a host without all weights. The ranks that load weights must check that they are present.
 
     Raises:
         UserError: a checkpoint or a number is wrong, the KV budget is too small, or this machine does not have the device.
@@ -62,7 +62,7 @@ def resolve(settings: Settings = DEFAULTS, in_parts: bool = False) -> PipelineSp
 
 def resolve_partition(config: ClusterConfig, name: str | None = None) -> PipelineSpec:
     """The pipeline that a partition of a cluster.yaml describes, with the place of every rank. This host need not hold all
-    weights: whoever loads some has to check that they are here.
+    weights; the ranks that load weights must check that they are present.
 
     Raises:
         UserError: there is no such partition, a model is a shape without weights, or as ``resolve``.
@@ -71,7 +71,7 @@ def resolve_partition(config: ClusterConfig, name: str | None = None) -> Pipelin
     name, _ = config.find_partition()
     for key in ("target", "draft"):
         if (model := getattr(config.settings.models, key)) in MODEL_SHAPES:
-            raise UserError(f"{key}: {model} is a shape to plan with and has no weights: give a checkpoint directory")
+            raise UserError(f"{key}: {model} is a shape for planning and has no weights: give a checkpoint directory")
     plan, places = make_plan(config, name), rank_places(config, name)
     settings = config.settings.replaced(layers=tuple(len(stage.layers) for stage in plan.stages))
     spec = replace(
@@ -108,7 +108,7 @@ def room_on(spec: PipelineSpec, gpus: Sequence[str]) -> int:
     """Rows that may enter at a timestep (see ``room_of``) if any stage may be on any of these GPUs.
 
     Args:
-        gpus: as their driver names them; without any, and for one that is not in the table, ``KNEE_ROWS`` rows.
+        gpus: names from their driver; ``KNEE_ROWS`` rows without any, and for one that is not in the table.
     """
     costs = ModelCosts(model_shape(str(spec.target)), spec.weights, KNEE_ROWS, 0, spec.topology.num_groups)
     parts = [(stop - start, rank == spec.topology.final_rank) for rank, (start, stop) in enumerate(spec.layers, start=1)]
@@ -117,9 +117,9 @@ def room_on(spec: PipelineSpec, gpus: Sequence[str]) -> int:
 
 
 def checked_models(models: Models, in_parts: bool = False) -> tuple[Path, Path | None, Path | None]:
-    """The target, draft and BiTA; None for what the pipeline does without.
+    """The target, draft and BiTA; None for those that the pipeline does not use.
 
-    Without a target they are the shipped ones; any other target has no draft of its own unless one is shipped for it, and needs
+    Without a target they are the shipped ones. Another target has a draft of its own only if one is shipped for it, and needs
     none if it has a BiTA.
 
     Args:
@@ -146,7 +146,7 @@ def checked(directory: Path, in_parts: bool = False) -> ModelConfig:
     """The config of a complete checkpoint.
 
     Args:
-        in_parts: whether files with weights may be missing here; what there is must fit.
+        in_parts: accept missing files with weights; those that are here must fit.
 
     Raises:
         UserError: it is missing, damaged, of an unsupported family, or lacks tensors.

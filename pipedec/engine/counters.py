@@ -16,13 +16,13 @@ _STEPS_AT_ONCE = 64
 
 @dataclass(slots=True)
 class _Counted:
-    """One request.
+    """The counters of one request.
 
     Attributes:
         began: in seconds.
         has_opened: it has had a lane.
         prefilled: timestep and seconds of its first verdict.
-        steps: whose draft tokens are not counted yet.
+        steps: steps whose draft tokens are not counted yet.
         draft_tokens: int64 [], of all other steps since the first verdict.
     """
 
@@ -34,8 +34,8 @@ class _Counted:
     draft_tokens: torch.Tensor | int = 0
 
     def count_steps(self) -> None:
-        """Count the rows that are neither roots, which are certain, nor masks. The device that holds them counts; it is not
-        waited for.
+        """Count the rows that are neither roots, which are certain, nor masks. They are counted on the device that holds them,
+        without waiting for it.
         """
         parents = torch.cat([step.parents for step in self.steps])
         token_ids = torch.cat([step.token_ids for step in self.steps])
@@ -44,11 +44,11 @@ class _Counted:
 
 
 class Counters:
-    """A listener that fills the metrics of requests while they run. Timesteps are counted from a request's first verdict on,
-    which ends its prefill; so are draft tokens, those of many steps at once.
+    """A listener that fills the metrics of requests while they run. Timesteps and draft tokens are counted from a request's first
+    verdict on, which ends its prefill; draft tokens of many steps at once.
 
     Attributes:
-        now: the time in seconds; that of emulated devices where times are computed.
+        now: returns the time in seconds, on emulated devices if times are computed.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -60,7 +60,7 @@ class Counters:
         self._requests[number] = _Counted(metrics, self.now())
 
     def note(self, record: Record) -> None:
-        """Waits for the device of the draft model when a request has ended."""
+        """Count a record. Waits for the device of the draft model when a request has ended."""
         match record:
             case Timestep():
                 for update in record.entered.updates:

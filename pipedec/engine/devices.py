@@ -1,4 +1,4 @@
-"""The devices of this machine: which one a rank has, what each computes fast, and how much memory is free.
+"""The devices of this machine: which one a rank uses, which data types are fast on it, and how much memory is free.
 
 Nothing is timed, so all but the free memory is the same at every start.
 """
@@ -19,7 +19,7 @@ _LIMITS_WITHOUT_BFLOAT16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", 
 
 
 def arithmetic_of(device: torch.device) -> Arithmetic:
-    """Return what a device computes fast; for ``cuda`` without an index, what all GPUs have in common."""
+    """Return which data types are fast on a device; for ``cuda`` without an index, on all GPUs."""
     if device.type != "cuda":
         return Arithmetic(is_gpu=False, has_bfloat16=_processor_has_bfloat16())
     indices = range(torch.cuda.device_count()) if device.index is None else [device.index]
@@ -28,7 +28,7 @@ def arithmetic_of(device: torch.device) -> Arithmetic:
 
 
 def _processor_has_bfloat16() -> bool:
-    """AVX512_BF16, which processors with AMX have too, unless oneDNN, which computes the products, may not use it.
+    """Whether the processor has AVX512_BF16, as processors with AMX do, and oneDNN, which computes the products, may use it.
 
     oneDNN itself claims bfloat16 from AVX512 on, and widens it to float32 where there are no instructions.
     """
@@ -42,26 +42,26 @@ def num_gpus() -> int:
 
 
 def free_memory(device: torch.device) -> GpuMemory:
-    """The memory of a GPU. What this process has kept for reuse counts as free."""
+    """The memory of a GPU. Memory that this process keeps for reuse counts as free."""
     torch.cuda.empty_cache()
     return GpuMemory(*torch.cuda.mem_get_info(device))
 
 
 def gpu_id(device: torch.device) -> str:
-    """The same for all processes that use a GPU, whatever number it has for them, and for no other GPU; empty for a processor."""
+    """An identifier of the GPU that is the same in all processes, even if they number it differently; empty for a processor."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def gpu_names() -> list[str]:
-    """What their driver calls the GPUs that torch can use here."""
+    """Names of the GPUs that torch can use here, as their driver reports them."""
     return [torch.cuda.get_device_name(index) for index in range(num_gpus())]
 
 
 def rank_device(spec: PipelineSpec, rank: int, local_rank: int, gpus: int | None = None) -> torch.device:
     """The device of a rank of a cluster. Rank 0 without a draft computes nothing and uses the CPU.
 
-    Without places, the stages of a host have consecutive local ranks, so each gets a GPU of its own if there are as many GPUs as
-    stages, also when such a rank 0 is on the host.
+    Without places, the stages of a host have consecutive local ranks. So each gets a GPU of its own if there are as many GPUs as
+    stages, also if a rank 0 that computes nothing is on the host.
 
     Args:
         gpus: GPUs of this host; None counts them.
@@ -87,7 +87,7 @@ def rank_device(spec: PipelineSpec, rank: int, local_rank: int, gpus: int | None
 
 
 def chosen_device(name: str, local_rank: int = 0, gpus: int | None = None) -> torch.device:
-    """The device that the setting ``device`` stands for; ``auto`` prefers CUDA.
+    """Resolve the setting ``device``; ``auto`` prefers CUDA.
 
     Args:
         gpus: GPUs of this machine; None counts them.

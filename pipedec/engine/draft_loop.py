@@ -1,6 +1,6 @@
-"""Rank 0: takes requests from the queue and decodes them together; listeners publish the answers and watch.
+"""Rank 0: takes requests from the queue and decodes them together; listeners publish the answers and observe.
 
-Decides nothing about rows: the batch of decoding methods does. How rows reach the stages is the driver's business.
+Decides nothing about rows: the batch of decoding methods does. The driver brings rows to the stages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pipedec.transport import Transport
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3  # epochs that may end while a request is running, without a new token of it
-_TELLING_SECONDS = 1.0  # between two notes on what was counted
+_TELLING_SECONDS = 1.0  # between two publications of the counters
 
 
 class Feed(Protocol):
@@ -69,7 +69,7 @@ class DraftLoop:
 
     Args:
         knee: rows that a stage computes in about the time of one.
-        max_num_seqs: most requests in the pipeline at the same time.
+        max_num_seqs: maximum number of requests in the pipeline at the same time.
         kv: of the stages' KV pools.
         wiring: of the first epoch; every other one has a transport of its own.
         load_drafter: loads the draft model, if ``drafter`` is None and there is one: in a thread, while requests are decoded
@@ -109,10 +109,10 @@ class DraftLoop:
         self._stopping = False
 
     def serve(self, transport: Transport) -> None:
-        """Serve until ``stop``, in the epoch in which the scheduler takes part now; its ranks have met. First of all the requests
-        go on that were running when the last one ended, whichever process was rank 0 then.
+        """Serve in the scheduler's present epoch, whose ranks have met, until ``stop``. Requests that were running at the end of
+        the last epoch continue first, even if another process was rank 0 then.
 
-        May be called again in the next epoch once it has raised EpochEnded, RankLost or SchedulerInterrupted.
+        May be called again in the next epoch after EpochEnded, RankLost or SchedulerInterrupted.
 
         Raises:
             EpochEnded: the epoch has ended.
@@ -134,11 +134,11 @@ class DraftLoop:
             self._queue.refuse("the cluster is being stopped")
 
     def remembered(self) -> list[Remembered]:
-        """The running requests and what was told of them, for a Redis that has lost them."""
+        """The running requests and what was published of them, to restore a Redis that has lost its data."""
         return self._queue.remembered()
 
     def _resume(self, running: list[Message]) -> None:
-        """Take over the requests of which this process does not know, and give up those that may be what ends the epochs."""
+        """Take over the requests that this process does not know, and give up those that may be the cause of lost epochs."""
         for message in running:
             if message.attempts >= MAX_ATTEMPTS:
                 self._give_up(message)
@@ -168,10 +168,10 @@ class DraftLoop:
             self._admit(message)
 
     def _decode(self) -> None:
-        """One session: from a request that finds the pipeline empty until no request is left."""
+        """Run one session: from a request that finds the pipeline empty until no request is left."""
         pipeline = self._pipeline()
         for _ in decode(self._pool, pipeline, self._follow_queue):
-            continue  # the pool's listeners know everything
+            continue  # the pool's listeners receive everything
         self._stopping |= pipeline.is_stopping or self._queue.is_stopping
         self._tell_counters()
 
@@ -203,7 +203,7 @@ class DraftLoop:
             self._feed.follow(self._queue.watcher, self._pool, self._run_counters.timesteps)
 
     def _tell_counters(self) -> None:
-        """Let clients know what was counted."""
+        """Publish the counters for clients."""
         self._told = time.monotonic()
         self._queue.tell(self._run_counters.stats())
 
@@ -224,7 +224,7 @@ class DraftLoop:
         self._pool.open(request, new_sequence)
 
     def _note(self, record: Record) -> None:
-        """What this rank does: its traces, and that it makes progress."""
+        """Add the record to this rank's traces, and note that it makes progress."""
         if isinstance(record, Timestep):
             self._tasks.note(record)
             self._wiring.doing.count_timestep()

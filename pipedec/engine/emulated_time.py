@@ -1,7 +1,7 @@
-"""How emulated time passes: ``Pacer`` lets a real rank sleep, ``EmulatedClock`` adds up the times of a pipeline in one process.
+"""Emulated time: ``Pacer`` lets a real rank sleep, ``EmulatedClock`` adds up the times of a pipeline in one process.
 
-How long work takes is defined by ``plan/emulation.py``. Chunks of prompts are rows like others. Verdicts, rank 0's own work and
-Redis are not emulated: they take real time.
+``plan/emulation.py`` defines how long work takes. Chunks of prompts are rows like others. Verdicts, rank 0's own work and Redis
+are not emulated: they take real time.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _ALONE: AbstractContextManager[object] = nullcontext()
 
 
 class Turn:
-    """The emulated device that rank 0 and a stage share: one forward of either at a time. Use as a context manager.
+    """The emulated device that rank 0 and a stage share: one forward at a time. Use as a context manager.
 
-    It is a lock on one byte of a file that all runs of a state directory have in common. A process that ends gives it back.
+    It is a lock on one byte of a file that all runs of a state directory share. It is released when its process ends.
 
     Args:
-        run_id: of the run whose ranks share the device.
+        run_id: the run whose ranks share the device.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -49,12 +49,12 @@ class Turn:
 
 @cache
 def _devices(directory: Path) -> BinaryIO:
-    """The file of the locks, opened once: a process that closes it gives all of its locks back."""
+    """The file of the locks, opened once: closing it would release all locks of the process."""
     return (directory / "emulated-devices").open("wb")
 
 
 def turn_of(emulation: Emulation | None, rank: int, run_id: str) -> AbstractContextManager[object]:
-    """What a rank holds while it computes: the ``Turn`` of a device that it shares, else nothing."""
+    """The context in which a rank computes: the ``Turn`` of a device that it shares, or nothing."""
     shares = emulation is not None and emulation.shared_stage is not None and rank in (0, emulation.shared_stage)
     return Turn(run_id) if shares else _ALONE
 
@@ -62,12 +62,12 @@ def turn_of(emulation: Emulation | None, rank: int, run_id: str) -> AbstractCont
 class Pacer:
     """Makes a rank's work take as long as on its emulated device; without an emulation it does nothing.
 
-    Real work counts towards the emulated time; the rank sleeps for the remainder. Computing that takes longer than its emulated
-    time is an overrun and must be reported. A transfer that takes longer is part of the fixed cost of a timestep.
+    Real work counts towards the emulated time; the rank sleeps for the remainder. A computation that takes longer than its
+    emulated time is an overrun and must be reported. A transfer that takes longer is part of the fixed cost of a timestep.
 
     Args:
-        device: that does the real work.
-        turn: held while the rank computes, where it shares its emulated device with another rank.
+        device: the device that does the real work.
+        turn: held while the rank computes, if it shares its emulated device with another rank.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Pacer:
         _sleep_until(end)
 
     def delay_sending(self, rows: int) -> None:
-        """Sleep for as long as ``rows`` rows take from this rank to the next."""
+        """Sleep for the time that ``rows`` rows take from this rank to the next."""
         _sleep_until(self._sent_at(self._rank, rows))
 
     @property
@@ -130,7 +130,7 @@ class TimestepLoad:
     """The work of one timestep.
 
     Attributes:
-        drafted: of each draft forward.
+        drafted: the load of each draft forward.
         computed: by rank.
         sent: rows by sender.
         deciding_seconds: rank 0's own work between two timesteps: verdicts, and the rows that enter next. All stages wait for it.

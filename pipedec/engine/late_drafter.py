@@ -10,7 +10,7 @@ from pipedec.decoding import Drafter
 
 
 class LateDrafter:
-    """Begins to load at once, in a thread of its own."""
+    """Begins to load at once, in its own thread."""
 
     def __init__(self, load: Callable[[], Drafter]) -> None:
         self._load = load
@@ -18,7 +18,7 @@ class LateDrafter:
         Thread(target=self._run, name="draft model", daemon=True).start()
 
     def take(self) -> Drafter | None:
-        """The draft model; None while it is being loaded. Raises what loading has raised."""
+        """The draft model; None while it is being loaded. Raises the exception of a failed loading."""
         return self._loaded.result() if self._loaded.done() else None
 
     def _run(self) -> None:

@@ -47,15 +47,15 @@ Prunes = Literal["at once", "with the rows"]
 
 @dataclass
 class LocalAnswer:
-    """A request and what has become of it.
+    """A request and its result.
 
     Attributes:
         request: with the seed that was chosen for it.
         sequence: its decode threads.
-        logprobs, token_ids: of what was decoded, in the order of decoding; of an answer in threads since its last pause.
+        logprobs, token_ids: of the decoded tokens, in the order of decoding; of an answer in threads since its last pause.
         prompt_logprobs: of the prompt's tokens from the second one on, if requested.
         finished: why it ended; None while it goes on.
-        bad_stage: the first one that has computed NaN or infinity, which has ended the answer.
+        bad_stage: the first one to compute NaN or infinity, which has ended the answer.
         is_closed: every stage has closed its lane.
     """
 
@@ -71,7 +71,7 @@ class LocalAnswer:
     is_closed: bool = False
 
     def begin(self) -> Sequence:
-        """A new sequence for the method, which passes accepted tokens to it."""
+        """Make a new sequence for the method, which passes accepted tokens to it."""
         self.sequence = self.new_sequence()
         self.logprobs.clear()
         self.token_ids.clear()
@@ -93,7 +93,7 @@ class LocalPipeline:
         answers: of the last run, by request number. With an emulation their metrics' seconds are those of the emulated devices.
         emulated_ms: since the run began, on the emulated devices; None without an emulation.
         fill: of the last run, for each timestep the number of rows in each group.
-        pool: the running requests. Whatever watches is one of its listeners.
+        pool: the running requests. Observers are its listeners.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class LocalPipeline:
         capture: NewCapture = device_capture,
         prunes: Prunes = "at once",
     ) -> LocalPipeline:
-        """All stages of ``spec``, and its draft, in this process.
+        """Load all stages of ``spec``, and its draft, in this process.
 
         Args:
             capture: how forwards on a device are captured.
@@ -157,11 +157,11 @@ class LocalPipeline:
         cancels: Mapping[int, Iterable[int]] | None = None,
         losses: Container[int] = (),
     ) -> Iterator[tuple[int, Verdict]]:
-        """Decode requests together; yields (request number, verdict). Those of an answer in threads begin anew after a pause.
+        """Decode requests together; yields (request number, verdict). Those of an answer in threads start over after a pause.
 
         Args:
-            arrivals: by timestep, counted from 1, the requests that begin then. Without any request running, time passes at once.
-            cancels: by timestep, the numbers of requests that are cancelled then.
+            arrivals: by timestep, counted from 1, the requests that begin then. While no request is running, time passes at once.
+            cancels: by timestep, the numbers of requests to cancel.
             losses: timesteps at which the stages lose all lanes and caches, as when a rank of a cluster is lost.
 
         Raises:
@@ -180,12 +180,12 @@ class LocalPipeline:
                     yield number, verdict
         finally:
             for number in self.answers:
-                self.pool.cancel(number)  # of a run that was left early
+                self.pool.cancel(number)  # of a run that was not finished
             stages.close(self.pool.entering())
             self.pool.closed()
 
     def forget_prefixes(self) -> None:
-        """Between two runs: the next one finds nothing of the present ones' prompts and answers in a KV cache."""
+        """Between two runs: discard the cached prompts and answers, so that the next run finds no prefixes."""
         self._batch.forget_prefixes()
 
     @property
@@ -208,7 +208,7 @@ class LocalPipeline:
         self.answers[request.number] = answer
 
     def seconds(self) -> float:
-        """The time of the present run: on the emulated devices, if there are any."""
+        """The time of the present run, on the emulated devices if there are any."""
         return time.perf_counter() if self._clock is None else self._clock.seconds()
 
     def stats(self) -> RunStats:
@@ -216,7 +216,7 @@ class LocalPipeline:
         return RunCounters(self._batch).stats()
 
     def _note(self, record: Record) -> None:
-        """Keep what is new of the answers, and the rows of each group."""
+        """Keep new tokens of the answers, and the rows of each group."""
         match record:
             case Timestep():
                 assert record.load is not None
@@ -241,8 +241,8 @@ class _Schedule:
 
     Attributes:
         begin: opens a request in ``pool``.
-        lose: lets the stages lose all lanes.
-        arrivals, cancels, losses: see ``LocalPipeline.run_all``; what is left of them.
+        lose: makes the stages lose all lanes.
+        arrivals, cancels, losses: the remaining ones of ``LocalPipeline.run_all``.
     """
 
     pool: RequestPool
@@ -270,9 +270,9 @@ class _Schedule:
 class LocalStages:
     """The ``Pipeline`` of the decode loop in one process: messages wait in a queue in front of each group.
 
-    A verdict travels with the next rows. If stages prune at once (PipeDec §3.4.3), a verdict that does not end the answer is
-    replayed by all stages before their next step instead. What opens or closes a lane travels with the rows in any case: a
-    request may have adopted rows in flight of one that has ended.
+    A verdict travels with the next rows. If stages prune at once (PipeDec §3.4.3), all stages replay a verdict that does not end
+    the answer before their next step instead. Updates that open or close a lane always travel with the rows: a request may have
+    adopted rows in flight of one that has ended.
 
     Args:
         workers: of the stages; the last one is a FinalStageWorker.
@@ -319,7 +319,7 @@ class LocalStages:
         return Timestep(number, entering, results, timing if number >= len(self._groups) else None, load)
 
     def reset(self) -> None:
-        """Every stage loses its lanes, and what was on its way is lost."""
+        """Discard the lanes of every stage, and all messages on their way."""
         self._queues = self._empty_queues()
         for worker in self._workers.values():
             worker.reset()
@@ -337,7 +337,7 @@ class LocalStages:
 
     @torch.inference_mode()
     def _replay(self, entering: Envelope) -> Envelope:
-        """Every stage replays the verdicts by which answers go on, and prunes what waits to be sent; returns what else enters."""
+        """Let every stage replay verdicts that do not end answers, and prune waiting messages; returns the rest of them."""
         verdicts, left = list[Update](), list[Update]()
         for update in entering.updates:
             if update.verdict is None or update.verdict.finished is not None:
@@ -357,7 +357,7 @@ class LocalStages:
         return Envelope(tuple(left))
 
     def _receive(self, entering: Envelope) -> None:
-        """Every group receives the message of this timestep."""
+        """Let every group receive its message of this timestep."""
         self._queues[0].append(entering)
         self.arrived = [queue.popleft() for queue in self._queues]
         for rank, message in zip(self._senders, self.arrived, strict=True):
@@ -366,7 +366,7 @@ class LocalStages:
 
     @torch.inference_mode()
     def _compute(self) -> tuple[Update, ...]:
-        """Every group computes its rows, stage by stage. Returns the results of the last stage."""
+        """Let every group compute its rows, stage by stage. Returns the results of the last stage."""
         self._marks = [self._recorder.mark()]
         for index, (group, message) in enumerate(zip(self._groups, self.arrived, strict=True), start=1):
             for rank in group if message.updates else ():
@@ -385,7 +385,7 @@ class LocalStages:
         return nullcontext()
 
     def _timing(self) -> TimestepTiming:
-        """As rank 0 would measure it if every stage had a device of its own, or an emulated one."""
+        """The timing that rank 0 would measure if every stage had its own device, or an emulated one."""
         if self._clock is not None:
             timing = self._clock.add(self._load)
             self._recorder.restart()

@@ -1,4 +1,4 @@
-"""The decode loop: propose, advance, accept, apply. However rows get from stage to stage, this is the only place that decodes.
+"""The decode loop: propose, advance, accept, apply. The only place that decodes, with every driver.
 
 A driver of the loop is a ``Pipeline``: ``local`` (one process, no Redis), ``windows`` and ``tasks`` (rank 0 of a cluster).
 """
@@ -23,21 +23,21 @@ class Pipeline(Protocol):
         Args:
             number: of the timestep, from 1.
             entering: for each request concerned its opening, the verdict that the stages have yet to replay, and the rows that
-                enter the first stage behind it: a chunk of the prompt, later rows of trees.
+                then enter the first stage: a chunk of the prompt, later rows of trees.
             meanwhile: rank 0's own work while the stages compute.
 
         Returns:
-            what happened; its results are verdicts on rows that entered as many timesteps ago as the pipeline has groups.
+            the timestep; its results are verdicts on rows that entered as many timesteps ago as the pipeline has groups.
         """
 
     def close(self, last: Envelope) -> None:
-        """Tell the stages of the verdicts that end the last answers. No row is in flight that anybody waits for."""
+        """Send the stages the verdicts that end the last answers. No more rows in flight are needed."""
 
 
 def decode(pool: RequestPool, pipeline: Pipeline, admit: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Verdict]]:
     """Decode the requests of ``pool`` until there is none; yields (request number, verdict) once its method has followed it.
 
-    Whatever only watches listens to ``pool``.
+    Observers listen to ``pool``.
 
     Args:
         admit: called before every timestep; may open and cancel requests.

@@ -1,6 +1,6 @@
-"""Whether a GPU has memory for the ranks that are about to load there, and for how many tokens of keys and values.
+"""Checks that a GPU has memory for the ranks that are about to load there, and for how many tokens of keys and values.
 
-Memory of a process that was killed may be freed late, so whoever lacks some waits before it gives up.
+Memory of a killed process may be freed late, so a rank that lacks memory waits before it gives up.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def measured_tokens(
     spec: PipelineSpec, ranks: Sequence[int], device: torch.device, who: str, slots: int | None = None,
     free: FreeMemory = free_memory, patience_seconds: float = FREED_SECONDS,
 ) -> int:  # fmt: skip
-    """For how many tokens each of ``ranks``, which share a GPU, has memory, before any of them loads its weights.
+    """How many tokens each of ``ranks``, which share a GPU, has memory for, before any of them loads its weights.
 
     Args:
         who: the ranks as a message names them.
-        slots: of the KV pools, if that is settled.
-        free: asks a GPU for its memory.
+        slots: of the KV pools, if already known.
+        free: returns the memory of a GPU.
 
     Raises:
-        UserError: it is too little for ``slots``, or for the fewest tokens with which the pipeline can work.
+        UserError: it is too little for ``slots``, or for the smallest pool with which the pipeline can work.
     """
     limits = spec.settings.limits
     needed = slots or spec.kv_budget().needed(limits.max_model_len, spec.knee)
@@ -80,7 +80,7 @@ def with_measured_memory(spec: PipelineSpec, device: torch.device, free: FreeMem
 
 
 def allocated(load: Callable[[], _Made], who: str, patience_seconds: float = FREED_SECONDS) -> _Made:
-    """What ``load`` returns. It is called again while its GPU has too little memory.
+    """Return the result of ``load``, which is called again while its GPU has too little memory.
 
     Raises:
         UserError: it has too little for ``patience_seconds``, counted from the first refusal: loading may take minutes.
@@ -94,7 +94,7 @@ def allocated(load: Callable[[], _Made], who: str, patience_seconds: float = FRE
         if deadline is None:
             deadline = time.monotonic() + patience_seconds
             logger.warning("waits up to %.0f s for GPU memory: %s", patience_seconds, reason)
-        gc.collect()  # what was loaded of it, now that the frames of the error are gone
+        gc.collect()  # frees the parts that were loaded, now that the frames of the error are gone
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if time.monotonic() >= deadline:
@@ -106,7 +106,7 @@ def allocated(load: Callable[[], _Made], who: str, patience_seconds: float = FRE
 
 
 def _shown(memory: GpuMemory, utilization: float, device: torch.device, num_ranks: int) -> str:
-    """What a GPU has, and what to do about it."""
+    """A sentence on the memory of a GPU, and how to make room."""
     others = memory.total - memory.free - num_ranks * CONTEXT_BYTES
     held, mend = (f", other processes hold {_gb(others)}", "end them, ") if others > CONTEXT_BYTES else ("", "")
     usable = max(0, memory.usable(utilization))

@@ -1,4 +1,4 @@
-"""What is new of each decode thread of an answer, for clients that watch the threads grow."""
+"""New tokens and text of each decode thread of an answer, for clients that watch the threads grow."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class _Line:
 
 
 class News:
-    """Tells every piece of every thread once, also of an answer that is said again from its first token on."""
+    """Reports every piece of every thread once, even if the answer is generated again from its first token."""
 
     def __init__(self, prompter: Prompter) -> None:
         self._prompter = prompter
         self._lines: dict[_Path, _Line] = {}
-        self._told: dict[_Path, tuple[int, int]] = {}  # by thread: tokens and characters
+        self._told: dict[_Path, tuple[int, int]] = {}  # by thread: tokens and characters reported so far
 
     def restart(self) -> None:
-        """The answer is said again."""
+        """Begin again: the answer is being generated once more."""
         self._lines.clear()
 
     def take(self, sequence: Sequence) -> list[ThreadNews]:
-        """What is new since the last call."""
+        """New pieces since the last call."""
         news = (self._of(thread) for thread in sequence.threads)
         return [one for one in news if one is not None]
 

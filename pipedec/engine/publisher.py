@@ -1,6 +1,6 @@
-"""What clients read of their requests: tokens as they are accepted, pauses, traces, and the completion.
+"""Publishes the events that clients read: tokens as they are accepted, pauses, traces, and the completion.
 
-Decides where answers end that end with a stop string, since only rank 0 knows text. Knows no method and no row.
+Finds where answers end at a stop string, since only rank 0 knows text. Knows no method and no row.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class _Asked:
     """A request and its client.
 
     Attributes:
-        goes_on: it was running in an epoch that has ended, and was not opened since.
+        goes_on: it was running in an epoch that has ended, and has not been opened since.
         began_us: on the scheduler's clock, if it is traced.
-        waits: the client knows that the request waits.
+        waits: the client has been informed that the request waits.
         num_scored: tokens of the prompt whose log-probabilities were published.
         completion: the last event, until the other ranks have closed the request's lane.
     """
@@ -37,10 +37,10 @@ class _Asked:
 
 
 class Publisher:
-    """Adds what is accepted to answers, and is the listener that publishes the rest.
+    """Adds accepted tokens to answers, and is the listener that publishes the rest.
 
     Other ranks publish traces, and timesteps that overran, when they close the request's lane. So the completion of a request
-    that is traced or emulated, the last event that its client reads, waits until they have.
+    that is traced or emulated, the last event that its client reads, is published after theirs.
 
     Attributes:
         tasks: those of rank 0 in the present epoch.
@@ -54,7 +54,7 @@ class Publisher:
         self._asked: dict[int, _Asked] = {}
 
     def begin(self, answer: Answer, goes_on: bool) -> None:
-        """A request begins; ``goes_on`` if it was running in an epoch that has ended."""
+        """Begin a request; ``goes_on`` if it was running in an epoch that has ended."""
         began_us = self._scheduler.clock_us() if answer.request.trace else 0
         self._asked[answer.request.number] = _Asked(answer, goes_on, began_us)
 

@@ -1,6 +1,6 @@
-"""One rank's side of the scheduler: takes tasks, executes transfers, reports what is done and which tasks follow from it.
+"""One rank's side of the scheduler: takes tasks, executes transfers, reports tasks done and the tasks that follow.
 
-Knows tasks, transfers and deadlines. What rows and verdicts mean is known to workers and methods.
+Knows tasks, transfers and deadlines. Workers and methods know what rows and verdicts mean.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Wiring:
-    """What every rank needs, whatever its role.
+    """Everything that a rank needs in any role.
 
     Attributes:
         window: timesteps that the scheduler grants at once; 0 if it grants single tasks.
         duplex: of the links between the ranks (see ``scheduler.transfers``).
         sequences: makes the sequences of answers.
         place: of the rank's model.
-        doing: what the rank does at this moment.
+        doing: the present activity of the rank.
         device: of ``place``.
         turn: held while the rank computes, where it shares its emulated device with another rank.
     """
@@ -61,7 +61,7 @@ class Wiring:
 
 
 class _Watched(NamedTuple):
-    """A running request whose trace or overruns are reported: since when."""
+    """A running request whose trace or overruns are reported, with the start time."""
 
     traced: bool
     first_event: int
@@ -81,7 +81,7 @@ class RankTasks:
         self._wiring = wiring
         self._following: Message | None = None  # the next message, if the last report brought it
         self._overran: list[int] = []  # timesteps whose real work took longer than its emulated time
-        self._watched: dict[int, _Watched] = {}  # requests of which something is reported at their end
+        self._watched: dict[int, _Watched] = {}  # requests with a report at their end
 
     def next(self) -> Message:
         """Wait for the next message.
@@ -104,7 +104,7 @@ class RankTasks:
         """As ``poll``, for rank 0 when nothing runs: the next request or ``stop``.
 
         Args:
-            wait: brings it, unless it came with the last report.
+            wait: returns it, unless it came with the last report.
         """
         message, self._following = self._following, None
         if message is None:
@@ -121,7 +121,7 @@ class RankTasks:
         """Report tasks done, with the tasks that follow from them.
 
         Args:
-            waits: ``next`` or ``poll`` follows; what they bring comes in the same round trip if it comes soon.
+            waits: ``next`` or ``poll`` follows; a message for it comes in the same round trip if it comes soon.
             trace_lines: see ``RankScheduler.report``.
         """
         scheduler, seconds = self._wiring.scheduler, POLL_SECONDS if waits else 0.0
@@ -141,12 +141,12 @@ class RankTasks:
         results: tuple[Update, ...] = (),
         timing: TimestepTiming | None = None,
     ) -> Timestep:
-        """The record of what this rank has done since the last one."""
+        """The record of this rank's work since the last one."""
         spans, overran = self.recorder.take_spans(), self.recorder.pacer.take_overran()
         return Timestep(number, entered, results, timing, spans=spans, overran=overran)
 
     def note(self, timestep: Timestep) -> None:
-        """Listens to the timesteps of this rank: traces their spans, and notes those that overran."""
+        """Listen to the timesteps of this rank: trace their spans, and note those that overran."""
         self._trace(timestep.spans)
         if timestep.overran:
             self._overran.append(timestep.number)
@@ -156,13 +156,13 @@ class RankTasks:
             self._wiring.tracer.add(*span)
 
     def opened(self, number: int, traced: bool) -> None:
-        """A request begins, or goes on after a pause."""
+        """Note that a request begins, or continues after a pause."""
         if number not in self._watched and (traced or self.recorder.pacer.is_emulating):
             self._watched[number] = _Watched(traced, len(self._wiring.tracer.events), len(self._overran))
             self._wiring.tracer.enabled |= traced
 
     def closed(self, number: int) -> list[Event]:
-        """A request has ended. Returns what this rank has to say about it: its trace, and the timesteps that overran."""
+        """Note that a request has ended. Returns this rank's report on it: its trace, and the timesteps that overran."""
         watched = self._watched.pop(number, None)
         if watched is None:
             return []
@@ -180,7 +180,7 @@ class RankTasks:
         return events
 
     def send(self, envelope: Envelope, target: int, number: int) -> Mark:
-        """Send the envelope of a timestep to rank ``target``. Returns the mark at which the rows have left, and its span ends."""
+        """Send the envelope of a timestep to rank ``target``. Returns the event at which the rows have left and its span ends."""
         began = self.recorder.mark()
         if rows := envelope.num_rows:
             self.recorder.pacer.delay_sending(rows)  # the receiver must not get it earlier than over the emulated link
@@ -204,7 +204,7 @@ class RankTasks:
 
     @contextmanager
     def _waiting_for(self, source: int, then: str) -> Iterator[None]:
-        """In the context, rank ``source`` is waited for; behind it begins the phase ``then``."""
+        """Context in which this rank waits for rank ``source``. The phase ``then`` begins afterwards."""
         self._wiring.doing.begin("waiting", source)
         self.recorder.phases.begin("waiting")
         yield

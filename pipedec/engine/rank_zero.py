@@ -1,4 +1,4 @@
-"""What both drivers of rank 0 share: the tasks that rank 0 has not reported yet."""
+"""The part that both drivers of rank 0 share: the tasks that rank 0 has not reported yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipedec.scheduler.workflow import Planned, Task
 class RankZero(ABC):
     """A ``Pipeline`` of the decode loop, on rank 0 of a cluster.
 
-    The scheduler hands out tasks and wants reports, the loop calls ``advance``. So a task is held until what follows from it is
+    The scheduler hands out tasks and expects reports, the loop calls ``advance``. So a task is held until its successors are
     known: the rows that the loop proposes next.
     """
 
@@ -32,7 +32,7 @@ class RankZero(ABC):
     def close(self, last: Envelope) -> None: ...
 
     def _take(self, name: str) -> Granted:
-        """Wait for rank 0's next tasks, the last of which is a ``name``, and hold that. A transfer may come before it."""
+        """Wait for rank 0's next tasks, the last of which is a ``name``, and hold that one. A transfer may come before it."""
         while not (message := self._tasks.next()).tasks:
             self.is_stopping |= message.kind == "stop"
         self._held = message.tasks[-1]

@@ -1,6 +1,6 @@
-"""Times the pieces of a rank's work, by marks behind what the rank's device has been given.
+"""Times the pieces of a rank's work by events recorded on its device.
 
-A piece ends when the device has done it, maybe long after the call that gives it. On an emulated device pieces last as long as
+A piece ends when the device has done it, perhaps long after the call that queued it. On an emulated device pieces last as long as
 there.
 """
 
@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 
 
 class _Piece(NamedTuple):
-    """A piece of work of which the device may not have passed the end."""
+    """A piece of work that the device may not have finished."""
 
     label: str
     category: str
@@ -34,10 +34,10 @@ class Recorder:
 
     Args:
         pacer: of the rank's emulated device.
-        device: that the work is done on.
+        device: the device that does the work.
 
     Attributes:
-        mark: makes a mark behind all that the rank's device has been given so far.
+        mark: records an event after all work queued on the rank's device.
         phases: how long the device is in each phase of a rank's work.
     """
 
@@ -52,7 +52,7 @@ class Recorder:
         self.restart()
 
     def restart(self) -> None:
-        """A timestep begins now; what was measured of the current one is discarded."""
+        """Begin a timestep now, and discard the measurements of the current one."""
         self._began = time.perf_counter()
         self._own_began = time.thread_time()
         self._drafting = 0.0  # CPU time of the draft forwards
@@ -61,19 +61,19 @@ class Recorder:
 
     @contextmanager
     def span(self, label: str, category: str, load: Load = NO_LOAD) -> Iterator[None]:
-        """Record the body of the ``with`` statement. If it computes rows, it lasts as long as on the emulated device."""
+        """Record the body of the ``with`` statement. If it computes rows, it takes as long as on the emulated device."""
         began = self.mark()
         with self.computing(load):
             yield
         self.add(label, category, began)
 
     def add(self, label: str, category: str, began: Mark, ended: Mark | None = None) -> None:
-        """Record a span. It ends behind all that the device has been given so far, unless ``ended`` says otherwise."""
+        """Record a span. It ends after all work queued on the device, unless ``ended`` is given."""
         self._pieces.append(_Piece(label, category, began, self.mark() if ended is None else ended))
 
     @contextmanager
     def drafting(self, load: Load) -> Iterator[None]:
-        """One draft forward."""
+        """Time one draft forward."""
         began, cpu_began = self.mark(), time.thread_time()
         with self.computing(load):
             yield
@@ -81,21 +81,21 @@ class Recorder:
         self._drafting += time.thread_time() - cpu_began
 
     def note_beside(self, load: TimestepLoad) -> None:
-        """Note in ``load`` what this thread has computed since ``restart``, beside the stages; draft forwards apart."""
+        """Add to ``load`` this thread's computing time since ``restart``, beside the stages; draft forwards apart."""
         load.drafted = [forward for forward, _, _ in self._forwards]
         load.beside_seconds = time.thread_time() - self._own_began - self._drafting
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The rank has nothing to do, once its device has done what it has been given."""
+        """The rank has nothing to do once its device has finished the queued work."""
         began = self.mark()
         yield
         self._waits.append((began, self.mark()))
 
     def timing(self) -> TimestepTiming:
-        """The timing of the timestep that ends now. The next one begins.
+        """Return the timing of the timestep that ends now, and begin the next one.
 
-        What the device is still at belongs to the timing of a later timestep: that in which the device ends it.
+        Work that the device has not finished belongs to the timing of the timestep in which the device finishes it.
         """
         forwards, later = _split(self._forwards, lambda forward: _have_passed(*forward[1:]))
         waits, later_waits = _split(self._waits, lambda wait: _have_passed(*wait))
@@ -107,29 +107,29 @@ class Recorder:
         return timing
 
     def take_spans(self) -> tuple[Span, ...]:
-        """The spans that have not been taken yet, as far as the device has passed both marks."""
+        """The spans that have not been taken yet and that the device has finished."""
         ended, self._pieces = _split(self._pieces, lambda piece: _have_passed(piece.began, piece.ended))
         times = ((label, category, began.seconds, end.seconds) for label, category, began, end in ended)
         return tuple(Span(label, category, min(began, end), end) for label, category, began, end in times)
 
     def await_spans(self) -> None:
-        """Wait until the device has passed all spans."""
+        """Wait until the device has finished all spans."""
         for piece in self._pieces:
             piece.began.wait()
             piece.ended.wait()
 
     def computing(self, load: Load) -> AbstractContextManager[None]:
-        """The body lasts as long as ``load`` takes on the emulated device."""
+        """Let the body take as long as ``load`` takes on the emulated device."""
         return self.pacer.computing(load) if load.rows and self.pacer.is_emulating else nullcontext()
 
 
 def _have_passed(began: Mark, ended: Mark) -> bool:
-    """Both marks: of two streams, as those of a transfer, the later one may be passed first."""
+    """Whether both events have passed. With two streams, as in a transfer, the later one may pass first."""
     return began.has_passed and ended.has_passed
 
 
 def _split(items: list[Item], has_ended: Callable[[Item], bool]) -> tuple[list[Item], list[Item]]:
-    """Those that have ended, and the others, each in order."""
+    """The items that have ended, and the others, each in order."""
     ended: list[Item] = []
     others: list[Item] = []
     for item in items:

@@ -1,7 +1,7 @@
-"""What happens on rank 0, as a stream of records: a ``Timestep`` for the whole pipeline, the others for one request each.
+"""Records of events on rank 0: a ``Timestep`` for the whole pipeline, the others for one request each.
 
-The decode loop and its pool emit them to a list of listeners: counters, traces, the publisher of answers, the live feed. Nothing
-that listens has a say in what is decoded. Other ranks keep records of their own timesteps.
+The decode loop and its pool emit them to a list of listeners: counters, traces, the publisher of answers, the live feed.
+Listeners do not influence decoding. Other ranks keep records of their own timesteps.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timestep:
-    """What happened on one rank in one timestep. Its verdicts follow, as ``Advanced`` records.
+    """One timestep of one rank. Its verdicts follow as ``Advanced`` records.
 
     Attributes:
         number: counted from 1; in task dispatch 0 and less in prefill.
-        entered: rank 0: what entered the pipeline.
-        results: rank 0: what the last stage has returned for the rows of the oldest timestep in flight.
+        entered: rank 0: the envelope that entered the pipeline.
+        results: rank 0: the last stage's results for the rows of the oldest timestep in flight.
         timing: rank 0: how long the timestep took; None while the pipeline fills.
         load: the rows of every rank, if all are in this process.
         spans: the pieces of the rank's work.
@@ -51,23 +51,23 @@ class Timestep:
 
 
 class Waits(Struct, frozen=True):
-    """There is no KV memory for the request now: it begins later, or, if it has begun, it is paused."""
+    """No KV memory is free for the request now: it begins later or, if it has begun, it is paused."""
 
     number: int
 
 
 class Interrupted(Struct, frozen=True):
-    """The request's lanes are lost: it waits, and goes on when it is opened again."""
+    """The request's lanes are lost: it waits, and continues when it is opened again."""
 
     number: int
 
 
 class Opened(Struct, frozen=True):
-    """The request begins, or goes on after a pause. An answer in threads is decoded again from its first token on.
+    """The request begins, or continues after a pause. An answer in threads is decoded again from its first token.
 
     Attributes:
         new_sequence: makes the sequence of the answer.
-        is_prefilling: no verdict has come since. Only a listener that joins later is given a record in which one has.
+        is_prefilling: no verdict yet. False only for a listener that joins later.
     """
 
     number: int
@@ -115,7 +115,7 @@ class Ended(Struct, frozen=True):
 
 
 class Closed(Struct, frozen=True):
-    """No stage has a lane of the request, which has ended."""
+    """No stage has a lane of the ended request."""
 
     number: int
 

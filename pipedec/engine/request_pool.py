@@ -1,7 +1,7 @@
-"""The running requests on rank 0: what of each enters at the next timestep, and what becomes of the results that come out.
+"""The running requests on rank 0: collects what enters at the next timestep, and distributes the results that come out.
 
-Knows no row, no method and no memory: the batch decides which rows enter, and which requests must wait. Numbers of requests
-never repeat, so a late result of a request that has ended is simply void, and nothing has to drain for another one to begin. A
+Knows no row, no method and no memory: the batch decides which rows enter, and which requests must wait. Numbers of requests never
+repeat, so a late result of a request that has ended is ignored, and the pipeline need not drain before another one begins. A
 request that is paused opens its lanes anew under the same number, but only once every stage has closed the old ones.
 """
 
@@ -24,11 +24,11 @@ class RunningRequest:
 
     Attributes:
         opening: of its lane; None without one.
-        is_prefilling: no verdict has come since the lane was opened.
+        is_prefilling: no verdict since the lane was opened.
         is_known: the stages know of the request.
-        is_closing: it was paused, and the stages have yet to close the lane.
+        is_closing: it was paused, and some stages have yet to close the lane.
         num_scored: tokens of the prompt whose log-probabilities were emitted; after a pause they come again.
-        num_come: tokens of the prompt whose log-probabilities have come since the lane was opened.
+        num_come: tokens of the prompt whose log-probabilities have arrived since the lane was opened.
     """
 
     request: Request
@@ -45,13 +45,13 @@ class RequestPool:
     """Requests between their arrival and the closing of their lanes.
 
     Args:
-        take: decides how far answers go: called with each result that has a verdict, returns the verdict, cut and finished where
-            the answer ends earlier. None if no answer does.
+        take: cuts answers: called with each result that has a verdict, returns the verdict, cut and finished where the answer
+            ends earlier. None if no answer does.
 
     Attributes:
         batch: the methods of all running requests, and their memory.
-        running: requests by number, those that wait for memory among them. Nothing else changes it.
-        listeners: are called with each record, in order.
+        running: requests by number, including those that wait for memory. Nothing else changes it.
+        listeners: called with each record, in order.
     """
 
     def __init__(self, batch: Batch, take: Callable[[Update], Verdict] | None = None, listeners: Iterable[Listener] = ()) -> None:
@@ -59,8 +59,8 @@ class RequestPool:
         self.listeners = list(listeners)
         self._take = take
         self.running: dict[int, RunningRequest] = {}
-        self._new: list[int] = []  # those that have arrived since the last timestep
-        self._closing: list[int] = []  # ended; the stages have yet to close the lane
+        self._new: list[int] = []  # arrived since the last timestep
+        self._closing: list[int] = []  # ended; some stages have yet to close the lane
         self._updates: dict[int, Update] = {}  # verdicts that the stages have yet to replay
 
     def opened(self) -> list[Opened]:
@@ -79,7 +79,7 @@ class RequestPool:
         """Begin a request; its prompt enters as soon as there is memory for it.
 
         Args:
-            new_sequence: makes the sequence of the answer for its method, again if an answer in threads is decoded again.
+            new_sequence: makes the sequence of the answer for its method; called again if an answer in threads is decoded again.
 
         Raises:
             UserError: the method cannot run here.
@@ -89,7 +89,7 @@ class RequestPool:
         self._new.append(request.number)
 
     def interrupt(self) -> None:
-        """All lanes are lost, and every result that is under way: running requests go on after their last accepted token."""
+        """Discard all lanes, and every result on its way: running requests continue after their last accepted token."""
         self.batch.interrupt()
         self.closed()
         self._updates.clear()
@@ -104,12 +104,12 @@ class RequestPool:
         self.emit(Closed(number))
 
     def cancel(self, number: int) -> None:
-        """End a request, whatever it is doing. Nothing happens if it is not running."""
+        """End a request in any state. No effect if it is not running."""
         if number in self.running:
             self._leave(number, "cancelled")
 
     def _leave(self, number: int, reason: str, bad_stage: int | None = None) -> None:
-        """End a request without a verdict that it could follow."""
+        """End a request without a verdict for its method."""
         state = self.batch.requests[number]
         self.batch.close(number)
         if self.running[number].is_known:
@@ -117,7 +117,7 @@ class RequestPool:
         self._end(number, reason, state, bad_stage)
 
     def entering(self) -> Envelope:
-        """What enters at the next timestep."""
+        """The envelope of the next timestep: everything that enters."""
         for number in self.batch.to_pause():
             self._pause(number)
         updates, self._updates = self._updates, {}
@@ -148,7 +148,7 @@ class RequestPool:
         if verdict.bad_stage is not None:
             self.batch.tally.corrupted += 1
             self._leave(number, "corrupted", verdict.bad_stage)
-            self.batch.kv.forget_kept()  # its rows are no prefix for others
+            self.batch.kv.forget_kept()  # its rows must not serve as a prefix
             return verdict
         verdict = verdict if self._take is None else self._take(result)
         one.is_prefilling = False
@@ -161,7 +161,7 @@ class RequestPool:
         return verdict
 
     def closed(self) -> None:
-        """Every stage has closed all lanes."""
+        """Note that every stage has closed all lanes."""
         closing, self._closing = self._closing, []
         for number in closing:
             self.emit(Closed(number))
@@ -182,12 +182,12 @@ class RequestPool:
             self.emit(Scored(one.request.number, new))
 
     def _close_lanes(self, number: int, reason: str) -> None:
-        """Let the stages know, with what the request has accepted since they were last told."""
+        """Close the request's lanes on all stages, with the tokens accepted since the last update."""
         known = self._updates.get(number, Update(number)).verdict or Verdict()
         self._updates[number] = Update(number, verdict=Verdict(known.accepted, reason))
 
     def _lanes_closed(self, number: int, reason: str) -> None:
-        """The last stage has closed the lane, and so every stage has."""
+        """Note that the last stage, and so every stage, has closed the lane."""
         one = self.running.get(number)
         if reason == "paused" and one is not None and one.is_closing:
             one.is_closing = False

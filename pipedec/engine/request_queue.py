@@ -1,7 +1,7 @@
-"""Rank 0's side of the queue: takes requests, learns of cancellations and publishes answers, from a thread of its own.
+"""Rank 0's side of the queue: takes requests, receives cancellations and publishes answers, in a thread of its own.
 
-So no timestep waits for Redis: the pipeline's loop finds what the thread has brought, and leaves what the thread is to publish.
-Knows nothing of tokens, nor how many requests the pipeline has room for: its caller says that.
+So no timestep waits for Redis: the pipeline's loop takes the requests that the thread has fetched, and leaves events for it to
+publish. Knows neither tokens nor the pipeline's capacity, which its caller passes in.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from pipedec.scheduler.protocol import Message, Post, RankCalls, Remembered
 Frame = dict[str, Any]  # of the live feed: a JSON object
 
 _LOOK_SECONDS = 0.02  # between two looks at the queue in Redis, while the pipeline runs
-_ORPHANS_SECONDS = 1.0  # between two looks for requests whose owner has died
+_ORPHANS_SECONDS = 1.0  # between two searches for requests whose owner has died
 _PAUSE_SECONDS = 0.01  # between two batches of events: the thread shares the interpreter with the pipeline
 _SHOW_SECONDS = 0.1  # between two batches of frames of the live feed
-_FRAMES = 1000  # timesteps that may wait to be shown
+_FRAMES = 1000  # timesteps whose frames may wait
 _REFUSED_AT_ONCE = 1000
-_END = None  # among the posts: the thread is to end
+_END = None  # among the posts: the thread must end
 
 
 class RequestQueue:
-    """Inside ``serving``: the requests of a run and their answers. Its calls are made by one thread, the pipeline's.
+    """Inside ``serving``: the requests of a run and their answers. Its methods are called by one thread, the pipeline's.
 
-    Calls that ask for something raise PipedecError if the thread has failed: Redis was lost, the run has failed, or its epoch has
-    ended. In the next one the same object goes on, from ``begin_epoch`` on: what could not be published is published then. So
-    calls that publish do not fail: nobody may take a token and stop before everybody has taken it.
+    Calls that return something raise PipedecError if the thread has failed: Redis was lost, the run has failed, or its epoch has
+    ended. The same object continues in the next epoch, from ``begin_epoch`` on, and then publishes the remaining events. So calls
+    that publish do not fail: a token must not be taken by some listeners and not by others.
 
     Attributes:
         is_stopping: the run was asked to stop. Requests may still wait (see ``refuse``), but no further ones will come.
-        watcher: names who has begun last to read the live feed; empty if nobody reads it.
+        watcher: the name of the newest reader of the live feed; empty if there is none.
     """
 
     def __init__(self, scheduler: RankCalls) -> None:
@@ -49,21 +49,21 @@ class RequestQueue:
         self._frames: deque[list[Frame]] = deque(maxlen=_FRAMES)  # of the live feed, not published yet
         self._scheduler = scheduler
         self._posts: SimpleQueue[Post | None] = SimpleQueue()
-        self._unsent: list[Post] = []  # taken from the posts; whether they were published is not known
-        self._running: dict[int, Told] = {}  # those given out
-        self._ending: dict[int, Told] = {}  # those whose last events are not known to be published
+        self._unsent: list[Post] = []  # taken from the posts; perhaps published
+        self._running: dict[int, Told] = {}  # given out
+        self._ending: dict[int, Told] = {}  # whose last events may not be published yet
         self._stats: RunStats | None = None  # not published yet
         self._failure: PipedecError | None = None
-        self._taking = threading.Lock()  # held by the thread that asks Redis for requests
-        self._changing = threading.Lock()  # held while the following is changed, never while Redis is asked
-        self._limit = 0  # how many requests the pipeline has room for
+        self._taking = threading.Lock()  # held by the thread that takes requests from Redis
+        self._changing = threading.Lock()  # held while the following is changed, never during a call of Redis
+        self._limit = 0  # the pipeline's capacity for requests
         self._arrived: list[Message] = []
-        self._cancelled: set[int] = set()  # of those given out, the ones of whose cancellation the pipeline has not learned
-        self._told: set[int] = set()  # those of which it has
+        self._cancelled: set[int] = set()  # given out, and cancelled, which the pipeline does not know yet
+        self._told: set[int] = set()  # given out, and cancelled, which the pipeline knows
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Run the thread; the run is up. When the context ends in order, every event has been published.
+        """Run the thread while the run is up. If the context ends normally, every event has been published.
 
         Raises:
             PipedecError: the thread has failed.
@@ -79,12 +79,12 @@ class RequestQueue:
         self.check()
 
     def begin_epoch(self) -> None:
-        """The calls that follow belong to another epoch, in which the scheduler takes part now."""
+        """Use the scheduler's present epoch for the calls that follow."""
         self._failure = None
 
     def journal(self) -> list[Message]:
-        """Requests that are running, before ``serving`` in a new epoch. Another process may have taken them. What this one has
-        ended, or not given out yet, is not among them.
+        """Requests that are running, before ``serving`` in a new epoch. Another process may have taken them. Requests that this
+        one has ended, or not given out yet, are not among them.
 
         Raises:
             PipedecError: Redis is lost, the run has failed, or this epoch has ended, too.
@@ -96,22 +96,22 @@ class RequestQueue:
         return [message for message in self._scheduler.journal() if message.number not in arrived]
 
     def give_out(self, message: Message) -> None:
-        """A request begins that was in the journal."""
+        """Begin a request from the journal."""
         self._running[message.number] = Told(message)
 
     def remembered(self) -> list[Remembered]:
-        """The running requests and what was told of them, for a Redis that has lost them."""
+        """The running requests and what was published of them, to restore a Redis that has lost its data."""
         given_out = [told.remembered() for told in [*self._running.values(), *self._ending.values()]]
         return given_out + [Remembered(message.number, message.text, ()) for message in self._arrived]
 
     def put(self, number: int, *events: Event) -> None:
-        """Publish events of a running request soon. Those of a request are published in the order in which they were put."""
+        """Publish events of a running request soon, in the order of the calls for each request."""
         if (told := self._running.get(number)) is not None:
             told.note(*events)
         self._posts.put(Post(number, events))
 
     def finish(self, number: int, *events: Event) -> None:
-        """Publish the last events of a running request soon; with them it ends."""
+        """Publish the last events of a running request soon. They end it."""
         if (told := self._running.pop(number, None)) is not None:
             self._ending[number] = told
         self._posts.put(Post(number, events, ends=True))
@@ -125,10 +125,10 @@ class RequestQueue:
         self._frames.append(frames)
 
     def arrivals(self, limit: int) -> list[Message]:
-        """Requests that have arrived, at most ``limit``, sooner ones first. Does not wait.
+        """Requests that have arrived, at most ``limit``, earlier ones first. Does not wait.
 
         Args:
-            limit: how many requests the pipeline has room for. Further ones stay in Redis, in their order.
+            limit: the pipeline's capacity. Further requests stay in Redis, in their order.
         """
         self.check()
         with self._changing:
@@ -167,7 +167,7 @@ class RequestQueue:
         return message
 
     def refuse(self, reason: str) -> None:
-        """Answer all requests that wait with an error. For a run that is stopping."""
+        """Answer all waiting requests with an error. For a run that is stopping."""
         self.check()
         with self._taking:
             requests, self._arrived = self._arrived, []
@@ -194,9 +194,9 @@ class RequestQueue:
             self._failure = error
 
     def _show(self) -> None:
-        """Publish the frames of the live feed that there are. Trouble with Redis is for the other calls to notice."""
+        """Publish the waiting frames of the live feed. Errors of Redis are left to the other calls."""
         frames = list[str]()
-        with suppress(IndexError):  # there are no more
+        with suppress(IndexError):  # no more frames
             while len(frames) < _FRAMES:
                 frames += [json.dumps(frame, separators=(",", ":")) for frame in self._frames.popleft()]
         with suppress(SchedulerLost):
@@ -231,12 +231,12 @@ class RequestQueue:
         return True
 
     def _keep_posts(self) -> None:
-        """The thread has ended, perhaps before it could publish everything."""
+        """The thread has ended, perhaps before it could publish everything: keep the rest."""
         while not self._posts.empty():
             self._take_posts(0)
 
     def _look(self) -> None:
-        """Take requests as far as there is room, and learn which running ones were cancelled."""
+        """Take requests while there is room, and learn which running ones were cancelled."""
         if not self._taking.acquire(blocking=False):
             return  # the pipeline waits for a request
         try:
@@ -250,7 +250,7 @@ class RequestQueue:
             self._taking.release()
 
     def _note_cancelled(self, cancelled: set[int]) -> None:
-        """A request that was not given out yet ends here; the others end when the pipeline says so."""
+        """End cancelled requests that were not given out yet; the pipeline ends the others."""
         ended = {message.number for message in self._arrived} & cancelled
         self._arrived = [message for message in self._arrived if message.number not in ended]
         for number in sorted(ended):

@@ -13,7 +13,7 @@ SECOND_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1
 
 
 class _Counted:
-    """A histogram that grows."""
+    """A histogram that grows on demand."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -54,7 +54,7 @@ class RunCounters:
             self._seconds.add(record.timing.seconds)
 
     def stats(self) -> RunStats:
-        """All that was counted so far."""
+        """The counters so far."""
         batch, kv, tally = self._batch, self._batch.kv, self._batch.tally
         return RunStats(
             KVUsage(kv.capacity, kv.used_slots, kv.kept_slots, kv.queried_tokens, kv.adopted_tokens, tally.pauses),

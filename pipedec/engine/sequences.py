@@ -1,7 +1,6 @@
-"""The sequences of answers, as every rank makes them: where an answer ends and, in a dialect, which tokens open threads.
+"""Makes the sequences of answers on every rank: where an answer ends and, in a dialect, which tokens open threads.
 
-A rank reads the target's tokenizer itself, at the first request that asks for threads, or when it has to know what a structured
-output allows.
+A rank reads the target's tokenizer itself, at the first request that asks for threads or for a structured output.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Sequences:
         self.bound = lru_cache(maxsize=8)(self._bound)
 
     def of(self, opening: Opening) -> NewSequence:
-        """A function that creates the sequence of an answer that begins or goes on. Raises as ``maker``."""
+        """A function that creates the sequence of a new or continued answer. Raises as ``maker``."""
         return self.maker(opening.prompt_length, opening.sampling, opening.threads, opening.said)
 
     def maker(
@@ -41,8 +40,8 @@ class Sequences:
 
         Args:
             dialect: as ``Dialect.to_json`` writes it; None for an answer in one thread.
-            said: tokens, in document order, behind which the answer goes on. The function raises UserError if no answer says
-                that.
+            said: tokens, in document order, after which the answer continues. The function raises UserError if no answer contains
+                them.
 
         Raises:
             UserError: ``dialect`` is invalid or given with a structure, or the target lacks tokens for it or for ``said``.
@@ -66,7 +65,7 @@ class Sequences:
         return partial(_replayed, new_sequence, said)
 
     def check_prompt(self, token_ids: tuple[int, ...]) -> None:
-        """Raises UserError if the target has no embedding for one of them: tokens that were added to its tokenizer."""
+        """Raises UserError if the target lacks an embedding for one of them: tokens that were added to its tokenizer."""
         if (largest := max(token_ids)) >= self._config.vocab_size:
             raise UserError(
                 f"the prompt has the token {largest}, which was added to the tokenizer, but the target has only "
@@ -75,7 +74,7 @@ class Sequences:
 
     def check(self, structure: StructuredOutputs, said: tuple[int, ...] = ()) -> None:
         """Raises UserError if the structure is invalid, not supported, not possible with the target and its tokenizer, or if no
-        answer that has it begins with ``said``.
+        such answer begins with ``said``.
         """
         if not self._config.eos_token_ids:
             raise UserError(f"structured_outputs end with an end token, and the model in {self._target} names none")
@@ -83,7 +82,7 @@ class Sequences:
         grammar = self._vocabulary.grammar(structure)
         grammar.advance(said)
         if not grammar.is_possible:
-            raise UserError("the answer to resume cannot have been said: it does not follow its structured_outputs")
+            raise UserError("the answer to resume is impossible: it does not follow its structured_outputs")
 
     def _structured(self, structure: StructuredOutputs, new_sequence: Callable[..., Sequence]) -> Sequence:
         grammar = Grammar(lambda: self._vocabulary.matcher(structure), self._config.eos_token_ids)
@@ -111,10 +110,10 @@ class Sequences:
 
 
 def _replayed(new_sequence: NewSequence, said: tuple[int, ...]) -> Sequence:
-    """A sequence that is as far as ``said``. Raises UserError if no answer says that."""
+    """A sequence that has reached the end of ``said``. Raises UserError if no answer contains it."""
     sequence = new_sequence()
     try:
         replay(sequence, said)
     except ValueError as error:
-        raise UserError(f"the answer to resume cannot have been said: {error}") from None
+        raise UserError(f"the answer to resume is impossible: {error}") from None
     return sequence

@@ -1,7 +1,7 @@
-"""What a stage rank does: it takes tasks, and its worker computes rows and replays verdicts.
+"""The loop of a stage rank: it takes tasks, and its worker computes rows and replays verdicts.
 
-With windows a rank runs many timesteps without asking the scheduler in between. With single tasks (PipeDec, Algorithm 3) it is
-granted every transfer, and what it has computed waits for that; meanwhile verdicts prune it.
+With windows a rank runs many timesteps without asking the scheduler in between. With single tasks (PipeDec, Algorithm 3) every
+transfer is granted; computed rows wait for that, and verdicts prune them meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipedec.stage.worker import Span
 from pipedec.transport import Transport
 
 STOPPING_SECONDS = 0.05
-TELLING_SECONDS = 1.0  # between two notes on what was counted
+TELLING_SECONDS = 1.0  # between two publications of the counters
 
 
 class StageLoop:
@@ -35,15 +35,15 @@ class StageLoop:
         self._wiring = wiring
         self._tasks = RankTasks(rank, wiring)
         self._traced: set[int] = set()  # requests
-        self._arrived = EMPTY  # with single tasks: what was received and not computed
-        self._waiting = EMPTY  # with single tasks: what was computed and not sent
+        self._arrived = EMPTY  # with single tasks: received and not computed
+        self._waiting = EMPTY  # with single tasks: computed and not sent
         self._timesteps = 0
-        self._told = 0.0  # when what was counted was told
+        self._told = 0.0  # when the counters were last published
 
     def serve(self, transport: Transport) -> None:
         """Serve until ``stop``, and until rank 0 has left: it finishes the running requests before it stops.
 
-        In the epoch in which the scheduler takes part now, whose ranks ``transport`` connects; nothing is left of the one before.
+        Serves the scheduler's present epoch, whose ranks ``transport`` connects; all state of the epoch before is discarded.
 
         Raises:
             EpochEnded: the epoch has ended.
@@ -61,7 +61,7 @@ class StageLoop:
                 self._execute(late)
 
     def _execute(self, message: Message) -> None:
-        """Do what was granted, one task after another, and report it: a transfer is reported by its receiver."""
+        """Execute the granted tasks, one after another, and report them: a transfer is reported by its receiver."""
         done, planned = list[Task](), list[Planned]()
         for granted in message.tasks:
             task, facts = granted.task, Facts()
@@ -82,7 +82,7 @@ class StageLoop:
             self._tasks.report(done, planned)
 
     def _transfer(self, task: Task) -> None:
-        """Algorithm 3. It is over when the device has passed its end, so that the rank is free for the next one."""
+        """Algorithm 3. Ends when the device has finished the transfer, so that the rank is free for the next one."""
         if task.target == self._rank:
             self._arrived = self._tasks.receive(task.source)
             self._arrived.await_hidden()
@@ -92,7 +92,7 @@ class StageLoop:
             self._tasks.send(leaving, task.target, task.seq).wait()
 
     def _compute(self, task: Task) -> tuple[Update, ...]:
-        """Compute what has arrived. Returns the results of the last stage."""
+        """Compute the rows that have arrived. Returns the results of the last stage."""
         self._arrived, arrived = EMPTY, self._arrived
         reply = self._advance(arrived, task.seq, partial(self._span_of, task))
         if self._rank == self._wiring.topology.final_rank:
@@ -106,9 +106,9 @@ class StageLoop:
             self._waiting = self._worker.replay(results, self._waiting)
 
     def _window(self, granted: Granted) -> None:
-        """All timesteps of a window, without asking the scheduler in between (see ``windows``).
+        """Run all timesteps of a window, without asking the scheduler in between (see ``windows``).
 
-        A rank whose order of transfers says so takes the next envelope, all of it, before it sends what became of the last.
+        If its order of transfers requires it, a rank receives the whole next envelope before it sends its last result.
         """
         wiring, first, last = self._wiring, granted.task.seq, granted.task.seq + granted.payload["timesteps"] - 1
         phases = checked_transfers(granted.payload["transfers"], self._rank, wiring.topology, wiring.duplex)
@@ -132,7 +132,7 @@ class StageLoop:
         self._tasks.send(reply, self._wiring.topology.following(self._rank), number)
 
     def _advance(self, received: Envelope, number: int, span: Span) -> Envelope:
-        """One timestep. What this rank has to say about requests that end is published before the next rank is told."""
+        """Run one timestep. Reports on requests that end are published before the next rank receives its envelope."""
         for update in received.updates:
             self._open(update)
         self._tasks.recorder.phases.begin("computing")
@@ -147,7 +147,7 @@ class StageLoop:
         return reply
 
     def _count(self) -> None:
-        """The device has been given one timestep's work."""
+        """Count a timestep whose work is queued on the device."""
         self._timesteps += 1
         self._wiring.doing.count_timestep()
         self._tasks.recorder.phases.begin("between timesteps")
@@ -156,7 +156,7 @@ class StageLoop:
             self._tell()
 
     def _tell(self) -> None:
-        """Let clients know what was counted, without waiting for Redis."""
+        """Publish the counters for clients, without waiting for Redis."""
         phases = self._tasks.recorder.phases
         stats = StageStats(
             self._rank, self._timesteps, self._worker.rows, self._worker.pruned_rows,
@@ -168,7 +168,7 @@ class StageLoop:
         return self._tasks.recorder.span(Task.compute(name, self._rank, number).label, name, load)
 
     def _span_of(self, task: Task, name: str, load: Load) -> AbstractContextManager[None]:
-        """The span of a granted task. Replaying that answers have ended is part of it."""
+        """The span of a granted task. It includes replaying that answers have ended."""
         is_part = name == "sync" and task.name != "sync"
         return nullcontext() if is_part else self._tasks.recorder.span(task.label, name, load)
 
@@ -179,7 +179,7 @@ class StageLoop:
                 self._traced.add(update.number)
 
     def _slots(self, number: int) -> list[Event]:
-        """Of a traced request that has ended: the size of the KV pool."""
+        """The size of the KV pool, if the request that has ended was traced."""
         if number not in self._traced:
             return []
         self._traced.discard(number)

@@ -1,7 +1,7 @@
 """The driver of the decode loop in which the scheduler grants every task and every transfer (PipeDec, Appendices A and B).
 
 The first message of a session passes all stages before anything else enters, which is the paper's prefill; later ones follow each
-other. Accepted tokens do not travel with the rows: the last stage tells Redis, and every rank replays them in a sync.
+other. Accepted tokens do not travel with the rows: the last stage reports them to Redis, and every rank replays them in a sync.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipedec.scheduler.workflow import Planned
 
 
 class TaskPipeline(RankZero):
-    """Rank 0's driver of one session. A timestep is rank 0's dec and, if anything has reached the last stage, its sync."""
+    """Rank 0's driver of one session. A timestep is rank 0's dec and, if a row has reached the last stage, its sync."""
 
     def __init__(self, session: int, tasks: RankTasks, wiring: Wiring) -> None:
         super().__init__(tasks, wiring)
@@ -43,7 +43,7 @@ class TaskPipeline(RankZero):
         self._end(self._following(Facts(active=self._held.active, finished=True)))
 
     def _prefill(self, message: Envelope, meanwhile: Callable[[], None]) -> tuple[Update, ...]:
-        """The message passes all groups, so rank 0 drafts as in as many timesteps."""
+        """Pass the message through all groups, while rank 0 drafts as in as many timesteps."""
         topology = self._wiring.topology
         self._wiring.scheduler.begin_session(self._session, initial_tasks(topology), self._trace_lines)
 
@@ -74,7 +74,7 @@ class TaskPipeline(RankZero):
         return post_process(self._held.task, self._wiring.topology, facts)
 
     def _note_traced(self, message: Envelope) -> None:
-        """While a request is traced, so are its tasks."""
+        """Trace the tasks while a traced request runs."""
         for update in message.updates:
             if update.opening is not None and update.opening.trace:
                 self._traced.add(update.number)
@@ -84,7 +84,7 @@ class TaskPipeline(RankZero):
 
 
 def _without_replayed(entering: Envelope) -> Envelope:
-    """The message without accepted tokens, which the stages have replayed in syncs. That an answer has ended is still in it."""
+    """The message without accepted tokens, which the stages have replayed in syncs. Ends of answers stay in it."""
     updates = (replace(update, verdict=_end_of(update.verdict)) for update in entering.updates)
     return Envelope(tuple(update for update in updates if update != Update(update.number)))
 

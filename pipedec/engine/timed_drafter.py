@@ -49,7 +49,7 @@ class TimedDrafter:
         self.drafter.forget_prefixes()
 
     def _load(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> Load:
-        """What one forward computes. A chunk of a prompt is taken to attend to no chunk before it."""
+        """The load of one forward. A chunk of a prompt is assumed to attend to no chunk before it."""
         rows = sum(len(entry.rows) for entry in requested) + sum(map(len, prompts.values()))
         return Load(rows, sum(_cached(self._sequences[number]) for number in {entry.number for entry in requested}))
 

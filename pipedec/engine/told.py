@@ -1,6 +1,6 @@
-"""What rank 0 has told of running requests, in as few events as possible: from it a Redis that has lost its data is restored.
+"""Events already published for running requests, merged into few, to restore a Redis that has lost its data.
 
-Knows no Redis. Readers drop what they know by its index, so it may be told again.
+Knows no Redis. Readers drop known events by index, so events may be published again.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ _Rows = list[list[tuple[int, float]]]
 
 
 class Told:
-    """Of one request."""
+    """Events published for one request."""
 
     def __init__(self, message: Message) -> None:
         self._message = message
         self._token_ids: list[int] = list(message.told)
         self._text: list[str] = []
-        self._first, self._length = 0, 0  # characters: where the text begins, and what it has
+        self._first, self._length = 0, 0  # where the text begins, and its length, in characters
         self._threads: dict[tuple[int, ...], ThreadNews] = {}
         self._logprobs: _Rows = []
         self._first_logprob: int | None = None
         self._prompt_logprobs: _Rows = []
 
     def note(self, *events: Event) -> None:
-        """These events are told, or told again."""
+        """Record events that are published, perhaps for the second time."""
         for event in events:
             self._note(event)
 
@@ -44,10 +44,10 @@ class Told:
             case PromptLogprobsEvent(logprobs, index):
                 self._prompt_logprobs[index:] = logprobs
             case _:
-                pass  # readers need no others for what follows
+                pass  # readers need no other event for the rest
 
     def remembered(self) -> Remembered:
-        """All of it."""
+        """The request and its merged events."""
         tokens = TokensEvent(list(self._token_ids), "".join(self._text), list(self._threads.values()) or None, 0, self._first)
         logprobs = [LogprobsEvent(self._logprobs, self._first_logprob)] if self._first_logprob is not None else []
         prompt = [PromptLogprobsEvent(self._prompt_logprobs)] if self._prompt_logprobs else []

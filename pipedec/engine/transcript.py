@@ -1,6 +1,6 @@
-"""An answer as text, as far as it has become final: document order of threads, characters, stop strings.
+"""The final part of an answer as text: document order of threads, characters, stop strings.
 
-An answer in one thread is a document of one thread. Knows no clients: what they have been told is known to ``answer``.
+An answer in one thread is a document of one thread. Knows no clients: ``answer`` keeps how much they have received.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from pipedec.text.prompt import Prompter
 from pipedec.text.stream import StopStrings
 from pipedec.threads import DocumentToken, Sequence
 
-Place = tuple[tuple[int, ...], int]  # of an accepted token, whatever the order of decoding: path of its thread, ordinal there
+Place = tuple[tuple[int, ...], int]  # of an accepted token, in any order of decoding: path of its thread, ordinal there
 
 
 class Transcript:
     """Replays verdicts into a sequence of its own.
 
     Args:
-        sequence: only this object advances it. It may have begun.
+        sequence: advanced only by this object. It may have begun.
         stop: stop strings.
 
     Attributes:
         token_ids: in document order.
-        text: theirs; without what may yet be part of a character or of a stop string.
+        text: the final text, without characters that may yet be part of a stop string.
         finished: why the answer has ended; None while it goes on.
     """
 
@@ -62,7 +62,7 @@ class Transcript:
         return place
 
     def _read(self, finished: str | None) -> int | None:
-        """Read what has become final. Returns the number of the tokens read if a stop string ends the answer with them."""
+        """Read the tokens that have become final. Returns how many were read if a stop string ends the answer with them."""
         tokens = self._reader.take()
         text, count = self._text_of(tokens)
         if count is not None:
@@ -77,12 +77,12 @@ class Transcript:
         return count
 
     def _text_of(self, tokens: list[DocumentToken]) -> tuple[str, int | None]:
-        """The text of tokens that has become final, and the number of them up to a stop string, if there is one."""
+        """The final text of tokens, and the number of them up to a stop string, if there is one."""
         pieces = [self._stream.add([token.token_id]) if self.sequence.is_shown(token) else token.tail for token in tokens]
         return ("".join(pieces), None) if self._stops is None else self._stops.add_pieces(pieces)
 
     def _release(self, tokens: list[DocumentToken], reason: str) -> str:
-        """The answer has ended: add the tokens that were held back to ``tokens``, and return the rest of the text."""
+        """At the end of the answer, add the tokens that were held back to ``tokens``, and return the rest of the text."""
         self.sequence.end_all(reason)
         rest = self._reader.take()
         text, count = self._text_of(rest)

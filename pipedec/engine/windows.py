@@ -1,8 +1,9 @@
 """The driver of the decode loop that needs Redis once per window: many timesteps are granted at once, for all running requests.
 
 Inside a window every rank sends one envelope per timestep to the next rank, and the last stage sends its results to rank 0. A
-verdict travels with the rows: rank 0 puts it into its next envelope, and each stage replays it before it computes the rows behind
-it. So all ranks prune between the same two steps, no rank waits for Redis, and a request may begin or end at any timestep.
+verdict travels with the rows: rank 0 puts it into its next envelope, and each stage replays it before it computes the rows of
+that envelope. So all ranks prune between the same two steps, no rank waits for Redis, and a request may begin or end at any
+timestep.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class WindowPipeline(RankZero):
         self._in_flight += 1
 
     def _record_sync(self) -> None:
-        """What rank 0 did with the last results ends now."""
+        """End the span of rank 0's work on the last results."""
         self._tasks.recorder.add(Task.compute("sync", 0, self._begun).label, "sync", self._returned)
 
     def _receive(self) -> tuple[Update, ...]:

@@ -31,7 +31,7 @@ class Remaining(Enum):
 
 @dataclass(frozen=True)
 class Start:
-    """A token that enters a thread without being sampled and becomes a root: a child's forced first token, or a join token."""
+    """A token that becomes a root without being sampled: a child's forced first token, or a join token."""
 
     thread: int
     token: int
@@ -43,8 +43,8 @@ class ThreadChanges:
 
     Attributes:
         accepted: accepted tokens.
-        remaining: what remains of the trees of threads with accepted tokens, and of threads that have ended or were cut.
-        last: last tokens of ended threads that other threads will attend to: each enters, and nothing follows it.
+        remaining: the rest of the trees of threads with accepted tokens, and of threads that have ended or were cut.
+        last: last tokens of ended threads that other threads will attend to: each enters, and has no successor.
         starts: tokens that become roots of new trees.
     """
 
@@ -133,11 +133,11 @@ def position_root(tree: RootedTree, sequence: Sequence, number: int) -> None:
 class Forest:
     """The tree of an answer that cannot fork. Its rows are in the order of entry and attend to the whole past.
 
-    Replays the verdicts on the answer. Everything is on the host, where every rank learns of rows and verdicts: what a model
-    needs of it is copied to its device.
+    Replays the verdicts on the answer. Everything is on the host, where every rank learns of rows and verdicts: the parts that a
+    model needs are copied to its device.
 
     Args:
-        sequence: the answer; the forest passes accepted tokens to it. It may have tokens already, which are in the past.
+        sequence: the answer; the forest passes accepted tokens to it. Tokens that it has already are in the past.
 
     Attributes:
         trees: by thread number.
@@ -178,7 +178,7 @@ class Forest:
         """Split ``rows`` into those of each thread.
 
         Returns:
-            thread number; int64, which of ``rows`` are its own, counted from 0; int64, the same as rows of the thread's tree.
+            thread number; int64, the indices in ``rows`` of its own; int64, the same as rows of the thread's tree.
         """
         own = torch.arange(rows.start, rows.stop)
         yield 0, own - rows.start, own
@@ -205,7 +205,7 @@ class Forest:
         return self._tree.child(row, token)
 
     def advance(self, verdict: Verdict) -> tuple[Advance, ThreadChanges, Tensor | None]:
-        """Replay a verdict, which may set slots of the past free.
+        """Replay a verdict, which may free slots of the past.
 
         Returns:
             which rows of all trees are committed and kept; the effects on each thread; int64, the slots of the past, with the
@@ -216,7 +216,7 @@ class Forest:
 
 
 class ThreadedForest(Forest):
-    """The trees of an answer that may fork, one for every thread. That of an ended thread may keep its root."""
+    """The trees of an answer that may fork, one for every thread. The tree of an ended thread may keep its root."""
 
     threads: Tensor
 

@@ -2,7 +2,7 @@
 
 Slots are in cache order: first the past, beginning with the prompt, then the rows of all trees. All threads attend to the whole
 prompt, so its slots have no labels. A token is *certain* when it is accepted or forced. Shapes: R rows, P slots of the past
-behind the prompt, N slots of the trees, T threads.
+after the prompt, N slots of the trees, T threads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Slots:
         self._past = torch.cat((self._past, torch.stack((threads, indices, positions))), 1)
 
     def seen(self, threads_R: Tensor, tree_threads_N: Tensor, tree_indices_N: Tensor) -> Tensor:
-        """The certain tokens behind the prompt that rows attend to.
+        """The certain tokens after the prompt that rows attend to.
 
         Args:
             threads_R: int64, the thread of each row.
@@ -76,7 +76,7 @@ class Slots:
         return torch.cat((prompt, torch.nonzero(is_kept)[:, 0] + prompt_length))
 
     def threads_changed(self) -> None:
-        """To be called when threads were opened or have joined others."""
+        """Call this when threads were opened or have joined others."""
         self._limits = None
 
     def _visible_tokens(self) -> Tensor:

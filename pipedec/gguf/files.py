@@ -106,7 +106,7 @@ def _opened(path: Path) -> tuple[dict[str, Any], list[Any]]:
         if any(tensor.data_offset + tensor.n_bytes > size for tensor in reader.tensors):
             raise ValueError("it ends before its last tensor")
         return {name: field.contents() for name, field in reader.fields.items()}, reader.tensors
-    except Exception as error:  # the library raises whatever numpy does when bytes are missing
+    except Exception as error:  # the library lets any error of numpy through when bytes are missing
         reason = " ".join(str(error).split())[:160]
         raise UserError(f"it is not a whole GGUF file ({reason}); download it again") from None
 

@@ -108,7 +108,7 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float], types: Seque
 
 
 def _add_ends(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str], kind: str) -> None:
-    """The tokens that stand before and behind every text."""
+    """The tokens that are added before and after every text."""
     starts = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS
     flags = (("bos", starts), ("eos", False))
     first, last = (

@@ -1,6 +1,6 @@
-"""The structure of one answer: which tokens may follow its tokens so far and any path behind them.
+"""The structure of one answer: which tokens may follow its tokens so far and any path after them.
 
-What may follow is a pure function of these tokens. Owns the parser's state and what was asked of it before; knows no trees.
+The allowed tokens are a pure function of these. Owns the parser's state and cached results; knows no trees.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_STATES = 1024  # that are kept: of each its mask, an eighth of a byte per to
 
 @dataclass
 class _State:
-    """Behind a path. ``forced``: the only token that may follow it, if there is only one and this is known without a mask."""
+    """The state after a path. ``forced``: the only token that may follow, if there is one and it is known without a mask."""
 
     forced: int | None = None
     is_possible: bool = True
@@ -31,13 +31,13 @@ _IMPOSSIBLE = _State(is_possible=False, allowed=NOTHING)
 
 
 class Grammar:
-    """Begins before the answer's first token. Nothing is parsed before somebody asks.
+    """Begins before the answer's first token. Parses only on request.
 
     Where the structure turns out to be too complex to be parsed any further, an end token is forced.
 
     Args:
         new_matcher: makes a matcher at the grammar's start. May raise UserError, from ``allowed`` and ``forced``.
-        end_token_ids: the model's. One of them ends the answer; behind it nothing is allowed.
+        end_token_ids: the model's. One of them ends the answer; nothing is allowed after it.
         max_states: about how many are kept; then they begin anew.
 
     Attributes:
@@ -54,8 +54,8 @@ class Grammar:
         self._matcher: LLMatcher | None = None
         self._accepted: list[int] = []
         self._num_consumed = 0  # of the accepted tokens, by the matcher
-        self._ahead: list[int] = []  # what it has consumed behind these
-        self._root: _State | None = None  # None: nobody has asked yet for what follows the accepted tokens
+        self._ahead: list[int] = []  # tokens that it has consumed after these
+        self._root: _State | None = None  # None until the tokens allowed after the accepted ones are asked for
 
     def advance(self, token_ids: Iterable[int]) -> None:
         """The answer goes on with these tokens. Those that it could not say leave a state in which nothing is allowed."""
@@ -100,7 +100,7 @@ class Grammar:
         return state
 
     def _child(self, state: _State, path: Sequence[int]) -> _State:
-        """The state behind ``path``, whose last token follows ``state``."""
+        """The state after ``path``, whose last token follows ``state``."""
         token = path[-1]
         if state.forced not in (None, token) or (state.allowed is not None and token not in state.allowed):
             return _IMPOSSIBLE
@@ -133,7 +133,7 @@ class Grammar:
         return bool(token_ids) and token_ids[-1] in self._end_token_ids
 
     def _moved(self, path: Sequence[int]) -> tuple[LLMatcher, bool]:
-        """The matcher, behind the accepted tokens and ``path``, but for an end token; and whether these are possible."""
+        """The matcher after the accepted tokens and ``path``, except for an end token; and whether these are possible."""
         if self._matcher is None or self._matcher.is_error():
             self._matcher, self._num_consumed, self._ahead = self._new_matcher(), 0, []
         pending = self._accepted[self._num_consumed :]

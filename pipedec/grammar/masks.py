@@ -29,7 +29,7 @@ def allowed_tokens(allowed: Sequence[Bitmask], vocab_size: int, device: torch.de
 
 
 def _packed(allowed: Sequence[Bitmask], vocab_size: int) -> npt.NDArray[np.uint8]:
-    """[R, B], the bits of V tokens, and zeros behind them."""
+    """[R, B], the bits of V tokens, followed by zeros."""
     packed_RB = np.zeros((len(allowed), -(-vocab_size // 8)), np.uint8)
     for row, mask in zip(packed_RB, allowed, strict=True):
         bits = np.frombuffer(mask.bits, np.uint8)[: len(row)]

@@ -1,6 +1,6 @@
-"""What a user's structure means to llguidance, and what is wrong with one.
+"""Translation of a user's structure for llguidance, and checks of it.
 
-Knows grammars; knows no tokens but those that somebody passes in.
+Knows grammars; the caller passes in the tokens.
 """
 
 from __future__ import annotations

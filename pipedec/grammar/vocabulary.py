@@ -39,7 +39,7 @@ class Vocabulary:
 
     def check(self, structure: StructuredOutputs) -> None:
         """Raises UserError as ``structures.check``; also if a grammar names a special token that is not in the vocabulary, or if
-        nothing can be said, because everything contains itself.
+        nothing can match, because everything contains itself.
         """
         check(structure, self._tokens)
         matcher = self.matcher(structure)
@@ -51,7 +51,7 @@ class Vocabulary:
         return self._started(structure).deep_copy()
 
     def grammar(self, structure: StructuredOutputs) -> Grammar:
-        """Of a new answer. Its ``allowed`` and ``forced`` raise UserError as ``matcher``."""
+        """The grammar of a new answer. Its ``allowed`` and ``forced`` raise UserError as ``matcher``."""
         return Grammar(partial(self.matcher, structure), self._end_token_ids)
 
     def _start(self, structure: StructuredOutputs) -> LLMatcher:

@@ -1,7 +1,7 @@
-"""What processes send each other as JSON, through Redis and in the heads of stage messages: requests, events of answers, runs.
+"""Messages between processes as JSON, through Redis and in the heads of stage messages: requests, events of answers, runs.
 
-The one place that knows these formats, by subject. What another program may have sent (requests, events, descriptions) is checked
-when it is read.
+The one place that knows these formats, by subject. Messages that another program may have sent (requests, events, descriptions)
+are checked when they are read.
 """
 
 from pipedec.messages.encoding import to_json

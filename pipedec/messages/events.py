@@ -15,7 +15,7 @@ TraceRow = tuple[int, str, str, int, int]  # the fields of a ``TraceEvent``
 
 
 class ThreadNews(Record, frozen=True):
-    """What is new of one decode thread.
+    """New tokens and text of one decode thread.
 
     Attributes:
         path: of ordinals, from the main thread's child down; empty for the main thread.

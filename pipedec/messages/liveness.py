@@ -1,4 +1,4 @@
-"""What ranks are doing, and what became of those that were lost."""
+"""The activities of ranks, and the recoveries from lost ones."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from pipedec.core import Record
 
 
 class Activity(Record, frozen=True):
-    """What a rank does, as its lease tells.
+    """The activity of a rank, as its lease reports it.
 
     Attributes:
         kind: ``idle``, ``computing``, ``warming`` (computing what may take long because it is computed for the first time),
             ``waiting`` (for a transfer), ``loading``, ``meeting`` or ``connecting`` (to another host).
         peer: the rank that it waits for, or whose host it tries to reach.
-        seconds: for how long it had done so when it told this.
+        seconds: how long it had lasted at the time of the report.
         longest_seconds: of its completed timesteps.
         warmed_seconds: how long ago it was warming last; None if it has not been.
-        age_seconds: how long ago it told this, by Redis' clock.
+        age_seconds: the age of the report, by Redis' clock.
     """
 
     kind: str
@@ -27,7 +27,7 @@ class Activity(Record, frozen=True):
 
     @property
     def began(self) -> float:
-        """Of activities that are looked at together, the greater one has lasted longer, if it still lasts."""
+        """Seconds since the activity began, if it still lasts."""
         return self.seconds + self.age_seconds
 
     def __str__(self) -> str:
@@ -53,5 +53,5 @@ class Recovery(Record, frozen=True):
 
     @property
     def seconds(self) -> float | None:
-        """For how long nobody served; None while nobody does."""
+        """How long the run was not served; None while it is not."""
         return None if self.served_us is None else (self.served_us - self.at_us) / 1e6

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they connect."""
+"""Messages that ranks exchange before they connect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipedec.messages.run import RankDescription
 
 
 class CardEvent(EventRecord, frozen=True, tag="card"):
-    """What a rank says of itself before the ranks connect.
+    """A rank's description of itself before the ranks connect.
 
     Attributes:
         host: in cluster.yaml, else what the machine calls itself.

@@ -24,7 +24,7 @@ class PromptRequest(Record, frozen=True):
         threads: a dialect as JSON text (``Dialect.to_json``); None for an answer in one thread.
         show_threads: send the text of every thread as it grows.
         priority: requests of a lower one are served first.
-        resume: token ids of the answer so far: it goes on behind them, and only what follows is streamed. They need the seed
+        resume: token ids of the answer so far: it continues after them, and only the rest is streamed. They need the seed
             with which they were drawn, if they were.
     """
 
@@ -43,7 +43,7 @@ class PromptRequest(Record, frozen=True):
         return hash((self.prompt, self.method))  # options are a mapping
 
     def seeded(self) -> PromptRequest:
-        """The request as it is submitted: with a seed, if its tokens are drawn. Whoever answers it again draws the same ones.
+        """The request as it is submitted: with a seed, if its tokens are drawn. Another attempt then draws the same tokens.
 
         Raises:
             UserError: it goes on with an answer that was drawn with a seed that it does not give.

@@ -9,7 +9,7 @@ from pipedec.core import Record
 
 
 class Choice(Record, frozen=True):
-    """What a rank has chosen, and why."""
+    """A choice that a rank has made, and the reason."""
 
     name: str
     why: str
@@ -59,7 +59,7 @@ class RunDescription(Record, frozen=True):
 
     Attributes:
         groups: the stage ranks of each group (see ``Topology``).
-        layers: for each stage, its first layer of the target and the layer behind its last.
+        layers: for each stage, its first layer of the target and the layer after its last.
         settings: completed: every model is a directory or ``none``, and the dtype of the target is never ``auto``. With a
             ``draft_dtype`` of ``auto`` rank 0 has chosen: ``ranks`` have what each computes in.
         emulation: name of the emulated partition.
@@ -130,14 +130,14 @@ class Histogram(Record, frozen=True):
 
 
 class RunStats(Record, frozen=True):
-    """What rank 0 has counted since the run started, told about once per second.
+    """Rank 0's counters since the run started, published about once per second.
 
     Attributes:
         running: requests in the pipeline now.
         waiting: requests that rank 0 has taken and that wait for KV memory now.
         timesteps: in which requests were running.
         prompt_rows, root_rows, draft_rows, mask_rows: rows that entered the pipeline: of prompts (and of answers that go on
-            behind a pause), roots of trees, which are certain, other tokens of trees, which are guesses, and masks.
+            after a pause), roots of trees, which are certain, other tokens of trees, which are guesses, and masks.
         drafts: roots that entered an empty pipeline.
         accepted_tokens: guesses that were accepted (``Metrics.hits``); so 1 + accepted_tokens / drafts is tokens per refill.
         accepted_per_pos: the same by their depth below the root that entered, from 1; deeper ones are left out.
@@ -163,7 +163,7 @@ class RunStats(Record, frozen=True):
 
 
 class StageStats(Record, frozen=True):
-    """What a stage has counted since the run started, told about once per second.
+    """A stage's counters since the run started, published about once per second.
 
     Attributes:
         rows: computed.

@@ -1,8 +1,7 @@
 """Forwards of a few fixed sizes: the sizes, and the tensors of one size, which hold any forward that is not larger.
 
-Rows that only fill up do no harm: their keys and values go to a slot that no request has, and no row of a request attends to
-them. Knows caches and masks, but neither weights nor how a forward is captured. Shapes as in ``rectangles``; R rows include those
-that only fill up.
+Padding rows do no harm: their keys and values go to a slot that no request has, and no row of a request attends to them. Knows
+caches and masks, but neither weights nor how a forward is captured. Shapes as in ``rectangles``; R includes padding rows.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ class Bucket:
 
     @classmethod
     def of_one(cls, rows: int, slots: int) -> Bucket:
-        """The bucket of a request alone, whether it is small or not."""
+        """The bucket of a single request, even if it is not small."""
         return cls(_power(rows), 1, _power(rows), _power(max(FEWEST_SLOTS, slots)))
 
     @property
     def is_small(self) -> bool:
-        """Whether buffers are large enough for it, and little of it is filling."""
+        """Whether the buffers are large enough for it, and little of it is padding."""
         in_rectangles, num_slots = self.requests * self.most_rows, self.requests * self.most_slots
         if self.rows > CAPTURED_ROWS or num_slots > CAPTURED_SLOTS or in_rectangles * self.most_slots > CAPTURED_CELLS:
             return False
@@ -66,7 +65,7 @@ class Bucket:
 
 
 def usual_sizes(rows: int, slots: int) -> list[tuple[int, int]]:
-    """Rows and slots of forwards of one request, ascending by slots: one for each bucket of at most so many.
+    """Rows and slots of forwards of one request, ascending by slots: one for each bucket up to this size.
 
     Args:
         rows, slots: at least 1; no more rows than slots.
@@ -81,7 +80,7 @@ class BucketBuffers:
     """The memory that all buckets of a stage share: one forward at a time. It is allocated once and never moves.
 
     Args:
-        inputs: one row of what enters the stage.
+        inputs: one row of the stage's input.
         windows: the sliding windows of the layers.
         head_dim: D.
     """
@@ -126,7 +125,7 @@ class BucketTensors:
         return cls(buffers.inputs[:rows], buffers.cos[:rows], buffers.sin[:rows], indices, slots, rectangles, seen)
 
     def fill(self, inputs: Tensor, cos_sin: tuple[Tensor, Tensor], lanes: Sequence[LaneRows], spare_slot: int) -> None:
-        """Enter the rows of a forward. Filling takes the ``spare_slot``, whatever an earlier forward has left.
+        """Enter the rows of a forward. Filling takes the ``spare_slot``, and overwrites leftovers of earlier forwards.
 
         Args:
             inputs, cos_sin: of as many rows as the lanes have.
@@ -146,7 +145,7 @@ class BucketTensors:
         return RectangleAttention(self.rectangles, pool, windows, biases)
 
     def _fill_indices(self, lanes: Sequence[LaneRows], spare_slot: int) -> None:
-        """All at once: the host does not wait for a device that still reads the last ones."""
+        """Copy all at once: the host does not wait for a device that still reads the previous ones."""
         device = self.indices.device
         host = torch.zeros(len(self.indices), dtype=torch.int64, pin_memory=device.type == "cuda")
         (requests, most_rows), most_slots = self.rectangles.rows.shape, self.rectangles.slots.shape[1]
@@ -194,7 +193,7 @@ def _num_indices(bucket: Bucket) -> int:
 
 
 def _split(indices: Tensor, bucket: Bucket) -> tuple[Tensor, Rectangles]:
-    """Views of ``_num_indices`` numbers: slots [R], and rectangles."""
+    """Split ``_num_indices`` numbers into views: slots [R], and rectangles."""
     in_rectangles = bucket.requests * bucket.most_rows
     sizes = [bucket.rows, bucket.rows, in_rectangles, bucket.requests * bucket.most_slots]
     slots, order, rows, slots_read = indices.split(sizes)
@@ -208,7 +207,7 @@ def _bias(seen_BMN: Tensor, group: int, dtype: torch.dtype) -> Tensor:
 
 
 def _mark_lane(seen_RN: Tensor, lane: LaneRows, window: int | None) -> None:
-    """Mark what the rows of a request attend to, among ``LaneRows.slots``."""
+    """Mark the slots among ``LaneRows.slots`` that the rows of a request attend to."""
     tokens, prompt = lane.num_tokens, lane.num_prompt_slots
     if tokens:
         _mark(seen_RN[:tokens, prompt:], lane.visibility_of_tokens(), lane.positions[:tokens], window)

@@ -4,8 +4,8 @@ The pool is one tensor, allocated once. A cache holds accepted rows (the *past*)
 the pool that it was given. In front of both may be a learned prompt (BiTA), which never changes and which only readers
 ``with_prompt`` see.
 
-Knows slots and the order of rows, but not tokens, parents or masks, nor which slots are whose: rank 0 decides that for all
-stages.
+Knows slots and the order of rows, but not tokens, parents or masks, nor which slots belong to which request: rank 0 decides
+that for all stages.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class KVPool:
 
     Attributes:
         slots: for rows of requests.
-        tensor: [L, 2, K, slots and further ones for the learned prompt and for what is never read, D]. It never moves in memory.
-        prompt_slots: where the learned prompt lies, Q slots after those of requests.
-        spare_slot: a slot that no request has, after all others: for rows that only fill up a forward.
+        tensor: [L, 2, K, slots and more for the learned prompt and for padding, D]. It never moves in memory.
+        prompt_slots: the learned prompt's slots, Q slots after those of requests.
+        spare_slot: a slot that no request has, after all others: for padding rows of a forward.
 
     Raises:
         ValueError: there is not one block.
@@ -83,7 +83,7 @@ class KVPool:
         """Write rows of any caches to one layer.
 
         Args:
-            slots: where; a slice, or int64 [R].
+            slots: their places; a slice, or int64 [R].
         """
         for part, rows_RKD in enumerate((keys_RKD, values_RKD)):
             if isinstance(slots, slice):
@@ -138,11 +138,11 @@ class KVCache:
     Args:
         slots: its first slots (see ``extend``).
         cached: how many of them hold rows of others, which become the past.
-        copied: slots of the pool, (first, how many), from which the last of these rows are copied before.
-        with_prompt: the pool's learned prompt lies in front of slot 0.
+        copied: slots of the pool, (first, number), from which the last of these rows are copied first.
+        with_prompt: the pool's learned prompt precedes slot 0.
 
     Attributes:
-        pool: whose slots it has.
+        pool: the pool of its slots.
         prompt: the pool's slots of the learned prompt; empty without one.
         slots: number of rows that it can hold.
         past_length: number of accepted rows.
@@ -158,7 +158,7 @@ class KVCache:
         self.pool = pool
         self.prompt = pool.prompt_slots if with_prompt else range(0)
         self.slots = 0
-        self._runs: list[range] = []  # slots of the pool; no two that follow each other there
+        self._runs: list[range] = []  # slots of the pool; no two are adjacent there
         self._firsts: list[int] = []  # of each run, the first of the cache's slots
         self.extend(slots)
         first, count = copied
@@ -224,7 +224,7 @@ class KVCache:
         return self.ranges(self.length, self.length + rows)
 
     def blocks(self, slots: int) -> list[int]:
-        """The pool's blocks, in order, in which the first ``slots`` slots are."""
+        """The pool's blocks, in order, of the first ``slots`` slots."""
         block = self.pool.block
         return [first // block for run in self.ranges(0, slots) for first in range(run.start, run.stop, block)]
 
@@ -242,7 +242,7 @@ class KVCache:
         """Add ``rows`` written rows to the tree level, or ``to_past``.
 
         Raises:
-            ValueError: there are too few slots to hold them, or they are to join a past that tree rows follow.
+            ValueError: there are too few slots for them, or ``to_past`` with rows in the tree.
         """
         if rows < 0 or self.length + rows > self.slots:
             raise ValueError(f"{rows} rows cannot have been written: {self.length} of {self.slots} slots are used")
@@ -286,7 +286,7 @@ class KVCache:
         self.past_length, self.length = len(slots), len(sources)
 
     def _gather(self, first: int, sources: list[int]) -> None:
-        """Copy the rows of the slots ``sources`` to the slots from ``first`` on, but for leading ones that are there already."""
+        """Copy the rows of the slots ``sources`` to the slots from ``first`` on, except leading ones that are there already."""
         moved = next((slot for slot, source in enumerate(sources, start=first) if slot != source), first + len(sources))
         if sources := sources[moved - first :]:
             runs = [bisect_right(self._firsts, source) - 1 for source in sources]

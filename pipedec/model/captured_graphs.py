@@ -1,4 +1,4 @@
-"""Captured forwards: what a stage computes is recorded once for each bucket of sizes and then replayed as one graph.
+"""Captured forwards: a stage's computation is recorded once for each bucket of sizes and then replayed as one graph.
 
 Owns the tensors that the graphs read and write, and when a forward is captured. Knows neither layers nor weights; CUDA only in
 ``CudaCapture``. Shapes as in ``buckets``.
@@ -19,10 +19,10 @@ from pipedec.model.buckets import Bucket, BucketBuffers, BucketTensors
 from pipedec.model.cache import KVPool
 
 MOST_GRAPHS = 256  # of one pool
-_WARM_UPS = 2  # runs before a capture, in which libraries allocate what they keep
+_WARM_UPS = 2  # runs before a capture, in which libraries allocate their memory
 
 Run = Callable[[], None]
-Capture = Callable[[Run], Run]  # takes what reads and writes tensors that stay where they are; returns what repeats it
+Capture = Callable[[Run], Run]  # takes a function that reads and writes tensors in fixed places; returns one that replays it
 NewCapture = Callable[[torch.device], Capture | None]  # how forwards on a device are captured; None: not at all
 CosSin = tuple[Tensor, Tensor]
 Layers = Callable[[Tensor, CosSin, Tensor, KVPool, RowAttention], Tensor]
@@ -31,16 +31,16 @@ Layers = Callable[[Tensor, CosSin, Tensor, KVPool, RowAttention], Tensor]
 class CapturedGraphs:
     """The graphs of one stage in one pool.
 
-    A forward is captured when its bucket comes for the first time in this stage's turn; before that it is computed as it is. All
-    graphs read the same buffers and write the same output, so one forward follows the other on the device.
+    A forward is captured when its bucket first occurs in this stage's turn; before that it is computed uncaptured. All graphs
+    read the same buffers and write the same output, so forwards follow each other on the device.
 
     Args:
         capture: how forwards are captured.
-        most_graphs: forwards of further buckets are not captured.
+        most_graphs: when there are this many, forwards of other buckets are not captured.
 
     Attributes:
-        pool: whose addresses the graphs contain.
-        turn: (which, of how many) forwards may be captured; (0, 1) for each.
+        pool: the pool whose addresses the graphs contain.
+        turn: (index, number of turns) of forwards that may be captured; (0, 1) for each.
     """
 
     def __init__(self, shape: LayersShape, pool: KVPool, capture: Capture, most_graphs: int = MOST_GRAPHS) -> None:
@@ -52,14 +52,14 @@ class CapturedGraphs:
         self._graphs: dict[Bucket, tuple[BucketTensors, Run]] = {}
 
     def bucket_of(self, lanes: Sequence[LaneRows]) -> Bucket | None:
-        """The bucket as which these rows are computed; None if they are not to be captured."""
+        """The bucket in which these rows are computed; None if they should not be captured."""
         bucket, (own, turns) = Bucket.of(lanes), self.turn
         self._num_forwards += 1
         may_capture = self._num_forwards % turns == own and len(self._graphs) < self._most_graphs
         return bucket if bucket in self._graphs or may_capture else None
 
     def forward(self, bucket: Bucket, layers: Layers, inputs: Tensor, cos_sin: CosSin, lanes: Sequence[LaneRows]) -> Tensor:
-        """Compute the rows of ``lanes`` and write their keys and values: hidden_RE without the rows that fill up.
+        """Compute the rows of ``lanes`` and write their keys and values: hidden_RE without padding rows.
 
         Args:
             bucket: from ``bucket_of``.
@@ -83,7 +83,7 @@ class CapturedGraphs:
         return self._hidden_RE[: inputs.shape[0]].clone()
 
     def _run_of(self, layers: Layers, tensors: BucketTensors) -> Run:
-        """The forward that is captured: from the buffers to the output."""
+        """The forward to capture: from the buffers to the output."""
         shape, pool, output_RE = self._shape, self.pool, self._hidden_RE[: len(tensors.inputs)]
 
         def run() -> None:
@@ -94,7 +94,7 @@ class CapturedGraphs:
 
 
 class CudaCapture:
-    """Captures as CUDA graphs, which share one pool of memory for what is between buffers and output."""
+    """Captures as CUDA graphs, which share one pool of memory for intermediate results."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -115,7 +115,7 @@ class CudaCapture:
         return graph.replay
 
     def _warm_up(self, run: Run) -> None:
-        """On the stream of the capture. Each run writes the same keys and values to the same slots."""
+        """Run on the stream of the capture. Each run writes the same keys and values to the same slots."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

@@ -1,4 +1,4 @@
-"""The tokens that a draft knows, where it does not know all of its target's: few tokens make up most text, and a small draft
+"""The tokens that a draft knows, if it does not know all of its target's: few tokens make up most text, and a small draft
 would otherwise consist of embeddings.
 
 Owns ``draft_vocabulary.safetensors`` beside the draft's weights. Shapes: D tokens of the draft, V of the target.
@@ -43,7 +43,7 @@ class DraftVocabulary:
             vocab_size: V.
 
         Raises:
-            ValueError: a token is none of the target's, or comes twice.
+            ValueError: a token is not one of the target's, or occurs twice.
         """
         if len(tokens.unique()) != len(tokens) or not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
             raise ValueError(f"a draft's tokens must be different, and below {vocab_size}")
@@ -53,7 +53,7 @@ class DraftVocabulary:
 
     @classmethod
     def load(cls, directory: Path, device: torch.device | str = "cpu") -> DraftVocabulary | None:
-        """Read that of the draft in ``directory``; None if it knows all tokens. Raises UserError for a damaged file."""
+        """Read the file of the draft in ``directory``; None if it knows all tokens. Raises UserError for a damaged file."""
         path = directory / FILE
         if not path.exists():
             return None

@@ -195,12 +195,12 @@ def flash_attention() -> Any:
 
 
 def flash_kernel(dtype: torch.dtype, device: torch.device) -> Any:
-    """``flash_attn_varlen_func`` where it is what forwards use that are not captured, else None."""
+    """``flash_attn_varlen_func`` if uncaptured forwards use it, else None."""
     return flash_attention() if attention_backend(dtype, device)[0] == "flash-attention" else None
 
 
 def described_attention(dtype: torch.dtype, device: torch.device, captures: bool) -> tuple[str, str]:
-    """The kernel of layers without a sliding window, and why it is that one, for users.
+    """The kernel of layers without a sliding window, and the reason for it, for users.
 
     Args:
         captures: forwards on a GPU are captured if they have few rows.
@@ -210,7 +210,7 @@ def described_attention(dtype: torch.dtype, device: torch.device, captures: bool
 
 
 def attention_backend(dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
-    """The kernel of layers without a sliding window in a forward that is not captured, and why it is that one."""
+    """The kernel of layers without a sliding window in an uncaptured forward, and the reason for it."""
     if device.type != "cuda":
         return "SDPA", "flash-attention needs CUDA"
     if dtype not in (torch.float16, torch.bfloat16):

@@ -33,7 +33,7 @@ Kernel = Callable[[Tensor], Tensor]
 
 
 class QuantizedMatrix:
-    """A matrix [N, K] that takes the place of a weight: it is filled by ``copy_``, whole or by its parts, and then sealed.
+    """A matrix [N, K] that replaces a weight: it is filled by ``copy_``, whole or by its parts, and then sealed.
 
     Attributes:
         values: the rounded weights, int8, one row per output.
@@ -64,7 +64,7 @@ class QuantizedMatrix:
             self.values[part], self.scales[part] = values, scales
 
     def seal(self) -> None:
-        """Prepare the products, once all weights are there."""
+        """Prepare the products, after all weights are in place."""
         if self.scales.dtype == torch.bfloat16:
             self._kernel = self._packed()
 
@@ -76,11 +76,11 @@ class QuantizedMatrix:
         return self._finished(parts[0] if len(parts) == 1 else torch.cat(parts, 1), rows_RK)
 
     def tensors(self) -> list[Tensor]:
-        """All that it keeps in memory."""
+        """All tensors that it keeps in memory."""
         return [self.values, self.scales]
 
     def _slices(self, num_values: Mapping[str, int]) -> Iterator[slice]:
-        """Outputs that have about so many values, by the type of the device."""
+        """Outputs with about this many values, by the type of the device."""
         step = max(1, num_values[self.values.device.type] // self.shape[1])
         return (slice(start, start + step) for start in range(0, len(self), step))
 
@@ -110,7 +110,7 @@ class Int8Matrix(QuantizedMatrix):
         return cls(values, torch.empty(outputs, dtype=dtype, device=device), inputs)
 
     def rows(self, ids_R: Tensor) -> Tensor:
-        """Rows of the matrix, as of an embedding, [R, K]."""
+        """Rows of the matrix, as for an embedding, [R, K]."""
         return functional.embedding(ids_R, self.values).to(self.scales.dtype).mul_(self.scales[ids_R, None])
 
     def _rounded(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,7 +178,7 @@ class Int4Matrix(QuantizedMatrix):
         return lambda rows_RK: multiply(rows_RK, self.values, GROUP, scales_and_zeros)
 
     def _packed_for_cpu(self) -> Tensor:
-        """In place: the kernel's blocks of outputs lie one after the other."""
+        """Repack in place: the kernel's blocks of outputs lie one after the other."""
         packed = self.values.view(torch.uint8)
         for start in range(0, len(self), _PACKED_BLOCK):
             part = slice(start, start + _PACKED_BLOCK)
@@ -198,7 +198,7 @@ class Int4Matrix(QuantizedMatrix):
         return packed
 
     def _unsigned(self, part: slice) -> Tensor:
-        """From 0 to 15, [N, K]."""
+        """Values from 0 to 15, [N, K]."""
         values = self.values[part]
         return torch.cat(((values << 4) >> 4, values >> 4), 1).add_(8)
 
@@ -209,7 +209,7 @@ EMPTY_MATRICES: dict[str, Empty] = {"int8": Int8Matrix.empty, "int4": Int4Matrix
 
 
 def rounded(weight_NK: Tensor, quantize: str) -> Tensor:
-    """The weights that their quantized matrix stands for, in their dtype."""
+    """The weights that their quantized matrix represents, in their dtype."""
     outputs, inputs = weight_NK.shape
     matrix = EMPTY_MATRICES[quantize](outputs, inputs, weight_NK.dtype, weight_NK.device)
     matrix.copy_(weight_NK)
@@ -225,7 +225,7 @@ def pays(weight_NK: Tensor) -> bool:
 def pack(weight_NK: Tensor) -> Tensor:
     """The matrix for ``linear``: packed if this pays on its device, else as it is.
 
-    A packed one has the layout ``torch._mkldnn``: nothing but ``linear`` takes it.
+    A packed matrix has the layout ``torch._mkldnn``: only ``linear`` accepts it.
     """
     return torch.ops.mkldnn._reorder_linear_weight(weight_NK, TYPICAL_ROWS) if pays(weight_NK) else weight_NK
 

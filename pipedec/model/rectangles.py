@@ -22,7 +22,7 @@ class Rectangles:
     Attributes:
         rows: int64 [B, M], indices into the forward's rows; filled up with a request's first row.
         slots: int64 [B, N], slots of the pool; filled up with a request's first one.
-        order: int64 [T], the rows that are no filling, as indices into [B · M].
+        order: int64 [T], the rows without padding, as indices into [B · M].
     """
 
     rows: Tensor
@@ -40,7 +40,7 @@ class Rectangles:
         """Rectangles that are as small as possible.
 
         Args:
-            rows: for each request, which of the forward's rows.
+            rows: for each request, its range of the forward's rows.
             slots: for each request, runs of slots of the pool.
         """
         most_rows, most_slots = max(map(len, rows)), max(sum(map(len, runs)) for runs in slots)
@@ -49,7 +49,7 @@ class Rectangles:
         return cls(*(to_device(indices, device) for indices in (found.rows, found.slots, found.order)))
 
     def fill(self, rows: Sequence[range], slots: Sequence[Sequence[range]]) -> None:
-        """Enter the requests' rows and slots (see ``of``) into rectangles on the host. Whatever lies after them stays."""
+        """Enter the requests' rows and slots (see ``of``) into rectangles on the host. The other entries keep their values."""
         first = 0
         for index, (own, runs) in enumerate(zip(rows, slots, strict=True)):
             _fill(self.rows[index], [own])
@@ -82,7 +82,7 @@ class Rectangles:
 
 
 def _fill(target: Tensor, ranges: Iterable[range]) -> None:
-    """Write the numbers of ``ranges`` one after the other, then the first one over and over."""
+    """Write the numbers of ``ranges`` one after the other, then repeat the first one."""
     first = 0
     for numbers in ranges:
         torch.arange(numbers.start, numbers.stop, out=target[first : first + len(numbers)])

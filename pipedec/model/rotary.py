@@ -15,7 +15,7 @@ from torch import Tensor
 from pipedec.config import LENGTH_DEPENDENT, ModelConfig
 from pipedec.core import UserError
 
-_KEPT_LENGTHS = 4096  # of which the frequencies are not computed again
+_KEPT_LENGTHS = 4096  # whose frequencies are cached
 
 
 class Rotary:

@@ -1,7 +1,7 @@
-"""Forwards that a model computes before it serves, so that no request waits for what only first ones need.
+"""Forwards that a model computes before it serves, so that no request waits for one-time work.
 
-On a GPU these load kernels and libraries, choose algorithms and capture graphs, which may take seconds each. What the forwards
-compute means nothing: they use slots of the pool that no request has yet. Shapes as in ``stage_model``.
+On a GPU the first forwards load kernels and libraries, choose algorithms and capture graphs, which may take seconds each. Their
+results are ignored: they use slots of the pool that no request has yet. Shapes as in ``stage_model``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pipedec.model.stage_model import StageModel
 
 CHUNK = 2 * CAPTURED_ROWS  # rows of a prompt that are too many for a graph
-_CPU_ROWS = 8  # no processor needs more rows to load what it needs
-_TURNS = 16  # of models, each of which captures further buckets only in its own
+_CPU_ROWS = 8  # enough to load everything on any processor
+_TURNS = 16  # of models, each of which captures new buckets only in its own
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Usual:
     """The usual size of requests to a model.
 
     Attributes:
-        rows: most rows that enter together.
-        context: most tokens of a prompt and its answer.
+        rows: maximum rows that enter together.
+        context: maximum tokens of a prompt and its answer.
     """
 
     rows: int
@@ -45,8 +45,8 @@ class FirstForward:
     """A forward of rows of one request: of a tree, or of a prompt.
 
     Attributes:
-        rows: masks among them.
-        slots: that the rows attend to, their own among them.
+        rows: including masks.
+        slots: that the rows attend to, including their own.
         masks: how many of the rows are masks, the last ones.
     """
 
@@ -92,13 +92,13 @@ def warm_up(
 ) -> None:
     """Compute forwards of every usual kind and size, the captured ones the largest first, since their graphs share memory.
 
-    Afterwards ``model`` captures what else comes only in its turn, one forward in 16: where a new bucket passes several models,
-    the first one to capture it does not hold up a timestep together with all others.
+    Afterwards ``model`` captures new buckets only in its turn, one forward in 16: if a new bucket passes several models, the
+    first one to capture it does not hold up a timestep together with all others.
 
     Args:
-        pool: of which no request has any slot.
-        use: what is done with the rows of a forward, hidden_RE; it waits until the device has computed it.
-        progress: called with how many forwards were computed, and how many there are: before each, and at the end.
+        pool: no request may have slots in it.
+        use: processes the rows of a forward, hidden_RE, and waits until the device has computed it.
+        progress: called with the number of forwards computed, and their total: before each, and at the end.
         turn: of this model.
     """
     is_captured = model.capture is not None
@@ -113,8 +113,8 @@ def warm_up(
 
 
 def first_forwards(usual: Usual, slots: int, is_captured: bool, num_masks: int) -> list[FirstForward]:
-    """The forwards that ``warm_up`` computes: all buckets of one request, and a chunk that has none; where nothing is captured,
-    a chunk and a tree. With a BiTA also masks after a prompt.
+    """The forwards that ``warm_up`` computes: all buckets of one request, and a chunk without a bucket; where nothing is
+    captured, a chunk and a tree. With a BiTA also masks after a prompt.
 
     Args:
         slots: of the pool.

@@ -1,4 +1,4 @@
-"""The weights of one stage: which there are, and how they are read from a checkpoint, quantized and packed.
+"""The weights of one stage: their list, and how they are read from a checkpoint, quantized and packed.
 
 Knows no activations. Shapes as in ``stage_model``.
 """
@@ -36,7 +36,7 @@ class LayerWeights:
 
 
 class StageWeights:
-    """The weights of consecutive layers, and of what is before or after them; not initialized until they are read.
+    """The weights of consecutive layers, and those before or after them; not initialized until they are read.
 
     Attributes:
         layers: by layer.
@@ -72,7 +72,7 @@ class StageWeights:
     def read(self, checkpoint: Checkpoint, progress: Callable[[int, int], None]) -> None:
         """Read them, one tensor at a time, quantized as they are read.
 
-        A layer's matrices are packed as soon as they are there, and the next ones read in their place.
+        A layer's matrices are packed as soon as they are complete, and the next ones read in their place.
 
         Args:
             progress: called with (tensors read, tensors in total) after each tensor.
@@ -129,7 +129,7 @@ class StageWeights:
         return EMPTY_MATRICES[self._quantize](outputs, inputs, self._dtype, self._device)
 
     def _empty_table(self, tokens: int, hidden: int) -> Tensor | Int8Matrix:
-        """For an embedding or a head."""
+        """An empty embedding or head."""
         if self._quantize is None:
             return self._empty(tokens, hidden)
         return Int8Matrix.empty(tokens, hidden, self._dtype, self._device)
@@ -154,7 +154,7 @@ class StageWeights:
         )
 
     def _edge_targets(self, head_name: str) -> dict[str, Destination]:
-        """The destinations of the checkpoint's tensors that are of no layer."""
+        """The destinations of the checkpoint's tensors that belong to no layer."""
         targets: dict[str, Destination] = {}
         if self.final_norm_E is not None and self.head_VE is not None:
             targets[FINAL_NORM] = self.final_norm_E

@@ -60,7 +60,7 @@ class ModelCosts:
     utilization: float = 1.0
 
     def memory_bytes(self, device: str) -> int:
-        """What ranks may take of a device's memory."""
+        """Memory of a device that ranks may take."""
         return DEVICES[device].usable_bytes(self.utilization)
 
     @property
@@ -94,7 +94,7 @@ class ModelCosts:
 
     @property
     def graph_bytes(self) -> int:
-        """What the graphs of a stage allocate beside its weights, once, since they share their memory: the activations of the
+        """Memory that the graphs of a stage allocate beside its weights, once, since they share it: the activations of the
         largest forward that is captured, a layer's copies of the keys and values that it reads, and for every cell of its rows
         and slots the bias of every query head of a group, twice while it is made. Not measured on a GPU.
         """
@@ -113,8 +113,8 @@ class ModelCosts:
         return 4 * self.shape.hidden_size + 3 * self.shape.intermediate_size
 
     def weight_bytes(self, layers: int, first: bool, last: bool) -> int:
-        """Of a stage: its layers, the embedding on the first stage, norm and head on the last. A tied head is stored twice unless
-        one stage is both."""
+        """Weights of a stage: its layers, the embedding on the first stage, norm and head on the last. A tied head is stored
+        twice unless one stage is both."""
         embedding, norm = self.shape.embedding_parameters, self.shape.hidden_size
         shared = first and last and self.shape.tie_word_embeddings
         tables = embedding * (first + last - shared) * self.weights.table_bytes

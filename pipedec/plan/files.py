@@ -1,6 +1,6 @@
 """Which parts and files of the checkpoints each host of a partition needs: those of its ranks, and all if it has a spare.
 
-A spare takes over whatever rank is lost.
+A spare may take over any rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def checkpoints_of(config: ClusterConfig) -> dict[str, str]:
 
 
 def host_parts(config: ClusterConfig, spares: Sequence[Placement] = ()) -> dict[str, list[Part]]:
-    """What each host with a rank or a spare needs of each checkpoint, in the order of its first rank.
+    """The parts of each checkpoint that each host with a rank or a spare needs, in the order of its first rank.
 
     Args:
         config: with one partition.
@@ -52,7 +52,7 @@ class NeededFile:
     """A file with weights, and who needs it.
 
     Attributes:
-        num_bytes: its size; what its tensors take by their shapes where it is not on this machine, None where nothing tells.
+        num_bytes: its size; an estimate from its tensors' shapes if it is not on this machine, None if that is impossible.
         is_here: whether it is on this machine.
     """
 
@@ -83,7 +83,7 @@ def needed_files(parts: Mapping[str, Sequence[Part]]) -> list[NeededFile]:
 
 
 def _estimated_sizes(model: str) -> dict[Path, int]:
-    """Of the files of a checkpoint that are not here, by the shapes of their tensors."""
+    """Sizes of the files of a checkpoint that are not here, by the shapes of their tensors."""
     if not has_weights(model_files(model)):
         return {}
     config, stored = ModelConfig.from_directory(Path(model)), TensorFiles(model)

@@ -38,7 +38,7 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class RankNeeds:
-    """What one rank allocates on its GPU, in bytes.
+    """Memory that one rank allocates on its GPU, in bytes.
 
     Attributes:
         fixed_bytes: weights and workspace, without the CUDA context.
@@ -57,7 +57,7 @@ def tokens_beside(usable: int, needs: Iterable[RankNeeds]) -> int:
 
 @dataclass(frozen=True)
 class RankBudget:
-    """What one rank may spend.
+    """Memory that one rank may use for keys and values.
 
     Attributes:
         num_bytes: for keys and values.
@@ -119,7 +119,7 @@ class KVBudget:
         """Refuse a budget that is too small to work with.
 
         Args:
-            max_model_len: what a request may have, if somebody said so.
+            max_model_len: the configured limit of a request, if there is one.
             rows: that enter at once.
 
         Raises:

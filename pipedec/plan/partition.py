@@ -136,7 +136,7 @@ class Plan:
         return self.kv.tokens
 
     def ttft_ms(self, prompt_tokens: int, concurrent: int = 1) -> float:
-        """Time to first token without a queue. The prompt passes in chunks, one behind the other, which fill what the rows of the
+        """Time to first token without a queue. The prompt passes in chunks, one after the other, which fill what the rows of the
         other ``concurrent`` - 1 requests, just as long and decoded plainly, leave of the knee, but at least an eighth of it."""
         decoding = ceil((concurrent - 1) / self.num_groups)
         chunk = max(self.knee - decoding, self.knee // 8, 1)
@@ -223,7 +223,7 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
 
 
 def _weights(config: ClusterConfig, draft: Placement | None, stages: Sequence[Placement]) -> tuple[WeightFormat, WeightFormat]:
-    """Of target and draft. What processor a draft has is not known here: there ``auto`` counts as float32, its largest."""
+    """Formats of target and draft. The draft's processor is unknown here: ``auto`` counts as float32, its largest."""
     numbers, checkpoint = config.settings.numbers, checkpoint_dtype(config.target)
     on = Arithmetic.planned(draft.device if draft else "cpu"), [Arithmetic.planned(stage.device) for stage in stages]
     target, drafting = chosen_dtypes((numbers.dtype, numbers.draft_dtype), checkpoint, *on)

@@ -1,6 +1,6 @@
 """A pipeline that can be built: its settings, and what follows from them and from its checkpoints. The same on every rank.
 
-Plain data that loads no torch, so that whoever starts ranks need not either; ``engine.build`` resolves settings and loads models.
+Plain data that loads no torch, so that supervisors do not load it; ``engine.build`` resolves settings and loads models.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PipelineSpec:
         trained_bita: what the BiTA holds; None without one.
         num_gpus: GPUs of the machine on which the ranks run; of no meaning with ``places``.
         emulation: makes every rank's work take as long as on the devices that it names; None to run at full speed.
-        places: the host and device of every rank, by the partition of a cluster.yaml; None if whoever starts the ranks decides.
+        places: the host and device of every rank, by the partition of a cluster.yaml; None if the supervisor decides.
         servers: the hosts of ``places``.
         duplex: of the links between the ranks: ``half`` if a rank takes part in one transfer at a time, else ``full``.
         kv_room: for each rank, from 0, the bytes for keys and values that a cluster.yaml leaves; None without one.
@@ -83,7 +83,7 @@ class PipelineSpec:
         return {"target": self.target, "draft": self.draft, "bita": self.bita}
 
     def parts(self, rank: int) -> list[Part]:
-        """What a rank reads of the checkpoints."""
+        """The parts of the checkpoints that a rank reads."""
         return rank_parts(rank, self.layers, self.models)
 
     @property
@@ -157,7 +157,7 @@ class PipelineSpec:
     def check_kv_budget(self) -> None:
         """Raises UserError if the KV budget holds no request of ``max_model_len``, or not even a few hundred tokens.
 
-        Without a cluster.yaml nobody knows yet what will be measured.
+        Without a cluster.yaml it is unknown what will be measured.
         """
         if self.places is not None or not self.measures_memory:
             self.agreed_budget({})
@@ -184,14 +184,14 @@ class PipelineSpec:
         return KVBudget(ranks, self.max_context, limits.max_num_seqs, self.topology.num_groups, self.kv_block)
 
     def needs(self, rank: int) -> RankNeeds:
-        """What a rank with a model allocates on a GPU. Weights are counted by their shapes, as in a plan."""
+        """Memory that a rank with a model allocates on a GPU. Weights are counted by their shapes, as in a plan."""
         limits = self.settings.limits
         path, weights = (self.draft, self.largest_draft_weights) if rank == 0 else (self.target, self.weights)
         costs = ModelCosts(model_shape(str(path)), weights, self.knee, limits.max_model_len or 0, self.topology.num_groups)
         start, stop = (0, costs.shape.num_hidden_layers) if rank == 0 else self.layers[rank - 1]
         token_bytes = (stop - start) * costs.layer_token_bytes
         held = costs.weight_bytes(stop - start, rank <= 1, rank in (0, len(self.layers)))
-        behind_the_slots = self.kv_block * token_bytes  # of the pool: a learned prompt, and what nobody reads
+        behind_the_slots = self.kv_block * token_bytes  # of the pool: a learned prompt, and unused slots
         return RankNeeds(held + costs.rank_bytes + behind_the_slots, token_bytes)
 
     def _rank_budget(

@@ -120,13 +120,13 @@ def _line(name: str, values: list[str]) -> str:
 
 
 def _kv_bytes(plan: Plan) -> str:
-    """What they take on each rank."""
+    """KV memory on each rank."""
     sizes = sorted(plan.kv_tokens * rank.token_bytes / GIGA for rank in plan.kv.ranks)
     return f"{sizes[0]:.1f} GB per rank" if sizes[0] == sizes[-1] else f"{sizes[0]:.1f} to {sizes[-1]:.1f} GB per rank"
 
 
 def _reserve(plan: Plan) -> str:
-    """What the plan leaves free of each kind of GPU, for the allocator's fragments and whatever else runs there."""
+    """Memory that the plan leaves free on each kind of GPU, for the allocator's fragments and other programs."""
     ranks = [*([plan.draft] if plan.draft else []), *plan.stages]
     parts = Counter[Placement]()  # of the ranks that share a GPU
     for rank in ranks:

@@ -1,6 +1,6 @@
 """Choosing among a few candidates per row: the tokens that float32 ranks highest, so that only they need float64 and a sort.
 
-The result is that of ``filtered`` logits plus noise over the whole vocabulary, or it is said to be unsure: where a token outside
+The result is that of ``filtered`` logits plus noise over the whole vocabulary, or it is reported as unsure: where a token outside
 might be kept or win, and where two numbers that are compared are so close that rounding would decide.
 
 Shapes: R rows, V vocabulary, K candidates of each row, most probable first.
@@ -27,7 +27,7 @@ _ROUNDING = 1e-10  # more than the errors of float64: relative of weights and th
 
 
 class Candidates(NamedTuple):
-    """Of each row the candidates, and what is known of all other tokens. Logits are those after the temperature, at most 0.
+    """The candidates of each row, and bounds on all other tokens. Logits are those after the temperature, at most 0.
 
     Attributes:
         token_ids: int64 [R, K].

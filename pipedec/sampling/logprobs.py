@@ -63,7 +63,7 @@ class PromptLogprobs:
     def __init__(self, num_top: int, length: int) -> None:
         self._num_top = num_top
         self._left = length  # tokens whose rows have yet to come
-        self._last: Tensor | None = None  # [1, V], logits behind the tokens so far
+        self._last: Tensor | None = None  # [1, V], logits after the tokens so far
         self._ready: list[list[tuple[int, float]]] = []
 
     @property

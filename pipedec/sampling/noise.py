@@ -1,6 +1,6 @@
 """Random numbers as a function of seed, thread, position and token. There is no generator state, so no order matters.
 
-A token at a position gets the same noise whatever the decoding method, the number of stages or the number of rows.
+A token at a position gets the same noise with every decoding method and any number of stages or rows.
 
 Shapes: P positions, V vocabulary, B blocks of four tokens; R rows with K tokens each.
 """

@@ -1,4 +1,4 @@
-"""The scheduler as a front-end needs it that has one event loop and any number of requests: submitting, reading, cancelling.
+"""The scheduler for a front-end with one event loop and any number of requests: submitting, reading, cancelling.
 
 The same keys, scripts and errors as ``ClientScheduler``.
 """
@@ -49,8 +49,8 @@ class AsyncRedisScheduler:
         self._address = address
         self._keys = Keys(run_id)
         self._owner = owner
-        self._operations: dict[int, str] = {}  # by which requests were submitted, until their answers are closed
-        self._woken = "0"  # position in the stream that wakes the reader up
+        self._operations: dict[int, str] = {}  # with which requests were submitted, until their answers are closed
+        self._woken = "0"  # position in the stream that wakes the reader
 
     @classmethod
     async def connect(cls, redis_url: str, run_id: str, owner: str) -> Self:
@@ -58,7 +58,7 @@ class AsyncRedisScheduler:
 
         Raises:
             SchedulerLost: the server cannot be reached, refuses the password or is too old.
-            UserError: ``redis_url`` is no such URL, or another version runs the run.
+            UserError: ``redis_url`` is not such a URL, or another version runs the run.
         """
         scheduler = cls(await async_connect(redis_url), address_of(redis_url), run_id, owner)
         try:
@@ -85,7 +85,7 @@ class AsyncRedisScheduler:
         return number
 
     async def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
-        """As ``ClientScheduler.read_answers``, but returns early, with what there is, after ``wake``."""
+        """As ``ClientScheduler.read_answers``, but returns early, with the events so far, after ``wake``."""
         wake = self._keys.wake(self._owner)
         streams: Any = {wake: self._woken, **{self._keys.answer(number): position for number, position in last.items()}}
         block = max(1, int(timeout_seconds * 1000))
@@ -95,7 +95,7 @@ class AsyncRedisScheduler:
         return events_read(self._keys, reply)
 
     async def wake(self) -> None:
-        """Let ``read_answers``, which another task awaits, return now, or when it is called next."""
+        """Let ``read_answers``, which another task awaits, return now, or at its next call."""
         pipe = self._client.pipeline(transaction=True)
         pipe.xadd(self._keys.wake(self._owner), {"wake": ""}, maxlen=1)
         pipe.pexpire(self._keys.wake(self._owner), LEASE_MS)
@@ -137,7 +137,7 @@ class AsyncRedisScheduler:
         return await self._ask(lambda: self._client.set(owner, "1", px=LEASE_MS, get=True)) is not None
 
     async def release_owner(self) -> None:
-        """Give up the owner's lease: requests that it has left end. Nobody waits for answers any more."""
+        """Give up the owner's lease: its remaining requests end. No client waits for their answers any more."""
         names = self._keys.owner(self._owner), self._keys.wake(self._owner)
         await self._ask(lambda: self._client.delete(*names))
 
@@ -152,7 +152,7 @@ class AsyncRedisScheduler:
         arguments = [len(call.keys), *call.keys, *call.arguments]
         try:
             return await self._client.evalsha(script_sha(call.script), *arguments)
-        except NoScriptError:  # nothing has run: this server does not have the script yet
+        except NoScriptError:  # nothing was executed: this server does not have the script yet
             return await self._client.eval(script_text(call.script), *arguments)
 
     async def _ask(self, command: Callable[[], Awaitable[Any]], patience_seconds: float = PATIENCE_SECONDS) -> Any:

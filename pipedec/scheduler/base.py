@@ -1,4 +1,4 @@
-"""What every process that takes part in a run asks of Redis. The Lua scripts hold the rules; key names are in keys.py."""
+"""Redis calls of every process that takes part in a run. The Lua scripts hold the rules; key names are in keys.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BaseScheduler:
     their process takes part. If the run is in another one, those that would change something raise EpochEnded and change nothing.
 
     Attributes:
-        patience_seconds: how long Redis may carry out no commands because it is busy or has no memory, before a call raises
+        patience_seconds: how long Redis may execute no commands because it is busy or has no memory, before a call raises
             SchedulerBusy. Requests are refused at once.
         round_trips: the commands sent to the server.
     """
@@ -104,7 +104,7 @@ class BaseScheduler:
         return text.decode() if text is not None else None
 
     def status(self) -> RunStatus:
-        """The state of the run, and all that a waiting client needs to know of it, in one round trip."""
+        """The state of the run, with everything that a waiting client needs, in one round trip."""
         return status_of(self._run_script(*look_call(self.keys, self.topology)))
 
     def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
@@ -117,7 +117,7 @@ class BaseScheduler:
             [] if no event arrives within ``timeout_seconds``.
 
         Raises:
-            PipedecError: what arrived is no event.
+            PipedecError: something else than an event has arrived.
         """
         streams: Any = {self.keys.answer(number): position for number, position in last.items()}
         deadline = time.monotonic() + timeout_seconds
@@ -145,7 +145,7 @@ class BaseScheduler:
         return self._ask(lambda: list(self.client.scan_iter(match=self.keys.prefix + "*", count=1000)))
 
     def _told_keys(self) -> list[str]:
-        """What ranks tell supervisors, and supervisors each other."""
+        """Keys in which ranks and supervisors report to supervisors."""
         return [self.keys.doing, self.keys.suspects, self.keys.ends, self.keys.places]
 
     def _run_script(self, name: str, keys: Sequence[str], arguments: Sequence[Any], patience_seconds: float | None = None) -> Any:
@@ -160,7 +160,7 @@ class BaseScheduler:
 
 
 def read_description(client: redis.Redis, run_id: str) -> RunDescription | None:
-    """What the ranks have said of the run; None if there is no such run. For clients, which do not know the topology yet.
+    """The description that the ranks have published; None if there is no such run. For clients, which do not know the topology.
 
     Raises:
         UserError: another version has opened the run.
@@ -171,7 +171,7 @@ def read_description(client: redis.Redis, run_id: str) -> RunDescription | None:
 
 
 def activity_of(told: str, now_us: int) -> Activity:
-    """What ``lease.lua`` has noted."""
+    """Read the record that ``lease.lua`` has written."""
     at_us, text = told.split(" ", 1)
     return structs.replace(parse_json(Activity, text, "the rank's activity"), age_seconds=(now_us - int(at_us)) / 1e6)
 

@@ -26,7 +26,7 @@ CONNECT_SECONDS = 3.0
 REPLY_SECONDS = 10.0
 BLOCK_SECONDS = 5.0
 MAX_CONNECTIONS = 16  # of a process with an event loop
-PATIENCE_SECONDS = 10.0  # how long a server may refuse commands for now
+PATIENCE_SECONDS = 10.0  # how long a server may refuse commands temporarily
 _REFUSALS = (redis.exceptions.BusyLoadingError, redis.exceptions.MasterDownError, redis.exceptions.OutOfMemoryError)
 _REASONS = {
     "command not allowed when used memory": "has no memory left: raise its maxmemory",
@@ -68,7 +68,7 @@ def connect(url: str) -> redis.Redis:
 
 
 async def async_connect(url: str) -> redis.asyncio.Redis:
-    """As ``connect``, for asyncio. Has at most ``MAX_CONNECTIONS``, for one of which a command may wait."""
+    """As ``connect``, for asyncio. Has at most ``MAX_CONNECTIONS`` connections; a command may wait for one of them."""
     address = _checked_address(url)
     with translated_errors(address):
         async with redis.asyncio.Redis.from_url(url, **_async_options(url, CONNECT_SECONDS)) as probe:
@@ -166,7 +166,7 @@ def check_version(address: str, version: str) -> None:
 
 
 def pauses(seconds: float) -> Iterator[float]:
-    """For how long to wait before a command is sent again that the server has refused for now: for ``seconds`` in all."""
+    """The waiting times before a command that the server has refused temporarily is sent again: ``seconds`` in all."""
     deadline, pause = time.monotonic() + seconds, 0.02
     while time.monotonic() + pause < deadline:
         yield pause
@@ -174,12 +174,12 @@ def pauses(seconds: float) -> Iterator[float]:
 
 
 def is_refused_for_now(error: redis.RedisError) -> bool:
-    """Whether the server has not carried out a command, but may do so later."""
+    """Whether the server has not executed a command, but may do so later."""
     return isinstance(error, _REFUSALS) or (isinstance(error, redis.ResponseError) and _reason(str(error)) is not None)
 
 
 def patiently(command: Callable[[], _T], address: str, seconds: float) -> _T:
-    """Send a command, again and again for ``seconds`` while the server refuses it for now. Raises as ``translated_errors``."""
+    """Send a command, repeatedly for ``seconds`` while the server refuses it temporarily. Raises as ``translated_errors``."""
     with translated_errors(address):
         for pause in pauses(seconds):
             try:
@@ -242,7 +242,7 @@ def _script_error(address: str, text: str) -> Exception:
 
 
 def _reason(text: str) -> str | None:
-    """Why a server refuses commands for now; None if it does not."""
+    """Why a server refuses commands temporarily; None if it does not."""
     return next((reason for sign, reason in _REASONS.items() if sign in text), None)
 
 

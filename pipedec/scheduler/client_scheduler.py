@@ -1,4 +1,4 @@
-"""What the clients of a run ask of Redis: those who send requests, watch the run, measure it or stop it."""
+"""Redis calls of a run's clients: those who send requests, watch the run, measure it or stop it."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class ServerUsage:
 
 
 class ClientScheduler(BaseScheduler):
-    """The scheduler as a client uses it."""
+    """The scheduler for a client."""
 
     def __init__(self, client: redis.Redis, run_id: str, topology: Topology) -> None:
         super().__init__(client, run_id, topology)
-        self._operations: dict[int, str] = {}  # by which requests were submitted, until their answers are closed
+        self._operations: dict[int, str] = {}  # with which requests were submitted, until their answers are closed
 
     def submit(self, request_json: str, priority: int = 0, operation: str = "") -> int:
         """Queue a request and return its number.
 
         Args:
-            priority: requests of a lower one are taken first, those of the same one in the order of their numbers.
-            operation: an id, by which a call that is repeated, because its reply was lost, is known. Empty for none.
+            priority: lower ones are taken first, equal ones in the order of their numbers.
+            operation: an id that identifies a call that is repeated because its reply was lost. Empty for none.
 
         Raises:
             QueueFull: as many requests run and wait as the run allows.
-            UserError: it is not up.
-            RankLost: it has failed.
+            UserError: the run is not up.
+            RankLost: the run has failed.
         """
         number = int(self._run_script(*submit_call(self.keys, request_json, priority, operation), patience_seconds=0.0))
         if operation:
@@ -58,27 +58,27 @@ class ClientScheduler(BaseScheduler):
         return number
 
     def cancel(self, request_number: int) -> bool:
-        """End a request: a waiting one at once, a running one when rank 0 learns of it (``Taken``). False if it is unknown or has
-        ended.
+        """End a request: a waiting one at once, a running one when rank 0 reads the cancellation (``Taken``). False if it is
+        unknown or has ended.
         """
         return bool(self._run_script(*cancel_call(self.keys, request_number)))
 
     def close_answer(self, request_number: int) -> None:
-        """Delete an answer that has been read, or that nobody will read: nothing is written to it any more."""
+        """Delete an answer that has been read, or that will not be read: nothing is written to it any more."""
         self._run_script(*close_call(self.keys, request_number, self._operations.pop(request_number, "")))
 
     def watch(self, begins: bool = False) -> None:
         """For readers of the live feed: rank 0 publishes it for ``WATCH_SECONDS`` more.
 
         Args:
-            begins: the reader knows nothing yet, so that rank 0 has to tell what runs.
+            begins: the reader has no state yet, so rank 0 has to publish all of it.
         """
         milliseconds = int(1000 * WATCH_SECONDS)
         if begins or not self._ask(lambda: self.client.pexpire(self.keys.watchers, milliseconds)):
             self._ask(lambda: self.client.set(self.keys.watchers, secrets.token_hex(8), px=milliseconds))
 
     def live_position(self) -> str:
-        """The position behind which what follows in the live feed comes."""
+        """The current end of the live feed: later frames follow this position."""
         newest: Any = self._ask(lambda: self.client.xrevrange(self.keys.live, count=1))
         return newest[0][0].decode() if newest else "0-0"
 
@@ -86,10 +86,10 @@ class ClientScheduler(BaseScheduler):
         """Wait for batches of the live feed.
 
         Args:
-            last: position of the last batch known.
+            last: position of the last known batch.
 
         Returns:
-            what there is behind it; nothing after ``timeout_seconds``.
+            the entries after it; none after ``timeout_seconds``.
         """
         block = max(1, int(min(timeout_seconds, BLOCK_SECONDS) * 1000))
         reply: Any = self._ask(lambda: self.client.xread({self.keys.live: last}, block=block))
@@ -105,7 +105,7 @@ class ClientScheduler(BaseScheduler):
                 return
 
     def activities(self) -> dict[int, Activity]:
-        """What each rank was doing when it last renewed its lease."""
+        """The activity of each rank when it last renewed its lease."""
         told: Any = self._ask(lambda: self.client.hgetall(self.keys.doing))
         now_us = self.clock_us()
         return {int(rank): activity_of(text.decode(), now_us) for rank, text in told.items()}
@@ -118,7 +118,7 @@ class ClientScheduler(BaseScheduler):
         return {name: lease is not None for name, lease in zip(found, alive, strict=True)}
 
     def places(self) -> dict[int, str]:
-        """On which host each rank runs, as far as supervisors have told."""
+        """The host of each rank, as far as supervisors have reported it."""
         told: Any = self._ask(lambda: self.client.hgetall(self.keys.places))
         return {int(rank): node.decode() for rank, node in told.items()}
 

@@ -13,7 +13,7 @@ class Keys:
     """The key names of run ``run_id``. The braces are a hash tag, so that a Redis cluster keeps a run's keys on one node.
 
     Attributes:
-        epoch: of the run; what only the ranks of one epoch use has keys of its own in each.
+        epoch: of the run; keys that only the ranks of one epoch use are different in each.
 
     Raises:
         UserError: ``run_id`` is empty, too long or has other characters than letters, digits, ``_``, ``.`` and ``-``.
@@ -32,7 +32,7 @@ class Keys:
 
     @property
     def meeting(self) -> int:
-        """The number of the answer, of no request, on which ranks meet and report that they have loaded their weights."""
+        """The number of the answer, of no request, in which ranks meet and report that they have loaded their weights."""
         return -1 - self.epoch
 
     def _of_epoch(self, name: str) -> str:

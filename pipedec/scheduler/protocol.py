@@ -1,4 +1,4 @@
-"""The interface of the scheduler: what it says to ranks, clients and supervisors, and what the engine and clients call.
+"""The interface of the scheduler: its records for ranks, clients and supervisors, and the calls of the engine and clients.
 
 ``RankScheduler`` and ``ClientScheduler`` implement the calls; tests have a twin of them in Python.
 """
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol
 from pipedec.messages import Activity, Event, Recovery, RunStats, StageStats, TokensEvent
 from pipedec.scheduler.workflow import Payload, Planned, Task
 
-WATCH_SECONDS = 5.0  # that the lease of those who watch lasts
+WATCH_SECONDS = 5.0  # duration of a viewer's lease
 SHOWN_BATCHES = 128  # of the live feed, that are kept
-SHOWN_SECONDS = 15.0  # for which they are kept behind the last one
-SESSION_TRACE = 4096  # windows of a session of which the trace is kept
+SHOWN_SECONDS = 15.0  # for which frames are kept after the last one
+SESSION_TRACE = 4096  # windows of a session whose trace is kept
 TASKS_TRACE = 1_000_000  # single tasks, while a request is traced
 RESTORED = "Redis had lost the run"  # the reason of a recovery
 
@@ -44,7 +44,7 @@ class Message:
         kind: ``"tasks"``; ``"request"`` (only from ``wait_request`` and ``journal``); ``"stop"``; ``"abort"``; ``"recover"``: the
             epoch has ended.
         number: the request, or the session of the tasks; -1 for stop and abort.
-        tasks: what the rank does next, one after another.
+        tasks: the tasks that the rank executes next, one after another.
         text: for a request its JSON, for an abort or the end of an epoch the reason.
         told: of a request in the journal, the token ids that its answer has.
         attempts: of a request in the journal, how many epochs have ended since it got its last token.
@@ -75,7 +75,7 @@ class Post(NamedTuple):
     """Events for the answer of a request.
 
     Attributes:
-        ends: these are the last ones: the request is not running any more.
+        ends: these are the last ones: the request has ended.
     """
 
     number: int
@@ -84,11 +84,11 @@ class Post(NamedTuple):
 
 
 class Remembered(NamedTuple):
-    """What rank 0 remembers of a running request.
+    """Rank 0's copy of a running request.
 
     Attributes:
         request: its JSON.
-        events: what its answer has said, in few events.
+        events: its answer so far, in few events.
     """
 
     number: int
@@ -111,13 +111,13 @@ class Shown(NamedTuple):
 
 @dataclass(frozen=True)
 class Taken:
-    """What rank 0 learns of the queue.
+    """The state of the queue, as rank 0 reads it.
 
     Attributes:
-        requests: messages of kind ``request``, sooner ones first. They run until their last events are published.
+        requests: messages of kind ``request``, earlier ones first. They run until their last events are published.
         cancelled: all running requests that have been cancelled, with every call until they end.
         stopping: the run was asked to stop.
-        watcher: names who has begun last to read the live feed; empty if nobody reads it.
+        watcher: the name of the newest reader of the live feed; empty if there is none.
     """
 
     requests: list[Message]
@@ -127,7 +127,7 @@ class Taken:
 
 
 def tokens_told(events: Iterable[Event]) -> tuple[int, ...]:
-    """The token ids of an answer, of which a part may have been written twice."""
+    """The token ids of an answer, parts of which may have been written twice."""
     told: list[int] = []
     for event in events:
         if isinstance(event, TokensEvent):
@@ -159,13 +159,13 @@ class RunStatus:
         alive: ranks with a valid lease.
         expired: ranks whose lease has expired.
         failure: the message of the first abort; None if the run has not failed.
-        stats: what rank 0 has told last; None before it has.
-        stages: what the stages have told last, those that have; in their order.
+        stats: rank 0's latest report; None before the first.
+        stages: the latest report of each stage that has reported, in their order.
         epoch: of the run.
         serving: the last epoch whose ranks have served.
-        recovers: whether somebody replaces ranks that are lost.
-        recoveries: the last ones, in order.
-        num_recoveries: how many there were.
+        recovers: whether lost ranks are replaced.
+        recoveries: the latest ones, in order.
+        num_recoveries: their total number.
     """
 
     state: str
@@ -191,19 +191,19 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class Supervision:
-    """What a supervisor decides by.
+    """The state of a run from which a supervisor decides.
 
     Attributes:
         epoch: of the run; None if Redis does not know the run.
         state: see ``RunStatus``.
         members: ranks that have taken a lease in this epoch.
-        expired: those of them whose lease has expired.
-        activities: what members do, by rank.
-        suspects: what ranks say that cannot go on, by rank.
-        ends: why ranks end, by rank, as far as they have said so.
-        places: the node of each rank that has been given to one.
-        recoveries: the last ones, in order.
-        lost_nodes: those whose lease has expired.
+        expired: members whose lease has expired.
+        activities: those of members, by rank.
+        suspects: reports of ranks that cannot continue, by rank.
+        ends: why ranks end, by rank, as far as they have reported it.
+        places: by rank, the node to which it was assigned.
+        recoveries: the latest ones, in order.
+        lost_nodes: nodes whose lease has expired.
     """
 
     epoch: int | None
@@ -220,7 +220,7 @@ class Supervision:
 
 
 class RankCalls(Protocol):
-    """What the engine calls of ``RankScheduler``."""
+    """Methods of ``RankScheduler`` that the engine calls."""
 
     @property
     def epoch(self) -> int: ...
@@ -262,7 +262,7 @@ class RankCalls(Protocol):
 
 
 class ClientCalls(Protocol):
-    """What ``Client`` calls of ``ClientScheduler``."""
+    """Methods of ``ClientScheduler`` that ``Client`` calls."""
 
     @property
     def run_id(self) -> str: ...

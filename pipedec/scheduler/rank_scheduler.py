@@ -1,4 +1,4 @@
-"""What the ranks of a run ask of Redis: tasks and messages, the queue of requests, answers, leases."""
+"""Redis calls of a run's ranks: tasks and messages, the queue of requests, answers, leases."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from pipedec.topology import Topology
 
 
 class RankScheduler(BaseScheduler):
-    """The scheduler as a rank uses it.
+    """The scheduler for a rank.
 
     It reports tasks under the number of the session whose message it received last, so that a rank that was suspended for a while
     cannot finish tasks of a later one.
 
     Attributes:
-        lease_ms: for which ``renew_lease`` renews the lease.
+        lease_ms: time for which ``renew_lease`` renews the lease.
     """
 
     def __init__(self, client: redis.Redis, run_id: str, topology: Topology) -> None:
@@ -46,7 +46,7 @@ class RankScheduler(BaseScheduler):
         self.lease_ms = LEASE_MS
         self._connection = DedicatedConnection(client)
         self._workflow = -1  # its number
-        self._knows_finish = False  # the server has been given the script
+        self._knows_finish = False  # the server has the script
         self._num_shown = 0  # batches of the live feed
         self._stats = ""  # of this process's stage, as JSON
         self._entries = "," + ",".join(map(str, topology.entry_ranks)) + ","
@@ -64,9 +64,9 @@ class RankScheduler(BaseScheduler):
         """Declare the run up, so that requests are accepted; in a later epoch, that its ranks serve again.
 
         Args:
-            description: for clients; its limits say when further requests are refused.
+            description: for clients; its limits decide when further requests are refused.
             duplex: of the links between the ranks, ``half`` or ``full``; decides the order of transfers that windows grant.
-            recovers: whether somebody replaces ranks that are lost.
+            recovers: whether lost ranks are replaced.
 
         Raises:
             UserError: the run id is in use.
@@ -77,12 +77,12 @@ class RankScheduler(BaseScheduler):
         self._run_script("open", [self.keys.run, self.keys.recoveries, *self._queues], [KEY_SECONDS, *about])
 
     def restore(self, description: RunDescription, duplex: str, submitted: int, remembered: Sequence[Remembered]) -> int:
-        """For rank 0: write back a run that Redis has lost, in the epoch behind this process's; returns the run's epoch.
+        """For rank 0: write back a run that Redis has lost, in the epoch after this process's. Returns the run's epoch.
 
         Nothing happens if Redis knows the run. Lost ranks of a run that is restored are replaced.
 
         Args:
-            submitted: the number of the next request: greater than that of any before, of which clients may still hope to hear.
+            submitted: the number of the next request: greater than that of any whose answer a client may still await.
             remembered: the running requests.
         """
         keys, limits = self.keys, [description.settings.limits.max_num_seqs, description.settings.limits.max_waiting]
@@ -108,10 +108,10 @@ class RankScheduler(BaseScheduler):
         return found
 
     def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None:
-        """Start the workflow of a session with its initial tasks. It knows nothing of the requests that run in it.
+        """Start the workflow of a session with its initial tasks, which are independent of the requests in it.
 
         Args:
-            session: its number; no two of a run may be the same.
+            session: its number, unique in the run.
             trace_lines: how many lines of its trace are kept.
 
         Raises:
@@ -146,12 +146,12 @@ class RankScheduler(BaseScheduler):
         return self._message(reply[1]) if timeout_seconds > 0 and reply is not None else None
 
     def _exchange(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        if not self._knows_finish:  # a server that does not know the script would let the other command wait
+        if not self._knows_finish:  # a server without the script would let the other command wait
             self._connection.call("SCRIPT", "LOAD", script_text("finish"))
             self._knows_finish = True
         try:
             return self._connection.call_all(commands)
-        except redis.exceptions.NoScriptError:  # nothing has run
+        except redis.exceptions.NoScriptError:  # nothing was executed
             self._knows_finish = False
             return self._exchange(commands)
 
@@ -184,7 +184,7 @@ class RankScheduler(BaseScheduler):
                 return self._message(reply[1])
 
     def take(self, limit: int) -> Taken:
-        """For rank 0, without waiting: at most ``limit`` requests, in the order of (priority, number), and what was cancelled.
+        """For rank 0, without waiting: at most ``limit`` requests, in the order of (priority, number), and all cancellations.
 
         Raises:
             RankLost: the run has failed.
@@ -211,7 +211,7 @@ class RankScheduler(BaseScheduler):
         """Append events to the answers of several requests, in order, in one atomic step.
 
         Args:
-            stats: for ``status``; None if there is nothing new.
+            stats: for ``status``; None if there are no new ones.
         """
         keys = self.keys
         names = [keys.running, keys.cancelled, keys.unread, keys.run, keys.requests, keys.attempts]
@@ -220,11 +220,11 @@ class RankScheduler(BaseScheduler):
         self._run_script("publish", names, [KEY_SECONDS, json.dumps(texts), "" if stats is None else to_json(stats), self.epoch])
 
     def close_meeting(self) -> None:
-        """Delete what the ranks have published to the meeting of this epoch."""
+        """Delete the messages of this epoch's meeting."""
         self._run_script(*close_call(self.keys, self.keys.meeting))
 
     def show(self, frames: Sequence[str]) -> None:
-        """Rank 0: add frames, each a JSON object, to the live feed. Only the last batches are kept, not for long."""
+        """For rank 0: add frames, each a JSON object, to the live feed. Only the latest batches are kept, for a short time."""
         self._num_shown += 1
         pipe = self.client.pipeline(transaction=True)
         pipe.xadd(self.keys.live, {"number": self._num_shown, "frames": f"[{','.join(frames)}]"}, maxlen=SHOWN_BATCHES)
@@ -232,11 +232,11 @@ class RankScheduler(BaseScheduler):
         self._ask(pipe.execute)
 
     def tell(self, stats: StageStats) -> None:
-        """Let ``status`` know of a stage's counters, when its lease is renewed next. Sends nothing itself."""
+        """Publish a stage's counters for ``status`` when its lease is renewed next. Sends nothing itself."""
         self._stats = to_json(stats)
 
     def renew_lease(self, rank: int, activity: Activity | None = None) -> None:
-        """Renew the lease of ``rank`` and the time to live of the run's keys; tell the supervisors what it does."""
+        """Renew the lease of ``rank`` and the time to live of the run's keys; report its activity to the supervisors."""
         keys = self.keys
         names = [keys.members, keys.alive(rank), keys.running, keys.run, keys.doing, *self._lasting_keys()]
         doing = "" if activity is None else to_json(activity)
@@ -252,24 +252,24 @@ class RankScheduler(BaseScheduler):
         self._run_script("leave", [self.keys.members, self.keys.alive(rank), self.keys.run], [rank, self.epoch])
 
     def suspect(self, rank: int, message: str) -> None:
-        """Tell the supervisors that ``rank`` cannot go on, because another one does not answer."""
+        """Report to the supervisors that ``rank`` cannot continue, because another one does not answer."""
         self._note(self.keys.suspects, rank, message)
 
     def note_end(self, rank: int, message: str) -> None:
-        """Tell the supervisors why the process of ``rank`` ends."""
+        """Report to the supervisors why the process of ``rank`` ends."""
         self._note(self.keys.ends, rank, message)
 
     def _note(self, notes: str, rank: int, message: str) -> None:
         self._run_script("note", [self.keys.run, notes], [KEY_SECONDS, rank, message, self.epoch])
 
     def trace(self) -> list[GrantedTask]:
-        """The trace of the session begun last, as far as it is kept."""
+        """The trace of the latest session, as far as it is kept."""
         lines: Any = self._ask(lambda: self.client.lrange(self.keys.trace, 0, -1))
         fields = (line.decode().split(" ") for line in lines)
         return [GrantedTask(Task.parse(task), int(granted), int(finished)) for task, granted, finished in fields]
 
     def _lasting_keys(self) -> list[str]:
-        """The keys that every rank keeps alive, beside those that ``lease.lua`` knows."""
+        """The keys that every rank keeps alive, besides those of ``lease.lua``."""
         keys = self.keys
         graph = [keys.workflow, keys.done, keys.trace]
         queue = [keys.waiting, keys.requests, keys.bell, keys.cancelled, keys.unread, keys.owners, keys.attempts]

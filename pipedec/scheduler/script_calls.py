@@ -1,4 +1,4 @@
-"""The script calls of several schedulers, blocking and asyncio: their keys and arguments, and what their replies mean.
+"""Script calls that several schedulers share, blocking and asyncio: their keys and arguments, and the meaning of their replies.
 
 Knows no connection.
 """
@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
 
 def submit_call(keys: Keys, request_json: str, priority: int, operation: str, owner: str = "", lease_ms: int = LEASE_MS) -> Call:
-    """The request needs the lease of ``owner`` until its answer is closed; this renews it. Empty for none."""
+    """A call that also renews the lease of ``owner``, which the request needs until its answer is closed. Empty for none."""
     names = [keys.run, keys.waiting, keys.requests, keys.bell, keys.running, keys.owners, keys.owner(owner)]
     names.append(keys.operation(operation))
     return Call("submit", names, [KEY_SECONDS, request_json, priority, owner, lease_ms, int(bool(operation))])
@@ -50,7 +50,7 @@ def look_call(keys: Keys, topology: Topology) -> Call:
 
 
 def status_of(looked: Sequence[Any]) -> RunStatus:
-    """What ``look.lua`` has returned. Raises UserError if another version has written the counters."""
+    """Read the reply of ``look.lua``. Raises UserError if another version has written the counters."""
     run, running, waiting, alive, expired, recoveries = looked
     failure, state, submitted, epoch, serving, recovers, num_recoveries, stats, *stages = run
     return RunStatus(
@@ -72,7 +72,7 @@ def status_of(looked: Sequence[Any]) -> RunStatus:
 
 
 def shown_of(reply: Iterable[Any]) -> list[Shown]:
-    """What ``XREAD`` of the live feed has returned."""
+    """Read the reply of ``XREAD`` from the live feed."""
     return [
         Shown(position.decode(), int(fields[b"number"]), fields[b"frames"].decode())
         for _, entries in reply
@@ -81,7 +81,7 @@ def shown_of(reply: Iterable[Any]) -> list[Shown]:
 
 
 def events_read(keys: Keys, reply: Iterable[Any]) -> list[tuple[int, str, Event]]:
-    """What ``XREAD`` of answers has returned: events with their request and position. Raises PipedecError if one is no event."""
+    """Read the reply of ``XREAD`` from answers: events with request and position. Raises PipedecError if one is not an event."""
     prefix = len(keys.answer_prefix)
     return [
         (int(stream[prefix:]), position.decode(), event_from_json(fields[b"event"]))

@@ -22,7 +22,7 @@ def _read(name: str) -> str:
 
 @cache
 def script_text(name: str) -> str:
-    """The source of ``lua/{name}.lua``, behind that of the files that its first line names (``-- uses: ONE OTHER``), if any.
+    """The source of ``lua/{name}.lua``, after that of the files that its first line names (``-- uses: ONE OTHER``), if any.
 
     Raises:
         FileNotFoundError: the installation lacks the script.
@@ -35,13 +35,13 @@ def script_text(name: str) -> str:
 
 @cache
 def script_sha(name: str) -> str:
-    """By which a server knows the script once it has run it."""
+    """The hash by which a server knows the script after its first execution."""
     return hashlib.sha1(script_text(name).encode()).hexdigest()
 
 
 @cache
 def scripts_digest() -> str:
-    """Identifies what this installation writes to Redis: SHA-256 of all scripts (12 hex digits)."""
+    """Identifies the format that this installation writes to Redis: SHA-256 of all scripts (12 hex digits)."""
     directory = next(path for path in _DIRECTORIES if path.is_dir())
     sources = [path.read_bytes() for path in sorted(directory.glob("*.lua"))]
     return hashlib.sha256(b"\0".join(sources)).hexdigest()[:12]

@@ -78,7 +78,7 @@ class EmbeddedServer:
         bind: the addresses to listen on, ``LOOPBACK`` or ``ALL_ADDRESSES``.
         port: None for a free one.
         password: None for a random one.
-        settings: further lines of its configuration, which override the usual ones.
+        settings: more lines of its configuration, which override the usual ones.
 
     Raises:
         SchedulerLost: the server does not answer within ``START_SECONDS``.
@@ -136,7 +136,7 @@ class EmbeddedServer:
         return self._process is not None and self._process.poll() is None
 
     def has_clients(self) -> bool:
-        """Whether anybody is connected."""
+        """Whether a client is connected."""
         try:
             with connect(self.url) as client:
                 info: Any = client.info("clients")
@@ -165,7 +165,7 @@ class EmbeddedServer:
         self.stop()
 
     def _start(self) -> None:
-        """Start the server; try another port if the one found free is taken before the server binds it."""
+        """Start the server; try another port if a free one is taken before the server binds it."""
         deadline = time.monotonic() + START_SECONDS
         last_line = ""
         for _ in range(_ATTEMPTS if self._given_port is None else 1):
@@ -233,9 +233,9 @@ def _quoted(text: str) -> str:
 
 
 def _free_port() -> int:
-    """A free port, if possible below those that the kernel gives to connections and to listeners that ask for any: should the
-    server die, none of them can take its port before it is started again. (Not even a client that tries to reach the server:
-    where a port may be given to connections, one in thousands of attempts to connect to it connects to itself.)
+    """A free port, if possible below those that the kernel assigns to connections and to listeners without a port of their own:
+    should the server die, none of them can take its port before it is started again. (Not even a client that tries to reach
+    the server: if a port may be assigned to connections, one in thousands of attempts to connect to it connects to itself.)
     """
     for _ in range(_PORT_ATTEMPTS):
         port = _FIRST_PORT + secrets.randbelow(max(_first_given_port() - _FIRST_PORT, 1))
@@ -248,7 +248,7 @@ def _free_port() -> int:
 
 
 def _first_given_port() -> int:
-    """The first port that the kernel gives."""
+    """The first port that the kernel assigns."""
     with contextlib.suppress(OSError, ValueError):
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     return 32768

@@ -1,4 +1,4 @@
-"""What the supervisors of a run ask of Redis: those who claim its name, and start and replace its ranks."""
+"""Redis calls of a run's supervisors: those who claim its name, and start and replace its ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ NODE_LEASE_MS = 3000
 
 
 class SupervisorScheduler(BaseScheduler):
-    """The scheduler as a supervisor uses it."""
+    """The scheduler for a supervisor."""
 
     def supervise(self, node: str, ranks: Sequence[int] = ()) -> Supervision:
-        """For the supervisor ``node`` of a host, in one round trip: all that it decides by. Renews its lease.
+        """For the supervisor ``node`` of a host, in one round trip: everything that its decisions need. Renews its lease.
 
         Args:
-            ranks: that run on this host; they are its own from now on, unless another host has them.
+            ranks: ranks that run on this host; they are its own from now on, unless another host has them.
         """
         keys = self.keys
         names = [keys.run, keys.members, *self._told_keys(), keys.recoveries, keys.nodes, keys.node(node)]
@@ -31,13 +31,13 @@ class SupervisorScheduler(BaseScheduler):
         return _supervision_of(self._run_script("supervise", names, about))
 
     def members(self) -> list[int]:
-        """Ranks that have taken a lease and have not left, expired ones included; also those that the topology does not have."""
+        """Ranks that have taken a lease and have not left, including expired ones and ranks beyond the topology."""
         ranks: Any = self._ask(lambda: self.client.smembers(self.keys.members))
         return sorted(int(rank) for rank in ranks)
 
 
 def _supervision_of(told: Sequence[Any]) -> Supervision:
-    """What ``supervise.lua`` has returned."""
+    """Read the reply of ``supervise.lua``."""
     (failure, state, epoch), alive, expired, doing, suspects, ends, places, recoveries, lost, now_us = told
     return Supervision(
         epoch=None if epoch is None else int(epoch),
@@ -55,5 +55,5 @@ def _supervision_of(told: Sequence[Any]) -> Supervision:
 
 
 def _by_rank(pairs: Sequence[bytes]) -> dict[int, str]:
-    """A hash of texts by rank, as Redis tells it: fields and values alternate."""
+    """A hash of texts by rank, as Redis returns it: fields and values alternate."""
     return {int(rank): text.decode() for rank, text in zip(pairs[::2], pairs[1::2], strict=True)}

@@ -2,7 +2,7 @@
 
 Within a group a step is passed on inside the timestep; between two timesteps each group's last stage sends to the next group's
 first one, rank 0 to stage 1, and the last stage its result to rank 0. Redis grants the order (``lua/grant.lua``, by the same
-rule); a rank checks what it was granted. Pure functions: nothing here sends anything.
+rule); a rank checks its grant. Pure functions: nothing here sends anything.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DUPLEXES = ("half", "full")
 
 
 class Transfer(NamedTuple):
-    """What rank ``source`` sends to rank ``target`` between two timesteps."""
+    """A message from rank ``source`` to rank ``target`` between two timesteps."""
 
     source: int
     target: int
@@ -30,14 +30,14 @@ Phase = tuple[Transfer, ...]  # transfers that may run at the same time
 
 
 def transfers_between_timesteps(topology: Topology) -> list[Transfer]:
-    """All transfers: the last stage's result, on which depends what rank 0 sends next, then from the last group to the first."""
+    """All transfers: the last stage's result, on which rank 0's next message depends, then from the last group to the first."""
     ends = [0, *topology.exit_ranks]
     forward = [Transfer(source, target) for source, target in zip(ends[:-1], topology.entry_ranks, strict=True)]
     return [Transfer(topology.final_rank, 0), *reversed(forward)]
 
 
 def transfer_phases(topology: Topology, duplex: str) -> list[Phase]:
-    """Every transfer in the first phase in which its two ranks are free.
+    """Put every transfer into the first phase in which its two ranks are free.
 
     Args:
         duplex: ``half``: a rank takes part in one transfer at a time (Algorithm 2); ``full``: in one that it sends and one that
@@ -68,7 +68,7 @@ def checked_transfers(granted: Any, rank: int, topology: Topology, duplex: str) 
         duplex: of the links, as the rank knows it.
 
     Raises:
-        PipedecError: what is granted is no order of exactly this rank's transfers, or lets two conflict; names what is wrong.
+        PipedecError: the grant does not order exactly this rank's transfers, or lets two conflict; the message names the mistake.
     """
     phases = _parsed(granted, rank)
     transfers = [transfer for phase in phases for transfer in phase]

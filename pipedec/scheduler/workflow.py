@@ -1,7 +1,7 @@
 """The workflow of a session as plain data: tasks and their dependencies.
 
-Knows neither Redis nor processes nor tensors; the scheduler runs these tasks, tests simulate them, and traces show them. Which
-task follows from which is said by ``paper`` (Algorithm 4) or, for windows, here.
+Knows neither Redis nor processes nor tensors; the scheduler runs these tasks, tests simulate them, and traces show them. The
+successors of a task are determined by ``paper`` (Algorithm 4) or, for windows, here.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ def initial_windows(topology: Topology, timesteps: int) -> list[Planned]:
 
 
 def after_window(task: Task, topology: Topology, timesteps: int) -> list[Planned]:
-    """What rank 0 schedules behind its window: every rank's next one, of ``timesteps`` timesteps; the session's end if that is 0.
+    """The tasks that rank 0 schedules after its window: each rank's next, of ``timesteps`` timesteps; if 0, the session's end.
 
-    The ranks run a window's timesteps without further grants. Its grant says in which order a rank takes part in the transfers
-    between two timesteps (see ``transfers``), so no two conflict. A window depends on its rank's current one only.
+    The ranks run a window's timesteps without further grants. Its grant gives the order in which a rank takes part in the
+    transfers between two timesteps (see ``transfers``), so no two conflict. A window depends on its rank's current one only.
     """
     windows = [Task.compute("window", rank, task.seq) for rank in topology.ranks]
     planned = [Planned(Task.finish_all(task.seq), tuple(windows))]

@@ -1,4 +1,4 @@
-"""The answers of one HTTP request: submitted together, read part by part or as a whole, cancelled when nobody wants them.
+"""The answers of one HTTP request: submitted together, read part by part or as a whole, cancelled when the client leaves.
 
 Knows no HTTP and no shape of a response.
 """
@@ -23,7 +23,7 @@ _INCOMPLETE = "\ufffd"
 
 @dataclass(frozen=True)
 class Part:
-    """What is new of an answer.
+    """A new part of an answer.
 
     Attributes:
         index: of the answer.
@@ -97,7 +97,7 @@ class _Reader:
 
 
 class Answers:
-    """See the module. Whoever submits them closes them in the end."""
+    """See the module. The caller that submits them closes them in the end."""
 
     def __init__(self, front: Front, generations: Sequence[Generation]) -> None:
         self.front = front
@@ -126,7 +126,7 @@ class Answers:
                 self._end(index, "abort", None)
 
     async def parts(self) -> AsyncIterator[Part]:
-        """Of all answers, as they come. Raises UserError, RankLost or SchedulerLost."""
+        """New parts of all answers, as they arrive. Raises UserError, RankLost or SchedulerLost."""
         if len(self._answers) == 1:
             async for part in self._read(0):
                 yield part

@@ -1,4 +1,4 @@
-"""What both kinds of completions share: from prompts to the generations of one response."""
+"""Shared by both kinds of completions: from prompts to the generations of one response."""
 
 from __future__ import annotations
 

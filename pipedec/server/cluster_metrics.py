@@ -1,4 +1,4 @@
-"""What a cluster tells of itself, as metrics: read from its last status, never counted here."""
+"""A cluster's counters as metrics: read from its last status, never counted here."""
 
 from __future__ import annotations
 

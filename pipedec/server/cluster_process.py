@@ -21,10 +21,10 @@ _ANNOUNCEMENT_BYTES = 1 << 16
 
 
 class ClusterEnded(Exception):
-    """The cluster has ended, and has said on standard error why.
+    """The cluster has ended, and has printed the reason on standard error.
 
     Attributes:
-        status: exit status of its process, 0 if it was told to stop; 128 + N if signal N ended it, as a shell reports it. Ctrl-C
+        status: exit status of its process, 0 if it was asked to stop; 128 + N if signal N ended it, as in a shell. Ctrl-C
             may do so in the moment in which the process is started, before it has left the terminal's process group.
     """
 

@@ -22,7 +22,7 @@ _MAX_TOKENS = "max_new_tokens"  # transformers' name
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """What a request gets that does not set a parameter itself.
+    """Values of the parameters that a request does not set.
 
     Attributes:
         values: parameters of ``SamplingParams``, by name.

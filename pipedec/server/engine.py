@@ -1,4 +1,4 @@
-"""What the HTTP side needs of the engine: ``AsyncClient`` is one, tests have a scripted one."""
+"""The engine's interface for the HTTP side: ``AsyncClient`` implements it, and tests have a scripted one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Engine(Protocol):
     """A running cluster.
 
     Attributes:
-        last_status: what it has last told of itself, a second or two ago; None if it has told nothing yet.
+        last_status: its latest report, a second or two old; None before the first.
     """
 
     last_status: RunStatus | None

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, whatever raised them: one line that says what was wrong and what to do.
+"""Errors of any origin in OpenAI's shape: one line that says what was wrong and what to do.
 
 ``{"error": {"message": …, "type": …, "param": …, "code": …}}``, with vLLM's types and the HTTP status as the code.
 """
@@ -62,7 +62,7 @@ def unavailable(message: str, retry_after_seconds: int) -> ApiError:
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of an error of the engine."""
+    """The error that a client receives for an exception of the engine."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull | SchedulerBusy):
@@ -105,7 +105,7 @@ async def on_internal_error(request: Request, error: Exception) -> Response:
 
 
 def invalid(mistakes: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What pydantic found: at most ``_MAX_MISTAKES`` mistakes, the field of the first as the parameter."""
+    """The mistakes that pydantic found, at most ``_MAX_MISTAKES``, with the field of the first as the parameter."""
     first = mistakes[0]
     if first["type"] == "json_invalid":
         return bad_request(f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")

@@ -94,7 +94,7 @@ class Front:
         return self._served
 
     def last_status(self) -> RunStatus | None:
-        """What the run has last told of itself; None if it has told nothing yet."""
+        """The latest report of the run; None before the first."""
         return None if self._served is None else self._served.engine.last_status
 
     def problem(self, is_ready: bool = True) -> ApiError | None:
@@ -127,7 +127,7 @@ class Front:
         self._open.pop(key, None)
 
     def in_background(self, work: Awaitable[Any]) -> None:
-        """Do it whatever becomes of the caller: a cancelled task can wait for nothing."""
+        """Await ``work`` even if the caller is cancelled: a cancelled task can wait for nothing."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._forget)

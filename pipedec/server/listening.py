@@ -26,7 +26,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Address:
-    """What the user has asked for.
+    """The address that the user has configured.
 
     Attributes:
         host, port: port 0 takes a free one.
@@ -42,7 +42,7 @@ class Address:
 
     @contextmanager
     def listening(self) -> Iterator[socket.socket]:
-        """A socket that listens. Raises UserError, in one line, for whatever the system refuses."""
+        """A socket that listens. Raises UserError, in one line, for anything that the system refuses."""
         listener = _tcp_socket(self.host, self.port) if self.uds is None else _unix_socket(self.uds)
         try:
             yield listener
@@ -71,7 +71,7 @@ class Address:
             ) from None
 
     def url(self, listener: socket.socket) -> str:
-        """The base URL of the API behind a socket of ours."""
+        """The base URL of the API on one of our sockets."""
         scheme = "http" if self.ssl_certfile is None else "https"
         if self.uds is not None:
             return f"{scheme}://localhost"
@@ -98,7 +98,7 @@ def _tcp_socket(host: str, port: int) -> socket.socket:
 
 
 def _unix_socket(path: Path) -> socket.socket:
-    """Takes the place of a socket that nobody listens on any more."""
+    """Replace a socket on which no process listens any more."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         _remove_stale(path)

@@ -89,7 +89,7 @@ class _Writer(logging.Handler):
     def __init__(self, descriptor: int, formatter: logging.Formatter) -> None:
         super().__init__()
         self.setFormatter(formatter)
-        self._descriptor = os.dup(descriptor)  # ours until the thread ends, whatever becomes of the other one
+        self._descriptor = os.dup(descriptor)  # ours until the thread ends, even if the other one is closed
         self._has_failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -120,7 +120,7 @@ class _LossyQueue(logging.handlers.QueueHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         if not self._has_dropped:
-            _complain("log lines are being lost: nobody reads standard output")
+            _complain("log lines are being lost: standard output is not read")
         self._has_dropped = True
 
     def write_to(self, writer: _Writer) -> None:
@@ -130,7 +130,7 @@ class _LossyQueue(logging.handlers.QueueHandler):
         writer.close()
 
     def end(self, thread: threading.Thread) -> None:
-        """Wait for what is still to be written, unless nobody reads it."""
+        """Wait for the remaining lines to be written, unless they are not read."""
         with suppress(queue.Full):
             self.lines.put(None, timeout=_LAST_SECONDS)
         thread.join(_LAST_SECONDS)

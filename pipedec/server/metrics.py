@@ -1,7 +1,7 @@
-"""What Prometheus reads: vLLM's names, labels and buckets where it has them, so that its dashboards show this server; else ours.
+"""Metrics for Prometheus: vLLM's names, labels and buckets where it has them, so that its dashboards show this server; else ours.
 
-Latencies and counts of answers are this front-end's own. What the cluster tells of itself is read when somebody asks, at most
-once a second, and is the same at every front-end of a cluster.
+Latencies and counts of answers are this front-end's own. The cluster's figures are read on request, at most once a second, and
+are the same at every front-end of a cluster.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Metrics(Observer):
         self._exchange_seconds.labels(exchange.route).observe(exchange.seconds)
 
     async def response(self) -> Response:
-        """What ``/metrics`` answers. A cluster that does not answer leaves its own metrics out."""
+        """The response to ``/metrics``. A cluster that does not answer leaves its own metrics out."""
         if self._status is not None and (now := self._now()) >= self._asked + _STATUS_SECONDS:
             self._asked = now
             try:

@@ -1,4 +1,4 @@
-"""What happens around every route, as pure ASGI: request ids and notes for the observer, API keys, limits of bodies.
+"""Middleware of every route, as pure ASGI: request ids and notes for the observer, API keys, limits of bodies.
 
 Starlette's own base class for middleware would hide from the routes that a client goes away.
 """
@@ -28,7 +28,7 @@ _GUARDED = ("/v1", "/live/feed")
 
 
 class RequestNotes:
-    """Gives every request an id, which the response has, too, and tells the observer how it ended.
+    """Gives every request an id, which the response has, too, and reports to the observer how it ended.
 
     The id is the client's ``X-Request-Id`` if it has one; nothing is ever found by it, so two requests may have the same.
     """
@@ -123,7 +123,7 @@ class BodyLimits:
 class _Body:
     """One body while it arrives.
 
-    A client that is refused while it still sends hears of it only if somebody takes what it sends, for a while.
+    A client that is refused while it still sends notices it only if its data is read for a while.
     """
 
     def __init__(self, receive: Receive, send: Send, settings: ServerSettings) -> None:
@@ -133,7 +133,7 @@ class _Body:
         self._size = 0
         self._has_come = False
         self._deadline = time.monotonic() + settings.body_seconds
-        self.is_complete = True  # nobody waits for a body that no route reads
+        self.is_complete = True  # a body that no route reads is not waited for
         limit = f"{settings.max_body_bytes:,} bytes"
         self.too_large = ApiError(413, f"the body is too large: at most {limit} are taken", headers=_CLOSE)
 

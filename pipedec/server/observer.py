@@ -1,4 +1,4 @@
-"""What happens at the front-end, as metrics and logs hear of it. Knows neither.
+"""Events at the front-end, for metrics and logs. Knows neither.
 
 Times are seconds of ``time.perf_counter``. Observers are called on the event loop: they must not block.
 """
@@ -47,7 +47,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An HTTP request that was answered, whatever with.
+    """An HTTP request that was answered, with any status.
 
     Attributes:
         route: path of the route, ``/v1/completions`` for example; ``other`` if there is none.

@@ -16,7 +16,7 @@ from pipedec.text.tokenizer import Tokenizer
 from pipedec.text.tool_calls import knows_tools
 from pipedec.validation import shortened
 
-_LONG_CHARACTERS = 4000  # texts of more are tokenized in a thread, so that nobody waits for them
+_LONG_CHARACTERS = 4000  # longer texts are tokenized in a thread, so that other requests do not wait
 _UNSUPPORTED_FIELDS = ("function_call", "audio")
 _OWN_VARIABLES = ("messages", "add_generation_prompt", "tokenize", "tools", "documents")
 

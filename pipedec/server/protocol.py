@@ -23,7 +23,7 @@ MAX_CHOICE_TEXTS = 5_000
 
 
 class FirstMistake(FailFast):
-    """Of a list: report one mistake, however many there are. Unlike pydantic's own it may stand in a union."""
+    """Validates a list up to its first mistake. Unlike pydantic's own it may stand in a union."""
 
     def __hash__(self) -> int:
         return hash(type(self))
@@ -89,7 +89,7 @@ class StructuredFields(BaseModel):
 
 
 class GenerationBody(Body):
-    """What both kinds of completions share. Ranges are those of ``SamplingParams``."""
+    """Fields of both kinds of completions. Ranges are those of ``SamplingParams``."""
 
     max_tokens: int | None = Field(None, description="Maximum number of tokens to generate.")
     max_completion_tokens: int | None = Field(None, description="The same; it is used if both are given.")

@@ -1,4 +1,4 @@
-"""What the log says of requests: who asked for what, what came of it. Prompts only if the operator has asked for them."""
+"""Log lines of requests: the client, the request, its outcome. Prompts only if the operator has asked for them."""
 
 from __future__ import annotations
 

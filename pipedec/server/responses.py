@@ -23,12 +23,12 @@ Result = TypeVar("Result")
 
 
 class ClientGone(Exception):
-    """Nobody waits for the response."""
+    """The client has gone before its response."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What every document of a response begins with.
+    """The first fields of every document of a response.
 
     Attributes:
         created: seconds since 1970.
@@ -56,11 +56,11 @@ class Writer(ABC):
 
     @abstractmethod
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        """Of a whole answer."""
+        """The choice for a whole answer."""
 
     @abstractmethod
     def chunk(self, part: Part) -> dict[str, Any] | None:
-        """Of a part; None to say nothing yet."""
+        """The choice for a part of an answer; None to send nothing yet."""
 
 
 class _Counter:

@@ -77,7 +77,7 @@ class _Signals:
 
 
 class ServerProcess:
-    """An app, the socket on which it listens, and the cluster behind it.
+    """An app, the socket on which it listens, and its cluster.
 
     Args:
         cluster: one to start, or the address of one that runs.
@@ -216,7 +216,7 @@ def _has_ended(cluster: ClusterProcess | RunAddress) -> bool:
 
 
 async def _raise_cause(cluster: ClusterProcess) -> None:
-    """Wait for the supervisor, which says why the cluster has ended. Raises ClusterEnded unless it was told to stop."""
+    """Wait for the supervisor, which prints why the cluster has ended. Raises ClusterEnded unless it was stopped on request."""
     try:
         status = await asyncio.wait_for(cluster.ended(), _CAUSE_SECONDS)
     except TimeoutError:

@@ -31,7 +31,7 @@ _AS_THEY_ARE = (
 
 @dataclass(frozen=True)
 class Asked:
-    """What a body asks for, besides its prompts.
+    """The parameters of a body, besides its prompts.
 
     Attributes:
         sampling: of the first choice; ``max_tokens`` counts only if ``max_tokens`` is given.
@@ -80,7 +80,7 @@ class Asked:
         return asked
 
     def _of_choice(self, index: int, max_tokens: int) -> SamplingParams:
-        """Choice ``index`` has the seed behind that of the choice before it."""
+        """Choice ``index``: its seed is one more than that of the choice before it."""
         seed = self.sampling.seed
         return replace(self.sampling, max_tokens=max_tokens, seed=None if seed is None else (seed + index) % _SEEDS)
 
@@ -88,7 +88,7 @@ class Asked:
 async def asked_of(
     body: GenerationBody, served: Served, logprobs: int | None, echoes: bool = False, structure: Structure | None = None
 ) -> Asked:
-    """What a body asks for. Raises ApiError, with the field, for what is out of range or not supported.
+    """Read the parameters of a body. Raises ApiError, with the field, for values that are out of range or not supported.
 
     Args:
         logprobs: as in ``SamplingParams``.

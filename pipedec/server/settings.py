@@ -9,7 +9,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What the HTTP API is called and what it allows.
+    """Names and limits of the HTTP API.
 
     Attributes:
         served_model_names: names by which clients may ask for the model; responses have the first one.

@@ -27,7 +27,7 @@ class EventStream(EventSourceResponse):
     """A stream of ready-made events.
 
     Args:
-        close: called when nobody reads the stream any more, whether it was begun or not, and however it ends.
+        close: called when the stream is not read any more, whether it was begun or not, and however it ends.
     """
 
     def __init__(self, events: AsyncIterator[bytes], settings: ServerSettings, close: Callable[[], None]) -> None:

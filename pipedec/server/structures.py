@@ -1,4 +1,4 @@
-"""What form an answer must have: from the fields of a body to a grammar that can be. Knows OpenAI's and vLLM's names for it."""
+"""The required form of an answer: from the fields of a body to a valid grammar. Knows OpenAI's and vLLM's names for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHANGES_NOTHING = "disable_any_whitespace"
 
 @dataclass(frozen=True)
 class Structure:
-    """What an answer must be.
+    """The required form of an answer.
 
     Attributes:
         field: of the body, that says so.
@@ -77,7 +77,7 @@ def _of_fields(given: StructuredFields) -> dict[str, Any]:
 
 
 def _check_size(structure: Structure) -> None:
-    """What is too large would take seconds to read, here and in the cluster."""
+    """Refuse structures that would take seconds to read, here and in the cluster."""
     outputs = structure.outputs
     texts = outputs.choice or (str(outputs.json or outputs.regex or outputs.grammar or ""),)
     size = sum(map(len, texts))
@@ -88,7 +88,7 @@ def _check_size(structure: Structure) -> None:
 
 
 async def require_possible(structure: Structure, body: GenerationBody) -> None:
-    """Raises ApiError with the place of the mistake if there is no such answer. A large schema holds nobody else up."""
+    """Raises ApiError with the place of the mistake if there is no such answer. A large schema does not delay other requests."""
     for other in ("ignore_eos", "threads"):
         if getattr(body, other):
             raise bad_request(f"{structure.field} goes without {other}: leave one of them out", structure.field)

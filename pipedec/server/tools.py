@@ -20,7 +20,7 @@ from pipedec.text.tool_calls import PLAIN, CallPart, CallReader, ToolFormat, kno
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What an answer may call.
+    """The tools that an answer may call.
 
     Attributes:
         shown: the tools as the chat template gets them; None for a template that knows none.
@@ -36,7 +36,7 @@ class ToolUse:
 
 
 def tool_use_of(body: ChatBody, tokenizer: Tokenizer) -> ToolUse | None:
-    """None if the model may call nothing. Raises ApiError for tools that cannot be, or that it cannot be told of."""
+    """None if the model may not call tools. Raises ApiError for tools that are invalid, or that its template cannot show."""
     choice = body.tool_choice or "auto"
     if not body.tools:
         if choice in ("none", "auto"):
@@ -111,7 +111,7 @@ def _part(place: str, schema: dict[str, Any]) -> tuple[str, StructuredOutputs]:
 
 
 class CallWriter:
-    """Writes what is said and what is called in one answer, piece by piece."""
+    """Writes the text and the calls of one answer, piece by piece."""
 
     def __init__(self, use: ToolUse) -> None:
         self._reader = CallReader(use.form, use.names)

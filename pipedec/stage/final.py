@@ -1,4 +1,4 @@
-"""The last stage, whose output is verdicts: it chooses the target's token after every row, and accepts tokens."""
+"""The last stage, which outputs verdicts: it chooses the target's token after every row, and accepts tokens."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from pipedec.threads import NewSequence
 from pipedec.tree import Advance
 
 _CORRUPTED = -(2**32)  # less the number of a stage; masks are negative, too, but near 0
-_BY_CHANCE = SamplingParams(temperature=1.0, top_p=0.9, seed=0)  # as most requests that sample
+_BY_CHANCE = SamplingParams(temperature=1.0, top_p=0.9, seed=0)  # typical of requests that sample
 
 
 class SlotTokens:
-    """Which token each slot of the pool holds, of prompts and accepted tokens; on the host.
+    """The token in each slot of the pool, of prompts and accepted tokens; on the host.
 
-    A request that adopts a prefix never says its tokens again, but penalties count them.
+    A request that adopts a prefix never sends its tokens again, but penalties count them.
 
     Args:
         slots: of the pool.
@@ -84,7 +84,7 @@ class FinalLane(Lane):
         self._logprobs = None if sampling.logprobs is None else Logprobs(sampling.logprobs)
         self._prompt_logprobs = None if sampling.prompt_logprobs is None else PromptLogprobs(sampling.prompt_logprobs, length)
         self._successors: list[int] = []  # the target's token after each of the N rows
-        self._first_bad = torch.full((1,), torch.inf, device=device)  # the first stage of which any row was not finite
+        self._first_bad = torch.full((1,), torch.inf, device=device)  # the first stage with a row that was not finite
         self._stage = torch.full((1,), float(stage), device=device)
         self._entered: LaneRows
         self._chunk: Tensor  # the tokens of the prefill that entered last
@@ -115,17 +115,17 @@ class FinalLane(Lane):
         self._first_bad = torch.minimum(self._first_bad, stages_R.amin(0, keepdim=True))
 
     def judge(self, logits_RV: Tensor, is_finite: bool = False) -> Tensor:
-        """Choose the tokens after the ``num_judged`` rows, whose logits these are.
+        """Choose the tokens after the ``num_judged`` rows, from their logits.
 
         Args:
-            is_finite: they are known to be.
+            is_finite: all logits are known to be finite.
 
         Returns:
-            int64 [any number], for ``result``: the tokens, and then what masks predict.
+            int64 [any number], for ``result``: the tokens, and then the predictions of masks.
         """
         bad_R = None if is_finite else ~logits_RV.isfinite().all(1)
         if bad_R is not None:
-            logits_RV = logits_RV.masked_fill(bad_R[:, None], 0)  # nothing can be drawn from NaN
+            logits_RV = logits_RV.masked_fill(bad_R[:, None], 0)  # sampling from NaN is impossible
         if self._entered.visibility is None:
             return self._judge_prefill(logits_RV, bad_R)
         num_masks, forest = self._entered.num_masks, self.forest
@@ -160,16 +160,16 @@ class FinalLane(Lane):
         return torch.cat((token_1, self._forecasts.first(logits_RV[1:], self._prefill_length + 1).flatten()))
 
     def _corrupted(self, token_ids_R: Tensor, bad_R: Tensor) -> Tensor:
-        """The token ids, int64, with one that names the first corrupted stage after each row that is bad: bool [R]."""
+        """The token ids, int64, with one that encodes the first corrupted stage after each bad row: bool [R]."""
         stage_1 = torch.minimum(self._first_bad, self._stage)
         return torch.where(bad_R, _CORRUPTED - stage_1.nan_to_num(posinf=0).long(), token_ids_R)
 
     def result(self, number: int, token_ids: list[int]) -> Update | None:
-        """After the last chunk of the prefill the first verdict, later the one on the rows computed so far.
+        """The first verdict after the last chunk of the prefill; later the one on the rows computed so far.
 
         Args:
             number: of the request.
-            token_ids: what ``judge`` has returned, read from the device; empty if no row needed logits.
+            token_ids: the result of ``judge``, read from the device; empty if no row needed logits.
 
         Returns:
             with log-probabilities, if requested, of the accepted tokens, and of tokens of the prompt that have entered since the
@@ -242,7 +242,7 @@ class FinalStageWorker(StageWorker):
         return SlotTokens(self._pool.slots)
 
     def _rehearse(self, forward: FirstForward, hidden_RE: Tensor) -> None:
-        """Choose tokens greedily and by chance."""
+        """Choose tokens greedily and by sampling."""
         logits_RV = self._model.logits(hidden_RE[-forward.num_judged :])
         rows, device = len(logits_RV), logits_RV.device
         sampler = Sampler(_BY_CHANCE, self._model.config.vocab_size, device)
@@ -257,9 +257,9 @@ class FinalStageWorker(StageWorker):
     def _reply(
         self, updates: tuple[Update, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
     ) -> tuple[Update, ...]:
-        """The results: verdicts on requests that had rows, with log-probabilities if requested; none for those of which no
-        further token is accepted, unless there are log-probabilities of their prompts. A verdict without tokens tells rank 0 that
-        a lane is closed, and so on every stage.
+        """The results: verdicts on requests that had rows, with log-probabilities if requested. There is none for a request whose
+        answer does not grow, unless there are log-probabilities of its prompt. A verdict without tokens reports that a lane is
+        closed, to rank 0 and then to every stage.
         """
         lanes = [cast(FinalLane, self._lanes[number]) for number in steps]
         chosen = self._judge(list(zip(lanes, activations, strict=True)), is_finite)

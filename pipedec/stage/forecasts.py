@@ -15,9 +15,9 @@ Forecast = tuple[tuple[int, ...], ...]  # see ``Accepted.forecast``
 
 
 class Forecasts:
-    """The predictions of the mask rows in the forest. They are ranked as ``chooser`` will choose.
+    """The predictions of the mask rows in the forest, ranked as ``chooser`` will choose.
 
-    ``first`` and ``best`` compute them on the device of the logits; what was read from there comes back in one list.
+    ``first`` and ``best`` compute them on the device of the logits; their values, read from there, are passed back in one list.
 
     Args:
         tokens_per_mask: K.
@@ -54,7 +54,7 @@ class Forecasts:
     def after(self, forest: Forest, verified_rows: list[int]) -> Forecast:
         """The predictions for the positions after the last accepted token, by the masks below the last row that has any.
 
-        If that row has ``num_later`` verified rows below it, its first ``num_later`` masks stand for tokens that are accepted
+        If that row has ``num_later`` verified rows below it, its first ``num_later`` masks predict tokens that are accepted
         already, and are skipped.
 
         Args:

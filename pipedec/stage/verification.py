@@ -23,7 +23,7 @@ Path = tuple[int, list[int]]  # thread, and its tokens that are not accepted yet
 
 
 class TokenChooser:
-    """Chooses tokens as the sampling parameters say: every decode thread has its own sampler and noise.
+    """Chooses tokens by the sampling parameters. Every decode thread has its own sampler and noise.
 
     Args:
         sequence: the forest's.
@@ -34,7 +34,7 @@ class TokenChooser:
 
     def __init__(self, sequence: Sequence, sampling: SamplingParams, vocab_size: int, device: torch.device | str) -> None:
         self._sequence = sequence
-        self._is_constrained = sequence.can_fork or sequence.grammar is not None  # else every token may follow
+        self._is_constrained = sequence.can_fork or sequence.grammar is not None  # otherwise every token may follow
         self._sampling = sampling
         self._has_penalties = sampling.has_penalties
         self._vocab_size = vocab_size
@@ -51,7 +51,7 @@ class TokenChooser:
             self._samplers[0].add_prompt(token_ids)
 
     def first(self, logits_1V: Tensor) -> Tensor:
-        """The token behind prompt and what was said before, int64 [1], from the logits of the last of these."""
+        """The token after the prompt and the answer's earlier tokens, int64 [1], from the logits of the last of these."""
         if self._is_constrained:
             logits_1V = self._possible(logits_1V, [(0, [])])
         if not self._samplers:
@@ -109,7 +109,7 @@ class TokenChooser:
         return scores_MV
 
     def replayed(self, changes: ThreadChanges) -> None:
-        """To be called when the forest has been advanced by a verdict with these effects."""
+        """Call this after the forest has replayed a verdict with these changes."""
         if not self._samplers:
             return
         if self._has_penalties:
@@ -147,15 +147,15 @@ class Walk(NamedTuple):
 
 
 class Acceptance:
-    """Accepts the target's tokens in every decode thread as deep as there are rows (PipeDec §3.3.4).
+    """Accepts the target's tokens in every decode thread as far as there are rows (PipeDec §3.3.4).
 
     Further rows may arrive between a verdict and its replay, so it has a sequence of its own, which is ahead of the forest's.
 
     Args:
-        sequence: a new one; nothing else passes tokens to it.
+        sequence: a new one; only this object passes tokens to it.
 
     Attributes:
-        sequence: with all accepted tokens; ``finished`` says why they end the answer.
+        sequence: with all accepted tokens; ``finished`` is the reason if they end the answer.
     """
 
     def __init__(self, sequence: Sequence) -> None:
@@ -198,7 +198,7 @@ class Acceptance:
         return walks
 
     def replayed(self, changes: ThreadChanges) -> None:
-        """To be called when the forest has been advanced by a verdict with these effects. Verdicts are replayed in order."""
+        """Call this after the forest has replayed a verdict with these changes. Verdicts are replayed in order."""
         for number, tokens in changes.accepted.items():
             del self._ahead[number][: len(tokens)]
             if not self._ahead[number]:
@@ -206,7 +206,7 @@ class Acceptance:
 
 
 def _paths(forest: Forest, rows: slice) -> list[Path]:
-    """Of each of ``rows``."""
+    """The path of each of ``rows``."""
     paths: list[Path] = [(0, [])] * (rows.stop - rows.start)
     for number, of_step, of_tree in forest.by_thread(rows):
         for index, row in zip(of_step.tolist(), of_tree.tolist(), strict=True):

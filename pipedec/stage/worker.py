@@ -26,7 +26,7 @@ from pipedec.tree import Advance, is_mask
 
 
 class Span(Protocol):
-    """Returns the context in which a part of a timestep's work is done."""
+    """Returns the context for a part of a timestep's work."""
 
     def __call__(self, name: str, load: Load, /) -> AbstractContextManager[None]: ...
 
@@ -45,8 +45,8 @@ class Lane:
         new_sequence: makes the sequence of the answer.
 
     Attributes:
-        cache: with the slots and the adopted rows that the opening names.
-        forest: as far as the verdicts that were replayed.
+        cache: with the slots and the adopted rows of the opening.
+        forest: after all verdicts that were replayed.
         has_ended: whether rows that still arrive are void. Only the last stage knows that before the verdict returns to it.
     """
 
@@ -78,7 +78,7 @@ class Lane:
         """Replay a verdict: commit and prune forest and cache. A verdict without tokens changes nothing.
 
         Returns:
-            what became of the rows, and the effects on each thread; None if nothing has changed.
+            the changes to the rows, and to each thread; None if there are none.
         """
         if not verdict.tokens:
             return None
@@ -111,12 +111,12 @@ class Lane:
 class StageWorker:
     """One stage L_i (PipeDec §3.1).
 
-    Whatever concerns a number without a lane is void: the request's last verdict has overtaken it.
+    Updates for a number without a lane are ignored: the request's last verdict has overtaken them.
 
     Args:
         new_sequence: makes, for the opening of a request, the function that makes sequences of its answer.
-        stage: its number, which is named if it computes NaN or infinity.
-        slots, block: of the KV pool (see ``KVPool``). Which request has which slots is said from outside.
+        stage: its number, which is reported if it computes NaN or infinity.
+        slots, block: of the KV pool (see ``KVPool``). The caller assigns slots to requests.
 
     Attributes:
         rows: how many were computed.
@@ -153,30 +153,30 @@ class StageWorker:
         return self._pool.slots
 
     def warm_up(self, usual: Usual, progress: Callable[[int, int], None]) -> None:
-        """Compute forwards as of usual requests (see ``model.warm_up``), before any request comes. Nothing is counted."""
+        """Compute forwards as of usual requests (see ``model.warm_up``), before the first request. Nothing is counted."""
         warm_up(self._model, self._pool, usual, self._rehearse, progress, self._stage)
 
     def _rehearse(self, forward: FirstForward, hidden_RE: Tensor) -> None:
-        """Do what is done with the rows of a forward, and wait for the device."""
+        """Process the rows of a forward in the usual way, and wait for the device."""
         to_host(hidden_RE[-1:])
 
     def reset(self) -> None:
-        """Drop all lanes: requests come again with all their rows, and nothing in the pool is theirs any more."""
+        """Drop all lanes: requests are sent again with all their rows, and own nothing in the pool any more."""
         self.pruned_rows += sum(lane.forest.num_rows for lane in self._lanes.values())
         self._lanes.clear()
 
     def replay(self, updates: Iterable[Update], waiting: Envelope = EMPTY) -> Envelope:
-        """Take in all that updates bring but their rows: verdicts, openings and slots.
+        """Take in everything in updates except their rows: verdicts, openings and slots.
 
         A verdict commits and prunes rows (PipeDec §3.4.3). With ``finished`` it then drops the lane, whose slots hold the
         request's tokens for others to adopt. Openings come last, in order: they may copy rows that a verdict moves, and have
         slots of requests that a verdict ends.
 
         Args:
-            waiting: what ``advance`` has returned last, if it waits to be sent.
+            waiting: the last result of ``advance``, if it waits to be sent.
 
         Returns:
-            ``waiting`` without the rows that were pruned; with no updates if nothing is left to be sent.
+            ``waiting`` without the rows that were pruned; without updates if there is nothing left to send.
 
         Raises:
             ValueError: a request is open already, or its slots are not in the pool.
@@ -199,13 +199,13 @@ class StageWorker:
         return dataclasses.replace(waiting, updates=tuple(one for one in left.values() if one != Update(one.number)))
 
     def advance(self, message: Envelope, span: Span = _unrecorded) -> Envelope:
-        """One timestep: replay what the message brings, await its activations, and compute its rows.
+        """Run one timestep: replay the updates of the message, await its activations, and compute its rows.
 
         Args:
             span: the context for a part of the work, by its name ("sync" or "dec") and load.
 
         Returns:
-            what goes to the next rank: the same updates with the rows that leave this stage; from the last stage to rank 0 its
+            the message to the next rank: the same updates with the rows that leave this stage; from the last stage to rank 0 its
             results instead.
 
         Raises:
@@ -244,7 +244,7 @@ class StageWorker:
         return Lane(opening, self._new_sequence(opening), cache, self._device)
 
     def _sync(self, number: int, verdict: Verdict, waiting: dict[int, Update]) -> None:
-        """Replay a verdict, and prune what waits to be sent by it."""
+        """Replay a verdict, and prune the waiting rows by it."""
         if (lane := self._lanes.get(number)) is None:
             return
         if (replayed := lane.sync(verdict)) is not None:
@@ -259,11 +259,11 @@ class StageWorker:
     def _reply(
         self, updates: tuple[Update, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
     ) -> tuple[Update, ...]:
-        """What goes to the next rank: the updates, with the rows that leave this stage.
+        """The updates for the next rank, with the rows that leave this stage.
 
         Args:
             activations: of the rows of each step.
-            is_finite: they are known to be.
+            is_finite: they are known to be finite.
         """
         left = {
             number: Step(step.token_ids, step.parents, own_RE, step.threads)
@@ -273,23 +273,23 @@ class StageWorker:
 
 
 def known_finite(values: Tensor) -> bool:
-    """Whether all values are finite, as far as that can be known without waiting for a device: then there is nothing to mark.
+    """Whether all values are finite, as far as that is known without waiting for a device: then there is nothing to mark.
 
-    Their sum is asked, which costs a hundredth of asking each of them: it is finite only if all of them are. (It may overflow
-    although they are; then they are all looked at.)
+    Checks their sum, which costs a hundredth of checking each value: it is finite only if all of them are. (It may overflow
+    although they are; then they are all checked.)
     """
     return values.device == HOST and math.isfinite(values.sum(dtype=torch.float32))
 
 
 def marked(inputs: Tensor, hidden_RE: Tensor, stage: int) -> Tensor:
-    """The activations, with a mark in place of each row that is not finite. Does not wait for a device.
+    """The activations, with a mark in each row that is not finite. Does not wait for a device.
 
-    A mark is NaN except for its first value, the number of the stage that was the first to compute such a row. Later stages
+    A mark is NaN except for its first value, the number of the first stage to compute such a row. Later stages
     compute NaN from it and pass the mark on; the last one turns it into a token id that no vocabulary has.
 
     Args:
-        inputs: what they were computed from: activations of the stage before, or token ids.
-        stage: that has computed them.
+        inputs: the inputs of the computation: activations of the stage before, or token ids.
+        stage: the stage that has computed them.
     """
     mark_E = torch.full_like(hidden_RE[0], torch.nan)
     mark_E[0] = stage

@@ -68,7 +68,7 @@ class ChatTemplate:
                 if length > MAX_CHARS:
                     raise SecurityError(f"writes more than {MAX_CHARS} characters")
                 pieces.append(piece)
-        except Exception as error:  # whatever a program does wrong: a type, a missing field, an endless recursion
+        except Exception as error:  # anything that a program can do wrong: a type, a missing field, an endless recursion
             raise UserError(f"the chat template cannot render these messages: {_first_line(error)}") from None
         return "".join(pieces)
 

@@ -41,7 +41,7 @@ class Prompter:
             raw: skip the chat template.
             max_tokens: room to leave for the answer.
             threads: dialect in which the answer may open decode threads, passed to the template as ``threads``; None for none.
-            begun: how the answer to a text begins: what is decoded goes on behind it. Without a template it is a line of its own.
+            begun: the beginning of the answer to a text; the model continues it. Without a template it is a line of its own.
 
         Raises:
             UserError: the prompt is empty, has a token that is not in the vocabulary, or exceeds the context of the model or
@@ -115,7 +115,7 @@ def same_tokenizer(target: Path, draft: Path) -> None:
 
 def fits_vocabulary(directory: Path, vocab_size: int) -> None:
     """Check that a model has an embedding for every token of the tokenizer in its directory, if there is one, but for tokens that
-    were added to it: some fine-tuned models come with a padding token that nobody uses.
+    were added to it: some fine-tuned models come with a padding token that is never used.
 
     Raises:
         UserError: it has not, or the tokenizer cannot be read.

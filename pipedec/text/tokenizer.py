@@ -90,7 +90,7 @@ class Tokenizer:
         """Token ids of a text.
 
         Args:
-            add_special_tokens: with the tokens that the tokenizer puts before or behind every text. Special tokens that the text
+            add_special_tokens: with the tokens that the tokenizer puts before or after every text. Special tokens that the text
                 itself names are read as such in any case.
 
         Raises:
@@ -123,7 +123,7 @@ class Tokenizer:
         return text
 
     def token_id(self, name: str) -> int | None:
-        """Of a token by its name in the file."""
+        """The id of a token by its name in the file."""
         return self._backend.token_to_id(name)
 
     def token_bytes(self, token_id: int) -> bytes:

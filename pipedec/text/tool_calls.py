@@ -79,7 +79,7 @@ def tool_format(template: str) -> ToolFormat | None:
 
 @dataclass(frozen=True)
 class CallPart:
-    """What is new of a call.
+    """A new part of a call.
 
     Attributes:
         index: of the call in its answer.
@@ -93,7 +93,7 @@ class CallPart:
 
 
 class CallReader:
-    """Divides the text of an answer into what is said (str) and what is called, as it comes.
+    """Divides the text of an answer into text for the user (str) and calls, as it comes.
 
     Text that may turn out to be a call is held back. What looks like a call but names no tool remains text. Blanks around calls
     are left out.
@@ -117,14 +117,14 @@ class CallReader:
         self.num_calls = 0
 
     def add(self, text: str) -> list[str | CallPart]:
-        """What is new and final."""
+        """The new text and calls that are final."""
         self._held += text
         while self._step():
             pass
         return self._taken()
 
     def finish(self) -> list[str | CallPart]:
-        """What was held back, when the answer has ended."""
+        """The text that was held back, when the answer has ended."""
         if self._step == self._header:
             self._say(self._opened + self._held)
         elif self._step == self._outside and not (self.num_calls and not self._held.strip(_SEPARATORS)):
@@ -164,7 +164,7 @@ class CallReader:
         return False
 
     def _open(self, length: int) -> bool:
-        """A call may begin behind the first ``length`` characters."""
+        """Note that a call may begin after the first ``length`` characters."""
         self._opened, self._held, self._num_seen = self._held[:length], self._held[length:], 0
         self._object = _ObjectEnd()
         return self._go_on(self._header)
@@ -242,7 +242,7 @@ class _ObjectEnd:
         self._is_string = self._is_escaped = False
 
     def find(self, text: str) -> int | None:
-        """The place behind the end; None if it is not in this piece."""
+        """The position after the end; None if it is not in this piece."""
         for place, letter in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False

@@ -27,7 +27,7 @@ class Dialect:
     """How an answer marks the parts of it that are decoded in parallel.
 
     Limits apply to each thread. A limit on all threads of an answer (APAR's 32) would depend on which thread happens to open a
-    child first; limits on depth and on children per thread bound the same number whatever the order of decoding.
+    child first; limits on depth and on children per thread bound the same number in any order of decoding.
 
     Attributes:
         name: name shown to users.

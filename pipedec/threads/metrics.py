@@ -70,7 +70,7 @@ def measure(sequence: Sequence) -> ThreadMetrics:
 
 
 def _steps(sequence: Sequence, document: list[DocumentToken]) -> Steps:
-    """The step of every token of every thread. In document order, whatever a token waits for precedes it."""
+    """The step of every token of every thread. In document order, everything that a token waits for precedes it."""
     steps: Steps = defaultdict(list)
     for token in document:
         thread, own = sequence.threads[token.thread], steps[token.thread]

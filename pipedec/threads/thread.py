@@ -95,7 +95,7 @@ class DecodeThread:
         return self.state is State.WAITING and self.ended_by is not None
 
     def context(self, index: int | None = None) -> Context:
-        """What token ``index`` (default: the next) attends to in other threads."""
+        """The tokens of other threads that token ``index`` (default: the next) attends to."""
         index = self.num_tokens if index is None else index
         joined = (entry for join in self.joins if join.index <= index for entry in join.context)
         return (*self.inherited, *joined)

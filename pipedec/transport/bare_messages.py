@@ -1,4 +1,4 @@
-"""The messages of a timestep over the bare process group: what ``bench overhead`` compares a whole timestep with.
+"""The messages of a timestep over the bare process group, with which ``bench overhead`` compares a whole timestep.
 
 Knows message sizes; knows neither envelopes nor the scheduler. It uses the process group of an idle ``TorchTransport``, so
 that both measurements use the same sockets.

@@ -12,14 +12,14 @@ class Transport(Protocol):
     """Point-to-point transfer of steps and envelopes. The receiver of a single step knows its number of rows from the task."""
 
     def send(self, step: Step, dst: int) -> None:
-        """Send ``step`` to rank ``dst``. Returns when it has left, also if a device sends it.
+        """Send ``step`` to rank ``dst``. Returns when it has left, even if a device sends it.
 
         Raises:
             RankLost: the connection failed or timed out.
         """
 
     def receive(self, num_rows: int, src: int) -> Step:
-        """Wait for a step of ``num_rows`` rows from rank ``src``. Returns when it has arrived, also if a device receives it.
+        """Wait for a step of ``num_rows`` rows from rank ``src``. Returns when it has arrived, even if a device receives it.
 
         Raises:
             RankLost: the connection failed or timed out.
@@ -29,7 +29,7 @@ class Transport(Protocol):
         """Send an envelope to rank ``dst``. Does not wait for the receiver.
 
         Returns:
-            the end of the transfer of its activations, if a device sends them; else the present moment.
+            the end of the transfer of its activations, if a device sends them; otherwise the present moment.
 
         Raises:
             RankLost: the connection failed or timed out.
@@ -40,7 +40,7 @@ class Transport(Protocol):
         """Wait for the next envelope from rank ``src``; its activations may come later (see ``Envelope.await_hidden``).
 
         Raises:
-            RankLost: the connection failed or timed out, or what arrived is no envelope.
+            RankLost: the connection failed or timed out, or the message is not an envelope.
         """
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Messages between two ranks over a process group, and how far each of them is.
+"""Messages between two ranks over a process group, and their progress.
 
-A link through host memory knows when a message has arrived. Over NCCL a device's stream knows: the host gets a mark behind the
-transfer, and the device's work waits for it without the host. Knows bytes, not what they mean.
+A link through host memory knows when a message has arrived. Over NCCL a device's stream knows: the host records an event after
+the transfer, and the device's work waits for it without the host. Knows bytes, not what they mean.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipedec.device import HOST, Device, HostMark, Mark
 
-Group = Any  # a process group; torch's stubs know none of its calls
+Group = Any  # a process group; torch's stubs have none of its calls
 Work = Any
 
 STEP_TAG = 0
@@ -29,7 +29,7 @@ class Transfer(Protocol):
 
     @property
     def message(self) -> Tensor:
-        """uint8. What is received may be read after ``wait``, or by the device's work after ``join``."""
+        """uint8. A received message may be read after ``wait``, or by the device's work after ``join``."""
 
     @property
     def has_ended(self) -> bool:
@@ -38,14 +38,14 @@ class Transfer(Protocol):
     def wait(self) -> None:
         """Wait on the host until the message has left or arrived. Raises RuntimeError if it cannot any more.
 
-        Either this or ``join`` is called, and once.
+        Call either this or ``join``, once.
         """
 
     def join(self) -> None:
-        """As ``wait``, but only for what the device is given from now on, if the transfer is one of the device."""
+        """As ``wait``, but only for work queued on the device from now on, if the device carries out the transfer."""
 
     def mark(self) -> Mark:
-        """The end of the transfer; through host memory, whose transfers go on by themselves, the present moment."""
+        """The end of the transfer; through host memory, whose transfers run by themselves, the present moment."""
 
 
 class Link(Protocol):
@@ -59,7 +59,7 @@ class Link(Protocol):
         """Begin to send ``message``, which must not change until the transfer has ended. Raises RuntimeError."""
 
     def receive(self, num_bytes: int, tag: int = STEP_TAG) -> Transfer:
-        """Begin to receive a message of at most ``num_bytes``; over NCCL of exactly so many. Raises RuntimeError."""
+        """Begin to receive a message of at most ``num_bytes``; over NCCL of exactly that size. Raises RuntimeError."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class HostLink:
 
 @dataclass(frozen=True)
 class _DeviceTransfer:
-    """A transfer on a stream of its own, at whose end the mark is."""
+    """A transfer on a stream of its own, with an event at its end."""
 
     message: Tensor
     end: Mark
@@ -120,7 +120,7 @@ class _DeviceTransfer:
         deadline = time.monotonic() + self.timeout.total_seconds()
         while not self.end.has_passed:
             if self.is_aborted() or time.monotonic() > deadline:
-                raise RuntimeError(f"nothing has come within {self.timeout.total_seconds():g} seconds")
+                raise RuntimeError(f"nothing has arrived within {self.timeout.total_seconds():g} seconds")
             time.sleep(_POLL_SECONDS)
         if self.is_aborted():
             raise RuntimeError("the transfers were aborted")  # an aborted transfer ends, too
@@ -137,8 +137,8 @@ class _DeviceTransfer:
 class DeviceLink:
     """Messages in device memory, over NCCL, in one direction: from this rank to the next, or to this rank from the one before.
 
-    A message leaves when the work that the device had been given before has computed it. It is received whatever the device is
-    computing. NCCL carries out what goes over one group in order, so a group has one direction.
+    A message leaves after the work queued before it has computed it, and can arrive while the device computes something else.
+    NCCL carries out the transfers of one group in order, so a group has one direction.
 
     Attributes:
         peer: rank of the peer in the group.

@@ -1,4 +1,4 @@
-"""The store through which the processes of a group find each other. Knows nothing of who they are."""
+"""The store through which the processes of a group find each other. Knows nothing about these processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
     "store_from_environment", "store_of_epoch", "wait_for_key",
 ]  # fmt: skip
 
-MEETING_SECONDS = 120.0  # for all ranks to come; also the longest that a single transfer may take
+MEETING_SECONDS = 120.0  # for all ranks to join; also the longest duration of a single transfer
 CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.002
 
@@ -54,7 +54,7 @@ class AbortableStore(Store):
         self._is_aborted = True
 
     def set(self, key: str, value: str | bytes) -> None:
-        put: Any = self._store.set  # the stubs know of no bytes
+        put: Any = self._store.set  # the stubs do not know bytes
         put(key, value if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
@@ -68,7 +68,7 @@ class AbortableStore(Store):
         return self._store.add(key, amount)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until somebody has set all ``keys``. ``timeout`` is ignored: the library's is that of a connection."""
+        """Wait until all ``keys`` are set. ``timeout`` is ignored: the library's is that of a connection."""
         deadline = time.monotonic() + self._timeout_seconds
         while not self._store.check(keys):
             if self._is_aborted or time.monotonic() > deadline:
@@ -104,7 +104,7 @@ def join_store(address: str, port: int) -> Store:
 
 
 def store_from_environment(timeout_seconds: float) -> Store:
-    """The store that torchrun names in MASTER_ADDR and MASTER_PORT, RANK and WORLD_SIZE. RankLost if nobody answers in time."""
+    """The store named by MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE of torchrun. RankLost if it does not answer in time."""
     try:
         store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds))))
     except (RuntimeError, ValueError, DistError) as error:
@@ -123,7 +123,7 @@ def store_of_epoch(store: Store, epoch: int) -> Store:
 
 
 def wait_for_key(store: Store, key: str, seconds: float) -> bool:
-    """Whether somebody sets ``key`` in time."""
+    """Whether ``key`` is set in time."""
     try:
         store.wait([key], timedelta(seconds=seconds))
         return True

@@ -1,6 +1,6 @@
 """Processes that train copies of one model together, as torchrun starts them: gloo on CPUs, NCCL on GPUs.
 
-Owns their process group. It does not know what is trained.
+Owns their process group. Does not know what is trained.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Replicas:
     """One of ``size`` processes; by default the only one.
 
     Attributes:
-        rank: from 0 on.
+        rank: counted from 0.
     """
 
     rank: int = 0
@@ -33,15 +33,15 @@ class Replicas:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes what all have in common."""
+        """Whether this process writes the shared files."""
         return self.rank == 0
 
     def shares(self, number: int) -> bool:
-        """Whether piece ``number`` of some work is this process's."""
+        """Whether this process does piece ``number`` of some work."""
         return number % self.size == self.rank
 
     def wait(self) -> None:
-        """Until all processes are here. Raises RankLost if one is not here after 30 minutes, or has ended."""
+        """Wait until all processes are here. Raises RankLost if one is not here after 30 minutes, or has ended."""
         if self.size > 1:
             with _told():
                 dist.barrier()
@@ -93,5 +93,5 @@ def _told() -> Iterator[None]:
 
 
 def local_rank() -> int:
-    """Which of torchrun's processes on this host this one is; 0 without torchrun."""
+    """The number of this process among torchrun's on this host; 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))

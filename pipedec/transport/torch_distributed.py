@@ -1,8 +1,8 @@
 """Transfers between processes over torch.distributed: gloo between all ranks, NCCL between stages on CUDA.
 
-Owns the process groups, which are exchanged when the ranks meet again, and their timeouts. The first messages of envelopes, and
+Owns the process groups, which are replaced when the ranks meet again, and their timeouts. The first messages of envelopes, and
 all messages from and to rank 0, go through host memory, so rank 0 needs no GPU. So do the steps of CUDA stages that do not use
-NCCL (several ranks on one GPU). What the host needs of an envelope never waits for its activations.
+NCCL (several ranks on one GPU). The parts of an envelope that the host needs never wait for its activations.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _SOURCE_LINE = re.compile(r"\[/\S+:\d+\] ")  # where in gloo's source an error w
 
 
 class ProcessGroups:
-    """The process groups of one meeting, from their creation to their abortion.
+    """The process groups of one meeting, from their creation until they are aborted.
 
-    NCCL's are never aborted or taken apart, as that may wait for a kernel which waits for a lost peer: they end with the process.
+    NCCL's groups are never aborted: that may wait for a kernel which waits for a lost peer. They end with the process.
 
     Attributes:
         places: for each backend, the types of devices that a stage may use.
@@ -82,7 +82,7 @@ class ProcessGroups:
         return self._all
 
     def connect_neighbours(self, device: torch.device) -> dict[int, Group]:
-        """NCCL groups of two stages, from ``device`` to device: of this stage with the one before and with the one behind it.
+        """NCCL groups of two stages, from ``device`` to device: of this stage with the one before and with the one after it.
 
         A stage sends over one and receives over the other, so that neither waits for the other. Every second pair of the chain
         connects first, then the others, so that no stage waits for more than one before its own turn.
@@ -109,20 +109,20 @@ class ProcessGroups:
         return group
 
     def pair_store(self, sender: int) -> Store:
-        """Where stage ``sender`` and the next one find each other. Either may first have to wait for its other neighbour."""
+        """The store in which stage ``sender`` and the next one meet. Either may first have to wait for its other neighbour."""
         store = PrefixStore(f"stages {sender} {sender + 1}", self.rendezvous.store)
         store.set_timeout(timedelta(seconds=self.rendezvous.timeout_seconds))
         return store
 
     @staticmethod
     def versions() -> dict[str, str]:
-        """What all stages must have alike that use NCCL: PyTorch with the version of CUDA for which it was built, and NCCL."""
+        """Versions that must be equal on all stages that use NCCL: PyTorch with the CUDA for which it was built, and NCCL."""
         return {"torch build": str(torch.__version__), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
 
     def abort(self) -> None:
-        """Close all connections but NCCL's, from any thread: who waits for a transfer, here or at the other end, gets an error.
+        """Close all connections but NCCL's, from any thread: all waiting transfers, here or at the other end, get an error.
 
-        gloo does so when a receive times out. From a peer that is gone no receive can be posted, so all are tried.
+        gloo closes them when a receive times out. A receive from a lost peer cannot be posted, so all peers are tried.
         """
         self.is_aborted = True
         self._store.abort()
@@ -226,12 +226,12 @@ class TorchTransport:
 
     @property
     def versions(self) -> dict[str, str]:
-        """What this rank and all others that request NCCL must have alike; empty if it does not. Rank 0 never uses it."""
+        """Versions that must be equal on all ranks that request NCCL; empty if this rank does not. Rank 0 never uses it."""
         return self._new_groups.versions() if self._wanted == "nccl" and self._rank > 0 else {}
 
     @property
     def all_ranks(self) -> Group:
-        """The group of all ranks, for those who measure it."""
+        """The group of all ranks, for measurements."""
         return self._all
 
     def _connect_links(self, groups: ProcessGroups, pairs: dict[int, Group]) -> None:
@@ -257,7 +257,7 @@ class TorchTransport:
             self._attempt("receive from", peer, lambda: link.receive(1, _TRIAL_TAG).wait())
 
     def _inline_rows(self, peer: int) -> int:
-        """The most rows whose activations are sent in an envelope's first message, to or from a peer."""
+        """The maximum number of rows whose activations are sent in an envelope's first message, to or from a peer."""
         return _INLINE_ROWS if self._links[peer] is self._host_links[peer] else 0
 
     def _hidden_size_from(self, peer: int) -> int:
@@ -304,13 +304,13 @@ class TorchTransport:
             hidden, await_hidden = self._hidden(buffer, prefix, src)
             envelope = unpack_envelope(head, hidden, prefix)
         except ValueError as error:
-            raise RankLost(f"rank {src} sent a message that is no envelope: {error}") from None
+            raise RankLost(f"rank {src} sent a message that is not an envelope: {error}") from None
         return envelope if await_hidden is EMPTY.await_hidden else replace(envelope, await_hidden=await_hidden)
 
     def _first_message(self, src: int) -> Bytes:
         transfer = self._pending_receives.pop(src) if src in self._pending_receives else self._post_receive(src)
         self._attempt("receive from", src, transfer.wait)
-        # gloo's thread may not have let go of the buffer yet, and the end of the work would wait for it, so keep the work.
+        # gloo's thread may not have released the buffer yet, and the destructor of the work would wait for it, so keep the work.
         self._received[src] = transfer
         return transfer.message.numpy()
 
@@ -330,7 +330,7 @@ class TorchTransport:
         return transfer.message.numpy()
 
     def _hidden(self, buffer: Bytes, prefix: Prefix, src: int) -> tuple[Tensor | None, Callable[[], None]]:
-        """The activations of an envelope's rows [R, E], and what waits for those that have a message of their own."""
+        """The activations of an envelope's rows [R, E], and a function that waits for those in a message of their own."""
         shape = prefix.rows, self._hidden_size_from(src), self._dtype
         if not all(shape[:2]):
             return None, EMPTY.await_hidden
@@ -353,14 +353,14 @@ class TorchTransport:
         return hidden, await_hidden
 
     def _attempt(self, action: str, peer: int, call: Callable[[], Result]) -> Result:
-        """What ``call`` returns. Raises RankLost if it raises RuntimeError."""
+        """Return the result of ``call``. Raises RankLost if it raises RuntimeError."""
         try:
             return call()
         except RuntimeError as error:
             raise self._rank_lost(peer, action, error) from error
 
     def abort(self) -> None:
-        """Close the connections to all ranks, from any thread: a transfer that waits ends with RankLost, here and there.
+        """Close the connections to all ranks, from any thread: a waiting transfer ends with RankLost, on both sides.
 
         Not over NCCL, where a call that waits for the device may never return; see ``can_rejoin``.
         """
@@ -379,5 +379,5 @@ class TorchTransport:
 
 
 def _reason(error: Exception) -> str:
-    """What gloo says, in one line."""
+    """The message of a gloo error in one line."""
     return _SOURCE_LINE.sub("", str(error)).split(". ")[0].splitlines()[0][:160]

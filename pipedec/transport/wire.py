@@ -1,8 +1,8 @@
 """Steps and envelopes as bytes.
 
 A step is its token ids, parents and threads, then its activations. An envelope is one message: a prefix with the lengths of
-what follows; the head, which always goes through host memory; and the activations of the rows of all updates. A receiver posts a
-buffer for the next envelope before it knows that one's lengths, so a head of more than INLINE_HEAD_BYTES, and the activations of
+the rest; the head, which always goes through host memory; and the activations of the rows of all updates. A receiver posts a
+buffer for the next envelope before it knows that one's lengths. So a head of more than INLINE_HEAD_BYTES, and the activations of
 more rows than the link takes inline, each follow in a message of their own, whose size the prefix gives.
 
 The head has three parts: JSON (``messages.Head``: the updates without their rows; name, dtype and shape of each named tensor);
@@ -38,7 +38,7 @@ Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
 
 PROTOCOL = "pipedec6"
-_PREFIX = struct.Struct("<8siiiii4x")  # a multiple of 8 bytes, so that what follows is aligned
+_PREFIX = struct.Struct("<8siiiii4x")  # a multiple of 8 bytes, to align the rest
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
@@ -48,7 +48,7 @@ _decoder = msgspec.json.Decoder(Head)
 
 
 class Prefix(NamedTuple):
-    """The lengths that an envelope's first message begins with.
+    """The lengths at the start of an envelope's first message.
 
     Attributes:
         head_bytes: of the head, a multiple of 8.
@@ -66,7 +66,7 @@ class Prefix(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where the activations begin in the first message, behind prefix and head."""
+        """Where the activations begin in the first message, after prefix and head."""
         return PREFIX_BYTES + (self.head_bytes if self.head_bytes <= INLINE_HEAD_BYTES else 0)
 
 
@@ -90,7 +90,7 @@ def pack(step: Step, device: torch.device) -> Tensor:
 
 
 def unpack(message: Tensor, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Step:
-    """The step in ``message``, its activations as a view of that. With ``hidden_size`` 0 the step has none."""
+    """The step in ``message``, its activations as a view. With ``hidden_size`` 0 the step has none."""
     if message.device == HOST:
         return unpack_from(message.numpy(), 0, num_rows, hidden_size, dtype)
     split = num_rows * ROW_ID_BYTES
@@ -121,7 +121,7 @@ def pack_hidden(hidden_RE: Tensor, device: torch.device) -> Tensor:
 
 
 def unpack_hidden(message: Tensor, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
-    """The activations [R, E] in ``message``, as a view of that."""
+    """The activations [R, E] in ``message``, as a view."""
     return message.view(dtype).view(num_rows, hidden_size)
 
 
@@ -172,10 +172,10 @@ def pack_envelope(envelope: Envelope, inline_rows: int) -> Packed:
     """The messages of an envelope.
 
     Args:
-        inline_rows: the activations of more rows than that are not in the first message.
+        inline_rows: maximum rows whose activations are in the first message.
 
     Raises:
-        ValueError: more than MAX_ROWS rows or MAX_HEAD_BYTES bytes of head, or tensors that no receiver takes.
+        ValueError: more than MAX_ROWS rows or MAX_HEAD_BYTES bytes of head, or tensors that no receiver accepts.
     """
     step = _merged([update.step for update in envelope.updates if update.step is not None])
     rows, hidden = (0, None) if step is None else (step.num_rows, step.hidden)
@@ -225,19 +225,19 @@ def _check_tensors(heads: Sequence[TensorHead]) -> None:
 
 
 def _padded(part: Buffer) -> bytes:
-    """With spaces to a multiple of 8 bytes."""
+    """Pad with spaces to a multiple of 8 bytes."""
     data = bytes(part)
     return data + b" " * (-len(data) % 8)
 
 
 def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:
-    """What an envelope's first message announces.
+    """Read the announcement in an envelope's first message.
 
     Args:
         row_bytes: size of the sender's rows.
 
     Raises:
-        ValueError: it is no such message, or announces what cannot be.
+        ValueError: it is not such a message, or its lengths are impossible.
     """
     magic, *lengths = _PREFIX.unpack_from(buffer.data)
     if magic != PROTOCOL.encode():
@@ -250,7 +250,7 @@ def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:
 
 
 def unpack_envelope(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> Envelope:
-    """The envelope of a head and the activations of all its rows. Raises ValueError if they are no envelope."""
+    """The envelope of a head and the activations of all its rows. Raises ValueError if they are not an envelope."""
     ends_session = bool(prefix.ends_session)
     if not len(head):
         return Envelope((), ends_session)

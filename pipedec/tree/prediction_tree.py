@@ -19,9 +19,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Advance:
-    """How a verdict changes a tree of N rows; whatever is stored per row (caches, pending outputs) follows it.
+    """How a verdict changes a tree of N rows; everything stored per row (caches, pending outputs) follows it.
 
-    Its tensors are on the host, wherever the tree is.
+    Its tensors are on the host, even if the tree is not.
 
     Attributes:
         committed: int64, rows that move from the tree to the past, in order.
@@ -92,7 +92,7 @@ class RootedTree(Protocol):
 
 
 class DraftTree(RootedTree, Protocol):
-    """A tree as the draft model sees it: what there is to know of some of its rows, on the host."""
+    """A tree as the draft model sees it: facts about some of its rows, on the host."""
 
     @property
     def num_rows(self) -> int: ...
@@ -109,11 +109,11 @@ class DraftTree(RootedTree, Protocol):
 
 @dataclass(frozen=True)
 class DraftRows:
-    """Rows of one tree that the draft model is to compute.
+    """Rows of one tree that the draft model computes next.
 
     Attributes:
         number: of the request.
-        thread: whose tree it is.
+        thread: the thread of the tree.
         rows: ascending, not drafted yet. Their ancestors were drafted or are among them.
         children: number of most probable next tokens to return for each row.
     """
@@ -127,7 +127,7 @@ class DraftRows:
 
 @dataclass(frozen=True)
 class RowChanges:
-    """What a verdict or a cut changes in a tree of ``num_rows`` rows, as lists. Attributes as those of ``Advance``."""
+    """The changes of a verdict or a cut to a tree of ``num_rows`` rows, as lists. Attributes as those of ``Advance``."""
 
     committed: list[int]
     committed_ids: list[int]
@@ -164,7 +164,7 @@ class PredictionTree:
         self._block = block
         self.gaps: Gaps | None = None
         self._root_gap = 0
-        self._has_log_probs = False  # else all are 0
+        self._has_log_probs = False  # otherwise all are 0
         self._log_probs = torch.zeros(block, dtype=torch.float32, device=self._device)
         self._mask = torch.zeros(block, block, dtype=torch.bool, device=self._device)
         self.reset(0)
@@ -224,7 +224,7 @@ class PredictionTree:
     def append(self, token_ids: Tensor, parents: Tensor, log_probs: Tensor | None = None) -> slice:
         """Add R rows after the existing ones; returns the slice of their indices.
 
-        Ids that are on the host cost no wait for the tree's device.
+        Ids on the host need no wait for the tree's device.
 
         Args:
             token_ids: int64 [R].
@@ -300,7 +300,7 @@ class PredictionTree:
         return ancestors
 
     def set_root_position(self, root_position: int, gap: int) -> None:
-        """Set the position id of the root, also of one still to come, and the number of positions left empty after it."""
+        """Set the position id of the root, or of the next one, and the number of positions left empty after it."""
         self.root_position = root_position
         self._root_gap = gap
         if self.gaps is not None and self.num_rows:
@@ -366,7 +366,7 @@ class PredictionTree:
             rows: int64, ascending, beginning with the root, each row with its ancestors.
 
         Raises:
-            ValueError: ``rows`` are not so.
+            ValueError: ``rows`` do not have this form.
         """
         kept, parents = rows.tolist(), self._parents
         in_order = kept[:1] == [0] and kept == sorted(set(kept)) and kept[-1] < self.num_rows
@@ -379,7 +379,7 @@ class PredictionTree:
         return self._keep([], [], hit=False)
 
     def _keep(self, committed: list[int], kept: list[int], hit: bool) -> Advance:
-        """Commit some rows, which are a path from the root, and drop all others but ``kept``."""
+        """Commit some rows, a path from the root, and drop all others but ``kept``."""
         numbers = {row: number for number, row in enumerate(kept)}
         of_committed = torch.tensor([committed, [self._token_ids[row] for row in committed]], dtype=torch.int64)
         advance = Advance(of_committed[0], of_committed[1], torch.tensor(kept, dtype=torch.int64), self.num_rows, hit)
@@ -400,7 +400,7 @@ class PredictionTree:
         """Block-wise mask growth (paper §3.3.3): copy the parents' mask rows, then add the block of the new rows."""
         num_rows = last - first
         own = torch.eye(num_rows, dtype=torch.bool, device=self._device)
-        if has_new_parents:  # each round doubles the distance to the ancestors collected
+        if has_new_parents:  # each round doubles the distance to the collected ancestors
             farthest = torch.where(parents >= first, parents - first, torch.arange(num_rows, device=self._device))
             for _ in range((num_rows - 1).bit_length()):
                 own |= own[farthest]

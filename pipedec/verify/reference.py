@@ -30,7 +30,7 @@ class Reference:
 
     @torch.inference_mode()
     def generate(self, prompt_token_ids: Sequence[int], max_tokens: int, ignore_eos: bool = False) -> list[int]:
-        """The target's greedy answer, whatever sampling the checkpoint recommends."""
+        """The target's greedy answer; the checkpoint's recommended sampling is ignored."""
         prompt = torch.tensor([list(prompt_token_ids)], device=self._device)
         output = self._model.generate(
             prompt,

@@ -53,7 +53,7 @@ def naive_threads(
 def _next_token(
     model: PreTrainedModel, sequence: Sequence, thread: DecodeThread, prompt: list[int], sampling: SamplingParams
 ) -> int:
-    """Sample the token behind a thread's last one; for a main thread without tokens, the one behind the prompt."""
+    """Sample the token after a thread's last one; for a main thread without tokens, the one after the prompt."""
     device = model.device
     visible = _visible_tokens(sequence, thread)
     answer = [sequence.threads[number].token_ids[index] for number, index in visible]

@@ -118,7 +118,7 @@ def test_a_message_that_does_not_fit_is_refused_and_forgotten(pipedec: Pipedec, 
     long = "clips " * 3000
     ended = pipedec("chat", "--running", "--max-tokens", "3", stdin=f"{long}\nHi\n/stats\n".encode())
     assert ended.status == 0
-    assert "tokens, but the context is 2048: /reset begins anew" in ended.err
+    assert "tokens, but the context is 2048: /reset starts over" in ended.err
     assert "1 answers with 3 tokens, 2 messages" in ended.err
 
 
@@ -216,7 +216,7 @@ def test_any_server_behind_a_url_answers(pipedec: Pipedec, url: str, monkeypatch
     monkeypatch.setenv("OPENAI_API_KEY", "right")
     ended = pipedec("chat", "--url", url, "--seed", "7", "--method", "pp", stdin=b"one two\nrefuse\nbreak\nthree\n/stats\n")
     assert (ended.status, ended.out) == (0, "one two \nbreak three \n")
-    assert f"{url} says 400: temperature must be less" in ended.err and f"{url}: rank 2 is lost" in ended.err
+    assert f"{url} answers 400: temperature must be less" in ended.err and f"{url}: rank 2 is lost" in ended.err
     assert "TTFT" in ended.err and "2 answers with 3 tokens, 4 messages" in ended.err
     roles = [[message["role"] for message in body["messages"]] for body in Scripted.asked]
     assert roles == [["user"], ["user", "assistant", "user"]] + [["user", "assistant", "user"]] * 2
@@ -235,9 +235,10 @@ def test_a_server_behind_a_url_is_asked_for_a_form(pipedec: Pipedec, url: str) -
 
 def test_a_url_that_does_not_answer_is_refused_in_one_line(pipedec: Pipedec, url: str) -> None:
     assert (
-        f"{url} says 401: Unauthorized" in pipedec("chat", "--url", url, "--api-key", "wrong", "--model", "x", stdin=b"Hi\n").err
+        f"{url} answers 401: Unauthorized"
+        in pipedec("chat", "--url", url, "--api-key", "wrong", "--model", "x", stdin=b"Hi\n").err
     )
-    assert "says 401: Unauthorized" in pipedec("chat", "--url", url, "--api-key", "wrong").refused()
+    assert "answers 401: Unauthorized" in pipedec("chat", "--url", url, "--api-key", "wrong").refused()
     assert "cannot be reached" in pipedec("chat", "--url", "http://127.0.0.1:9/v1").refused()
     assert "give one like" in pipedec("chat", "--url", "localhost:8000").refused()
 
@@ -245,7 +246,7 @@ def test_a_url_that_does_not_answer_is_refused_in_one_line(pipedec: Pipedec, url
 def test_flags_that_do_not_go_together_are_refused(pipedec: Pipedec) -> None:
     assert "--stages: the cluster runs already" in pipedec("chat", "--running", "--stages", "2").refused()
     assert "--stages: the cluster runs already" in pipedec("chat", "--url", "http://h/v1", "--stages", "2").refused()
-    assert "--running: a server behind --url" in pipedec("chat", "--url", "http://h/v1", "--running").refused()
+    assert "--running: not used with --url" in pipedec("chat", "--url", "http://h/v1", "--running").refused()
     assert "--model: goes with --url" in pipedec("chat", "--model", "x").refused()
     assert "top_p must be" in pipedec("chat", "--top-p", "2", "--running", "--redis", "redis://127.0.0.1:9").refused()
 

@@ -127,7 +127,7 @@ def test_a_rank_that_ends_early_and_content_is_a_failure(pair: Pair, dispatch: s
     with LocalCluster(spec.replaced(transport=LeavesWhenAsked("auto"), **NO_RECOVERY)) as cluster:
         victim = Victim(cluster)
         os.kill(cluster.pids[1], signal.SIGUSR1)
-        supervise(cluster, RankLost, f"{NAMES[1]} ended before it was told to")
+        supervise(cluster, RankLost, f"{NAMES[1]} ended unexpectedly with exit status 0")
         owner, elsewhere = victim.errors(10)
         assert "rank 1" in str(owner) and "rank 1" in str(elsewhere)
 

@@ -129,7 +129,7 @@ def test_while_all_is_well_nothing_happens(host: Host, run: Run) -> None:
     ("how", "end_in_words"),
     [
         (signal.SIGKILL, "was killed by SIGKILL"),
-        (signal.SIGRTMIN, "ended before it was told to"),
+        (signal.SIGRTMIN, "ended unexpectedly with exit status 0"),
         (signal.SIGRTMIN + FAILED, "failed with exit status 1: CUDA out of memory"),
     ],
     ids=["killed", "content", "failed"],

@@ -455,5 +455,5 @@ def test_a_checkpoint_that_a_host_has_not_got_is_named(pair: Pair) -> None:
 
 
 def test_a_shape_without_weights_is_refused_before_anything_starts(pair: Pair) -> None:
-    with pytest.raises(UserError, match=r"draft: llama-3\.2-1b is a shape to plan with and has no weights"):
+    with pytest.raises(UserError, match=r"draft: llama-3\.2-1b is a shape for planning and has no weights"):
         LaunchedCluster(on_localhost(pair), given={"draft": "llama-3.2-1b"}).start()

@@ -78,7 +78,7 @@ def test_ranks_report_and_end() -> None:
     [
         (-9, "was killed by SIGKILL"),
         (-37, "was killed by signal 37"),
-        (0, "ended before it was told to"),
+        (0, "ended unexpectedly with exit status 0"),
         (3, "failed with exit status 3"),
     ],
 )

@@ -295,8 +295,8 @@ def test_stages_of_every_model_type_are_planned(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", "CONFIG"], "target: llama-3.1-70b is a shape to plan with and has no weights"),
-        (["--config", "CONFIG", "--target", "TARGET"], "draft: llama-3.2-1b is a shape to plan with"),
+        (["--config", "CONFIG"], "target: llama-3.1-70b is a shape for planning and has no weights"),
+        (["--config", "CONFIG", "--target", "TARGET"], "draft: llama-3.2-1b is a shape for planning"),
         (["--config", "CONFIG", "--partition", "pear"], "pear.*pair"),
         (
             ["--config", "CONFIG", "--target", "TARGET", "--draft", "none", "--stages", "3"],

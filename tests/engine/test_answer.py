@@ -301,7 +301,7 @@ def test_structures_that_cannot_be_are_refused(tmp_path: Path) -> None:
         sequences.check(StructuredOutputs(regex="("))
     with pytest.raises(UserError, match="in several threads"):
         sequences.maker(3, SamplingParams(structured_outputs=structure), load_dialect("apar").to_json())
-    with pytest.raises(UserError, match="the answer to resume cannot have been said: it does not follow its structured_outputs"):
+    with pytest.raises(UserError, match="the answer to resume is impossible: it does not follow its structured_outputs"):
         sequences.check(structure, (40, 40))
     config = json.loads((TARGET / "config.json").read_text()) | {"eos_token_id": None}
     (tmp_path / "config.json").write_text(json.dumps(config))

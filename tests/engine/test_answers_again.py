@@ -281,7 +281,7 @@ def test_an_answer_that_was_complete_is_complete(
     [
         ((5, -1), "tokens that the target lacks"),
         ((5, 10**6), "tokens that the target lacks"),
-        ((END, 5), "cannot have been said: tokens follow the end of the answer"),
+        ((END, 5), "the answer to resume is impossible: tokens follow the end of the answer"),
     ],
     ids=["negative", "large", "behind the end"],
 )

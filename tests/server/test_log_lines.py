@@ -96,7 +96,7 @@ def test_a_reader_that_stalls_costs_lines_and_nothing_else(capsys: pytest.Captur
     with written_log(writer):
         for number in range(15_000):
             log("an event of some length, so that the pipe is full soon", number=number)
-    assert capsys.readouterr().err == "pipedec: log lines are being lost: nobody reads standard output\n"
+    assert capsys.readouterr().err == "pipedec: log lines are being lost: standard output is not read\n"
     os.close(reader)  # the thread's write fails now, and it goes on to the end
     os.close(writer)
 

@@ -218,7 +218,7 @@ def test_the_receiver_of_a_single_step_waits_for_all_of_it() -> None:
 
 def test_what_never_comes_ends_in_time_and_what_was_aborted_at_once(pair: Pair) -> None:
     _, _, receiver = pair
-    with pytest.raises(RankLost, match="rank 2 could not receive from rank 1: nothing has come within 1 seconds"):
+    with pytest.raises(RankLost, match="rank 2 could not receive from rank 1: nothing has arrived within 1 seconds"):
         receiver.receive(3, 1)
     assert not receiver.can_rejoin
     receiver.abort()
@@ -253,7 +253,7 @@ def test_a_rank_that_does_not_take_part_in_the_first_exchange_is_named(nccl: Ncc
         def connect_pair(self, sender: int, device: torch.device) -> Nccl:
             return nccl
 
-    with pytest.raises(RankLost, match="rank 2 could not receive from rank 1: nothing has come within 1 seconds"):
+    with pytest.raises(RankLost, match="rank 2 could not receive from rank 1: nothing has arrived within 1 seconds"):
         joined(nccl.cuda, 2, Groups)
 
 

@@ -126,7 +126,7 @@ def test_what_is_no_envelope_names_its_sender(pair: Pair, message: bytes, reason
     draft, stage = pair
     stage.order(peer.receive_envelope, 0)
     draft.do(peer.send_bytes, message, 1)
-    assert stage.result().startswith(f"RankLost: rank 0 sent a message that is no envelope: {reason}")
+    assert stage.result().startswith(f"RankLost: rank 0 sent a message that is not an envelope: {reason}")
 
 
 def test_a_peer_killed_inside_a_window_is_named(pair: Pair) -> None:

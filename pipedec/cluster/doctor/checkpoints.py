@@ -1,5 +1,5 @@
-"""A checkpoint on this host: which of its files are here, which are missing for this host's ranks, and what tells two of them
-apart. Reads a small part of the weights.
+"""A checkpoint on this host: which of its files are here, which are missing for this host's ranks, and a fingerprint to compare.
+Reads a small part of the weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CheckpointFacts:
         files: by the name of each file with weights that is here, its size and a digest of samples of it.
         weight_bytes: of these files.
         missing: files that the ranks of this host would read.
-        free_bytes: of the disk; None if it cannot be said.
+        free_bytes: of the disk; None if unknown.
     """
 
     error: str | None
@@ -76,7 +76,7 @@ def checkpoint_facts(part: Part, spare: Part | None = None) -> CheckpointFacts:
 
 
 def _typical_bytes(directory: Path) -> int:
-    """Of a file with weights, by the index; 0 without one."""
+    """The size of a file with weights, by the index; 0 without one."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
         return int(index["metadata"]["total_size"]) // len(set(index["weight_map"].values()))
@@ -94,7 +94,7 @@ def _sampled(file: Path) -> str:
 
 
 def _free_bytes(path: Path) -> int | None:
-    """Of the disk on which ``path`` is, or would be."""
+    """Free bytes on the disk on which ``path`` is, or would be."""
     with suppress(OSError):
         return shutil.disk_usage(next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())).free
     return None

@@ -16,13 +16,13 @@ from pipedec.config import ServerConfig
 FEWEST_FILES = 256  # a rank has some dozens open; the node of a host, those of its ranks
 NCCL_SHARED_MEMORY_BYTES = 1 << 30  # what Docker gives (64 MiB) is too little for NCCL
 LARGEST_OFFSET_US = 1_000_000  # traces and time limits are aligned to Redis; logs and certificates are not
-NAMED = 3  # files of which the names are told
+NAMED = 3  # files whose names are listed
 DISTRIBUTE = "`pipedec distribute cluster.yaml`"
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """What the doctor found on one host; ``time_us`` is that host's clock at the end."""
+    """Findings on one host; ``time_us`` is that host's clock at the end."""
 
     facts: HostFacts
     findings: tuple[Finding, ...]

@@ -1,6 +1,6 @@
 """Findings that need more than one host or the cluster.yaml: what differs between hosts, and what the file expects of them.
 
-Judges answers that have been collected; asks nobody.
+Judges answers that have been collected; sends nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHOULD_AGREE = ("python", "transformers")
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one host.
+    """The outcome of asking one host.
 
     Attributes:
         report: None if the host did not answer; ``failure`` says why.

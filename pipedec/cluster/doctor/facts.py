@@ -1,6 +1,6 @@
-"""What a host is and has, as plain data that fits into JSON, and how it is found out.
+"""Facts about a host, as plain data that fits into JSON, and how to find them out.
 
-Judges nothing: what a fact means is for ``checks`` and ``comparison``. Whatever cannot be found out is None, or says why.
+Judges nothing: ``checks`` and ``comparison`` interpret the facts. An unknown fact is None, or a text that gives the reason.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ANYWHERE = "192.0.2.1"  # an address for documentation: no host has it, and only
 
 @dataclass(frozen=True)
 class Questions:
-    """What a host cannot know by itself.
+    """Information that a host cannot find out by itself.
 
     Attributes:
         redis_url: the Redis to reach, with its password: never print it. None if there is none yet.
@@ -62,7 +62,7 @@ class NetworkFacts:
 
     Attributes:
         host_name: what the machine calls itself.
-        is_in_file: whether that is the host that the file means; None if nothing tells.
+        is_in_file: whether that is the host that the file means; None if unknown.
         own_addresses: what that name resolves to on the machine itself.
         interfaces: name and address of every interface that has an address.
         address: the one to talk to the other hosts with; None if there is none but loopback.
@@ -195,7 +195,7 @@ def _network(questions: Questions, port: int | None) -> NetworkFacts:
 
 
 def _address_towards(questions: Questions) -> str | None:
-    """Of the configured interface, else the one that routes to another host, else to anywhere, else any that is not loopback."""
+    """The address of the configured interface, else of the route to another host, else to anywhere, else any but loopback."""
     if questions.server is not None and questions.server.interface is not None:
         return interface_address(questions.server.interface)
     towards = [routed_address(peer) for peer in (*questions.peers, ANYWHERE)]

@@ -1,4 +1,4 @@
-"""What the doctor says about one thing: how it stands, and what to do about it. Does not know how anything is examined."""
+"""A finding of the doctor: the state of one thing, and what to do about it. Does not know how anything is examined."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def gib(num_bytes: int) -> str:
 
 
 def gb(num_bytes: int) -> str:
-    """As sizes of files and checkpoints are told."""
+    """A number of bytes in the unit used for files and checkpoints."""
     return f"{num_bytes / 1e9:.3g} GB"
 
 

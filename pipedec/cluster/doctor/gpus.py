@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 NVIDIA_SMI_SECONDS = 20.0
 MIB = 1 << 20
-HELD_DOWN = 0x2  # by the clocks that somebody has set for applications; bits of NVML's reasons for lower clocks
+HELD_DOWN = 0x2  # by application clocks that were set; bits of NVML's reasons for lower clocks
 TOO_HOT = 0x20 | 0x40  # software's and hardware's slowdown by temperature
 TOO_LITTLE_POWER = 0x8 | 0x80  # hardware's slowdown, which has other causes too, and its power brake
 
@@ -31,7 +31,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class GpuState:
-    """What may differ from one day to the next; None where the driver does not tell.
+    """The state of a GPU that may differ from one day to the next; None where the driver does not report it.
 
     Attributes:
         power_watts, default_power_watts: the limit that is set, and the one that it left the factory with.
@@ -101,13 +101,13 @@ def gpu_facts() -> GpuFacts:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line of 200 characters."""
+    """An error's message, in one line of 200 characters."""
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__)[:200]
 
 
 def _usable(listed: dict[str, Gpu]) -> tuple[Gpu, ...]:
-    """The GPUs that torch can use. Raises whatever torch raises when the driver does not suit it.
+    """The GPUs that torch can use. Passes on torch's exceptions when the driver does not suit it.
 
     Args:
         listed: those of the driver, by their UUID.

@@ -1,4 +1,4 @@
-"""What measured links mean beside ``network:`` of the cluster.yaml. Measures nothing."""
+"""Compares measured links with ``network:`` of the cluster.yaml. Measures nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a partition of a cluster.yaml needs of each host: memory, parts of checkpoints, links to other hosts.
+"""The needs of a partition of a cluster.yaml on each host: memory, parts of checkpoints, links to other hosts.
 
 Taken from the plan, on the machine that has the file. Plain data that fits into JSON, for the host that is asked.
 """
@@ -22,7 +22,7 @@ PROCESS_BYTES = 1_000_000_000  # of memory for a rank's process with torch, besi
 
 @dataclass(frozen=True)
 class GpuNeed:
-    """What ranks on one GPU take of its memory.
+    """Memory of one GPU that its ranks take.
 
     Attributes:
         index: of the GPU among those of the host that torch can use.
@@ -39,7 +39,7 @@ class GpuNeed:
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """What the ranks of one host need together.
+    """The needs of all ranks of one host.
 
     Attributes:
         ranks: on this host.
@@ -62,7 +62,7 @@ class HostNeeds:
     targets: tuple[str, ...] = ()
 
     def parts(self) -> list[tuple[Part, Part]]:
-        """Of every checkpoint, what the ranks read of it, and what the host may have to read later."""
+        """For every checkpoint, the part that the ranks read, and the part that the host may have to read later."""
         now = merged(part for rank in self.ranks for part in rank_parts(rank, self.layers, self.models))
         by_key = {part.key: part for part in now}
         named = [(key, model) for key, model in self.models.items() if model is not None]

@@ -1,7 +1,7 @@
-"""Algorithm 4: which tasks follow from a task that is done. Pure functions; the numbers in brackets are the paper's cases.
+"""Algorithm 4: the tasks that follow from a task that is done. Pure functions; the numbers in brackets are the paper's cases.
 
 Deviations, so that a rank asks Redis at most twice in a timestep: transfers between two timesteps wait for the barrier, and [2]
-and [4] are scheduled ahead, with the first task of a group. So a rank is granted at once what it does in a row: it sends and
+and [4] are scheduled ahead, with the first task of a group. So consecutive tasks of a rank are granted at once: it sends and
 receives, computes, and sends on to the next stage of its group.
 """
 
@@ -20,11 +20,11 @@ from pipedec.topology import Topology
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rules must know of a task that is done, as its rank reports it.
+    """The facts about a task that is done which the rules need, as its rank reports them.
 
     Attributes:
-        has_output: whether there is anything for the next rank, after pruning: rows, or what opens and closes requests.
-        results: after a pre or dec of rank n, what it says of the rows that it has computed.
+        has_output: whether there is a message for the next rank, after pruning: rows, or updates that open and close requests.
+        results: after a pre or dec of rank n, its results for the rows that it has computed.
         active: after a dec, the entry ranks active in this timestep, as granted with the task.
         finished: after a sync or dec of rank 0, whether the session ends.
     """
@@ -36,7 +36,7 @@ class Facts:
 
 
 class _Result(NamedTuple):
-    """A result in the payload of a sync: an ``Update`` without what the last stage never says."""
+    """A result in the payload of a sync: an ``Update`` without the fields that the last stage never sets."""
 
     number: int
     verdict: Verdict | None = None
@@ -45,7 +45,7 @@ class _Result(NamedTuple):
 
 
 def results_of(payload: Payload) -> tuple[Update, ...]:
-    """What a sync tells its rank: verdicts to replay; rank 0 all that the last stage says."""
+    """The results in a sync's payload: verdicts to replay; for rank 0 everything that the last stage reports."""
     results = convert(payload["results"], list[_Result])
     return tuple(
         Update(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=prompt)
@@ -56,7 +56,7 @@ def results_of(payload: Payload) -> tuple[Update, ...]:
 def initial_tasks(topology: Topology) -> list[Planned]:
     """The tasks that start a session: [1], and [2] for every stage.
 
-    Deviation: rank 0 has the prompts, and stage 1 gets them by a transfer, as it gets all rows; its seq is that before prefill.
+    Deviation: rank 0 has the prompts, and sends them to stage 1 by a transfer, like all rows; its seq is that before prefill.
     """
     prompts = Task.transfer(0, 1, -1)
     planned = [Planned(Task.compute("pre", 0, 0)), Planned(prompts), Planned(Task.compute("pre", 1, 0), (prompts,))]  # [1]
@@ -126,7 +126,7 @@ def _barrier(seq: int, ranks: Sequence[int]) -> Planned:
 
 
 def _send_on(topology: Topology, rank: int, seq: int) -> list[Planned]:
-    """The output of timestep ``seq`` goes to the next group, whose stages compute it in ``seq`` + 1 one after another."""
+    """Send the output of timestep ``seq`` to the next group, whose stages compute it in ``seq`` + 1 one after another."""
     barrier, transfer = Task.finish_all(seq), Task.transfer(rank, rank + 1, seq)
     planned = [Planned(transfer, (barrier,)), Planned(Task.compute("dec", rank + 1, seq + 1), (transfer, barrier))]
     for stage in topology.groups[topology.group_of(rank + 1)][:-1]:  # [4]
@@ -139,7 +139,7 @@ def _send_on(topology: Topology, rank: int, seq: int) -> list[Planned]:
 
 
 def _syncs(seq: int, results: Sequence[Update], after: dict[int, list[Task]]) -> list[Planned]:
-    """Every rank replays the accepted tokens. Rank 0 alone learns what else was said, and passes on which answers end."""
+    """Every rank replays the accepted tokens. Only rank 0 receives the other results, and it passes on which answers end."""
     verdicts = ((result.number, result.verdict) for result in results if result.verdict is not None)
     accepted = [_Result(number, Verdict(verdict.accepted)) for number, verdict in verdicts if verdict.tokens]
     said = [_Result(result.number, result.verdict, result.logprobs, result.prompt_logprobs) for result in results]

@@ -1,0 +1,66 @@
+"""The script that finds words and openings in prose, on texts and on the package itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import words
+
+SOURCE = '''"""Run the pipeline.
+
+Nobody waits for it; every name, like ``told``, stays.
+"""
+
+
+def width(said: list[int]) -> int:
+    """Of a tree."""
+    # one row behind the root
+    behind = f"{said} was told to nobody"  # words: ok
+    raise ValueError(f"stage {behind} was told twice")
+'''
+
+
+def test_docstrings_comments_and_messages_are_read_and_names_are_not() -> None:
+    assert words.in_python(SOURCE) == [
+        (3, "Nobody waits for it; every name, like ``told``, stays."),
+        (8, "Of a tree."),
+        (9, "# one row behind the root"),
+        (11, "stage … was told twice"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, num_found",
+    [
+        ("Whether the run recovers. Let the stages know.", 0),
+        ("Ranks behind a NAT need `nobody` to be told.", 1),
+        ("Rows enter behind\nit. Whoever waits is served.", 2),
+        ("```\necho nobody\n```\n\n    nobody\n", 0),
+    ],
+)
+def test_markdown_is_read_without_code(text: str, num_found: int) -> None:
+    assert len(words.in_markdown(text)) == num_found
+
+
+@pytest.mark.parametrize(
+    "text, is_fragment", [("Of a tree.", True), ("What is new.", True), ("What is new?", False), ("Offset.", False)]
+)
+def test_fragments_are_found_in_help_texts(text: str, is_fragment: bool) -> None:
+    assert bool(words.in_python(f"x: Annotated[int, Help({text!r})]")) == is_fragment
+
+
+def test_findings_are_printed_with_their_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("First line.\n\nIt is told.\n")
+    (tmp_path / "plain.md").write_text("First line.\n")
+    assert words.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().out == f"{page}:3: It is told.\n"
+    assert words.main([str(tmp_path / "plain.md")]) == 0
+
+
+def test_pending_files_are_left_out(tmp_path: Path) -> None:
+    for name in ("old/one.md", "new/two.py", "new/picture.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert list(words.files([str(tmp_path)], (str(tmp_path / "old"),))) == [tmp_path / "new/two.py"]
