@@ -15,14 +15,13 @@ from benchmarks.machine import machine_text
 from pipedec.bench.options import Device, Draft, Positive, Target
 from pipedec.bench.record import check_writable
 from pipedec.cli.benchmarks.shared import Out, PromptTexts, append
-from pipedec.cli.main import main
 from pipedec.cli.options import PromptField
 from pipedec.cli.show import console
 from pipedec.config import Settings
 from pipedec.core import UserError
 from pipedec.data.prompts import read_prompts
 from pipedec.engine.build import resolve
-from pipedec.flags import Help, options_of, own_options
+from pipedec.flags import Help, options_of, own_options, run_command
 
 
 @dataclass(frozen=True)
@@ -111,4 +110,4 @@ def _caption(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main(alternatives)
+    run_command(alternatives)

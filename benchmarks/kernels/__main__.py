@@ -14,9 +14,8 @@ from benchmarks.kernels.operations import OperationsConfig, measure_operations
 from benchmarks.machine import machine_text
 from pipedec.bench.record import check_writable
 from pipedec.cli.benchmarks.shared import Out, append
-from pipedec.cli.main import main
 from pipedec.cli.show import console
-from pipedec.flags import options_of, own_options
+from pipedec.flags import options_of, own_options, run_command
 from pipedec.hardware import GIGA
 
 _LABELS = {
@@ -146,4 +145,4 @@ def _layers_caption(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main(kernels)
+    run_command(kernels)

@@ -23,10 +23,9 @@ from pipedec.bench.load.summary import load_table, row_name
 from pipedec.bench.options import Drawing
 from pipedec.bench.record import ROWS_FILE, append_rows
 from pipedec.cli.benchmarks.shared import ProgressBar, QuestionFlags, check_directory, print_files, question_options
-from pipedec.cli.main import main
 from pipedec.cli.running import refuse_flags
 from pipedec.core import UserError
-from pipedec.flags import Help, options_of, own_options, partial_of
+from pipedec.flags import Help, options_of, own_options, partial_of, run_command
 from pipedec.messages import PromptRequest
 
 _OF_THE_REPLAY = (
@@ -127,4 +126,4 @@ def _conversations(
 
 
 if __name__ == "__main__":
-    main(load)
+    run_command(load)

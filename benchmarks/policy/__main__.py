@@ -18,9 +18,8 @@ from pipedec.bench.load.policy import Policy
 from pipedec.bench.record import ROWS_FILE, check_writable, read_records
 from pipedec.bench.sweep.rows import SCHEMA, read_rows
 from pipedec.cli.benchmarks.shared import ProgressBar, QuestionFlags, question_options
-from pipedec.cli.main import main
 from pipedec.core import UserError
-from pipedec.flags import Help, own_options, partial_of
+from pipedec.flags import Help, own_options, partial_of, run_command
 
 _CAUSES = {
     "first": "first token", "tokens": "token itself", "late": "late", "named": "miss, proposed", "unnamed": "miss, not proposed",
@@ -130,4 +129,4 @@ def _table(title: str, caption: str | None = None) -> Table:
 
 
 if __name__ == "__main__":
-    main(policy)
+    run_command(policy)

@@ -20,8 +20,7 @@ from pipedec.bench.report.figures.sweep import FIGURES as SWEEP_FIGURES
 from pipedec.bench.report.figures.sweep import Draw, of_greedy, of_methods
 from pipedec.cli.benchmarks.plot import OutDirectory, Title, answers_of, draw_all, sources_argument
 from pipedec.cli.benchmarks.shared import print_files
-from pipedec.cli.main import main
-from pipedec.flags import Help, own_options
+from pipedec.flags import Help, own_options, run_command
 
 FIGURES: dict[str, Draw] = {
     **SWEEP_FIGURES,
@@ -59,4 +58,4 @@ def reports(
 
 
 if __name__ == "__main__":
-    main(reports)
+    run_command(reports)

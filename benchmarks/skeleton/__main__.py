@@ -14,8 +14,7 @@ from pipedec.bench.threads.benchmark import ThreadsConfig
 from pipedec.bench.threads.rows import SEQUENTIAL
 from pipedec.cli.benchmarks.shared import OutDirectory, QuestionFlags, question_options
 from pipedec.cli.benchmarks.threads import measure_threads
-from pipedec.cli.main import main
-from pipedec.flags import Help, own_options, partial_of
+from pipedec.flags import Help, own_options, partial_of, run_command
 
 ABOUT = (
     "sot is Skeleton-of-Thought: the skeleton's first token is the answer's, the points are the threads, and their prompts are "
@@ -50,4 +49,4 @@ def skeleton(measured: Callable[..., SkeletonConfig], asked: QuestionFlags, out:
 
 
 if __name__ == "__main__":
-    main(skeleton)
+    run_command(skeleton)

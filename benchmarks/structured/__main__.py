@@ -10,11 +10,10 @@ import click
 from benchmarks.structured.benchmark import StructuredBench, StructuredConfig, document, markdown
 from pipedec.bench.options import ClusterFile
 from pipedec.cli.benchmarks.shared import OutDirectory, ProgressBar, check_directory, write_summary
-from pipedec.cli.main import main
 from pipedec.cli.options import MaxTokens, Temperature
 from pipedec.config import load_cluster, paper_cluster
 from pipedec.core import SamplingParams
-from pipedec.flags import Help, own_options, partial_of
+from pipedec.flags import Help, own_options, partial_of, run_command
 
 
 @click.command()
@@ -44,4 +43,4 @@ def structured(
 
 
 if __name__ == "__main__":
-    main(structured)
+    run_command(structured)

@@ -104,7 +104,7 @@ class DraftLoop:
         listeners = self._note, self._run_counters.note, self._counters.note, self._publisher.note
         self._pool = RequestPool(self._batch, self._publisher.take, listeners)
         self._feed = None if make_feed is None else make_feed(self._publisher.text, self._queue.show)
-        self._told = 0.0  # when the counters were told
+        self._told = 0.0  # when the counters were last published
         self._sessions = 0
         self._stopping = False
 

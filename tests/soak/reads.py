@@ -21,12 +21,11 @@ from support.counted_device import DEVICE, CountedDevice
 
 from pipedec.bench.options import Counts, Methods
 from pipedec.bench.record import Row, append_rows, check_writable, header, plain
-from pipedec.cli.main import main
 from pipedec.config import AUTO, Settings, settings_options
 from pipedec.core import PipedecError, Request, SamplingParams, UserError
 from pipedec.engine.build import load_drafter, load_prompter, load_stage, resolve
 from pipedec.engine.local import LocalPipeline
-from pipedec.flags import Help, check_fields, own_options, partial_of
+from pipedec.flags import Help, check_fields, own_options, partial_of, run_command
 from pipedec.methods import find_method, make_options
 from pipedec.plan.spec import PipelineSpec
 from pipedec.stage import StageWorker
@@ -203,4 +202,4 @@ def _print_places(row: Row) -> None:
 
 
 if __name__ == "__main__":
-    main(reads)
+    run_command(reads)

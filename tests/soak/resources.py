@@ -23,14 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedec.bench.record import Row, append_rows, check_writable, header, pipeline_row
-from pipedec.cli.main import main
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import Settings, settings_options
 from pipedec.core import PipedecError, RankLost, SamplingParams
 from pipedec.engine.build import DTYPES, resolve, weights_on
 from pipedec.engine.devices import chosen_device
-from pipedec.flags import Help, check_fields, options_of, own_options
+from pipedec.flags import Help, check_fields, options_of, own_options, run_command
 from pipedec.messages import PromptRequest
 from pipedec.model import ModelConfig
 from pipedec.plan.spec import PipelineSpec
@@ -236,4 +235,4 @@ def _print_resources(row: Row) -> None:
 
 
 if __name__ == "__main__":
-    main(resources)
+    run_command(resources)

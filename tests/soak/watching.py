@@ -18,13 +18,12 @@ import click
 from pipedec.bench.options import Positive, Preset, StageCount
 from pipedec.bench.record import Row, append_rows, check_writable, header, plain
 from pipedec.bench.sweep.pipelines import Pair, Shape, emulated
-from pipedec.cli.main import main
 from pipedec.client.client import Client
 from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import paper_cluster
 from pipedec.core import DEFAULT_METHOD, PipedecError, SamplingParams
-from pipedec.flags import Help, check_fields, options_of, own_options
+from pipedec.flags import Help, check_fields, options_of, own_options, run_command
 from pipedec.messages import PromptRequest
 from pipedec.scheduler import ClientScheduler
 from pipedec.scheduler.protocol import WATCH_SECONDS
@@ -156,4 +155,4 @@ def watching(
 
 
 if __name__ == "__main__":
-    main(watching)
+    run_command(watching)

@@ -1,4 +1,4 @@
-"""What several ``pipedec bench`` commands share: options of prompts and models, progress, the results file."""
+"""Used by several ``pipedec bench`` commands: options of prompts and models, progress, the results file."""
 
 from __future__ import annotations
 

@@ -12,11 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedec.bench.record import ROWS_FILE, Row
-from pipedec.cli.main import main
 from pipedec.config import Settings, settings_options
 from pipedec.core import PipedecError, UserError
 from pipedec.engine.build import resolve
-from pipedec.flags import Help, given_values, own_options, partial_of
+from pipedec.flags import Help, given_values, own_options, partial_of, run_command
 from soak.faults.run import FaultsConfig, faults_found, grown, run_faults, summarised
 
 _SHOWN_PROBLEMS = 10
@@ -72,4 +71,4 @@ def _spread(figures: Iterable[float] | None) -> str:
 
 
 if __name__ == "__main__":
-    main(faults)
+    run_command(faults)
