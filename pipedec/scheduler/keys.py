@@ -1,4 +1,4 @@
-"""Every Redis key of a run, in one place. ``lua/README.md`` lists their contents, writers and lifetimes."""
+"""Every Redis key of a run, in one place. ``lua/README.md`` lists their contents."""
 
 from __future__ import annotations
 
