@@ -256,7 +256,7 @@ class Request:
     trace: bool = False
     threads: str | None = None
     priority: int = 0
-    said: tuple[int, ...] = ()
+    output_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ class Verdict(Record, frozen=True):
 SlotRuns = tuple[tuple[Int64, Int64], ...]  # slots of a KV pool, in order: (first slot, number of slots), in whole blocks
 
 
-class Opening(Record, frozen=True):
+class NewRequest(Record, frozen=True):
     """Everything that a rank must know of a request before its first rows.
 
     Attributes:
@@ -353,7 +353,7 @@ class Opening(Record, frozen=True):
         threads: the dialect (``Dialect.to_json``); None for an answer in one thread.
         trace: record every task.
         said: earlier tokens of the answer, after which the request continues. Prompt and ``said`` enter first.
-        slots: of every stage's KV pool, for the request's rows; ``Update.slots`` adds more.
+        slots: of every stage's KV pool, for the request's rows; ``RequestUpdate.slots`` adds more.
         cached: how many tokens of prompt and ``said``, from the first one on, are in these slots already; never all of them.
         copied: the place of the last ``copied[1]`` of the ``cached`` tokens in the pool, from slot ``copied[0]`` on: each stage
             copies them to the request's own slots when it opens the request. The others are shared with other requests.
@@ -364,7 +364,7 @@ class Opening(Record, frozen=True):
     tokens_per_mask: Int64 = 0
     threads: str | None = None
     trace: bool = False
-    said: tuple[Int64, ...] = ()
+    output_token_ids: tuple[Int64, ...] = ()
     slots: SlotRuns = ()
     cached: Int64 = 0
     copied: tuple[Int64, Int64] = (0, 0)
@@ -388,7 +388,7 @@ class Load(NamedTuple):
 NO_LOAD = Load()
 
 
-class Update(Struct, frozen=True):
+class RequestUpdate(Struct, frozen=True):
     """The changes to one request at a timestep: its opening, then a verdict to replay, then rows to compute; each is optional.
 
     Attributes:
@@ -402,7 +402,7 @@ class Update(Struct, frozen=True):
     """
 
     number: int
-    opening: Opening | None = None
+    opening: NewRequest | None = None
     verdict: Verdict | None = None
     step: Step | None = None
     logprobs: TokenLogprobs = ()
@@ -415,7 +415,7 @@ def _nothing_to_await() -> None:
 
 
 @dataclass(frozen=True)
-class Envelope:
+class StageMessage:
     """A message from one rank to the next at a timestep: an update for each request concerned. Numbers are distinct.
 
     An envelope without updates only signals that the timestep has reached this rank. Activations may still be on their way when
@@ -428,7 +428,7 @@ class Envelope:
         tensors: by name, small ones that travel in host memory beside the activations.
     """
 
-    updates: tuple[Update, ...] = ()
+    updates: tuple[RequestUpdate, ...] = ()
     ends_session: bool = False
     await_hidden: Callable[[], None] = field(default=_nothing_to_await, compare=False, repr=False)
     tensors: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
@@ -438,7 +438,7 @@ class Envelope:
         return sum(update.step.num_rows for update in self.updates if update.step is not None)
 
 
-EMPTY = Envelope()
+EMPTY = StageMessage()
 
 
 class Metrics(Struct, forbid_unknown_fields=True):

@@ -21,7 +21,7 @@ Stream = Any  # of the calls of ``torch.cuda``, which a test replaces
 Event = Any
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point in a device's work, after everything that the stream of the mark had been given before."""
 
     @property
@@ -46,14 +46,14 @@ class Mark(Protocol):
 class Device(Protocol):
     """A device as its host sees it."""
 
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         """A mark after all that the present stream has been given so far."""
 
     def beside(self, name: str) -> AbstractContextManager[Any]:
         """In the context, the device is given work on a stream of this name, which waits for no other stream."""
 
 
-class HostMark(NamedTuple):
+class HostEvent(NamedTuple):
     """A point in the work of a CPU, which is reached when the mark is made."""
 
     seconds: float
@@ -69,14 +69,14 @@ class HostMark(NamedTuple):
 class HostDevice:
     """The CPU: what it is given is done when the call returns."""
 
-    def mark(self) -> Mark:
-        return HostMark(time.perf_counter())
+    def record_event(self) -> DeviceEvent:
+        return HostEvent(time.perf_counter())
 
     def beside(self, name: str) -> AbstractContextManager[Any]:
         return nullcontext()
 
 
-class _GpuMark:
+class _GpuEvent:
     """An event on a stream, and an earlier event of which it is known when the device reached it.
 
     Args:
@@ -132,12 +132,12 @@ class GpuDevice:
         first.synchronize()
         self._origin: tuple[Event, float] = (first, now())
 
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         is_idle, now = bool(self._present().query()), self._now()
         event = self._recorded()
         if is_idle:
             self._origin = (event, now)
-        return _GpuMark(event, self._origin, self._present)
+        return _GpuEvent(event, self._origin, self._present)
 
     def beside(self, name: str) -> AbstractContextManager[Any]:
         if name not in self._streams:
@@ -168,12 +168,12 @@ class PhaseTimes:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._open: deque[tuple[str, Mark]] = deque()  # phases that have not been counted, the present one last
+        self._open: deque[tuple[str, DeviceEvent]] = deque()  # phases that have not been counted, the present one last
         self._seconds: dict[str, float] = {}
 
     def begin(self, phase: str) -> None:
         """A phase begins after all that the device has been given so far, and the phase before ends there."""
-        self._open.append((phase, self._device.mark()))
+        self._open.append((phase, self._device.record_event()))
         self._count()
 
     def seconds(self, phase: str) -> float:

@@ -97,14 +97,14 @@ class WeightFormat:
         """Bytes per weight of the embedding or the head."""
         return self.element_bytes if self.quantize is None else 1
 
-    def read_bytes(self, layer_weights: int, head_weights: int, device: Device) -> float:
+    def read_bytes(self, layer_weights: int, head_weights: int, device: DeviceSpec) -> float:
         """Memory traffic of one pass. On a GPU weights are widened to ``dtype`` in its memory, written there and read again, but
         for 4 bits in bfloat16, which a kernel of torch reads as they are. A processor widens them in its cache."""
         widened = 2 * self.element_bytes if self.quantize is not None and device.is_gpu else 0
         layers = self.layer_bytes + (0 if self._widens_in_kernel else widened)
         return layer_weights * layers + head_weights * (self.table_bytes + widened)
 
-    def reread_bytes(self, layer_weights: int, device: Device) -> float:
+    def reread_bytes(self, layer_weights: int, device: DeviceSpec) -> float:
         """Memory traffic of each further ``INT4_KERNEL_ROWS`` rows of a pass. A matrix is larger than a GPU's cache."""
         return layer_weights * self.layer_bytes if self._widens_in_kernel and device.is_gpu else 0
 
@@ -114,7 +114,7 @@ class WeightFormat:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpec:
     """A connection between two devices: one-way latency in µs, usable bandwidth in GB/s, and the source of both."""
 
     name: str
@@ -127,7 +127,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpec:
     """A GPU according to its data sheet, or a processor. Rates are dense, without sparsity.
 
     Attributes:
@@ -277,19 +277,19 @@ class ModelShape:
 DEVICES = {
     device.name: device
     for device in (
-        Device("rtx3090", 24, 936, 35.6, 71, "NVIDIA GA102 GPU architecture whitepaper", r"RTX 3090\b", 23.69),
-        Device("rtx4090", 24, 1008, 82.6, 165.2, "NVIDIA Ada GPU architecture whitepaper", r"RTX 4090\b", 23.65),
-        Device("l40", 48, 864, 90.5, 181.05, "NVIDIA L40 data sheet", r"\bL40\b", 44.4),
-        Device("l40s", 48, 864, 91.6, 362, "NVIDIA L40S data sheet", r"\bL40S\b", 44.4),
-        Device("a100-80", 80, 2039, 19.5, 312, "NVIDIA A100 data sheet (SXM)", r"\bA100\b.*80GB", 79.15),
-        Device("h100", 80, 3350, 67, 989, "NVIDIA H100 data sheet (SXM)", r"\bH100\b", 79.11),
-        Device("h200", 141, 4800, 67, 989, "NVIDIA H200 data sheet (SXM)", r"\bH200\b", 139.81),
-        Device("cpu", 64, 40, 1, 1, "nominal share of a server's processor, not a data sheet figure"),
+        DeviceSpec("rtx3090", 24, 936, 35.6, 71, "NVIDIA GA102 GPU architecture whitepaper", r"RTX 3090\b", 23.69),
+        DeviceSpec("rtx4090", 24, 1008, 82.6, 165.2, "NVIDIA Ada GPU architecture whitepaper", r"RTX 4090\b", 23.65),
+        DeviceSpec("l40", 48, 864, 90.5, 181.05, "NVIDIA L40 data sheet", r"\bL40\b", 44.4),
+        DeviceSpec("l40s", 48, 864, 91.6, 362, "NVIDIA L40S data sheet", r"\bL40S\b", 44.4),
+        DeviceSpec("a100-80", 80, 2039, 19.5, 312, "NVIDIA A100 data sheet (SXM)", r"\bA100\b.*80GB", 79.15),
+        DeviceSpec("h100", 80, 3350, 67, 989, "NVIDIA H100 data sheet (SXM)", r"\bH100\b", 79.11),
+        DeviceSpec("h200", 141, 4800, 67, 989, "NVIDIA H200 data sheet (SXM)", r"\bH200\b", 139.81),
+        DeviceSpec("cpu", 64, 40, 1, 1, "nominal share of a server's processor, not a data sheet figure"),
     )
 }
 
 
-def reported_device(name: str) -> Device | None:
+def reported_device(name: str) -> DeviceSpec | None:
     """The GPU that a driver reports under this name; None if it is not in the table."""
     return next((device for device in DEVICES.values() if device.is_gpu and re.search(device.reported, name)), None)
 
@@ -297,10 +297,10 @@ def reported_device(name: str) -> Device | None:
 LINKS = {
     link.name: link
     for link in (
-        Link("10gbe", 50, 1.25, "line rate of 10 Gbit/s; latency of a small message over TCP"),
-        Link("25gbe", 40, 3.125, "line rate of 25 Gbit/s; latency of a small message over TCP"),
-        Link("pcie4", 20, 12, "PCIe 4.0 x16, as reached by peer-to-peer copies or by two copies through pinned memory"),
-        Link("nvlink", 10, 250, "NVLink 3 of an A100: 300 GB/s in one direction, less protocol"),
+        LinkSpec("10gbe", 50, 1.25, "line rate of 10 Gbit/s; latency of a small message over TCP"),
+        LinkSpec("25gbe", 40, 3.125, "line rate of 25 Gbit/s; latency of a small message over TCP"),
+        LinkSpec("pcie4", 20, 12, "PCIe 4.0 x16, as reached by peer-to-peer copies or by two copies through pinned memory"),
+        LinkSpec("nvlink", 10, 250, "NVLink 3 of an A100: 300 GB/s in one direction, less protocol"),
     )
 }
 

@@ -25,9 +25,9 @@ def gpu(cuda: FakeCuda) -> GpuDevice:
 def test_a_mark_is_passed_when_the_work_before_it_is_done() -> None:
     cuda = FakeCuda()
     device = gpu(cuda)
-    began = device.mark()
+    began = device.record_event()
     cuda.give(0.03)
-    ended = device.mark()
+    ended = device.record_event()
     assert not ended.has_passed
     with pytest.raises(RuntimeError, match="before it was reached"):
         _ = ended.seconds
@@ -47,7 +47,7 @@ def test_marks_tell_the_hosts_time_however_long_ago_the_device_was_idle() -> Non
         marks = []
         for _ in range(4):
             cuda.give(0.5)
-            marks.append(device.mark())
+            marks.append(device.record_event())
         marks[-1].wait()
         assert [mark.seconds - launched for mark in marks] == pytest.approx([0.5, 1.0, 1.5, 2.0], abs=NEAR)
 
@@ -57,12 +57,12 @@ def test_a_stream_beside_does_not_wait_unless_it_joins() -> None:
     device = gpu(cuda)
     with device.beside("copies"):
         cuda.give(0.02)
-        copied = device.mark()
+        copied = device.record_event()
     cuda.give(0.005)
-    computed = device.mark()
+    computed = device.record_event()
     copied.join()
     cuda.give(0.001)
-    joined = device.mark()
+    joined = device.record_event()
     start = cuda.now
     joined.wait()
     assert [mark.seconds - start for mark in (computed, copied, joined)] == pytest.approx([0.005, 0.02, 0.021], abs=NEAR)
@@ -94,10 +94,10 @@ def test_spans_last_until_the_device_has_done_the_work() -> None:
     recorder, launched = Recorder(Pacer(None, 1), device), cuda.now
     with recorder.span("2F17", "dec", Load(3)):
         cuda.give(0.03)
-    began = recorder.mark()
+    began = recorder.record_event()
     with device.beside("send"):
         cuda.give(0.1)
-        sent = device.mark()
+        sent = device.record_event()
     recorder.add("2>3@17", "transfer", began, sent)
     assert recorder.take_spans() == (), "a span was told before its end"
     cuda.advance(0.05)
@@ -115,10 +115,10 @@ def test_a_transfer_that_ends_before_its_begin_is_passed_is_recorded_later() -> 
     device = gpu(cuda)
     recorder, launched = Recorder(Pacer(None, 1), device), cuda.now
     cuda.give(0.1)
-    began = recorder.mark()
+    began = recorder.record_event()
     with device.beside("send"):
         cuda.give(0.02)
-        sent = device.mark()
+        sent = device.record_event()
     recorder.add("0>1@17", "transfer", began, sent)
     cuda.advance(0.05)
     assert sent.has_passed and not began.has_passed
@@ -166,7 +166,7 @@ def test_the_stopwatch_stops_when_the_device_has_finished() -> None:
 def test_a_cpu_has_passed_every_mark() -> None:
     device = device_of(CPU)
     assert isinstance(device, HostDevice)
-    before, mark, after = time.perf_counter(), device.mark(), time.perf_counter()
+    before, mark, after = time.perf_counter(), device.record_event(), time.perf_counter()
     assert mark.has_passed and before <= mark.seconds <= after
     mark.wait()
     with device.beside("anything"):

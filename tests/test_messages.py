@@ -13,7 +13,7 @@ from pipedec.core import (
     Accepted,
     Completion,
     Metrics,
-    Opening,
+    NewRequest,
     PipedecError,
     SamplingParams,
     StructuredOutputs,
@@ -154,8 +154,10 @@ def test_verdicts_arrive_as_they_were(verdict: Verdict) -> None:
 
 @pytest.mark.parametrize("sampling", [FULL, SamplingParams(), *STRUCTURED])
 def test_openings_arrive_as_they_were(sampling: SamplingParams) -> None:
-    sent = Opening(70_000, sampling, 3, load_dialect("pasta").to_json(), True, (5, 2**40), ((16, 32), (2**40, 16)), 47, (96, 15))
-    assert validated(Opening, json.loads(to_json(sent))) == sent
+    sent = NewRequest(
+        70_000, sampling, 3, load_dialect("pasta").to_json(), True, (5, 2**40), ((16, 32), (2**40, 16)), 47, (96, 15)
+    )
+    assert validated(NewRequest, json.loads(to_json(sent))) == sent
 
 
 METRICS = Metrics(9, 4, 3, 20, 0.25, 1.5, None, 0.125, cached_tokens=32, pauses=2)

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipedec.shipped import reference_pair, reference_threads
 from pipedec.text.prompt import Prompter, load_tokenizer, same_tokenizer
 from pipedec.threads import Sequence, load_dialect
-from recipes.thread_models.answers import Asked, ModelAnswers
+from recipes.thread_models.answers import ModelAnswers, SeededPrompt
 from recipes.thread_models.figures import agreement, text_of
 from recipes.thread_models.report import THREADS_CARD, thread_card
-from recipes.thread_models.rows import Writer
+from recipes.thread_models.rows import RowWriter
 
 SHIPPED = reference_threads()
 TARGET, DRAFT = SHIPPED / "target", SHIPPED / "draft"
@@ -36,12 +36,12 @@ ONE_PIECE = "A farmer has 15 cows and buys 7 more. Then he sells 4. How many cow
 
 
 @pytest.fixture(scope="module")
-def writer() -> Writer:
+def writer() -> RowWriter:
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    return Writer(tokenizer, ["apar", "pasta"], tokenizer.eos_token_id)
+    return RowWriter(tokenizer, ["apar", "pasta"], tokenizer.eos_token_id)
 
 
-def answers(path: Path, writer: Writer, dialect: str, max_tokens: int = 160) -> ModelAnswers:
+def answers(path: Path, writer: RowWriter, dialect: str, max_tokens: int = 160) -> ModelAnswers:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     return ModelAnswers(model, writer.bound[dialect], (writer.end_token_id,), max_tokens)
@@ -67,7 +67,7 @@ def test_their_cards_say_what_was_measured() -> None:
     assert held_out["plain"]["all"]["circles"] < 0.1
 
 
-def test_a_prompt_without_a_dialect_is_the_reference_pairs(writer: Writer) -> None:
+def test_a_prompt_without_a_dialect_is_the_reference_pairs(writer: RowWriter) -> None:
     before, after = (
         Prompter(path, 2048).token_ids(ONE_PIECE, raw=False, max_tokens=1) for path in (reference_pair() / "target", TARGET)
     )
@@ -77,24 +77,24 @@ def test_a_prompt_without_a_dialect_is_the_reference_pairs(writer: Writer) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["apar", "pasta"])
-def test_long_parts_are_answered_in_threads(writer: Writer, dialect: str) -> None:
+def test_long_parts_are_answered_in_threads(writer: RowWriter, dialect: str) -> None:
     target = answers(TARGET, writer, dialect)
-    said = target.answer([Asked(writer.prompt(prompt, dialect)) for prompt in (*FORKED[dialect], ONE_PIECE)])
+    said = target.answer([SeededPrompt(writer.prompt(prompt, dialect)) for prompt in (*FORKED[dialect], ONE_PIECE)])
     assert sum(len(sequence.threads) >= 2 for sequence in said[:-1]) >= 2
     assert len(said[-1].threads) == 1 and "cows" in text_of(said[-1], writer.decode)
-    (plain,) = target.answer([Asked(writer.prompt(FORKED[dialect][0], None))])
+    (plain,) = target.answer([SeededPrompt(writer.prompt(FORKED[dialect][0], None))])
     assert len(plain.threads) == 1 and not control(plain, writer, dialect)
 
 
-def control(sequence: Sequence, writer: Writer, dialect: str) -> set[int]:
+def control(sequence: Sequence, writer: RowWriter, dialect: str) -> set[int]:
     return {token.token_id for token in sequence.document()} & writer.bound[dialect].control
 
 
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("dialect", ["apar", "pasta"])
-def test_the_draft_foresees_the_targets_answers(writer: Writer, dialect: str) -> None:
+def test_the_draft_foresees_the_targets_answers(writer: RowWriter, dialect: str) -> None:
     target = answers(TARGET, writer, dialect)
-    asked = [Asked(writer.prompt(prompt, dialect)) for prompt in FORKED[dialect]]
+    asked = [SeededPrompt(writer.prompt(prompt, dialect)) for prompt in FORKED[dialect]]
     answered = list(zip((one.prompt_ids for one in asked), target.answer(asked), strict=True))
     figures = agreement(answers(DRAFT, writer, dialect).model, answered)
     assert figures["top1"] > 0.45 and figures["top16"] > 0.85

@@ -41,10 +41,10 @@ class Stopwatch:
         device, times_us = self.marked or device_of(self.device), []
         for _ in range(_WARM_UP + self.repeats):
             prepared = prepare()
-            device.mark().wait()
-            began = device.mark()
+            device.record_event().wait()
+            began = device.record_event()
             run(prepared)
-            ended = device.mark()
+            ended = device.record_event()
             ended.wait()
             times_us.append((ended.seconds - began.seconds) * 1e6)
         return spread(times_us[_WARM_UP:])

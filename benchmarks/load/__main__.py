@@ -17,12 +17,12 @@ from benchmarks.load.random_prompts import random_prompts
 from benchmarks.load.replayed import OnReplay
 from pipedec.bench.load.benchmark import bench_load
 from pipedec.bench.load.figures import draw, load_figure
-from pipedec.bench.load.flags import EmulatedFlags, LoadFlags
+from pipedec.bench.load.flags import LoadFlags, LoadPipelineFlags
 from pipedec.bench.load.questions import Conversation, drawn_in_turn, led_by
 from pipedec.bench.load.summary import load_table, row_name
 from pipedec.bench.options import Drawing
 from pipedec.bench.record import ROWS_FILE, append_rows
-from pipedec.cli.benchmarks.shared import ProgressBar, QuestionFlags, check_directory, print_files, question_options
+from pipedec.cli.benchmarks.shared import BenchPromptFlags, ProgressBar, check_directory, print_files, question_options
 from pipedec.cli.running import refuse_flags
 from pipedec.core import UserError
 from pipedec.flags import Help, options_of, own_options, partial_of, run_command
@@ -35,7 +35,7 @@ _OF_THE_REPLAY = (
 
 
 @dataclass(frozen=True)
-class ReplayFlags(EmulatedFlags):
+class ReplayFlags(LoadPipelineFlags):
     """An emulated pipeline through which recorded answers pass, or llama.cpp."""
 
     recording: Annotated[Path | None, Help("Directory of recorded answers; missing ones are recorded.", "DIR")] = None
@@ -54,7 +54,7 @@ def load(
     where: ReplayFlags,
     offered: LoadFlags,
     configured: Callable[..., ReplayedLoadConfig],
-    asked: QuestionFlags,
+    asked: BenchPromptFlags,
     drawing: Drawing,
     out: Annotated[Path, Help("Directory of the results: rows.jsonl and pictures.", "DIR")],
 ) -> None:
@@ -93,7 +93,7 @@ def load(
     print_files(out / ROWS_FILE, *files)
 
 
-def _place(where: ReplayFlags, asked: QuestionFlags, own_work: bool, request: PromptRequest) -> OnReplay | OnLlamaCpp:
+def _place(where: ReplayFlags, asked: BenchPromptFlags, own_work: bool, request: PromptRequest) -> OnReplay | OnLlamaCpp:
     if where.llama_cpp is not None:
         refuse_flags(_OF_THE_REPLAY, "--llama-cpp is a place of its own: leave this out")
         return OnLlamaCpp(where.llama_cpp)
@@ -105,7 +105,7 @@ def _place(where: ReplayFlags, asked: QuestionFlags, own_work: bool, request: Pr
 def _conversations(
     where: ReplayFlags,
     offered: LoadFlags,
-    asked: QuestionFlags,
+    asked: BenchPromptFlags,
     config: ReplayedLoadConfig,
     place: OnReplay | OnLlamaCpp,
     request: PromptRequest,

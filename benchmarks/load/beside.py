@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 
 from benchmarks.alternatives.llama_cpp import NAME, LlamaCpp
-from pipedec.bench.load.places import Load, Place
+from pipedec.bench.load.places import OfferedLoad, Place
 from pipedec.bench.load.policy import Policy
-from pipedec.bench.load.served import Outcome, Served
+from pipedec.bench.load.served import LoadOutcome, ServedRequest
 from pipedec.bench.prompts import DrawnPrompt
 from pipedec.bench.record import Row
 from pipedec.core import UserError
@@ -36,14 +36,14 @@ class OnLlamaCpp(Place):
     def cluster(self) -> Row:
         return {"preset": None, "run": NAME, "stages": 1, "model": str(self._model)}
 
-    def offer(self, load: Load) -> Outcome:
+    def offer(self, load: OfferedLoad) -> LoadOutcome:
         prompts = [prompt for prompt, *_ in load.conversations]
         if any(prompt.request.sampling.is_stochastic for prompt in prompts):
             raise UserError(f"{NAME} is measured with greedy answers: leave out --temperature")
         longest = max(len(prompt.token_ids) + prompt.request.sampling.max_tokens for prompt in prompts)
         loaded = LlamaCpp(self._model, longest + 8, load.max_num_seqs)
-        left, open_ = list(reversed(prompts)), set[Future[Served]]()
-        served: list[Future[Served]] = []
+        left, open_ = list(reversed(prompts)), set[Future[ServedRequest]]()
+        served: list[Future[ServedRequest]] = []
         began = time.perf_counter()
         with ThreadPoolExecutor(len(prompts)) as threads:
             while left or open_:
@@ -55,12 +55,12 @@ class OnLlamaCpp(Place):
                 ended, open_ = wait(open_, patience, FIRST_COMPLETED) if open_ else (set(), open_)
                 for _ in ended:
                     load.on_end()
-        return Outcome(tuple(one.result() for one in served))
+        return LoadOutcome(tuple(one.result() for one in served))
 
 
-def _served(loaded: LlamaCpp, prompt: DrawnPrompt, began: float) -> Served:
+def _served(loaded: LlamaCpp, prompt: DrawnPrompt, began: float) -> ServedRequest:
     submitted, events = time.perf_counter() - began, list[tuple[float, int]]()
     sampling = prompt.request.sampling
     loaded.stream(prompt.token_ids, sampling.max_tokens, lambda: events.append((time.perf_counter() - began, 1)))
     ended = time.perf_counter() - began
-    return Served(prompt.prompt_set, prompt.index, len(prompt.token_ids), submitted, tuple(events), ended)
+    return ServedRequest(prompt.prompt_set, prompt.index, len(prompt.token_ids), submitted, tuple(events), ended)

@@ -8,10 +8,10 @@ from statistics import fmean
 from typing import Annotated
 
 from pipedec.bench.load.arrivals import AtTimes, Pattern
-from pipedec.bench.load.benchmark import LoadConfig, Measured
+from pipedec.bench.load.benchmark import LoadConfig, MeasuredLoad
 from pipedec.bench.load.places import Place
 from pipedec.bench.load.questions import Conversation
-from pipedec.bench.load.served import Outcome
+from pipedec.bench.load.served import LoadOutcome
 from pipedec.bench.options import Positive
 from pipedec.bench.record import Row
 from pipedec.core import UserError
@@ -52,7 +52,7 @@ class ReplayedLoadConfig(LoadConfig):
         return sum(2 * self.count(pattern) + 1 for pattern in self.patterns) * len(self.policies) * len(self.max_num_seqs)
 
 
-def disturbed(measured: Measured, place: Place, intruder: Conversation) -> Row:
+def disturbed(measured: MeasuredLoad, place: Place, intruder: Conversation) -> Row:
     """Offer the same load once more, with the intruder. Returns the row's field ``intruder``."""
     others = measured.load.conversations
     begun = max(one.events[0][0] for one in measured.outcome.served)
@@ -62,7 +62,7 @@ def disturbed(measured: Measured, place: Place, intruder: Conversation) -> Row:
     )
 
 
-def disturbance(alone: Outcome, disturbed: Outcome) -> Row:
+def disturbance(alone: LoadOutcome, disturbed: LoadOutcome) -> Row:
     """Compare the other requests of ``disturbed`` with the same requests of ``alone``, while the last one is prefilled.
 
     Returns their time per token in ms, with the last request and without it.

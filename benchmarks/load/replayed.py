@@ -18,13 +18,13 @@ import torch
 
 from benchmarks.load.random_prompts import RANDOM, continued, random_tokens
 from benchmarks.policy.drafter import RecordedDrafter
-from benchmarks.policy.recording import DraftMemo, Recording
+from benchmarks.policy.recording import AnswerRecording, DraftMemo
 from benchmarks.policy.replay import ReplayedAnswer, ReplayedPipeline, WatchedExperience
 from pipedec.bench.load.arrivals import Arrivals
-from pipedec.bench.load.places import Load, Place
+from pipedec.bench.load.places import OfferedLoad, Place
 from pipedec.bench.load.policy import Policy
 from pipedec.bench.load.questions import Conversation
-from pipedec.bench.load.served import KVUse, Outcome, Served
+from pipedec.bench.load.served import KVUse, LoadOutcome, ServedRequest
 from pipedec.bench.prompts import DrawnPrompt
 from pipedec.bench.record import Row, plain
 from pipedec.bench.sweep.pipelines import Shape, pair_digest
@@ -44,7 +44,7 @@ _RECORDED_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
-class Job:
+class OfferedRequest:
     """A request to offer, and the answer that the target gives.
 
     Attributes:
@@ -57,14 +57,14 @@ class Job:
     request: Request
     answer: tuple[int, ...]
     turn: int = 1
-    following: Job | None = None
+    following: OfferedRequest | None = None
 
 
 @dataclass
-class _Submitted:
+class _SubmittedRequest:
     """A request between the client and the end of its answer: when it came, in seconds and in timesteps of the pipeline."""
 
-    job: Job
+    job: OfferedRequest
     request: Request
     seconds: float
     timestep: int
@@ -72,7 +72,7 @@ class _Submitted:
 
 
 @dataclass
-class _Line:
+class _WaitingLine:
     """Requests between the client and the pipeline: those that arrive wait until there is a place for them.
 
     Attributes:
@@ -82,14 +82,14 @@ class _Line:
 
     pipeline: ReplayedPipeline
     arrivals: Arrivals
-    jobs: deque[Job]
+    jobs: deque[OfferedRequest]
     max_num_seqs: int
-    on_submit: Callable[[int, Job], None]
-    submitted: dict[int, _Submitted] = field(default_factory=dict)
-    served: dict[int, Served] = field(default_factory=dict)
+    on_submit: Callable[[int, OfferedRequest], None]
+    submitted: dict[int, _SubmittedRequest] = field(default_factory=dict)
+    served: dict[int, ServedRequest] = field(default_factory=dict)
     rows: int = 0
-    _waiting: deque[_Submitted] = field(default_factory=deque)
-    _following: deque[Job] = field(default_factory=deque)
+    _waiting: deque[_SubmittedRequest] = field(default_factory=deque)
+    _following: deque[OfferedRequest] = field(default_factory=deque)
 
     @property
     def unfinished(self) -> int:
@@ -116,10 +116,10 @@ class _Line:
         self._end(answer, submitted)
         return True
 
-    def _end(self, answer: ReplayedAnswer, submitted: _Submitted) -> None:
+    def _end(self, answer: ReplayedAnswer, submitted: _SubmittedRequest) -> None:
         number, metrics, job = answer.request.number, answer.metrics, submitted.job
         self.rows += answer.rows
-        self.served[number] = Served(
+        self.served[number] = ServedRequest(
             job.prompt.prompt_set, job.prompt.index, len(job.prompt.token_ids), submitted.seconds, tuple(answer.events),
             self.pipeline.clock.seconds(), answer.began - submitted.seconds, metrics.timesteps, metrics.hits, metrics.misses,
             metrics.draft_tokens, turn=job.turn, cached_tokens=metrics.cached_tokens, pauses=metrics.pauses,
@@ -136,19 +136,19 @@ class _Line:
         for due in self.arrivals.due(now, self.unfinished):
             self._submit(self.jobs.popleft(), due)
 
-    def _submit(self, job: Job, seconds: float) -> None:
+    def _submit(self, job: OfferedRequest, seconds: float) -> None:
         number = len(self.submitted)
-        submitted = _Submitted(job, replace(job.request, number=number), seconds, self.pipeline.timesteps)
+        submitted = _SubmittedRequest(job, replace(job.request, number=number), seconds, self.pipeline.timesteps)
         self.submitted[number] = submitted
         self._waiting.append(submitted)
         self.on_submit(number, job)
 
-    def _begin(self, submitted: _Submitted) -> None:
+    def _begin(self, submitted: _SubmittedRequest) -> None:
         try:
             self.pipeline.begin(submitted.request, submitted.job.answer)
         except UserError as error:
             now, prompt = self.pipeline.clock.seconds(), submitted.job.prompt
-            self.served[submitted.request.number] = Served(
+            self.served[submitted.request.number] = ServedRequest(
                 prompt.prompt_set, prompt.index, len(prompt.token_ids), submitted.seconds, (), now, turn=submitted.job.turn,
                 refused=str(error),
             )  # fmt: skip
@@ -156,25 +156,25 @@ class _Line:
 
 def offer(
     pipeline: ReplayedPipeline,
-    jobs: list[Job],
+    jobs: list[OfferedRequest],
     arrivals: Arrivals,
     max_num_seqs: int,
-    on_submit: Callable[[int, Job], None] = lambda number, job: None,
+    on_submit: Callable[[int, OfferedRequest], None] = lambda number, job: None,
     on_end: Callable[[], None] = lambda: None,
-) -> Outcome:
+) -> LoadOutcome:
     """Offer ``jobs``, in their order, as ``arrivals`` says, and the turns that follow them. Numbers count submissions.
 
     Args:
         on_submit: called with the number of each request before it begins.
         on_end: called after each answer.
     """
-    line = _Line(pipeline, arrivals, deque(jobs), max_num_seqs, on_submit)
+    line = _WaitingLine(pipeline, arrivals, deque(jobs), max_num_seqs, on_submit)
     while arrivals.left or line.unfinished:
         for answer in pipeline.run(line.admit):
             if line.take(answer):
                 on_end()
     served = tuple(line.served[number] for number in sorted(line.served))
-    return Outcome(served, pipeline.timesteps, line.rows, pipeline.own_seconds, pipeline.fill)
+    return LoadOutcome(served, pipeline.timesteps, line.rows, pipeline.own_seconds, pipeline.fill)
 
 
 class OnReplay(Place):
@@ -192,7 +192,7 @@ class OnReplay(Place):
         self._spec = shape.spec
         self._recording = None
         if recording is not None:
-            self._recording = Recording(recording, pair_digest(self._spec), plain(asked.sampling))
+            self._recording = AnswerRecording(recording, pair_digest(self._spec), plain(asked.sampling))
         self._memos: dict[tuple[int, ...], tuple[DrawnPrompt, DraftMemo]] = {}
 
     @property
@@ -211,7 +211,7 @@ class OnReplay(Place):
     def vocabulary(self) -> int:
         return ModelConfig.from_directory(self._spec.target).vocab_size
 
-    def offer(self, load: Load) -> Outcome:
+    def offer(self, load: OfferedLoad) -> LoadOutcome:
         emulation = self._spec.emulation
         assert emulation is not None
         jobs = self._jobs(load.conversations, load.policy)
@@ -220,7 +220,7 @@ class OnReplay(Place):
         drafter, experience = self._drafter(load.policy, memos, draft_kv), WatchedExperience(self._spec.topology.num_groups)
         pipeline = ReplayedPipeline(emulation, self._spec.topology, drafter, experience, kv)
 
-        def on_submit(number: int, job: Job) -> None:
+        def on_submit(number: int, job: OfferedRequest) -> None:
             memos[number] = self._memo(job.prompt)
 
         gc.collect()
@@ -238,7 +238,7 @@ class OnReplay(Place):
         max_children = max(CHILDREN[-1], policy.limits.get("children") or 0)
         return RecordedDrafter(memos.__getitem__, lambda: self._draft, max_children, kv) if self._spec.draft else None
 
-    def _jobs(self, conversations: Sequence[Conversation], policy: Policy) -> list[Job]:
+    def _jobs(self, conversations: Sequence[Conversation], policy: Policy) -> list[OfferedRequest]:
         """The first turns, each with those that follow it. Answers that are not known are recorded, turn by turn; what is
         recorded of the draft model is read."""
         asked: list[list[tuple[DrawnPrompt, tuple[int, ...]]]] = [[] for _ in conversations]
@@ -256,11 +256,11 @@ class OnReplay(Place):
         bos = None if says.prompt_set == RANDOM else self.prompter.tokenizer.bos_token_id
         return continued(*before[-1], says, bos)
 
-    def _job(self, turns: Sequence[tuple[DrawnPrompt, tuple[int, ...]]], policy: Policy) -> Job:
-        following: Job | None = None
+    def _job(self, turns: Sequence[tuple[DrawnPrompt, tuple[int, ...]]], policy: Policy) -> OfferedRequest:
+        following: OfferedRequest | None = None
         for turn, (prompt, answer) in reversed(list(enumerate(turns, start=1))):
             request = Request(0, prompt.token_ids, prompt.request.sampling, policy.method, policy.options)
-            following = Job(prompt, request, answer, turn, following)
+            following = OfferedRequest(prompt, request, answer, turn, following)
         assert following is not None
         return following
 

@@ -17,7 +17,7 @@ from benchmarks.policy.summary import PolicyFigures, compare, document
 from pipedec.bench.load.policy import Policy
 from pipedec.bench.record import ROWS_FILE, check_writable, read_records
 from pipedec.bench.sweep.rows import SCHEMA, read_rows
-from pipedec.cli.benchmarks.shared import ProgressBar, QuestionFlags, question_options
+from pipedec.cli.benchmarks.shared import BenchPromptFlags, ProgressBar, question_options
 from pipedec.core import UserError
 from pipedec.flags import Help, own_options, partial_of, run_command
 
@@ -32,7 +32,7 @@ _CAUSES = {
 @own_options
 def policy(
     compared: Callable[..., PolicyConfig],
-    asked: QuestionFlags,
+    asked: BenchPromptFlags,
     recording: Annotated[Path, Help("Directory of recorded answers; missing ones are recorded.", "DIR")],
     specs: Annotated[
         tuple[str, ...],

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from pipedec.bench.overhead.no_layers import no_layers, sequence_of
-from pipedec.core import Opening, SamplingParams, Step, Update, Verdict
+from pipedec.core import NewRequest, RequestUpdate, SamplingParams, Step, Verdict
 from pipedec.forest import ThreadChanges
 from pipedec.model import KVCache
 from pipedec.stage.final import FinalLane, FinalStageWorker, SlotTokens
@@ -36,7 +36,7 @@ class KnownAnswer:
     arrivals: list[int] = field(default_factory=list)
 
 
-AnswerOf = Callable[[int, Opening], KnownAnswer]
+AnswerOf = Callable[[int, NewRequest], KnownAnswer]
 
 
 class _NoTokens(SlotTokens):
@@ -59,7 +59,7 @@ class _AnsweringLane(FinalLane):
         now: returns the present timestep.
     """
 
-    def __init__(self, answer: KnownAnswer, now: Callable[[], int], opening: Opening, cache: KVCache, stage: int) -> None:
+    def __init__(self, answer: KnownAnswer, now: Callable[[], int], opening: NewRequest, cache: KVCache, stage: int) -> None:
         plain = replace(opening, sampling=SamplingParams())
         super().__init__(plain, sequence_of(opening, len(answer.token_ids)), cache, "cpu", 1, _NoTokens(), stage)
         self._answer = answer
@@ -98,12 +98,12 @@ class AnsweringStage(FinalStageWorker):
         self._answer_of = answer_of
         self._now = now
 
-    def _new_lane(self, number: int, opening: Opening, cache: KVCache) -> FinalLane:
+    def _new_lane(self, number: int, opening: NewRequest, cache: KVCache) -> FinalLane:
         return _AnsweringLane(self._answer_of(number, opening), self._now, opening, cache, self._stage)
 
     def _reply(
-        self, updates: tuple[Update, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
-    ) -> tuple[Update, ...]:
+        self, updates: tuple[RequestUpdate, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
+    ) -> tuple[RequestUpdate, ...]:
         """The results in the order in which their lanes were opened, after those of lanes that have ended."""
         places = {number: place for place, number in enumerate(self._lanes)}
         results = super()._reply(updates, steps, activations, is_finite)

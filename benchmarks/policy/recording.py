@@ -108,7 +108,7 @@ SCHEMA = "pipedec.recording/1"
 _TokenIds = tuple[int, ...]
 
 
-class Recording:
+class AnswerRecording:
     """One directory. What it contains is not recorded again.
 
     Args:

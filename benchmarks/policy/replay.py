@@ -17,16 +17,16 @@ from torch import Tensor
 from benchmarks.policy.answering_stage import AnsweringStage, KnownAnswer
 from benchmarks.policy.drafter import RecordedDrafter
 from pipedec.bench.overhead.no_layers import no_layers, sequence_of
-from pipedec.core import Envelope, Metrics, Opening, Request
+from pipedec.core import Metrics, NewRequest, Request, StageMessage
 from pipedec.decoding import Batch, Experience
-from pipedec.decoding.acceptance import Acceptance
+from pipedec.decoding.acceptance import AcceptanceModel
 from pipedec.decoding.choices import Choices
 from pipedec.engine.counters import Counters
 from pipedec.engine.emulated_time import EmulatedClock, Pacer
 from pipedec.engine.local import LocalStages
 from pipedec.engine.loop import decode
 from pipedec.engine.recorder import Recorder
-from pipedec.engine.records import Advanced, Ended, Opened, Record, Timestep
+from pipedec.engine.records import Advanced, Record, RequestEnded, RequestOpened, Timestep
 from pipedec.engine.request_pool import RequestPool
 from pipedec.engine.timed_drafter import TimedDrafter
 from pipedec.kv import KVManager
@@ -37,7 +37,7 @@ from pipedec.topology import Topology
 
 
 @dataclass(frozen=True)
-class Losses:
+class TimestepLosses:
     """Timesteps of decoded tokens by cause; all except ``together`` add up to the timesteps of the answer.
 
     Attributes:
@@ -61,13 +61,13 @@ class Losses:
         return self.first + self.tokens + self.late + self.named + self.unnamed
 
     @classmethod
-    def total(cls, several: Iterable[Losses]) -> Losses:
+    def total(cls, several: Iterable[TimestepLosses]) -> TimestepLosses:
         """The sums over several answers."""
         columns = zip(*(asdict(losses).values() for losses in several), strict=True)
         return cls(*(sum(column) for column in columns))
 
 
-def losses(entries: Sequence[int], is_proposed: Sequence[bool], passage: int) -> Losses:
+def losses(entries: Sequence[int], is_proposed: Sequence[bool], passage: int) -> TimestepLosses:
     """The timesteps of one answer by cause.
 
     Args:
@@ -76,18 +76,20 @@ def losses(entries: Sequence[int], is_proposed: Sequence[bool], passage: int) ->
         passage: timesteps from a row's entry to its verdict.
     """
     if not entries:
-        return Losses()
-    found = Losses(first=entries[0] - 1 + passage)
+        return TimestepLosses()
+    found = TimestepLosses(first=entries[0] - 1 + passage)
     steps = [after - before for before, after in pairwise(entries)]
-    return Losses.total([found, *(_of_token(step, named, passage) for step, named in zip(steps, is_proposed[1:], strict=True))])
+    return TimestepLosses.total(
+        [found, *(_of_token(step, named, passage) for step, named in zip(steps, is_proposed[1:], strict=True))]
+    )
 
 
-def _of_token(step: int, is_proposed: bool, passage: int) -> Losses:
+def _of_token(step: int, is_proposed: bool, passage: int) -> TimestepLosses:
     if step == 0:
-        return Losses(together=1)
+        return TimestepLosses(together=1)
     if step < passage:
-        return Losses(tokens=1, late=step - 1)
-    return Losses(tokens=1, named=step - 1) if is_proposed else Losses(tokens=1, unnamed=step - 1)
+        return TimestepLosses(tokens=1, late=step - 1)
+    return TimestepLosses(tokens=1, named=step - 1) if is_proposed else TimestepLosses(tokens=1, unnamed=step - 1)
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Replayed:
     hits: int
     misses: int
     decode_ms: float
-    losses: Losses
+    losses: TimestepLosses
 
 
 _T = TypeVar("_T")
@@ -111,11 +113,11 @@ class WatchedExperience(Experience):
     def __init__(self, passage: int) -> None:
         super().__init__(passage)
         self._is_proposed: list[bool] = []
-        self._watched: dict[int, Acceptance] = {}  # by the identity of what is watched: who shares it is scored together
+        self._watched: dict[int, AcceptanceModel] = {}  # by the identity of what is watched: who shares it is scored together
 
     def learned(self, request: Request, kind: type[_T], *args: Any) -> _T:
         known: Any = super().learned(request, kind, *args)
-        if isinstance(known, Acceptance):
+        if isinstance(known, AcceptanceModel):
             known = self._watched.setdefault(id(known), _WatchedAcceptance(known, self._is_proposed))
         return cast(_T, known)
 
@@ -129,10 +131,10 @@ class WatchedExperience(Experience):
         return is_proposed
 
 
-class _WatchedAcceptance(Acceptance):
+class _WatchedAcceptance(AcceptanceModel):
     """Records the result of ``observe`` for every accepted token."""
 
-    def __init__(self, watched: Acceptance, is_proposed: list[bool]) -> None:
+    def __init__(self, watched: AcceptanceModel, is_proposed: list[bool]) -> None:
         self._watched = watched
         self._is_proposed = is_proposed
 
@@ -268,14 +270,14 @@ class ReplayedPipeline:
             pass
         return replayed.cost(self._groups)
 
-    def _known(self, number: int, opening: Opening) -> KnownAnswer:
+    def _known(self, number: int, opening: NewRequest) -> KnownAnswer:
         return self._answers[number].known
 
     def _note(self, record: Record) -> None:
         match record:
             case Timestep():
                 self._note_timestep(record)
-            case Opened() if not self._answers[record.number].has_opened:
+            case RequestOpened() if not self._answers[record.number].has_opened:
                 replayed = self._answers[record.number]
                 replayed.has_opened, replayed.began = True, self.clock.seconds()
             case Advanced():
@@ -283,7 +285,7 @@ class ReplayedPipeline:
                 replayed.events.append((self.clock.seconds(), len(record.verdict.tokens)))
                 if record.verdict.finished and self._drafter is not None:
                     replayed.drafted = self._drafter.proposed(record.number, replayed.answer)  # before the method closes it
-            case Ended():
+            case RequestEnded():
                 self._answers[record.number].finished = record.reason
 
     def _note_timestep(self, timestep: Timestep) -> None:
@@ -297,6 +299,6 @@ class ReplayedPipeline:
             self.kv_slots.append(self._kv.used_slots)
 
 
-def _rows_of(message: Envelope) -> dict[int, int]:
+def _rows_of(message: StageMessage) -> dict[int, int]:
     """The number of rows of each request."""
     return {update.number: update.step.num_rows for update in message.updates if update.step is not None}

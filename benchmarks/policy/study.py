@@ -15,14 +15,14 @@ import torch
 from msgspec.structs import replace
 
 from benchmarks.policy.drafter import RecordedDrafter
-from benchmarks.policy.recording import DraftMemo, Recording
+from benchmarks.policy.recording import AnswerRecording, DraftMemo
 from benchmarks.policy.replay import Replayed, ReplayedPipeline, WatchedExperience
 from pipedec.bench.load.policy import Policy
 from pipedec.bench.options import Drawing, Preset, StageCount
 from pipedec.bench.progress import SweepProgress
 from pipedec.bench.prompts import DrawnPrompt, draw
 from pipedec.bench.record import Row, plain
-from pipedec.bench.sweep.pipelines import Pair, Shape, emulated, pair_digest
+from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated, pair_digest
 from pipedec.bench.sweep.runners import OneProcess
 from pipedec.config import ClusterConfig, Settings
 from pipedec.core import Request, SamplingParams, UserError
@@ -53,7 +53,7 @@ class PolicyConfig(Drawing):
     policies: tuple[Policy, ...]
     stages: StageCount = None
     sampling: SamplingParams = SamplingParams(max_tokens=64)
-    pair: Pair = Pair()
+    pair: ModelPair = ModelPair()
 
     def __post_init__(self) -> None:
         self.cluster.find_partition(self.preset)
@@ -102,7 +102,7 @@ class Study:
         self._spec = config.shape.spec
         self._memos: list[DraftMemo] = []  # by request number
         self._pipelines = {policy: self._pipeline(policy) for policy in config.policies}
-        self._recording = Recording(directory, **config.origin)
+        self._recording = AnswerRecording(directory, **config.origin)
         for policy in config.policies:  # raises for a policy that cannot run, before anything is recorded
             self._pipelines[policy].check(self._request(policy, 0, (0,)))
         prompter = Prompter(self._spec.target, ModelConfig.from_directory(self._spec.target).max_positions)

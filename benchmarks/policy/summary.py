@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from pandas import Categorical, DataFrame
 
-from benchmarks.policy.replay import Losses, Replayed
+from benchmarks.policy.replay import Replayed, TimestepLosses
 from benchmarks.policy.study import PolicyAnswer, PolicyConfig
 from pipedec.bench.load.policy import LIMITS
 from pipedec.bench.record import Row, header, plain
@@ -25,7 +25,7 @@ from pipedec.core import SamplingParams, UserError
 
 SCHEMA = "pipedec.policy/1"
 _SETS = ["policy", "prompt_set"]
-_CAUSES = [field.name for field in fields(Losses)]
+_CAUSES = [field.name for field in fields(TimestepLosses)]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class PolicyFigures:
 
     Attributes:
         totals: by policy and prompt set, as ``report.statistics.totals``; times are emulated.
-        causes: by policy and prompt set, the fields of ``Losses``.
+        causes: by policy and prompt set, the fields of ``TimestepLosses``.
         means: by policy, over prompt sets: ms_per_token, timesteps_per_token, hit_rate, timesteps_per_miss (beyond one per hit;
             NaN without misses) and speedup over the first policy.
         causes_per_token: by policy, over prompt sets: timesteps per decoded token by cause, which add up to

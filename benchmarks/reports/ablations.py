@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from pipedec.bench.report.frames import NoFigure, Variant, count_answers, select, variants
 from pipedec.bench.report.looks import BASELINE
 from pipedec.bench.report.selection import REFERENCE_GROUPS, bita_preference, one_bita, over_equal_cases
-from pipedec.bench.sweep.rows import BITA, PROMPTINGS, Pipeline, TrainedBita, Tree
+from pipedec.bench.sweep.rows import BITA, PROMPTINGS, PipelineColumns, TrainedBita, Tree
 
 _SHAPES = ("straightforward", "full", "efficient", "likeliest")  # the first three in the order of BiTA Table 4
 
@@ -122,7 +122,7 @@ def _ablation(
     """
     bases = {one.pipeline: one for one in variants(answers) if one.method == BASELINE}
     counts = count_answers(answers)
-    groups: dict[tuple[Pipeline, object], dict[Value, Variant]] = {}
+    groups: dict[tuple[PipelineColumns, object], dict[Value, Variant]] = {}
     for value, fixed, one in entries:
         if one.pipeline in bases:
             group = groups.setdefault((one.pipeline, fixed), {})

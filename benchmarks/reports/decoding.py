@@ -13,11 +13,11 @@ import pandas as pd
 
 from pipedec.bench.report.frames import SAMPLING, NoFigure, Variant, greedy, select, variants
 from pipedec.bench.report.selection import REFERENCE_GROUPS, REFERENCE_TREE, one_tree_each, over_shared_cases
-from pipedec.bench.sweep.rows import Pipeline
+from pipedec.bench.sweep.rows import PipelineColumns
 
 PAPER_SAMPLING = (0.6, 80, 0.9)  # temperature, top-k, top-p (§4.3.3)
 
-_Setting = tuple[Pipeline, tuple[int | None, int | None]]
+_Setting = tuple[PipelineColumns, tuple[int | None, int | None]]
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from pipedec.bench.report.frames import NoFigure, Variant, at, by_variant, promp
 from pipedec.bench.report.looks import BASELINE, METHODS, PROMPT_SETS, method_looks, set_label, shade
 from pipedec.bench.report.selection import REFERENCE_GROUPS, headline, one_tree_each, over_shared_cases, stage_sweep
 from pipedec.bench.report.statistics import by_prompt_set, means, spread, totals
-from pipedec.bench.sweep.rows import Pipeline
+from pipedec.bench.sweep.rows import PipelineColumns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -259,7 +259,7 @@ def misses_figure(answers: pd.DataFrame, title: str | None = None) -> Figure:
 
 def _most_trees(answers: pd.DataFrame) -> pd.DataFrame:
     """The paper's method on the pipeline that ran the most trees; of equals on the paper's, else the longest."""
-    by_pipeline: dict[Pipeline, list[Variant]] = {}
+    by_pipeline: dict[PipelineColumns, list[Variant]] = {}
     for one in variants(answers):
         if one.method == TREE_METHOD and one.tree is not None:
             by_pipeline.setdefault(one.pipeline, []).append(one)

@@ -12,7 +12,7 @@ from benchmarks.skeleton.style import SKELETON, SkeletonOfThought
 from pipedec.bench.threads.answers import Style
 from pipedec.bench.threads.benchmark import ThreadsConfig
 from pipedec.bench.threads.rows import SEQUENTIAL
-from pipedec.cli.benchmarks.shared import OutDirectory, QuestionFlags, question_options
+from pipedec.cli.benchmarks.shared import BenchPromptFlags, OutDirectory, question_options
 from pipedec.cli.benchmarks.threads import measure_threads
 from pipedec.flags import Help, own_options, partial_of, run_command
 
@@ -40,7 +40,7 @@ class SkeletonConfig(ThreadsConfig):
 @partial_of(SkeletonConfig, "measured")
 @question_options
 @own_options
-def skeleton(measured: Callable[..., SkeletonConfig], asked: QuestionFlags, out: OutDirectory) -> None:
+def skeleton(measured: Callable[..., SkeletonConfig], asked: BenchPromptFlags, out: OutDirectory) -> None:
     """Answer every prompt in one thread, in several, and as Skeleton-of-Thought: one row per answer in OUT/rows.jsonl.
 
     Everything else is as `pipedec bench threads` does it.

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 
-from pipedec.bench.threads.answers import Exchange, Reply, Written
+from pipedec.bench.threads.answers import DecodedReply, DecodeRounds, WrittenAnswer
 from pipedec.core import UserError
 from pipedec.messages import PromptRequest
 from pipedec.text.prompt import Prompter
@@ -121,7 +121,7 @@ class SkeletonOfThought:
         """The prompt that asks for the skeleton."""
         return self._tokenized(prompter, request, SKELETON_PROMPT.format(question=_question(request)), SKELETON_BEGUN)
 
-    def answer(self, exchange: Exchange) -> Written:
+    def answer(self, exchange: DecodeRounds) -> WrittenAnswer:
         """The answer's text is that of the points, each with its number and outline, in the skeleton's order."""
         prompter, request = exchange.prompter, exchange.request
         skeleton = exchange.begin(self.prompt(prompter, request))
@@ -141,11 +141,11 @@ class SkeletonOfThought:
         given = len(prompter.tokenizer.encode(SKELETON_BEGUN, add_special_tokens=False)) + 1  # with the skeleton's first token
         reasons = [reply.finish_reason for reply in (skeleton, *replies) if reply.finish_reason != "stop"]
         metrics = written.metrics(len(plain))
-        return Written(
+        return WrittenAnswer(
             written.document, reasons[0] if reasons else "stop", metrics.text_tokens - min(given, sum(begun)), metrics, +anomalies
         )  # fmt: skip
 
-    def _point_prompt(self, exchange: Exchange, skeleton: str, point: Point) -> tuple[int, ...]:
+    def _point_prompt(self, exchange: DecodeRounds, skeleton: str, point: Point) -> tuple[int, ...]:
         request = exchange.request
         asked = POINT_PROMPT.format(question=_question(request), skeleton=skeleton.rstrip(), number=point.number)
         return self._tokenized(exchange.prompter, request, asked, point.begun)
@@ -171,9 +171,9 @@ class _Parts:
         special: tokens that are no text.
     """
 
-    skeleton: Reply
+    skeleton: DecodedReply
     prompts: Sequence[tuple[int, ...]]
-    replies: Sequence[Reply]
+    replies: Sequence[DecodedReply]
     begun: Sequence[int]
     special: frozenset[int]
 
@@ -211,7 +211,7 @@ class _Parts:
         own = [(len(prompt) - shared, text) for prompt, text in zip(self.prompts, texts, strict=True)]
         return shared + max(sum(prompt + step for prompt, text in own if text >= step) for step in texts)
 
-    def _text_tokens(self, reply: Reply) -> int:
+    def _text_tokens(self, reply: DecodedReply) -> int:
         return sum(token not in self.special for token in reply.token_ids)
 
 

@@ -20,7 +20,7 @@ from pipedec.bench.options import Methods, Positive, Preset, StageCounts
 from pipedec.bench.progress import SweepProgress
 from pipedec.bench.record import Row, plain
 from pipedec.bench.report.markdown import markdown_table
-from pipedec.bench.sweep.pipelines import Pair, Shape, emulated, pair_digest
+from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated, pair_digest
 from pipedec.config import ClusterConfig
 from pipedec.core import Request, SamplingParams, StructuredOutputs
 from pipedec.engine.local import LocalPipeline
@@ -66,7 +66,7 @@ class StructuredConfig:
     methods: Methods = METHOD_NAMES
     questions: Annotated[Positive, Help("How many of the thirty questions, from the first on.")] = 30
     sampling: SamplingParams = SamplingParams(max_tokens=80)
-    pair: Pair = Pair()
+    pair: ModelPair = ModelPair()
 
     def __post_init__(self) -> None:
         for method in self.methods:

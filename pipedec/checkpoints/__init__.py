@@ -16,8 +16,8 @@ from pipedec.checkpoints.digests import (
     weights_digest,
 )
 from pipedec.checkpoints.parts import (
-    Part,
-    Span,
+    CheckpointPart,
+    LayerSpan,
     check_here,
     check_trained_for,
     has_weights,
@@ -34,9 +34,9 @@ __all__ = [
     "COPY_AGAIN",
     "INDEX_FILE",
     "SINGLE_FILE",
+    "CheckpointPart",
     "Digests",
-    "Part",
-    "Span",
+    "LayerSpan",
     "StoredTensor",
     "TensorDigests",
     "TensorFiles",

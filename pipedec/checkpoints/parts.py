@@ -22,7 +22,7 @@ _SHOWN = 3  # files that an error names
 
 
 @dataclass(frozen=True)
-class Span:
+class LayerSpan:
     """Consecutive layers of a model: those of the first stage with the embedding, those of the last with final norm and head."""
 
     layers: range
@@ -31,7 +31,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckpointPart:
     """The files of one checkpoint that a rank reads: always those that describe it, and some of its tensors.
 
     Attributes:
@@ -43,7 +43,7 @@ class Part:
 
     key: str
     model: str
-    spans: tuple[Span, ...] = ()
+    spans: tuple[LayerSpan, ...] = ()
     is_whole: bool = False
 
     @property
@@ -51,9 +51,11 @@ class Part:
         """Whether any tensors are."""
         return self.is_whole or bool(self.spans)
 
-    def __or__(self, other: Part) -> Part:
+    def __or__(self, other: CheckpointPart) -> CheckpointPart:
         """The union of two parts."""
-        return Part(self.key, self.model, tuple(dict.fromkeys(self.spans + other.spans)), self.is_whole or other.is_whole)
+        return CheckpointPart(
+            self.key, self.model, tuple(dict.fromkeys(self.spans + other.spans)), self.is_whole or other.is_whole
+        )
 
     def tensors(self, files: TensorFiles) -> list[str]:
         """The names of the tensors, of a checkpoint with these files."""
@@ -95,7 +97,7 @@ class Part:
         return [file for file in described if not file.is_file()] or [file for file in self.files() if not file.is_file()]
 
 
-def rank_parts(rank: int, layers: Sequence[tuple[int, int]], models: Mapping[str, str | Path | None]) -> list[Part]:
+def rank_parts(rank: int, layers: Sequence[tuple[int, int]], models: Mapping[str, str | Path | None]) -> list[CheckpointPart]:
     """The parts of all models that a rank reads.
 
     Args:
@@ -103,29 +105,29 @@ def rank_parts(rank: int, layers: Sequence[tuple[int, int]], models: Mapping[str
         layers: for each stage, its first layer of the target and the layer after its last.
         models: the checkpoints by key; None for what the pipeline does without.
     """
-    spans = (Span(range(*layers[rank - 1]), rank == 1, rank == len(layers)),) if rank else ()
+    spans = (LayerSpan(range(*layers[rank - 1]), rank == 1, rank == len(layers)),) if rank else ()
     parts = {
-        "target": Part("target", str(models["target"]), spans),
-        "draft": Part("draft", str(models.get("draft")), is_whole=rank == 0),
-        "bita": Part("bita", str(models.get("bita")), is_whole=True),
+        "target": CheckpointPart("target", str(models["target"]), spans),
+        "draft": CheckpointPart("draft", str(models.get("draft")), is_whole=rank == 0),
+        "bita": CheckpointPart("bita", str(models.get("bita")), is_whole=True),
     }
     return [part for key, part in parts.items() if models.get(key) is not None]
 
 
-def merged(parts: Iterable[Part]) -> list[Part]:
+def merged(parts: Iterable[CheckpointPart]) -> list[CheckpointPart]:
     """One part per model: what all of them read together."""
-    found: dict[str, Part] = {}
+    found: dict[str, CheckpointPart] = {}
     for part in parts:
         found[part.key] = found[part.key] | part if part.key in found else part
     return list(found.values())
 
 
-def missing_files(parts: Iterable[Part]) -> list[Path]:
+def missing_files(parts: Iterable[CheckpointPart]) -> list[Path]:
     """The files that are needed and not on this host. UserError for a damaged checkpoint."""
     return [file for part in parts for file in part.missing()]
 
 
-def check_here(parts: Iterable[Part], whose: str) -> None:
+def check_here(parts: Iterable[CheckpointPart], whose: str) -> None:
     """Raises UserError if a file that is needed is not on this host.
 
     Args:
@@ -138,7 +140,7 @@ def check_here(parts: Iterable[Part], whose: str) -> None:
 
 
 def part_digests(
-    parts: Iterable[Part], cache: Path | None, progress: Progress, whatever_is_here: bool = False
+    parts: Iterable[CheckpointPart], cache: Path | None, progress: Progress, whatever_is_here: bool = False
 ) -> dict[str, dict[str, str]]:
     """Digests by model and name: of the tensors of these parts, or of all tensors that this host has. See ``tensor_digests``.
 
@@ -174,7 +176,7 @@ def check_trained_for(bita: Path, target: Path) -> None:
         raise UserError(f"{bita} was trained for another target than {target}: train one for it (pipedec train bita)")
 
 
-def span_shapes(config: ModelConfig, span: Span, known: Iterable[str] = ()) -> dict[str, Shape]:
+def span_shapes(config: ModelConfig, span: LayerSpan, known: Iterable[str] = ()) -> dict[str, Shape]:
     """Name and shape of every tensor that a stage needs, in the order of the model.
 
     Args:

@@ -16,7 +16,7 @@ from rich.table import Table
 from pipedec.cli.options import MinP, StructureFlags, Temperature, TopK, TopP
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console, loading_bars, metrics_table
-from pipedec.client.chat import ClusterPartner, HttpPartner, Message, Partner, Told
+from pipedec.client.chat import ChatAnswer, ClusterPartner, HttpPartner, Message, Partner
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster, resolve_apart
 from pipedec.config import Settings, settings_options
@@ -141,7 +141,7 @@ class Conversation:
         self._partner = partner
         self._leading: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._leading)
-        self._told: list[Told] = []
+        self._told: list[ChatAnswer] = []
 
     def run(self) -> None:
         """Raises PipedecError if there will be no more answers."""
@@ -194,7 +194,7 @@ class Conversation:
         console.print(f"{len(self._told)} answers with {sum(known)} tokens, {len(self._messages)} messages", style="dim")
 
 
-def stats_table(told: Told) -> Table:
+def stats_table(told: ChatAnswer) -> Table:
     """Figures of an answer over HTTP."""
     table = Table(show_header=False)
     table.add_column(style="dim")

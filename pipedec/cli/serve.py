@@ -30,7 +30,7 @@ from pipedec.server.defaults import SamplingDefaults, sampling_defaults
 from pipedec.server.front import Front
 from pipedec.server.listening import Address
 from pipedec.server.logs import LogFormat, log, written_log
-from pipedec.server.metrics import Metrics
+from pipedec.server.metrics import ServerMetrics
 from pipedec.server.observer import Observers
 from pipedec.server.request_log import RequestLog
 from pipedec.server.run import RunOptions, ServerProcess, add_metrics
@@ -184,7 +184,7 @@ def _process(
     settings: ServerSettings, http: HttpFlags, options: RunOptions, listener: socket.socket, url: str,
     cluster: Settings | RunAddress,
 ) -> ServerProcess:  # fmt: skip
-    metrics = Metrics(settings.model_name)
+    metrics = ServerMetrics(settings.model_name)
     front = Front(settings, Observers([metrics, RequestLog(http.enable_log_requests, http.max_log_len)]), int(time.time()))
     app = create_app(front)
     add_metrics(app, metrics)

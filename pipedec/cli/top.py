@@ -24,7 +24,7 @@ from pipedec.cluster.state import RunningCluster, find_run
 from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.flags import Help, options_of
 from pipedec.live.panels import panel
-from pipedec.live.reading import Recording
+from pipedec.live.reading import RecordedFrames
 from pipedec.live.terminal import REDRAW_SECONDS, Screen, Source, shows_colour
 from pipedec.live.view import Frame, RunView, ShownRun
 from pipedec.messages import RunDescription
@@ -75,7 +75,7 @@ def _sources(asked: TopFlags) -> Iterator[list[Source]]:
     sources: list[Source] = []
     try:
         if asked.recording is not None:
-            sources.append(Recording(asked.recording, asked.once or asked.json))
+            sources.append(RecordedFrames(asked.recording, asked.once or asked.json))
         else:
             sources += [RunSource(find_run(*_place(asked.redis, name))) for name in asked.runs or (None,)]
         yield sources

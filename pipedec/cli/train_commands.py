@@ -24,8 +24,8 @@ from pipedec.train.options import (
     DeviceFlags,
     DraftStart,
     PartialRun,
-    PromptFlags,
     Target,
+    TrainingPromptFlags,
     bita_options,
     chosen_pair,
     device_options,
@@ -43,7 +43,7 @@ def shape_options(command: Command) -> Command:
 
 
 @click.command()
-@options_of(PromptFlags, "asked")
+@options_of(TrainingPromptFlags, "asked")
 @run_options
 @options_of(DraftRecipe, "recipe")
 @shape_options
@@ -51,7 +51,7 @@ def shape_options(command: Command) -> Command:
 @moved_flags({"--problems": True}, f"has moved: {_RECIPE} draft")
 @own_options
 def draft(
-    asked: PromptFlags,
+    asked: TrainingPromptFlags,
     run: PartialRun,
     recipe: DraftRecipe,
     shape: dict[str, Any],
@@ -89,7 +89,7 @@ def chosen_start(target: Path | None, draft: Path | None, shape: dict[str, Any])
 @bita_options
 @moved_flags({"--library": False, "--problems": True}, f"has moved: {_RECIPE} bita")
 @own_options
-def bita(asked: PromptFlags, run: PartialRun, recipe: BitaRecipe, device: DeviceFlags, target: Target = None) -> None:
+def bita(asked: TrainingPromptFlags, run: PartialRun, recipe: BitaRecipe, device: DeviceFlags, target: Target = None) -> None:
     """Train BiTA for a frozen target: masks and a prompt that predict tokens ahead, learned from its own greedy answers."""
     asked.check()
     target = target or reference_pair() / "target"

@@ -12,7 +12,7 @@ from msgspec import Meta, structs
 from pipedec.cli.options import MaxTokens, PromptField, RawPrompt, Threads
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
-from pipedec.cli.verify_report import Outcome, Report, Shape, answers_of
+from pipedec.cli.verify_report import ComparedAnswer, Report, Shape, answers_of
 from pipedec.client.running import Running
 from pipedec.config import Settings, settings_options
 from pipedec.config.settings import OPTIONS
@@ -26,7 +26,7 @@ from pipedec.verify.divergence import measured_divergence
 
 
 @dataclass(frozen=True)
-class QuestionFlags:
+class VerifyPromptFlags:
     """The prompts, and how they are answered."""
 
     prompts: Annotated[
@@ -54,12 +54,12 @@ class QuestionFlags:
 
 @click.command()
 @settings_options
-@options_of(QuestionFlags, "asked")
+@options_of(VerifyPromptFlags, "asked")
 @running_options
 @own_options
 def verify(
     settings: Settings,
-    asked: QuestionFlags,
+    asked: VerifyPromptFlags,
     place: RunningFlags,
     shapes: Annotated[
         str | None,
@@ -101,9 +101,9 @@ def _compare_running(cluster: Running, methods: list[str], requests: list[Prompt
     with console.status("Generating the reference answers with pp"):
         asked = _accepted(cluster, requests)
 
-    def outcome(request: PromptRequest, expected: Completion, found: Completion) -> Outcome:
+    def outcome(request: PromptRequest, expected: Completion, found: Completion) -> ComparedAnswer:
         divergence = measured_divergence(cluster.client.ask, request, expected.token_ids, found.token_ids)
-        return Outcome(divergence, len(found.token_ids), found.metrics.timesteps)
+        return ComparedAnswer(divergence, len(found.token_ids), found.metrics.timesteps)
 
     report = Report(f"{len(asked)} prompts against pp on run {cluster.run_id}", cluster.description.settings.numbers.dtype)
     for method in compared:

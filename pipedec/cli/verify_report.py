@@ -19,7 +19,7 @@ Shape = tuple[int, int]  # stages, groups
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ComparedAnswer:
     """One answer: how it differs from the expected one, and what it took."""
 
     divergence: Divergence | None
@@ -37,7 +37,7 @@ class Report:
         for name in ("stages", "groups", "method", "equal", "near ties", "tokens", "timesteps per token"):
             self._table.add_column(name, justify="left" if name == "method" else "right")
 
-    def add(self, shape: Shape, method: str, outcomes: Iterable[Outcome]) -> None:
+    def add(self, shape: Shape, method: str, outcomes: Iterable[ComparedAnswer]) -> None:
         """The outcomes of the prompts in their order."""
         outcomes = list(outcomes)
         found = [(index, outcome.divergence) for index, outcome in enumerate(outcomes) if outcome.divergence is not None]

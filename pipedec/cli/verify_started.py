@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipedec.cli.show import console
-from pipedec.cli.verify_report import Outcome, Report, Shape, answers_of
+from pipedec.cli.verify_report import ComparedAnswer, Report, Shape, answers_of
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import Settings
@@ -38,10 +38,10 @@ def compare_started(
     with console.status("Generating the reference answers with transformers"):
         expected = [_expected(reference, ids, request) for ids, request in zip(prompt_ids, requests, strict=True)]
 
-    def outcome(index: int, found: list[int], timesteps: int) -> Outcome:
+    def outcome(index: int, found: list[int], timesteps: int) -> ComparedAnswer:
         if requests[index].threads is not None:
-            return Outcome(first_difference(expected[index], found), len(found), timesteps)
-        return Outcome(reference.compare(prompt_ids[index], expected[index], found), len(found), timesteps)
+            return ComparedAnswer(first_difference(expected[index], found), len(found), timesteps)
+        return ComparedAnswer(reference.compare(prompt_ids[index], expected[index], found), len(found), timesteps)
 
     report = Report(f"{len(requests)} prompts against transformers", spec.dtype)
     for shape in shapes:

@@ -28,7 +28,7 @@ Message = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class Told:
+class ChatAnswer:
     """An answer and its figures, when it has ended.
 
     Attributes:
@@ -51,7 +51,7 @@ class Partner(Protocol):
 
     name: str
 
-    def answer(self, messages: Sequence[Message], on_text: Callable[[str], None]) -> Told:
+    def answer(self, messages: Sequence[Message], on_text: Callable[[str], None]) -> ChatAnswer:
         """Answer the last message. An exception, such as Ctrl-C, cancels the answer and is raised again.
 
         Raises:
@@ -82,7 +82,7 @@ class ClusterPartner:
         self._tokenizer = _tokenizer(directory)
         self._context = context_length(directory, description.settings.limits.max_model_len)
 
-    def answer(self, messages: Sequence[Message], on_text: Callable[[str], None]) -> Told:
+    def answer(self, messages: Sequence[Message], on_text: Callable[[str], None]) -> ChatAnswer:
         prompt = self._tokenizer.apply_chat_template(messages)
         room = self._context - len(prompt)
         if room < 1:
@@ -90,7 +90,7 @@ class ClusterPartner:
         sampling = replace(self._asked.sampling, max_tokens=min(room, self._asked.sampling.max_tokens))
         completion = self._client.ask(replace(self._asked, prompt=tuple(prompt), sampling=sampling), on_text)
         metrics = completion.metrics
-        return Told(
+        return ChatAnswer(
             str(completion.finish_reason), completion.prompt_tokens, len(completion.token_ids), metrics.ttft_seconds,
             metrics.e2e_seconds or 0.0, completion,
         )  # fmt: skip
@@ -127,7 +127,7 @@ class HttpPartner:
         self._body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         self.name = model if model is not None else self._first_model()
 
-    def answer(self, messages: Sequence[Message], on_text: Callable[[str], None]) -> Told:
+    def answer(self, messages: Sequence[Message], on_text: Callable[[str], None]) -> ChatAnswer:
         began, first, finish = time.perf_counter(), None, "stop"
         usage: dict[str, int] = {}
         for chunk in self._chunks({**self._body, "model": self.name, "messages": list(messages)}):
@@ -137,7 +137,7 @@ class HttpPartner:
                     first = first or time.perf_counter() - began
                     on_text(text)
                 finish = choice.get("finish_reason") or finish
-        return Told(finish, usage.get("prompt_tokens"), usage.get("completion_tokens"), first, time.perf_counter() - began)
+        return ChatAnswer(finish, usage.get("prompt_tokens"), usage.get("completion_tokens"), first, time.perf_counter() - began)
 
     def _chunks(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The objects of a stream. Raises UserError for an error in place of the stream or in it."""

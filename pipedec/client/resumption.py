@@ -28,11 +28,11 @@ class Resumption:
     logprobs: tuple[dict[int, float], ...] | None = None
 
     @classmethod
-    def of(cls, said: Completion | Sequence[int]) -> Resumption:
+    def of(cls, answer: Completion | Sequence[int]) -> Resumption:
         """Build from a completion or from token ids."""
-        if not isinstance(said, Completion):
-            return cls(tuple(said))
-        return cls(tuple(said.token_ids), said.seed, None if said.logprobs is None else tuple(said.logprobs))
+        if not isinstance(answer, Completion):
+            return cls(tuple(answer))
+        return cls(tuple(answer.token_ids), answer.seed, None if answer.logprobs is None else tuple(answer.logprobs))
 
     @classmethod
     def from_json(cls, text: str, source: str) -> Resumption:

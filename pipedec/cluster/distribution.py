@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from pipedec import __version__
-from pipedec.checkpoints import Part, content_digest
+from pipedec.checkpoints import CheckpointPart, content_digest
 from pipedec.cluster.inbox import PIECE_BYTES, WantedFile
 from pipedec.cluster.node_link import News, NodeLink
 from pipedec.config import ClusterConfig
@@ -39,7 +39,7 @@ class Sources:
         self._models = models
         self._digests: dict[Path, str] = {}
 
-    def wanted(self, parts: Iterable[Part], checking: Callable[[Path], None] = lambda file: None) -> list[Wanted]:
+    def wanted(self, parts: Iterable[CheckpointPart], checking: Callable[[Path], None] = lambda file: None) -> list[Wanted]:
         """Every file of parts of the checkpoints here, as it is to be on a host, and where it is here.
 
         Args:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 
 from pipedec.cluster.processes import ABORTED, LOST_ANOTHER, RankProcesses, killed_ranks
-from pipedec.cluster.recovery import Losses, Restarts
+from pipedec.cluster.recovery import RankLosses, Restarts
 from pipedec.cluster.stalls import Stall, find_stall, stall_limit
 from pipedec.config import Cluster
 from pipedec.core import PipedecError, RankLost, SchedulerLost
@@ -71,7 +71,7 @@ class HostWatch:
         self._reassign = reassign
         self._host_to_leave = host_to_leave
         self._restarts = Restarts(settings)
-        self._losses = Losses(_LATE_SECONDS)
+        self._losses = RankLosses(_LATE_SECONDS)
         self._known = 0  # the last epoch of which it is noted who was lost
         self._stall_seconds = stall_limit(settings.stall_timeout, timestep_ms)
         self._ending = threading.Event()

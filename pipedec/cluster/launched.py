@@ -32,7 +32,7 @@ from pipedec.topology import Topology, rank_name
 
 _THIS_MACHINE = (None, "localhost", "127.0.0.1", "::1")  # as hosts of a URL; None for a Unix socket
 
-TOLD_SECONDS = 15.0  # after rank 0 reports that all are ready, for earlier reports of the others to arrive
+REPORT_SECONDS = 15.0  # after rank 0 reports that all are ready, for earlier reports of the others to arrive
 _END_SECONDS = 10.0
 
 
@@ -133,7 +133,7 @@ class LaunchedCluster(Supervisor):
             self.check()
             note(0, "comparing", done, total)
 
-        listed, deadline = self._listed.wait(turn), time.monotonic() + TOLD_SECONDS
+        listed, deadline = self._listed.wait(turn), time.monotonic() + REPORT_SECONDS
         while silent := [rank for rank in self.topology.ranks if rank not in self._digests]:
             if time.monotonic() > deadline:
                 raise PipedecError(self.with_hosts(f"{rank_name(silent[0])} has not reported the digests of its weights"))

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from pipedec.cluster.processes import FAILED, LOST_ANOTHER, leave
 from pipedec.core import EpochEnded, PipedecError, SchedulerLost, UserError
-from pipedec.engine.activity import Doing
+from pipedec.engine.activity import Activity
 from pipedec.scheduler import BaseScheduler, RankScheduler, SupervisorScheduler
 from pipedec.scheduler.script_calls import LEASE_MS
 from pipedec.topology import Topology, rank_name
@@ -46,7 +46,7 @@ class LeaseKeeper:
         self,
         scheduler: RankScheduler,
         rank: int,
-        doing: Doing | None = None,
+        activity: Activity | None = None,
         abort: Callable[[], None] = lambda: None,
         recovers: bool = False,
         survives: bool = True,
@@ -56,7 +56,7 @@ class LeaseKeeper:
     ) -> None:
         self._scheduler = scheduler
         self._rank = rank
-        self._doing = doing or Doing()
+        self._activity = activity or Activity()
         self._abort = abort
         self._leaves = leaves
         self._recovers = recovers
@@ -83,12 +83,12 @@ class LeaseKeeper:
             self._scheduler.enter(epoch)
             self._trouble = None
             self._is_settled = False
-            self._doing.meet_again()
+            self._activity.meet_again()
         self._renew()
 
     def settle(self) -> None:
         """The rank has met the others and can serve: from now on it soon counts as dead. Raises as ``enter``."""
-        self._doing.begin("idle")
+        self._activity.begin("idle")
         self._is_settled = True
         self._renew()
 
@@ -99,11 +99,11 @@ class LeaseKeeper:
         self._scheduler.leave(self._rank)
 
     def _renew(self) -> None:
-        activity = self._doing.activity()
+        report = self._activity.activity()
         if self._recovers:
-            is_busy = activity.kind in _BUSY or (activity.kind == "warming" and not self._is_settled)
+            is_busy = report.kind in _BUSY or (report.kind == "warming" and not self._is_settled)
             self._scheduler.lease_ms = BUSY_LEASE_MS if is_busy else self._lease_ms
-        self._scheduler.renew_lease(self._rank, activity)
+        self._scheduler.renew_lease(self._rank, report)
 
     def _lost_peer(self) -> str | None:
         """The ranks whose lease has expired, as a message; None if there are none, or if supervisors judge them. Aborts the
@@ -165,7 +165,7 @@ class LeaseKeeper:
                 return None
             if self._leaves():
                 leave()
-            self._doing.interrupt(error)
+            self._activity.interrupt(error)
             self._abort()
         return self._wait(error)
 

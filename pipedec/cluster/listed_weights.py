@@ -11,7 +11,15 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
 
-from pipedec.checkpoints import COPY_AGAIN, Part, TensorDigests, check_trained_for, first_difference, has_weights, part_digests
+from pipedec.checkpoints import (
+    COPY_AGAIN,
+    CheckpointPart,
+    TensorDigests,
+    check_trained_for,
+    first_difference,
+    has_weights,
+    part_digests,
+)
 from pipedec.core import PipedecError, UserError
 from pipedec.directories import cache_directory
 from pipedec.gguf import located, model_files
@@ -63,7 +71,7 @@ class ListedWeights:
     def _digests(self) -> TensorDigests:
         if {"target", "bita"} <= self._models.keys():
             check_trained_for(Path(self._models["bita"]), Path(self._models["target"]))  # the hosts cannot tell from their parts
-        parts = [Part(key, model) for key, model in self._models.items()]
+        parts = [CheckpointPart(key, model) for key, model in self._models.items()]
         return part_digests(parts, cache_directory(), self._progress, whatever_is_here=True)
 
     def _progress(self, done: int, total: int) -> None:

@@ -46,7 +46,7 @@ def run_log(run_id: str, name: str, level: LogLevel, epoch: Callable[[], int], o
     except (OSError, PipedecError):
         yield
         return
-    handler.setFormatter(_Formatter(name, epoch))
+    handler.setFormatter(_RankFormatter(name, epoch))
     handler.setLevel(level.upper())
     if own_process:
         _PACKAGE.setLevel(level.upper())
@@ -76,7 +76,7 @@ class _LogFile(RotatingFileHandler):
         """The disk is full: the line is lost."""
 
 
-class _Formatter(logging.Formatter):
+class _RankFormatter(logging.Formatter):
     """Lines such as ``2026-11-25T15:43:07.123Z INFO rank-3 epoch 0 pipedec.cluster.rank: …``, in UTC."""
 
     def __init__(self, name: str, epoch: Callable[[], int]) -> None:

@@ -31,7 +31,7 @@ from pipedec.cluster.versions import installed_version
 from pipedec.config import configured_interface
 from pipedec.core import EpochEnded, PipedecError, RankLost, UserError
 from pipedec.directories import cache_directory
-from pipedec.engine.activity import Doing
+from pipedec.engine.activity import Activity
 from pipedec.messages import AddressEvent, CardEvent, Event, LoadedEvent, RankDescription
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RankScheduler, read_description, scripts_digest
@@ -91,7 +91,7 @@ class Meeting:
 
     def __init__(
         self, scheduler: RankScheduler, place: RankPlace, host: str, spec: PipelineSpec, store: Store | None = None,
-        doing: Doing | None = None, memory: RankMemory | None = None,
+        activity: Activity | None = None, memory: RankMemory | None = None,
         nccl_versions: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self._scheduler = scheduler
@@ -99,7 +99,7 @@ class Meeting:
         self._host = host
         self._spec = spec
         self._store = store
-        self._doing = doing or Doing()
+        self._activity = activity or Activity()
         self._memory = memory or RankMemory(spec, place.rank, host, torch.device("cpu"))
         self._nccl_versions = nccl_versions
         self._digests: dict[str, dict[str, str]] | None = None  # of the tensors that this rank reads; once they were asked for
@@ -242,9 +242,9 @@ class Meeting:
         own = cards[self._place.rank]
         others = {card.machine: card for card in reversed(cards) if card.machine != own.machine}  # the first rank of each
         for card in others.values() if self._place.local_rank == 0 else ():
-            self._doing.begin("connecting", card.rank)
+            self._activity.begin("connecting", card.rank)
             self._reach(own, card, addresses[card.rank])
-            self._doing.begin("meeting")
+            self._activity.begin("meeting")
 
     def _reach(self, own: CardEvent, card: CardEvent, address: AddressEvent) -> None:
         """Connect to another host. One that could be reached in an earlier epoch is tried again, until the supervisors go on

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from msgspec.structs import asdict
 
-from pipedec.checkpoints import Part, check_here
+from pipedec.checkpoints import CheckpointPart, check_here
 from pipedec.cluster.address import RunAddress
 from pipedec.cluster.host_watch import HostWatch
 from pipedec.cluster.logs import WATCH, run_log
@@ -47,7 +47,9 @@ class NodeRun:
         self._config, self._settings = config, config.settings
         self.digests: Mapping[str, Mapping[str, str]] = {}
         self._spares = Spares(rank_places(config), spare_places(config, count=run.num_spares), run.redis_host)
-        check_here([Part(key, model) for key, model in checkpoints_of(config).items()], "this host")  # the plan reads them
+        check_here(
+            [CheckpointPart(key, model) for key, model in checkpoints_of(config).items()], "this host"
+        )  # the plan reads them
         check_here(host_parts(config, self._spares.standing_by).get(host, ()), "this host")
         self._scheduler: SupervisorScheduler | None = None
         self._log = ExitStack()

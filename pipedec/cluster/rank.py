@@ -33,7 +33,7 @@ from pipedec.decoding import Drafter
 from pipedec.decoding.batch import DRAFT_KNEE
 from pipedec.device import device_of
 from pipedec.drafting import DraftModel
-from pipedec.engine.activity import Doing
+from pipedec.engine.activity import Activity
 from pipedec.engine.build import DTYPES, load_drafter, load_prompter, load_stage, weights_on
 from pipedec.engine.devices import num_gpus, rank_device
 from pipedec.engine.draft_loop import DraftLoop
@@ -111,13 +111,13 @@ class _Rank:
         self._transport = TorchTransport(
             self._wanted.name, place.rank, hidden_size, DTYPES[spec.dtype], self._device, self._streams
         )
-        self._doing = Doing()
+        self._activity = Activity()
         self._lease = LeaseKeeper(
-            scheduler, place.rank, self._doing, self._transport.abort, place.recovers, place.survives,
+            scheduler, place.rank, self._activity, self._transport.abort, place.recovers, place.survives,
             leaves=lambda: not self._transport.can_rejoin,
         )  # fmt: skip
         self._memory = RankMemory(spec, place.rank, self._host, self._device)
-        self._meeting = Meeting(scheduler, place, self._host, spec, store, self._doing, self._memory, self._transport.versions)
+        self._meeting = Meeting(scheduler, place, self._host, spec, store, self._activity, self._memory, self._transport.versions)
         self._first_epoch = scheduler.epoch
         self._clock_offset_us = 0
         self._loop: DraftLoop | StageLoop | None = None  # once the weights are loaded
@@ -129,7 +129,7 @@ class _Rank:
 
     def live(self) -> None:
         """Serve until the run is stopped, in any number of epochs. Raises as ``serve``."""
-        self._doing.meet_again()
+        self._activity.meet_again()
         self._lease.start()  # before the meeting: digests of large checkpoints may take longer than the run's keys live
         while not self._serve_epoch():
             continue
@@ -157,7 +157,7 @@ class _Rank:
 
     def _take_part(self) -> DraftLoop | StageLoop:
         """Meet the others; load the weights and warm up, unless that is done. Returns the loop, ready to serve."""
-        self._doing.begin("meeting")
+        self._activity.begin("meeting")
         joined = self._join()
         loop = self._loop = self._loop or self._load()
         if self._cold is not None:
@@ -204,7 +204,7 @@ class _Rank:
         return _Joined(backend, Choice(met.interface.name, met.interface.why), met.digests)
 
     def _load(self) -> DraftLoop | StageLoop:
-        self._doing.begin("loading")
+        self._activity.begin("loading")
         self._clock_offset_us = measured_offset_us(self._scheduler.clock_us)
         began = time.monotonic()
         model = allocated(self._load_model, self._name)
@@ -218,8 +218,8 @@ class _Rank:
 
     def _load_model(self) -> StageWorker | DraftModel | None:
         if self._place.rank > 0:
-            return load_stage(self._spec, self._place.rank, self._device, self._loading, self._told_capture)
-        return None if self._loads_late else load_drafter(self._spec, self._device, self._loading, self._told_capture)
+            return load_stage(self._spec, self._place.rank, self._device, self._loading, self._timed_capture)
+        return None if self._loads_late else load_drafter(self._spec, self._device, self._loading, self._timed_capture)
 
     @property
     def _loads_late(self) -> bool:
@@ -230,13 +230,13 @@ class _Rank:
     def _usual(self) -> Usual:
         return Usual(self._spec.knee if self._place.rank > 0 else DRAFT_KNEE, self._spec.max_context)
 
-    def _told_capture(self, device: torch.device) -> Capture | None:
+    def _timed_capture(self, device: torch.device) -> Capture | None:
         """How forwards are captured. Each capture counts as warming up whenever it happens."""
         if (capture := device_capture(device)) is None:
             return None
 
         def told(run: Run) -> Run:
-            with self._doing.warming():
+            with self._activity.warming():
                 began = time.monotonic()
                 captured = capture(run)
                 logger.debug("captured a forward in %.2f s", time.monotonic() - began)
@@ -253,7 +253,7 @@ class _Rank:
             emulation=self._spec.emulation,
             window=self._spec.window,
             duplex=self._spec.duplex,
-            doing=self._doing,
+            activity=self._activity,
             device=self._streams,
             turn=turn_of(self._spec.emulation, self._place.rank, self._scheduler.run_id),
         )  # fmt: skip
@@ -298,7 +298,7 @@ class _Rank:
         """Load the draft model in another thread."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # which is set per thread
-        drafter = allocated(lambda: load_drafter(self._spec, self._device, capture=self._told_capture), self._name)
+        drafter = allocated(lambda: load_drafter(self._spec, self._device, capture=self._timed_capture), self._name)
         assert drafter is not None
         drafter.warm_up(self._usual)
         return drafter
@@ -307,7 +307,7 @@ class _Rank:
         self._report("loading", done, total)
 
     def _warming(self, done: int, total: int) -> None:
-        self._doing.begin("warming")
+        self._activity.begin("warming")
         self._report("warming", done, total)
 
     def _description(self, joined: _Joined) -> RankDescription:

@@ -41,7 +41,7 @@ class Restarts:
         )
 
 
-class Losses:
+class RankLosses:
     """Which ranks may have ended because another one was lost, here or on another host.
 
     Args:

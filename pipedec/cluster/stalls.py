@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipedec.messages import Activity
+from pipedec.messages import ActivityReport
 from pipedec.topology import rank_name
 
 _SLOWER = 5.0  # a rank may compute a timestep for so many times as long as its longest one so far
@@ -63,7 +63,7 @@ def stall_limit(given: float | None, timestep_ms: float = 0.0) -> float:
     return max(LEAST_SECONDS, _PLANNED_TIMESTEPS * timestep_ms / 1000) if given is None else given
 
 
-def find_stall(activities: Mapping[int, Activity], stall_seconds: float) -> Stall | None:
+def find_stall(activities: Mapping[int, ActivityReport], stall_seconds: float) -> Stall | None:
     """The rank or link that holds all others up, if one has done so for longer than ``stall_seconds``.
 
     Ranks wait for each other, so nearly all stand still when one does: the search follows each waiting rank to the one for which
@@ -95,19 +95,19 @@ def find_stall(activities: Mapping[int, Activity], stall_seconds: float) -> Stal
     return None
 
 
-def _is_overdue(told: Activity, stall_seconds: float) -> bool:
+def _is_overdue(told: ActivityReport, stall_seconds: float) -> bool:
     """Whether a rank has computed one timestep, or anything for the first time, for too long."""
     if told.kind == "warming":
         return told.seconds > max(stall_seconds, _WARMING_SECONDS)
     return told.kind == "computing" and told.seconds > max(stall_seconds, _SLOWER * told.longest_seconds)
 
 
-def _may_wait_as_well(told: Activity, seconds: float) -> bool:
+def _may_wait_as_well(told: ActivityReport, seconds: float) -> bool:
     """Whether a rank may by now have waited for ``seconds``, although its last report could not show it and the next is due."""
     return told.seconds <= seconds < told.began and told.age_seconds < _TELLS_SECONDS
 
 
-def _last_to_wait(rank: int, peers: Mapping[int, int | None], activities: Mapping[int, Activity]) -> int:
+def _last_to_wait(rank: int, peers: Mapping[int, int | None], activities: Mapping[int, ActivityReport]) -> int:
     """Follows who waits for whom from ``rank`` to one whose peer does not wait, or to the longest waiting of a circle."""
     path = [rank]
     while (peer := peers[path[-1]]) is not None and peer in peers:

@@ -17,10 +17,10 @@ from typing import Any
 
 from pipedec import __version__
 from pipedec.cluster.doctor.checks import HostReport
-from pipedec.cluster.doctor.comparison import Answer
+from pipedec.cluster.doctor.comparison import HostAnswer
 from pipedec.cluster.doctor.facts import Questions
 from pipedec.cluster.doctor.findings import Finding, note, problem
-from pipedec.cluster.doctor.links import SESSION_SECONDS, Link
+from pipedec.cluster.doctor.links import SESSION_SECONDS, MeasuredLink
 from pipedec.cluster.doctor.needs import HostNeeds, checkpoint_path, host_needs
 from pipedec.cluster.network import host_of_destination
 from pipedec.cluster.node_link import News, NodeLink
@@ -72,7 +72,7 @@ class Survey:
         for link in self._links.values():
             link.wait(deadline)
 
-    def answers(self) -> dict[str, Answer]:
+    def answers(self) -> dict[str, HostAnswer]:
         """The answer of every host, by name; one that does not answer in time has an answer that says so."""
         for host, questions in questions_for(self._config, self._needs).items():
             environment = {**self._config.launch.environment, **self._config.server(host).environment}
@@ -85,21 +85,21 @@ class Survey:
         answers |= {host: _reached(answers[host], news) for host, news in self._collect("reached", able).items()}
         return {host: self._measured(host, answer, places) for host, answer in answers.items()}
 
-    def _measured(self, host: str, answer: Answer, places: Mapping[str, tuple[str, int]]) -> Answer:
+    def _measured(self, host: str, answer: HostAnswer, places: Mapping[str, tuple[str, int]]) -> HostAnswer:
         """With the links from this host to those to which its ranks send."""
         if answer.report is None or (needs := self._needs.get(host)) is None or not needs.ranks:
             return answer
         lost = {target: "no answer from it" for target in needs.targets if target not in places} | dict(answer.unreachable)
         links = {
-            target: Link(error=lost[target]) if target in lost else self._measure(host, places[target])
+            target: MeasuredLink(error=lost[target]) if target in lost else self._measure(host, places[target])
             for target in needs.targets
         }
         return replace(answer, links=links)
 
-    def _measure(self, host: str, place: tuple[str, int]) -> Link:
+    def _measure(self, host: str, place: tuple[str, int]) -> MeasuredLink:
         self._links[host].order("measure", address=place[0], port=place[1])
         news = self._collect("measured", [host], MEASURE_SECONDS)[host]
-        return Link(error=news.value) if isinstance(news, Finding) else validated(Link, news["link"])
+        return MeasuredLink(error=news.value) if isinstance(news, Finding) else validated(MeasuredLink, news["link"])
 
     def _collect(self, kind: str, hosts: Iterable[str], seconds: float | None = None) -> dict[str, dict[str, Any] | Finding]:
         """The next news of one kind from each host, with the time at which it came; or why there is none."""
@@ -134,21 +134,21 @@ class Survey:
         return problem("ssh", f"no answer within {seconds:.0f} s", f"look at the host: `ssh {destination} uptime`")
 
 
-def _examined(news: dict[str, Any] | Finding) -> Answer:
+def _examined(news: dict[str, Any] | Finding) -> HostAnswer:
     if isinstance(news, Finding):
-        return Answer(failure=news)
+        return HostAnswer(failure=news)
     try:
         report = validated(HostReport, news["report"])
     except UserError as error:
-        return Answer(failure=problem("pipedec", f"an odd report ({error})", f"install pipedec {__version__} there again"))
-    return Answer(report, clock_offset_us=report.time_us - news["received_us"])
+        return HostAnswer(failure=problem("pipedec", f"an odd report ({error})", f"install pipedec {__version__} there again"))
+    return HostAnswer(report, clock_offset_us=report.time_us - news["received_us"])
 
 
-def _reached(answer: Answer, news: dict[str, Any] | Finding) -> Answer:
-    return Answer(failure=news) if isinstance(news, Finding) else replace(answer, unreachable=news["unreachable"])
+def _reached(answer: HostAnswer, news: dict[str, Any] | Finding) -> HostAnswer:
+    return HostAnswer(failure=news) if isinstance(news, Finding) else replace(answer, unreachable=news["unreachable"])
 
 
-def _place(answer: Answer) -> tuple[str, int] | None:
+def _place(answer: HostAnswer) -> tuple[str, int] | None:
     """Where the host listens."""
     network = answer.report.facts.network if answer.report is not None else None
     return (network.address, network.port) if network and network.address and network.port else None

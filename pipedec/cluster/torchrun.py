@@ -61,7 +61,7 @@ def main() -> None:
 def _run(arguments: list[str]) -> int:
     set_rank_environment()
     try:
-        job = Job.of(arguments)
+        job = TorchrunJob.of(arguments)
         from pipedec.transport.rendezvous import MEETING_SECONDS, store_from_environment
 
         store = store_from_environment(MEETING_SECONDS)
@@ -115,7 +115,7 @@ class TorchrunOptions:
 
 
 @dataclass(frozen=True)
-class Job:
+class TorchrunJob:
     """Parsed options and torchrun's environment. No checkpoint has been read yet.
 
     Attributes:
@@ -128,7 +128,7 @@ class Job:
     config: ClusterConfig | None = None
 
     @classmethod
-    def of(cls, arguments: Sequence[str]) -> Job:
+    def of(cls, arguments: Sequence[str]) -> TorchrunJob:
         """Raises UserError if an option is wrong, or the number of processes is not stages + 1."""
         try:
             parsed = _command.main(list(arguments), prog_name=_PROGRAM, standalone_mode=False)
@@ -146,7 +146,9 @@ class Job:
         return cls._placed(options, redis_url, Settings().parse(given), None)
 
     @classmethod
-    def _placed(cls, options: TorchrunOptions, redis_url: str | None, settings: Settings, config: ClusterConfig | None) -> Job:
+    def _placed(
+        cls, options: TorchrunOptions, redis_url: str | None, settings: Settings, config: ClusterConfig | None
+    ) -> TorchrunJob:
         if redis_url is None:
             raise UserError("torchrun ranks need a Redis that all hosts reach: give --redis URL or set PIPEDEC_REDIS_URL")
         return cls(_torchrun_place(settings.cut.stages), RunAddress(redis_url, options.run), settings, config)

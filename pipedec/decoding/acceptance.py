@@ -18,7 +18,7 @@ from pipedec.decoding.choices import NO_TOKEN, Choices, IntArray
 _LEARNING_RATE = 0.3  # of AdaGrad
 
 
-class Acceptance:
+class AcceptanceModel:
     """The model's W feature weights w, and one for "none of the choices".
 
     Args:

@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 from msgspec import structs
 
-from pipedec.core import DEFAULT_METHOD, Request, Update, UserError, Verdict
+from pipedec.core import DEFAULT_METHOD, Request, RequestUpdate, UserError, Verdict
 from pipedec.decoding.budget import Budget
-from pipedec.decoding.controller import Entered, TimestepTiming
+from pipedec.decoding.controller import EnteredCounts, TimestepTiming
 from pipedec.decoding.drafter import Drafter
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.memory import LaneSizes, Memory
@@ -197,12 +197,12 @@ class Batch:
         if number in self.requests:
             self.requests[number].is_closing = False
 
-    def propose(self) -> dict[int, Update]:
+    def propose(self) -> dict[int, RequestUpdate]:
         """The updates of the next timestep by request: openings, chunks of prompts, rows of trees, and the slots they need.
 
         Openings are in the order in which the slots were given: one may copy the contents of slots that a later one gets.
         """
-        updates: dict[int, Update] = {}
+        updates: dict[int, RequestUpdate] = {}
         prompt_rows = rows = 0
         for number, room in self._budget.share(self._memory.claims(self.requests.values()), self._controller.pays).items():
             one, opening = self.requests[number], None
@@ -218,16 +218,16 @@ class Batch:
                 room = self._memory.room_for(one, room)
                 step = one.propose(room) if room else None
             rows += 0 if step is None else step.num_rows
-            updates[number] = Update(number, opening, step=step)
+            updates[number] = RequestUpdate(number, opening, step=step)
         grown, self._memory.grown = self._memory.grown, {}
         for number, slots in grown.items():
-            updates[number] = structs.replace(updates.get(number, Update(number)), slots=slots)
+            updates[number] = structs.replace(updates.get(number, RequestUpdate(number)), slots=slots)
         lanes = [one for one in self.requests.values() if one.has_lane]
         for one in lanes if self.kv.shares_prefixes else ():
             if added := one.take_adoptable():
                 self.kv.extend(one.number, added)
         are_tuned = [one.is_tuned for one in lanes if not one.is_prefilling]
-        self._controller.record_entered(Entered(rows, prompt_rows, len(are_tuned) if all(are_tuned) else 0))
+        self._controller.record_entered(EnteredCounts(rows, prompt_rows, len(are_tuned) if all(are_tuned) else 0))
         return {number: one for number, one in updates.items() if (one.opening, one.step, one.slots) != (None, None, ())}
 
     def _leave_lane(self, one: RequestState) -> None:

@@ -20,7 +20,7 @@ from math import exp, inf, log
 import torch
 
 from pipedec.core import Accepted, Step, UserError
-from pipedec.decoding.acceptance import Acceptance
+from pipedec.decoding.acceptance import AcceptanceModel
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.choices import NO_LINE
 from pipedec.decoding.forced import chain_below
@@ -53,7 +53,7 @@ class BestFirst(Method):
         self.children = (self._options.children or context.children) if self.drafter else 0
         self.tree = InjectionTree(None if context.grammar is None else partial(chain_below, context.grammar))
         self._controller = context.experience.controller
-        self._acceptance = context.experience.learned(context.request, Acceptance, prior)
+        self._acceptance = context.experience.learned(context.request, AcceptanceModel, prior)
 
     def _new_ngrams(self) -> NgramProposer:
         """N-grams of the other threads, the prompt and, last, the tokens that the thread itself sees.

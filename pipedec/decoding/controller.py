@@ -45,7 +45,7 @@ class TimestepTiming:
 
 
 @dataclass(frozen=True)
-class Entered:
+class EnteredCounts:
     """The rows that entered at a timestep.
 
     Attributes:
@@ -76,7 +76,7 @@ class Controller:
         self._yield = 1.0  # tokens per timestep and running request
         self._fewest: tuple[int, float] | None = None  # rows and seconds of the smallest timesteps
         self._epoch = 1
-        self._in_flight: deque[Entered] = deque(maxlen=passage)
+        self._in_flight: deque[EnteredCounts] = deque(maxlen=passage)
         self._timings: list[TimestepTiming] = []  # of the present epoch
         self._tokens = 0  # accepted since the last timing
         self._draft_prefills = False  # in this timestep
@@ -99,7 +99,7 @@ class Controller:
         """
         return tokens / self._yield >= self._costs.added(rows)
 
-    def record_entered(self, entered: Entered) -> None:
+    def record_entered(self, entered: EnteredCounts) -> None:
         """Record the rows that enter at the next timestep."""
         self._in_flight.append(entered)
 

@@ -27,7 +27,7 @@ _NOT_ENTERED = -1
 _MIN_LOSS = 1e-4  # the log-chance of a choice is at least this much below its row's, so no row is taken before its parent
 
 
-class _Row:
+class _TreeRow:
     """A row of the tree.
 
     Attributes:
@@ -44,7 +44,7 @@ class _Row:
         "best", "children", "forced", "gap", "index", "line", "log_chance", "number", "parent", "position", "taken", "token",
     )  # fmt: skip
 
-    def __init__(self, token: int, parent: _Row | None, log_chance: float, position: int) -> None:
+    def __init__(self, token: int, parent: _TreeRow | None, log_chance: float, position: int) -> None:
         self.token = token
         self.parent = parent
         self.log_chance = log_chance
@@ -55,8 +55,8 @@ class _Row:
         self.line: Line | None = None
         self.taken = 0
         self.best: float | None = None
-        self.forced: _Row | None = None
-        self.children: dict[int, _Row] = {}
+        self.forced: _TreeRow | None = None
+        self.children: dict[int, _TreeRow] = {}
 
     def choice_at(self, place: int) -> float | None:
         """The log-chance of the path to a choice; None if there are not as many."""
@@ -67,7 +67,7 @@ class _Row:
 
 # A row, or a choice below a row: its cost, which is the difference between the root's log-chance and its own; whether it is a
 # choice; the row's index; the place of the choice; the row. Lower ones come first.
-_Entry = tuple[float, bool, int, int, _Row]
+_Entry = tuple[float, bool, int, int, _TreeRow]
 
 
 class _Ranking:
@@ -80,7 +80,7 @@ class _Ranking:
         all_rows: of the tree.
     """
 
-    def __init__(self, rows: Iterable[_Row], all_rows: Sequence[_Row]) -> None:
+    def __init__(self, rows: Iterable[_TreeRow], all_rows: Sequence[_TreeRow]) -> None:
         self._root = all_rows[0].log_chance if all_rows else 0.0
         self._sorted: list[_Entry] = []  # no later than all in the heap
         self._heap: list[_Entry] = [(self._root - row.log_chance, False, row.index, 0, row) for row in rows]
@@ -103,10 +103,10 @@ class _Ranking:
             del self._sorted[: bisect(self._sorted, taken[-1])]
         return taken
 
-    def add_row(self, row: _Row) -> None:
+    def add_row(self, row: _TreeRow) -> None:
         self._add((self._root - row.log_chance, False, row.index, 0, row))
 
-    def add_choices(self, row: _Row) -> None:
+    def add_choices(self, row: _TreeRow) -> None:
         """Add the choices below a row that was just drafted."""
         if row.best is not None:
             self._add((self._root - row.best, True, row.index, row.taken, row))
@@ -163,7 +163,7 @@ class InjectionTree:
         self.root_position = 0
         self.gaps: Gaps | None = None
         self.log_probs: list[float] = []
-        self._rows: list[_Row] = []
+        self._rows: list[_TreeRow] = []
         self._num_entered = 0
         self._undrafted: _Ranking | None = None  # rows that are not drafted, and choices; None until needed
         self._not_entered: _Ranking | None = None  # rows that have not entered, and choices; None until needed
@@ -231,7 +231,7 @@ class InjectionTree:
 
     def plant(self, token: int) -> None:
         """Make an accepted token the root of the empty tree. It has yet to be drafted and to enter."""
-        self._add(_Row(token, None, 0.0, self.root_position))
+        self._add(_TreeRow(token, None, 0.0, self.root_position))
         self._force(self._rows[0])
         self._undrafted = self._not_entered = None
 
@@ -276,7 +276,7 @@ class InjectionTree:
             their token ids, and their parents in the numbering of the stages.
         """
         ranked = self._ranked_not_entered()
-        rows, taken = list[_Row](), list[_Row]()
+        rows, taken = list[_TreeRow](), list[_TreeRow]()
         while (room := count - len(rows) - len(taken)) > 0 and (
             found := ranked.take(room if self._chain_below is None else 1)  # a choice enters with the tokens forced after it
         ):
@@ -304,7 +304,7 @@ class InjectionTree:
         Raises:
             ValueError: a token other than the last is not a row, so the verdict belongs to another tree.
         """
-        committed: list[_Row] = []
+        committed: list[_TreeRow] = []
         row = self._rows[0] if self._rows else None
         for token in tokens:
             if row is None and (committed or len(tokens) > 1):
@@ -323,7 +323,7 @@ class InjectionTree:
         """Drop all rows."""
         return self._keep([], None)
 
-    def _keep(self, committed: list[_Row], root: _Row | None) -> RowChanges:
+    def _keep(self, committed: list[_TreeRow], root: _TreeRow | None) -> RowChanges:
         """Commit some rows, a path from the root, and drop all others but the subtree of ``root``."""
         num_rows, kept = len(self._rows), [] if root is None else sorted(_subtree(root), key=lambda row: row.index)
         changes = RowChanges(
@@ -364,11 +364,11 @@ class InjectionTree:
                 chain = self._chain_below([*self.path(row.index), row.line.token_ids[place]])
                 yield from (-cost - count * _MIN_LOSS for count in range(1, len(chain) + 1))
 
-    def _taken(self, row: _Row) -> list[_Row]:
+    def _taken(self, row: _TreeRow) -> list[_TreeRow]:
         """The most probable choice below ``row``, which becomes a row, and the rows forced after it."""
         assert row.line is not None and row.best is not None
         token = row.line.token_ids[row.taken]
-        below = _Row(token, row, row.best, row.position + row.gap + 1)
+        below = _TreeRow(token, row, row.best, row.position + row.gap + 1)
         row.taken += 1
         row.best = row.choice_at(row.taken)
         row.children[token] = below
@@ -377,29 +377,31 @@ class InjectionTree:
             below.gap = self.gaps.after(self.path(below.index))
         return [below, *self._force(below)]
 
-    def _force(self, row: _Row) -> list[_Row]:
+    def _force(self, row: _TreeRow) -> list[_TreeRow]:
         """Add the rows forced after ``row``, which was just added."""
-        forced: list[_Row] = []
+        forced: list[_TreeRow] = []
         for token in () if self._chain_below is None else self._chain_below(self.path(row.index)):
-            below = row.forced = row.children[token] = _Row(token, row, row.log_chance - _MIN_LOSS, row.position + row.gap + 1)
+            below = row.forced = row.children[token] = _TreeRow(
+                token, row, row.log_chance - _MIN_LOSS, row.position + row.gap + 1
+            )
             self._add(below)
             forced.append(below)
             row = below
         return forced
 
-    def _add(self, row: _Row) -> None:
+    def _add(self, row: _TreeRow) -> None:
         row.index = len(self._rows)
         self._rows.append(row)
 
 
-def _add_rows(ranking: _Ranking | None, rows: Iterable[_Row]) -> None:
+def _add_rows(ranking: _Ranking | None, rows: Iterable[_TreeRow]) -> None:
     """Add rows to a ranking that is in use."""
     if ranking is not None:
         for row in rows:
             ranking.add_row(row)
 
 
-def _subtree(row: _Row) -> list[_Row]:
+def _subtree(row: _TreeRow) -> list[_TreeRow]:
     """``row`` and all rows below it."""
     found = [row]
     for above in found:

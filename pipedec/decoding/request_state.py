@@ -17,7 +17,7 @@ from operator import itemgetter
 
 import torch
 
-from pipedec.core import MaskParams, Opening, Request, Step, Verdict
+from pipedec.core import MaskParams, NewRequest, Request, Step, Verdict
 from pipedec.decoding.budget import Claim, Demand
 from pipedec.decoding.method import Method, MethodContext, new_method
 from pipedec.forest import Remaining, ThreadChanges, apply_verdict, position_root
@@ -154,7 +154,7 @@ class RequestState:
             return self.together
         return demand.whole or demand.certain
 
-    def open(self, lease: Lease) -> Opening:
+    def open(self, lease: Lease) -> NewRequest:
         """Begin a lane, on the stages and in the draft model."""
         self._begin()
         self.has_lane = True
@@ -165,7 +165,7 @@ class RequestState:
         if self.cached_tokens is None:
             self.cached_tokens = min(lease.cached, self.sequence.prompt_length)
         request, accepted = self.request, self.text[self.sequence.prompt_length :]
-        return Opening(
+        return NewRequest(
             self.sequence.prompt_length, request.sampling, self.masks.named, request.threads, request.trace, tuple(accepted),
             lease.slots, lease.cached, lease.copied,
         )  # fmt: skip

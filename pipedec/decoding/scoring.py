@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 import torch
 
-from pipedec.decoding.acceptance import Acceptance
+from pipedec.decoding.acceptance import AcceptanceModel
 from pipedec.decoding.choices import NO_TOKEN, Choices, Line
 from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.proposers import MAX_MATCH, MAX_PROPOSED, DraftProposal, Occurrences, write_ngrams
 from pipedec.tree import Candidates
 
 
-class _Submitted(NamedTuple):
+class _Submission(NamedTuple):
     """Proposals below rows of one tree, see ``Scoring.submit``."""
 
-    acceptance: Acceptance
+    acceptance: AcceptanceModel
     tree: InjectionTree
     rows: Sequence[int]
     candidates: Candidates | None
@@ -38,11 +38,11 @@ class Scoring:
     """Collects proposals, and scores them on the host: a device would take longer over so few numbers."""
 
     def __init__(self) -> None:
-        self._submitted: list[_Submitted] = []
+        self._submitted: list[_Submission] = []
 
     def submit(
         self,
-        acceptance: Acceptance,
+        acceptance: AcceptanceModel,
         tree: InjectionTree,
         rows: Sequence[int],
         candidates: Candidates | None,
@@ -54,11 +54,11 @@ class Scoring:
             candidates: of the draft model, if it is a source.
             occurrences: of n-grams, for each row, if they are a source.
         """
-        self._submitted.append(_Submitted(acceptance, tree, rows, candidates, occurrences))
+        self._submitted.append(_Submission(acceptance, tree, rows, candidates, occurrences))
 
     def score(self) -> None:
         """Score the proposals submitted since the last call, and add them to the trees."""
-        kinds: defaultdict[tuple[int, int, bool], list[_Submitted]] = defaultdict(list)
+        kinds: defaultdict[tuple[int, int, bool], list[_Submission]] = defaultdict(list)
         for each in self._submitted:
             kinds[each.kind].append(each)
         self._submitted = []
@@ -68,7 +68,7 @@ class Scoring:
                 each.tree.add(each.rows, [next(lines) for _ in each.rows])
 
 
-def _merged(submitted: Sequence[_Submitted]) -> Choices:
+def _merged(submitted: Sequence[_Submission]) -> Choices:
     """The proposals of all sources, by kind: the draft model's children, then other tokens after n-grams."""
     drafted = [each.candidates for each in submitted if each.candidates is not None]
     draft = DraftProposal.joined(drafted) if drafted else None
@@ -87,7 +87,7 @@ def _merged(submitted: Sequence[_Submitted]) -> Choices:
     return Choices(token_ids, features)
 
 
-def _lines(choices: Choices, acceptance: Acceptance) -> Iterator[Line]:
+def _lines(choices: Choices, acceptance: AcceptanceModel) -> Iterator[Line]:
     """The choices of each row, best first."""
     ranked = acceptance.log_chances(choices).sort(descending=True)
     token_ids = choices.token_ids.gather(1, ranked.indices).tolist()

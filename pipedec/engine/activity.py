@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from pipedec.core import PipedecError
-from pipedec.messages import Activity
+from pipedec.messages import ActivityReport
 
 _FIRST_TIMESTEPS = 3  # of an epoch: they may take as long as a warm-up
 _SLOW_SECONDS, _SLOWER = 0.2, 4.0  # a slow timestep takes at least this long, and this many times the usual duration
@@ -25,7 +25,7 @@ class _Doing(NamedTuple):
     since: float
 
 
-class Doing:
+class Activity:
     """A rank is idle, computes, loads, warms up, meets the others, or waits for a peer. Beginning one activity ends the other.
     In the first timesteps after ``meet_again``, computing counts as warming up.
     """
@@ -82,11 +82,11 @@ class Doing:
             logger.info("slow timestep: computed for %.2f s, usually %.3f s", seconds, usual)
         self._usual_seconds = usual + (seconds - usual) / _RECENT
 
-    def activity(self) -> Activity:
+    def activity(self) -> ActivityReport:
         """The current activity and how long it has lasted. For any thread."""
-        doing, warmed, now = self._now, self._warmed, time.monotonic()
+        current, warmed, now = self._now, self._warmed, time.monotonic()
         ago = None if warmed is None else now - warmed
-        return Activity(doing.kind, doing.peer, now - doing.since, self._longest_seconds, ago)
+        return ActivityReport(current.kind, current.peer, now - current.since, self._longest_seconds, ago)
 
     def interrupt(self, reason: PipedecError) -> None:
         """Make the next call that begins an activity raise ``reason``, until ``meet_again``. For any thread."""

@@ -7,12 +7,12 @@ from functools import partial
 
 from pipedec.core import DEFAULT_METHOD, Request, UserError
 from pipedec.decoding import Batch
-from pipedec.engine.answer import Answer, Said
+from pipedec.engine.answer import EarlierOutput, RunningAnswer
 from pipedec.engine.sequences import Sequences
 from pipedec.kv import KVManager
 from pipedec.messages import PromptRequest
 from pipedec.methods import LayerTreeOptions, make_options
-from pipedec.scheduler.protocol import Message
+from pipedec.scheduler.protocol import RankMessage
 from pipedec.text.prompt import Prompter
 from pipedec.threads import Dialect, NewSequence
 
@@ -34,7 +34,7 @@ class Admission:
     num_stages: int
     tree: LayerTreeOptions | None
 
-    def admit(self, message: Message, batch: Batch) -> tuple[Answer, NewSequence]:
+    def admit(self, message: RankMessage, batch: Batch) -> tuple[RunningAnswer, NewSequence]:
         """Return the new answer to the request in ``message``, and a function that makes the sequences for its method. The answer
         continues after the tokens that another process has published.
 
@@ -45,9 +45,12 @@ class Admission:
         heard = prompt.resume + message.told
         request = self._request(message.number, prompt, heard, batch.kv)
         maker = partial(self.sequences.maker, len(request.prompt_token_ids), request.sampling, request.threads)
-        brought, known = (Said(maker(said), len(said)) if said else None for said in (prompt.resume, heard))
-        new_sequence = maker(request.said)
-        answer = Answer(request, new_sequence, self.prompter, self.num_stages, prompt.show_threads, brought, known)
+        brought, known = (
+            EarlierOutput(maker(output_token_ids), len(output_token_ids)) if output_token_ids else None
+            for output_token_ids in (prompt.resume, heard)
+        )
+        new_sequence = maker(request.output_token_ids)
+        answer = RunningAnswer(request, new_sequence, self.prompter, self.num_stages, prompt.show_threads, brought, known)
         if not answer.is_complete:
             batch.check(request, new_sequence())
         return answer, new_sequence
@@ -63,9 +66,11 @@ class Admission:
         if prompt.sampling.is_stochastic and prompt.sampling.seed is None:
             raise UserError("the answer is to be drawn at random and has no seed: the client that submits it must choose one")
         options = make_options(name, prompt.options, self.tree)
-        said = () if prompt.threads else heard  # an answer in threads is generated again from its first token
+        output_token_ids = () if prompt.threads else heard  # an answer in threads is generated again from its first token
         threads = threads_within(prompt.threads, kv)
-        return Request(number, token_ids, prompt.sampling, name, options, prompt.trace, threads, prompt.priority, said)
+        return Request(
+            number, token_ids, prompt.sampling, name, options, prompt.trace, threads, prompt.priority, output_token_ids
+        )
 
 
 def threads_within(dialect: str | None, kv: KVManager) -> str | None:

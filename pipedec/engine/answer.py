@@ -20,7 +20,7 @@ NOT_SAMPLED = -1
 
 
 @dataclass(frozen=True)
-class Said:
+class EarlierOutput:
     """The part of an answer that was generated earlier.
 
     Attributes:
@@ -32,7 +32,7 @@ class Said:
     num_tokens: int
 
 
-class Answer:
+class RunningAnswer:
     """A running request.
 
     Args:
@@ -52,34 +52,34 @@ class Answer:
         prompter: Prompter,
         num_stages: int,
         show_threads: bool = False,
-        brought: Said | None = None,
-        known: Said | None = None,
+        brought: EarlierOutput | None = None,
+        known: EarlierOutput | None = None,
     ) -> None:
         self.request = request
         self.completion = Completion(request.method, num_stages, len(request.prompt_token_ids), seed=request.sampling.seed)
-        self.completion.metrics.resumed_tokens = len(request.said)
+        self.completion.metrics.resumed_tokens = len(request.output_token_ids)
         self.completion.prompt_logprobs = None if request.sampling.prompt_logprobs is None else [None]  # the client adds the rest
         self._new_sequence = new_sequence
         self._prompter = prompter
         self._news = News(prompter) if show_threads else None
         self._sampled: dict[Place, int] = {}  # ordinals among all accepted tokens
-        self._num_sampled = len(request.said)
+        self._num_sampled = len(request.output_token_ids)
         self._has_opened = False
         self._again: Transcript | None = None  # of an answer in threads that is repeated, until it reaches what was published
         self._begin(brought, known or brought)
 
-    def _begin(self, brought: Said | None, known: Said | None) -> None:
+    def _begin(self, brought: EarlierOutput | None, known: EarlierOutput | None) -> None:
         before = self._transcript_of(brought)
         self._brought = (min(brought.num_tokens, len(before.token_ids)), len(before.text)) if brought is not None else (0, 0)
         self._transcript = self._transcript_of(known)
-        self._told = self._brought  # published tokens and characters
-        self._tell(self._transcript)
-        self._told = (0 if known is None else min(known.num_tokens, self._told[0])), self._brought[1]
+        self._published = self._brought  # published tokens and characters
+        self._new_output(self._transcript)
+        self._published = (0 if known is None else min(known.num_tokens, self._published[0])), self._brought[1]
         if known is not None and not self.is_complete:
-            self._say_again()
+            self._start_over()
 
-    def _transcript_of(self, said: Said | None) -> Transcript:
-        return self._new_transcript(self._new_sequence if said is None else said.new_sequence)
+    def _transcript_of(self, transcript: EarlierOutput | None) -> Transcript:
+        return self._new_transcript(self._new_sequence if transcript is None else transcript.new_sequence)
 
     @property
     def is_complete(self) -> bool:
@@ -88,7 +88,7 @@ class Answer:
     def opened(self) -> None:
         """Note that the request begins, or continues after a pause."""
         if self._has_opened:
-            self._say_again()
+            self._start_over()
         self._has_opened = True
 
     def take(self, verdict: Verdict, logprobs: TokenLogprobs = ()) -> tuple[Verdict, list[Event]]:
@@ -100,13 +100,13 @@ class Answer:
         Returns:
             the verdict, cut and finished if a stop string ends the answer; and the events for the client.
         """
-        said = self._again or self._transcript
-        verdict, places = said.take(verdict)
+        transcript = self._again or self._transcript
+        verdict, places = transcript.take(verdict)
         if self._again is not None:
             self._catch_up(self._again)
         first, new = self._num_sampled, self._note_sampled(places)
         rows = [list(row) for row, is_new in zip(logprobs, new, strict=False) if is_new]
-        tokens = self._tell(said)
+        tokens = self._new_output(transcript)
         return verdict, [LogprobsEvent(rows, first), tokens] if rows else [tokens]
 
     def completed(self) -> CompletionEvent:
@@ -125,7 +125,7 @@ class Answer:
     def _new_transcript(self, new_sequence: NewSequence) -> Transcript:
         return Transcript(new_sequence(), self._prompter, self.request.sampling.stop)
 
-    def _say_again(self) -> None:
+    def _start_over(self) -> None:
         """Start over with an answer in threads: its tokens are the same, but come in another order."""
         if self._transcript.sequence.can_fork:
             self._again = self._new_transcript(self._new_sequence)
@@ -133,19 +133,19 @@ class Answer:
             self._news.restart()
 
     def _catch_up(self, again: Transcript) -> None:
-        if again.finished == "cancelled" and len(again.token_ids) < self._told[0]:
+        if again.finished == "cancelled" and len(again.token_ids) < self._published[0]:
             self._transcript.take(Verdict((), "cancelled"))  # published tokens count
             self._again = None
-        elif again.finished is not None or len(again.token_ids) >= self._told[0]:
+        elif again.finished is not None or len(again.token_ids) >= self._published[0]:
             self._transcript, self._again = again, None
 
-    def _tell(self, said: Transcript) -> TokensEvent:
+    def _new_output(self, transcript: Transcript) -> TokensEvent:
         """The tokens and text that the client has not received yet."""
-        (tokens, characters), told, completion = self._told, self._transcript, self.completion
+        (tokens, characters), told, completion = self._published, self._transcript, self.completion
         index, offset = tokens - self._brought[0], characters - self._brought[1]
-        self._told = len(told.token_ids), len(told.text)
+        self._published = len(told.token_ids), len(told.text)
         completion.token_ids, completion.text, completion.finish_reason = told.token_ids, told.text, told.finished
-        news = None if self._news is None else self._news.take(said.sequence)
+        news = None if self._news is None else self._news.take(transcript.sequence)
         return TokensEvent(told.token_ids[tokens:], told.text[characters:], news, index, offset)
 
     def _describe_threads(self) -> list[int]:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 import torch
 
 from pipedec.core import Metrics, Step
-from pipedec.engine.records import Advanced, Closed, Ended, Opened, Record, Timestep, Waits
+from pipedec.engine.records import Advanced, Record, RequestClosed, RequestEnded, RequestOpened, Timestep, Waits
 
 _STEPS_AT_ONCE = 64
 
 
 @dataclass(slots=True)
-class _Counted:
+class _RequestCounters:
     """The counters of one request.
 
     Attributes:
@@ -53,11 +53,11 @@ class Counters:
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.now = now
-        self._requests: dict[int, _Counted] = {}
+        self._requests: dict[int, _RequestCounters] = {}
 
     def begin(self, number: int, metrics: Metrics) -> None:
         """Fill ``metrics`` until the request is closed."""
-        self._requests[number] = _Counted(metrics, self.now())
+        self._requests[number] = _RequestCounters(metrics, self.now())
 
     def note(self, record: Record) -> None:
         """Count a record. Waits for the device of the draft model when a request has ended."""
@@ -73,18 +73,18 @@ class Counters:
                 first, prefilled = one.prefilled = one.prefilled or (record.timestep, now)
                 one.metrics.timesteps = record.timestep - first
                 one.metrics.prefill_seconds, one.metrics.decode_seconds = prefilled - one.began, now - prefilled
-            case Opened() if not self._requests[record.number].has_opened:
+            case RequestOpened() if not self._requests[record.number].has_opened:
                 one, opening = self._requests[record.number], record.opening
                 one.has_opened = True
                 one.metrics.cached_tokens = min(opening.cached, opening.prompt_length)
             case Waits():
                 one = self._requests[record.number]
                 one.metrics.pauses += one.has_opened
-            case Ended():
+            case RequestEnded():
                 one = self._requests[record.number]
                 if one.steps:
                     one.count_steps()
                 one.metrics.hits, one.metrics.misses = record.hits, record.misses
                 one.metrics.draft_tokens = int(one.draft_tokens)
-            case Closed():
+            case RequestClosed():
                 self._requests.pop(record.number, None)

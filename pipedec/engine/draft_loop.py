@@ -30,7 +30,7 @@ from pipedec.engine.windows import WindowPipeline
 from pipedec.kv import KVManager
 from pipedec.messages import ErrorEvent
 from pipedec.methods import LayerTreeOptions
-from pipedec.scheduler.protocol import Message, Remembered
+from pipedec.scheduler.protocol import RankMessage, Remembered
 from pipedec.text.prompt import Prompter
 from pipedec.transport import Transport
 
@@ -104,7 +104,7 @@ class DraftLoop:
         listeners = self._note, self._run_counters.note, self._counters.note, self._publisher.note
         self._pool = RequestPool(self._batch, self._publisher.take, listeners)
         self._feed = None if make_feed is None else make_feed(self._publisher.text, self._queue.show)
-        self._told = 0.0  # when the counters were last published
+        self._published = 0.0  # when the counters were last published
         self._sessions = 0
         self._stopping = False
 
@@ -137,7 +137,7 @@ class DraftLoop:
         """The running requests and what was published of them, to restore a Redis that has lost its data."""
         return self._queue.remembered()
 
-    def _resume(self, running: list[Message]) -> None:
+    def _resume(self, running: list[RankMessage]) -> None:
         """Take over the requests that this process does not know, and give up those that may be the cause of lost epochs."""
         for message in running:
             if message.attempts >= MAX_ATTEMPTS:
@@ -146,7 +146,7 @@ class DraftLoop:
                 self._queue.give_out(message)
                 self._admit(message)
 
-    def _give_up(self, message: Message) -> None:
+    def _give_up(self, message: RankMessage) -> None:
         logger.warning("gives up request %d, which was running when ranks were lost %d times", message.number, message.attempts)
         if message.number in self._pool.running:
             self._pool.drop(message.number)
@@ -173,7 +173,7 @@ class DraftLoop:
         for _ in decode(self._pool, pipeline, self._follow_queue):
             continue  # the pool's listeners receive everything
         self._stopping |= pipeline.is_stopping or self._queue.is_stopping
-        self._tell_counters()
+        self._publish_counters()
 
     def _timed(self, drafter: Drafter) -> TimedDrafter:
         return TimedDrafter(drafter, lambda load: self._tasks.recorder.drafting(load))
@@ -192,8 +192,8 @@ class DraftLoop:
         """Begin requests for which there is room, and end those that were cancelled."""
         self._queue.check()
         self._adopt_late_drafter()
-        if time.monotonic() > self._told + _TELLING_SECONDS:
-            self._tell_counters()
+        if time.monotonic() > self._published + _TELLING_SECONDS:
+            self._publish_counters()
         for number in self._queue.cancelled():
             self._pool.cancel(number)
         room = 0 if self._queue.is_stopping else self._max_num_seqs - len(self._pool.running)
@@ -202,12 +202,12 @@ class DraftLoop:
         if self._feed is not None and self._feed.watcher != self._queue.watcher:
             self._feed.follow(self._queue.watcher, self._pool, self._run_counters.timesteps)
 
-    def _tell_counters(self) -> None:
+    def _publish_counters(self) -> None:
         """Publish the counters for clients."""
-        self._told = time.monotonic()
+        self._published = time.monotonic()
         self._queue.tell(self._run_counters.stats())
 
-    def _admit(self, message: Message) -> None:
+    def _admit(self, message: RankMessage) -> None:
         try:
             answer, new_sequence = self._admission.admit(message, self._batch)
         except UserError as error:
@@ -227,4 +227,4 @@ class DraftLoop:
         """Add the record to this rank's traces, and note that it makes progress."""
         if isinstance(record, Timestep):
             self._tasks.note(record)
-            self._wiring.doing.count_timestep()
+            self._wiring.activity.count_timestep()

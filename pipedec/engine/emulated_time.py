@@ -87,7 +87,7 @@ class Pacer:
             end = self._end(timing.compute_ms(load) if timing else 0.0)
             yield
             if timing:
-                self._device.mark().wait()
+                self._device.record_event().wait()
             self._overran |= timing is not None and time.perf_counter() > end
             _sleep_until(end)
 

@@ -17,9 +17,9 @@ from typing import Literal
 import torch
 from msgspec import structs
 
-from pipedec.core import EMPTY, NO_LOAD, Envelope, Load, Metrics, Request, Update, UserError, Verdict
+from pipedec.core import EMPTY, NO_LOAD, Load, Metrics, Request, RequestUpdate, StageMessage, UserError, Verdict
 from pipedec.decoding import Batch, Drafter, LaneSizes, TimestepTiming
-from pipedec.device import Mark, device_of
+from pipedec.device import DeviceEvent, device_of
 from pipedec.engine.admission import threads_within
 from pipedec.engine.build import load_drafter, load_stage
 from pipedec.engine.counters import Counters
@@ -28,7 +28,7 @@ from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
 from pipedec.engine.loop import decode
 from pipedec.engine.memory import with_measured_memory
 from pipedec.engine.recorder import Recorder
-from pipedec.engine.records import Advanced, Closed, Ended, Record, Scored, Timestep
+from pipedec.engine.records import Advanced, PromptScored, Record, RequestClosed, RequestEnded, Timestep
 from pipedec.engine.request_pool import RequestPool
 from pipedec.engine.run_counters import RunCounters
 from pipedec.engine.sequences import Sequences
@@ -200,8 +200,8 @@ class LocalPipeline:
         threads = None if dialect is None else threads_within(dialect, self._batch.kv)
         request = replace(request, sampling=sampling, threads=threads)
         if sampling.structured_outputs is not None:
-            self._sequences.check(sampling.structured_outputs, request.said)
-        new_sequence = self._sequences.maker(len(request.prompt_token_ids), sampling, threads, request.said)
+            self._sequences.check(sampling.structured_outputs, request.output_token_ids)
+        new_sequence = self._sequences.maker(len(request.prompt_token_ids), sampling, threads, request.output_token_ids)
         answer = LocalAnswer(request, new_sequence)
         self.pool.open(request, answer.begin)
         self._counters.begin(request.number, answer.metrics)
@@ -226,12 +226,12 @@ class LocalPipeline:
                 answer = self.answers[record.number]
                 answer.logprobs += map(dict, record.logprobs)
                 answer.token_ids += record.verdict.tokens
-            case Scored():
+            case PromptScored():
                 self.answers[record.number].prompt_logprobs += map(dict, record.logprobs)
-            case Ended():
+            case RequestEnded():
                 answer = self.answers[record.number]
                 answer.finished, answer.bad_stage = record.reason, record.bad_stage
-            case Closed():
+            case RequestClosed():
                 self.answers[record.number].is_closed = True
 
 
@@ -297,14 +297,14 @@ class LocalStages:
         self._recorder = recorder
         self._clock = clock
         self._prunes_at_once = prunes_at_once
-        self.arrived: list[Envelope] = []
+        self.arrived: list[StageMessage] = []
         self._queues = self._empty_queues()
         self._load = TimestepLoad()
-        self._marks: list[Mark] = []  # before the first group of this timestep, and after each
+        self._events: list[DeviceEvent] = []  # before the first group of this timestep, and after each
         self._idle_timesteps = 0
         self._ended = 0.0  # the CPU time of rank 0 when the last timestep ended
 
-    def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
+    def advance(self, number: int, entering: StageMessage, meanwhile: Callable[[], None]) -> Timestep:
         load = self._load = TimestepLoad(deciding_seconds=time.thread_time() - self._ended if number > 1 else 0.0)
         self._receive(self._replay(entering) if self._prunes_at_once else entering)
         self._idle_timesteps = 0 if any(message.updates for message in self.arrived) else self._idle_timesteps + 1
@@ -324,26 +324,26 @@ class LocalStages:
         for worker in self._workers.values():
             worker.reset()
 
-    def close(self, last: Envelope) -> None:
+    def close(self, last: StageMessage) -> None:
         self._receive(last)
         self._compute()
         while any(message.updates for queue in self._queues for message in queue):
             self._receive(EMPTY)
             self._compute()
 
-    def _empty_queues(self) -> list[deque[Envelope]]:
+    def _empty_queues(self) -> list[deque[StageMessage]]:
         """Nothing is on its way."""
         return [deque(), *(deque([EMPTY]) for _ in self._groups[1:])]
 
     @torch.inference_mode()
-    def _replay(self, entering: Envelope) -> Envelope:
+    def _replay(self, entering: StageMessage) -> StageMessage:
         """Let every stage replay verdicts that do not end answers, and prune waiting messages; returns the rest of them."""
-        verdicts, left = list[Update](), list[Update]()
+        verdicts, left = list[RequestUpdate](), list[RequestUpdate]()
         for update in entering.updates:
             if update.verdict is None or update.verdict.finished is not None:
                 left.append(update)
                 continue
-            verdicts.append(Update(update.number, verdict=update.verdict))
+            verdicts.append(RequestUpdate(update.number, verdict=update.verdict))
             if update != verdicts[-1]:
                 left.append(structs.replace(update, verdict=None))
         if not verdicts:
@@ -354,9 +354,9 @@ class LocalStages:
                 waiting[rank].append(worker.replay(verdicts, waiting[rank].pop()))
             else:
                 worker.replay(verdicts)
-        return Envelope(tuple(left))
+        return StageMessage(tuple(left))
 
-    def _receive(self, entering: Envelope) -> None:
+    def _receive(self, entering: StageMessage) -> None:
         """Let every group receive its message of this timestep."""
         self._queues[0].append(entering)
         self.arrived = [queue.popleft() for queue in self._queues]
@@ -365,15 +365,15 @@ class LocalStages:
                 self._load.sent[rank] = rows
 
     @torch.inference_mode()
-    def _compute(self) -> tuple[Update, ...]:
+    def _compute(self) -> tuple[RequestUpdate, ...]:
         """Let every group compute its rows, stage by stage. Returns the results of the last stage."""
-        self._marks = [self._recorder.mark()]
+        self._events = [self._recorder.record_event()]
         for index, (group, message) in enumerate(zip(self._groups, self.arrived, strict=True), start=1):
             for rank in group if message.updates else ():
                 message = self._workers[rank].advance(message, partial(self._computing, rank))
                 if rank != group[-1] and (rows := message.num_rows):
                     self._load.sent[rank] = rows
-            self._marks.append(self._recorder.mark())
+            self._events.append(self._recorder.record_event())
             if index < len(self._queues):
                 self._queues[index].append(message)
         return message.updates
@@ -391,6 +391,6 @@ class LocalStages:
             self._recorder.restart()
             return timing
         forwards = self._recorder.timing().forward_seconds
-        self._marks[-1].wait()
-        drafting, slowest = sum(forwards), max(ended.seconds - began.seconds for began, ended in pairwise(self._marks))
+        self._events[-1].wait()
+        drafting, slowest = sum(forwards), max(ended.seconds - began.seconds for began, ended in pairwise(self._events))
         return TimestepTiming(max(slowest, drafting), max(slowest - drafting, 0.0), forwards)

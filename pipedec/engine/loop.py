@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Protocol
 
-from pipedec.core import Envelope, Verdict
+from pipedec.core import StageMessage, Verdict
 from pipedec.engine.records import Timestep
 from pipedec.engine.request_pool import RequestPool
 
@@ -17,7 +17,7 @@ from pipedec.engine.request_pool import RequestPool
 class Pipeline(Protocol):
     """The stages as rank 0 sees them."""
 
-    def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
+    def advance(self, number: int, entering: StageMessage, meanwhile: Callable[[], None]) -> Timestep:
         """Move every stage on by one timestep.
 
         Args:
@@ -30,7 +30,7 @@ class Pipeline(Protocol):
             the timestep; its results are verdicts on rows that entered as many timesteps ago as the pipeline has groups.
         """
 
-    def close(self, last: Envelope) -> None:
+    def close(self, last: StageMessage) -> None:
         """Send the stages the verdicts that end the last answers. No more rows in flight are needed."""
 
 

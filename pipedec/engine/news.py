@@ -10,7 +10,7 @@ from pipedec.threads import DecodeThread, Sequence
 _Path = tuple[int, ...]
 
 
-class _Line:
+class _ThreadText:
     """The text of one thread, of which ``num_tokens`` tokens have been read."""
 
     def __init__(self, stream: TextStream) -> None:
@@ -29,8 +29,8 @@ class News:
 
     def __init__(self, prompter: Prompter) -> None:
         self._prompter = prompter
-        self._lines: dict[_Path, _Line] = {}
-        self._told: dict[_Path, tuple[int, int]] = {}  # by thread: tokens and characters reported so far
+        self._lines: dict[_Path, _ThreadText] = {}
+        self._published: dict[_Path, tuple[int, int]] = {}  # by thread: tokens and characters reported so far
 
     def restart(self) -> None:
         """Begin again: the answer is being generated once more."""
@@ -42,10 +42,10 @@ class News:
         return [one for one in news if one is not None]
 
     def _of(self, thread: DecodeThread) -> ThreadNews | None:
-        tokens, characters = self._told.get(thread.path, (0, 0))
-        line = self._lines.setdefault(thread.path, _Line(self._prompter.stream()))
+        tokens, characters = self._published.get(thread.path, (0, 0))
+        line = self._lines.setdefault(thread.path, _ThreadText(self._prompter.stream()))
         line.read(thread)
         if thread.num_tokens <= tokens and tokens > 0:
             return None
-        self._told[thread.path] = thread.num_tokens, max(characters, len(line.text))
+        self._published[thread.path] = thread.num_tokens, max(characters, len(line.text))
         return ThreadNews(thread.path, line.text[characters:], thread.state.value, thread.num_tokens, characters)

@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 import torch
 
-from pipedec.core import EMPTY, Envelope, EpochEnded, PipedecError, Update
+from pipedec.core import EMPTY, EpochEnded, PipedecError, RequestUpdate, StageMessage
 from pipedec.decoding import TimestepTiming
-from pipedec.device import HOST, Device, HostDevice, Mark
-from pipedec.engine.activity import Doing
+from pipedec.device import HOST, Device, DeviceEvent, HostDevice
+from pipedec.engine.activity import Activity
 from pipedec.engine.emulated_time import Pacer
 from pipedec.engine.recorder import Recorder
-from pipedec.engine.records import Span, Timestep
+from pipedec.engine.records import TimedSpan, Timestep
 from pipedec.engine.sequences import Sequences
 from pipedec.messages import Event, OverranEvent, TraceEvents
 from pipedec.plan.emulation import Emulation
-from pipedec.scheduler.protocol import Message, RankCalls
+from pipedec.scheduler.protocol import RankCalls, RankMessage
 from pipedec.scheduler.workflow import Planned, Task
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
@@ -55,12 +55,12 @@ class Wiring:
     emulation: Emulation | None = None
     window: int = 0
     duplex: str = "full"
-    doing: Doing = field(default_factory=Doing)
+    activity: Activity = field(default_factory=Activity)
     device: Device = field(default_factory=HostDevice)
     turn: AbstractContextManager[object] = field(default_factory=nullcontext)
 
 
-class _Watched(NamedTuple):
+class _TracedRequest(NamedTuple):
     """A running request whose trace or overruns are reported, with the start time."""
 
     traced: bool
@@ -79,11 +79,11 @@ class RankTasks:
         self.rank = rank
         self.recorder = Recorder(Pacer(wiring.emulation, rank, wiring.device, wiring.turn), wiring.device)
         self._wiring = wiring
-        self._following: Message | None = None  # the next message, if the last report brought it
+        self._following: RankMessage | None = None  # the next message, if the last report brought it
         self._overran: list[int] = []  # timesteps whose real work took longer than its emulated time
-        self._watched: dict[int, _Watched] = {}  # requests with a report at their end
+        self._watched: dict[int, _TracedRequest] = {}  # requests with a report at their end
 
-    def next(self) -> Message:
+    def next(self) -> RankMessage:
         """Wait for the next message.
 
         It has no deadline: the loss of another rank also arrives as a message.
@@ -96,11 +96,11 @@ class RankTasks:
             continue
         return message
 
-    def poll(self, timeout_seconds: float) -> Message | None:
+    def poll(self, timeout_seconds: float) -> RankMessage | None:
         """As ``next``; None if no message arrives in time."""
         return self.request(partial(self._wiring.scheduler.wait, self.rank), timeout_seconds)
 
-    def request(self, wait: Callable[[float], Message | None], timeout_seconds: float) -> Message | None:
+    def request(self, wait: Callable[[float], RankMessage | None], timeout_seconds: float) -> RankMessage | None:
         """As ``poll``, for rank 0 when nothing runs: the next request or ``stop``.
 
         Args:
@@ -127,18 +127,18 @@ class RankTasks:
         scheduler, seconds = self._wiring.scheduler, POLL_SECONDS if waits else 0.0
         self._following = self._waited(partial(scheduler.report, self.rank, done, planned, seconds, trace_lines))
 
-    def _waited(self, wait: Callable[[], Message | None]) -> Message | None:
-        self._wiring.doing.begin("idle")
+    def _waited(self, wait: Callable[[], RankMessage | None]) -> RankMessage | None:
+        self._wiring.activity.begin("idle")
         with self.recorder.waiting():
             message = wait()
-        self._wiring.doing.begin("computing")
+        self._wiring.activity.begin("computing")
         return message
 
     def timestep(
         self,
         number: int,
-        entered: Envelope = EMPTY,
-        results: tuple[Update, ...] = (),
+        entered: StageMessage = EMPTY,
+        results: tuple[RequestUpdate, ...] = (),
         timing: TimestepTiming | None = None,
     ) -> Timestep:
         """The record of this rank's work since the last one."""
@@ -151,14 +151,14 @@ class RankTasks:
         if timestep.overran:
             self._overran.append(timestep.number)
 
-    def _trace(self, spans: Iterable[Span]) -> None:
+    def _trace(self, spans: Iterable[TimedSpan]) -> None:
         for span in spans if self._wiring.tracer.enabled else ():
             self._wiring.tracer.add(*span)
 
     def opened(self, number: int, traced: bool) -> None:
         """Note that a request begins, or continues after a pause."""
         if number not in self._watched and (traced or self.recorder.pacer.is_emulating):
-            self._watched[number] = _Watched(traced, len(self._wiring.tracer.events), len(self._overran))
+            self._watched[number] = _TracedRequest(traced, len(self._wiring.tracer.events), len(self._overran))
             self._wiring.tracer.enabled |= traced
 
     def closed(self, number: int) -> list[Event]:
@@ -179,18 +179,18 @@ class RankTasks:
             tracer.drain()
         return events
 
-    def send(self, envelope: Envelope, target: int, number: int) -> Mark:
+    def send(self, envelope: StageMessage, target: int, number: int) -> DeviceEvent:
         """Send the envelope of a timestep to rank ``target``. Returns the event at which the rows have left and its span ends."""
-        began = self.recorder.mark()
+        began = self.recorder.record_event()
         if rows := envelope.num_rows:
             self.recorder.pacer.delay_sending(rows)  # the receiver must not get it earlier than over the emulated link
-        self._wiring.doing.begin("waiting", target)
+        self._wiring.activity.begin("waiting", target)
         sent = self._wiring.transport.send_envelope(envelope, target)
-        self._wiring.doing.begin("computing")
+        self._wiring.activity.begin("computing")
         self.recorder.add(Task.transfer(self.rank, target, number).label, "transfer", began, sent)
         return sent
 
-    def receive(self, source: int) -> Envelope:
+    def receive(self, source: int) -> StageMessage:
         """Wait for the next envelope from rank ``source``; its activations may come later."""
         with self._waiting_for(source, "between timesteps"):
             envelope = self._wiring.transport.receive_envelope(source)
@@ -198,15 +198,15 @@ class RankTasks:
             return envelope
         return replace(envelope, await_hidden=partial(self._await_hidden, envelope, source))
 
-    def _await_hidden(self, envelope: Envelope, source: int) -> None:
+    def _await_hidden(self, envelope: StageMessage, source: int) -> None:
         with self._waiting_for(source, "computing"):
             envelope.await_hidden()
 
     @contextmanager
     def _waiting_for(self, source: int, then: str) -> Iterator[None]:
         """Context in which this rank waits for rank ``source``. The phase ``then`` begins afterwards."""
-        self._wiring.doing.begin("waiting", source)
+        self._wiring.activity.begin("waiting", source)
         self.recorder.phases.begin("waiting")
         yield
         self.recorder.phases.begin(then)
-        self._wiring.doing.begin("computing")
+        self._wiring.activity.begin("computing")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from pipedec.core import Envelope
+from pipedec.core import StageMessage
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.engine.records import Timestep
 from pipedec.scheduler.protocol import Granted
@@ -26,10 +26,10 @@ class RankZero(ABC):
         self.is_stopping = False  # the run was asked to stop; the running requests are finished first
 
     @abstractmethod
-    def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep: ...
+    def advance(self, number: int, entering: StageMessage, meanwhile: Callable[[], None]) -> Timestep: ...
 
     @abstractmethod
-    def close(self, last: Envelope) -> None: ...
+    def close(self, last: StageMessage) -> None: ...
 
     def _take(self, name: str) -> Granted:
         """Wait for rank 0's next tasks, the last of which is a ``name``, and hold that one. A transfer may come before it."""

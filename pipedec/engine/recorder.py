@@ -13,9 +13,9 @@ from typing import NamedTuple, TypeVar
 
 from pipedec.core import NO_LOAD, Load
 from pipedec.decoding import TimestepTiming
-from pipedec.device import Device, HostDevice, Mark, PhaseTimes
+from pipedec.device import Device, DeviceEvent, HostDevice, PhaseTimes
 from pipedec.engine.emulated_time import Pacer, TimestepLoad
-from pipedec.engine.records import Span
+from pipedec.engine.records import TimedSpan
 
 Item = TypeVar("Item")
 
@@ -25,8 +25,8 @@ class _Piece(NamedTuple):
 
     label: str
     category: str
-    began: Mark
-    ended: Mark
+    began: DeviceEvent
+    ended: DeviceEvent
 
 
 class Recorder:
@@ -44,11 +44,11 @@ class Recorder:
     def __init__(self, pacer: Pacer, device: Device | None = None) -> None:
         self.pacer = pacer
         device = HostDevice() if device is None else device
-        self.mark = device.mark
+        self.record_event = device.record_event
         self.phases = PhaseTimes(device)
         self._pieces: list[_Piece] = []
-        self._forwards: list[tuple[Load, Mark, Mark]] = []  # each draft forward
-        self._waits: list[tuple[Mark, Mark]] = []
+        self._forwards: list[tuple[Load, DeviceEvent, DeviceEvent]] = []  # each draft forward
+        self._waits: list[tuple[DeviceEvent, DeviceEvent]] = []
         self.restart()
 
     def restart(self) -> None:
@@ -62,22 +62,22 @@ class Recorder:
     @contextmanager
     def span(self, label: str, category: str, load: Load = NO_LOAD) -> Iterator[None]:
         """Record the body of the ``with`` statement. If it computes rows, it takes as long as on the emulated device."""
-        began = self.mark()
+        began = self.record_event()
         with self.computing(load):
             yield
         self.add(label, category, began)
 
-    def add(self, label: str, category: str, began: Mark, ended: Mark | None = None) -> None:
+    def add(self, label: str, category: str, began: DeviceEvent, ended: DeviceEvent | None = None) -> None:
         """Record a span. It ends after all work queued on the device, unless ``ended`` is given."""
-        self._pieces.append(_Piece(label, category, began, self.mark() if ended is None else ended))
+        self._pieces.append(_Piece(label, category, began, self.record_event() if ended is None else ended))
 
     @contextmanager
     def drafting(self, load: Load) -> Iterator[None]:
         """Time one draft forward."""
-        began, cpu_began = self.mark(), time.thread_time()
+        began, cpu_began = self.record_event(), time.thread_time()
         with self.computing(load):
             yield
-        self._forwards.append((load, began, self.mark()))
+        self._forwards.append((load, began, self.record_event()))
         self._drafting += time.thread_time() - cpu_began
 
     def note_beside(self, load: TimestepLoad) -> None:
@@ -88,9 +88,9 @@ class Recorder:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """The rank has nothing to do once its device has finished the queued work."""
-        began = self.mark()
+        began = self.record_event()
         yield
-        self._waits.append((began, self.mark()))
+        self._waits.append((began, self.record_event()))
 
     def timing(self) -> TimestepTiming:
         """Return the timing of the timestep that ends now, and begin the next one.
@@ -106,11 +106,11 @@ class Recorder:
         self._forwards, self._waits = later, later_waits
         return timing
 
-    def take_spans(self) -> tuple[Span, ...]:
+    def take_spans(self) -> tuple[TimedSpan, ...]:
         """The spans that have not been taken yet and that the device has finished."""
         ended, self._pieces = _split(self._pieces, lambda piece: _have_passed(piece.began, piece.ended))
         times = ((label, category, began.seconds, end.seconds) for label, category, began, end in ended)
-        return tuple(Span(label, category, min(began, end), end) for label, category, began, end in times)
+        return tuple(TimedSpan(label, category, min(began, end), end) for label, category, began, end in times)
 
     def await_spans(self) -> None:
         """Wait until the device has finished all spans."""
@@ -123,7 +123,7 @@ class Recorder:
         return self.pacer.computing(load) if load.rows and self.pacer.is_emulating else nullcontext()
 
 
-def _have_passed(began: Mark, ended: Mark) -> bool:
+def _have_passed(began: DeviceEvent, ended: DeviceEvent) -> bool:
     """Whether both events have passed. With two streams, as in a transfer, the later one may pass first."""
     return began.has_passed and ended.has_passed
 

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from pipedec.core import EMPTY, Envelope, Opening, Request, TokenLogprobs, Update, Verdict
+from pipedec.core import EMPTY, NewRequest, Request, RequestUpdate, StageMessage, TokenLogprobs, Verdict
 from pipedec.decoding import TimestepTiming
 from pipedec.engine.emulated_time import TimestepLoad
 from pipedec.threads import NewSequence
 
 
-class Span(NamedTuple):
+class TimedSpan(NamedTuple):
     """A piece of a rank's work, as traces show it. Times are seconds of ``time.perf_counter``."""
 
     label: str
@@ -42,11 +42,11 @@ class Timestep:
     """
 
     number: int
-    entered: Envelope = EMPTY
-    results: tuple[Update, ...] = ()
+    entered: StageMessage = EMPTY
+    results: tuple[RequestUpdate, ...] = ()
     timing: TimestepTiming | None = None
     load: TimestepLoad | None = None
-    spans: tuple[Span, ...] = ()
+    spans: tuple[TimedSpan, ...] = ()
     overran: bool = False
 
 
@@ -62,7 +62,7 @@ class Interrupted(Struct, frozen=True):
     number: int
 
 
-class Opened(Struct, frozen=True):
+class RequestOpened(Struct, frozen=True):
     """The request begins, or continues after a pause. An answer in threads is decoded again from its first token.
 
     Attributes:
@@ -73,7 +73,7 @@ class Opened(Struct, frozen=True):
     number: int
     request: Request
     new_sequence: NewSequence
-    opening: Opening
+    opening: NewRequest
     is_prefilling: bool = True
 
 
@@ -92,14 +92,14 @@ class Advanced(Struct, frozen=True):
     timestep: int
 
 
-class Scored(Struct, frozen=True):
+class PromptScored(Struct, frozen=True):
     """The log-probabilities of the next tokens of the prompt, from the second one on; each once."""
 
     number: int
     logprobs: TokenLogprobs
 
 
-class Ended(Struct, frozen=True):
+class RequestEnded(Struct, frozen=True):
     """The answer has ended, and the method has followed its last verdict. The stages learn it with the next envelope.
 
     Attributes:
@@ -114,7 +114,7 @@ class Ended(Struct, frozen=True):
     bad_stage: int | None = None
 
 
-class Closed(Struct, frozen=True):
+class RequestClosed(Struct, frozen=True):
     """No stage has a lane of the ended request."""
 
     number: int
@@ -124,5 +124,5 @@ class Drained(Struct, frozen=True):
     """No stage has a lane of any request."""
 
 
-Record = Timestep | Waits | Interrupted | Opened | Advanced | Scored | Ended | Closed | Drained
+Record = Timestep | Waits | Interrupted | RequestOpened | Advanced | PromptScored | RequestEnded | RequestClosed | Drained
 Listener = Callable[[Record], None]

@@ -12,9 +12,20 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from pipedec.core import Envelope, Opening, Request, TokenLogprobs, Update, Verdict
+from pipedec.core import NewRequest, Request, RequestUpdate, StageMessage, TokenLogprobs, Verdict
 from pipedec.decoding import Batch, RequestState
-from pipedec.engine.records import Advanced, Closed, Drained, Ended, Interrupted, Listener, Opened, Record, Scored, Waits
+from pipedec.engine.records import (
+    Advanced,
+    Drained,
+    Interrupted,
+    Listener,
+    PromptScored,
+    Record,
+    RequestClosed,
+    RequestEnded,
+    RequestOpened,
+    Waits,
+)
 from pipedec.threads import NewSequence
 
 
@@ -33,7 +44,7 @@ class RunningRequest:
 
     request: Request
     new_sequence: NewSequence
-    opening: Opening | None = None
+    opening: NewRequest | None = None
     is_prefilling: bool = True
     is_known: bool = False
     is_closing: bool = False
@@ -54,19 +65,21 @@ class RequestPool:
         listeners: called with each record, in order.
     """
 
-    def __init__(self, batch: Batch, take: Callable[[Update], Verdict] | None = None, listeners: Iterable[Listener] = ()) -> None:
+    def __init__(
+        self, batch: Batch, take: Callable[[RequestUpdate], Verdict] | None = None, listeners: Iterable[Listener] = ()
+    ) -> None:
         self.batch = batch
         self.listeners = list(listeners)
         self._take = take
         self.running: dict[int, RunningRequest] = {}
         self._new: list[int] = []  # arrived since the last timestep
         self._closing: list[int] = []  # ended; some stages have yet to close the lane
-        self._updates: dict[int, Update] = {}  # verdicts that the stages have yet to replay
+        self._updates: dict[int, RequestUpdate] = {}  # verdicts that the stages have yet to replay
 
-    def opened(self) -> list[Opened]:
+    def opened(self) -> list[RequestOpened]:
         """The running requests that have lanes, for a listener that joins late."""
         return [
-            Opened(number, one.request, one.new_sequence, one.opening, one.is_prefilling)
+            RequestOpened(number, one.request, one.new_sequence, one.opening, one.is_prefilling)
             for number, one in self.running.items()
             if one.opening is not None
         ]
@@ -101,7 +114,7 @@ class RequestPool:
         """Forget a running request that has no lane."""
         self.batch.close(number)
         del self.running[number]
-        self.emit(Closed(number))
+        self.emit(RequestClosed(number))
 
     def cancel(self, number: int) -> None:
         """End a request in any state. No effect if it is not running."""
@@ -116,7 +129,7 @@ class RequestPool:
             self._close_lanes(number, reason)
         self._end(number, reason, state, bad_stage)
 
-    def entering(self) -> Envelope:
+    def entering(self) -> StageMessage:
         """The envelope of the next timestep: everything that enters."""
         for number in self.batch.to_pause():
             self._pause(number)
@@ -127,14 +140,14 @@ class RequestPool:
             if update.opening is not None:
                 one = self.running[number]
                 one.opening, one.is_known, one.is_prefilling, one.num_come = update.opening, True, True, 0
-                self.emit(Opened(number, one.request, one.new_sequence, update.opening))
+                self.emit(RequestOpened(number, one.request, one.new_sequence, update.opening))
         new, self._new = self._new, []
         for number in new:
             if number in self.running and not self.running[number].is_known:
                 self.emit(Waits(number))
-        return Envelope(tuple(updates.values()))
+        return StageMessage(tuple(updates.values()))
 
-    def take(self, result: Update, timestep: int) -> Verdict | None:
+    def take(self, result: RequestUpdate, timestep: int) -> Verdict | None:
         """Take a result of the last stage. Returns the verdict as far as the answer goes; None if the result is void."""
         number, verdict, one = result.number, result.verdict, self.running.get(result.number)
         if one is None or one.is_closing:
@@ -155,7 +168,7 @@ class RequestPool:
         self.emit(Advanced(number, verdict, result.logprobs, timestep))
         state = None if verdict.finished is None else self.batch.requests[number]
         self.batch.apply(number, verdict)
-        self._updates[number] = Update(number, verdict=verdict)
+        self._updates[number] = RequestUpdate(number, verdict=verdict)
         if verdict.finished is not None and state is not None:
             self._end(number, verdict.finished, state)
         return verdict
@@ -164,7 +177,7 @@ class RequestPool:
         """Note that every stage has closed all lanes."""
         closing, self._closing = self._closing, []
         for number in closing:
-            self.emit(Closed(number))
+            self.emit(RequestClosed(number))
         self.emit(Drained())
 
     def _pause(self, number: int) -> None:
@@ -179,12 +192,12 @@ class RequestPool:
         one.num_come += len(logprobs)
         one.num_scored = max(one.num_scored, one.num_come)
         if new := logprobs[known:]:
-            self.emit(Scored(one.request.number, new))
+            self.emit(PromptScored(one.request.number, new))
 
     def _close_lanes(self, number: int, reason: str) -> None:
         """Close the request's lanes on all stages, with the tokens accepted since the last update."""
-        known = self._updates.get(number, Update(number)).verdict or Verdict()
-        self._updates[number] = Update(number, verdict=Verdict(known.accepted, reason))
+        known = self._updates.get(number, RequestUpdate(number)).verdict or Verdict()
+        self._updates[number] = RequestUpdate(number, verdict=Verdict(known.accepted, reason))
 
     def _lanes_closed(self, number: int, reason: str) -> None:
         """Note that the last stage, and so every stage, has closed the lane."""
@@ -194,12 +207,12 @@ class RequestPool:
             self.batch.closed(number)
         elif reason != "paused" and number in self._closing:
             self._closing.remove(number)
-            self.emit(Closed(number))
+            self.emit(RequestClosed(number))
 
     def _end(self, number: int, reason: str, state: RequestState, bad_stage: int | None = None) -> None:
         one = self.running.pop(number)
-        self.emit(Ended(number, reason, state.hits, state.misses, bad_stage))
+        self.emit(RequestEnded(number, reason, state.hits, state.misses, bad_stage))
         if one.is_known:
             self._closing.append(number)
         else:
-            self.emit(Closed(number))
+            self.emit(RequestClosed(number))

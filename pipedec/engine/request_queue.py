@@ -16,9 +16,9 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from pipedec.core import EpochEnded, PipedecError, SchedulerLost
-from pipedec.engine.told import Told
+from pipedec.engine.told import PublishedOutput
 from pipedec.messages import CancelledEvent, ErrorEvent, Event, RunStats
-from pipedec.scheduler.protocol import Message, Post, RankCalls, Remembered
+from pipedec.scheduler.protocol import Post, RankCalls, RankMessage, Remembered
 
 Frame = dict[str, Any]  # of the live feed: a JSON object
 
@@ -50,16 +50,16 @@ class RequestQueue:
         self._scheduler = scheduler
         self._posts: SimpleQueue[Post | None] = SimpleQueue()
         self._unsent: list[Post] = []  # taken from the posts; perhaps published
-        self._running: dict[int, Told] = {}  # given out
-        self._ending: dict[int, Told] = {}  # whose last events may not be published yet
+        self._running: dict[int, PublishedOutput] = {}  # given out
+        self._ending: dict[int, PublishedOutput] = {}  # whose last events may not be published yet
         self._stats: RunStats | None = None  # not published yet
         self._failure: PipedecError | None = None
         self._taking = threading.Lock()  # held by the thread that takes requests from Redis
         self._changing = threading.Lock()  # held while the following is changed, never during a call of Redis
         self._limit = 0  # the pipeline's capacity for requests
-        self._arrived: list[Message] = []
+        self._arrived: list[RankMessage] = []
         self._cancelled: set[int] = set()  # given out, and cancelled, which the pipeline does not know yet
-        self._told: set[int] = set()  # given out, and cancelled, which the pipeline knows
+        self._reported: set[int] = set()  # given out, and cancelled, which the pipeline knows
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -82,7 +82,7 @@ class RequestQueue:
         """Use the scheduler's present epoch for the calls that follow."""
         self._failure = None
 
-    def journal(self) -> list[Message]:
+    def journal(self) -> list[RankMessage]:
         """Requests that are running, before ``serving`` in a new epoch. Another process may have taken them. Requests that this
         one has ended, or not given out yet, are not among them.
 
@@ -95,9 +95,9 @@ class RequestQueue:
         arrived = {message.number for message in self._arrived}
         return [message for message in self._scheduler.journal() if message.number not in arrived]
 
-    def give_out(self, message: Message) -> None:
+    def give_out(self, message: RankMessage) -> None:
         """Begin a request from the journal."""
-        self._running[message.number] = Told(message)
+        self._running[message.number] = PublishedOutput(message)
 
     def remembered(self) -> list[Remembered]:
         """The running requests and what was published of them, to restore a Redis that has lost its data."""
@@ -124,7 +124,7 @@ class RequestQueue:
         """Publish frames of the live feed soon, unless there are too many."""
         self._frames.append(frames)
 
-    def arrivals(self, limit: int) -> list[Message]:
+    def arrivals(self, limit: int) -> list[RankMessage]:
         """Requests that have arrived, at most ``limit``, earlier ones first. Does not wait.
 
         Args:
@@ -150,7 +150,7 @@ class RequestQueue:
             cancelled, self._cancelled = self._cancelled, set()
         return sorted(cancelled)
 
-    def wait(self, timeout_seconds: float) -> Message | None:
+    def wait(self, timeout_seconds: float) -> RankMessage | None:
         """For a pipeline in which nothing runs: the next ``request``, or ``stop``; None after ``timeout_seconds``."""
         self.check()
         with self._taking:
@@ -255,5 +255,5 @@ class RequestQueue:
         self._arrived = [message for message in self._arrived if message.number not in ended]
         for number in sorted(ended):
             self._posts.put(Post(number, (CancelledEvent(),), ends=True))
-        self._cancelled |= cancelled - ended - self._told
-        self._told = cancelled
+        self._cancelled |= cancelled - ended - self._reported
+        self._reported = cancelled

@@ -12,7 +12,7 @@ ROW_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0,
 SECOND_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
-class _Counted:
+class _Histogram:
     """A histogram that grows on demand."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
@@ -41,8 +41,8 @@ class RunCounters:
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
         self.timesteps = 0
-        self._rows = _Counted(ROW_BOUNDS)
-        self._seconds = _Counted(SECOND_BOUNDS)
+        self._rows = _Histogram(ROW_BOUNDS)
+        self._seconds = _Histogram(SECOND_BOUNDS)
 
     def note(self, record: Record) -> None:
         if not isinstance(record, Timestep):

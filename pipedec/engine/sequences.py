@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
-from pipedec.core import Opening, SamplingParams, StructuredOutputs, UserError
+from pipedec.core import NewRequest, SamplingParams, StructuredOutputs, UserError
 from pipedec.gguf import model_files
 from pipedec.grammar import Grammar, Vocabulary
 from pipedec.model import ModelConfig
@@ -29,12 +29,12 @@ class Sequences:
         self._target = target
         self.bound = lru_cache(maxsize=8)(self._bound)
 
-    def of(self, opening: Opening) -> NewSequence:
+    def of(self, opening: NewRequest) -> NewSequence:
         """A function that creates the sequence of a new or continued answer. Raises as ``maker``."""
-        return self.maker(opening.prompt_length, opening.sampling, opening.threads, opening.said)
+        return self.maker(opening.prompt_length, opening.sampling, opening.threads, opening.output_token_ids)
 
     def maker(
-        self, prompt_length: int, sampling: SamplingParams, dialect: str | None = None, said: tuple[int, ...] = ()
+        self, prompt_length: int, sampling: SamplingParams, dialect: str | None = None, output_token_ids: tuple[int, ...] = ()
     ) -> NewSequence:
         """A function that creates the sequence of one answer.
 
@@ -58,11 +58,11 @@ class Sequences:
         else:
             bound = self.bound(dialect)
             new_sequence = partial(ThreadedSequence, bound, prompt_length, ends, sampling.max_tokens, self._config.max_positions)
-        if not said:
+        if not output_token_ids:
             return new_sequence
-        if not 0 <= min(said) <= max(said) < self._config.vocab_size:
+        if not 0 <= min(output_token_ids) <= max(output_token_ids) < self._config.vocab_size:
             raise UserError(f"the answer to resume has tokens that the target lacks: give ids below {self._config.vocab_size}")
-        return partial(_replayed, new_sequence, said)
+        return partial(_replayed, new_sequence, output_token_ids)
 
     def check_prompt(self, token_ids: tuple[int, ...]) -> None:
         """Raises UserError if the target lacks an embedding for one of them: tokens that were added to its tokenizer."""
@@ -72,7 +72,7 @@ class Sequences:
                 f"{self._config.vocab_size} embeddings: leave its text out"
             )
 
-    def check(self, structure: StructuredOutputs, said: tuple[int, ...] = ()) -> None:
+    def check(self, structure: StructuredOutputs, output_token_ids: tuple[int, ...] = ()) -> None:
         """Raises UserError if the structure is invalid, not supported, not possible with the target and its tokenizer, or if no
         such answer begins with ``said``.
         """
@@ -80,7 +80,7 @@ class Sequences:
             raise UserError(f"structured_outputs end with an end token, and the model in {self._target} names none")
         self._vocabulary.check(structure)
         grammar = self._vocabulary.grammar(structure)
-        grammar.advance(said)
+        grammar.advance(output_token_ids)
         if not grammar.is_possible:
             raise UserError("the answer to resume is impossible: it does not follow its structured_outputs")
 
@@ -109,11 +109,11 @@ class Sequences:
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
 
-def _replayed(new_sequence: NewSequence, said: tuple[int, ...]) -> Sequence:
+def _replayed(new_sequence: NewSequence, output_token_ids: tuple[int, ...]) -> Sequence:
     """A sequence that has reached the end of ``said``. Raises UserError if no answer contains it."""
     sequence = new_sequence()
     try:
-        replay(sequence, said)
+        replay(sequence, output_token_ids)
     except ValueError as error:
         raise UserError(f"the answer to resume is impossible: {error}") from None
     return sequence

@@ -11,15 +11,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
-from pipedec.core import EMPTY, Envelope, Load, Update
+from pipedec.core import EMPTY, Load, RequestUpdate, StageMessage
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.messages import CacheSlotsEvent, Event, StageStats
 from pipedec.scheduler.paper import Facts, post_process, results_of
-from pipedec.scheduler.protocol import Granted, Message
+from pipedec.scheduler.protocol import Granted, RankMessage
 from pipedec.scheduler.transfers import checked_transfers
 from pipedec.scheduler.workflow import Planned, Task
 from pipedec.stage import StageWorker
-from pipedec.stage.worker import Span
+from pipedec.stage.worker import SpanContext
 from pipedec.transport import Transport
 
 STOPPING_SECONDS = 0.05
@@ -38,7 +38,7 @@ class StageLoop:
         self._arrived = EMPTY  # with single tasks: received and not computed
         self._waiting = EMPTY  # with single tasks: computed and not sent
         self._timesteps = 0
-        self._told = 0.0  # when the counters were last published
+        self._published = 0.0  # when the counters were last published
 
     def serve(self, transport: Transport) -> None:
         """Serve until ``stop``, and until rank 0 has left: it finishes the running requests before it stops.
@@ -60,7 +60,7 @@ class StageLoop:
             while (late := self._tasks.poll(STOPPING_SECONDS)) is not None:
                 self._execute(late)
 
-    def _execute(self, message: Message) -> None:
+    def _execute(self, message: RankMessage) -> None:
         """Execute the granted tasks, one after another, and report them: a transfer is reported by its receiver."""
         done, planned = list[Task](), list[Planned]()
         for granted in message.tasks:
@@ -86,12 +86,12 @@ class StageLoop:
         if task.target == self._rank:
             self._arrived = self._tasks.receive(task.source)
             self._arrived.await_hidden()
-            self._tasks.recorder.mark().wait()
+            self._tasks.recorder.record_event().wait()
         else:
             self._waiting, leaving = EMPTY, self._waiting
             self._tasks.send(leaving, task.target, task.seq).wait()
 
-    def _compute(self, task: Task) -> tuple[Update, ...]:
+    def _compute(self, task: Task) -> tuple[RequestUpdate, ...]:
         """Compute the rows that have arrived. Returns the results of the last stage."""
         self._arrived, arrived = EMPTY, self._arrived
         reply = self._advance(arrived, task.seq, partial(self._span_of, task))
@@ -113,7 +113,7 @@ class StageLoop:
         wiring, first, last = self._wiring, granted.task.seq, granted.task.seq + granted.payload["timesteps"] - 1
         phases = checked_transfers(granted.payload["transfers"], self._rank, wiring.topology, wiring.duplex)
         receives_first = len(phases) == 2 and phases[0][0].target == self._rank
-        withheld: Envelope | None = None
+        withheld: StageMessage | None = None
         for number in range(first, last + 1):
             received = self._tasks.receive(self._rank - 1)
             if withheld is not None:
@@ -125,13 +125,13 @@ class StageLoop:
             else:
                 self._send(reply, number)
             if received.ends_session:
-                self._tell()
+                self._publish_counters()
                 return
 
-    def _send(self, reply: Envelope, number: int) -> None:
+    def _send(self, reply: StageMessage, number: int) -> None:
         self._tasks.send(reply, self._wiring.topology.following(self._rank), number)
 
-    def _advance(self, received: Envelope, number: int, span: Span) -> Envelope:
+    def _advance(self, received: StageMessage, number: int, span: SpanContext) -> StageMessage:
         """Run one timestep. Reports on requests that end are published before the next rank receives its envelope."""
         for update in received.updates:
             self._open(update)
@@ -149,13 +149,13 @@ class StageLoop:
     def _count(self) -> None:
         """Count a timestep whose work is queued on the device."""
         self._timesteps += 1
-        self._wiring.doing.count_timestep()
+        self._wiring.activity.count_timestep()
         self._tasks.recorder.phases.begin("between timesteps")
-        if (now := time.perf_counter()) > self._told + TELLING_SECONDS:
-            self._told = now
-            self._tell()
+        if (now := time.perf_counter()) > self._published + TELLING_SECONDS:
+            self._published = now
+            self._publish_counters()
 
-    def _tell(self) -> None:
+    def _publish_counters(self) -> None:
         """Publish the counters for clients, without waiting for Redis."""
         phases = self._tasks.recorder.phases
         stats = StageStats(
@@ -172,7 +172,7 @@ class StageLoop:
         is_part = name == "sync" and task.name != "sync"
         return nullcontext() if is_part else self._tasks.recorder.span(task.label, name, load)
 
-    def _open(self, update: Update) -> None:
+    def _open(self, update: RequestUpdate) -> None:
         if update.opening is not None:
             self._tasks.opened(update.number, update.opening.trace)
             if update.opening.trace:

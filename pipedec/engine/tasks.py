@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from pipedec.core import EMPTY, Envelope, Update, Verdict
+from pipedec.core import EMPTY, RequestUpdate, StageMessage, Verdict
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.engine.rank_zero import RankZero
 from pipedec.engine.records import Timestep
@@ -28,7 +28,7 @@ class TaskPipeline(RankZero):
         self._traced = set[int]()  # requests
         self._trace_lines = 0
 
-    def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
+    def advance(self, number: int, entering: StageMessage, meanwhile: Callable[[], None]) -> Timestep:
         message = _without_replayed(entering)
         self._note_traced(message)
         results = self._prefill(message, meanwhile) if number == 1 else self._decode(message, meanwhile)
@@ -36,13 +36,13 @@ class TaskPipeline(RankZero):
         is_full = number > self._wiring.topology.num_groups
         return self._tasks.timestep(number - 1, entering, results, timing if is_full else None)
 
-    def close(self, last: Envelope) -> None:
+    def close(self, last: StageMessage) -> None:
         self._decode(_without_replayed(last), meanwhile=lambda: None)
         while self._held.task.name == "sync" or self._held.active:
             self._decode(EMPTY, meanwhile=lambda: None)
         self._end(self._following(Facts(active=self._held.active, finished=True)))
 
-    def _prefill(self, message: Envelope, meanwhile: Callable[[], None]) -> tuple[Update, ...]:
+    def _prefill(self, message: StageMessage, meanwhile: Callable[[], None]) -> tuple[RequestUpdate, ...]:
         """Pass the message through all groups, while rank 0 drafts as in as many timesteps."""
         topology = self._wiring.topology
         self._wiring.scheduler.begin_session(self._session, initial_tasks(topology), self._trace_lines)
@@ -53,12 +53,12 @@ class TaskPipeline(RankZero):
 
         return self._compute("pre", message, draft)
 
-    def _decode(self, message: Envelope, meanwhile: Callable[[], None]) -> tuple[Update, ...]:
+    def _decode(self, message: StageMessage, meanwhile: Callable[[], None]) -> tuple[RequestUpdate, ...]:
         facts = Facts(has_output=bool(message.updates), active=self._held.active)
         self._tasks.report([self._held.task], self._following(facts), trace_lines=self._trace_lines)
         return self._compute("dec", message, meanwhile)
 
-    def _compute(self, name: str, message: Envelope, meanwhile: Callable[[], None]) -> tuple[Update, ...]:
+    def _compute(self, name: str, message: StageMessage, meanwhile: Callable[[], None]) -> tuple[RequestUpdate, ...]:
         """Send the message, draft, and wait for the results of the last stage, if it had rows."""
         granted = self._take(name)
         if message.updates or name == "pre":
@@ -73,7 +73,7 @@ class TaskPipeline(RankZero):
     def _following(self, facts: Facts) -> list[Planned]:
         return post_process(self._held.task, self._wiring.topology, facts)
 
-    def _note_traced(self, message: Envelope) -> None:
+    def _note_traced(self, message: StageMessage) -> None:
         """Trace the tasks while a traced request runs."""
         for update in message.updates:
             if update.opening is not None and update.opening.trace:
@@ -83,10 +83,10 @@ class TaskPipeline(RankZero):
         self._trace_lines = TASKS_TRACE if self._traced else 0
 
 
-def _without_replayed(entering: Envelope) -> Envelope:
+def _without_replayed(entering: StageMessage) -> StageMessage:
     """The message without accepted tokens, which the stages have replayed in syncs. Ends of answers stay in it."""
     updates = (replace(update, verdict=_end_of(update.verdict)) for update in entering.updates)
-    return Envelope(tuple(update for update in updates if update != Update(update.number)))
+    return StageMessage(tuple(update for update in updates if update != RequestUpdate(update.number)))
 
 
 def _end_of(verdict: Verdict | None) -> Verdict | None:

@@ -8,15 +8,15 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from pipedec.messages import Event, LogprobsEvent, PromptLogprobsEvent, ThreadNews, TokensEvent
-from pipedec.scheduler.protocol import Message, Remembered
+from pipedec.scheduler.protocol import RankMessage, Remembered
 
 _Rows = list[list[tuple[int, float]]]
 
 
-class Told:
+class PublishedOutput:
     """Events published for one request."""
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: RankMessage) -> None:
         self._message = message
         self._token_ids: list[int] = list(message.told)
         self._text: list[str] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from pipedec.core import Envelope, Update
+from pipedec.core import RequestUpdate, StageMessage
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.engine.rank_zero import RankZero
 from pipedec.engine.records import Timestep
@@ -28,10 +28,10 @@ class WindowPipeline(RankZero):
         self._begun = 0  # the last timestep that has begun
         self._granted = 0  # the last timestep of the present window
         self._in_flight = 0  # timesteps whose results the last stage has not sent yet
-        self._returned = tasks.recorder.mark()  # when the last timestep ended
+        self._returned = tasks.recorder.record_event()  # when the last timestep ended
         wiring.scheduler.begin_session(session, initial_windows(wiring.topology, wiring.window), SESSION_TRACE)
 
-    def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
+    def advance(self, number: int, entering: StageMessage, meanwhile: Callable[[], None]) -> Timestep:
         if any(update.verdict is not None for update in entering.updates):
             self._record_sync()
         self._send(entering, number)
@@ -41,17 +41,17 @@ class WindowPipeline(RankZero):
             self._tasks.recorder.restart()  # the pipeline is still filling
             return self._tasks.timestep(number, entering)
         results = self._receive()
-        self._returned = self._tasks.recorder.mark()
+        self._returned = self._tasks.recorder.record_event()
         return self._tasks.timestep(number, entering, results, self._tasks.recorder.timing())
 
-    def close(self, last: Envelope) -> None:
+    def close(self, last: StageMessage) -> None:
         self._record_sync()
         self._send(replace(last, ends_session=True), self._begun + 1)
         while self._in_flight:
             self._receive()
         self._end(after_window(self._held.task, self._wiring.topology, 0))
 
-    def _send(self, envelope: Envelope, number: int) -> None:
+    def _send(self, envelope: StageMessage, number: int) -> None:
         """Begin a timestep, in the next window if the present one is over."""
         if number > self._granted:
             topology = self._wiring.topology
@@ -68,7 +68,7 @@ class WindowPipeline(RankZero):
         """End the span of rank 0's work on the last results."""
         self._tasks.recorder.add(Task.compute("sync", 0, self._begun).label, "sync", self._returned)
 
-    def _receive(self) -> tuple[Update, ...]:
+    def _receive(self) -> tuple[RequestUpdate, ...]:
         with self._tasks.recorder.waiting():
             results = self._tasks.receive(self._wiring.topology.final_rank).updates
         self._in_flight -= 1

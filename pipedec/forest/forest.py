@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipedec.core import Verdict
 from pipedec.forest.slots import UNSEEN, Slots
-from pipedec.threads import DecodeThread, Joined, Opened, Sequence, State
+from pipedec.threads import DecodeThread, Joined, Sequence, State, ThreadOpened
 from pipedec.tree import Advance, PredictionTree, RootedTree, Visibility
 
 
@@ -74,7 +74,7 @@ def apply_verdict(sequence: Sequence, verdict: Verdict) -> ThreadChanges:
         changes.remaining[number] = Remaining.SUBTREE
         for token in tokens:
             for event in sequence.accept(number, token):
-                if isinstance(event, Opened):
+                if isinstance(event, ThreadOpened):
                     changes.starts.append(Start(event.child, event.token))
                 elif isinstance(event, Joined):
                     changes.starts.append(Start(event.thread, event.token))

@@ -35,7 +35,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipedec.core import DEFAULT_METHOD, Step, Verdict
-from pipedec.engine.records import Advanced, Closed, Drained, Ended, Interrupted, Opened, Record, Timestep, Waits
+from pipedec.engine.records import (
+    Advanced,
+    Drained,
+    Interrupted,
+    Record,
+    RequestClosed,
+    RequestEnded,
+    RequestOpened,
+    Timestep,
+    Waits,
+)
 from pipedec.engine.request_pool import RequestPool
 from pipedec.forest import Remaining, ThreadChanges, apply_verdict
 from pipedec.live.view import VERSION, Frame
@@ -72,7 +82,7 @@ class LiveFeed:
         self._now_us = now_us
         self._texts: dict[int, str] = {}  # of single tokens
         self._timestep = 0
-        self._requests: dict[int, _Watched] = {}
+        self._requests: dict[int, _WatchedRequest] = {}
         self._frames: list[Frame] = []  # after the one of the present timestep
         self._present: Frame | None = None  # the step that is not complete yet
 
@@ -95,7 +105,7 @@ class LiveFeed:
         self._timestep = timestep
         running = pool.opened()
         for opened in running:
-            self._requests.setdefault(opened.number, _Watched()).open(opened, is_seen=False)
+            self._requests.setdefault(opened.number, _WatchedRequest()).open(opened, is_seen=False)
         self._send([self._run_frame(), *(self._open_frame(opened) for opened in running)])
 
     def begin_epoch(self, epoch: int) -> None:
@@ -110,8 +120,8 @@ class LiveFeed:
         match record:
             case Timestep():
                 self._begin(record)
-            case Opened():
-                self._requests.setdefault(record.number, _Watched()).open(record)
+            case RequestOpened():
+                self._requests.setdefault(record.number, _WatchedRequest()).open(record)
                 self._frames.append(self._open_frame(record))
             case Advanced():
                 self._advance(record.number, record.verdict)
@@ -119,9 +129,9 @@ class LiveFeed:
                 self._leave(record.number, "paused")
             case Interrupted():
                 self._leave(record.number, "interrupted")
-            case Ended():
+            case RequestEnded():
                 self._leave(record.number, record.reason, {"hits": record.hits, "misses": record.misses})
-            case Closed():
+            case RequestClosed():
                 self._requests.pop(record.number, None)
             case Drained():
                 self._complete()
@@ -141,7 +151,7 @@ class LiveFeed:
             return {"r": number, "chunk": step.num_rows, "rows": []}
         return {"r": number, "chunk": 0, "rows": [self._described(row, one) for row in one.enter(step)]}
 
-    def _described(self, row: _Row, one: _Watched) -> list[Any]:
+    def _described(self, row: _EnteredRow, one: _WatchedRequest) -> list[Any]:
         chance = None if row.chance is None else round(row.chance, 4)
         described = [row.id, row.parent, row.token, self._token_text(row.token), chance]
         return [*described, row.thread] if one.has_threads else described
@@ -181,7 +191,7 @@ class LiveFeed:
     def _run_frame(self) -> Frame:
         return {"k": "run", "v": VERSION, **self._about, "us": self._now_us()}
 
-    def _open_frame(self, opened: Opened) -> Frame:
+    def _open_frame(self, opened: RequestOpened) -> Frame:
         request, opening, said = opened.request, opened.opening, self._said(opened.number)
         self._requests[opened.number].num_said = len(said)
         prompt = self._text(request.prompt_token_ids[:_PROMPT])[:_PROMPT]
@@ -199,7 +209,7 @@ class LiveFeed:
         return known
 
 
-class _Watched:
+class _WatchedRequest:
     """A request that is watched, and its rows in flight.
 
     Attributes:
@@ -217,7 +227,7 @@ class _Watched:
         self._trees: dict[int, _Tree] | None = None  # by thread; None while the rows in flight are not known
         self._sequence: ThreadSequence | None = None  # of the threads of ``_trees``
 
-    def open(self, opened: Opened, is_seen: bool = True) -> None:
+    def open(self, opened: RequestOpened, is_seen: bool = True) -> None:
         """Note a new lane; ``is_seen`` if none of its rows have entered before."""
         self.has_lane, self.is_prefilling = True, opened.is_prefilling
         self._opened = opened
@@ -228,7 +238,7 @@ class _Watched:
     def has_threads(self) -> bool:
         return self._opened.request.threads is not None
 
-    def enter(self, step: Step) -> list[_Row]:
+    def enter(self, step: Step) -> list[_EnteredRow]:
         """Rows enter the first stage."""
         token_ids, parents = step.token_ids.tolist(), step.parents.tolist()
         threads = [0] * len(token_ids) if step.threads is None else step.threads.tolist()
@@ -237,7 +247,7 @@ class _Watched:
             self._trees = {}  # nothing else is in flight
         entered = []
         for token, parent, thread, log_prob in zip(token_ids, parents, threads, log_probs, strict=True):
-            row = _Row(self._num_rows, token, thread)
+            row = _EnteredRow(self._num_rows, token, thread)
             self._num_rows += 1
             if self._trees is not None:
                 self._trees.setdefault(thread, _Tree()).enter(row, parent, log_prob)
@@ -245,7 +255,7 @@ class _Watched:
         self._note_late(entered)
         return entered
 
-    def _note_late(self, entered: Sequence[_Row]) -> None:
+    def _note_late(self, entered: Sequence[_EnteredRow]) -> None:
         """Mark an accepted token that enters with guesses below it: it was proposed, but had not entered in time."""
         latest, self.latest = self.latest, None
         is_default = self._opened.request.method == DEFAULT_METHOD
@@ -282,7 +292,7 @@ class _Watched:
 
 
 @dataclass(slots=True)
-class _Row:
+class _EnteredRow:
     """A row that has entered.
 
     Attributes:
@@ -301,9 +311,9 @@ class _Tree:
     """The rows of one thread that are in flight, in the order in which they have entered. The first one is the root."""
 
     def __init__(self) -> None:
-        self.rows: list[_Row] = []
+        self.rows: list[_EnteredRow] = []
 
-    def enter(self, row: _Row, parent: int, log_prob: float | None) -> None:
+    def enter(self, row: _EnteredRow, parent: int, log_prob: float | None) -> None:
         """``parent`` is an index as stages count rows, negative for a root, which begins a new tree."""
         if parent < 0:
             self.rows.clear()
@@ -344,10 +354,10 @@ class _Tree:
         dropped, self.rows = self.rows[count:], self.rows[:count]
         return [row.id for row in dropped]
 
-    def _child(self, parent: _Row, token: int) -> _Row | None:
+    def _child(self, parent: _EnteredRow, token: int) -> _EnteredRow | None:
         return next((row for row in self.rows if row.parent == parent.id and row.token == token), None)
 
-    def _make_root(self, root: _Row) -> None:
+    def _make_root(self, root: _EnteredRow) -> None:
         """It was accepted, so that it is certain now."""
         root.parent, certain = -1, root.chance
         for row in self.rows:

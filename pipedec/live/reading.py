@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipedec.core import UserError
 from pipedec.live.view import Frame, LiveView, RunView, ShownRun
-from pipedec.scheduler import RunStatus, Shown
+from pipedec.scheduler import FrameBatch, RunStatus
 
 STATS_SECONDS = 1.0  # between two frames of figures, and two renewals of the watcher's lease
 READ_SECONDS = 0.5  # that a read waits
@@ -36,13 +36,13 @@ class LiveReading:
         self._tokens = 0  # that were accepted
         self._last: tuple[int, int] | None = None  # when the last figures were made, in µs, and the tokens by then
 
-    def missed(self, shown: Shown) -> Frame | None:
+    def missed(self, shown: FrameBatch) -> Frame | None:
         """A frame that reports missing batches before this one."""
         expected = shown.number if self._number is None or shown.number < self._number else self._number + 1
         self._number = shown.number
         return None if shown.number == expected else {"k": "gap", "run": self._run, "dropped": shown.number - expected}
 
-    def take(self, shown: Shown) -> list[Frame]:
+    def take(self, shown: FrameBatch) -> list[Frame]:
         """The frames of a batch."""
         frames: list[Frame] = json.loads(shown.frames)
         self.note(frames)
@@ -96,7 +96,7 @@ def _recoveries(status: RunStatus) -> Sequence[Frame]:
     ]
 
 
-class Recording:
+class RecordedFrames:
     """Frames of a file, of one or several runs, as fast as they were.
 
     Raises:

@@ -21,7 +21,7 @@ Frame = dict[str, Any]
 
 
 @dataclass
-class Row:
+class RowView:
     """One row of a request in flight.
 
     Attributes:
@@ -55,11 +55,11 @@ class Column:
     """
 
     prompt: dict[int, int] = field(default_factory=dict)
-    rows: dict[int, list[Row]] = field(default_factory=dict)
+    rows: dict[int, list[RowView]] = field(default_factory=dict)
     hits: dict[int, bool] = field(default_factory=dict)
 
 
-class Span(NamedTuple):
+class AnswerSpan(NamedTuple):
     """A piece of an answer; ``was_in_flight`` if its tokens were in the pipeline before they were accepted."""
 
     text: str
@@ -85,12 +85,12 @@ class RequestView:
     prompt: str = ""
     prompt_tokens: int = 0
     cached: int = 0
-    spans: list[Span] = field(default_factory=list)
+    spans: list[AnswerSpan] = field(default_factory=list)
     tokens: int = 0
     hits: int = 0
     judged: int = 0
     root: int | None = None
-    rows: dict[int, Row] = field(default_factory=dict)
+    rows: dict[int, RowView] = field(default_factory=dict)
     reason: str | None = None
     metrics: Mapping[str, Any] | None = None
 
@@ -98,14 +98,14 @@ class RequestView:
     def text(self) -> str:
         return "".join(span.text for span in self.spans)
 
-    def likely(self) -> list[Row]:
+    def likely(self) -> list[RowView]:
         """The rows in flight after the last accepted token that are most likely to be accepted: a path of the tree."""
-        children: dict[int, Row] = {}
+        children: dict[int, RowView] = {}
         for row in self.rows.values():
             rival = children.get(row.parent)
             if row.voided is None and (rival is None or (row.chance or 0.0) > (rival.chance or 0.0)):
                 children[row.parent] = row
-        path: list[Row] = []
+        path: list[RowView] = []
         last = self.root
         while last is not None and last in children:
             path.append(children[last])
@@ -118,12 +118,12 @@ class RequestView:
             return
         if self.spans and self.spans[-1].was_in_flight == was_in_flight:
             text = self.spans.pop().text + text
-        self.spans.append(Span(text, was_in_flight))
+        self.spans.append(AnswerSpan(text, was_in_flight))
         surplus = sum(len(span.text) for span in self.spans) - _TEXT
         while surplus > 0:
             first = self.spans.pop(0)
             if len(first.text) > surplus:
-                self.spans.insert(0, Span(first.text[surplus:], first.was_in_flight))
+                self.spans.insert(0, AnswerSpan(first.text[surplus:], first.was_in_flight))
             surplus -= len(first.text)
 
     def void(self, timestep: int, ids: Iterable[int] | None = None) -> None:
@@ -248,7 +248,7 @@ class RunView:
         request = self._request(entered["r"])
         if entered.get("chunk"):
             column.prompt[request.number] = entered["chunk"]
-        rows = [Row(id, parent, text, chance) for id, parent, _, text, chance, *_ in entered.get("rows", ())]
+        rows = [RowView(id, parent, text, chance) for id, parent, _, text, chance, *_ in entered.get("rows", ())]
         if rows:
             column.rows[request.number] = rows
         request.rows.update({row.id: row for row in rows})

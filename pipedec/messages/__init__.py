@@ -23,8 +23,8 @@ from pipedec.messages.events import (
     TraceRow,
     event_from_json,
 )
-from pipedec.messages.heads import Head, TensorHead, UpdateHead
-from pipedec.messages.liveness import Activity, Recovery
+from pipedec.messages.heads import StageMessageHead, TensorHead, UpdateHead
+from pipedec.messages.liveness import ActivityReport, Recovery
 from pipedec.messages.meeting import AddressEvent, CardEvent, LoadedEvent
 from pipedec.messages.requests import PromptRequest
 from pipedec.messages.run import (
@@ -40,7 +40,7 @@ from pipedec.messages.run import (
 
 __all__ = [
     "AbortEvent",
-    "Activity",
+    "ActivityReport",
     "AddressEvent",
     "BitaDescription",
     "CacheSlotsEvent",
@@ -50,7 +50,6 @@ __all__ = [
     "CompletionEvent",
     "ErrorEvent",
     "Event",
-    "Head",
     "Histogram",
     "KVUsage",
     "LoadedEvent",
@@ -64,6 +63,7 @@ __all__ = [
     "ResumedEvent",
     "RunDescription",
     "RunStats",
+    "StageMessageHead",
     "StageStats",
     "TensorHead",
     "ThreadNews",

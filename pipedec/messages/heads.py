@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from pipedec.core import Int64, Opening, Record, SlotRuns, TokenLogprobs, Verdict
+from pipedec.core import Int64, NewRequest, Record, SlotRuns, TokenLogprobs, Verdict
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
@@ -15,7 +15,7 @@ class UpdateHead(Record, frozen=True, array_like=True):
     """An ``Update``, with the number of its rows for its step."""
 
     number: Int64
-    opening: Opening | None
+    opening: NewRequest | None
     verdict: Verdict | None
     num_rows: Count
     logprobs: TokenLogprobs
@@ -31,7 +31,7 @@ class TensorHead(Record, frozen=True, array_like=True):
     shape: tuple[Count, ...]
 
 
-class Head(Record, frozen=True, array_like=True):
+class StageMessageHead(Record, frozen=True, array_like=True):
     """The updates of an envelope, in order, and its tensors in the order in which their bytes follow."""
 
     updates: tuple[UpdateHead, ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipedec.core import Record
 
 
-class Activity(Record, frozen=True):
+class ActivityReport(Record, frozen=True):
     """The activity of a rank, as its lease reports it.
 
     Attributes:

@@ -219,7 +219,7 @@ class RowAttention(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class AttentionPart:
     """Rows of one request that share a plan: its ordinary rows or its mask rows.
 
     Attributes:
@@ -233,7 +233,7 @@ class Part:
     reader: Reader
 
     @classmethod
-    def of_tokens(cls, lane: LaneRows, first: int, shape: LayersShape) -> Part:
+    def of_tokens(cls, lane: LaneRows, first: int, shape: LayersShape) -> AttentionPart:
         """The ordinary rows of a lane whose rows begin at ``first``."""
         tokens, positions_R, cache = lane.num_tokens, lane.positions, lane.cache
         if lane.visibility is None:
@@ -244,7 +244,7 @@ class Part:
         return cls(slice(first, first + tokens), plan, cache.pool.reader(cache.ranges(0, cache.length + tokens)))
 
     @classmethod
-    def of_masks(cls, lane: LaneRows, first: int, shape: LayersShape) -> Part:
+    def of_masks(cls, lane: LaneRows, first: int, shape: LayersShape) -> AttentionPart:
         """The mask rows of a lane whose rows begin at ``first``."""
         visibility, positions_R, prompt = lane.visibility_of_masks(), lane.positions[lane.num_tokens :], lane.cache.prompt_length
         plan = AttentionPlan.for_tree(visibility, positions_R, shape.windows, shape.group, shape.dtype, prompt)
@@ -261,13 +261,13 @@ class LaneAttention:
 
     def __init__(self, lanes: Sequence[LaneRows], shape: LayersShape) -> None:
         self._windows = shape.windows
-        self._parts = list[Part]()
+        self._parts = list[AttentionPart]()
         first = 0
         for lane in lanes:
             if lane.num_tokens:
-                self._parts.append(Part.of_tokens(lane, first, shape))
+                self._parts.append(AttentionPart.of_tokens(lane, first, shape))
             if lane.num_masks:
-                self._parts.append(Part.of_masks(lane, first, shape))
+                self._parts.append(AttentionPart.of_masks(lane, first, shape))
             first += lane.num_rows
 
     def attend(self, q_RHD: Tensor, layer: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipedec.checkpoints import SINGLE_FILE, Span, TensorFiles, span_shapes
+from pipedec.checkpoints import SINGLE_FILE, LayerSpan, TensorFiles, span_shapes
 from pipedec.checkpoints.parts import EMBEDDING, FINAL_NORM, HEAD, head_name
 from pipedec.config import ModelConfig
 from pipedec.core import UserError
@@ -67,7 +67,7 @@ class Checkpoint:
             last: whether it is the last stage, which holds the final norm and the head. If the head is tied and the
                 checkpoint has no tensor for it, the last stage needs the embedding.
         """
-        return span_shapes(config, Span(layers, first, last), self._files.file_of)
+        return span_shapes(config, LayerSpan(layers, first, last), self._files.file_of)
 
     def head_name(self, config: ModelConfig) -> str:
         """Name of the head's tensor: the embedding if the config ties them and the checkpoint has no separate head."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipedec.device import to_device
-from pipedec.model.attention import LaneRows, LayersShape, Part, tree_attention
+from pipedec.model.attention import AttentionPart, LaneRows, LayersShape, tree_attention
 from pipedec.model.rectangles import Rectangles
 
 Placed = tuple[LaneRows, int]  # a lane, and the index of its first row in the forward
@@ -42,10 +42,12 @@ class FlashLaneAttention:
         self._chunks = PagedRows.of(chunks, [lane.cache.length + lane.num_tokens for lane, _ in chunks]) if chunks else None
         self._pasts = PagedRows.of(with_past, [lane.num_shared for lane, _ in with_past]) if with_past else None
         self._trees = TreeRows.of(with_past, shape.group, shape.dtype) if with_past else None
-        self._parts = [Part.of_masks(lane, first, shape) for lane, first in placed if lane.num_masks]
-        self._parts += [Part.of_tokens(lane, first, shape) for lane, first in trees if not lane.num_shared]
+        self._parts = [AttentionPart.of_masks(lane, first, shape) for lane, first in placed if lane.num_masks]
+        self._parts += [AttentionPart.of_tokens(lane, first, shape) for lane, first in trees if not lane.num_shared]
         has_window = any(window is not None for window in shape.windows)
-        self._windowed = [Part.of_tokens(lane, first, shape) for lane, first in with_past] if has_window else list[Part]()
+        self._windowed = (
+            [AttentionPart.of_tokens(lane, first, shape) for lane, first in with_past] if has_window else list[AttentionPart]()
+        )
 
     def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
         window, out_RHD = self._windows[layer], q_RHD.new_empty(q_RHD.shape)

@@ -11,8 +11,8 @@ from pipedec.hardware import (
     CAPTURED_SLOTS,
     DEVICES,
     WIDENED_VALUES,
-    Device,
-    Link,
+    DeviceSpec,
+    LinkSpec,
     ModelShape,
     PassTime,
     WeightFormat,
@@ -37,7 +37,7 @@ class RankTiming:
     """
 
     compute: PassTime
-    link: Link
+    link: LinkSpec
     row_bytes: int
 
     def compute_ms(self, load: Load) -> float:
@@ -121,7 +121,7 @@ class ModelCosts:
         in_layers = layers * self.shape.layer_parameters * self.weights.layer_bytes
         return round(in_layers + tables + norm * last * self.weights.element_bytes)
 
-    def pass_time(self, device: Device, layers: int, last: bool) -> PassTime:
+    def pass_time(self, device: DeviceSpec, layers: int, last: bool) -> PassTime:
         """One pass through a stage. Of the embedding it reads only a few rows, which do not count."""
         head = last * (self.shape.embedding_parameters + self.shape.hidden_size)
         in_layers = layers * self.shape.layer_parameters

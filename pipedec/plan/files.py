@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipedec.checkpoints import Part, Span, TensorFiles, has_weights, merged, rank_parts, span_shapes
+from pipedec.checkpoints import CheckpointPart, LayerSpan, TensorFiles, has_weights, merged, rank_parts, span_shapes
 from pipedec.config import NONE, ClusterConfig, ModelConfig, checkpoint_dtype
 from pipedec.core import UserError
 from pipedec.gguf import model_files
@@ -28,7 +28,7 @@ def checkpoints_of(config: ClusterConfig) -> dict[str, str]:
     return {key: model for key, model in models.items() if model != NONE}
 
 
-def host_parts(config: ClusterConfig, spares: Sequence[Placement] = ()) -> dict[str, list[Part]]:
+def host_parts(config: ClusterConfig, spares: Sequence[Placement] = ()) -> dict[str, list[CheckpointPart]]:
     """The parts of each checkpoint that each host with a rank or a spare needs, in the order of its first rank.
 
     Args:
@@ -39,11 +39,11 @@ def host_parts(config: ClusterConfig, spares: Sequence[Placement] = ()) -> dict[
     """
     models = checkpoints_of(config)
     layers = [(stage.layers.start, stage.layers.stop) for stage in plan(config).stages]
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[CheckpointPart]] = {}
     for rank, place in enumerate(rank_places(config)):
         parts.setdefault(place.host, []).extend(rank_parts(rank, layers, models))
     for place in spares:
-        parts.setdefault(place.host, []).extend(Part(key, model, is_whole=True) for key, model in models.items())
+        parts.setdefault(place.host, []).extend(CheckpointPart(key, model, is_whole=True) for key, model in models.items())
     return {host: merged(found) for host, found in parts.items()}
 
 
@@ -63,7 +63,7 @@ class NeededFile:
     hosts: tuple[str, ...]
 
 
-def needed_files(parts: Mapping[str, Sequence[Part]]) -> list[NeededFile]:
+def needed_files(parts: Mapping[str, Sequence[CheckpointPart]]) -> list[NeededFile]:
     """Every file with weights that a host needs. The index of a checkpoint is enough; its shards need not be here.
 
     Args:
@@ -87,7 +87,7 @@ def _estimated_sizes(model: str) -> dict[Path, int]:
     if not has_weights(model_files(model)):
         return {}
     config, stored = ModelConfig.from_directory(Path(model)), TensorFiles(model)
-    shapes = span_shapes(config, Span(range(config.num_layers), first=True, last=True), stored.file_of)
+    shapes = span_shapes(config, LayerSpan(range(config.num_layers), first=True, last=True), stored.file_of)
     sizes: dict[Path, int] = {}
     for name, shape in shapes.items():
         if name in stored.file_of:

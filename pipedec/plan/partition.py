@@ -12,7 +12,7 @@ from math import ceil, floor
 
 from pipedec.config import PLANNED_MODEL_LEN, ClusterConfig, Cut, Settings, checkpoint_dtype, model_shape
 from pipedec.core import KNEE_ROWS, ROW_ID_BYTES, Load, UserError
-from pipedec.hardware import CAPTURED_ROWS, DEVICES, GIGA, LINKS, Device, Link, PassTime, WeightFormat
+from pipedec.hardware import CAPTURED_ROWS, DEVICES, GIGA, LINKS, DeviceSpec, LinkSpec, PassTime, WeightFormat
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.costs import ModelCosts, RankTiming
 from pipedec.plan.dtypes import Arithmetic, chosen_dtypes
@@ -166,7 +166,7 @@ def knee_of(stages: Iterable[RankTiming]) -> int:
     return max(1, floor(min(stage.compute.knee_rows for stage in stages)))
 
 
-def room_of(stages: Iterable[tuple[Device, PassTime]]) -> int:
+def room_of(stages: Iterable[tuple[DeviceSpec, PassTime]]) -> int:
     """Rows that may enter at a timestep of stages on these devices: those that the slowest computes in about the time of one.
 
     On a GPU this is the largest power of two up to the knee, since captured forwards have a power of two of rows and compute as
@@ -275,7 +275,7 @@ def _plan_stage(
     )  # fmt: skip
 
 
-def _plan_draft(model: str, weights: WeightFormat, target: ModelCosts, place: Placement, link: Link) -> StagePlan:
+def _plan_draft(model: str, weights: WeightFormat, target: ModelCosts, place: Placement, link: LinkSpec) -> StagePlan:
     costs = replace(target, shape=model_shape(model), weights=weights)
     device, layers = DEVICES[place.device], costs.shape.num_hidden_layers
     timing = RankTiming(
@@ -315,11 +315,13 @@ def _with_kv(rank: StagePlan, kv: KVBudget) -> StagePlan:
     return replace(rank, kv_bytes=max(rank.kv_bytes, kv.tokens * rank.kv_token_bytes))
 
 
-def _link(config: ClusterConfig, source: Placement, target: Placement | None) -> Link:
+def _link(config: ClusterConfig, source: Placement, target: Placement | None) -> LinkSpec:
     """The link between two devices; ``target`` None is rank 0 on a device of its own, taken to be on another server."""
     if target is not None and source.host == target.host:
         return LINKS[config.network.within_server]
-    return Link("between servers", config.network.latency_us, config.network.bandwidth_gbps / 8, "network: of the configuration")
+    return LinkSpec(
+        "between servers", config.network.latency_us, config.network.bandwidth_gbps / 8, "network: of the configuration"
+    )
 
 
 def _timestep_ms(draft: StagePlan | None, stages: Sequence[StagePlan], duplex: str, load: Load) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipedec.checkpoints import Part, rank_parts
+from pipedec.checkpoints import CheckpointPart, rank_parts
 from pipedec.config import AUTO, LENGTH_DEPENDENT, NONE, ModelConfig, ServerConfig, Settings, model_shape
 from pipedec.core import KNEE_ROWS
 from pipedec.hardware import DEVICES, WeightFormat
@@ -82,7 +82,7 @@ class PipelineSpec:
         """The checkpoints by key; None for what the pipeline does without."""
         return {"target": self.target, "draft": self.draft, "bita": self.bita}
 
-    def parts(self, rank: int) -> list[Part]:
+    def parts(self, rank: int) -> list[CheckpointPart]:
         """The parts of the checkpoints that a rank reads."""
         return rank_parts(rank, self.layers, self.models)
 

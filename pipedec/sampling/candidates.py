@@ -26,7 +26,7 @@ _SCORE_ERROR = 1e-4  # absolute, of a float32 logit plus noise that may be a row
 _ROUNDING = 1e-10  # more than the errors of float64: relative of weights and their sums, absolute of logits and noise
 
 
-class Candidates(NamedTuple):
+class TopCandidates(NamedTuple):
     """The candidates of each row, and bounds on all other tokens. Logits are those after the temperature, at most 0.
 
     Attributes:
@@ -79,14 +79,14 @@ def _drawn_unfiltered(
     return chosen_R, is_ahead_R & (lead_R > _ROUNDING)
 
 
-def _most_probable(logits_RV: Tensor, temperature: float, count: int) -> Candidates:
+def _most_probable(logits_RV: Tensor, temperature: float, count: int) -> TopCandidates:
     highest_R1, shifted_RV = _shifted(logits_RV)
     ranked = shifted_RV.topk(count)
     logits_RK, order_RK = _tempered(logits_RV.gather(1, ranked.indices), highest_R1, temperature).sort(descending=True)
     most_R1 = ranked.values[:, -1:].double() * (1 - torch.finfo(torch.float32).eps) / temperature
     weights_RV = shifted_RV.div_(temperature).exp_().scatter_(1, ranked.indices, 0)
     weight_R1 = weights_RV.sum(-1, keepdim=True).double()
-    return Candidates(ranked.indices.gather(1, order_RK), logits_RK, most_R1, weight_R1)
+    return TopCandidates(ranked.indices.gather(1, order_RK), logits_RK, most_R1, weight_R1)
 
 
 def _shifted(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ def _tempered(logits_RK: Tensor, highest_R1: Tensor, temperature: float) -> Tens
     return (logits_RK.double() - highest_R1) / temperature
 
 
-def _kept(candidates: Candidates, min_p: float, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+def _kept(candidates: TopCandidates, min_p: float, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
     """Which candidates the filters keep, bool [R, K], and in which rows this is sure and no other token is kept, bool [R]."""
     logits_RK, most_R1 = candidates.logits, candidates.most
     kept_RK, unsure_RK = torch.ones_like(logits_RK, dtype=torch.bool), torch.zeros_like(logits_RK, dtype=torch.bool)
@@ -124,7 +124,7 @@ def _kept(candidates: Candidates, min_p: float, top_k: int, top_p: float) -> tup
     return kept_RK, is_closed_R1[:, 0] & ~unsure_RK.any(-1)
 
 
-def _last_of_mass(candidates: Candidates, kept_RK: Tensor, is_closed_R1: Tensor, mass: float) -> tuple[Tensor, Tensor]:
+def _last_of_mass(candidates: TopCandidates, kept_RK: Tensor, is_closed_R1: Tensor, mass: float) -> tuple[Tensor, Tensor]:
     """The lowest logit in the smallest set of tokens whose probability is at least ``mass``, [R, 1], and whether it is sure."""
     weights_RK = candidates.logits.exp() * kept_RK
     sums_RK, others_R1 = weights_RK.cumsum(-1), candidates.weight * ~is_closed_R1

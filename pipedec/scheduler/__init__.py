@@ -6,13 +6,13 @@ from pipedec.scheduler.client import connect
 from pipedec.scheduler.client_scheduler import ClientScheduler
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import (
+    FrameBatch,
     Granted,
     GrantedTask,
-    Message,
     Post,
+    RankMessage,
     Remembered,
     RunStatus,
-    Shown,
     Supervision,
     Taken,
 )
@@ -20,7 +20,7 @@ from pipedec.scheduler.rank_scheduler import RankScheduler
 from pipedec.scheduler.scripts import scripts_digest
 from pipedec.scheduler.server import EmbeddedServer
 from pipedec.scheduler.supervisor_scheduler import SupervisorScheduler
-from pipedec.scheduler.transfers import Transfer, checked_transfers
+from pipedec.scheduler.transfers import PlannedTransfer, checked_transfers
 from pipedec.scheduler.workflow import Payload, Planned, Task, after_window, initial_windows
 from pipedec.topology import Topology
 
@@ -29,23 +29,23 @@ __all__ = [
     "BaseScheduler",
     "ClientScheduler",
     "EmbeddedServer",
+    "FrameBatch",
     "Granted",
     "GrantedTask",
     "Keys",
-    "Message",
     "Payload",
     "Planned",
+    "PlannedTransfer",
     "Post",
+    "RankMessage",
     "RankScheduler",
     "Remembered",
     "RunStatus",
-    "Shown",
     "Supervision",
     "SupervisorScheduler",
     "Taken",
     "Task",
     "Topology",
-    "Transfer",
     "after_window",
     "checked_transfers",
     "connect",

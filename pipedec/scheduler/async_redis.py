@@ -16,7 +16,7 @@ from redis.exceptions import NoScriptError
 from pipedec.messages import Event, RunDescription
 from pipedec.scheduler.client import PATIENCE_SECONDS, address_of, async_connect, async_patiently
 from pipedec.scheduler.keys import Keys
-from pipedec.scheduler.protocol import WATCH_SECONDS, RunStatus, Shown
+from pipedec.scheduler.protocol import WATCH_SECONDS, FrameBatch, RunStatus
 from pipedec.scheduler.script_calls import (
     LEASE_MS,
     Call,
@@ -112,7 +112,7 @@ class AsyncRedisScheduler:
         newest: Any = await self._ask(lambda: self._client.xrevrange(self._keys.live, count=1))
         return newest[0][0].decode() if newest else "0-0"
 
-    async def read_live(self, last: str, timeout_seconds: float) -> list[Shown]:
+    async def read_live(self, last: str, timeout_seconds: float) -> list[FrameBatch]:
         """As ``ClientScheduler.read_live``."""
         block = max(1, int(timeout_seconds * 1000))
         reply: Any = await self._ask(lambda: self._client.xread({self._keys.live: last}, block=block))

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import redis
 from msgspec import structs
 
-from pipedec.messages import Activity, Event, RunDescription
+from pipedec.messages import ActivityReport, Event, RunDescription
 from pipedec.scheduler.client import BLOCK_SECONDS, PATIENCE_SECONDS, patiently, translated_errors
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import RunStatus
@@ -83,7 +83,7 @@ class BaseScheduler:
             SchedulerLost: it is no longer stored.
         """
         keys, ranks = self.keys, self.topology.ranks
-        told = [*self._told_keys(), keys.recoveries]
+        told = [*self._report_keys(), keys.recoveries]
         names = [keys.run, keys.members, keys.running, keys.attempts, *told, keys.bell, keys.waiting]
         ended = [keys.workflow, keys.done, keys.trace, keys.answer(keys.meeting)]
         arguments = [json.dumps(list(lost)), reason, len(ranks), KEPT_RECOVERIES, json.dumps(list(places.items()))]
@@ -144,7 +144,7 @@ class BaseScheduler:
         """All keys of the run."""
         return self._ask(lambda: list(self.client.scan_iter(match=self.keys.prefix + "*", count=1000)))
 
-    def _told_keys(self) -> list[str]:
+    def _report_keys(self) -> list[str]:
         """Keys in which ranks and supervisors report to supervisors."""
         return [self.keys.doing, self.keys.suspects, self.keys.ends, self.keys.places]
 
@@ -170,10 +170,10 @@ def read_description(client: redis.Redis, run_id: str) -> RunDescription | None:
     return parse_json(RunDescription, text, "the description of the run") if text is not None else None
 
 
-def activity_of(told: str, now_us: int) -> Activity:
+def activity_of(told: str, now_us: int) -> ActivityReport:
     """Read the record that ``lease.lua`` has written."""
     at_us, text = told.split(" ", 1)
-    return structs.replace(parse_json(Activity, text, "the rank's activity"), age_seconds=(now_us - int(at_us)) / 1e6)
+    return structs.replace(parse_json(ActivityReport, text, "the rank's activity"), age_seconds=(now_us - int(at_us)) / 1e6)
 
 
 def _address_of(client: redis.Redis) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 import redis
 
 from pipedec.core import EpochEnded
-from pipedec.messages import Activity
+from pipedec.messages import ActivityReport
 from pipedec.scheduler.base import BaseScheduler, activity_of
 from pipedec.scheduler.client import BLOCK_SECONDS
-from pipedec.scheduler.protocol import WATCH_SECONDS, Shown
+from pipedec.scheduler.protocol import WATCH_SECONDS, FrameBatch
 from pipedec.scheduler.script_calls import KEY_SECONDS, cancel_call, close_call, shown_of, submit_call
 from pipedec.topology import Topology
 
@@ -82,7 +82,7 @@ class ClientScheduler(BaseScheduler):
         newest: Any = self._ask(lambda: self.client.xrevrange(self.keys.live, count=1))
         return newest[0][0].decode() if newest else "0-0"
 
-    def read_live(self, last: str, timeout_seconds: float) -> list[Shown]:
+    def read_live(self, last: str, timeout_seconds: float) -> list[FrameBatch]:
         """Wait for batches of the live feed.
 
         Args:
@@ -104,7 +104,7 @@ class ClientScheduler(BaseScheduler):
                 self._run_script("stop", [keys.run, *map(keys.queue, self.topology.ranks)], [KEY_SECONDS, epoch])
                 return
 
-    def activities(self) -> dict[int, Activity]:
+    def activities(self) -> dict[int, ActivityReport]:
         """The activity of each rank when it last renewed its lease."""
         told: Any = self._ask(lambda: self.client.hgetall(self.keys.doing))
         now_us = self.clock_us()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from pipedec.messages import Activity, Event, Recovery, RunStats, StageStats, TokensEvent
+from pipedec.messages import ActivityReport, Event, Recovery, RunStats, StageStats, TokensEvent
 from pipedec.scheduler.workflow import Payload, Planned, Task
 
 WATCH_SECONDS = 5.0  # duration of a viewer's lease
@@ -37,7 +37,7 @@ class Granted:
 
 
 @dataclass(frozen=True)
-class Message:
+class RankMessage:
     """A message in a rank's queue.
 
     Attributes:
@@ -58,7 +58,7 @@ class Message:
     attempts: int = 0
 
     @classmethod
-    def from_json(cls, line: str | bytes) -> Message:
+    def from_json(cls, line: str | bytes) -> RankMessage:
         """Parse a message as the Lua scripts write it."""
         raw = json.loads(line)
         return cls(raw["kind"], raw.get("number", -1), tuple(map(_granted, raw.get("tasks", ()))), raw.get("text", ""))
@@ -96,7 +96,7 @@ class Remembered(NamedTuple):
     events: tuple[Event, ...]
 
 
-class Shown(NamedTuple):
+class FrameBatch(NamedTuple):
     """A batch of the live feed.
 
     Attributes:
@@ -120,13 +120,13 @@ class Taken:
         watcher: the name of the newest reader of the live feed; empty if there is none.
     """
 
-    requests: list[Message]
+    requests: list[RankMessage]
     cancelled: list[int]
     stopping: bool
     watcher: str = ""
 
 
-def tokens_told(events: Iterable[Event]) -> tuple[int, ...]:
+def published_token_ids(events: Iterable[Event]) -> tuple[int, ...]:
     """The token ids of an answer, parts of which may have been written twice."""
     told: list[int] = []
     for event in events:
@@ -211,7 +211,7 @@ class Supervision:
     failure: str | None
     members: tuple[int, ...]
     expired: tuple[int, ...]
-    activities: Mapping[int, Activity]
+    activities: Mapping[int, ActivityReport]
     suspects: Mapping[int, str]
     ends: Mapping[int, str]
     places: Mapping[int, str]
@@ -229,7 +229,7 @@ class RankCalls(Protocol):
 
     def clock_us(self) -> int: ...
 
-    def journal(self) -> list[Message]: ...
+    def journal(self) -> list[RankMessage]: ...
 
     def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None: ...
 
@@ -240,11 +240,11 @@ class RankCalls(Protocol):
         planned: Sequence[Planned],
         timeout_seconds: float = 0.0,
         trace_lines: int | None = None,
-    ) -> Message | None: ...
+    ) -> RankMessage | None: ...
 
-    def wait(self, rank: int, timeout_seconds: float) -> Message | None: ...
+    def wait(self, rank: int, timeout_seconds: float) -> RankMessage | None: ...
 
-    def wait_request(self, timeout_seconds: float) -> Message | None: ...
+    def wait_request(self, timeout_seconds: float) -> RankMessage | None: ...
 
     def take(self, limit: int) -> Taken: ...
 
@@ -281,4 +281,4 @@ class ClientCalls(Protocol):
 
     def live_position(self) -> str: ...
 
-    def read_live(self, last: str, timeout_seconds: float) -> list[Shown]: ...
+    def read_live(self, last: str, timeout_seconds: float) -> list[FrameBatch]: ...

@@ -10,7 +10,7 @@ from typing import Any
 
 import redis
 
-from pipedec.messages import Activity, Event, RunDescription, RunStats, StageStats, to_json
+from pipedec.messages import ActivityReport, Event, RunDescription, RunStats, StageStats, to_json
 from pipedec.scheduler.base import BaseScheduler
 from pipedec.scheduler.client import BLOCK_SECONDS, DedicatedConnection
 from pipedec.scheduler.protocol import (
@@ -18,11 +18,11 @@ from pipedec.scheduler.protocol import (
     SHOWN_BATCHES,
     SHOWN_SECONDS,
     GrantedTask,
-    Message,
     Post,
+    RankMessage,
     Remembered,
     Taken,
-    tokens_told,
+    published_token_ids,
 )
 from pipedec.scheduler.script_calls import KEY_SECONDS, LEASE_MS, close_call
 from pipedec.scheduler.scripts import script_sha, script_text
@@ -91,7 +91,7 @@ class RankScheduler(BaseScheduler):
         names = [keys.run, keys.running, keys.requests, keys.recoveries, *(keys.answer(one.number) for one in remembered)]
         return int(self._run_script("restore", names, [KEY_SECONDS, self.epoch, *about, json.dumps(texts)]))
 
-    def journal(self) -> list[Message]:
+    def journal(self) -> list[RankMessage]:
         """For rank 0, at the beginning of an epoch: all running requests, in the order of their numbers."""
         pipe = self.client.pipeline(transaction=True)
         pipe.smembers(self.keys.running)
@@ -101,9 +101,9 @@ class RankScheduler(BaseScheduler):
         found = []
         for number in sorted(map(int, running)):
             field = str(number).encode()
-            told = tokens_told(event for _, _, event in self.read_answers({number: "0"}, 0))
+            told = published_token_ids(event for _, _, event in self.read_answers({number: "0"}, 0))
             found.append(
-                Message("request", number, text=requests[field].decode(), told=told, attempts=int(attempts.get(field, 0)))
+                RankMessage("request", number, text=requests[field].decode(), told=told, attempts=int(attempts.get(field, 0)))
             )
         return found
 
@@ -129,7 +129,7 @@ class RankScheduler(BaseScheduler):
         planned: Sequence[Planned],
         timeout_seconds: float = 0.0,
         trace_lines: int | None = None,
-    ) -> Message | None:
+    ) -> RankMessage | None:
         """Report tasks done and schedule ``planned``, in one atomic step; then ``wait``, in the same round trip.
 
         A transfer is reported by its receiver only (Algorithm 3). A repeated report changes nothing.
@@ -155,7 +155,7 @@ class RankScheduler(BaseScheduler):
             self._knows_finish = False
             return self._exchange(commands)
 
-    def wait(self, rank: int, timeout_seconds: float) -> Message | None:
+    def wait(self, rank: int, timeout_seconds: float) -> RankMessage | None:
         """The rank's next message, or None if none arrives within ``timeout_seconds``."""
         if timeout_seconds <= 0:
             return self._lpop(self._queues[rank])
@@ -165,7 +165,7 @@ class RankScheduler(BaseScheduler):
                 return self._message(reply[1])
         return None
 
-    def wait_request(self, timeout_seconds: float) -> Message | None:
+    def wait_request(self, timeout_seconds: float) -> RankMessage | None:
         """For rank 0 when nothing runs: the next ``request``, ``stop`` or ``abort``, or None after ``timeout_seconds``.
 
         Raises:
@@ -193,7 +193,7 @@ class RankScheduler(BaseScheduler):
         names = [keys.run, keys.waiting, keys.requests, keys.running, keys.cancelled, keys.bell, keys.watchers]
         state, cancelled, watcher, *taken = self._run_script("take", names, [KEY_SECONDS, limit, self.epoch])
         requests = [
-            Message("request", int(number), text=text.decode()) for number, text in zip(taken[::2], taken[1::2], strict=True)
+            RankMessage("request", int(number), text=text.decode()) for number, text in zip(taken[::2], taken[1::2], strict=True)
         ]
         return Taken(requests, sorted(map(int, cancelled)), state == b"stopping", watcher.decode())
 
@@ -235,7 +235,7 @@ class RankScheduler(BaseScheduler):
         """Publish a stage's counters for ``status`` when its lease is renewed next. Sends nothing itself."""
         self._stats = to_json(stats)
 
-    def renew_lease(self, rank: int, activity: Activity | None = None) -> None:
+    def renew_lease(self, rank: int, activity: ActivityReport | None = None) -> None:
         """Renew the lease of ``rank`` and the time to live of the run's keys; report its activity to the supervisors."""
         keys = self.keys
         names = [keys.members, keys.alive(rank), keys.running, keys.run, keys.doing, *self._lasting_keys()]
@@ -286,14 +286,14 @@ class RankScheduler(BaseScheduler):
         """
         return self._ask(lambda: self._connection.call("BLPOP", *queues, max(0.001, min(timeout_seconds, BLOCK_SECONDS))))
 
-    def _lpop(self, queue: str) -> Message | None:
+    def _lpop(self, queue: str) -> RankMessage | None:
         line: Any = self._ask(lambda: self.client.lpop(queue))
         return self._message(line)
 
-    def _message(self, line: bytes | None) -> Message | None:
+    def _message(self, line: bytes | None) -> RankMessage | None:
         if line is None:
             return None
-        message = Message.from_json(line)
+        message = RankMessage.from_json(line)
         if message.kind == "tasks":
             self._workflow = message.number
         return message

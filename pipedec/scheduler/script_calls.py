@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pipedec.messages import CancelledEvent, Event, Recovery, RunStats, StageStats, event_from_json, to_json
 from pipedec.scheduler.keys import Keys
-from pipedec.scheduler.protocol import RunStatus, Shown
+from pipedec.scheduler.protocol import FrameBatch, RunStatus
 from pipedec.topology import Topology
 from pipedec.validation import parse_json
 
@@ -71,10 +71,10 @@ def status_of(looked: Sequence[Any]) -> RunStatus:
     )
 
 
-def shown_of(reply: Iterable[Any]) -> list[Shown]:
+def shown_of(reply: Iterable[Any]) -> list[FrameBatch]:
     """Read the reply of ``XREAD`` from the live feed."""
     return [
-        Shown(position.decode(), int(fields[b"number"]), fields[b"frames"].decode())
+        FrameBatch(position.decode(), int(fields[b"number"]), fields[b"frames"].decode())
         for _, entries in reply
         for position, fields in entries
     ]

@@ -25,7 +25,7 @@ class SupervisorScheduler(BaseScheduler):
             ranks: ranks that run on this host; they are its own from now on, unless another host has them.
         """
         keys = self.keys
-        names = [keys.run, keys.members, *self._told_keys(), keys.recoveries, keys.nodes, keys.node(node)]
+        names = [keys.run, keys.members, *self._report_keys(), keys.recoveries, keys.nodes, keys.node(node)]
         names += map(keys.alive, self.topology.ranks)
         about = [KEY_SECONDS, node, NODE_LEASE_MS, keys.node_prefix, json.dumps(list(ranks))]
         return _supervision_of(self._run_script("supervise", names, about))

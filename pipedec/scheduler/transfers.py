@@ -16,7 +16,7 @@ from pipedec.topology import Topology, rank_name
 DUPLEXES = ("half", "full")
 
 
-class Transfer(NamedTuple):
+class PlannedTransfer(NamedTuple):
     """A message from rank ``source`` to rank ``target`` between two timesteps."""
 
     source: int
@@ -26,14 +26,14 @@ class Transfer(NamedTuple):
         return f"{self.source}>{self.target}"
 
 
-Phase = tuple[Transfer, ...]  # transfers that may run at the same time
+Phase = tuple[PlannedTransfer, ...]  # transfers that may run at the same time
 
 
-def transfers_between_timesteps(topology: Topology) -> list[Transfer]:
+def transfers_between_timesteps(topology: Topology) -> list[PlannedTransfer]:
     """All transfers: the last stage's result, on which rank 0's next message depends, then from the last group to the first."""
     ends = [0, *topology.exit_ranks]
-    forward = [Transfer(source, target) for source, target in zip(ends[:-1], topology.entry_ranks, strict=True)]
-    return [Transfer(topology.final_rank, 0), *reversed(forward)]
+    forward = [PlannedTransfer(source, target) for source, target in zip(ends[:-1], topology.entry_ranks, strict=True)]
+    return [PlannedTransfer(topology.final_rank, 0), *reversed(forward)]
 
 
 def transfer_phases(topology: Topology, duplex: str) -> list[Phase]:
@@ -45,7 +45,7 @@ def transfer_phases(topology: Topology, duplex: str) -> list[Phase]:
     """
     phases, pending = [], transfers_between_timesteps(topology)
     while pending:
-        phase: list[Transfer] = []
+        phase: list[PlannedTransfer] = []
         for transfer in pending:
             if not any(_conflict(transfer, other, duplex) for other in phase):
                 phase.append(transfer)
@@ -90,7 +90,7 @@ def checked_transfers(granted: Any, rank: int, topology: Topology, duplex: str) 
 
 def _parsed(granted: Any, rank: int) -> tuple[Phase, ...]:
     try:
-        phases = tuple(tuple(Transfer(*pair) for pair in phase) for phase in granted)
+        phases = tuple(tuple(PlannedTransfer(*pair) for pair in phase) for phase in granted)
     except TypeError:
         raise _refused(rank, "it is no list of phases of transfers") from None
     if not all(isinstance(end, int) for phase in phases for transfer in phase for end in transfer):
@@ -102,7 +102,7 @@ def _refused(rank: int, reason: str) -> PipedecError:
     return PipedecError(f"{rank_name(rank)} refuses the order of transfers that Redis granted: {reason}")
 
 
-def _conflict(one: Transfer, other: Transfer, duplex: str) -> bool:
+def _conflict(one: PlannedTransfer, other: PlannedTransfer, duplex: str) -> bool:
     """Whether some rank cannot take part in both at the same time."""
     if duplex == "half":
         return bool(set(one) & set(other))

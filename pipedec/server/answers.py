@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pipedec.client.reply import Delta
 from pipedec.core import Completion, UserError
 from pipedec.messages import ThreadNews
-from pipedec.server.engine import Answer
+from pipedec.server.engine import AnswerStream
 from pipedec.server.front import Front
 from pipedec.server.logprobs import TokenLogprob
 from pipedec.server.observer import Generation
@@ -22,7 +22,7 @@ _INCOMPLETE = "\ufffd"
 
 
 @dataclass(frozen=True)
-class Part:
+class AnswerPart:
     """A new part of an answer.
 
     Attributes:
@@ -70,7 +70,7 @@ class _Reader:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
 
-    def take(self, delta: Delta) -> Part | None:
+    def take(self, delta: Delta) -> AnswerPart | None:
         """None if there is nothing to show yet."""
         if self.generation.request.sampling.logprobs is not None and self.generation.request.threads is None:
             self.token_ids += delta.token_ids
@@ -81,12 +81,12 @@ class _Reader:
         if not final and not delta.threads:
             return None
         self.num_characters += len(final)
-        return Part(self.index, final, self._tokens(), delta.threads, self.generation.output_tokens)
+        return AnswerPart(self.index, final, self._tokens(), delta.threads, self.generation.output_tokens)
 
-    def finish(self, completion: Completion) -> Part:
+    def finish(self, completion: Completion) -> AnswerPart:
         rest = text_of(completion)[self.num_characters :]
         tokens = list(zip(completion.token_ids, completion.logprobs or (), strict=False))[self.num_sent :]
-        return Part(self.index, rest, tokens, (), len(completion.token_ids), completion)
+        return AnswerPart(self.index, rest, tokens, (), len(completion.token_ids), completion)
 
     def _tokens(self) -> list[TokenLogprob]:
         count = min(len(self.token_ids), len(self.logprobs))
@@ -96,13 +96,13 @@ class _Reader:
         return tokens
 
 
-class Answers:
+class Generations:
     """See the module. The caller that submits them closes them in the end."""
 
     def __init__(self, front: Front, generations: Sequence[Generation]) -> None:
         self.front = front
         self.generations = generations
-        self._answers: list[Answer] = []
+        self._answers: list[AnswerStream] = []
         self._ended: set[int] = set()
 
     async def submit(self) -> None:
@@ -125,7 +125,7 @@ class Answers:
                 self.front.in_background(answer.cancel())
                 self._end(index, "abort", None)
 
-    async def parts(self) -> AsyncIterator[Part]:
+    async def parts(self) -> AsyncIterator[AnswerPart]:
         """New parts of all answers, as they arrive. Raises UserError, RankLost or SchedulerLost."""
         if len(self._answers) == 1:
             async for part in self._read(0):
@@ -147,7 +147,7 @@ class Answers:
             for task in waiting:
                 task.cancel()
 
-    async def _read(self, index: int) -> AsyncIterator[Part]:
+    async def _read(self, index: int) -> AsyncIterator[AnswerPart]:
         """The parts of one answer; the last one has the completion."""
         generation, answer = self.generations[index], self._answers[index]
         reader = _Reader(index, generation)
@@ -164,7 +164,7 @@ class Answers:
         self._end(index, finish_reason(completion), completion)
         yield reader.finish(completion)
 
-    async def _completed(self, generation: Generation, answer: Answer) -> Completion:
+    async def _completed(self, generation: Generation, answer: AnswerStream) -> Completion:
         try:
             return await answer.completed()
         except UserError:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 from starlette.requests import Request
 
-from pipedec.server.answers import Answers
+from pipedec.server.answers import Generations
 from pipedec.server.errors import ApiError
-from pipedec.server.front import Front, Served
+from pipedec.server.front import Front, ServedRun
 from pipedec.server.observer import Generation
 from pipedec.server.prompts import Prompt
-from pipedec.server.responses import Head
-from pipedec.server.sampling import Asked
+from pipedec.server.responses import ResponseHead
+from pipedec.server.sampling import GenerationParams
 from pipedec.server.settings import ServerSettings
 
 
@@ -40,11 +40,16 @@ class Asking:
         self._front = front
         self._request = request
         self._started = time.perf_counter()
-        self.head = Head(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
+        self.head = ResponseHead(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
 
     def answers(
-        self, prompts: Sequence[Prompt], asked: Asked, served: Served, is_streamed: bool, default_max_tokens: int | None
-    ) -> Answers:
+        self,
+        prompts: Sequence[Prompt],
+        asked: GenerationParams,
+        served: ServedRun,
+        is_streamed: bool,
+        default_max_tokens: int | None,
+    ) -> Generations:
         """Not yet submitted; the choices of each prompt are together. Raises ApiError if one does not fit."""
         generations = [
             Generation(
@@ -54,4 +59,4 @@ class Asking:
             for prompt in prompts
             for one in asked.requests(prompt.token_ids, served, default_max_tokens)
         ]  # fmt: skip
-        return Answers(self._front, generations)
+        return Generations(self._front, generations)

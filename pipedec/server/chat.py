@@ -10,14 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pipedec.core import MAX_LOGPROBS, Completion
-from pipedec.server.answers import Part, finish_reason, text_of
+from pipedec.server.answers import AnswerPart, finish_reason, text_of
 from pipedec.server.asking import Asking, check_model
 from pipedec.server.errors import bad_request
-from pipedec.server.front import Front, Served
+from pipedec.server.front import Front, ServedRun
 from pipedec.server.logprobs import LogprobWriter
 from pipedec.server.prompts import rendered
 from pipedec.server.protocol import BODY_ERRORS, STREAMED, ChatBody, ChatResponse
-from pipedec.server.responses import Writer, respond
+from pipedec.server.responses import ChoiceWriter, respond
 from pipedec.server.sampling import asked_of
 from pipedec.server.structures import Structure, structure_of
 from pipedec.server.tools import CallWriter, ToolUse, tool_use_of
@@ -25,7 +25,7 @@ from pipedec.server.tools import CallWriter, ToolUse, tool_use_of
 _ROLE = {"role": "assistant"}
 
 
-class ChatWriter(Writer):
+class ChatWriter(ChoiceWriter):
     """Choices of ``/v1/chat/completions``.
 
     Args:
@@ -35,7 +35,7 @@ class ChatWriter(Writer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, body: ChatBody, n: int, served: Served, use: ToolUse | None) -> None:
+    def __init__(self, body: ChatBody, n: int, served: ServedRun, use: ToolUse | None) -> None:
         self._has_logprobs = bool(body.logprobs)
         as_ids = bool(body.return_tokens_as_token_ids)
         self._writers = [LogprobWriter(served.tokenizer, body.top_logprobs or 0, as_ids) for _ in range(n)]
@@ -53,7 +53,7 @@ class ChatWriter(Writer):
         }
         return choice if completion.threads is None else choice | {"threads": completion.threads}
 
-    def chunk(self, part: Part) -> dict[str, Any] | None:
+    def chunk(self, part: AnswerPart) -> dict[str, Any] | None:
         tokens = part.tokens if self._has_logprobs else ()
         delta = self._delta(part)
         if not delta and not tokens and part.completion is None and not part.threads:
@@ -69,7 +69,7 @@ class ChatWriter(Writer):
         }
         return choice | {"threads": [asdict(news) for news in part.threads]} if part.threads else choice
 
-    def _delta(self, part: Part) -> dict[str, Any]:
+    def _delta(self, part: AnswerPart) -> dict[str, Any]:
         calls = self._calls[part.index]
         if calls is not None:
             return calls.delta(part.text, part.completion is not None)

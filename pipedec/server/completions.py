@@ -11,21 +11,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pipedec.core import Completion
-from pipedec.server.answers import Part, finish_reason, text_of
+from pipedec.server.answers import AnswerPart, finish_reason, text_of
 from pipedec.server.asking import Asking, check_model
 from pipedec.server.errors import bad_request
-from pipedec.server.front import Front, Served
+from pipedec.server.front import Front, ServedRun
 from pipedec.server.logprobs import LogprobWriter, TokenLogprob
 from pipedec.server.prompts import Prompt, tokenized
 from pipedec.server.protocol import BODY_ERRORS, STREAMED, CompletionBody, CompletionResponse
-from pipedec.server.responses import Writer, respond
+from pipedec.server.responses import ChoiceWriter, respond
 from pipedec.server.sampling import asked_of
 from pipedec.server.structures import structure_of
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-class CompletionWriter(Writer):
+class CompletionWriter(ChoiceWriter):
     """Choices of ``/v1/completions``.
 
     Args:
@@ -34,7 +34,7 @@ class CompletionWriter(Writer):
 
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, body: CompletionBody, prompts: Sequence[Prompt], served: Served) -> None:
+    def __init__(self, body: CompletionBody, prompts: Sequence[Prompt], served: ServedRun) -> None:
         self._prompts = prompts
         self._echoes = bool(body.echo)
         self._has_logprobs = body.logprobs is not None
@@ -57,7 +57,7 @@ class CompletionWriter(Writer):
         choice = self._choice(index, text, tokens, reason)
         return choice if completion.threads is None else choice | {"threads": completion.threads}
 
-    def chunk(self, part: Part) -> dict[str, Any] | None:
+    def chunk(self, part: AnswerPart) -> dict[str, Any] | None:
         if self._waits or self.num_dropped:
             return None if part.completion is None else self.choice(part.index, part.completion)
         text = part.text

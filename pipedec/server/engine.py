@@ -12,7 +12,7 @@ from pipedec.messages import PromptRequest
 from pipedec.scheduler.protocol import RunStatus
 
 
-class Answer(Protocol):
+class AnswerStream(Protocol):
     """One answer while it is generated. Waiting for it may raise RankLost or SchedulerLost."""
 
     @property
@@ -40,5 +40,5 @@ class Engine(Protocol):
     def live(self) -> AsyncIterator[list[Frame]]:
         """The live feed, in batches. Raises RankLost or SchedulerLost."""
 
-    async def submit(self, request: PromptRequest) -> Answer:
+    async def submit(self, request: PromptRequest) -> AnswerStream:
         """Raises UserError, QueueFull, RankLost or SchedulerLost."""

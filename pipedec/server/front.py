@@ -13,7 +13,7 @@ from typing import Any
 from pipedec.messages import RunDescription
 from pipedec.scheduler.protocol import RunStatus
 from pipedec.server.defaults import SamplingDefaults
-from pipedec.server.engine import Answer, Engine
+from pipedec.server.engine import AnswerStream, Engine
 from pipedec.server.errors import ApiError, unavailable
 from pipedec.server.observer import Observer
 from pipedec.server.settings import ServerSettings
@@ -23,7 +23,7 @@ _LOADING_RETRY_SECONDS = 5
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedRun:
     """A run that takes requests.
 
     Attributes:
@@ -53,14 +53,14 @@ class Front:
         self.settings = settings
         self.observer = observer or Observer()
         self.created = created
-        self._served: Served | None = None
+        self._served: ServedRun | None = None
         self._lost: str | None = None
         self._is_draining = False
         self.is_aborting = False
-        self._open: dict[object, Answer] = {}
+        self._open: dict[object, AnswerStream] = {}
         self._background: set[asyncio.Future[Any]] = set()
 
-    def attach(self, served: Served) -> None:
+    def attach(self, served: ServedRun) -> None:
         """The run takes requests from now on."""
         self._served = served
 
@@ -89,7 +89,7 @@ class Front:
         return self._is_draining or self._lost is not None
 
     @property
-    def served(self) -> Served | None:
+    def served(self) -> ServedRun | None:
         """The run; None while it is loading."""
         return self._served
 
@@ -111,7 +111,7 @@ class Front:
             return unavailable("the server is shutting down: ask another one, or try again", _LOADING_RETRY_SECONDS)
         return None
 
-    def require(self) -> Served:
+    def require(self) -> ServedRun:
         """The run. Raises ApiError if it takes no requests."""
         problem = self.problem()
         if problem is not None:
@@ -119,7 +119,7 @@ class Front:
         assert self._served is not None
         return self._served
 
-    def opened(self, key: object, answer: Answer) -> None:
+    def opened(self, key: object, answer: AnswerStream) -> None:
         """An answer has begun; ``key`` is its own."""
         self._open[key] = answer
 

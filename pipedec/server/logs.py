@@ -28,7 +28,7 @@ _HIDDEN = "***"
 _UVICORN = "uvicorn.error"
 
 
-class _Formatter(logging.Formatter):
+class _RedactingFormatter(logging.Formatter):
     """Replaces secrets by ``***``.
 
     Args:
@@ -50,7 +50,7 @@ class _Formatter(logging.Formatter):
         raise NotImplementedError
 
 
-class JsonFormatter(_Formatter):
+class JsonFormatter(_RedactingFormatter):
     """One JSON object: time, level, event, and the fields of ``extra={"fields": …}``."""
 
     def _line(self, record: logging.LogRecord) -> str:
@@ -62,7 +62,7 @@ class JsonFormatter(_Formatter):
         return json.dumps(line, default=str)
 
 
-class TextFormatter(_Formatter):
+class TextFormatter(_RedactingFormatter):
     """A line for people: time, level, event and ``key=value``; or the text that the event has for them."""
 
     def _line(self, record: logging.LogRecord) -> str:

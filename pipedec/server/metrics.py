@@ -18,7 +18,7 @@ from starlette.responses import Response
 from pipedec.core import Completion, PipedecError
 from pipedec.scheduler.protocol import RunStatus
 from pipedec.server.cluster_metrics import ClusterMetrics
-from pipedec.server.observer import Exchange, Generation, Observer
+from pipedec.server.observer import Generation, HttpExchange, Observer
 
 ENGINE = "0"  # vLLM numbers the engines of a server; a cluster is one
 REASONS = ("stop", "length", "abort", "error")
@@ -48,7 +48,7 @@ class _Times:
     last: float
 
 
-class Metrics(Observer):
+class ServerMetrics(Observer):
     """The metrics of one front-end.
 
     Args:
@@ -152,7 +152,7 @@ class Metrics(Observer):
         if generation.output_tokens > 1:
             self._tpot.observe(decode / (generation.output_tokens - 1))
 
-    def responded(self, exchange: Exchange) -> None:
+    def responded(self, exchange: HttpExchange) -> None:
         self._exchanges.labels(exchange.method, exchange.route, str(exchange.status)).inc()
         self._exchange_seconds.labels(exchange.route).observe(exchange.seconds)
 

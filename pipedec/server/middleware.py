@@ -18,7 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipedec.server.errors import CLIENT_CLOSED_REQUEST, ApiError, error_response
-from pipedec.server.observer import Exchange, Observer
+from pipedec.server.observer import HttpExchange, Observer
 from pipedec.server.settings import ServerSettings
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -62,10 +62,10 @@ class RequestNotes:
             self._observer.responded(_exchange(scope, request_id, status, time.perf_counter() - started))
 
 
-def _exchange(scope: Scope, request_id: str, status: int, seconds: float) -> Exchange:
+def _exchange(scope: Scope, request_id: str, status: int, seconds: float) -> HttpExchange:
     route = getattr(scope.get("route"), "path", "other")
     client = (scope.get("client") or ("",))[0]
-    return Exchange(request_id, scope["method"], route, status, seconds, client, scope["state"].get("error"))
+    return HttpExchange(request_id, scope["method"], route, status, seconds, client, scope["state"].get("error"))
 
 
 class ApiKeys:

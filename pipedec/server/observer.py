@@ -46,7 +46,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class HttpExchange:
     """An HTTP request that was answered, with any status.
 
     Attributes:
@@ -86,7 +86,7 @@ class Observer:
             completion: None if the engine has sent none.
         """
 
-    def responded(self, exchange: Exchange) -> None:
+    def responded(self, exchange: HttpExchange) -> None:
         """An HTTP request was answered; a refusal, for example 503, is one, too."""
 
 
@@ -108,6 +108,6 @@ class Observers(Observer):
         for member in self.members:
             member.ended(generation, reason, completion)
 
-    def responded(self, exchange: Exchange) -> None:
+    def responded(self, exchange: HttpExchange) -> None:
         for member in self.members:
             member.responded(exchange)

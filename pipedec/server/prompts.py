@@ -10,8 +10,8 @@ from typing import Any
 
 from pipedec.core import UserError
 from pipedec.server.errors import bad_request
-from pipedec.server.front import Served
-from pipedec.server.protocol import ContentPart, GivenCall, Message, Prompts
+from pipedec.server.front import ServedRun
+from pipedec.server.protocol import ContentPart, ConversationMessage, GivenCall, Prompts
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.text.tool_calls import knows_tools
 from pipedec.validation import shortened
@@ -29,7 +29,7 @@ class Prompt:
     text: str
 
 
-async def tokenized(given: Prompts, served: Served, max_prompts: int, add_special_tokens: bool = True) -> list[Prompt]:
+async def tokenized(given: Prompts, served: ServedRun, max_prompts: int, add_special_tokens: bool = True) -> list[Prompt]:
     """The prompts of ``/v1/completions``: one or several, as text or as token ids.
 
     Raises:
@@ -52,7 +52,7 @@ def _is_token_ids(given: Sequence[Any]) -> bool:
     return not given or isinstance(given[0], int)
 
 
-def _check(prompt: str | Sequence[int], served: Served) -> None:
+def _check(prompt: str | Sequence[int], served: ServedRun) -> None:
     if not prompt:
         raise bad_request("prompt is empty: give text or token ids", "prompt")
     if isinstance(prompt, str):
@@ -70,14 +70,14 @@ def check_token_ids(token_ids: Iterable[int], tokenizer: Tokenizer, field: str) 
         raise bad_request(f"{field} has the token {shortened(wrong)}, but the vocabulary has {len(tokenizer)} tokens", field)
 
 
-def _check_length(text: str, served: Served, param: str) -> None:
+def _check_length(text: str, served: ServedRun, param: str) -> None:
     try:
         served.tokenizer.check_length(text, served.max_model_len)
     except UserError as error:
         raise bad_request(str(error), param) from None
 
 
-def _prompts(prompts: Sequence[str | Sequence[int]], served: Served, add_special_tokens: bool) -> list[Prompt]:
+def _prompts(prompts: Sequence[str | Sequence[int]], served: ServedRun, add_special_tokens: bool) -> list[Prompt]:
     return [
         _of_text(prompt, served, add_special_tokens)
         if isinstance(prompt, str)
@@ -86,7 +86,7 @@ def _prompts(prompts: Sequence[str | Sequence[int]], served: Served, add_special
     ]
 
 
-def _of_text(text: str, served: Served, add_special_tokens: bool) -> Prompt:
+def _of_text(text: str, served: ServedRun, add_special_tokens: bool) -> Prompt:
     try:
         token_ids = served.tokenizer.encode(text, add_special_tokens)
     except UserError as error:
@@ -97,7 +97,7 @@ def _of_text(text: str, served: Served, add_special_tokens: bool) -> Prompt:
 
 
 async def rendered(
-    messages: Sequence[Message], served: Served, begins_answer: bool, variables: Mapping[str, Any],
+    messages: Sequence[ConversationMessage], served: ServedRun, begins_answer: bool, variables: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Prompt:  # fmt: skip
     """The prompt that the chat template makes of messages.
@@ -128,7 +128,7 @@ async def rendered(
     return Prompt(token_ids, text)
 
 
-def _document(index: int, message: Message, has_tools: bool) -> dict[str, Any]:
+def _document(index: int, message: ConversationMessage, has_tools: bool) -> dict[str, Any]:
     """For the template: content as text, fields that are not given left out.
 
     Args:

@@ -170,7 +170,7 @@ class GivenCall(BaseModel):
     function: GivenFunction
 
 
-class Message(BaseModel):
+class ConversationMessage(BaseModel):
     """One message of a conversation; further fields reach the chat template."""
 
     model_config = ConfigDict(extra="allow")
@@ -211,7 +211,7 @@ Tools = Annotated[list[Tool], FirstMistake()]
 
 
 class ChatTemplateFields(BaseModel):
-    messages: Annotated[list[Message], FirstMistake()]
+    messages: Annotated[list[ConversationMessage], FirstMistake()]
     add_generation_prompt: bool | None = Field(None, description="End with the beginning of an answer. Default: true.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
 
@@ -231,7 +231,7 @@ class TokenizeBody(Body):
     """The body of ``/tokenize``: either a prompt or messages."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message], FirstMistake()] | None = None
+    messages: Annotated[list[ConversationMessage], FirstMistake()] | None = None
     add_special_tokens: bool | None = Field(None, description="Default: true for a prompt.")
     add_generation_prompt: bool | None = Field(None, description="Default: true.")
     chat_template_kwargs: dict[str, Any] | None = None

@@ -10,7 +10,7 @@ from msgspec import to_builtins
 
 from pipedec.core import Completion, SamplingParams
 from pipedec.server.logs import log
-from pipedec.server.observer import Exchange, Generation, Observer
+from pipedec.server.observer import Generation, HttpExchange, Observer
 
 _POLLED = ("/health", "/ready", "/metrics")
 _POLL_ANSWERS = (200, 503)
@@ -55,7 +55,7 @@ class RequestLog(Observer):
             output_tokens=generation.output_tokens, seconds=round(time.perf_counter() - generation.started, 6), **metrics,
         )  # fmt: skip
 
-    def responded(self, exchange: Exchange) -> None:
+    def responded(self, exchange: HttpExchange) -> None:
         if exchange.route in _POLLED and exchange.status in _POLL_ANSWERS:
             return
         log(

@@ -1,4 +1,4 @@
-"""From answers to responses: as one document or as a stream of chunks, in the shape that a ``Writer`` gives to choices."""
+"""From answers to responses: as one document or as a stream of chunks, in the shape that a ``ChoiceWriter`` gives to choices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pipedec.core import Completion
-from pipedec.server.answers import Answers, Part
+from pipedec.server.answers import AnswerPart, Generations
 from pipedec.server.errors import CLIENT_CLOSED_REQUEST, api_error
 from pipedec.server.protocol import GenerationBody
 from pipedec.server.sse import DONE, EventStream, event
@@ -27,7 +27,7 @@ class ClientGone(Exception):
 
 
 @dataclass(frozen=True)
-class Head:
+class ResponseHead:
     """The first fields of every document of a response.
 
     Attributes:
@@ -42,7 +42,7 @@ class Head:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
 
-class Writer(ABC):
+class ChoiceWriter(ABC):
     """The shape of choices.
 
     Attributes:
@@ -59,7 +59,7 @@ class Writer(ABC):
         """The choice for a whole answer."""
 
     @abstractmethod
-    def chunk(self, part: Part) -> dict[str, Any] | None:
+    def chunk(self, part: AnswerPart) -> dict[str, Any] | None:
         """The choice for a part of an answer; None to send nothing yet."""
 
 
@@ -70,14 +70,14 @@ class _Counter:
         n: choices of each prompt.
     """
 
-    def __init__(self, answers: Answers, n: int, num_dropped: int) -> None:
+    def __init__(self, answers: Generations, n: int, num_dropped: int) -> None:
         self._prompt_tokens = sum(generation.prompt_tokens for generation in answers.generations[::n])
         self._n = n
         self._num_dropped = num_dropped
         self._output = [0] * len(answers.generations)
         self._cached = 0
 
-    def count(self, part: Part) -> None:
+    def count(self, part: AnswerPart) -> None:
         self._output[part.index] = max(0, part.output_tokens - self._num_dropped)
         if part.completion is not None and part.index % self._n == 0:
             self._cached += part.completion.metrics.cached_tokens
@@ -92,7 +92,9 @@ class _Counter:
         }
 
 
-async def respond(request: Request, answers: Answers, body: GenerationBody, head: Head, writer: Writer) -> Response:
+async def respond(
+    request: Request, answers: Generations, body: GenerationBody, head: ResponseHead, writer: ChoiceWriter
+) -> Response:
     """Submit the requests and answer the client.
 
     Raises:
@@ -111,7 +113,7 @@ async def respond(request: Request, answers: Answers, body: GenerationBody, head
     return _document(parts, head, writer, counter)
 
 
-def _document(parts: Sequence[Part], head: Head, writer: Writer, counter: _Counter) -> Response:
+def _document(parts: Sequence[AnswerPart], head: ResponseHead, writer: ChoiceWriter, counter: _Counter) -> Response:
     choices = []
     for part in parts:
         counter.count(part)
@@ -121,12 +123,14 @@ def _document(parts: Sequence[Part], head: Head, writer: Writer, counter: _Count
     return Response(json.dumps(document, separators=(",", ":")), media_type="application/json")
 
 
-async def _last_parts(answers: Answers) -> list[Part]:
+async def _last_parts(answers: Generations) -> list[AnswerPart]:
     parts = [part async for part in answers.parts() if part.completion is not None]
     return sorted(parts, key=lambda part: part.index)
 
 
-async def _events(answers: Answers, body: GenerationBody, head: Head, writer: Writer, counter: _Counter) -> AsyncIterator[bytes]:
+async def _events(
+    answers: Generations, body: GenerationBody, head: ResponseHead, writer: ChoiceWriter, counter: _Counter
+) -> AsyncIterator[bytes]:
     """The chunks, then the usage if it is asked for. An error ends the stream with an event of its own."""
     extra: dict[str, Any] = {"usage": None} if body.includes_usage else {}
     try:

@@ -27,9 +27,9 @@ from pipedec.core import PipedecError, SchedulerLost, UserError
 from pipedec.server.cluster_process import ClusterEnded, ClusterProcess
 from pipedec.server.connection import LimitedConnection
 from pipedec.server.defaults import SamplingDefaults
-from pipedec.server.front import Front, Served
+from pipedec.server.front import Front, ServedRun
 from pipedec.server.logs import log
-from pipedec.server.metrics import Metrics
+from pipedec.server.metrics import ServerMetrics
 from pipedec.text.tokenizer import Tokenizer
 
 _LOOK_SECONDS = 0.1
@@ -88,7 +88,7 @@ class ServerProcess:
         self,
         app: FastAPI,
         front: Front,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         listener: socket.socket,
         cluster: ClusterProcess | RunAddress,
         options: RunOptions,
@@ -141,7 +141,7 @@ class ServerProcess:
         directory = self._options.tokenizer or Path(description.target)
         tokenizer = await asyncio.to_thread(_tokenizer, directory)
         context = context_length(directory, description.settings.limits.max_model_len)
-        self._front.attach(Served(client, tokenizer, description, context, self._options.defaults))
+        self._front.attach(ServedRun(client, tokenizer, description, context, self._options.defaults))
         self._metrics.attach(client.status)
         self._on_ready()
 
@@ -225,7 +225,7 @@ async def _raise_cause(cluster: ClusterProcess) -> None:
         raise ClusterEnded(status)
 
 
-def add_metrics(app: FastAPI, metrics: Metrics) -> None:
+def add_metrics(app: FastAPI, metrics: ServerMetrics) -> None:
     """The route ``/metrics``."""
 
     @app.get("/metrics", include_in_schema=False)

@@ -13,7 +13,7 @@ from pipedec.core import DEFAULT_METHOD, SamplingParams, UserError
 from pipedec.messages import PromptRequest, RunDescription
 from pipedec.methods import find_method, make_options
 from pipedec.server.errors import ApiError, bad_request
-from pipedec.server.front import Served
+from pipedec.server.front import ServedRun
 from pipedec.server.prompts import check_token_ids
 from pipedec.server.protocol import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOPS, GenerationBody
 from pipedec.server.structures import Structure, require_possible
@@ -30,7 +30,7 @@ _AS_THEY_ARE = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerationParams:
     """The parameters of a body, besides its prompts.
 
     Attributes:
@@ -48,7 +48,7 @@ class Asked:
     shows_threads: bool = False
     priority: int = 0
 
-    def requests(self, prompt: Sequence[int], served: Served, default_max_tokens: int | None = None) -> list[PromptRequest]:
+    def requests(self, prompt: Sequence[int], served: ServedRun, default_max_tokens: int | None = None) -> list[PromptRequest]:
         """One request for each choice.
 
         Args:
@@ -86,8 +86,8 @@ class Asked:
 
 
 async def asked_of(
-    body: GenerationBody, served: Served, logprobs: int | None, echoes: bool = False, structure: Structure | None = None
-) -> Asked:
+    body: GenerationBody, served: ServedRun, logprobs: int | None, echoes: bool = False, structure: Structure | None = None
+) -> GenerationParams:
     """Read the parameters of a body. Raises ApiError, with the field, for values that are out of range or not supported.
 
     Args:
@@ -106,14 +106,14 @@ async def asked_of(
     if structure is not None:
         await require_possible(structure, body)
     sampling = _sampling(body, served, logprobs, echoes, structure)
-    return Asked(
+    return GenerationParams(
         sampling, max_tokens, n, _method(body, served.description),
         body.method_options or {}, dialect, dialect is not None and bool(body.stream), body.priority or 0,
     )  # fmt: skip
 
 
 def _sampling(
-    body: GenerationBody, served: Served, logprobs: int | None, echoes: bool, structure: Structure | None
+    body: GenerationBody, served: ServedRun, logprobs: int | None, echoes: bool, structure: Structure | None
 ) -> SamplingParams:
     given = {name: value for name in _AS_THEY_ARE if (value := getattr(body, name)) is not None}
     try:

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 
 from pipedec.server.asking import check_model
 from pipedec.server.errors import bad_request
-from pipedec.server.front import Front, Served
+from pipedec.server.front import Front, ServedRun
 from pipedec.server.prompts import Prompt, check_token_ids, rendered, tokenized
 from pipedec.server.protocol import BODY_ERRORS, DetokenizeBody, DetokenizeResponse, TokenizeBody, TokenizeResponse
 from pipedec.server.tools import shown
@@ -40,7 +40,7 @@ def tokens_router(front: Front) -> APIRouter:
     return router
 
 
-async def _prompt(body: TokenizeBody, served: Served) -> Prompt:
+async def _prompt(body: TokenizeBody, served: ServedRun) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     if body.messages is not None:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pipedec.core import Accepted, Opening, SamplingParams, Step, Update, Verdict
+from pipedec.core import Accepted, NewRequest, RequestUpdate, SamplingParams, Step, Verdict
 from pipedec.device import to_device, to_host
 from pipedec.forest import ThreadChanges
 from pipedec.model import FirstForward, KVCache, LaneRows
 from pipedec.sampling import Logprobs, PromptLogprobs, Sampler, greedy
 from pipedec.stage.forecasts import Forecasts
-from pipedec.stage.verification import Acceptance, TokenChooser
+from pipedec.stage.verification import TokenChooser, Verifier
 from pipedec.stage.worker import Lane, StageWorker, known_finite
 from pipedec.threads import NewSequence
 from pipedec.tree import Advance
@@ -68,7 +68,7 @@ class FinalLane(Lane):
 
     def __init__(
         self,
-        opening: Opening,
+        opening: NewRequest,
         new_sequence: NewSequence,
         cache: KVCache,
         device: torch.device | str,
@@ -79,7 +79,7 @@ class FinalLane(Lane):
         super().__init__(opening, new_sequence, cache, device)
         sampling, length = opening.sampling, opening.prompt_length
         self._chooser = TokenChooser(self.forest.sequence, sampling, vocab_size, device)
-        self._acceptance = Acceptance(new_sequence())
+        self._acceptance = Verifier(new_sequence())
         self._forecasts = Forecasts(self._chooser, min(opening.tokens_per_mask, vocab_size)) if self._has_masks else None
         self._logprobs = None if sampling.logprobs is None else Logprobs(sampling.logprobs)
         self._prompt_logprobs = None if sampling.prompt_logprobs is None else PromptLogprobs(sampling.prompt_logprobs, length)
@@ -164,7 +164,7 @@ class FinalLane(Lane):
         stage_1 = torch.minimum(self._first_bad, self._stage)
         return torch.where(bad_R, _CORRUPTED - stage_1.nan_to_num(posinf=0).long(), token_ids_R)
 
-    def result(self, number: int, token_ids: list[int]) -> Update | None:
+    def result(self, number: int, token_ids: list[int]) -> RequestUpdate | None:
         """The first verdict after the last chunk of the prefill; later the one on the rows computed so far.
 
         Args:
@@ -181,10 +181,10 @@ class FinalLane(Lane):
             verdict = self._first_verdict(token_ids[0], token_ids[1:]) if token_ids else None
         scored = () if self._prompt_logprobs is None else tuple(map(tuple, self._prompt_logprobs.take()))
         if verdict is None:
-            return Update(number, prompt_logprobs=scored) if scored else None
+            return RequestUpdate(number, prompt_logprobs=scored) if scored else None
         self.has_ended = verdict.finished is not None
         logprobs = () if self._logprobs is None else tuple(map(tuple, self._logprobs.take()))
-        return Update(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=scored)
+        return RequestUpdate(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=scored)
 
     def _first_verdict(self, token: int, best: list[int]) -> Verdict:
         """The verdict after the prefill: one token, and the predictions of the masks after it."""
@@ -250,13 +250,13 @@ class FinalStageWorker(StageWorker):
         drawn = sampler.choose(logits_RV, torch.arange(rows), mask_RN, token_ids)
         to_host(torch.cat((greedy(logits_RV), drawn)))
 
-    def _new_lane(self, number: int, opening: Opening, cache: KVCache) -> FinalLane:
+    def _new_lane(self, number: int, opening: NewRequest, cache: KVCache) -> FinalLane:
         vocab_size = self._model.config.vocab_size
         return FinalLane(opening, self._new_sequence(opening), cache, self._device, vocab_size, self._tokens, self._stage)
 
     def _reply(
-        self, updates: tuple[Update, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
-    ) -> tuple[Update, ...]:
+        self, updates: tuple[RequestUpdate, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
+    ) -> tuple[RequestUpdate, ...]:
         """The results: verdicts on requests that had rows, with log-probabilities if requested. There is none for a request whose
         answer does not grow, unless there are log-probabilities of its prompt. A verdict without tokens reports that a lane is
         closed, to rank 0 and then to every stage.
@@ -264,7 +264,7 @@ class FinalStageWorker(StageWorker):
         lanes = [cast(FinalLane, self._lanes[number]) for number in steps]
         chosen = self._judge(list(zip(lanes, activations, strict=True)), is_finite)
         ends = [(update.number, update.verdict.finished) for update in updates if update.verdict is not None]
-        closed = (Update(number, verdict=Verdict((), reason)) for number, reason in ends if reason is not None)
+        closed = (RequestUpdate(number, verdict=Verdict((), reason)) for number, reason in ends if reason is not None)
         results = (lane.result(number, token_ids) for lane, number, token_ids in zip(lanes, steps, chosen, strict=True))
         return (*closed, *(result for result in results if result is not None))
 

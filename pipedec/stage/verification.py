@@ -1,6 +1,6 @@
 """Verification on the last stage: the target's token after each row, and how far every decode thread accepts them.
 
-``TokenChooser`` knows logits, trees, and what sampling parameters, threads and structured outputs allow. ``Acceptance`` knows
+``TokenChooser`` knows logits, trees, and what sampling parameters, threads and structured outputs allow. ``Verifier`` knows
 trees and the chosen tokens. Neither knows a model or a cache.
 """
 
@@ -146,7 +146,7 @@ class Walk(NamedTuple):
     tokens: tuple[int, ...]
 
 
-class Acceptance:
+class Verifier:
     """Accepts the target's tokens in every decode thread as far as there are rows (PipeDec §3.3.4).
 
     Further rows may arrive between a verdict and its replay, so it has a sequence of its own, which is ahead of the forest's.

@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from pipedec.core import EMPTY, Envelope, Load, Opening, RankLost, Step, Update, Verdict
+from pipedec.core import EMPTY, Load, NewRequest, RankLost, RequestUpdate, StageMessage, Step, Verdict
 from pipedec.device import HOST, to_device, to_host
 from pipedec.forest import ThreadChanges, forest_of
 from pipedec.model import FirstForward, KVCache, LaneRows, StageModel, Usual, warm_up
@@ -25,7 +25,7 @@ from pipedec.threads import NewSequence
 from pipedec.tree import Advance, is_mask
 
 
-class Span(Protocol):
+class SpanContext(Protocol):
     """Returns the context for a part of a timestep's work."""
 
     def __call__(self, name: str, load: Load, /) -> AbstractContextManager[None]: ...
@@ -52,11 +52,11 @@ class Lane:
 
     has_ended = False
 
-    def __init__(self, opening: Opening, new_sequence: NewSequence, cache: KVCache, device: torch.device | str) -> None:
+    def __init__(self, opening: NewRequest, new_sequence: NewSequence, cache: KVCache, device: torch.device | str) -> None:
         self.cache = cache
         self.forest = forest_of(new_sequence())
         self._prompt_length = opening.prompt_length
-        self._prefill_length = opening.prompt_length + len(opening.said)
+        self._prefill_length = opening.prompt_length + len(opening.output_token_ids)
         self._has_masks = opening.tokens_per_mask > 0
         self._device = device
 
@@ -126,7 +126,7 @@ class StageWorker:
     def __init__(
         self,
         model: StageModel,
-        new_sequence: Callable[[Opening], NewSequence],
+        new_sequence: Callable[[NewRequest], NewSequence],
         device: torch.device | str = "cpu",
         *,
         slots: int,
@@ -165,7 +165,7 @@ class StageWorker:
         self.pruned_rows += sum(lane.forest.num_rows for lane in self._lanes.values())
         self._lanes.clear()
 
-    def replay(self, updates: Iterable[Update], waiting: Envelope = EMPTY) -> Envelope:
+    def replay(self, updates: Iterable[RequestUpdate], waiting: StageMessage = EMPTY) -> StageMessage:
         """Take in everything in updates except their rows: verdicts, openings and slots.
 
         A verdict commits and prunes rows (PipeDec §3.4.3). With ``finished`` it then drops the lane, whose slots hold the
@@ -196,9 +196,9 @@ class StageWorker:
                 lane.cache.extend(update.slots)
         if not left:
             return waiting
-        return dataclasses.replace(waiting, updates=tuple(one for one in left.values() if one != Update(one.number)))
+        return dataclasses.replace(waiting, updates=tuple(one for one in left.values() if one != RequestUpdate(one.number)))
 
-    def advance(self, message: Envelope, span: Span = _unrecorded) -> Envelope:
+    def advance(self, message: StageMessage, span: SpanContext = _unrecorded) -> StageMessage:
         """Run one timestep: replay the updates of the message, await its activations, and compute its rows.
 
         Args:
@@ -228,7 +228,7 @@ class StageWorker:
         self.rows += rows
         self.pruned_rows += sum(step.num_rows for number, step in arrived.items() if number not in steps)  # void ones
         if not steps:
-            return Envelope(self._reply(updates, {}, (), True), message.ends_session)
+            return StageMessage(self._reply(updates, {}, (), True), message.ends_session)
         load = Load(rows, sum(self._lanes[number].cache.length for number in steps))
         with span("dec", load) if rows else nullcontext():
             entered = [self._lanes[number].enter(step) for number, step in steps.items()]
@@ -238,12 +238,12 @@ class StageWorker:
             if not (is_finite := known_finite(hidden_RE)):
                 hidden_RE = marked(inputs, hidden_RE, self._stage)
             activations = hidden_RE.split([lane_rows.num_rows for lane_rows in entered])
-            return Envelope(self._reply(updates, steps, activations, is_finite), message.ends_session)
+            return StageMessage(self._reply(updates, steps, activations, is_finite), message.ends_session)
 
-    def _new_lane(self, number: int, opening: Opening, cache: KVCache) -> Lane:
+    def _new_lane(self, number: int, opening: NewRequest, cache: KVCache) -> Lane:
         return Lane(opening, self._new_sequence(opening), cache, self._device)
 
-    def _sync(self, number: int, verdict: Verdict, waiting: dict[int, Update]) -> None:
+    def _sync(self, number: int, verdict: Verdict, waiting: dict[int, RequestUpdate]) -> None:
         """Replay a verdict, and prune the waiting rows by it."""
         if (lane := self._lanes.get(number)) is None:
             return
@@ -257,8 +257,8 @@ class StageWorker:
             del self._lanes[number]
 
     def _reply(
-        self, updates: tuple[Update, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
-    ) -> tuple[Update, ...]:
+        self, updates: tuple[RequestUpdate, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
+    ) -> tuple[RequestUpdate, ...]:
         """The updates for the next rank, with the rows that leave this stage.
 
         Args:

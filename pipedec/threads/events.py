@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Opened:
+class ThreadOpened:
     """``thread`` opened ``child``, whose forced first token is ``token`` at ``position``."""
 
     thread: int
@@ -33,7 +33,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ThreadEnded:
     """``thread`` accepts no further tokens. For ``reason`` see ``DecodeThread.ended_by``."""
 
     thread: int
@@ -47,4 +47,4 @@ class Finished:
     reason: str
 
 
-Event = Opened | Waiting | Joined | Ended | Finished
+Event = ThreadOpened | Waiting | Joined | ThreadEnded | Finished

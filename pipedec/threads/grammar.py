@@ -33,7 +33,7 @@ class _Lookahead:
     last: int | None
 
 
-class Grammar:
+class DialectGrammar:
     """The rules of a bound dialect, with the model's end tokens."""
 
     def __init__(self, bound: BoundDialect, end_token_ids: frozenset[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pipedec.threads.events import Opened
+from pipedec.threads.events import ThreadOpened
 from pipedec.threads.sequence import Sequence
 from pipedec.threads.thread import State
 
@@ -26,7 +26,7 @@ def replay(sequence: Sequence, token_ids: Iterable[int]) -> None:
                 return
             raise ValueError("tokens follow the end of the answer")
         for event in sequence.accept(open_threads[-1], token):
-            if isinstance(event, Opened):
+            if isinstance(event, ThreadOpened):
                 forced = next(tokens, event.token)
                 if forced != event.token:
                     raise ValueError(f"token {forced} follows an opener instead of the forced token {event.token}")

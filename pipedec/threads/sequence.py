@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from pipedec.threads.document import DocumentToken, ReorderBuffer, document
-from pipedec.threads.events import Ended, Event, Finished
+from pipedec.threads.events import Event, Finished, ThreadEnded
 from pipedec.threads.thread import Context, DecodeThread, State
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Sequence:
             return []
         thread.end("stop" if is_end else "length", is_cut=not is_end)
         self.finished = "stop" if is_end and len(thread.token_ids) <= self.max_tokens else "length"
-        return [Ended(thread.number, "stop" if is_end else "length"), Finished(self.finished)]
+        return [ThreadEnded(thread.number, "stop" if is_end else "length"), Finished(self.finished)]
 
     def ends_walk(self, number: int, token: int, after: Iterable[int] = ()) -> bool:
         """Whether ``token`` joins or ends the thread, so that its successor cannot be predicted yet.
@@ -87,7 +87,7 @@ class Sequence:
         for thread in self.threads:
             if thread.state is not State.ENDED:
                 thread.end(reason, is_cut=True)
-                events.append(Ended(thread.number, reason))
+                events.append(ThreadEnded(thread.number, reason))
         self.finished = reason
         return [*events, Finished(reason)]
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from pipedec.threads import anomalies
 from pipedec.threads.bound import BoundDialect, OpenerTag
 from pipedec.threads.document import DocumentToken, next_indices
-from pipedec.threads.events import Ended, Event, Finished, Joined, Opened, Waiting
-from pipedec.threads.grammar import Grammar, Role
+from pipedec.threads.events import Event, Finished, Joined, ThreadEnded, ThreadOpened, Waiting
+from pipedec.threads.grammar import DialectGrammar, Role
 from pipedec.threads.sequence import Sequence
 from pipedec.threads.thread import DecodeThread, Join, State
 
@@ -45,7 +45,7 @@ class ThreadedSequence(Sequence):
         self._bound = bound
         self._max_positions = max_positions
         self._dialect = bound.dialect
-        self._roles = Grammar(bound, self._end_token_ids)
+        self._roles = DialectGrammar(bound, self._end_token_ids)
         self._anomalies: Counter[str] = Counter()
 
     @property
@@ -159,7 +159,7 @@ class ThreadedSequence(Sequence):
         if thread.predicted_length is not None and thread.num_tokens == thread.predicted_length + 1:
             self._anomalies[anomalies.LENGTH_EXCEEDED] += 1
 
-    def _open(self, thread: DecodeThread, tag: OpenerTag | None) -> Opened:
+    def _open(self, thread: DecodeThread, tag: OpenerTag | None) -> ThreadOpened:
         """Open a child after the token that completes ``tag``, or after the opener if there is no tag."""
         if tag is not None:
             self._finish_tag(thread, tag)
@@ -180,7 +180,7 @@ class ThreadedSequence(Sequence):
         thread.unjoined.append(child.number)
         thread.next_position += predicted
         self._enter(child, self._bound.child_start)
-        return Opened(thread.number, child.number, child.token_ids[0], child.positions[0])
+        return ThreadOpened(thread.number, child.number, child.token_ids[0], child.positions[0])
 
     def _finish_tag(self, thread: DecodeThread, tag: OpenerTag) -> None:
         """Keep the text after the end of a complete tag, which is not part of it."""
@@ -269,12 +269,12 @@ class ThreadedSequence(Sequence):
             self._anomalies.update(names)
             yield from self._close(thread, "limit")
 
-    def _end(self, thread: DecodeThread) -> Ended:
+    def _end(self, thread: DecodeThread) -> ThreadEnded:
         assert thread.ended_by is not None
         if thread.pending is not None:
             self._enter(thread, thread.pending)
         thread.end(thread.ended_by)
-        return Ended(thread.number, thread.ended_by)
+        return ThreadEnded(thread.number, thread.ended_by)
 
     def _cut(self) -> Iterator[Event]:
         """End threads whose next token would come after the first ``max_tokens`` of the document."""
@@ -283,7 +283,7 @@ class ThreadedSequence(Sequence):
         for thread, index in zip(self.threads, next_indices(self.threads), strict=True):
             if thread.state is not State.ENDED and index >= self.max_tokens:
                 thread.end("length", is_cut=True)
-                yield Ended(thread.number, "length")
+                yield ThreadEnded(thread.number, "length")
 
     def _finish_reason(self) -> str:
         is_complete = sum(thread.num_tokens for thread in self.threads) <= self.max_tokens

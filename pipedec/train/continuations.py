@@ -36,7 +36,7 @@ class Continuation:
 
 
 @dataclass(frozen=True)
-class Answered:
+class Continuations:
     """Prompts with the target's greedy answers, by set: to learn from, and held out."""
 
     training: dict[str, list[Continuation]]
@@ -56,14 +56,16 @@ class Answered:
         return total.hexdigest()[:16]
 
 
-def answer(target: Model, prompts: dict[str, SplitPrompts], new_tokens: int, work: Path, replicas: Replicas = ALONE) -> Answered:
+def answer(
+    target: Model, prompts: dict[str, SplitPrompts], new_tokens: int, work: Path, replicas: Replicas = ALONE
+) -> Continuations:
     """The target's greedy answers to all prompts; ``work`` keeps them, so that a second run does not generate them again."""
 
     def answers(prompt_ids: list[list[int]], folder: str, name: str) -> list[Continuation]:
         return continue_greedily(target, prompt_ids, new_tokens, work / folder / name, replicas)
 
     training = {name: answers(part.training, "continuations", name) for name, part in prompts.items()}
-    return Answered(training, {name: answers(part.held_out, "held-out", name) for name, part in prompts.items()})
+    return Continuations(training, {name: answers(part.held_out, "held-out", name) for name, part in prompts.items()})
 
 
 def continue_greedily(

@@ -32,7 +32,7 @@ run_options = partial_of(Run, "run")
 
 
 @dataclass(frozen=True)
-class PromptFlags:
+class TrainingPromptFlags:
     """Prompts to learn from."""
 
     prompts: Annotated[
@@ -74,7 +74,7 @@ def bita_options(command: Command) -> Command:
         return {"recipe": BitaRecipe(**values)}
 
     recipe_options = with_options(device_options(command), option_fields(BitaRecipe), gather)
-    return options_of(PromptFlags, "asked")(run_options(recipe_options))
+    return options_of(TrainingPromptFlags, "asked")(run_options(recipe_options))
 
 
 def chosen_pair(target: Path | None, draft: Path | None) -> tuple[Path, Path]:

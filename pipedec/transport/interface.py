@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pipedec.core import Envelope, Step
-from pipedec.device import Mark
+from pipedec.core import StageMessage, Step
+from pipedec.device import DeviceEvent
 
 
 class Transport(Protocol):
@@ -25,7 +25,7 @@ class Transport(Protocol):
             RankLost: the connection failed or timed out.
         """
 
-    def send_envelope(self, envelope: Envelope, dst: int) -> Mark:
+    def send_envelope(self, envelope: StageMessage, dst: int) -> DeviceEvent:
         """Send an envelope to rank ``dst``. Does not wait for the receiver.
 
         Returns:
@@ -36,8 +36,8 @@ class Transport(Protocol):
             ValueError: the envelope is larger than any receiver accepts (see ``wire``).
         """
 
-    def receive_envelope(self, src: int) -> Envelope:
-        """Wait for the next envelope from rank ``src``; its activations may come later (see ``Envelope.await_hidden``).
+    def receive_envelope(self, src: int) -> StageMessage:
+        """Wait for the next envelope from rank ``src``; its activations may come later (see ``StageMessage.await_hidden``).
 
         Raises:
             RankLost: the connection failed or timed out, or the message is not an envelope.

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipedec.device import HOST, Device, HostMark, Mark
+from pipedec.device import HOST, Device, DeviceEvent, HostEvent
 
 Group = Any  # a process group; torch's stubs have none of its calls
 Work = Any
@@ -44,7 +44,7 @@ class Transfer(Protocol):
     def join(self) -> None:
         """As ``wait``, but only for work queued on the device from now on, if the device carries out the transfer."""
 
-    def mark(self) -> Mark:
+    def event(self) -> DeviceEvent:
         """The end of the transfer; through host memory, whose transfers run by themselves, the present moment."""
 
 
@@ -77,8 +77,8 @@ class _HostTransfer:
 
     join = wait
 
-    def mark(self) -> Mark:
-        return HostMark(time.perf_counter())
+    def event(self) -> DeviceEvent:
+        return HostEvent(time.perf_counter())
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class _DeviceTransfer:
     """A transfer on a stream of its own, with an event at its end."""
 
     message: Tensor
-    end: Mark
+    end: DeviceEvent
     timeout: timedelta
     is_aborted: Callable[[], bool]
 
@@ -129,7 +129,7 @@ class _DeviceTransfer:
     def join(self) -> None:
         self.end.join([self.message])
 
-    def mark(self) -> Mark:
+    def event(self) -> DeviceEvent:
         return self.end
 
 
@@ -165,4 +165,4 @@ class DeviceLink:
 
     def _under_way(self, message: Tensor, work: Work) -> Transfer:
         work.wait()  # the present stream waits, and the host does not
-        return _DeviceTransfer(message, self.device.mark(), self.timeout, self.is_aborted)
+        return _DeviceTransfer(message, self.device.record_event(), self.timeout, self.is_aborted)

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroupGloo, ReduceOp
 
-from pipedec.core import EMPTY, ROW_ID_BYTES, Envelope, RankLost, Step, UserError
-from pipedec.device import Device, Mark, device_of, to_device
+from pipedec.core import EMPTY, ROW_ID_BYTES, RankLost, StageMessage, Step, UserError
+from pipedec.device import Device, DeviceEvent, device_of, to_device
 from pipedec.transport.links import DeviceLink, Group, HostLink, Link, Transfer
 from pipedec.transport.rendezvous import CONNECT_SECONDS, AbortableStore, Rendezvous
 from pipedec.transport.wire import (
@@ -278,12 +278,12 @@ class TorchTransport:
         step = unpack(transfer.message, num_rows, self._hidden_size_from(src), self._dtype)
         return step if step.hidden is None else replace(step, hidden=to_device(step.hidden, self._place))
 
-    def send_envelope(self, envelope: Envelope, dst: int) -> Mark:
+    def send_envelope(self, envelope: StageMessage, dst: int) -> DeviceEvent:
         link = self._links[dst]
         first, head, hidden = pack_envelope(envelope, self._inline_rows(dst))
         return self._attempt("send to", dst, lambda: self._send_all(first, head, hidden, dst, link))
 
-    def _send_all(self, first: Tensor, head: Tensor | None, hidden: Tensor | None, dst: int, link: Link) -> Mark:
+    def _send_all(self, first: Tensor, head: Tensor | None, hidden: Tensor | None, dst: int, link: Link) -> DeviceEvent:
         """Send the messages of an envelope. Returns the end of the last one."""
         while len(self._pending_sends) >= _MAX_PENDING_SENDS:
             self._pending_sends.popleft().wait()
@@ -292,9 +292,9 @@ class TorchTransport:
             self._pending_sends.append(self._host_links[dst].send(head))
         if hidden is not None:
             self._pending_sends.append(link.send(pack_hidden(hidden, link.place)))
-        return self._pending_sends[-1].mark()
+        return self._pending_sends[-1].event()
 
-    def receive_envelope(self, src: int) -> Envelope:
+    def receive_envelope(self, src: int) -> StageMessage:
         buffer = self._first_message(src)
         try:
             prefix = unpack_prefix(buffer, self._message_bytes(1, src))

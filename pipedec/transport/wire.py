@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipedec.core import NUM_ROW_IDS, ROW_ID_BYTES, Envelope, Step, Update, UserError
+from pipedec.core import NUM_ROW_IDS, ROW_ID_BYTES, RequestUpdate, StageMessage, Step, UserError
 from pipedec.device import HOST, to_host
-from pipedec.messages import Head, TensorHead, UpdateHead
+from pipedec.messages import StageMessageHead, TensorHead, UpdateHead
 
 MAX_ROWS = 65_536  # of an envelope; a prefix that announces more is refused
 MAX_HEAD_BYTES = 2**26
@@ -44,7 +44,7 @@ _DTYPES = {
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 }
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Head)
+_decoder = msgspec.json.Decoder(StageMessageHead)
 
 
 class Prefix(NamedTuple):
@@ -168,7 +168,7 @@ class Packed(NamedTuple):
     hidden: Tensor | None
 
 
-def pack_envelope(envelope: Envelope, inline_rows: int) -> Packed:
+def pack_envelope(envelope: StageMessage, inline_rows: int) -> Packed:
     """The messages of an envelope.
 
     Args:
@@ -181,7 +181,9 @@ def pack_envelope(envelope: Envelope, inline_rows: int) -> Packed:
     rows, hidden = (0, None) if step is None else (step.num_rows, step.hidden)
     text = b""
     if envelope.updates or envelope.tensors:
-        text = _padded(_encoder.encode(Head(tuple(map(_update_head, envelope.updates)), _tensor_heads(envelope.tensors))))
+        text = _padded(
+            _encoder.encode(StageMessageHead(tuple(map(_update_head, envelope.updates)), _tensor_heads(envelope.tensors)))
+        )
     tensors = b"".join(_padded(_array(tensor)) for tensor in envelope.tensors.values())
     head: list[Buffer] = [text, *([] if step is None else _id_parts(step)), tensors]
     head_bytes = len(text) + rows * ROW_ID_BYTES + len(tensors)
@@ -193,7 +195,7 @@ def pack_envelope(envelope: Envelope, inline_rows: int) -> Packed:
     return Packed(first, None if has_short_head else _message(head), None if has_few_rows else hidden)
 
 
-def _update_head(update: Update) -> UpdateHead:
+def _update_head(update: RequestUpdate) -> UpdateHead:
     return UpdateHead(
         update.number,
         update.opening,
@@ -249,11 +251,11 @@ def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:
     return prefix
 
 
-def unpack_envelope(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> Envelope:
+def unpack_envelope(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> StageMessage:
     """The envelope of a head and the activations of all its rows. Raises ValueError if they are not an envelope."""
     ends_session = bool(prefix.ends_session)
     if not len(head):
-        return Envelope((), ends_session)
+        return StageMessage((), ends_session)
     try:
         said = _decoder.decode(head[: prefix.text_bytes].data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UserError):
@@ -268,7 +270,7 @@ def unpack_envelope(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> En
         token_ids, parents, threads = _unpack_ids(head, prefix.text_bytes, prefix.rows)
         steps = iter(_split(Step(token_ids, parents, hidden_RE, threads), [count for count in counts if count]))
     updates = tuple(
-        Update(
+        RequestUpdate(
             one.number,
             one.opening,
             one.verdict,
@@ -280,7 +282,7 @@ def unpack_envelope(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> En
         for one in said.updates
     )
     tensors = _unpack_tensors(head, prefix.text_bytes + prefix.rows * ROW_ID_BYTES, said.tensors)
-    return Envelope(updates, ends_session, tensors=tensors)
+    return StageMessage(updates, ends_session, tensors=tensors)
 
 
 def _unpack_tensors(head: Bytes, start: int, heads: Sequence[TensorHead]) -> dict[str, Tensor]:

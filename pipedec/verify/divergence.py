@@ -53,7 +53,7 @@ def is_explained(divergence: Divergence, dtype: str, sampling: SamplingParams) -
     return divergence.is_near_tie(dtype) or (sampling.is_stochastic and dtype in TIE_BOUNDS)
 
 
-class Answered(Protocol):
+class ScoredAnswer(Protocol):
     """An answer with its log-probabilities (see ``Completion``), if they were requested."""
 
     @property
@@ -72,7 +72,7 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> Divergenc
 
 
 def measured_divergence(
-    ask: Callable[[PromptRequest], Answered], request: PromptRequest, expected: Sequence[int], found: Sequence[int]
+    ask: Callable[[PromptRequest], ScoredAnswer], request: PromptRequest, expected: Sequence[int], found: Sequence[int]
 ) -> Divergence | None:
     """The first difference, with the margin that ``pp`` has there; of sampled tokens, which depend on noise, without a margin.
 
@@ -88,7 +88,7 @@ def measured_divergence(
     return replace(divergence, margin=_margin(again, expected, divergence))
 
 
-def _margin(answer: Answered, expected: Sequence[int], divergence: Divergence) -> float | None:
+def _margin(answer: ScoredAnswer, expected: Sequence[int], divergence: Divergence) -> float | None:
     """None if the answer has other tokens before that position, or one of the two is not among its most probable there."""
     position, logprobs = divergence.position, answer.logprobs or []
     if position >= len(logprobs) or list(answer.token_ids[:position]) != list(expected[:position]):

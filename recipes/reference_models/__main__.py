@@ -20,8 +20,8 @@ from pipedec.train.options import (
     DeviceFlags,
     DraftStart,
     PartialRun,
-    PromptFlags,
     Target,
+    TrainingPromptFlags,
     bita_options,
     chosen_pair,
     prompter_of,
@@ -81,7 +81,7 @@ def draft(
 @bita_options
 @own_options
 def bita(
-    asked: PromptFlags,
+    asked: TrainingPromptFlags,
     run: PartialRun,
     recipe: BitaRecipe,
     device: DeviceFlags,

@@ -46,7 +46,7 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelSizes:
     """The sizes of a LLaMA model."""
 
     hidden: int
@@ -72,8 +72,8 @@ class Recipe:
     """
 
     vocabulary: int = 4096
-    target: Shape = Shape(hidden=192, intermediate=512, heads=6)
-    draft: Shape = Shape(hidden=128, intermediate=352, heads=4)
+    target: ModelSizes = ModelSizes(hidden=192, intermediate=512, heads=6)
+    draft: ModelSizes = ModelSizes(hidden=128, intermediate=352, heads=4)
     phases: Phases = ((6, 1600), (12, 800), (24, 280))
     draft_phases: Phases = ((2, 600),)
     distillation_phases: Phases = ((2, 300),)

@@ -55,7 +55,7 @@ class EndpointFlags:
 
 
 @dataclass(frozen=True)
-class QuestionFlags:
+class AnnotationPromptFlags:
     """The questions to annotate, and their order."""
 
     files: Annotated[
@@ -114,12 +114,12 @@ class AnnotatorFlags:
 
 @thread_models.command()
 @options_of(AnnotatorFlags, "how")
-@options_of(QuestionFlags, "questions")
+@options_of(AnnotationPromptFlags, "questions")
 @options_of(EndpointFlags, "server")
 @own_options
 def annotate(
     how: AnnotatorFlags,
-    questions: QuestionFlags,
+    questions: AnnotationPromptFlags,
     server: EndpointFlags,
     out: Annotated[Path, Help("JSONL; a second run continues it.", "FILE")],
 ) -> None:

@@ -42,7 +42,7 @@ def choose(questions: Iterable[Question], rules: Annotator, unstructured_share: 
 
 
 @dataclass
-class Outcome:
+class AnnotationCounts:
     """Counts of a run: records written, found in the file from an earlier run, and refused (by reason)."""
 
     written: int = 0
@@ -50,7 +50,9 @@ class Outcome:
     rejected: Counter[str] = field(default_factory=Counter)
 
 
-def annotate(questions: list[Question], dialect: str, annotator: Annotator, fallback: Annotator | None, out: Path) -> Outcome:
+def annotate(
+    questions: list[Question], dialect: str, annotator: Annotator, fallback: Annotator | None, out: Path
+) -> AnnotationCounts:
     """Annotate what ``out`` does not hold yet and append it there.
 
     Args:
@@ -59,7 +61,7 @@ def annotate(questions: list[Question], dialect: str, annotator: Annotator, fall
     Raises:
         UserError: ``out`` is no such file or of another dialect.
     """
-    outcome = Outcome()
+    outcome = AnnotationCounts()
     if out.exists():
         drop_unfinished_line(out)
     known = [record.question for record in read_annotated(out, dialect)] if out.exists() else []

@@ -18,7 +18,7 @@ from recipes.thread_models import pasta_language
 from recipes.thread_models.chat_endpoint import ChatEndpoint
 from recipes.thread_models.structure import (
     Fork,
-    Join,
+    JoinPoint,
     Piece,
     Structured,
     ambiguity,
@@ -97,7 +97,7 @@ class PastaRules:
             pieces[place] = with_promise(fork, topic, self.length)
         after_forks = places[-1] + 1
         if plain_text(pieces[after_forks:]).strip():
-            pieces.insert(after_forks, Join())
+            pieces.insert(after_forks, JoinPoint())
         return Structured(rule, tuple(pieces))
 
     def _topic(self, text: str) -> str | None:

@@ -26,17 +26,17 @@ _RUNNING_SHARE = 0.75  # of a batch; if fewer answers of it are left, the others
 
 
 @dataclass(frozen=True)
-class Asked:
+class SeededPrompt:
     """A prompt, and the seed of its sampling."""
 
     prompt_ids: tuple[int, ...]
     seed: int = 0
 
 
-class Answers(Protocol):
+class AnswerSource(Protocol):
     """A source of answers in threads."""
 
-    def answer(self, asked: list[Asked]) -> list[Sequence]:
+    def answer(self, asked: list[SeededPrompt]) -> list[Sequence]:
         """A finished sequence for each prompt."""
 
 
@@ -56,12 +56,12 @@ class ModelAnswers:
     temperature: float = 0.0
 
     @torch.no_grad()
-    def answer(self, asked: list[Asked]) -> list[Sequence]:
+    def answer(self, asked: list[SeededPrompt]) -> list[Sequence]:
         """A finished sequence for each prompt; all are decoded in one batch. A prompt that is asked twice is computed once."""
         with grouped_attention(self.model):
             return self._answers(asked)
 
-    def _answers(self, asked: list[Asked]) -> list[Sequence]:
+    def _answers(self, asked: list[SeededPrompt]) -> list[Sequence]:
         prompts = list(dict.fromkeys(one.prompt_ids for one in asked))
         answers = [_Running.start(self, one, prompts.index(one.prompt_ids)) for one in asked]
         cache = SlotCache(len(prompts))
@@ -69,7 +69,7 @@ class ModelAnswers:
         self._accept(answers, logits_BKV)
         batch = running = self._batch(answers, cache)
         while running:
-            rows: list[list[_Row]] = [[] for _ in batch]
+            rows: list[list[_TokenRow]] = [[] for _ in batch]
             for answer in running:
                 rows[answer.number] = list(answer.take_rows())
             self._accept(running, self._forward(rows, cache))
@@ -86,7 +86,7 @@ class ModelAnswers:
             answer.number = number
         return running
 
-    def _forward(self, rows: list[list[_Row]], cache: SlotCache) -> Tensor:
+    def _forward(self, rows: list[list[_TokenRow]], cache: SlotCache) -> Tensor:
         """Logits of the rows, which fill the next slots of the cache: [B, K, V]. Padding attends only to itself."""
         device, width = self.model.device, max(map(len, rows))
         cache.reserve(width, device)
@@ -130,7 +130,7 @@ class ModelAnswers:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _TokenRow:
     """A token to compute, and the slots that it attends to besides its own."""
 
     token: int
@@ -138,8 +138,8 @@ class _Row:
     sees: list[int]
 
 
-def _prompt_rows(prompt_ids: tuple[int, ...]) -> list[_Row]:
-    return [_Row(token, place, list(range(place))) for place, token in enumerate(prompt_ids)]
+def _prompt_rows(prompt_ids: tuple[int, ...]) -> list[_TokenRow]:
+    return [_TokenRow(token, place, list(range(place))) for place, token in enumerate(prompt_ids)]
 
 
 @dataclass
@@ -161,7 +161,7 @@ class _Running:
     slots: dict[int, list[int]] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, how: ModelAnswers, asked: Asked, number: int) -> _Running:
+    def start(cls, how: ModelAnswers, asked: SeededPrompt, number: int) -> _Running:
         length = len(asked.prompt_ids)
         sequence = ThreadedSequence(how.bound, length, how.end_token_ids, how.max_tokens)
         return cls(sequence, torch.Generator().manual_seed(asked.seed), number, length, {0: length - 1})
@@ -169,7 +169,7 @@ class _Running:
     def running_threads(self) -> list[int]:
         return [thread.number for thread in self.sequence.threads if thread.state is State.RUNNING]
 
-    def take_rows(self) -> Iterator[_Row]:
+    def take_rows(self) -> Iterator[_TokenRow]:
         """The tokens that are not in the cache yet; they get the next slots."""
         new = [
             (thread.number, index)
@@ -184,7 +184,9 @@ class _Running:
         for number, index in new:
             thread = self.sequence.threads[number]
             seen = (self.slots[other][:count] for other, count in self.sequence.sees(number, index))
-            yield _Row(thread.token_ids[index], thread.positions[index], [*prompt, *(slot for part in seen for slot in part)])
+            yield _TokenRow(
+                thread.token_ids[index], thread.positions[index], [*prompt, *(slot for part in seen for slot in part)]
+            )
 
 
 class SlotCache:

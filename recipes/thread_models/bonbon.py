@@ -25,17 +25,17 @@ from pipedec.core import UserError
 from pipedec.flags import Help, check_fields
 from pipedec.train.continuations import continue_greedily
 from pipedec.train.loop import TrainingLoop, epoch_batch, linear_decay, muon_and_adamw, warm_up
-from recipes.thread_models.answers import Asked, ModelAnswers
+from recipes.thread_models.answers import ModelAnswers, SeededPrompt
 from recipes.thread_models.chat_endpoint import ChatEndpoint
 from recipes.thread_models.figures import answer_all, thread_figures
 from recipes.thread_models.judges import Comparison, EndpointJudge, Judge, LikelihoodJudge
-from recipes.thread_models.learning import Batch, answer_log_probs, computing_in
+from recipes.thread_models.learning import PaddedRows, answer_log_probs, computing_in
 from recipes.thread_models.ranking import (
     EFFICIENCIES,
-    Pair,
+    PreferencePair,
+    RankingTask,
     Reader,
-    Scored,
-    Task,
+    ScoredSamples,
     claim,
     digest,
     sample_answers,
@@ -44,7 +44,7 @@ from recipes.thread_models.ranking import (
 from recipes.thread_models.records import Annotated as AnnotatedAnswer
 from recipes.thread_models.records import read_annotated
 from recipes.thread_models.report import PREFERENCE_CARD, ThreadsRun, thread_card
-from recipes.thread_models.rows import Row, Writer, tree_row
+from recipes.thread_models.rows import RowWriter, TrainingRow, tree_row
 from recipes.thread_models.student import Student
 
 _DIALECT = "pasta"
@@ -133,14 +133,16 @@ class PairSteps:
     """
 
     model: Any
-    rows: list[tuple[Row, Row]]
+    rows: list[tuple[TrainingRow, TrainingRow]]
     start: list[Tensor]
     recipe: BonbonRecipe
     computes: torch.dtype
 
     @classmethod
     @torch.no_grad()
-    def before(cls, model: Any, rows: list[tuple[Row, Row]], recipe: BonbonRecipe, computes: torch.dtype) -> PairSteps:
+    def before(
+        cls, model: Any, rows: list[tuple[TrainingRow, TrainingRow]], recipe: BonbonRecipe, computes: torch.dtype
+    ) -> PairSteps:
         """Record the log probabilities of a model before its first step."""
         start = [pair_log_probs(model, pair, computes) for pair in track(rows, "before")]
         return cls(model, rows, start, recipe, computes)
@@ -159,10 +161,10 @@ class PairSteps:
         return {"loss": loss, "gap": gap / len(chosen)}
 
 
-def pair_log_probs(model: Any, rows: tuple[Row, Row], computes: torch.dtype) -> Tensor:
+def pair_log_probs(model: Any, rows: tuple[TrainingRow, TrainingRow], computes: torch.dtype) -> Tensor:
     """Log probabilities of the best and the worst answer: [2]."""
     with computing_in(computes, model.device):
-        return answer_log_probs(model, Batch.of(list(rows), model.device))
+        return answer_log_probs(model, PaddedRows.of(list(rows), model.device))
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ def prefer(
     student.check_companion(baseline_path, knows_all=False)
     baseline = AutoModelForCausalLM.from_pretrained(baseline_path, dtype=torch.float32, local_files_only=True)
     baseline.to(run.device).eval()
-    writer = Writer(student.tokenizer, [_DIALECT], int(student.tokenizer.eos_token_id))
+    writer = RowWriter(student.tokenizer, [_DIALECT], int(student.tokenizer.eos_token_id))
     reader = Reader(writer, _DIALECT, recipe.max_tokens)
     judge: Judge = LikelihoodJudge(baseline, writer) if endpoint is None else EndpointJudge(endpoint)
     records = [record for path in files for record in read_annotated(path, _DIALECT)]
@@ -245,7 +247,9 @@ def prefer(
     return report
 
 
-def _scored(model: Any, tasks: list[Task], recipe: BonbonRecipe, reader: Reader, judge: Judge, work: Path) -> list[Scored]:
+def _scored(
+    model: Any, tasks: list[RankingTask], recipe: BonbonRecipe, reader: Reader, judge: Judge, work: Path
+) -> list[ScoredSamples]:
     """The model's samples with their scores; ``work`` keeps both."""
     writer = reader.writer
     answers = ModelAnswers(model, writer.bound[_DIALECT], (writer.end_token_id,), recipe.max_tokens, recipe.temperature)
@@ -261,22 +265,26 @@ def _distinct(records: list[AnnotatedAnswer], held_out: bool, seed: int) -> list
     return [found[number] for number in order]
 
 
-def _tasks(records: list[AnnotatedAnswer], baseline: Any, writer: Writer, recipe: BonbonRecipe, store: Path) -> list[Task]:
+def _tasks(
+    records: list[AnnotatedAnswer], baseline: Any, writer: RowWriter, recipe: BonbonRecipe, store: Path
+) -> list[RankingTask]:
     prompts = [list(writer.prompt(record.question.prompt, None)) for record in records]
     answered = continue_greedily(baseline, prompts, recipe.max_tokens, store)
     answers = {tuple(one.ids[: one.prompt_length]): tuple(one.ids[one.prompt_length :]) for one in answered}
     return [
-        Task(record.question.prompt, writer.prompt(record.question.prompt, _DIALECT), record.question.answer, answers[tuple(ids)])
+        RankingTask(
+            record.question.prompt, writer.prompt(record.question.prompt, _DIALECT), record.question.answer, answers[tuple(ids)]
+        )
         for record, ids in zip(records, prompts, strict=True)
     ]
 
 
-def _rows(pair: Pair, reader: Reader) -> tuple[Row, Row]:
+def _rows(pair: PreferencePair, reader: Reader) -> tuple[TrainingRow, TrainingRow]:
     best, worst = (tree_row(reader.sequence(pair.prompt_ids, answer), pair.prompt_ids) for answer in (pair.best, pair.worst))
     return best, worst
 
 
-def _before(model: Any, tasks: list[Task], reader: Reader, judge: Judge, store: Path) -> dict[str, Any]:
+def _before(model: Any, tasks: list[RankingTask], reader: Reader, judge: Judge, store: Path) -> dict[str, Any]:
     """``_figures`` of the model before training, which ``store`` keeps."""
     path = store / f"before-{digest(tasks)}.json"
     if not path.exists():
@@ -286,13 +294,13 @@ def _before(model: Any, tasks: list[Task], reader: Reader, judge: Judge, store: 
     return found
 
 
-def _figures(model: Any, tasks: list[Task], reader: Reader, judge: Judge) -> dict[str, Any]:
+def _figures(model: Any, tasks: list[RankingTask], reader: Reader, judge: Judge) -> dict[str, Any]:
     """Figures of greedy answers to the tasks; their mean quality and their win rate by the judge."""
     if not tasks:
         return {}
     writer = reader.writer
     answers = ModelAnswers(model, writer.bound[_DIALECT], (writer.end_token_id,), reader.max_tokens)
-    answered = [sequence for _, sequence in answer_all(answers, [Asked(task.prompt_ids) for task in tasks], "held out")]
+    answered = [sequence for _, sequence in answer_all(answers, [SeededPrompt(task.prompt_ids) for task in tasks], "held out")]
     rated = [
         judge.rate(Comparison(task.question, writer.decode(list(task.baseline_ids)), task.reference), reader.text(sequence))
         for task, sequence in zip(tasks, answered, strict=True)
@@ -302,7 +310,7 @@ def _figures(model: Any, tasks: list[Task], reader: Reader, judge: Judge) -> dic
     return figures | {"quality": quality, "win_rate": win_rate}
 
 
-def _sampled(scored: list[Scored], recipe: BonbonRecipe) -> dict[str, float | int]:
+def _sampled(scored: list[ScoredSamples], recipe: BonbonRecipe) -> dict[str, float | int]:
     """Number of samples and of those that ended, and the mean speed-up and quality of the latter."""
     speedups, qualities = (
         [value for one in scored for value in compress(getattr(one, name), one.ended)] for name in ("speedups", "qualities")

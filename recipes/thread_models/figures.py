@@ -19,9 +19,9 @@ from torch import Tensor
 
 from pipedec.threads import Sequence, measure, replay
 from pipedec.train.continuations import continue_greedily
-from recipes.thread_models.answers import Answers, Asked, ModelAnswers
-from recipes.thread_models.learning import Batch, ThreadLoss, batches, held_out_loss, learned_logits
-from recipes.thread_models.rows import Writer, Written, tree_row
+from recipes.thread_models.answers import AnswerSource, ModelAnswers, SeededPrompt
+from recipes.thread_models.learning import PaddedRows, ThreadLoss, batches, held_out_loss, learned_logits
+from recipes.thread_models.rows import RowWriter, WrittenSample, tree_row
 
 ANSWERS_AT_ONCE = 32
 PLAIN = "plain"
@@ -31,7 +31,7 @@ _TAIL = 96
 AnsweredPrompt = tuple[tuple[int, ...], Sequence]  # a prompt and its answer
 
 
-def answer_all(answers: Answers, asked: list[Asked], title: str) -> list[AnsweredPrompt]:
+def answer_all(answers: AnswerSource, asked: list[SeededPrompt], title: str) -> list[AnsweredPrompt]:
     """Answers to all prompts, decoded in batches."""
     answered: list[AnsweredPrompt] = []
     for start in track(range(0, len(asked), ANSWERS_AT_ONCE), title):
@@ -93,7 +93,7 @@ def agreement(model: Any, answered: list[AnsweredPrompt]) -> dict[str, Any]:
     return {**shares, "tokens": len(ranks)}
 
 
-def _ranks(model: Any, batch: Batch) -> Tensor:
+def _ranks(model: Any, batch: PaddedRows) -> Tensor:
     """Number of tokens that the model ranks above the next one: int64 [L]."""
     logits = learned_logits(model, batch)
     return (logits > logits.gather(1, batch.learned[:, None])).sum(1).cpu()
@@ -125,7 +125,7 @@ def in_circles(sequence: Sequence) -> bool:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutSamples:
     """Held-out samples of each dialect, and prompts to answer, by dialect and rule.
 
     Attributes:
@@ -133,31 +133,31 @@ class HeldOut:
         store: directory that keeps the answers in one thread.
     """
 
-    samples: dict[str, list[Written]]
-    prompts: dict[str, dict[str, list[Written]]]
+    samples: dict[str, list[WrittenSample]]
+    prompts: dict[str, dict[str, list[WrittenSample]]]
     max_tokens: int
     store: Path
 
-    def losses(self, loss: ThreadLoss, writer: Writer) -> dict[str, dict[str, Any]]:
+    def losses(self, loss: ThreadLoss, writer: RowWriter) -> dict[str, dict[str, Any]]:
         """Losses by dialect, and of the same answers in one thread (``plain``)."""
         report = {dialect: held_out_loss(loss, writer, samples) for dialect, samples in self.samples.items()}
         return report | self.plain_loss(loss, writer)
 
-    def plain_loss(self, loss: ThreadLoss, writer: Writer) -> dict[str, dict[str, Any]]:
+    def plain_loss(self, loss: ThreadLoss, writer: RowWriter) -> dict[str, dict[str, Any]]:
         """Loss of the written answers in one thread, each answer once."""
         distinct = {(sample.record.question.prompt, sample.record.question.answer): sample.record for sample in self._all()}
         return {PLAIN: held_out_loss(loss, writer, [writer.sample(record, None) for record in distinct.values()])}
 
-    def _all(self) -> list[Written]:
+    def _all(self) -> list[WrittenSample]:
         return [sample for samples in self.samples.values() for sample in samples]
 
-    def answers(self, model: Any, writer: Writer) -> dict[str, dict[str, list[AnsweredPrompt]]]:
+    def answers(self, model: Any, writer: RowWriter) -> dict[str, dict[str, list[AnsweredPrompt]]]:
         """Greedy answers to the prompts, by dialect and rule."""
         return {
             dialect: {
                 rule: answer_all(
                     ModelAnswers(model, writer.bound[dialect], (writer.end_token_id,), self.max_tokens),
-                    [Asked(sample.prompt) for sample in samples],
+                    [SeededPrompt(sample.prompt) for sample in samples],
                     f"held out: {dialect} {rule}",
                 )
                 for rule, samples in by_rule.items()
@@ -166,7 +166,7 @@ class HeldOut:
         }
 
     def figures(
-        self, model: Any, writer: Writer, answered: dict[str, dict[str, list[AnsweredPrompt]]]
+        self, model: Any, writer: RowWriter, answered: dict[str, dict[str, list[AnsweredPrompt]]]
     ) -> dict[str, dict[str, Any]]:
         """Figures of these answers against the answers in one thread, by dialect and rule; and of the latter (``plain``)."""
         found: dict[str, dict[str, Any]] = {}
@@ -179,7 +179,7 @@ class HeldOut:
                 plain |= baseline
         return found | {PLAIN: {"all": thread_figures(list(plain.values()), [one.main.num_tokens for one in plain.values()])}}
 
-    def _baseline(self, model: Any, writer: Writer, samples: list[Written], name: str) -> list[AnsweredPrompt]:
+    def _baseline(self, model: Any, writer: RowWriter, samples: list[WrittenSample], name: str) -> list[AnsweredPrompt]:
         """The answers in one thread."""
         prompts = [writer.prompt(sample.record.question.prompt, None) for sample in samples]
         plain = {
@@ -188,16 +188,16 @@ class HeldOut:
         }
         return [(prompt, self._in_one_thread(prompt, plain[prompt], writer)) for prompt in prompts]
 
-    def _in_one_thread(self, prompt: tuple[int, ...], answer: list[int], writer: Writer) -> Sequence:
+    def _in_one_thread(self, prompt: tuple[int, ...], answer: list[int], writer: RowWriter) -> Sequence:
         sequence = Sequence(len(prompt), [writer.end_token_id], self.max_tokens)
         replay(sequence, answer)
         return sequence
 
 
-def held_out_of(samples: list[Written], num_prompts: int, max_length: int, store: Path) -> HeldOut:
+def held_out_of(samples: list[WrittenSample], num_prompts: int, max_length: int, store: Path) -> HeldOutSamples:
     """Samples of at most ``max_length`` tokens, and up to ``num_prompts`` different prompts of each dialect and rule."""
-    fitting: dict[str, list[Written]] = {}
-    prompts: dict[str, dict[str, list[Written]]] = {}
+    fitting: dict[str, list[WrittenSample]] = {}
+    prompts: dict[str, dict[str, list[WrittenSample]]] = {}
     for sample in samples:
         assert sample.dialect is not None
         if sample.num_tokens <= max_length:
@@ -206,7 +206,7 @@ def held_out_of(samples: list[Written], num_prompts: int, max_length: int, store
             if len(chosen) < num_prompts and all(other.prompt != sample.prompt for other in chosen):
                 chosen.append(sample)
     by_rule = {dialect: dict(sorted(found.items())) for dialect, found in prompts.items()}
-    return HeldOut(fitting, by_rule, max_length, store)
+    return HeldOutSamples(fitting, by_rule, max_length, store)
 
 
 def agreements(model: Any, answered: dict[str, dict[str, list[AnsweredPrompt]]]) -> dict[str, dict[str, Any]]:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from recipes.thread_models.chat_endpoint import ChatEndpoint
-from recipes.thread_models.learning import Batch, answer_log_probs
-from recipes.thread_models.rows import Row, Writer, causal_row
+from recipes.thread_models.learning import PaddedRows, answer_log_probs
+from recipes.thread_models.rows import RowWriter, TrainingRow, causal_row
 
 _TEMPLATE = Path(__file__).with_name("judge_prompt.txt")
 _SMOOTHING = 0.5
@@ -55,7 +55,7 @@ class LikelihoodJudge:
     """
 
     model: Any
-    writer: Writer
+    writer: RowWriter
     name: str = "likelihood"
 
     @torch.no_grad()
@@ -70,12 +70,12 @@ class LikelihoodJudge:
         (quality,) = self.quality(comparison, [answer])
         return quality, (1 + (quality > 1) - (quality < 1)) / 2
 
-    def _row(self, prompt: list[int], text: str) -> Row:
+    def _row(self, prompt: list[int], text: str) -> TrainingRow:
         return causal_row(prompt, [*self.writer.text(text), self.writer.end_token_id])
 
-    def _mean(self, row: Row) -> float:
+    def _mean(self, row: TrainingRow) -> float:
         """Mean log probability of the row's targets."""
-        batch = Batch.of([row], self.model.device)
+        batch = PaddedRows.of([row], self.model.device)
         return float(answer_log_probs(self.model, batch)) / len(batch.learned)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipedec.core import UserError
 from pipedec.flags import Help, check_fields
 from pipedec.train.loop import linear_decay, warm_up
-from recipes.thread_models.rows import IGNORED, Row, Sample, Writer, Written
+from recipes.thread_models.rows import IGNORED, RowWriter, TokenizedSample, TrainingRow, WrittenSample
 
 TOKENS_PER_FORWARD = 2048
 _MAX_LIKELIHOOD = 1 - 1e-5  # of a token to avoid: the loss stays finite
@@ -65,7 +65,7 @@ class ThreadRecipe:
 
 
 @dataclass(frozen=True)
-class Batch:
+class PaddedRows:
     """Rows padded to N tokens. Padding attends only to itself and has no target.
 
     Attributes:
@@ -81,7 +81,7 @@ class Batch:
     is_avoided: Tensor
 
     @classmethod
-    def of(cls, rows: list[Row], device: torch.device) -> Batch:
+    def of(cls, rows: list[TrainingRow], device: torch.device) -> PaddedRows:
         longest = max(len(row.token_ids) for row in rows)
         token_ids = torch.zeros(len(rows), longest, dtype=torch.int64)
         positions, targets = torch.zeros_like(token_ids), torch.full_like(token_ids, IGNORED)
@@ -110,7 +110,7 @@ def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
 
 
-def learned_logits(model: Callable[..., Any], batch: Batch) -> Tensor:
+def learned_logits(model: Callable[..., Any], batch: PaddedRows) -> Tensor:
     """Logits at the tokens with a target, row by row: float32 [L, V]."""
     output = model(
         input_ids=batch.token_ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False
@@ -119,26 +119,26 @@ def learned_logits(model: Callable[..., Any], batch: Batch) -> Tensor:
     return logits.float()
 
 
-def answer_log_probs(model: Callable[..., Any], batch: Batch) -> Tensor:
+def answer_log_probs(model: Callable[..., Any], batch: PaddedRows) -> Tensor:
     """Log probability of all targets of each row: float32 [B]."""
     losses = nn.functional.cross_entropy(learned_logits(model, batch), batch.learned, reduction="none")
     rows = (batch.targets != IGNORED).nonzero()[:, 0]
     return losses.new_zeros(len(batch.targets)).index_add(0, rows, -losses)
 
 
-def batches(rows: Iterable[Row], device: torch.device, tokens: int = TOKENS_PER_FORWARD) -> Iterator[Batch]:
+def batches(rows: Iterable[TrainingRow], device: torch.device, tokens: int = TOKENS_PER_FORWARD) -> Iterator[PaddedRows]:
     """The rows in forward passes of at most so many tokens, padding included, rows of similar length together."""
-    piece: list[Row] = []
+    piece: list[TrainingRow] = []
     for row in sorted(rows, key=lambda row: len(row.token_ids)):
         if piece and (len(piece) + 1) * len(row.token_ids) > tokens:
-            yield Batch.of(piece, device)
+            yield PaddedRows.of(piece, device)
             piece = []
         piece.append(row)
     if piece:
-        yield Batch.of(piece, device)
+        yield PaddedRows.of(piece, device)
 
 
-def digest(samples: list[Sample]) -> str:
+def digest(samples: list[TokenizedSample]) -> str:
     """A short name for the samples, equal for equal tokens."""
     total = hashlib.sha256()
     for sample in samples:
@@ -147,8 +147,8 @@ def digest(samples: list[Sample]) -> str:
 
 
 def plan(
-    written: list[Written], writer: Writer, recipe: ThreadRecipe, answered: list[Sample] | None = None
-) -> list[list[Sample]]:
+    written: list[WrittenSample], writer: RowWriter, recipe: ThreadRecipe, answered: list[TokenizedSample] | None = None
+) -> list[list[TokenizedSample]]:
     """The samples of every step. All are used once before any is used again; some are in one thread instead.
 
     Args:
@@ -161,8 +161,8 @@ def plan(
     sources = [_drawn(found, writer, recipe) for found in fitting if found]
     if not sources:
         raise UserError(f"nothing to learn from: no answer with its prompt has at most {recipe.max_length} tokens")
-    steps: list[list[Sample]] = []
-    chosen: list[Sample] = []
+    steps: list[list[TokenizedSample]] = []
+    chosen: list[TokenizedSample] = []
     drawn = itertools.cycle(sources)
     while len(steps) < recipe.steps:
         chosen.append(next(next(drawn)))
@@ -172,18 +172,18 @@ def plan(
     return steps
 
 
-def _drawn(samples: Sequence[Sample], writer: Writer, recipe: ThreadRecipe) -> Iterator[Sample]:
+def _drawn(samples: Sequence[TokenizedSample], writer: RowWriter, recipe: ThreadRecipe) -> Iterator[TokenizedSample]:
     generator = torch.Generator().manual_seed(recipe.seed)
     while True:
         order = torch.randperm(len(samples), generator=generator).tolist()
         is_plain = (torch.rand(len(samples), generator=generator) < recipe.plain_share).tolist()
         for number, plain in zip(order, is_plain, strict=True):
             sample = samples[number]
-            yield writer.sample(sample.record, None) if plain and isinstance(sample, Written) else sample
+            yield writer.sample(sample.record, None) if plain and isinstance(sample, WrittenSample) else sample
 
 
 @dataclass(frozen=True)
-class Losses:
+class TokenLosses:
     """The losses of the targets, whether they are control tokens, and whether they are to become unlikely: [L] each."""
 
     values: Tensor
@@ -207,7 +207,7 @@ class ThreadLoss:
     computes: torch.dtype = torch.float32
     teacher: Any = None
 
-    def of(self, batch: Batch) -> Losses:
+    def of(self, batch: PaddedRows) -> TokenLosses:
         """The losses of a batch, with gradients if they are enabled."""
         targets = batch.learned
         logits = self._logits(self.model, batch)
@@ -220,9 +220,9 @@ class ThreadLoss:
         if bool(is_avoided.any()):
             likelihood = nn.functional.cross_entropy(logits, targets, reduction="none").neg().exp()
             losses = torch.where(is_avoided, -torch.log1p(-likelihood.clamp(max=_MAX_LIKELIHOOD)), losses)
-        return Losses(losses, torch.isin(targets, self.controls), is_avoided)
+        return TokenLosses(losses, torch.isin(targets, self.controls), is_avoided)
 
-    def _logits(self, model: Any, batch: Batch) -> Tensor:
+    def _logits(self, model: Any, batch: PaddedRows) -> Tensor:
         with computing_in(self.computes, model.device):
             return learned_logits(model, batch)
 
@@ -236,10 +236,10 @@ class ThreadSteps:
     """
 
     loss: ThreadLoss
-    writer: Writer
-    steps: list[list[Sample]]
+    writer: RowWriter
+    steps: list[list[TokenizedSample]]
     recipe: ThreadRecipe
-    avoided: Callable[[int], list[Row]] = lambda step: []
+    avoided: Callable[[int], list[TrainingRow]] = lambda step: []
 
     def __call__(self, step: int) -> dict[str, float]:
         """Add the gradients of a step, in small forward passes; returns what is logged."""
@@ -270,14 +270,14 @@ class ThreadSteps:
         return 1 + (self.recipe.control_weight - 1) * is_control
 
 
-def _targets(row: Row) -> tuple[Tensor, Tensor]:
+def _targets(row: TrainingRow) -> tuple[Tensor, Tensor]:
     """The targets of a row, and whether they are to become unlikely: [L] each."""
     targets = row.targets[row.targets != IGNORED]
     return targets, torch.full_like(targets, row.is_avoided, dtype=torch.bool)
 
 
 @torch.no_grad()
-def held_out_loss(loss: ThreadLoss, writer: Writer, samples: Iterable[Sample]) -> dict[str, float | int]:
+def held_out_loss(loss: ThreadLoss, writer: RowWriter, samples: Iterable[TokenizedSample]) -> dict[str, float | int]:
     """Mean losses and token counts of the samples, separately for text and control tokens."""
     found = [
         loss.of(batch) for batch in batches((row for sample in samples for row in writer.rows(sample, "tree")), loss.model.device)

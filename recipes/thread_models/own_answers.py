@@ -19,10 +19,10 @@ import torch
 
 from pipedec.core import UserError
 from pipedec.threads import Sequence
-from recipes.thread_models.answers import Asked, ModelAnswers
+from recipes.thread_models.answers import ModelAnswers, SeededPrompt
 from recipes.thread_models.figures import answer_all, in_circles, repeats
 from recipes.thread_models.learning import ThreadRecipe
-from recipes.thread_models.rows import IGNORED, Row, Sample, Unanswered, Writer, tree_row
+from recipes.thread_models.rows import IGNORED, RowWriter, TokenizedSample, TrainingRow, Unanswered, tree_row
 
 _BATCH = 96
 _LEARNED = 64  # repeated tokens of an answer that are learned from
@@ -38,11 +38,11 @@ class OwnAnswers:
     """
 
     model: Any
-    writer: Writer
+    writer: RowWriter
     max_tokens: int
     store: Path
 
-    def to(self, asked: list[Unanswered], number: int) -> list[Sample]:
+    def to(self, asked: list[Unanswered], number: int) -> list[TokenizedSample]:
         """The answers of batch ``number``. Once they are kept, the model is not asked again.
 
         Raises:
@@ -54,7 +54,7 @@ class OwnAnswers:
             path.with_suffix(".partial").write_text(json.dumps(list(self._answers(asked, f"{self.store.name} {number}"))))
             path.with_suffix(".partial").rename(path)
         kept: list[dict[str, Any]] = json.loads(path.read_text())
-        samples = [Sample(one["dialect"], tuple(one["prompt"]), tuple(one["answer"])) for one in kept]
+        samples = [TokenizedSample(one["dialect"], tuple(one["prompt"]), tuple(one["answer"])) for one in kept]
         if Counter(Unanswered(one.dialect, one.prompt) for one in samples) != Counter(asked):
             raise UserError(f"{path} has answers to other prompts: give another --work, or remove {self.store}")
         return samples
@@ -62,13 +62,13 @@ class OwnAnswers:
     def _answers(self, asked: list[Unanswered], title: str) -> Iterator[dict[str, Any]]:
         for dialect in (None, *self.writer.bound):
             answers = ModelAnswers(self.model, self.writer.bound_to(dialect), (self.writer.end_token_id,), self.max_tokens)
-            prompts = [Asked(one.prompt) for one in asked if one.dialect == dialect]
+            prompts = [SeededPrompt(one.prompt) for one in asked if one.dialect == dialect]
             for prompt, sequence in answer_all(answers, prompts, f"{title}: {dialect or 'one thread'}"):
                 answer = [token.token_id for token in sequence.document()]
                 yield {"dialect": dialect, "prompt": prompt, "answer": answer}
 
 
-def answers_to_all(answers: OwnAnswers, prompts: Iterable[str]) -> list[Sample]:
+def answers_to_all(answers: OwnAnswers, prompts: Iterable[str]) -> list[TokenizedSample]:
     """The answers to all prompts that are shorter than an answer may be, each in one thread and in every dialect."""
     asked = [answers.writer.unanswered(prompt, way) for prompt in prompts for way in (None, *answers.writer.bound)]
     asked = [one for one in asked if len(one.prompt) < answers.max_tokens]
@@ -76,7 +76,7 @@ def answers_to_all(answers: OwnAnswers, prompts: Iterable[str]) -> list[Sample]:
     return [sample for number, batch in enumerate(batches) for sample in answers.to(batch, number)]
 
 
-def avoiding_row(sequence: Sequence, prompt_ids: tuple[int, ...]) -> Row:
+def avoiding_row(sequence: Sequence, prompt_ids: tuple[int, ...]) -> TrainingRow:
     """An answer whose repeated tokens are the targets, to become unlikely; cut after the 64th of them."""
     document = sequence.document()
     repeated_of = {thread.number: repeats(thread.token_ids) for thread in sequence.threads}
@@ -92,7 +92,9 @@ def avoiding_row(sequence: Sequence, prompt_ids: tuple[int, ...]) -> Row:
                 length = places[token.thread, token.ordinal]
                 break
     targets = row.targets.where(avoided, torch.full_like(row.targets, IGNORED))
-    return Row(row.token_ids[:length], row.positions[:length], row.mask[:length, :length], targets[:length], is_avoided=True)
+    return TrainingRow(
+        row.token_ids[:length], row.positions[:length], row.mask[:length, :length], targets[:length], is_avoided=True
+    )
 
 
 @dataclass
@@ -109,9 +111,9 @@ class Circles:
     answers: OwnAnswers
     asked: list[list[Unanswered]]
     recipe: ThreadRecipe
-    _current: tuple[int, list[Row]] | None = None
+    _current: tuple[int, list[TrainingRow]] | None = None
 
-    def rows(self, step: int) -> list[Row]:
+    def rows(self, step: int) -> list[TrainingRow]:
         """The rows to avoid in a step; none if no answer of its round ran in circles."""
         if not self.asked:
             return []
@@ -121,13 +123,13 @@ class Circles:
         found, most = self._current[1], self.recipe.circle_answers
         return [found[(step * most + count) % len(found)] for count in range(min(most, len(found)))]
 
-    def _circling(self, number: int) -> list[Row]:
+    def _circling(self, number: int) -> list[TrainingRow]:
         writer, limit = self.answers.writer, self.answers.max_tokens
         found = [(writer.sequence(sample, limit), sample.prompt) for sample in self.answers.to(self.asked[number], number)]
         return [avoiding_row(sequence, prompt) for sequence, prompt in found if in_circles(sequence)]
 
 
-def prompts_of_rounds(prompts: list[str], writer: Writer, recipe: ThreadRecipe) -> list[list[Unanswered]]:
+def prompts_of_rounds(prompts: list[str], writer: RowWriter, recipe: ThreadRecipe) -> list[list[Unanswered]]:
     """The prompts of each round: random ones, in one thread and in every dialect by turns."""
     order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(recipe.seed)).tolist()
     numbers, ways = itertools.cycle(order), itertools.cycle((None, *writer.bound))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from recipes.thread_models.structure import Fork, Join, Piece, plain_text
+from recipes.thread_models.structure import Fork, JoinPoint, Piece, plain_text
 
 MAX_TOPIC_WORDS = 3
 LENGTH_UNIT = 10
@@ -55,7 +55,7 @@ def parse(text: str) -> list[Piece]:
         elif not num_open:
             raise Malformed("<sync/> with nothing open")
         else:
-            pieces.append(Join())
+            pieces.append(JoinPoint())
             num_open = 0
     if text[start:]:
         pieces.append(text[start:])
@@ -91,6 +91,6 @@ def _fork(attributes: str, body: str) -> Fork:
 def _written(piece: Piece) -> str:
     if isinstance(piece, str):
         return piece
-    if isinstance(piece, Join):
+    if isinstance(piece, JoinPoint):
         return JOIN
     return f'<promise topic="{piece.topic}" tokens="{piece.tokens}"/>{BLOCK}{piece.text}{BLOCK_END}'

@@ -21,11 +21,11 @@ from rich.progress import track
 
 from pipedec.threads import Sequence, ThreadedSequence, measure, replay
 from pipedec.train.loop import check_identity
-from recipes.thread_models.answers import Answers, Asked
+from recipes.thread_models.answers import AnswerSource, SeededPrompt
 from recipes.thread_models.figures import text_of
 from recipes.thread_models.judges import Comparison, Judge
 from recipes.thread_models.records import drop_unfinished_line
-from recipes.thread_models.rows import Writer
+from recipes.thread_models.rows import RowWriter
 
 ANSWERS_AT_ONCE = 48
 
@@ -39,7 +39,7 @@ EFFICIENCIES: dict[str, Callable[[float, float], float]] = {
 
 
 @dataclass(frozen=True)
-class Task:
+class RankingTask:
     """A prompt to answer.
 
     Attributes:
@@ -55,14 +55,14 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredSamples:
     """The samples of a task, in document order, with their theoretical speed-ups and parallelism, and qualities.
 
     Attributes:
         ended: whether each ended by itself; the quality of one that did not is 0.
     """
 
-    task: Task
+    task: RankingTask
     answers: list[tuple[int, ...]]
     ended: list[bool]
     speedups: list[float]
@@ -76,7 +76,7 @@ class Scored:
         found = map(EFFICIENCIES[efficiency], self.speedups, self.parallelisms)
         return [efficient + quality_weight * quality for efficient, quality in zip(found, self.qualities, strict=True)]
 
-    def pair(self, quality_weight: float, efficiency: str, unfinished_worst: bool) -> Pair | None:
+    def pair(self, quality_weight: float, efficiency: str, unfinished_worst: bool) -> PreferencePair | None:
         """The best of those that ended, and the worst of those or of all; None if their scores do not differ."""
         totals = list(enumerate(self.totals(quality_weight, efficiency)))
         ended = [(number, total) for number, total in totals if self.ended[number]]
@@ -84,11 +84,15 @@ class Scored:
             return None
         best, most = max(ended, key=itemgetter(1))
         worst, least = min(totals if unfinished_worst else ended, key=itemgetter(1))
-        return Pair(self.task.prompt_ids, self.answers[best], self.answers[worst], self.ended[worst]) if least < most else None
+        return (
+            PreferencePair(self.task.prompt_ids, self.answers[best], self.answers[worst], self.ended[worst])
+            if least < most
+            else None
+        )
 
 
 @dataclass(frozen=True)
-class Pair:
+class PreferencePair:
     """The best and the worst answer to a prompt, in document order, and whether the worst ended by itself."""
 
     prompt_ids: tuple[int, ...]
@@ -101,7 +105,7 @@ class Pair:
 class Reader:
     """Reads answers back into the dialect's threads, and into text."""
 
-    writer: Writer
+    writer: RowWriter
     dialect: str
     max_tokens: int
 
@@ -116,13 +120,13 @@ class Reader:
 
 
 def sample_answers(
-    answers: Answers, tasks: list[Task], num_samples: int, seed: int, path: Path, at_once: int = ANSWERS_AT_ONCE
+    answers: AnswerSource, tasks: list[RankingTask], num_samples: int, seed: int, path: Path, at_once: int = ANSWERS_AT_ONCE
 ) -> list[list[tuple[int, ...]]]:
     """``num_samples`` answers to each task, each with its own seed, ``at_once`` in a batch. ``path`` keeps them."""
 
     def drawn(numbers: range) -> list[list[list[int]]]:
         asked = [
-            Asked(tasks[number].prompt_ids, seed + number * num_samples + count)
+            SeededPrompt(tasks[number].prompt_ids, seed + number * num_samples + count)
             for number in numbers
             for count in range(num_samples)
         ]
@@ -133,7 +137,9 @@ def sample_answers(
     return [[tuple(answer) for answer in row] for row in rows]
 
 
-def score(tasks: list[Task], samples: list[list[tuple[int, ...]]], reader: Reader, judge: Judge, path: Path) -> list[Scored]:
+def score(
+    tasks: list[RankingTask], samples: list[list[tuple[int, ...]]], reader: Reader, judge: Judge, path: Path
+) -> list[ScoredSamples]:
     """Theoretical speed-up over the baseline, parallelism and quality by the judge of all samples; ``path`` keeps them.
 
     The judge is asked only about samples that ended.
@@ -155,12 +161,12 @@ def score(tasks: list[Task], samples: list[list[tuple[int, ...]]], reader: Reade
 
     rows = _kept(path, len(tasks), "scores", lambda numbers: list(map(scored, numbers)))
     return [
-        Scored(task, found, row["ended"], row["speedup"], row["parallelism"], row["quality"])
+        ScoredSamples(task, found, row["ended"], row["speedup"], row["parallelism"], row["quality"])
         for task, found, row in zip(tasks, samples, rows, strict=True)
     ]
 
 
-def digest(tasks: list[Task]) -> str:
+def digest(tasks: list[RankingTask]) -> str:
     """A short name for the tasks, equal for equal tasks."""
     return hashlib.sha256(json.dumps([asdict(task) for task in tasks]).encode()).hexdigest()[:16]
 

@@ -18,7 +18,7 @@ from typing import Any
 from pipedec.core import UserError
 from pipedec.data.records import read_rows
 from recipes.thread_models import pasta_language
-from recipes.thread_models.structure import Fork, Join, Piece, plain_text
+from recipes.thread_models.structure import Fork, JoinPoint, Piece, plain_text
 
 DIALECTS = ("apar", "pasta")
 UNSTRUCTURED = "none"
@@ -118,7 +118,7 @@ def _pasta_pieces(annotated: object) -> list[Piece]:
 
 
 def _apar_object(piece: Piece) -> str | dict[str, str]:
-    if isinstance(piece, Join):
+    if isinstance(piece, JoinPoint):
         raise ValueError("a paragraph tree has no joins")
     return {"fork": piece.text} if isinstance(piece, Fork) else piece
 

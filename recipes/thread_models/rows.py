@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipedec.threads import NO_DIALECT, BoundDialect, Sequence, ThreadedSequence, bind, load_dialect, replay
 from recipes.thread_models.records import Annotated
-from recipes.thread_models.structure import Fork, Join, Piece, plain_text
+from recipes.thread_models.structure import Fork, JoinPoint, Piece, plain_text
 
 IGNORED = -100  # ``ignore_index`` of torch's cross-entropy
 
@@ -36,7 +36,7 @@ def with_marker(chat_template: str) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainingRow:
     """One sequence to train on, of N tokens.
 
     Attributes:
@@ -62,7 +62,7 @@ class Unanswered:
 
 
 @dataclass(frozen=True)
-class Sample:
+class TokenizedSample:
     """A prompt and its answer in tokens.
 
     Attributes:
@@ -80,13 +80,13 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Written(Sample):
+class WrittenSample(TokenizedSample):
     """A sample, and the record that it was made from."""
 
     record: Annotated
 
 
-class Writer:
+class RowWriter:
     """Writes records as token ids of one tokenizer. Raises UserError if it lacks a dialect's control tokens."""
 
     def __init__(self, tokenizer: Any, dialects: Iterable[str], end_token_id: int) -> None:
@@ -115,13 +115,13 @@ class Writer:
         """The prompt, to be answered in a dialect, or in one thread."""
         return Unanswered(dialect, self.prompt(prompt, dialect))
 
-    def sample(self, record: Annotated, dialect: str | None) -> Written:
+    def sample(self, record: Annotated, dialect: str | None) -> WrittenSample:
         """The record answered in a dialect, or in one thread."""
         if dialect is None:
             answer = [*self.text(plain_text(record.pieces)), self.end_token_id]
         else:
             answer = [*self._answer(_capped(record.pieces, self.bound[dialect]), self.bound[dialect])]
-        return Written(dialect, self.prompt(record.question.prompt, dialect), tuple(answer), record)
+        return WrittenSample(dialect, self.prompt(record.question.prompt, dialect), tuple(answer), record)
 
     def text(self, text: str) -> list[int]:
         """Text as tokens; text that looks like a control token is encoded as plain text."""
@@ -133,13 +133,13 @@ class Writer:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
-    def rows(self, sample: Sample, form: str) -> list[Row]:
+    def rows(self, sample: TokenizedSample, form: str) -> list[TrainingRow]:
         """The sample as one row (``tree``), or, if it is written, as one row per thread (``unrolled``)."""
-        if form == "unrolled" and sample.dialect is not None and isinstance(sample, Written):
+        if form == "unrolled" and sample.dialect is not None and isinstance(sample, WrittenSample):
             return list(self._unrolled(sample, self.bound[sample.dialect]))
         return [self._tree(sample)]
 
-    def sequence(self, sample: Sample, max_tokens: int | None = None) -> Sequence:
+    def sequence(self, sample: TokenizedSample, max_tokens: int | None = None) -> Sequence:
         """The threads of the sample's answer, which had to have at most ``max_tokens`` tokens (None: any number)."""
         limit = len(sample.answer) + 1 if max_tokens is None else max_tokens
         sequence = ThreadedSequence(self.bound_to(sample.dialect), len(sample.prompt), [self.end_token_id], limit)
@@ -153,7 +153,7 @@ class Writer:
     def _answer(self, pieces: Iterable[Piece], bound: BoundDialect) -> Iterator[int]:
         """The answer's tokens in document order."""
         for piece in pieces:
-            if isinstance(piece, Join):
+            if isinstance(piece, JoinPoint):
                 assert bound.join is not None
                 yield bound.join
             elif isinstance(piece, Fork):
@@ -171,17 +171,17 @@ class Writer:
             yield from self._with_tokens(tag, bound.opener_tokens)
         yield bound.child_start
 
-    def _tree(self, sample: Sample) -> Row:
+    def _tree(self, sample: TokenizedSample) -> TrainingRow:
         if sample.dialect is None:
             return causal_row(list(sample.prompt), list(sample.answer))
         return tree_row(self.sequence(sample), sample.prompt)
 
-    def _unrolled(self, sample: Written, bound: BoundDialect) -> Iterator[Row]:
+    def _unrolled(self, sample: WrittenSample, bound: BoundDialect) -> Iterator[TrainingRow]:
         """The main thread, then every child after the path that leads to it. Raises ValueError if there are joins."""
         main: list[int] = []
         children: list[tuple[list[int], list[int]]] = []
         for piece in _capped(sample.record.pieces, bound):
-            if isinstance(piece, Join):
+            if isinstance(piece, JoinPoint):
                 raise ValueError("a paragraph tree has no joins")
             if isinstance(piece, Fork):
                 main.append(bound.opener)
@@ -211,7 +211,7 @@ def _capped(pieces: Iterable[Piece], bound: BoundDialect) -> list[Piece]:
     return capped
 
 
-def tree_row(sequence: Sequence, prompt: tuple[int, ...]) -> Row:
+def tree_row(sequence: Sequence, prompt: tuple[int, ...]) -> TrainingRow:
     """All threads of an answer in one row, after their prompt.
 
     The target of a token is the next token of the same thread; there is none inside the prompt and at the end of a thread. So a
@@ -235,15 +235,15 @@ def tree_row(sequence: Sequence, prompt: tuple[int, ...]) -> Row:
         if number == 0 and begin:
             targets[begin - 1] = own[0]
     token_ids = torch.tensor([*prompt, *(token.token_id for token in document)], dtype=torch.int64)
-    return Row(token_ids, torch.tensor([*range(begin), *positions], dtype=torch.int64), mask, targets)
+    return TrainingRow(token_ids, torch.tensor([*range(begin), *positions], dtype=torch.int64), mask, targets)
 
 
-def causal_row(context: list[int], learned: list[int]) -> Row:
+def causal_row(context: list[int], learned: list[int]) -> TrainingRow:
     """One thread with causal attention; the tokens of ``learned`` are the targets."""
     ids = torch.tensor([*context, *learned])
     targets = torch.full_like(ids, IGNORED)
     targets[len(context) - 1 : -1] = ids[len(context) :]
-    return Row(ids, torch.arange(len(ids)), torch.ones(len(ids), len(ids), dtype=torch.bool).tril(), targets)
+    return TrainingRow(ids, torch.arange(len(ids)), torch.ones(len(ids), len(ids), dtype=torch.bool).tril(), targets)
 
 
 def visibility(sequence: Sequence) -> Tensor:

@@ -48,11 +48,11 @@ class Fork:
 
 
 @dataclass(frozen=True)
-class Join:
+class JoinPoint:
     """The main thread waits here for all children."""
 
 
-Piece = str | Fork | Join
+Piece = str | Fork | JoinPoint
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Structured:
 
 def plain_text(pieces: Sequence[Piece]) -> str:
     """The answer that the pieces were cut from."""
-    return "".join(piece if isinstance(piece, str) else piece.text for piece in pieces if not isinstance(piece, Join))
+    return "".join(piece if isinstance(piece, str) else piece.text for piece in pieces if not isinstance(piece, JoinPoint))
 
 
 def ambiguity(answer: str) -> str | None:

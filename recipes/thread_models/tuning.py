@@ -18,12 +18,12 @@ from pipedec.core import UserError
 from pipedec.model import ModelConfig
 from pipedec.threads import load_dialect
 from pipedec.train.loop import TrainingLoop, muon_and_adamw
-from recipes.thread_models.figures import AnsweredPrompt, HeldOut, agreements, held_out_of
+from recipes.thread_models.figures import AnsweredPrompt, HeldOutSamples, agreements, held_out_of
 from recipes.thread_models.learning import ThreadLoss, ThreadRecipe, ThreadSteps, digest, plan
 from recipes.thread_models.own_answers import Circles, OwnAnswers, answers_to_all, prompts_of_rounds
 from recipes.thread_models.records import UNSTRUCTURED, Annotated, read_annotated
 from recipes.thread_models.report import THREADS_CARD, ThreadsRun, thread_card
-from recipes.thread_models.rows import Writer, Written
+from recipes.thread_models.rows import RowWriter, WrittenSample
 from recipes.thread_models.student import Student
 
 
@@ -50,7 +50,7 @@ def tune(
     torch.set_num_threads(run.threads)
     student = Student.load(target_path, list(files), run.device, recipe.seed)
     _check(student.config, files, recipe)
-    writer = Writer(student.tokenizer, files, int(student.tokenizer.eos_token_id))
+    writer = RowWriter(student.tokenizer, files, int(student.tokenizer.eos_token_id))
     records = {name: [record for path in paths for record in read_annotated(path, name)] for name, paths in files.items()}
     written = _samples(writer, records, held_out=False)
     held_out = held_out_of(
@@ -98,8 +98,8 @@ class _Measured:
     """
 
     student: Student
-    writer: Writer
-    held_out: HeldOut
+    writer: RowWriter
+    held_out: HeldOutSamples
     answered: dict[str, dict[str, list[AnsweredPrompt]]] | None
 
     def before(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _teacher(path: Path, student: Student, device: torch.device) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).to(device).eval()
 
 
-def _samples(writer: Writer, records: dict[str, list[Annotated]], held_out: bool) -> list[Written]:
+def _samples(writer: RowWriter, records: dict[str, list[Annotated]], held_out: bool) -> list[WrittenSample]:
     return [
         writer.sample(record, dialect)
         for dialect, found in records.items()

@@ -16,7 +16,7 @@ from support.silent_progress import Silent
 from support.thread_models import THREAD_DIALECTS, Case, ThreadModels
 from support.tiny_pair import Pair
 
-from pipedec.bench.sweep.pipelines import Pair as Models
+from pipedec.bench.sweep.pipelines import ModelPair as Models
 from pipedec.bench.threads.answers import sequential_metrics
 from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads
 from pipedec.bench.threads.figures import draw_threads

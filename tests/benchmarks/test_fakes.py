@@ -8,7 +8,7 @@ from support.driven_stage import DrivenStage
 
 from benchmarks.policy.answering_stage import AnsweringStage, KnownAnswer
 from pipedec.bench.overhead.no_layers import no_layers, sequence_of
-from pipedec.core import Opening, SamplingParams, Step, Verdict
+from pipedec.core import NewRequest, SamplingParams, Step, Verdict
 from pipedec.stage import StageWorker
 
 ANSWER = (7, 3, 9, 4)
@@ -16,8 +16,8 @@ PROMPT_LENGTH = 5
 SAMPLED = SamplingParams(temperature=1.0, seed=1, logprobs=2, max_tokens=100, logit_bias={63: -5.0})
 
 
-def opening(said: tuple[int, ...] = (), slots: int = 32) -> Opening:
-    return Opening(PROMPT_LENGTH, SAMPLED, said=said, slots=((0, slots),))
+def opening(said: tuple[int, ...] = (), slots: int = 32) -> NewRequest:
+    return NewRequest(PROMPT_LENGTH, SAMPLED, output_token_ids=said, slots=((0, slots),))
 
 
 def prompt(count: int = PROMPT_LENGTH, hidden_size: int | None = None) -> Step:

@@ -16,7 +16,7 @@ from benchmarks.policy.summary import PolicyFigures, compare, document
 from pipedec.bench.load.policy import Policy
 from pipedec.bench.sweep.benchmark import sweep
 from pipedec.bench.sweep.config import SweepConfig
-from pipedec.bench.sweep.pipelines import Pair as Models
+from pipedec.bench.sweep.pipelines import ModelPair as Models
 from pipedec.bench.sweep.trees import TreeGrid
 from pipedec.bench.sweep.tuning import TuningGrid
 from pipedec.config import paper_cluster

@@ -10,12 +10,12 @@ from support.called import Calls, caller
 from support.tiny_pair import Pair
 
 from benchmarks.policy.__main__ import policy
-from pipedec.cli import main
+from pipedec.flags import run_command
 
 
 @pytest.fixture
 def compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Calls:
-    return caller(lambda: main(policy), monkeypatch, capsys)
+    return caller(lambda: run_command(policy), monkeypatch, capsys)
 
 
 def flags(pair: Pair, recording: Path) -> list[str]:

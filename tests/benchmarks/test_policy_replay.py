@@ -14,11 +14,11 @@ from support.specs import bare_spec
 
 from benchmarks.policy.drafter import RecordedDrafter
 from benchmarks.policy.recording import DraftMemo
-from benchmarks.policy.replay import Losses, Replayed, ReplayedAnswer, ReplayedPipeline, WatchedExperience, losses
+from benchmarks.policy.replay import Replayed, ReplayedAnswer, ReplayedPipeline, TimestepLosses, WatchedExperience, losses
 from pipedec.config import paper_cluster
 from pipedec.core import MethodOptions, Request, SamplingParams
 from pipedec.decoding import Drafter
-from pipedec.decoding.acceptance import Acceptance
+from pipedec.decoding.acceptance import AcceptanceModel
 from pipedec.decoding.choices import Choices
 from pipedec.engine.build import load_drafter
 from pipedec.engine.local import LocalPipeline
@@ -191,7 +191,7 @@ def test_an_answer_that_hardly_decodes(both: Callable[[str], Both], tokens: int)
     here = both("4")
     replayed = here.answer(PROMPTS[0], "pipedec-bestfirst", BestFirstOptions(), tokens)
     assert replayed.timesteps == here.pipeline.last.metrics.timesteps == 4 * (tokens - 1)
-    assert replayed.losses == Losses(first=replayed.timesteps)
+    assert replayed.losses == TimestepLosses(first=replayed.timesteps)
 
 
 def test_misses_are_told_apart_by_who_had_named_the_token(both: Callable[[str], Both]) -> None:
@@ -226,13 +226,13 @@ def test_a_token_after_a_row_that_was_not_drafted_was_not_proposed() -> None:
     answer = replay.begin(Request(0, PROMPTS[0], SamplingParams(), "pipedec-bestfirst", options), (7, 0, 62, 5))
     verdicts = [answer.events[-1][1] for _ in replay.run()]
     assert (verdicts, answer.is_proposed) == ([1, 1, 2], [False, True, True, False])
-    assert answer.cost(1).losses == Losses(together=1, first=1, tokens=1)
+    assert answer.cost(1).losses == TimestepLosses(together=1, first=1, tokens=1)
 
 
 def test_experience_tells_which_accepted_tokens_were_among_the_choices() -> None:
     experience, request = WatchedExperience(4), Request(0, (1, 2))
     choices = Choices(torch.tensor([[7, 8]]), torch.tensor([[[1.0], [0.0], [0.0]]]))
-    acceptance, expected = experience.learned(request, Acceptance, (1.0,)), Acceptance((1.0,))
+    acceptance, expected = experience.learned(request, AcceptanceModel, (1.0,)), AcceptanceModel((1.0,))
     for token, is_proposed in ((8, True), (9, False)):
         assert acceptance.observe(choices, 0, token) is expected.observe(choices, 0, token) is is_proposed
     assert experience.take_proposed(2) == [True, False]
@@ -240,29 +240,29 @@ def test_experience_tells_which_accepted_tokens_were_among_the_choices() -> None
     for one in (acceptance, expected):
         one.observe(choices, 0, 7)
     assert experience.take_proposed(2) == [True, False], "the row above the last token was not drafted"
-    again = experience.learned(request, Acceptance, (1.0,))
+    again = experience.learned(request, AcceptanceModel, (1.0,))
     assert torch.equal(again.log_chances(choices), expected.log_chances(choices)), "the same one learns on"
 
 
 @pytest.mark.parametrize(
     ("entries", "is_proposed", "expected"),
     [
-        ([], [], Losses()),
-        ([1], [False], Losses(first=4)),
-        ([2], [True], Losses(first=5)),
-        ([1, 1, 2], [False] * 3, Losses(first=4, together=1, tokens=1)),
-        ([1, 4], [False, True], Losses(first=4, tokens=1, late=2)),
-        ([1, 4], [False, False], Losses(first=4, tokens=1, late=2)),
-        ([1, 5], [False, True], Losses(first=4, tokens=1, named=3)),
-        ([1, 5], [True, False], Losses(first=4, tokens=1, unnamed=3)),
-        ([2, 2, 7, 8], [False, False, False, True], Losses(first=5, together=1, tokens=2, unnamed=4)),
+        ([], [], TimestepLosses()),
+        ([1], [False], TimestepLosses(first=4)),
+        ([2], [True], TimestepLosses(first=5)),
+        ([1, 1, 2], [False] * 3, TimestepLosses(first=4, together=1, tokens=1)),
+        ([1, 4], [False, True], TimestepLosses(first=4, tokens=1, late=2)),
+        ([1, 4], [False, False], TimestepLosses(first=4, tokens=1, late=2)),
+        ([1, 5], [False, True], TimestepLosses(first=4, tokens=1, named=3)),
+        ([1, 5], [True, False], TimestepLosses(first=4, tokens=1, unnamed=3)),
+        ([2, 2, 7, 8], [False, False, False, True], TimestepLosses(first=5, together=1, tokens=2, unnamed=4)),
     ],
 )
-def test_causes(entries: list[int], is_proposed: list[bool], expected: Losses) -> None:
+def test_causes(entries: list[int], is_proposed: list[bool], expected: TimestepLosses) -> None:
     assert losses(entries, is_proposed, passage=4) == expected
 
 
 def test_the_parts_of_several_answers_add_up() -> None:
     one = losses([1, 1, 2, 9, 12], [False, True, True, False, True], passage=4)
     assert one.timesteps == 12 - 1 + 4
-    assert Losses.total([one, replace(one, late=7)]).timesteps == 2 * one.timesteps + 7 - one.late
+    assert TimestepLosses.total([one, replace(one, late=7)]).timesteps == 2 * one.timesteps + 7 - one.late

@@ -20,9 +20,9 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.skeleton.__main__ import ABOUT, SkeletonConfig, skeleton
 from benchmarks.skeleton.style import SKELETON, Point, SkeletonOfThought, read_skeleton
-from pipedec.bench.sweep.pipelines import Pair as Models
+from pipedec.bench.sweep.pipelines import ModelPair as Models
 from pipedec.bench.sweep.pipelines import emulated
-from pipedec.bench.threads.answers import Costs, Exchange, Reply, ThreadAnswers
+from pipedec.bench.threads.answers import Costs, DecodedReply, DecodeRounds, ThreadAnswers
 from pipedec.bench.threads.benchmark import bench_threads
 from pipedec.bench.threads.figures import draw_threads
 from pipedec.bench.threads.rows import read_frame
@@ -82,25 +82,25 @@ def rows(config: SkeletonConfig, tmp_path_factory: pytest.TempPathFactory) -> li
     return bench_threads(config, QUESTIONS, tmp_path_factory.mktemp("whole"), Silent())
 
 
-class Recorded(Exchange):
+class Recorded(DecodeRounds):
     """Keeps every prompt with its reply."""
 
     def __init__(self, pipeline: LocalPipeline, prompter: Prompter, request: PromptRequest) -> None:
         super().__init__(pipeline, prompter, request)
-        self.asked: list[tuple[tuple[int, ...], Reply]] = []
+        self.asked: list[tuple[tuple[int, ...], DecodedReply]] = []
 
-    def begin(self, prompt: tuple[int, ...], threads: str | None = None) -> Reply:
+    def begin(self, prompt: tuple[int, ...], threads: str | None = None) -> DecodedReply:
         reply = super().begin(prompt, threads)
         self.asked.append((prompt, reply))
         return reply
 
-    def follow(self, prompts: Sequence[tuple[int, ...]]) -> list[Reply]:
+    def follow(self, prompts: Sequence[tuple[int, ...]]) -> list[DecodedReply]:
         replies = super().follow(prompts)
         self.asked += zip(prompts, replies, strict=True)
         return replies
 
 
-class Scripted(Exchange):
+class Scripted(DecodeRounds):
     """Replies with these texts, each with the end token."""
 
     def __init__(self, prompter: Prompter, texts: Sequence[str], request: PromptRequest) -> None:
@@ -108,12 +108,12 @@ class Scripted(Exchange):
         self.asked: list[tuple[int, ...]] = []
         self._texts = list(texts)
 
-    def begin(self, prompt: tuple[int, ...], threads: str | None = None) -> Reply:
+    def begin(self, prompt: tuple[int, ...], threads: str | None = None) -> DecodedReply:
         self.asked.append(prompt)
         token_ids = (*self.prompter.tokenizer.encode(self._texts.pop(0), add_special_tokens=False), END)
-        return Reply(len(prompt), token_ids, ThreadSequence(len(prompt), (), 1), "stop")
+        return DecodedReply(len(prompt), token_ids, ThreadSequence(len(prompt), (), 1), "stop")
 
-    def follow(self, prompts: Sequence[tuple[int, ...]]) -> list[Reply]:
+    def follow(self, prompts: Sequence[tuple[int, ...]]) -> list[DecodedReply]:
         return [self.begin(prompt) for prompt in prompts]
 
 

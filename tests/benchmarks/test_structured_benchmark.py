@@ -10,7 +10,7 @@ from support.silent_progress import Silent
 from support.tiny_pair import Pair
 
 from benchmarks.structured.benchmark import StructuredBench, StructuredConfig, document, figures, load_cases, markdown
-from pipedec.bench.sweep.pipelines import Pair as Models
+from pipedec.bench.sweep.pipelines import ModelPair as Models
 from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
 from pipedec.engine.local import LocalPipeline

@@ -14,7 +14,7 @@ from support.checkpoints import save_tiny_llama
 from support.gguf_files import save_gguf
 from support.tiny_pair import Pair
 
-from pipedec.checkpoints import Part, TensorFiles, merged, part_digests, rank_parts, tensor_digests
+from pipedec.checkpoints import CheckpointPart, TensorFiles, merged, part_digests, rank_parts, tensor_digests
 from pipedec.checkpoints.digests import CONFIG_FILES, MAX_ENTRIES, config_digest, quick_digest, weights_digest
 from pipedec.config import state_directory
 from pipedec.directories import cache_directory
@@ -134,7 +134,7 @@ def test_a_host_reads_its_own_tensors_alone(tmp_path: Path, monkeypatch: pytest.
     assert described <= 0.01 * sum(read), "the headers, the index and the sizes are all else"
     for layer in (4, 5):
         StageModel.load(part, range(layer, layer + 1), torch.float32, "cpu")
-    listed = part_digests([Part("target", str(whole))], None, lambda done, total: None, whatever_is_here=True)["target"]
+    listed = part_digests([CheckpointPart("target", str(whole))], None, lambda done, total: None, whatever_is_here=True)["target"]
     assert digests[0].items() | digests[1].items() <= listed.items() and not digests[0].keys() & digests[1].keys()
 
 

@@ -16,10 +16,10 @@ from support.clusters import clustered
 from support.hosts import Hosts
 from support.tiny_pair import Pair
 
-from pipedec.checkpoints import Part, Span
+from pipedec.checkpoints import CheckpointPart, LayerSpan
 from pipedec.cluster.doctor.checkpoints import CheckpointFacts, MissingFile, checkpoint_facts
 from pipedec.cluster.doctor.checks import HostReport, examine
-from pipedec.cluster.doctor.comparison import Answer, compare
+from pipedec.cluster.doctor.comparison import HostAnswer, compare
 from pipedec.cluster.doctor.facts import HostFacts, NetworkFacts, Questions, RedisFacts
 from pipedec.cluster.doctor.findings import Finding, has_problem, problem
 from pipedec.cluster.doctor.gpus import HELD_DOWN, TOO_HOT, Gpu, GpuFacts, GpuState, Holder
@@ -184,8 +184,8 @@ def test_a_report_survives_json() -> None:
     assert parse_json(HostReport, json.dumps(asdict(report))) == report
 
 
-def whole(model: Path) -> Part:
-    return Part("target", str(model), is_whole=True)
+def whole(model: Path) -> CheckpointPart:
+    return CheckpointPart("target", str(model), is_whole=True)
 
 
 def test_checkpoints_are_looked_into(pair: Pair, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_host_needs_the_shards_of_its_parts_only(tmp_path: Path) -> None:
     assert needed < shards
     for shard in shards - needed:
         (model / shard).unlink()
-    second = Part("target", str(model), (Span(range(1, 2), False, False),))
+    second = CheckpointPart("target", str(model), (LayerSpan(range(1, 2), False, False),))
     found = checkpoint_facts(second)
     assert found.error is None and found.missing == () and found.files.keys() == needed
     missing = checkpoint_facts(second, whole(model)).missing
@@ -233,7 +233,7 @@ def cluster(**servers: ServerConfig) -> ClusterConfig:
 def compared(alpha: HostFacts, beta: HostFacts, **answer: Any) -> dict[str, dict[str, Finding]]:
     """Two hosts of two RTX 3090; ``answer`` is about beta."""
     facts = {"alpha": alpha, "beta": beta}
-    answers = {host: Answer(HostReport(own, examine(own, ASKED), 0)) for host, own in facts.items()}
+    answers = {host: HostAnswer(HostReport(own, examine(own, ASKED), 0)) for host, own in facts.items()}
     answers["beta"] = replace(answers["beta"], **answer)
     config = cluster(**{host: ServerConfig(host, {"rtx3090": 2}) for host in facts})
     return {host: dict(findings) for host, findings in compare(config, answers).items()}

@@ -16,7 +16,7 @@ from support.tiny_pair import Pair
 from pipedec.cluster.doctor import links
 from pipedec.cluster.doctor.facts import NetworkFacts
 from pipedec.cluster.doctor.link_checks import link_findings
-from pipedec.cluster.doctor.links import Link, LinkServer, measure
+from pipedec.cluster.doctor.links import LinkServer, MeasuredLink, measure
 from pipedec.config import NetworkConfig
 
 FACTS = NetworkFacts(
@@ -62,32 +62,32 @@ def test_a_peer_that_speaks_something_else_is_left_alone(listener: socket.socket
 @pytest.mark.parametrize(
     ("link", "facts", "words"),
     [
-        (Link(9.4, 45), FACTS, None),
-        (Link(8.1, 199), FACTS, None),
-        (Link(39, 5), FACTS, None),
-        (Link(0.94, 45), FACTS, "0.94 Gbit/s bandwidth_gbps: 0.94 what else uses"),
+        (MeasuredLink(9.4, 45), FACTS, None),
+        (MeasuredLink(8.1, 199), FACTS, None),
+        (MeasuredLink(39, 5), FACTS, None),
+        (MeasuredLink(0.94, 45), FACTS, "0.94 Gbit/s bandwidth_gbps: 0.94 what else uses"),
         (
-            Link(0.94, 45),
+            MeasuredLink(0.94, 45),
             replace(FACTS, speeds_mbps={"eth0": 1000}),
             "eth0 has negotiated 1: cable bandwidth_gbps: 0.94",
         ),
         (
-            Link(0.94, 45),
+            MeasuredLink(0.94, 45),
             replace(FACTS, speeds_mbps={"eth0": 1000, "ib0": 40_000}),
             "set interface: ib0 of this (40 Gbit/s)",
         ),
-        (Link(9.4, 700), FACTS, "given as 50 µs latency_us: 700"),
-        (Link(error="connection refused"), FACTS, "connection refused run the doctor again"),
+        (MeasuredLink(9.4, 700), FACTS, "given as 50 µs latency_us: 700"),
+        (MeasuredLink(error="connection refused"), FACTS, "connection refused run the doctor again"),
     ],
 )
-def test_what_a_measurement_means(link: Link, facts: NetworkFacts, words: str | None) -> None:
+def test_what_a_measurement_means(link: MeasuredLink, facts: NetworkFacts, words: str | None) -> None:
     (finding,) = link_findings(GIVEN, facts, {"beta": link})
     assert finding.level == ("note" if words else "ok")
     assert all(word in f"{finding.value} {finding.mend}" for word in ("to beta:", *(words or "").split())), finding
 
 
 def test_the_slowest_link_counts_and_hosts_without_links_say_so() -> None:
-    (finding,) = link_findings(GIVEN, FACTS, {"beta": Link(9.4, 45), "gamma": Link(4.7, 45)})
+    (finding,) = link_findings(GIVEN, FACTS, {"beta": MeasuredLink(9.4, 45), "gamma": MeasuredLink(4.7, 45)})
     assert finding.value == "to beta: 9.4 Gbit/s, 45 µs; to gamma: 4.7 Gbit/s, 45 µs" and "bandwidth_gbps: 4.7" in str(
         finding.mend
     )

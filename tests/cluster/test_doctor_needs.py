@@ -9,7 +9,7 @@ from typing import Any
 from support.checkpoints import save_tiny_llama
 from support.clusters import clustered
 
-from pipedec.checkpoints import Span
+from pipedec.checkpoints import LayerSpan
 from pipedec.cluster.doctor.facts import Questions
 from pipedec.cluster.doctor.needs import PROCESS_BYTES, HostNeeds, host_needs
 from pipedec.cluster.survey import planned_needs, questions_for
@@ -80,7 +80,11 @@ def test_hosts_read_parts_and_spares_may_read_all(tmp_path: Path) -> None:
     config = clustered(SERVERS, {"p": partition}, **models, spares=[{"host": "c", "device": "rtx3090"}])
     found = host_needs(config, plan(config))
     parts = {host: {now.key: (now, later) for now, later in its.parts()} for host, its in found.items()}
-    first, second, third = Span(range(0, 1), True, False), Span(range(1, 3), False, False), Span(range(3, 4), False, True)
+    first, second, third = (
+        LayerSpan(range(0, 1), True, False),
+        LayerSpan(range(1, 3), False, False),
+        LayerSpan(range(3, 4), False, True),
+    )
     spans = {host: (its["target"][0].spans, its["draft"][0].is_whole) for host, its in parts.items()}
     assert spans == {"b": ((third,), True), "a": ((first, second), False), "c": ((), False)}
     may_read = {host: [later.is_whole for _, later in its.values()] for host, its in parts.items()}

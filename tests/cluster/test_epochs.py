@@ -22,8 +22,8 @@ from pipedec.cluster.meeting import Meeting
 from pipedec.cluster.processes import LOST_ANOTHER
 from pipedec.config import Settings
 from pipedec.core import EpochEnded, RankLost, SchedulerInterrupted
-from pipedec.engine.activity import Doing
-from pipedec.messages import Activity, RunDescription
+from pipedec.engine.activity import Activity
+from pipedec.messages import ActivityReport, RunDescription
 from pipedec.scheduler import EmbeddedServer, connect
 from pipedec.topology import Topology
 
@@ -104,12 +104,12 @@ def _restored(zero: WholeScheduler) -> None:
     zero.restore(DESCRIPTION, "full", 7, [])
 
 
-class CountedDoing(Doing):
+class CountedDoing(Activity):
     """Counts how often it was asked for the activity: once for each renewal of the lease."""
 
     told = 0
 
-    def activity(self) -> Activity:
+    def activity(self) -> ActivityReport:
         self.told += 1
         return super().activity()
 

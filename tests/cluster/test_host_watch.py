@@ -21,7 +21,7 @@ from pipedec.cluster.host_watch import OUTAGE_SECONDS, HostWatch
 from pipedec.cluster.processes import FAILED, LOST_ANOTHER, RankProcesses
 from pipedec.config import Cluster
 from pipedec.core import RankLost, SchedulerLost
-from pipedec.messages import Activity, Recovery
+from pipedec.messages import ActivityReport, Recovery
 from pipedec.scheduler import Supervision
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -245,7 +245,7 @@ def test_a_rank_that_says_nothing_any_more_is_killed_and_replaced(host: Host, ru
 
 
 def test_a_rank_that_computes_forever_is_killed_and_replaced(host: Host, run: Run) -> None:
-    run.look = replace(run.look, activities={1: Activity("computing", None, 5.0), 2: Activity("waiting", 1, 4.9)})
+    run.look = replace(run.look, activities={1: ActivityReport("computing", None, 5.0), 2: ActivityReport("waiting", 1, 4.9)})
     host.turn_until(lambda: host.started == [1])
     reason = "rank 1 (stage 1) computed one timestep for more than 5 s (--stall-timeout)"
     assert run.recovered == [(0, (1,), reason, {})]
@@ -254,9 +254,13 @@ def test_a_rank_that_computes_forever_is_killed_and_replaced(host: Host, run: Ru
 def test_where_timesteps_are_planned_to_be_long_ranks_have_longer(run: Run) -> None:
     host = Host(run, timestep_ms=1000.0)
     for _ in hosting(host):
-        run.look = replace(run.look, activities={1: Activity("computing", None, 19.0), 2: Activity("waiting", 1, 18.9)})
+        run.look = replace(
+            run.look, activities={1: ActivityReport("computing", None, 19.0), 2: ActivityReport("waiting", 1, 18.9)}
+        )
         assert all(host.watch.turn() for _ in range(3)) and not run.recovered
-        run.look = replace(run.look, activities={1: Activity("computing", None, 21.0), 2: Activity("waiting", 1, 20.9)})
+        run.look = replace(
+            run.look, activities={1: ActivityReport("computing", None, 21.0), 2: ActivityReport("waiting", 1, 20.9)}
+        )
         host.turn_until(lambda: host.started == [1])
 
 
@@ -288,7 +292,7 @@ def test_a_new_process_that_has_taken_part_once_has_no_more_time_than_others(
 def test_what_ranks_tell_while_redis_was_away_means_nothing(host: Host, run: Run) -> None:
     run.lost = SchedulerLost("cannot reach Redis")
     assert host.watch.turn()
-    run.lost, run.look = None, replace(run.look, expired=(0, 1, 2), activities={1: Activity("computing", None, 8.0)})
+    run.lost, run.look = None, replace(run.look, expired=(0, 1, 2), activities={1: ActivityReport("computing", None, 8.0)})
     assert host.watch.turn() and not run.recovered
 
 
@@ -419,7 +423,7 @@ def test_ranks_that_are_replaced_too_often_move_to_another_host(run: Run) -> Non
 
 def test_a_host_to_which_nothing_comes_is_left(run: Run) -> None:
     """Both ends of a link tell their supervisors what they do; no process of either is at fault."""
-    waiting = {2: Activity("waiting", 1, 9.0, 0.1), 1: Activity("idle", None, 9.0, 0.1)}
+    waiting = {2: ActivityReport("waiting", 1, 9.0, 0.1), 1: ActivityReport("idle", None, 9.0, 0.1)}
     run.look = replace(run.look, places={0: "here", 1: "here", 2: "there"}, activities=waiting)
     hooks = {"reassign": lambda ranks, look: dict.fromkeys(ranks, "spare"), "host_to_leave": lambda stall, look: "there"}
     for host in hosting(Host(run, **hooks), (0, 1)):
@@ -433,7 +437,7 @@ def test_a_host_to_which_nothing_comes_is_left(run: Run) -> None:
 
 def test_where_no_host_can_be_left_hosts_that_cannot_reach_each_other_go_on_trying(host: Host, run: Run) -> None:
     """Until the ranks themselves give up."""
-    run.look = replace(run.look, activities={1: Activity("connecting", 2, 9.0), 2: Activity("connecting", 1, 9.0)})
+    run.look = replace(run.look, activities={1: ActivityReport("connecting", 2, 9.0), 2: ActivityReport("connecting", 1, 9.0)})
     pids = host.processes.pids
     for _ in range(3):
         assert host.watch.turn()

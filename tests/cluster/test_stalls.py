@@ -6,19 +6,19 @@ import pytest
 from msgspec.structs import replace
 
 from pipedec.cluster.stalls import Stall, find_stall, stall_limit
-from pipedec.messages import Activity
+from pipedec.messages import ActivityReport
 
 
-def computing(seconds: float, longest: float = 0.0) -> Activity:
-    return Activity("computing", None, seconds, longest)
+def computing(seconds: float, longest: float = 0.0) -> ActivityReport:
+    return ActivityReport("computing", None, seconds, longest)
 
 
-def waiting(peer: int, seconds: float, longest: float = 0.0) -> Activity:
-    return Activity("waiting", peer, seconds, longest)
+def waiting(peer: int, seconds: float, longest: float = 0.0) -> ActivityReport:
+    return ActivityReport("waiting", peer, seconds, longest)
 
 
-def idle(seconds: float = 100.0) -> Activity:
-    return Activity("idle", None, seconds)
+def idle(seconds: float = 100.0) -> ActivityReport:
+    return ActivityReport("idle", None, seconds)
 
 
 RING = {
@@ -28,14 +28,14 @@ RING = {
     "waiting for one that waits": {0: waiting(3, 9.0), 1: computing(3.0), 2: waiting(1, 8.0), 3: waiting(2, 8.5)},
     "a long timestep is usual": {0: waiting(2, 9.0), 1: waiting(0, 8.0), 2: computing(9.0, 2.0)},
     "long timesteps are usual": {0: waiting(2, 9.0, 2.0), 1: waiting(0, 9.0, 2.0), 2: waiting(1, 9.0, 1.0)},
-    "a replacement loads": {0: waiting(2, 9.0), 1: waiting(0, 8.0), 2: Activity("loading", None, 60.0)},
-    "the ranks meet": {0: Activity("meeting", None, 60.0), 1: Activity("meeting", 0, 50.0)},
+    "a replacement loads": {0: waiting(2, 9.0), 1: waiting(0, 8.0), 2: ActivityReport("loading", None, 60.0)},
+    "the ranks meet": {0: ActivityReport("meeting", None, 60.0), 1: ActivityReport("meeting", 0, 50.0)},
     "nobody has told": {},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("activities", RING.values(), ids=RING)
-def test_nobody_is_blamed(activities: dict[int, Activity]) -> None:
+def test_nobody_is_blamed(activities: dict[int, ActivityReport]) -> None:
     assert find_stall(activities, 4.0) is None
 
 
@@ -60,14 +60,14 @@ def test_of_those_that_wait_in_a_circle_the_first_to_starve_shows_the_silent_lin
 
 
 @pytest.mark.parametrize("last_told", [waiting(1, 0.02), idle(0.5), None], ids=["waiting", "idle", "nothing"])
-def test_one_that_has_stopped_is_blamed_whatever_it_said_last(last_told: Activity | None) -> None:
+def test_one_that_has_stopped_is_blamed_whatever_it_said_last(last_told: ActivityReport | None) -> None:
     activities = {0: waiting(3, 4.4), 1: waiting(0, 4.3), 2: last_told, 3: waiting(2, 4.5)}
     stall = find_stall({rank: told for rank, told in activities.items() if told is not None}, 4.0)
     assert stall is not None and stall.suspect == 2
 
 
 @pytest.mark.parametrize("told", [waiting(1, 0.4), waiting(1, 0.02), idle(0.3)], ids=["waiting", "just begun", "idle"])
-def test_nobody_is_blamed_for_what_it_told_before_it_could_have_waited_for_long(told: Activity) -> None:
+def test_nobody_is_blamed_for_what_it_told_before_it_could_have_waited_for_long(told: ActivityReport) -> None:
     """Rank 1 computes something for the first time; rank 2 waits for it, and last told so in the beginning."""
     activities = {0: waiting(2, 1.1), 1: warming(1.2), 2: replace(told, age_seconds=0.7)}
     assert find_stall(activities, 1.0) is None
@@ -90,16 +90,16 @@ def test_the_circle_is_followed_by_what_lasts_longest_now_and_not_when_it_was_to
 
 
 def test_hosts_that_cannot_reach_each_other_are_told_and_no_process_is_blamed() -> None:
-    meeting = Activity("meeting", None, 3.6)
-    activities = {0: meeting, 1: Activity("connecting", 2, 3.4), 2: Activity("connecting", 1, 3.5), 3: meeting}
+    meeting = ActivityReport("meeting", None, 3.6)
+    activities = {0: meeting, 1: ActivityReport("connecting", 2, 3.4), 2: ActivityReport("connecting", 1, 3.5), 3: meeting}
     stall = find_stall(activities, 4.0)
     assert stall == Stall(2, 1, 3.5, is_apart=True)
     assert stall.reason == "cannot be reached by rank 2 (stage 2)"
-    assert find_stall({1: Activity("connecting", 2, 2.9), 0: meeting}, 4.0) is None
+    assert find_stall({1: ActivityReport("connecting", 2, 2.9), 0: meeting}, 4.0) is None
 
 
-def warming(seconds: float) -> Activity:
-    return Activity("warming", None, seconds)
+def warming(seconds: float) -> ActivityReport:
+    return ActivityReport("warming", None, seconds)
 
 
 def test_what_is_computed_for_the_first_time_may_take_two_minutes_and_no_more() -> None:

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from pipedec.client.client import Client
 from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.state import RunningCluster
-from pipedec.cluster.torchrun import Job
+from pipedec.cluster.torchrun import TorchrunJob
 from pipedec.config import load_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
 from pipedec.messages import PromptRequest
@@ -227,7 +227,7 @@ def write_config(
 
 
 def parse_arguments(arguments: list[str]) -> tuple[RankPlace, PipelineSpec, RunAddress]:
-    job = Job.of(arguments)
+    job = TorchrunJob.of(arguments)
     spec = job.spec()
     assert spec.topology == job.topology
     return job.place, spec, job.address

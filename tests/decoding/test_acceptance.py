@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipedec.decoding.acceptance import Acceptance
+from pipedec.decoding.acceptance import AcceptanceModel
 from pipedec.decoding.choices import NO_TOKEN, Choices
 
 PRIOR = (1.0, 0.0)
@@ -25,7 +25,7 @@ def random_choices(lines: int, seed: int = 0) -> Choices:
 
 def test_chances_are_a_conditional_logit() -> None:
     choices = random_choices(40)
-    acceptance = Acceptance((0.7, -1.3))
+    acceptance = AcceptanceModel((0.7, -1.3))
     acceptance.weights[-1] = 0.4
     chances = acceptance.log_chances(choices).exp()
     for tokens, features, found in zip(choices.token_ids.tolist(), choices.features.tolist(), chances.tolist(), strict=True):
@@ -67,7 +67,7 @@ class Source:
     def entropy(self) -> float:
         return float(-(self.true * self.true.log()).sum(1).mean())
 
-    def loss(self, acceptance: Acceptance) -> float:
+    def loss(self, acceptance: AcceptanceModel) -> float:
         """Expected −log of the chance of what follows, in nats."""
         named = acceptance.log_chances(self.choices())[:, :-1].exp()
         others = 1 - named.sum(1, keepdim=True)
@@ -76,7 +76,7 @@ class Source:
 
 def test_it_learns_what_a_source_is_like() -> None:
     source, generator = Source.overrated(), torch.Generator().manual_seed(3)
-    choices, acceptance = source.choices(), Acceptance(PRIOR)
+    choices, acceptance = source.choices(), AcceptanceModel(PRIOR)
     prior_loss = source.loss(acceptance)
     assert prior_loss > source.entropy + 0.2
     for count in range(1500):
@@ -90,18 +90,18 @@ def test_it_learns_what_a_source_is_like() -> None:
 def test_every_observation_makes_what_was_seen_likelier() -> None:
     choices = random_choices(8)
     for row, column in torch.nonzero(choices.token_ids != NO_TOKEN).tolist():
-        acceptance = Acceptance(PRIOR)
+        acceptance = AcceptanceModel(PRIOR)
         before = acceptance.log_chances(choices)[row, column]
         assert acceptance.observe(choices, row, int(choices.token_ids[row, column])) is True
         assert acceptance.log_chances(choices)[row, column] > before
-    acceptance = Acceptance(PRIOR)
+    acceptance = AcceptanceModel(PRIOR)
     named_before = acceptance.log_chances(choices).exp().sum(1)[0]
     assert acceptance.observe(choices, 0, 1000) is False
     assert acceptance.log_chances(choices).exp().sum(1)[0] < named_before
 
 
 def test_missing_choices_have_no_chance() -> None:
-    choices, acceptance = random_choices(40), Acceptance(PRIOR)
+    choices, acceptance = random_choices(40), AcceptanceModel(PRIOR)
     missing = choices.token_ids == NO_TOKEN
     for row in range(40):
         acceptance.observe(choices, row, 1000)

@@ -12,7 +12,7 @@ from support.drafters import PROMPT, RARE, Alone, Line, ScriptedDrafter, Switch,
 
 from pipedec.core import Request, Step, UserError, Verdict
 from pipedec.decoding import Experience, TimestepTiming
-from pipedec.decoding.acceptance import Acceptance
+from pipedec.decoding.acceptance import AcceptanceModel
 from pipedec.methods import MAX_ROWS, BestFirstOptions
 from pipedec.tree import DraftTree, PredictionTree
 
@@ -91,7 +91,7 @@ def test_every_verdict_teaches() -> None:
     for _ in range(3):
         method = best_first(ScriptedDrafter(SURE), experience=experience)
         request = Request(0, PROMPT, options=BestFirstOptions(4, 2, forwards=3, proposers=DRAFT_ALONE))
-        weights = experience.learned(request, Acceptance, (9.0, 9.0)).weights
+        weights = experience.learned(request, AcceptanceModel, (9.0, 9.0)).weights
         before = weights.clone()
         for _ in range(10):
             method.apply(Verdict.of(20))

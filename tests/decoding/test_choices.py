@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from pipedec.decoding.acceptance import Acceptance
+from pipedec.decoding.acceptance import AcceptanceModel
 from pipedec.decoding.choices import NO_TOKEN, Line
 from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.proposers import MAX_MATCH, DraftProposal, NgramProposer, Occurrences
@@ -40,12 +40,12 @@ def candidates(*children: dict[int, float]) -> Candidates:
     return Candidates(torch.arange(len(children)), token_ids.long(), chances.log())
 
 
-def scored(drafted: Candidates | None, found: list[Occurrences] | None, acceptance: Acceptance | None = None) -> list[Line]:
+def scored(drafted: Candidates | None, found: list[Occurrences] | None, acceptance: AcceptanceModel | None = None) -> list[Line]:
     """The lines of the rows of one tree."""
     prior = (*(DraftProposal.prior if drafted else ()), *(NgramProposer.prior if found else ()))
     scoring, tree = Scoring(), Scored()
     rows = range(len(found) if drafted is None else len(drafted.rows))
-    scoring.submit(acceptance or Acceptance(prior), tree, rows, drafted, found)
+    scoring.submit(acceptance or AcceptanceModel(prior), tree, rows, drafted, found)
     scoring.score()
     scoring.score()
     return tree.lines
@@ -97,7 +97,7 @@ def test_without_memory_for_a_draft_only_ngrams_propose() -> None:
 def test_trees_of_one_kind_are_scored_together_and_get_their_own_lines() -> None:
     """As each of them alone; what another request has learned stays its own."""
     prior = (*DraftProposal.prior, *NgramProposer.prior)
-    shared, other, scoring = Acceptance(prior), Acceptance(tuple(0.5 * each for each in prior)), Scoring()
+    shared, other, scoring = AcceptanceModel(prior), AcceptanceModel(tuple(0.5 * each for each in prior)), Scoring()
     asked = [
         (shared, candidates({7: 0.5, 3: 0.2}), [{3: 4}]),
         (other, candidates({7: 0.5, 3: 0.2}), [{3: 4}]),

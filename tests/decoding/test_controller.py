@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pipedec.core import Request, SamplingParams
-from pipedec.decoding.acceptance import Acceptance
-from pipedec.decoding.controller import CHILDREN, MAX_FORWARDS, Controller, Entered, TimestepTiming
+from pipedec.decoding.acceptance import AcceptanceModel
+from pipedec.decoding.controller import CHILDREN, MAX_FORWARDS, Controller, EnteredCounts, TimestepTiming
 from pipedec.decoding.experience import Experience
 from pipedec.methods import BestFirstOptions
 
@@ -20,7 +20,7 @@ def run(controller: Controller, timesteps: int, forward: float, rows: int = 32) 
     history = []
     for _ in range(timesteps):
         draft = controller.forwards * forward
-        controller.record_entered(Entered(rows, 0, 1))
+        controller.record_entered(EnteredCounts(rows, 0, 1))
         controller.record_timestep(TimestepTiming(max(1.0, draft), max(1.0 - draft, 0.0), (forward,) * controller.forwards))
         history.append(controller.forwards)
     return history
@@ -79,7 +79,7 @@ def test_a_pipeline_that_is_not_half_full_says_nothing_of_costs() -> None:
     controller = Controller(4)
     for _ in range(50):
         for rows in (64, 0, 0, 0):
-            controller.record_entered(Entered(rows, 0, 1))
+            controller.record_entered(EnteredCounts(rows, 0, 1))
             controller.record_timestep(TimestepTiming(float(rows or 1), 0.5, ()))
     assert controller.pays(7, 1e-6)
 
@@ -89,7 +89,7 @@ def timed(passage: int, rows: tuple[int, ...], tokens: int, running: int = 1) ->
     controller = Controller(passage)
     for _ in range(200):
         for each in rows:
-            controller.record_entered(Entered(each, 0, running))
+            controller.record_entered(EnteredCounts(each, 0, running))
             controller.record_accepted(tokens)
             controller.record_timestep(TimestepTiming(1 + max(each - 16, 0) / 48, 0.5, ()))
     return controller
@@ -100,7 +100,7 @@ def test_the_rows_of_a_timestep_are_those_of_the_widest_stage() -> None:
     controller = Controller(3)
     history = (8, 64, 8, 32, 8, 16, 8, 8, 8)
     for index, rows in enumerate(history):
-        controller.record_entered(Entered(rows, 0, 1))
+        controller.record_entered(EnteredCounts(rows, 0, 1))
         is_wide = 64 in history[max(index - 2, 0) : index + 1]
         controller.record_timestep(TimestepTiming(2.0 if is_wide else 1.0, 0.5, (0.1, 0.1)))
         controller.record_timestep(TimestepTiming(9.0, 0.0, (4.5, 4.5)))
@@ -122,7 +122,7 @@ def test_experience_is_kept_for_the_same_limits_and_way_to_sample() -> None:
     again = replace(greedy, number=1, prompt_token_ids=(3,), sampling=SamplingParams(seed=4, max_tokens=9, stop=("x",)))
     drawn = replace(greedy, sampling=SamplingParams(temperature=0.6))
     narrow = replace(greedy, options=BestFirstOptions(width=8))
-    first = experience.learned(greedy, Acceptance, (1.0,))
-    assert experience.learned(again, Acceptance, (1.0,)) is first
+    first = experience.learned(greedy, AcceptanceModel, (1.0,))
+    assert experience.learned(again, AcceptanceModel, (1.0,)) is first
     for other in (drawn, narrow):
-        assert experience.learned(other, Acceptance, (1.0,)) is not first
+        assert experience.learned(other, AcceptanceModel, (1.0,)) is not first

@@ -118,7 +118,7 @@ def test_an_answer_goes_on_behind_what_it_has_said() -> None:
     several.apply(0, Verdict.of(60))  # late: void
     several.closed(0)
     update = several.propose()[0]
-    assert update.opening is not None and update.opening.said == (50, 51, 52)
+    assert update.opening is not None and update.opening.output_token_ids == (50, 51, 52)
     assert update.opening.cached == 7, "it finds its own rows, but for the last token's"
     assert update.step is not None and update.step.token_ids.tolist() == [52]
     several.apply(0, Verdict.of(53))

@@ -9,13 +9,13 @@ import pytest
 from support.clock import Clock
 
 from pipedec.core import EpochEnded
-from pipedec.engine.activity import Doing
+from pipedec.engine.activity import Activity
 
 
 def test_what_a_rank_does_is_told_with_its_longest_timestep(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 4.0, 5.0, 5.5, 6.0])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
-    doing = Doing()
+    doing = Activity()
     doing.begin("computing")
     doing.begin("waiting", 2)  # at 4 s
     told = doing.activity()
@@ -25,7 +25,7 @@ def test_what_a_rank_does_is_told_with_its_longest_timestep(monkeypatch: pytest.
 
 
 def test_an_interrupted_rank_stops_at_what_it_begins_next_until_it_meets_the_others_again() -> None:
-    doing = Doing()
+    doing = Activity()
     doing.interrupt(EpochEnded("the run is in epoch 2"))
     for _ in range(2):
         with pytest.raises(EpochEnded, match="epoch 2"):
@@ -36,7 +36,7 @@ def test_an_interrupted_rank_stops_at_what_it_begins_next_until_it_meets_the_oth
 
 
 def test_the_first_timesteps_of_an_epoch_count_as_warming_up_and_not_as_timesteps() -> None:
-    doing, kinds = Doing(), list[str]()
+    doing, kinds = Activity(), list[str]()
     doing.meet_again()
     for _ in range(5):
         doing.begin("waiting", 1)
@@ -51,7 +51,7 @@ def test_the_first_timesteps_of_an_epoch_count_as_warming_up_and_not_as_timestep
 
 def test_what_is_warmed_up_in_a_timestep_is_told_and_no_part_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    doing = Doing()
+    doing = Activity()
     assert doing.activity().warmed_seconds is None
     doing.begin("computing")
     clock.advance(1.0)
@@ -70,7 +70,7 @@ def test_what_is_warmed_up_in_a_timestep_is_told_and_no_part_of_its_time(monkeyp
 
 
 def test_another_thread_that_warms_up_says_nothing() -> None:
-    doing, kinds = Doing(), list[str]()
+    doing, kinds = Activity(), list[str]()
 
     def load_late() -> None:
         with doing.warming():
@@ -85,7 +85,7 @@ def test_another_thread_that_warms_up_says_nothing() -> None:
 
 def test_slow_timesteps_are_logged_once_a_second(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pipedec")
-    clock, doing = Clock(monkeypatch), Doing()
+    clock, doing = Clock(monkeypatch), Activity()
     for seconds in (1.0, 1.0, 3.0, 9.0, 9.0, 0.5):  # three times as long as usual is not slow; the second long one comes at once
         with clock.halted():
             doing.begin("computing")

@@ -12,7 +12,7 @@ from support.memory_scheduler import MemoryScheduler
 from pipedec.client.client import Client
 from pipedec.config import Settings
 from pipedec.core import Accepted, Request, SamplingParams, StructuredOutputs, UserError, Verdict
-from pipedec.engine.answer import Answer
+from pipedec.engine.answer import RunningAnswer
 from pipedec.engine.sequences import Sequences
 from pipedec.messages import CompletionEvent, Event, LogprobsEvent, PromptRequest, RunDescription, ThreadNews
 from pipedec.shipped import reference_pair
@@ -38,7 +38,7 @@ class Telling:
         text = None if dialect is None else load_dialect(dialect).to_json()
         new_sequence = Sequences(TARGET).maker(len(PROMPT), params, text)
         self._prompter = prompter
-        self.answer = Answer(Request(0, PROMPT, params), new_sequence, prompter, 2, show_threads)
+        self.answer = RunningAnswer(Request(0, PROMPT, params), new_sequence, prompter, 2, show_threads)
         self.text = ""
         self.token_ids: list[int] = []
 
@@ -164,7 +164,7 @@ def test_a_tail_is_shown_where_it_stands(prompter: Prompter) -> None:
     tokenizer = prompter.tokenizer
     bound = bind(load_dialect("pasta"), tokenizer.token_id, lambda token: "/>!" if token == last else "")
     telling = Telling(prompter, "pasta")
-    telling.answer = Answer(telling.answer.request, lambda: ThreadedSequence(bound, 3, (), 50), prompter, 2)
+    telling.answer = RunningAnswer(telling.answer.request, lambda: ThreadedSequence(bound, 3, (), 50), prompter, 2)
     assert telling.say(t0="One<promise!") == "One!"
     telling.say(t0=" two", t1=" body</async>")
     assert telling.text == "One! body two"
@@ -284,7 +284,7 @@ def test_every_sequence_of_a_structured_answer_has_a_grammar_of_its_own() -> Non
     first = next(iter(one.grammar.allowed()))
     one.accept(0, first)
     assert one.grammar.allowed() == other.grammar.allowed([first])
-    resumed = sequences.maker(3, sampling, said=(first,))()
+    resumed = sequences.maker(3, sampling, output_token_ids=(first,))()
     assert resumed.grammar is not None and resumed.grammar.allowed() == one.grammar.allowed()
     while one.finished is None:
         one.accept(0, next(iter(one.grammar.allowed())))

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from pipedec.client.reply import Delta, Reply
 from pipedec.core import Accepted, Request, SamplingParams, TokenLogprobs, UserError, Verdict
-from pipedec.engine.answer import Answer, Said
+from pipedec.engine.answer import EarlierOutput, RunningAnswer
 from pipedec.engine.sequences import Sequences
 from pipedec.messages import CompletionEvent, Event, LogprobsEvent, ThreadNews
-from pipedec.scheduler.protocol import tokens_told
+from pipedec.scheduler.protocol import published_token_ids
 from pipedec.shipped import reference_pair
 from pipedec.text.prompt import Prompter
 from pipedec.threads import load_dialect
@@ -63,7 +63,7 @@ class Client:
     @property
     def told(self) -> tuple[int, ...]:
         """As the journal has it."""
-        return tokens_told(self.events)
+        return published_token_ids(self.events)
 
     def _note(self, news: ThreadNews) -> None:
         assert news.tokens >= self.counts.get(news.path, 0), "nobody unsays anything"
@@ -78,17 +78,17 @@ def ids(prompter: Prompter, text: str) -> list[int]:
 
 def of(
     prompter: Prompter, dialect: str | None, said: tuple[int, ...] = (), told: tuple[int, ...] = (), **sampling: Any
-) -> Answer:
+) -> RunningAnswer:
     """An answer of which the request brings ``said`` with it, and another process has told ``told`` behind that."""
     params = SamplingParams(**{"max_tokens": 200, **sampling})
     threads = None if dialect is None else load_dialect(dialect).to_json()
     heard = (*said, *told)
     new_sequence = SEQUENCES.maker(len(PROMPT), params, threads, () if threads else heard)
     brought, known = (
-        Said(SEQUENCES.maker(len(PROMPT), params, threads, ids), len(ids)) if ids else None for ids in (said, heard)
+        EarlierOutput(SEQUENCES.maker(len(PROMPT), params, threads, ids), len(ids)) if ids else None for ids in (said, heard)
     )
-    request = Request(0, PROMPT, params, threads=threads, said=() if threads else heard)
-    answer = Answer(request, new_sequence, prompter, 2, threads is not None, brought, known)
+    request = Request(0, PROMPT, params, threads=threads, output_token_ids=() if threads else heard)
+    answer = RunningAnswer(request, new_sequence, prompter, 2, threads is not None, brought, known)
     answer.opened()
     return answer
 
@@ -121,7 +121,7 @@ class Telling:
         return Verdict(tuple(accepted), self._sequence.finished), tuple(rows)
 
 
-def tell_all(answer: Answer, telling: Telling, client: Client) -> CompletionEvent:
+def tell_all(answer: RunningAnswer, telling: Telling, client: Client) -> CompletionEvent:
     while not telling.has_ended:
         client.hear(answer.take(*telling.step())[1])
     return answer.completed()

@@ -18,7 +18,7 @@ from support.specs import bare_spec
 from support.timesteps import check_timesteps
 from transformers import AutoModelForCausalLM
 
-from pipedec.core import KNEE_ROWS, Envelope, Request, SamplingParams, Update, UserError, Verdict
+from pipedec.core import KNEE_ROWS, Request, RequestUpdate, SamplingParams, StageMessage, UserError, Verdict
 from pipedec.engine.build import DTYPES
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import BitaOptions
@@ -207,7 +207,7 @@ class Oracle:
         self._num_tokens = 0
         advance = FinalStageWorker.advance
 
-        def taught(worker: FinalStageWorker, message: Envelope, *span: Any) -> Envelope:
+        def taught(worker: FinalStageWorker, message: StageMessage, *span: Any) -> StageMessage:
             if any(update.opening is not None for update in message.updates):
                 self._num_tokens = 0
             reply = advance(worker, message, *span)
@@ -215,7 +215,7 @@ class Oracle:
 
         monkeypatch.setattr(FinalStageWorker, "advance", taught)
 
-    def _taught_update(self, update: Update) -> Update:
+    def _taught_update(self, update: RequestUpdate) -> RequestUpdate:
         if update.verdict is None or not update.verdict.tokens:  # a lane is closed
             return update
         return replace(update, verdict=self._taught(update.verdict))

@@ -8,9 +8,9 @@ from support.memory_scheduler import MemoryScheduler
 from support.processes import wait_until
 
 from pipedec.config import Settings
-from pipedec.core import Request, SamplingParams, Update, Verdict
+from pipedec.core import Request, RequestUpdate, SamplingParams, Verdict
 from pipedec.decoding import Batch
-from pipedec.engine.records import Ended, Record
+from pipedec.engine.records import Record, RequestEnded
 from pipedec.engine.request_pool import RequestPool
 from pipedec.engine.request_queue import RequestQueue
 from pipedec.kv import KVManager
@@ -63,8 +63,8 @@ def test_a_cancelled_requests_memory_is_free_at_once_and_goes_to_the_next_with_t
         pool.open(request, partial(Sequence, len(PROMPT), (), 20))
     assert [update.number for update in pool.entering().updates] == [0], "there is memory for one"
     pool.cancel(0)
-    assert (batch.kv.used_slots, noted[-1]) == (0, Ended(0, "cancelled", 0, 0))
+    assert (batch.kv.used_slots, noted[-1]) == (0, RequestEnded(0, "cancelled", 0, 0))
     told, begun = pool.entering().updates
     assert (told.number, told.verdict) == (0, Verdict((), "cancelled"))
     assert begun.number == 1 and begun.opening is not None and begun.step is not None
-    assert pool.take(Update(0, verdict=Verdict.of(5)), 3) is None, "a late verdict is void"
+    assert pool.take(RequestUpdate(0, verdict=Verdict.of(5)), 3) is None, "a late verdict is void"

@@ -6,10 +6,10 @@ import pytest
 import torch
 from support.tiny_pair import Pair
 
-from pipedec.core import Envelope, Metrics, Opening, Request, SamplingParams, Step, Update, Verdict
+from pipedec.core import Metrics, NewRequest, Request, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
 from pipedec.engine.counters import Counters
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.records import Advanced, Closed, Ended, Opened, Record, Timestep, Waits
+from pipedec.engine.records import Advanced, Record, RequestClosed, RequestEnded, RequestOpened, Timestep, Waits
 from pipedec.methods import StaticTreeOptions
 from pipedec.threads import Sequence
 
@@ -19,12 +19,12 @@ def step(token_ids: list[int], parents: list[int]) -> Step:
 
 
 def entered(*steps: Step) -> list[Record]:
-    return [Timestep(1, Envelope((Update(0, step=each),))) for each in steps]
+    return [Timestep(1, StageMessage((RequestUpdate(0, step=each),))) for each in steps]
 
 
-def opened(cached: int = 0) -> Opened:
+def opened(cached: int = 0) -> RequestOpened:
     request = Request(0, tuple(range(9)))
-    return Opened(0, request, lambda: Sequence(9, (), 9), Opening(9, request.sampling, cached=cached))
+    return RequestOpened(0, request, lambda: Sequence(9, (), 9), NewRequest(9, request.sampling, cached=cached))
 
 
 def advanced(timestep: int) -> Advanced:
@@ -43,7 +43,7 @@ def counted(*records: Record) -> Metrics:
     return metrics
 
 
-END = Ended(0, "length", hits=7, misses=2)
+END = RequestEnded(0, "length", hits=7, misses=2)
 
 
 def test_roots_and_masks_are_no_draft_tokens() -> None:
@@ -69,7 +69,7 @@ def test_a_request_that_waits_for_its_first_lane_is_not_paused() -> None:
 def test_a_request_that_is_closed_is_forgotten() -> None:
     counters, metrics = Counters(), Metrics()
     counters.begin(0, metrics)
-    for record in (opened(), advanced(1), END, Closed(0), Closed(1)):
+    for record in (opened(), advanced(1), END, RequestClosed(0), RequestClosed(1)):
         counters.note(record)
     with pytest.raises(KeyError):
         counters.note(END)

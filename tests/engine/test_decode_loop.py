@@ -8,14 +8,24 @@ from typing import Any
 
 import pytest
 
-from pipedec.core import Envelope, Opening, Request, SamplingParams, Update, Verdict
+from pipedec.core import NewRequest, Request, RequestUpdate, SamplingParams, StageMessage, Verdict
 from pipedec.decoding import TimestepTiming
 from pipedec.engine.loop import decode
-from pipedec.engine.records import Advanced, Closed, Drained, Ended, Interrupted, Opened, Record, Timestep, Waits
+from pipedec.engine.records import (
+    Advanced,
+    Drained,
+    Interrupted,
+    Record,
+    RequestClosed,
+    RequestEnded,
+    RequestOpened,
+    Timestep,
+    Waits,
+)
 from pipedec.engine.request_pool import RequestPool
 
 TIMING = TimestepTiming(0.01, 0.005, (0.001,))
-Results = tuple[Update, ...]
+Results = tuple[RequestUpdate, ...]
 
 
 class FakeRequest:
@@ -62,7 +72,7 @@ class Recorded:
                     numbers.remove(what)
         self.calls.append(("close", what))
 
-    def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
+    def advance(self, number: int, entering: StageMessage, meanwhile: Callable[[], None]) -> Timestep:
         self.calls.append(("advance", number, [(one.number, one.opening, one.verdict) for one in entering.updates]))
         meanwhile()
         return Timestep(number, entering, self._results.pop(0), TIMING if number > self._filling else None)
@@ -72,11 +82,11 @@ class Recorded:
         if verdict.finished:
             self._open.remove(number)
 
-    def propose(self) -> dict[int, Update]:
+    def propose(self) -> dict[int, RequestUpdate]:
         count = self.room - len(self._open)
         opened, self._waiting = self._waiting[:count], self._waiting[count:]
         self._open += opened
-        return {number: Update(number, OPENING) for number in opened}
+        return {number: RequestUpdate(number, OPENING) for number in opened}
 
     def draft(self) -> None:
         self.calls.append("draft")
@@ -96,15 +106,15 @@ def short(record: Record) -> Any:
     match record:
         case Waits():
             return "waits"
-        case Opened():
+        case RequestOpened():
             assert record.opening is OPENING and record.request.number == record.number and record.is_prefilling
             return "opened"
         case Advanced():
             return record.verdict
-        case Ended():
+        case RequestEnded():
             assert (record.hits, record.misses, record.bad_stage) == (3, 2, None)
             return record.reason
-        case Closed():
+        case RequestClosed():
             return "closed"
         case Interrupted():
             return "interrupted"
@@ -114,7 +124,7 @@ def short(record: Record) -> Any:
 def pool_of(recorded: Recorded, *numbers: int, **cuts: Verdict) -> tuple[RequestPool, Heard]:
     """A pool of requests that cuts verdicts on the token of a name, and what it emits of each request."""
 
-    def take(result: Update) -> Verdict:
+    def take(result: RequestUpdate) -> Verdict:
         assert result.verdict is not None
         return cuts.get(f"at_{result.verdict.tokens[0]}", result.verdict)
 
@@ -129,11 +139,11 @@ def pool_of(recorded: Recorded, *numbers: int, **cuts: Verdict) -> tuple[Request
     return pool, heard
 
 
-def says(number: int, *tokens: int, finished: str | None = None) -> Update:
-    return Update(number, verdict=Verdict.of(*tokens, finished=finished))
+def says(number: int, *tokens: int, finished: str | None = None) -> RequestUpdate:
+    return RequestUpdate(number, verdict=Verdict.of(*tokens, finished=finished))
 
 
-OPENING = Opening(2, SamplingParams())
+OPENING = NewRequest(2, SamplingParams())
 FIRST, LAST = Verdict.of(3), Verdict.of(4, 5, finished="stop")
 
 
@@ -147,7 +157,7 @@ def test_a_timestep_is_propose_advance_accept_apply() -> None:
         ("advance", 2, [(0, None, FIRST)]), "draft", "observe",
         ("advance", 3, []), "draft", "observe",
         ("apply", 0, LAST),
-        ("close", Envelope((Update(0, verdict=LAST),))),
+        ("close", StageMessage((RequestUpdate(0, verdict=LAST),))),
     ]  # fmt: skip
     assert heard[0] == ["opened", FIRST, LAST, "stop", "closed"]
 
@@ -170,7 +180,7 @@ def test_what_is_cut_is_what_method_and_pipeline_get() -> None:
     recorded = Recorded((says(0, 3),), (says(0, 4, 5),))
     pool, _ = pool_of(recorded, 0, at_4=cut)
     assert [verdict for _, verdict in decode(pool, recorded)] == [FIRST, cut]  # type: ignore[arg-type]
-    assert recorded.calls[-2:] == [("apply", 0, cut), ("close", Envelope((Update(0, verdict=cut),)))]
+    assert recorded.calls[-2:] == [("apply", 0, cut), ("close", StageMessage((RequestUpdate(0, verdict=cut),)))]
 
 
 def test_late_results_of_an_ended_request_are_void_and_its_echo_closes_it() -> None:
@@ -203,7 +213,7 @@ def test_a_request_that_is_cancelled_before_it_enters_is_never_opened() -> None:
     pool, heard = pool_of(recorded, 0)
     pool.cancel(0)
     assert list(decode(pool, recorded)) == []  # type: ignore[arg-type]
-    assert recorded.calls == [("close", 0), ("close", Envelope())]
+    assert recorded.calls == [("close", 0), ("close", StageMessage())]
     assert heard[0] == ["cancelled", "closed"]
 
 
@@ -213,7 +223,7 @@ REST = Verdict.of(9, finished="length")
 
 def test_a_paused_request_goes_on_once_every_stage_has_closed_its_lane() -> None:
     """What still comes out of the old lane is void, and will be said again."""
-    recorded = Recorded((says(0, 3),), (says(0, 7, 7),), (ECHO,), (Update(0, verdict=REST),))
+    recorded = Recorded((says(0, 3),), (says(0, 7, 7),), (ECHO,), (RequestUpdate(0, verdict=REST),))
     pool, heard = pool_of(recorded, 0)
     verdicts = decode(pool, recorded)  # type: ignore[arg-type]
     assert next(verdicts) == (0, FIRST)
@@ -224,7 +234,7 @@ def test_a_paused_request_goes_on_once_every_stage_has_closed_its_lane() -> None
         ("pause", 0), ("advance", 2, [(0, None, PAUSED)]),
         ("advance", 3, []), ("closed", 0),
         ("advance", 4, [(0, OPENING, None)]), ("apply", 0, REST),
-        ("close", Envelope((Update(0, verdict=REST),))),
+        ("close", StageMessage((RequestUpdate(0, verdict=REST),))),
     ]  # fmt: skip
     assert heard[0] == ["opened", FIRST, "waits", "opened", REST, "length", "closed"]
 
@@ -277,7 +287,16 @@ def test_records_come_in_the_order_in_which_things_happen() -> None:
     pool, _ = pool_of(recorded, 0)
     pool.listeners.append(noted.append)
     list(decode(pool, recorded))  # type: ignore[arg-type]
-    assert [type(record) for record in noted] == [Opened, Timestep, Advanced, Timestep, Advanced, Ended, Closed, Drained]
+    assert [type(record) for record in noted] == [
+        RequestOpened,
+        Timestep,
+        Advanced,
+        Timestep,
+        Advanced,
+        RequestEnded,
+        RequestClosed,
+        Drained,
+    ]
     first = noted[1]
     assert isinstance(first, Timestep) and [update.opening for update in first.entered.updates] == [OPENING]
     assert [record.timestep for record in noted if isinstance(record, Advanced)] == [1, 2]

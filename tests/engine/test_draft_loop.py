@@ -31,7 +31,7 @@ from pipedec.messages import (
     RunStats,
     TokensEvent,
 )
-from pipedec.scheduler import Granted, Message, Planned, Post, Task
+from pipedec.scheduler import Granted, Planned, Post, RankMessage, Task
 from pipedec.text.prompt import Prompter
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
@@ -39,7 +39,9 @@ from pipedec.tree import Candidates, DraftRows
 
 TOPOLOGY = Topology.even(1, 1)
 DESCRIPTION = RunDescription(Settings.of(target="target", dispatch="tasks"), ((1,),), ((0, 8),))
-NO_TRANSPORT: Any = SimpleNamespace(send_envelope=lambda envelope, target: HostDevice().mark())  # what is sent goes nowhere
+NO_TRANSPORT: Any = SimpleNamespace(
+    send_envelope=lambda envelope, target: HostDevice().record_event()
+)  # what is sent goes nowhere
 REQUEST, DRAFTED = (PromptRequest("Hello", True, name, SamplingParams(max_tokens=4)).to_json() for name in ("pp", "stpp"))
 
 
@@ -54,7 +56,7 @@ class EndsAtOnce(MemoryScheduler):
         super().__init__(TOPOLOGY)
         self.begun: list[int] = []
         self._meanwhile = meanwhile
-        self._tasks: deque[Message] = deque()
+        self._tasks: deque[RankMessage] = deque()
         self.open(DESCRIPTION)
 
     def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None:
@@ -63,10 +65,10 @@ class EndsAtOnce(MemoryScheduler):
         results = {"results": [[number, to_builtins(Verdict.of(5, finished="length")), [], []]]}
         names = {"pre": {}, "sync": results, "dec": {}, "end": {}}
         self._tasks.extend(
-            Message("tasks", session, (Granted(Task.compute(name, 0, 0), payload),)) for name, payload in names.items()
+            RankMessage("tasks", session, (Granted(Task.compute(name, 0, 0), payload),)) for name, payload in names.items()
         )
 
-    def wait(self, rank: int, timeout_seconds: float) -> Message | None:
+    def wait(self, rank: int, timeout_seconds: float) -> RankMessage | None:
         return self._tasks.popleft() if self._tasks else super().wait(rank, timeout_seconds)
 
     def report(
@@ -76,12 +78,12 @@ class EndsAtOnce(MemoryScheduler):
         planned: Sequence[Planned],
         timeout_seconds: float = 0.0,
         trace_lines: int | None = None,
-    ) -> Message | None:
+    ) -> RankMessage | None:
         if done[0].name == "end":
             self._meanwhile(self)
         return self.wait(rank, 0) if timeout_seconds else None
 
-    def wait_request(self, timeout_seconds: float) -> Message | None:
+    def wait_request(self, timeout_seconds: float) -> RankMessage | None:
         message = super().wait_request(timeout_seconds)
         assert message is not None or timeout_seconds == 0, "rank 0 waits on: the message was lost"
         return message
@@ -140,7 +142,7 @@ class Patient(EndsAtOnce):
         super().__init__(meanwhile)
         self._until = time.monotonic() + 30
 
-    def wait_request(self, timeout_seconds: float) -> Message | None:
+    def wait_request(self, timeout_seconds: float) -> RankMessage | None:
         assert time.monotonic() < self._until, "rank 0 waits on"
         return MemoryScheduler.wait_request(self, timeout_seconds)
 

@@ -71,7 +71,7 @@ class Visit:
         prompt, sampling = PROMPTS[self.answer[0]], structs.replace(SAMPLINGS[self.answer[1]], max_tokens=self.num_tokens)
         told = alone(models, replace(self, num_said=0)).token_ids if self.num_said else []
         said = tuple(told[: min(self.num_said, len(told) - 1)])
-        return Request(number, prompt, sampling, method, options, priority=self.priority, said=said)
+        return Request(number, prompt, sampling, method, options, priority=self.priority, output_token_ids=said)
 
 
 CASES = st.builds(Case, st.sampled_from(sorted(THREAD_DIALECTS)), st.sampled_from(sorted(SETTINGS)))
@@ -165,7 +165,7 @@ def check_answer(found: LocalAnswer, wanted: LocalAnswer) -> None:
         return
     assert said(found) == said(wanted)
     assert found.finished == wanted.finished
-    logprobs = wanted.logprobs[len(found.request.said) :]
+    logprobs = wanted.logprobs[len(found.request.output_token_ids) :]
     assert [list(row) for row in found.logprobs[: len(logprobs)]] == [list(row) for row in logprobs]
     for ours, theirs in zip(found.logprobs, logprobs, strict=False):
         assert ours == pytest.approx(theirs, abs=1e-9)

@@ -9,10 +9,10 @@ from support.kv_budgets import with_slots
 from support.tiny_pair import Pair
 from transformers import AutoModelForCausalLM
 
-from pipedec.core import Request, SamplingParams, TokenLogprobs, Update, UserError
+from pipedec.core import Request, RequestUpdate, SamplingParams, TokenLogprobs, UserError
 from pipedec.decoding import Batch
 from pipedec.engine.local import LocalAnswer, LocalPipeline
-from pipedec.engine.records import Record, Scored
+from pipedec.engine.records import PromptScored, Record
 from pipedec.engine.request_pool import RequestPool
 from pipedec.threads import Sequence, load_dialect
 
@@ -83,7 +83,7 @@ def test_nothing_is_told_twice_after_a_pause(pair: Pair, expected: torch.Tensor)
 
 def test_an_answer_that_is_resumed_scores_its_prompt_only(pair: Pair, expected: torch.Tensor) -> None:
     pipeline = LocalPipeline.load(pair.spec(2))
-    list(pipeline.run(Request(0, PROMPT[:20], replace(ASKED, max_tokens=60), said=PROMPT[20:70])))
+    list(pipeline.run(Request(0, PROMPT[:20], replace(ASKED, max_tokens=60), output_token_ids=PROMPT[20:70])))
     assert_right(pipeline.last, expected)
 
 
@@ -100,8 +100,8 @@ def test_a_pause_in_the_middle_of_a_prompt() -> None:
         """What listeners learn of these results."""
         noted.clear()
         for chunk in chunks:
-            assert pool.take(Update(0, prompt_logprobs=chunk), 1) is None
-        return tuple(row for record in noted if isinstance(record, Scored) for row in record.logprobs)
+            assert pool.take(RequestUpdate(0, prompt_logprobs=chunk), 1) is None
+        return tuple(row for record in noted if isinstance(record, PromptScored) for row in record.logprobs)
 
     begin()
     assert scored(rows[:3], rows[3:5]) == rows[:5]

@@ -13,7 +13,7 @@ from pipedec.config import Settings
 from pipedec.core import PipedecError, SchedulerLost
 from pipedec.engine.request_queue import RequestQueue
 from pipedec.messages import CancelledEvent, ErrorEvent, Event, RunDescription, RunStats, TokensEvent
-from pipedec.scheduler import Message, Post, Topology
+from pipedec.scheduler import Post, RankMessage, Topology
 
 DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),))
 
@@ -127,7 +127,7 @@ def test_an_idle_pipeline_waits_for_a_request_or_the_stop(scheduler: Losable) ->
         assert wait_until(lambda: (message := queue.wait(0)) is not None and message.text == "text", 5)
         assert not queue.is_stopping
         scheduler.stop()
-        assert queue.wait(0) == Message("stop") and queue.is_stopping
+        assert queue.wait(0) == RankMessage("stop") and queue.is_stopping
 
 
 def test_a_busy_pipeline_learns_of_the_stop_and_refuses_what_waits(scheduler: Losable) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.tiny_pair import Pair
 
-from pipedec.core import Envelope, Request, SamplingParams, Step, Update
+from pipedec.core import Request, RequestUpdate, SamplingParams, StageMessage, Step
 from pipedec.decoding import Batch, TimestepTiming
 from pipedec.decoding.request_state import POSITIONS, Tally
 from pipedec.engine.local import LocalPipeline
@@ -79,7 +79,7 @@ def test_timesteps_fall_into_buckets() -> None:
 
     def note(rows: int, seconds: float | None) -> None:
         ids = torch.zeros(rows, dtype=torch.int64)
-        entered = Envelope((Update(0, step=Step(ids, ids)),) if rows else ())
+        entered = StageMessage((RequestUpdate(0, step=Step(ids, ids)),) if rows else ())
         counters.note(Timestep(1, entered, timing=None if seconds is None else TimestepTiming(seconds, 0.0, ())))
 
     for rows, seconds in ((1, None), (2, 0.0005), (3, 0.0006), (0, 9.0), (5000, 0.022)):

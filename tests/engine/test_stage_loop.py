@@ -11,13 +11,13 @@ from typing import Any, cast
 import pytest
 from support.fake_cuda import FakeCuda
 
-from pipedec.core import Envelope, Load, Opening, SamplingParams, Step, Update, Verdict
-from pipedec.device import GpuDevice, Mark
+from pipedec.core import Load, NewRequest, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
+from pipedec.device import DeviceEvent, GpuDevice
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.sequences import Sequences
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import Event, StageStats, TraceEvents
-from pipedec.scheduler import Granted, Message, Task
+from pipedec.scheduler import Granted, RankMessage, Task
 from pipedec.scheduler.protocol import RankCalls
 from pipedec.scheduler.transfers import transfers_of
 from pipedec.stage import StageWorker
@@ -36,15 +36,15 @@ class OneWindow:
 
     def __init__(self, timesteps: int, duplex: str) -> None:
         payload = {"timesteps": timesteps, "transfers": transfers_of(RANK, TOPOLOGY, duplex)}
-        self._next = [Message("tasks", 1, (Granted(Task.compute("window", RANK, 1), payload),))]
+        self._next = [RankMessage("tasks", 1, (Granted(Task.compute("window", RANK, 1), payload),))]
         self.stats: list[StageStats] = []
         self.events: list[Event] = []
 
-    def wait(self, rank: int, timeout_seconds: float) -> Message:
+    def wait(self, rank: int, timeout_seconds: float) -> RankMessage:
         return self._next.pop()
 
-    def report(self, *report: Any) -> Message:
-        return Message("stop")
+    def report(self, *report: Any) -> RankMessage:
+        return RankMessage("stop")
 
     def tell(self, stats: StageStats) -> None:
         self.stats.append(stats)
@@ -59,27 +59,27 @@ class OneWindow:
 class LateTransport:
     """Envelopes whose activations come ``ACTIVATION_SECONDS`` after the rest, and leave within ``SEND_SECONDS``."""
 
-    def __init__(self, cuda: FakeCuda, device: GpuDevice, envelopes: list[Envelope], log: list[str]) -> None:
+    def __init__(self, cuda: FakeCuda, device: GpuDevice, envelopes: list[StageMessage], log: list[str]) -> None:
         self._cuda, self._device, self._envelopes, self._log = cuda, device, envelopes, log
 
-    def receive_envelope(self, src: int) -> Envelope:
+    def receive_envelope(self, src: int) -> StageMessage:
         self._cuda.advance(HEAD_SECONDS)
         self._log.append("receive")
         envelope, arrives_at = self._envelopes.pop(0), self._cuda.now + ACTIVATION_SECONDS
-        return Envelope(envelope.updates, envelope.ends_session, partial(self._await, arrives_at))
+        return StageMessage(envelope.updates, envelope.ends_session, partial(self._await, arrives_at))
 
     def _await(self, arrives_at: float) -> None:
         self._log.append("await")
         stream = self._cuda.current_stream()
         stream.free_at = max(stream.free_at, arrives_at)
 
-    def send_envelope(self, envelope: Envelope, dst: int) -> Mark:
+    def send_envelope(self, envelope: StageMessage, dst: int) -> DeviceEvent:
         self._log.append("send")
-        computed = self._device.mark()
+        computed = self._device.record_event()
         with self._device.beside("send"):
             computed.join()
             self._cuda.give(SEND_SECONDS)
-            return self._device.mark()
+            return self._device.record_event()
 
 
 class LateWorker:
@@ -93,15 +93,15 @@ class LateWorker:
     def reset(self) -> None:
         """There is nothing."""
 
-    def advance(self, envelope: Envelope, span: Callable[[str, Load], Any]) -> Envelope:
+    def advance(self, envelope: StageMessage, span: Callable[[str, Load], Any]) -> StageMessage:
         self._log.append("replay")
         envelope.await_hidden()
         with span("dec", Load()):
             self._cuda.give(COMPUTE_SECONDS)
-        return Envelope(envelope.updates, envelope.ends_session)
+        return StageMessage(envelope.updates, envelope.ends_session)
 
 
-def served(envelopes: list[Envelope], duplex: str = "full") -> tuple[OneWindow, list[str]]:
+def served(envelopes: list[StageMessage], duplex: str = "full") -> tuple[OneWindow, list[str]]:
     """Serve one window of these envelopes. Returns what the scheduler was told, and the order in which things were done."""
     cuda, log = FakeCuda(), list[str]()
     device = GpuDevice(cuda=cuda, now=lambda: cuda.now)
@@ -121,7 +121,7 @@ def rows() -> Step:
 def test_what_a_stage_tells_of_its_time_is_its_devices() -> None:
     """The host launches everything at once; the device first waits for the activations and then computes."""
     last = 5
-    envelopes = [Envelope((Update(1, step=rows()),), number == last) for number in range(1, last + 1)]
+    envelopes = [StageMessage((RequestUpdate(1, step=rows()),), number == last) for number in range(1, last + 1)]
     scheduler, _ = served(envelopes)
     told = scheduler.stats[-1]
     assert told.timesteps == last
@@ -132,10 +132,10 @@ def test_what_a_stage_tells_of_its_time_is_its_devices() -> None:
 
 
 def test_the_trace_of_a_request_has_the_times_of_the_device() -> None:
-    begins = Update(1, Opening(1, SamplingParams(), trace=True), step=rows())
-    goes_on = Update(1, step=rows())
-    ends = Update(1, verdict=Verdict((), "stop"))
-    scheduler, _ = served([Envelope((begins,)), Envelope((goes_on,)), Envelope((ends,), True)])
+    begins = RequestUpdate(1, NewRequest(1, SamplingParams(), trace=True), step=rows())
+    goes_on = RequestUpdate(1, step=rows())
+    ends = RequestUpdate(1, verdict=Verdict((), "stop"))
+    scheduler, _ = served([StageMessage((begins,)), StageMessage((goes_on,)), StageMessage((ends,), True)])
     [trace] = [event for event in scheduler.events if isinstance(event, TraceEvents)]
     lasting = {event.label: (event.end_us - event.start_us) / 1e6 for event in (TraceEvent(*row) for row in trace.rows)}
     assert lasting["2F1"] == pytest.approx(COMPUTE_SECONDS, abs=NEAR)
@@ -145,8 +145,8 @@ def test_the_trace_of_a_request_has_the_times_of_the_device() -> None:
 
 def test_with_half_duplex_a_stage_sends_behind_all_that_it_receives() -> None:
     assert transfers_of(RANK, TOPOLOGY, "half")[0][0].target == RANK, "the stage was to receive first"
-    envelopes = [Envelope((Update(1, step=rows()),), number == 3) for number in range(1, 4)]
+    envelopes = [StageMessage((RequestUpdate(1, step=rows()),), number == 3) for number in range(1, 4)]
     _, log = served(envelopes, "half")
     between = ["receive", "await", "send", "replay", "await"]
     assert log == ["receive", "replay", "await", *between, *between, "send"]
-    assert served([Envelope((Update(1, step=rows()),), True)])[1] == ["receive", "replay", "await", "send"]
+    assert served([StageMessage((RequestUpdate(1, step=rows()),), True)])[1] == ["receive", "replay", "await", "send"]

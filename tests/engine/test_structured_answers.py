@@ -212,7 +212,7 @@ def test_behind_what_was_said_before(method: str) -> None:
     prompt, params = prompt_of(case.prompt), sampling_of(case)
     wanted = expected(prompt, params)
     for count in range(1, len(wanted), 5):
-        request = Request(0, prompt, params, method, said=wanted[:count])
+        request = Request(0, prompt, params, method, output_token_ids=wanted[:count])
         verdicts = list(pipeline_of(4).run(request))
         assert (*wanted[:count], *(token for verdict in verdicts for token in verdict.tokens)) == wanted
 

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from support.toy_dialects import END, IDS, TAGS, TEXTS, behind
 from torch import Tensor
 
-from pipedec.core import Envelope, Opening, Request, SamplingParams, Step, Update
+from pipedec.core import NewRequest, Request, RequestUpdate, SamplingParams, StageMessage, Step
 from pipedec.decoding import Batch, TimestepTiming
 from pipedec.engine.emulated_time import Pacer
 from pipedec.engine.local import LocalStages
@@ -337,11 +337,11 @@ class Rehearsal:
         return new_sequence
 
     def _sequence_of(self, request: Request) -> NewSequence:
-        return self._new_sequence(Opening(PROMPT, request.sampling, threads=request.threads))
+        return self._new_sequence(NewRequest(PROMPT, request.sampling, threads=request.threads))
 
-    def _new_sequence(self, opening: Opening) -> NewSequence:
+    def _new_sequence(self, opening: NewRequest) -> NewSequence:
         if opening.threads is None or self._bound is None:
-            return lambda: behind(opening.said, ThreadSequence(PROMPT, (END,), opening.sampling.max_tokens))
+            return lambda: behind(opening.output_token_ids, ThreadSequence(PROMPT, (END,), opening.sampling.max_tokens))
         bound = self._bound
         return lambda: ThreadedSequence(bound, PROMPT, (END,), opening.sampling.max_tokens)
 
@@ -359,7 +359,7 @@ class MarkedStages:
     """
 
     def __init__(
-        self, targets: Mapping[int, Target], new_sequence: Callable[[Opening], NewSequence], stages: int, slots: int,
+        self, targets: Mapping[int, Target], new_sequence: Callable[[NewRequest], NewSequence], stages: int, slots: int,
         windows: bool,
     ) -> None:  # fmt: skip
         self._marks = Marks()
@@ -381,7 +381,7 @@ class MarkedStages:
         self._verdicts: deque[list[int]] = deque([[]] * stages, maxlen=stages)  # the requests that had some, newest first
         self.widest = self.most_threads = self.most_requests = 0
 
-    def advance(self, number: int, entering: Envelope, meanwhile: Callable[[], None]) -> Timestep:
+    def advance(self, number: int, entering: StageMessage, meanwhile: Callable[[], None]) -> Timestep:
         timestep = self._stages.advance(number, self._enter(entering), meanwhile)
         self._verdicts.appendleft([update.number for update in entering.updates if update.verdict is not None])
         for index, model in enumerate(self.models):
@@ -389,20 +389,20 @@ class MarkedStages:
                 model.check_slots(request)
         return dataclasses.replace(timestep, entered=entering, timing=TIMING)
 
-    def close(self, last: Envelope) -> None:
+    def close(self, last: StageMessage) -> None:
         self._stages.close(last)
         self._verdicts.extend([[]] * len(self.models))
 
-    def _enter(self, entering: Envelope) -> Envelope:
+    def _enter(self, entering: StageMessage) -> StageMessage:
         """Rank 0's rows with their names."""
         self.most_requests = max(self.most_requests, sum(update.step is not None for update in entering.updates))
-        return Envelope(tuple(map(self._named, entering.updates)), entering.ends_session)
+        return StageMessage(tuple(map(self._named, entering.updates)), entering.ends_session)
 
-    def _named(self, update: Update) -> Update:
+    def _named(self, update: RequestUpdate) -> RequestUpdate:
         number, step = update.number, update.step
         if update.opening is not None:
             self._forests[number] = forest_of(self._new_sequence(update.opening)())
-            self._prefill_rows[number], self._said[number] = update.opening.cached, update.opening.said
+            self._prefill_rows[number], self._said[number] = update.opening.cached, update.opening.output_token_ids
         if update.verdict is not None:
             self._forests[number].advance(update.verdict)
         if step is not None:

@@ -29,19 +29,19 @@ import pipedec
 from golden.served import served_faces
 from golden.shapes import shape_of_schema
 from pipedec.bench.sweep.rows import SweepRow
-from pipedec.cli import main
 from pipedec.cli.main import program
 from pipedec.client.resumption import Resumption
 from pipedec.config.cluster import _ClusterDocument
-from pipedec.core import Opening, PipedecError, UserError
-from pipedec.messages import Activity, Event, PromptRequest, Recovery, RunDescription, RunStats, StageStats
+from pipedec.core import NewRequest, PipedecError, UserError
+from pipedec.flags import run_command
+from pipedec.messages import ActivityReport, Event, PromptRequest, Recovery, RunDescription, RunStats, StageStats
 from pipedec.scheduler import Keys
 from pipedec.threads.dialect import Dialect
 
 PACKAGE = Path(pipedec.__file__).parent
 LUA = PACKAGE.parent / "lua"
 WIDTH = 100_000  # columns: every option is one line of help
-STORED = (PromptRequest, Opening, RunDescription, RunStats, StageStats, Activity, Recovery)
+STORED = (PromptRequest, NewRequest, RunDescription, RunStats, StageStats, ActivityReport, Recovery)
 _VARIABLE = re.compile(r"(PIPEDEC|OPENAI|GLOO|NCCL|CUDA|OMP|MKL|ONEDNN|DNNL|XDG|SSH)_[A-Z_]*")
 
 Faces = Iterator[tuple[str, Any]]
@@ -188,6 +188,6 @@ def _exit_statuses() -> Faces:
         said = io.StringIO()
         try:
             with redirect_stderr(said), patch.object(sys, "argv", ["pipedec"]):
-                main(click.Command("fails", callback=fail, params=[]))
+                run_command(click.Command("fails", callback=fail, params=[]))
         except SystemExit as leave:
             yield f"exit status: {type(error).__name__}", [leave.code, said.getvalue()]

@@ -10,7 +10,7 @@ from functools import cache, cached_property
 
 import torch
 
-from pipedec.bench.sweep.pipelines import Pair, emulated
+from pipedec.bench.sweep.pipelines import ModelPair, emulated
 from pipedec.config import paper_cluster
 from pipedec.decoding import LaneSizes
 from pipedec.engine.build import load_drafter, load_stage
@@ -18,8 +18,8 @@ from pipedec.engine.local import LocalPipeline
 from pipedec.kv import KVManager
 from pipedec.shipped import reference_pair, reference_threads
 
-PLAIN = Pair()
-THREADS = Pair(reference_threads() / "target", str(reference_threads() / "draft"))
+PLAIN = ModelPair()
+THREADS = ModelPair(reference_threads() / "target", str(reference_threads() / "draft"))
 TARGETS = {PLAIN: reference_pair() / "target", THREADS: reference_threads() / "target"}
 PRESETS = {"1": ("paper-14", 1), "4": ("paper-14", 4), "14": ("paper-14", None), "14 in 7": ("paper-7", None)}
 SLOTS = 2048
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 class Models:
     """The weights of a pair in one shape, which is a key of PRESETS. Pipelines share them, so only one of these may run."""
 
-    def __init__(self, pair: Pair, shape: str) -> None:
+    def __init__(self, pair: ModelPair, shape: str) -> None:
         spec = emulated(paper_cluster(), *PRESETS[shape], pair, own_work=False).spec
         assert spec.emulation is not None and (spec.dtype, spec.settings.numbers.draft_dtype) == ("float32", "float32")
         self.spec = replace(spec.replaced(device="cpu"), emulation=replace(spec.emulation, kv_tokens=SLOTS))
@@ -51,5 +51,5 @@ class Models:
 
 
 @cache
-def models(pair: Pair, shape: str) -> Models:
+def models(pair: ModelPair, shape: str) -> Models:
     return Models(pair, shape)

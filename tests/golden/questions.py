@@ -45,7 +45,7 @@ class Question:
         return prompter(self.target).token_ids(self.prompt, False, self.sampling.max_tokens, self.dialect)
 
     def request(self, number: int, method: str, options: MethodOptions | None = None, said: tuple[int, ...] = ()) -> Request:
-        return Request(number, self.token_ids, self.sampling, method, options, threads=self.threads, said=said)
+        return Request(number, self.token_ids, self.sampling, method, options, threads=self.threads, output_token_ids=said)
 
 
 @cache

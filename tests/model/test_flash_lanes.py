@@ -15,7 +15,7 @@ from support.checkpoints import save_tiny
 from support.examples import examples
 from support.flash_stand_in import flash_attn_varlen_func
 from support.random_requests import Requests
-from support.slot_books import SlotBooks
+from support.slot_books import SlotAllocator
 
 from pipedec.model import BitaWeights, KVCache, LaneRows, ModelConfig, StageModel
 from pipedec.model.flash_lanes import flash_attention
@@ -69,8 +69,8 @@ def test_the_kernel_itself_equals_one_after_the_other(seed: int, tmp_path: Path)
 def test_a_layer_takes_one_call_for_all_pasts_and_one_for_all_chunks(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     stage, count = StageModel.load(tmp_path, range(1, 2), torch.float64, "cpu"), 7
-    pool, books = stage.make_pool(100, 4), SlotBooks(100, 4, random.Random(3))
-    caches = [KVCache(pool, books.take(number, 6)) for number in range(count)]
+    pool, allocator = stage.make_pool(100, 4), SlotAllocator(100, 4, random.Random(3))
+    caches = [KVCache(pool, allocator.take(number, 6)) for number in range(count)]
     inputs = torch.randn(3 * count, 32, dtype=torch.float64)
     calls = list[int]()
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.slot_books import SlotBooks
+from support.slot_books import SlotAllocator
 from torch._subclasses import FakeTensorMode
 
 from pipedec.model import KVCache, KVPool, KVShape
@@ -66,7 +66,7 @@ def write(rows: list[tuple[KVCache, list[int]]]) -> None:
 def test_caches_come_grow_adopt_and_go(data: st.DataObject, block: int, is_scattered: bool) -> None:
     """What the others hold, shared slots among them, is the same after every step."""
     pool, held, label = KVPool(SHAPE, 200 * block, block, PROMPT), list[Held](), 0
-    books = SlotBooks(pool.slots, block, random.Random(data.draw(st.integers(0, 99))) if is_scattered else None)
+    allocator = SlotAllocator(pool.slots, block, random.Random(data.draw(st.integers(0, 99))) if is_scattered else None)
     address = pool.tensor.data_ptr()
     for number in range(data.draw(st.integers(1, 25))):
         action = data.draw(st.sampled_from(["open", "adopt", "grow", "grow", "grow", "advance", "advance", "close"]))
@@ -74,10 +74,10 @@ def test_caches_come_grow_adopt_and_go(data: st.DataObject, block: int, is_scatt
             held.append(Held(number, KVCache(pool, with_prompt=data.draw(st.booleans()))))
         one = data.draw(st.sampled_from(held))
         if action == "adopt":
-            held.append(adopter(data, pool, books, one, 100 + number))
+            held.append(adopter(data, pool, allocator, one, 100 + number))
         if action == "grow":
             count = data.draw(st.integers(1, 12))
-            one.cache.extend(books.take(one.number, one.cache.length + count - len(one.shared)))
+            one.cache.extend(allocator.take(one.number, one.cache.length + count - len(one.shared)))
             one.append(list(range(label, label + count)), to_tree=bool(one.tree) or data.draw(st.booleans()))
             label += count
         if action == "advance":
@@ -85,18 +85,18 @@ def test_caches_come_grow_adopt_and_go(data: st.DataObject, block: int, is_scatt
             one.advance(list(range(committed)), data.draw(st.permutations(range(committed, len(one.tree)))))
         if action == "close" and not any(one.shared or other.shared for other in held):
             held.remove(one)
-            books.free(one.number)
+            allocator.free(one.number)
         for other in held:
             other.check()
     assert pool.tensor.data_ptr() == address
 
 
-def adopter(data: st.DataObject, pool: KVPool, books: SlotBooks, owner: Held, number: int) -> Held:
+def adopter(data: st.DataObject, pool: KVPool, allocator: SlotAllocator, owner: Held, number: int) -> Held:
     """A cache with the first blocks of another's past, and a copy of a part of the next block."""
     block = pool.block
     shared = data.draw(st.integers(0, len(owner.past) // block)) * block
     copied = data.draw(st.integers(0, min(block, len(owner.past) - shared)))
-    slots = (*((first * block, block) for first in owner.cache.blocks(shared)), *books.take(number, copied))
+    slots = (*((first * block, block) for first in owner.cache.blocks(shared)), *allocator.take(number, copied))
     first = owner.cache.ranges(shared, shared + copied)[0].start if copied else 0
     cache = KVCache(pool, slots, shared + copied, (first, copied), with_prompt=data.draw(st.booleans()))
     own = {slot for run in owner.cache.ranges(0, shared) for slot in run}

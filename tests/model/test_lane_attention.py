@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import save_tiny, save_tiny_llama
-from support.slot_books import SlotBooks
+from support.slot_books import SlotAllocator
 from support.stage_chain import ROPES
 
 from pipedec.model import KVCache, KVPool, LaneRows, StageModel
@@ -18,11 +18,11 @@ PROMPTS = (5, 21, 9)  # of which the first part has entered already; the last re
 CHUNK = 4
 
 
-def lanes_of(pool: KVPool, books: SlotBooks, stage: StageModel) -> list[LaneRows]:
+def lanes_of(pool: KVPool, allocator: SlotAllocator, stage: StageModel) -> list[LaneRows]:
     """Two prompts with a chunk still to come, and a root with two children."""
     lanes = []
     for length in PROMPTS:
-        cache = KVCache(pool, books.take(length, length + CHUNK))
+        cache = KVCache(pool, allocator.take(length, length + CHUNK))
         first = length if length == PROMPTS[-1] else length - CHUNK
         positions = torch.arange(first)
         stage.forward(inputs(first, length), [LaneRows(positions, cache, None, length)])
@@ -44,7 +44,7 @@ def test_rows_of_several_requests_in_one_forward(tmp_path: Any, name: str) -> No
     else:
         save_tiny_llama(tmp_path, rope_parameters={"rope_theta": 1000.0, **ROPES[name]}, max_position_embeddings=16)
     stage = StageModel.load(tmp_path, range(1, 4), torch.float64, "cpu")
-    together, apart = (lanes_of(stage.make_pool(88, 8), SlotBooks(88, 8, rng), stage) for rng in (None, random.Random(1)))
+    together, apart = (lanes_of(stage.make_pool(88, 8), SlotAllocator(88, 8, rng), stage) for rng in (None, random.Random(1)))
     rows = [inputs(lane.num_rows, 50 + index) for index, lane in enumerate(together)]
     found = stage.forward(torch.cat(rows), together)
     expected = torch.cat([stage.forward(own, [lane]) for own, lane in zip(rows, apart, strict=True)])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny
 from support.examples import examples
-from support.slot_books import SlotBooks
+from support.slot_books import SlotAllocator
 from torch import Tensor
 
 from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, ModelConfig, StageModel
@@ -53,21 +53,23 @@ def inputs(positions: Tensor) -> Tensor:
     return torch.randn(SLOTS, 32, generator=torch.Generator().manual_seed(0))[positions]
 
 
-def decoded(stage: StageModel, cache: KVCache, books: SlotBooks, sizes: list[int], number: int, shared: int = 0) -> list[Tensor]:
+def decoded(
+    stage: StageModel, cache: KVCache, allocator: SlotAllocator, sizes: list[int], number: int, shared: int = 0
+) -> list[Tensor]:
     """Chunks of the prompt, with masks, then chains that are committed; slots behind the ``shared`` ones are given as needed."""
     outs = list[Tensor]()
     for rows in sizes:
-        cache.extend(books.take(number, cache.length + rows + MASKS - shared))
+        cache.extend(allocator.take(number, cache.length + rows + MASKS - shared))
         outs.append(chunk(stage, cache, rows, MASKS))
     for rows in sizes:
-        cache.extend(books.take(number, cache.length + rows + MASKS - shared))
+        cache.extend(allocator.take(number, cache.length + rows + MASKS - shared))
         outs.append(tree(stage, cache, rows))
         cache.advance(torch.arange(rows), torch.arange(0))
     return outs
 
 
-def prefilled(stage: StageModel, pool: KVPool, books: SlotBooks, rows: int) -> KVCache:
-    cache = KVCache(pool, books.take(0, rows), with_prompt=True)
+def prefilled(stage: StageModel, pool: KVPool, allocator: SlotAllocator, rows: int) -> KVCache:
+    cache = KVCache(pool, allocator.take(0, rows), with_prompt=True)
     chunk(stage, cache, rows)
     return cache
 
@@ -81,7 +83,7 @@ def test_the_bits_do_not_depend_on_where_rows_are_and_who_computed_them(
     stage: StageModel, block: int, rows: int, seed: int, sizes: list[int]
 ) -> None:
     pools = [stage.make_pool(SLOTS, block) for _ in range(2)]
-    together, apart = SlotBooks(SLOTS, block), SlotBooks(SLOTS, block, random.Random(seed))
+    together, apart = SlotAllocator(SLOTS, block), SlotAllocator(SLOTS, block, random.Random(seed))
     expected = decoded(stage, prefilled(stage, pools[0], together, rows), together, sizes, 0)
     owner = prefilled(stage, pools[1], apart, rows)
     shared = rows // block * block

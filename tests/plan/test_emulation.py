@@ -22,7 +22,7 @@ from pipedec.device import GpuDevice
 from pipedec.engine.devices import chosen_device
 from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad, Turn, turn_of
 from pipedec.engine.local import LocalPipeline
-from pipedec.hardware import LINKS, Link, PassTime
+from pipedec.hardware import LINKS, LinkSpec, PassTime
 from pipedec.messages import PromptRequest, RunDescription, to_json
 from pipedec.plan.costs import RankTiming
 from pipedec.plan.emulation import Emulation, with_stages
@@ -30,7 +30,7 @@ from pipedec.plan.partition import plan
 from pipedec.topology import Topology
 from pipedec.validation import parse_json
 
-SLOW_LINK = Link("slow", 1000, 1, "test")  # 1 ms + 1 ms per MB
+SLOW_LINK = LinkSpec("slow", 1000, 1, "test")  # 1 ms + 1 ms per MB
 
 
 def emulation(stages: int = 3, slow_motion: float = 1.0) -> Emulation:
@@ -297,7 +297,7 @@ def test_processes_last_as_long_as_the_emulated_devices(pair: Pair, leaves_nothi
 @pytest.mark.slow
 def test_processes_that_share_an_emulated_device_last_as_long_as_computed(pair: Pair, leaves_nothing: None) -> None:
     """One stage and its draft on one device. Nothing but the two computes, so no real timestep is shorter than a computed one."""
-    rank = RankTiming(PassTime(30, 0.01, 0), Link("fast", 0, 1e6, "test"), 0)
+    rank = RankTiming(PassTime(30, 0.01, 0), LinkSpec("fast", 0, 1e6, "test"), 0)
     alone = Emulation("test", 1.0, rank, (rank,), counts_own_work=False)
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
     seconds = []

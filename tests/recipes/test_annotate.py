@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from pipedec.core import UserError
-from recipes.thread_models import summary
+from recipes.thread_models import annotation as summary
 from recipes.thread_models.annotation import annotate as annotate_all
+from recipes.thread_models.annotation import choose
 from recipes.thread_models.annotators import AparRules, PastaRules, Rejected
-from recipes.thread_models.records import Annotated, Question, choose, read_annotated, read_questions, write_annotated
-from recipes.thread_models.structure import Fork, Join, Structured
+from recipes.thread_models.records import Annotated, Question, read_annotated, read_questions, write_annotated
+from recipes.thread_models.structure import Fork, JoinPoint, Structured
 
 LIST = (
     "Three of them:\n\n1. One: the first of all points\n2. Two: the second of them all\n3. Six: the last of all points\n\nDone."
@@ -78,7 +79,7 @@ def test_a_killed_run_continues(tmp_path: Path, dialect: str, rules: AparRules |
     assert [record.question for record in records] == questions
     assert [record.rule for record in records] == ["list", "none", "list"]
     assert records[1].pieces == ("One.\nTwo…",) and len(records[0].forks) == 3
-    assert (Join() in records[0].pieces) == (dialect == "pasta")
+    assert (JoinPoint() in records[0].pieces) == (dialect == "pasta")
     assert out.read_text().startswith(whole)
 
 

@@ -16,7 +16,7 @@ from pipedec.core import PipedecError, UserError
 from recipes.thread_models.annotators import ModelAnnotator, PastaRules, Rejected, annotation_prompt
 from recipes.thread_models.chat_endpoint import ChatEndpoint
 from recipes.thread_models.pasta_language import Malformed, parse, promised_tokens, topic_of, written
-from recipes.thread_models.structure import Fork, Join, Piece, plain_text
+from recipes.thread_models.structure import Fork, JoinPoint, Piece, plain_text
 
 ANSWER = "Discs came in 1983. A joint venture of two firms made that possible. They changed how we hear music, too."
 TAGGED = (
@@ -50,7 +50,7 @@ def test_paragraphs_are_promised_whole_and_there_is_no_join_at_the_end() -> None
         "Birds sing. They are seldom heard but often seen."
     )
     found = PastaRules(words, min_tokens=5).annotate("What?", answer)
-    assert found is not None and found.rule == "paragraphs" and Join() not in found.pieces
+    assert found is not None and found.rule == "paragraphs" and JoinPoint() not in found.pieces
     assert [(fork.topic, fork.tokens) for fork in found.forks] == [("old river flows", 20), ("Birds sing seldom", 10)]
     assert found.pieces[::2] == ("It is green.\n\n", "\n\n")
     assert [fork.topic for fork in PastaRules(words, 2, 5).annotate("", answer).forks] == ["old river", "Birds sing"]  # type: ignore[union-attr]
@@ -114,7 +114,7 @@ _FORK = st.builds(Fork, _TEXT, st.sampled_from(("a", "a b c()", "it's")), st.int
 def test_what_is_written_is_read_again(groups: list[tuple[str, Fork, bool]], last: str) -> None:
     pieces: list[Piece] = [last]
     for text, fork, joined in groups:
-        pieces += [text, fork, *([Join()] if joined else []), "\n"]
+        pieces += [text, fork, *([JoinPoint()] if joined else []), "\n"]
     merged: list[Piece] = []
     for piece in pieces:
         if merged and isinstance(piece, str) and isinstance(merged[-1], str):

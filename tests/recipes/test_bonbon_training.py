@@ -22,16 +22,16 @@ from pipedec.threads import Sequence, measure
 from pipedec.train.loop import TrainingLoop, linear_decay, muon_and_adamw
 from pipedec.train.run import Run
 from recipes.thread_models.__main__ import thread_models as command
-from recipes.thread_models.answers import Asked, ModelAnswers
+from recipes.thread_models.answers import ModelAnswers, SeededPrompt
 from recipes.thread_models.bonbon import BonbonRecipe, PairSteps, bonbon_gap, bonbon_loss, prefer
 from recipes.thread_models.chat_endpoint import ChatEndpoint
 from recipes.thread_models.judges import Comparison, EndpointJudge, LikelihoodJudge
-from recipes.thread_models.learning import Batch, ThreadRecipe, learned_logits
-from recipes.thread_models.ranking import Pair as Preference
-from recipes.thread_models.ranking import Reader, Scored, Task, sample_answers, score
+from recipes.thread_models.learning import PaddedRows, ThreadRecipe, learned_logits
+from recipes.thread_models.ranking import PreferencePair as Preference
+from recipes.thread_models.ranking import RankingTask, Reader, ScoredSamples, sample_answers, score
 from recipes.thread_models.report import PREFERENCE_CARD, ThreadsRun, thread_card
 from recipes.thread_models.rounds import Rounds, place_of, scores_of
-from recipes.thread_models.rows import Writer, tree_row
+from recipes.thread_models.rows import RowWriter, tree_row
 from recipes.thread_models.student import Student
 from recipes.thread_models.tuning import tune
 
@@ -49,8 +49,8 @@ class Tuned:
     student: Student
 
     @property
-    def writer(self) -> Writer:
-        return Writer(self.student.tokenizer, ["pasta"], self.student.tokenizer.eos_token_id)
+    def writer(self) -> RowWriter:
+        return RowWriter(self.student.tokenizer, ["pasta"], self.student.tokenizer.eos_token_id)
 
     @property
     def reader(self) -> Reader:
@@ -70,8 +70,8 @@ def run_in(folder: Path) -> ThreadsRun:
     return ThreadsRun(folder / "out", folder / "work", "float32", 1, CPU, held_out_prompts=2)
 
 
-def task(tuned: Tuned, prompt: str = "Say 4 words.", baseline: int = 30) -> Task:
-    return Task(prompt, tuned.writer.prompt(prompt, "pasta"), "The reference.", (40,) * baseline)
+def task(tuned: Tuned, prompt: str = "Say 4 words.", baseline: int = 30) -> RankingTask:
+    return RankingTask(prompt, tuned.writer.prompt(prompt, "pasta"), "The reference.", (40,) * baseline)
 
 
 @dataclass
@@ -80,9 +80,9 @@ class Parrot:
 
     reader: Reader
     answers: list[tuple[int, ...]]
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[SeededPrompt] = field(default_factory=list)
 
-    def answer(self, asked: list[Asked]) -> list[Sequence]:
+    def answer(self, asked: list[SeededPrompt]) -> list[Sequence]:
         self.asked += asked
         return [self.reader.sequence(one.prompt_ids, self.answers[one.seed % len(self.answers)]) for one in asked]
 
@@ -106,17 +106,19 @@ def test_the_loss_is_the_papers() -> None:
 
 
 def test_best_and_worst_are_by_score() -> None:
-    asked = Task("q", (1,), "", (2,))
-    one = Scored(asked, [(1,), (2,), (3,)], [True] * 3, [3.0, 1.0, 2.0], [1.0] * 3, [0.1, 0.5, 0.9])
+    asked = RankingTask("q", (1,), "", (2,))
+    one = ScoredSamples(asked, [(1,), (2,), (3,)], [True] * 3, [3.0, 1.0, 2.0], [1.0] * 3, [0.1, 0.5, 0.9])
     assert one.pair(0.0, "speedup", True) == Preference((1,), (1,), (2,))
     assert one.pair(10.0, "speedup", True) == Preference((1,), (3,), (1,))
     assert one.pair(math.inf, "speedup", True) == Preference((1,), (3,), (1,)), "the quality alone"
     assert one.pair(0.0, "parallelism", True) is None, "all are equally parallel"
-    assert Scored(asked, [], [], [], [], []).pair(1.0, "speedup", True) is None
+    assert ScoredSamples(asked, [], [], [], [], []).pair(1.0, "speedup", True) is None
 
 
 def test_an_answer_that_did_not_end_may_be_the_worst_but_not_the_best() -> None:
-    one = Scored(Task("q", (1,), "", (2,)), [(1,), (2,), (3,)], [True, True, False], [3.0, 2.0, 4.0], [1.0] * 3, [0.2, 0.8, 0.0])
+    one = ScoredSamples(
+        RankingTask("q", (1,), "", (2,)), [(1,), (2,), (3,)], [True, True, False], [3.0, 2.0, 4.0], [1.0] * 3, [0.2, 0.8, 0.0]
+    )
     assert one.pair(4.0, "speedup", True) == Preference((1,), (2,), (1,)), "it is quicker than the worst is good"
     assert one.pair(8.0, "speedup", True) == Preference((1,), (2,), (3,), worst_ended=False)
     assert one.pair(8.0, "speedup", False) == Preference((1,), (2,), (1,))
@@ -131,7 +133,7 @@ def test_an_answer_that_did_not_end_may_be_the_worst_but_not_the_best() -> None:
     ("efficiency", "first"), [("speedup", 4.0), ("parallelism", 1.0), ("harmonic", 1.6), ("arithmetic", 2.5)]
 )
 def test_efficiency_is_one_of_the_papers_four(efficiency: str, first: float) -> None:
-    one = Scored(Task("q", (1,), "", (2,)), [(1,)], [True], [4.0], [1.0], [0.5])
+    one = ScoredSamples(RankingTask("q", (1,), "", (2,)), [(1,)], [True], [4.0], [1.0], [0.5])
     assert one.totals(2.0, efficiency) == [pytest.approx(first + 1.0)]
     assert one.totals(math.inf, efficiency) == [0.5]
 
@@ -237,7 +239,7 @@ def test_pairs_are_learned(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
     prompt = task(tuned).prompt_ids
     answers = [tuned.writer.sample(record(PASTA), dialect).answer for dialect in ("pasta", None)]
     best, worst = (tree_row(long.sequence(prompt, answer), prompt) for answer in answers)
-    logits = learned_logits(student.model, Batch.of([best], CPU)).log_softmax(-1)
+    logits = learned_logits(student.model, PaddedRows.of([best], CPU)).log_softmax(-1)
     targets = best.targets[best.targets >= 0]
     recipe = replace(RECIPE, beta=0.2, batch=1)
     steps = PairSteps.before(student.model, [(best, worst)], recipe, torch.float32)
@@ -262,7 +264,7 @@ def test_a_killed_run_continues_to_the_same_weights(
     answer, step = ModelAnswers.answer, PairSteps.__call__
     answered: list[int] = []
 
-    def dies(answers: ModelAnswers, asked: list[Asked]) -> list[Sequence]:
+    def dies(answers: ModelAnswers, asked: list[SeededPrompt]) -> list[Sequence]:
         if len(answered) == 1:
             raise KeyboardInterrupt
         answered.append(len(asked))
@@ -303,7 +305,7 @@ def test_rounds_of_several_weights_continue_where_a_killed_run_stopped(
     rounds = Rounds((tuned.data,), tuned.model, tuned.model, recipes, 2)
     answer, sampled = ModelAnswers.answer, list[int]()
 
-    def counted(answers: ModelAnswers, asked: list[Asked]) -> list[Sequence]:
+    def counted(answers: ModelAnswers, asked: list[SeededPrompt]) -> list[Sequence]:
         if answers.temperature > 0:
             if len(sampled) == kill_at:
                 raise KeyboardInterrupt

@@ -19,11 +19,11 @@ from pipedec.core import UserError
 from pipedec.threads import Sequence, ThreadedSequence, replay
 from pipedec.train.loop import TrainingLoop
 from recipes.thread_models.figures import in_circles, repeats
-from recipes.thread_models.learning import Batch, ThreadLoss, ThreadRecipe, ThreadSteps, learned_logits
+from recipes.thread_models.learning import PaddedRows, ThreadLoss, ThreadRecipe, ThreadSteps, learned_logits
 from recipes.thread_models.own_answers import Circles, avoiding_row, prompts_of_rounds
 from recipes.thread_models.records import read_annotated
 from recipes.thread_models.report import ThreadsRun
-from recipes.thread_models.rows import IGNORED, Writer
+from recipes.thread_models.rows import IGNORED, RowWriter
 from recipes.thread_models.student import Student
 from recipes.thread_models.tuning import tune
 
@@ -41,8 +41,8 @@ def student(pair: Pair) -> Student:
 
 
 @pytest.fixture
-def writer(student: Student) -> Writer:
-    return Writer(student.tokenizer, ["apar", "pasta"], student.tokenizer.eos_token_id)
+def writer(student: Student) -> RowWriter:
+    return RowWriter(student.tokenizer, ["apar", "pasta"], student.tokenizer.eos_token_id)
 
 
 def stutters(model: Path, path: Path) -> None:
@@ -76,7 +76,7 @@ def test_circles_are_answers_that_are_cut_while_they_repeat_themselves() -> None
     assert not in_circles(said([*range(100, 200), *range(100, 140)], 140)), "a part of its end is repeated"
 
 
-def test_one_of_several_threads_may_run_in_circles(writer: Writer) -> None:
+def test_one_of_several_threads_may_run_in_circles(writer: RowWriter) -> None:
     bound = writer.bound["apar"]
     sequence = ThreadedSequence(bound, 3, [writer.end_token_id], 260)
     replay(sequence, [50, bound.opener, bound.child_start, *CIRCLE[:257]])
@@ -91,10 +91,10 @@ def test_only_repeated_tokens_are_targets_and_the_rest_is_cut(student: Student) 
     assert row.targets[places].tolist() == CIRCLE[first - 3 : first - 3 + 64]
 
 
-def test_unlikelihood_is_of_avoided_targets_alone(student: Student, writer: Writer) -> None:
+def test_unlikelihood_is_of_avoided_targets_alone(student: Student, writer: RowWriter) -> None:
     row = avoiding_row(said(CIRCLE[:60], 60), (5, 6, 7))
     likely = replace(row, is_avoided=False)
-    batch = Batch.of([row, likely], CPU)
+    batch = PaddedRows.of([row, likely], CPU)
     losses = ThreadLoss(student.model, writer.controls).of(batch)
     chances = learned_logits(student.model, batch).softmax(-1).gather(1, batch.learned[:, None])[:, 0]
     half = len(chances) // 2
@@ -103,11 +103,11 @@ def test_unlikelihood_is_of_avoided_targets_alone(student: Student, writer: Writ
     assert torch.allclose(losses.values[half:], -chances[half:].log(), atol=1e-4)
 
 
-def test_a_model_unlearns_a_circle(student: Student, writer: Writer, tmp_path: Path) -> None:
+def test_a_model_unlearns_a_circle(student: Student, writer: RowWriter, tmp_path: Path) -> None:
     row = avoiding_row(said(CIRCLE[:100], 100), (5, 6, 7))
 
     def chance() -> float:
-        batch = Batch.of([row], CPU)
+        batch = PaddedRows.of([row], CPU)
         logits = learned_logits(student.model, batch).softmax(-1)
         return float(logits.gather(1, batch.learned[:, None]).mean().detach())
 
@@ -116,7 +116,7 @@ def test_a_model_unlearns_a_circle(student: Student, writer: Writer, tmp_path: P
     loss = ThreadLoss(student.model, writer.controls)
     for wanted in (likely, row):
         for _ in range(30):
-            loss.of(Batch.of([wanted], CPU)).values.mean().backward()
+            loss.of(PaddedRows.of([wanted], CPU)).values.mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         if wanted is likely:
@@ -124,7 +124,7 @@ def test_a_model_unlearns_a_circle(student: Student, writer: Writer, tmp_path: P
     assert learned > 0.5 > 0.05 > chance()
 
 
-def test_a_step_learns_its_samples_and_avoids_circles(student: Student, writer: Writer, tmp_path: Path) -> None:
+def test_a_step_learns_its_samples_and_avoids_circles(student: Student, writer: RowWriter, tmp_path: Path) -> None:
     record_file = write_records(tmp_path / "apar.jsonl", "apar")
     samples = [writer.sample(record, "apar") for record in read_annotated(record_file, "apar")][:3]
     row = avoiding_row(said(CIRCLE[:100], 100), (5, 6, 7))
@@ -137,7 +137,7 @@ def test_a_step_learns_its_samples_and_avoids_circles(student: Student, writer: 
     assert with_circles["control_loss"] == pytest.approx(alone["control_loss"])
 
 
-def test_rounds_ask_in_one_thread_and_in_every_dialect_by_turns(writer: Writer) -> None:
+def test_rounds_ask_in_one_thread_and_in_every_dialect_by_turns(writer: RowWriter) -> None:
     prompts = [f"How long is {number}?" for number in range(12)]
     rounds = prompts_of_rounds(prompts, writer, RECIPE)
     asked = [one for part in rounds for one in part]
@@ -148,7 +148,7 @@ def test_rounds_ask_in_one_thread_and_in_every_dialect_by_turns(writer: Writer) 
 
 
 @pytest.mark.slow
-def test_rounds_ask_the_prompts_of_the_run_or_those_of_its_files(pair: Pair, writer: Writer, tmp_path: Path) -> None:
+def test_rounds_ask_the_prompts_of_the_run_or_those_of_its_files(pair: Pair, writer: RowWriter, tmp_path: Path) -> None:
     seen: list[set[str]] = []
     files = {"apar": (write_records(tmp_path / "apar.jsonl", "apar"),)}
     written = [record.question.prompt for record in read_annotated(files["apar"][0], "apar") if not record.question.held_out]

@@ -10,9 +10,9 @@ import torch
 from support.tiny_pair import Pair
 
 from pipedec.core import UserError
-from recipes.thread_models.answers import Asked, ModelAnswers
+from recipes.thread_models.answers import ModelAnswers, SeededPrompt
 from recipes.thread_models.own_answers import OwnAnswers, answers_to_all
-from recipes.thread_models.rows import Unanswered, Writer
+from recipes.thread_models.rows import RowWriter, Unanswered
 from recipes.thread_models.student import Student
 
 PROMPTS = [f"How long is {number}?" for number in range(40)]
@@ -22,7 +22,7 @@ LIMIT = 100  # tokens of an answer
 @pytest.fixture
 def answers(pair: Pair, tmp_path: Path) -> OwnAnswers:
     student = Student.load(pair.draft, ["apar", "pasta"], torch.device("cpu"), seed=1)
-    writer = Writer(student.tokenizer, ["apar", "pasta"], student.tokenizer.eos_token_id)
+    writer = RowWriter(student.tokenizer, ["apar", "pasta"], student.tokenizer.eos_token_id)
     return OwnAnswers(student.model, writer, LIMIT, tmp_path / "teacher")
 
 
@@ -33,7 +33,7 @@ def test_they_are_what_the_model_says(answers: OwnAnswers) -> None:
     assert {Unanswered(one.dialect, one.prompt) for one in found} == set(asked) and len(found) == 6
     for sample in found:
         bound = answers.writer.bound_to(sample.dialect)
-        (said,) = ModelAnswers(answers.model, bound, (answers.writer.end_token_id,), LIMIT).answer([Asked(sample.prompt)])
+        (said,) = ModelAnswers(answers.model, bound, (answers.writer.end_token_id,), LIMIT).answer([SeededPrompt(sample.prompt)])
         assert sample.answer == tuple(token.token_id for token in said.document())
         replayed = answers.writer.sequence(sample, LIMIT)
         assert (replayed.finished, len(replayed.threads)) == (said.finished, len(said.threads))
@@ -47,7 +47,7 @@ def test_every_prompt_is_answered_in_every_way_and_asked_once(answers: OwnAnswer
     asked: list[int] = []
     ask = ModelAnswers.answer
 
-    def dies(self: ModelAnswers, prompts: list[Asked]) -> Any:
+    def dies(self: ModelAnswers, prompts: list[SeededPrompt]) -> Any:
         if len(asked) == 4:
             asked.append(0)
             raise KeyboardInterrupt

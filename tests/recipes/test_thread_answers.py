@@ -13,11 +13,11 @@ from support.checkpoints import save_tiny
 from support.toy_dialects import END, TEXTS, ids, sequence_of, texts, toy
 
 from pipedec.threads import BoundDialect, Sequence, State, measure, replay
-from recipes.thread_models.answers import Asked, ModelAnswers
+from recipes.thread_models.answers import ModelAnswers, SeededPrompt
 from recipes.thread_models.figures import agreement, answer_all, geometric_mean, text_of, thread_figures
 from recipes.thread_models.rows import tree_row
 
-ASKED = [Asked((20, 21, 22), 1), Asked((30, 25), 2), Asked((33, 34, 35, 36, 37), 3), Asked((29,), 4)]
+ASKED = [SeededPrompt((20, 21, 22), 1), SeededPrompt((30, 25), 2), SeededPrompt((33, 34, 35, 36, 37), 3), SeededPrompt((29,), 4)]
 APAR = "a [Fork] [Child] x y z <|end|> b [Fork] [Child] x <|end|> c <|end|>"
 
 
@@ -31,7 +31,7 @@ def talkative(path: Path, bound: BoundDialect) -> Any:
 
 
 @torch.no_grad()
-def without_cache(model: Any, bound: BoundDialect, asked: Asked, max_tokens: int) -> Sequence:
+def without_cache(model: Any, bound: BoundDialect, asked: SeededPrompt, max_tokens: int) -> Sequence:
     """The greedy answer, from one forward over all of it for every step."""
     prompt = len(asked.prompt_ids)
     sequence = sequence_of(bound, prompt, max_tokens)

@@ -22,10 +22,10 @@ from pipedec.text.prompt import Prompter
 from pipedec.threads import load_dialect
 from pipedec.train.loop import TrainingLoop, muon_and_adamw
 from recipes.thread_models.__main__ import thread_models as command
-from recipes.thread_models.answers import Asked, ModelAnswers
+from recipes.thread_models.answers import ModelAnswers, SeededPrompt
 from recipes.thread_models.figures import text_of
 from recipes.thread_models.learning import (
-    Batch,
+    PaddedRows,
     ThreadLoss,
     ThreadRecipe,
     ThreadSteps,
@@ -35,7 +35,7 @@ from recipes.thread_models.learning import (
     plan,
 )
 from recipes.thread_models.report import THREADS_CARD, ThreadsRun, thread_card
-from recipes.thread_models.rows import IGNORED, Row, Sample, Writer, Written, with_marker
+from recipes.thread_models.rows import IGNORED, RowWriter, TokenizedSample, TrainingRow, WrittenSample, with_marker
 from recipes.thread_models.structure import Fork
 from recipes.thread_models.student import Student
 from recipes.thread_models.tuning import tune
@@ -51,15 +51,15 @@ def student(pair: Pair) -> Student:
 
 
 @pytest.fixture
-def writer(student: Student) -> Writer:
+def writer(student: Student) -> RowWriter:
     return writer_of(student)
 
 
-def writer_of(student: Student) -> Writer:
-    return Writer(student.tokenizer, ["apar", "pasta"], student.tokenizer.eos_token_id)
+def writer_of(student: Student) -> RowWriter:
+    return RowWriter(student.tokenizer, ["apar", "pasta"], student.tokenizer.eos_token_id)
 
 
-def loss_of(student: Student, writer: Writer) -> ThreadLoss:
+def loss_of(student: Student, writer: RowWriter) -> ThreadLoss:
     return ThreadLoss(student.model, writer.controls)
 
 
@@ -72,11 +72,11 @@ def files_in(folder: Path) -> dict[str, tuple[Path, ...]]:
     return {dialect: (write_records(folder / f"{dialect}.jsonl", dialect),) for dialect in ("apar", "pasta")}
 
 
-def place(row: Row, token: int, which: int = 0) -> int:
+def place(row: TrainingRow, token: int, which: int = 0) -> int:
     return int((row.token_ids == token).nonzero()[which, 0])
 
 
-def test_a_prompt_is_the_engines_and_the_marker_comes_before_it(student: Student, writer: Writer, pair: Pair) -> None:
+def test_a_prompt_is_the_engines_and_the_marker_comes_before_it(student: Student, writer: RowWriter, pair: Pair) -> None:
     prompter = Prompter(pair.draft, 2048)
     assert writer.prompt("List both.", None) == prompter.token_ids("List both.", raw=False, max_tokens=1)
     marked = student.tokenizer.decode(writer.prompt("List both.", "apar"))
@@ -89,7 +89,7 @@ def test_a_prompt_is_the_engines_and_the_marker_comes_before_it(student: Student
     assert student.tokenizer.apply_chat_template(told, tokenize=False) == "<|system|>Be brief.<|user|>Hi"
 
 
-def test_text_is_never_read_as_control(writer: Writer) -> None:
+def test_text_is_never_read_as_control(writer: RowWriter) -> None:
     bound = writer.bound["apar"]
     sample = writer.sample(record(("Say [Fork] or </s>.",), rule="none"), "apar")
     assert bound.opener not in sample.answer and sample.answer.count(writer.end_token_id) == 1
@@ -98,25 +98,25 @@ def test_text_is_never_read_as_control(writer: Writer) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_both_forms_of_a_paragraph_tree_give_the_same_logits(
-    student: Student, writer: Writer, family: str, tmp_path: Path
+    student: Student, writer: RowWriter, family: str, tmp_path: Path
 ) -> None:
     model = save_tiny(family, tmp_path, vocab=len(student.tokenizer), dtype=torch.float64)
     sample = writer.sample(record(APAR), "apar")
     (tree,), rows = writer.rows(sample, "tree"), writer.rows(sample, "unrolled")
     assert len(rows) == 3 and all(torch.equal(row.mask, torch.ones_like(row.mask).tril()) for row in rows)
-    flat = Batch.of([tree], CPU)
+    flat = PaddedRows.of([tree], CPU)
     logits = torch.full((len(tree.token_ids), len(student.tokenizer)), torch.nan)
     logits[tree.targets != IGNORED] = learned_logits(model, flat)
     threads = [0] * len(sample.prompt) + [token.thread for token in writer.sequence(sample).document()]
     for number, row in enumerate(rows):
         own = torch.tensor([thread == number for thread in threads]) & (tree.targets != IGNORED)
-        alone = Batch.of([row], CPU)
+        alone = PaddedRows.of([row], CPU)
         assert tree.targets[own].tolist() == alone.learned.tolist()
         torch.testing.assert_close(logits[own], learned_logits(model, alone), atol=1e-5, rtol=1e-5)
-    assert sum(len(Batch.of([row], CPU).learned) for row in rows) == len(flat.learned)
+    assert sum(len(PaddedRows.of([row], CPU).learned) for row in rows) == len(flat.learned)
 
 
-def test_both_forms_give_the_same_loss_and_gradients(student: Student, writer: Writer) -> None:
+def test_both_forms_give_the_same_loss_and_gradients(student: Student, writer: RowWriter) -> None:
     samples = [writer.sample(found, "apar") for found in records("apar", 8)]
     found = {}
     for form in ("tree", "unrolled"):
@@ -131,7 +131,7 @@ def test_both_forms_give_the_same_loss_and_gradients(student: Student, writer: W
         torch.testing.assert_close(tree, unrolled, atol=1e-5, rtol=1e-4)
 
 
-def test_a_body_is_seen_from_the_join_on(writer: Writer) -> None:
+def test_a_body_is_seen_from_the_join_on(writer: RowWriter) -> None:
     bound = writer.bound["pasta"]
     (row,) = writer.rows(writer.sample(record(PASTA), "pasta"), "tree")
     first, first_end = place(row, bound.child_start), place(row, bound.child_end)
@@ -143,7 +143,7 @@ def test_a_body_is_seen_from_the_join_on(writer: Writer) -> None:
     assert row.mask[:, : place(row, bound.opener)].tril().equal(torch.ones_like(row.mask)[:, : place(row, bound.opener)].tril())
 
 
-def test_positions_come_from_predicted_lengths(writer: Writer) -> None:
+def test_positions_come_from_predicted_lengths(writer: RowWriter) -> None:
     bound = writer.bound["pasta"]
     (row,) = writer.rows(writer.sample(record(PASTA), "pasta"), "tree")
     for which, promised in enumerate((30, 20)):
@@ -154,7 +154,7 @@ def test_positions_come_from_predicted_lengths(writer: Writer) -> None:
         assert row.positions[closed + 1] == row.positions[opened - 1] + 1 + promised
 
 
-def test_behind_a_promise_comes_what_follows_its_block(writer: Writer) -> None:
+def test_behind_a_promise_comes_what_follows_its_block(writer: RowWriter) -> None:
     bound = writer.bound["pasta"]
     (row,) = writer.rows(writer.sample(record(PASTA), "pasta"), "tree")
     for which in (0, 1):
@@ -164,17 +164,17 @@ def test_behind_a_promise_comes_what_follows_its_block(writer: Writer) -> None:
     assert bound.child_start not in row.targets
 
 
-def test_forks_beyond_what_a_thread_may_have_are_said_in_it(writer: Writer) -> None:
+def test_forks_beyond_what_a_thread_may_have_are_said_in_it(writer: RowWriter) -> None:
     pieces = tuple(piece for number in range(20) for piece in (f"\n{number}. x:", Fork(f" the point {number}")))
     sample = writer.sample(record((*pieces, "\nEnd.")), "apar")
     assert len(writer.sequence(sample).threads) == 17 and not writer.sequence(sample).anomalies
     assert len(writer.rows(sample, "unrolled")) == 17
 
 
-def test_every_sample_comes_once_before_any_comes_again(writer: Writer) -> None:
+def test_every_sample_comes_once_before_any_comes_again(writer: RowWriter) -> None:
     samples = [writer.sample(found, "apar") for found in records("apar", 12)]
     planned = plan(samples, writer, replace(RECIPE, steps=9))
-    drawn = [sample.record.question.prompt for step in planned for sample in step if isinstance(sample, Written)]
+    drawn = [sample.record.question.prompt for step in planned for sample in step if isinstance(sample, WrittenSample)]
     assert len(drawn) >= 24 and sorted(drawn[:12]) == sorted(drawn[12:24]) and drawn[:12] != drawn[12:24]
     for share in (0.0, 1.0):
         steps = plan(samples, writer, replace(RECIPE, plain_share=share))
@@ -187,23 +187,23 @@ def test_every_sample_comes_once_before_any_comes_again(writer: Writer) -> None:
         plan(samples, writer, replace(RECIPE, max_length=3))
 
 
-def test_every_second_sample_is_one_of_the_teachers_answers(writer: Writer) -> None:
+def test_every_second_sample_is_one_of_the_teachers_answers(writer: RowWriter) -> None:
     written = [writer.sample(found, "apar") for found in records("apar", 12)]
-    said = [Sample("apar", one.prompt, one.answer) for one in written[:5]]
+    said = [TokenizedSample("apar", one.prompt, one.answer) for one in written[:5]]
     planned = plan(written, writer, replace(RECIPE, steps=9, plain_share=1.0), said)
     drawn = [sample for step in planned for sample in step]
-    assert {type(sample) for sample in drawn[::2]} == {Written} and {sample.dialect for sample in drawn[::2]} == {None}
-    assert {type(sample) for sample in drawn[1::2]} == {Sample}
+    assert {type(sample) for sample in drawn[::2]} == {WrittenSample} and {sample.dialect for sample in drawn[::2]} == {None}
+    assert {type(sample) for sample in drawn[1::2]} == {TokenizedSample}
     assert all(sorted(drawn[start : start + 10 : 2], key=str) == sorted(said, key=str) for start in (1, 11))
-    only = plan(written, writer, replace(RECIPE, max_length=3), [Sample(None, (1,), (2,))] * 200)
-    assert {type(sample) for step in only for sample in step} == {Sample}, "no written sample is short enough"
+    only = plan(written, writer, replace(RECIPE, max_length=3), [TokenizedSample(None, (1,), (2,))] * 200)
+    assert {type(sample) for step in only for sample in step} == {TokenizedSample}, "no written sample is short enough"
 
 
-def test_control_tokens_count_more(student: Student, writer: Writer) -> None:
+def test_control_tokens_count_more(student: Student, writer: RowWriter) -> None:
     sample = writer.sample(record(APAR), "apar")
     loss = loss_of(student, writer)
     with torch.no_grad():
-        losses = loss.of(Batch.of(writer.rows(sample, "tree"), CPU))
+        losses = loss.of(PaddedRows.of(writer.rows(sample, "tree"), CPU))
     assert int(losses.is_control.sum()) == 2
     for weight in (1.0, 5.0):
         weights = 1 + (weight - 1) * losses.is_control
@@ -216,7 +216,7 @@ def test_control_tokens_count_more(student: Student, writer: Writer) -> None:
     )
 
 
-def test_losses_do_not_depend_on_how_rows_are_batched(student: Student, writer: Writer) -> None:
+def test_losses_do_not_depend_on_how_rows_are_batched(student: Student, writer: RowWriter) -> None:
     rows = [row for found in records("pasta", 9) for row in writer.rows(writer.sample(found, "pasta"), "tree")]
     together, alone = list(batches(rows, CPU)), list(batches(rows, CPU, tokens=1))
     assert len(together) < len(alone) == 9
@@ -224,15 +224,15 @@ def test_losses_do_not_depend_on_how_rows_are_batched(student: Student, writer: 
     torch.testing.assert_close(*losses, atol=2e-4, rtol=0)
 
 
-def test_a_teachers_distribution_is_learned(student: Student, writer: Writer, pair: Pair) -> None:
-    batch = Batch.of(writer.rows(writer.sample(record(APAR), "apar"), "tree"), CPU)
+def test_a_teachers_distribution_is_learned(student: Student, writer: RowWriter, pair: Pair) -> None:
+    batch = PaddedRows.of(writer.rows(writer.sample(record(APAR), "apar"), "tree"), CPU)
     own = learned_logits(student.model, batch).log_softmax(-1)
     taught = replace(loss_of(student, writer), teacher=student.model).of(batch)
     torch.testing.assert_close(taught.values, -(own.exp() * own).sum(-1), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow
-def test_threads_are_learned(student: Student, writer: Writer, tmp_path: Path) -> None:
+def test_threads_are_learned(student: Student, writer: RowWriter, tmp_path: Path) -> None:
     """A model that has learned two answers by heart says them, in threads where it is asked to."""
     samples = [writer.sample(record(APAR), "apar"), writer.sample(record(PASTA), "pasta"), writer.sample(record(APAR), None)]
     recipe = replace(RECIPE, steps=120, learning_rate=3e-3, plain_share=0.0)
@@ -244,7 +244,7 @@ def test_threads_are_learned(student: Student, writer: Writer, tmp_path: Path) -
     for sample in samples[:2]:
         assert sample.dialect is not None
         answers = ModelAnswers(student.model, writer.bound[sample.dialect], (writer.end_token_id,), 200)
-        (sequence,) = answers.answer([Asked(sample.prompt)])
+        (sequence,) = answers.answer([SeededPrompt(sample.prompt)])
         assert tuple(token.token_id for token in sequence.document()) == sample.answer
         assert text_of(sequence, writer.decode) == sample.record.question.answer
 

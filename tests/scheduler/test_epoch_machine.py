@@ -19,7 +19,7 @@ from support.whole_scheduler import Scheduler, WholeScheduler
 from pipedec.config import Settings
 from pipedec.core import EpochEnded
 from pipedec.messages import RunDescription, TokensEvent
-from pipedec.scheduler import Message, Remembered, initial_windows
+from pipedec.scheduler import RankMessage, Remembered, initial_windows
 from pipedec.topology import Topology
 
 TWO = Topology.even(2, 2)
@@ -138,7 +138,7 @@ class Epochs(RuleBasedStateMachine):
         assert set(real.running) == self.given and real.waiting == len(self.told) - len(self.given)
 
     @staticmethod
-    def _journal(scheduler: Scheduler) -> list[Message]:
+    def _journal(scheduler: Scheduler) -> list[RankMessage]:
         return [replace(one, text="") for one in scheduler.journal()]
 
     def teardown(self) -> None:

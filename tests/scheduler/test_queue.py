@@ -17,7 +17,7 @@ from support.whole_scheduler import Scheduler, WholeScheduler
 from pipedec.config import Settings
 from pipedec.core import RankLost, SchedulerLost, UserError
 from pipedec.messages import AbortEvent, CancelledEvent, ErrorEvent, Event, RunDescription, StageStats, TokensEvent
-from pipedec.scheduler import Message, Post, Task, Topology, after_window, initial_windows
+from pipedec.scheduler import Post, RankMessage, Task, Topology, after_window, initial_windows
 
 MakeScheduler = Callable[[Topology], Scheduler]
 TWO = Topology.even(2, 2)
@@ -44,7 +44,7 @@ def test_requests_are_taken_by_priority_then_in_order(scheduler: Scheduler) -> N
     for priority in (0, 5, -3, 0, 5, -3, 1 << 40):
         scheduler.submit(f'{{"é": {priority}}}', priority)
     assert scheduler.status().waiting == 7
-    assert scheduler.take(1).requests == [Message("request", 2, text='{"é": -3}')]
+    assert scheduler.take(1).requests == [RankMessage("request", 2, text='{"é": -3}')]
     assert taken(scheduler, 0) == []
     assert taken(scheduler, 3) == [5, 0, 3]
     assert scheduler.submit("{}", -1) == 7
@@ -93,13 +93,13 @@ def test_waiting_for_a_request_takes_the_first_and_the_stop_overtakes(scheduler:
     scheduler.submit("later")
     scheduler.submit("sooner", -1)
     assert [scheduler.wait_request(0), scheduler.wait_request(0), scheduler.wait_request(0)] == [
-        Message("request", 1, text="sooner"),
-        Message("request", 0, text="later"),
+        RankMessage("request", 1, text="sooner"),
+        RankMessage("request", 0, text="later"),
         None,
     ]
     scheduler.submit("last")
     scheduler.stop()
-    assert scheduler.wait_request(0) == Message("stop")
+    assert scheduler.wait_request(0) == RankMessage("stop")
     refused = scheduler.take(9)
     assert refused.stopping and [message.text for message in refused.requests] == ["last"]
 
@@ -108,7 +108,7 @@ def test_a_waiting_rank_wakes_up_for_each_request(make_redis_scheduler: Callable
     scheduler = make_redis_scheduler(TWO)
     scheduler.open(DESCRIPTION)
     client = WholeScheduler(scheduler.client, scheduler.keys.run_id, TWO)
-    received: list[Message | None] = []
+    received: list[RankMessage | None] = []
 
     def serve() -> None:
         while (message := scheduler.wait_request(10)) is not None and message.kind != "stop":
@@ -135,7 +135,7 @@ def test_a_waiting_request_is_cancelled_at_once(scheduler: Scheduler) -> None:
     scheduler.submit("{}")
     assert scheduler.cancel(0) and not scheduler.cancel(0)
     assert answer(scheduler, 0) == [CancelledEvent()]
-    assert scheduler.take(9).requests == [Message("request", 1, text="{}")]
+    assert scheduler.take(9).requests == [RankMessage("request", 1, text="{}")]
     assert scheduler.take(9).cancelled == []
 
 

@@ -10,7 +10,7 @@ from support.whole_scheduler import Scheduler
 from pipedec.config import Settings
 from pipedec.core import RankLost, UserError
 from pipedec.messages import RunDescription
-from pipedec.scheduler import Granted, Message, Task, Topology, after_window, initial_windows
+from pipedec.scheduler import Granted, RankMessage, Task, Topology, after_window, initial_windows
 from pipedec.scheduler.protocol import SESSION_TRACE
 
 MakeScheduler = Callable[[Topology], Scheduler]
@@ -33,13 +33,13 @@ def begin(scheduler: Scheduler, session: int) -> None:
     scheduler.begin_session(session, initial_windows(TWO, 4), SESSION_TRACE)
 
 
-def granted(message: Message | None) -> Granted:
+def granted(message: RankMessage | None) -> Granted:
     assert message is not None and message.kind == "tasks"
     [only] = message.tasks
     return only
 
 
-def finish(scheduler: Scheduler, rank: int, seq: int, finished: bool = False) -> Message | None:
+def finish(scheduler: Scheduler, rank: int, seq: int, finished: bool = False) -> RankMessage | None:
     planned = after_window(window(0, seq), TWO, 0 if finished else 4) if rank == 0 else []
     return scheduler.report(rank, [window(rank, seq)], planned, timeout_seconds=0.01)
 

@@ -15,7 +15,7 @@ from support.whole_scheduler import Scheduler, WholeScheduler
 from pipedec.config import Settings
 from pipedec.core import PipedecError
 from pipedec.messages import RunDescription
-from pipedec.scheduler import Task, Topology, Transfer, after_window, checked_transfers, initial_windows
+from pipedec.scheduler import PlannedTransfer, Task, Topology, after_window, checked_transfers, initial_windows
 from pipedec.scheduler.transfers import DUPLEXES, Phase, transfer_phases, transfers_between_timesteps, transfers_of
 
 DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),))
@@ -158,10 +158,10 @@ def test_rank_0_refuses_to_send_before_it_has_the_result() -> None:
 
 # Ranks that follow their orders: each yields the transfers that it offers and goes on with the one that took place. A transfer
 # needs both its ranks at once, as with a link that holds nothing.
-Offers = Generator[tuple[Transfer, ...], Transfer, None]
+Offers = Generator[tuple[PlannedTransfer, ...], PlannedTransfer, None]
 
 
-def in_order(phases: tuple[Phase, ...], wanted: Callable[[Transfer], bool]) -> Offers:
+def in_order(phases: tuple[Phase, ...], wanted: Callable[[PlannedTransfer], bool]) -> Offers:
     """The wanted transfers, phase by phase, those of a phase in any order."""
     for phase in phases:
         offered = [transfer for transfer in phase if wanted(transfer)]
@@ -182,12 +182,12 @@ def draft_rank(topology: Topology, phases: tuple[Phase, ...], timesteps: int) ->
 def stage_rank(rank: int, topology: Topology, phases: tuple[Phase, ...], timesteps: int, window: int) -> Offers:
     """Between two timesteps the granted order, and after a window's last one the output before the next window's input."""
     is_entry, is_exit = rank in topology.entry_ranks, rank in topology.exit_ranks
-    receives = Transfer(rank - 1, rank)
+    receives = PlannedTransfer(rank - 1, rank)
     yield (receives,)
     for number in range(1, timesteps + 1):
         last, ends_window = number == timesteps, number % window == 0
         if not is_exit:
-            yield (Transfer(rank, rank + 1),)
+            yield (PlannedTransfer(rank, rank + 1),)
         if not is_entry or ends_window or last:
             yield from in_order(phases, lambda transfer: transfer.source == rank)
             if not last:
@@ -200,7 +200,9 @@ def singles(phases: tuple[Phase, ...]) -> list[Phase]:
     return [(transfer,) for phase in phases for transfer in phase]
 
 
-def run(topology: Topology, orders: dict[int, tuple[Phase, ...]], timesteps: int, window: int) -> dict[int, tuple[Transfer, ...]]:
+def run(
+    topology: Topology, orders: dict[int, tuple[Phase, ...]], timesteps: int, window: int
+) -> dict[int, tuple[PlannedTransfer, ...]]:
     """Run until no transfer can take place. Returns what the ranks that have not ended still offer."""
     ranks: dict[int, Offers] = {0: draft_rank(topology, orders[0], timesteps)}
     for rank in topology.ranks[1:]:

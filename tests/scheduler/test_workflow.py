@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedec.core import Accepted, Update, UserError, Verdict
+from pipedec.core import Accepted, RequestUpdate, UserError, Verdict
 from pipedec.scheduler.paper import Facts, initial_tasks, post_process, results_of
 from pipedec.scheduler.workflow import Planned, Task, after_window, initial_windows
 from pipedec.topology import Topology
@@ -14,11 +14,11 @@ from pipedec.topology import Topology
 PAIRS = Topology(((1, 2), (3, 4), (5,)))
 TWO, ALONE = Topology.even(2, 2), Topology.even(3, 3)
 RESULTS = (
-    Update(3, verdict=Verdict.of(7, finished="stop"), logprobs=(((7, -0.5),),)),
-    Update(4, verdict=Verdict((), "paused")),
-    Update(5, prompt_logprobs=(((1, -1.0), (2, -2.0)),)),
+    RequestUpdate(3, verdict=Verdict.of(7, finished="stop"), logprobs=(((7, -0.5),),)),
+    RequestUpdate(4, verdict=Verdict((), "paused")),
+    RequestUpdate(5, prompt_logprobs=(((1, -1.0), (2, -2.0)),)),
 )
-ACCEPTED = (Update(3, verdict=Verdict((Accepted(0, (7,)),))),)
+ACCEPTED = (RequestUpdate(3, verdict=Verdict((Accepted(0, (7,)),))),)
 
 
 def strings(planned: list[Planned]) -> dict[str, list[str]]:

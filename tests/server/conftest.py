@@ -10,7 +10,7 @@ from support.tiny_pair import CONTEXT
 
 from pipedec.config import Settings
 from pipedec.messages import RunDescription
-from pipedec.server.front import Front, Served
+from pipedec.server.front import Front, ServedRun
 from pipedec.server.settings import ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 
@@ -33,7 +33,7 @@ def scripted_site(text_tokenizer: Tokenizer, answer_ids: list[int]) -> Iterator[
     engine = ScriptedEngine(text_tokenizer, lambda request: bursts * (20 if request.sampling.ignore_eos else 1))
     front = Front(ServerSettings(("tiny", "alias"), max_body_bytes=1_000_000, body_seconds=1.0, send_seconds=1.0), created=1)
     front.attach(
-        Served(engine, text_tokenizer, RunDescription(Settings.of(target="target"), ((1, 2),), ((0, 4), (4, 8))), CONTEXT)
+        ServedRun(engine, text_tokenizer, RunDescription(Settings.of(target="target"), ((1, 2),), ((0, 4), (4, 8))), CONTEXT)
     )
     with served(front) as site:
         yield site

@@ -14,7 +14,7 @@ from support.tiny_pair import CONTEXT, Pair
 
 from pipedec.client.async_client import AsyncClient
 from pipedec.cluster.local import LocalCluster
-from pipedec.server.front import Front, Served
+from pipedec.server.front import Front, ServedRun
 from pipedec.server.settings import ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 
@@ -33,7 +33,7 @@ def keyed_site(pair: Pair) -> Iterator[Site]:
     with LocalCluster(pair.spec(3)) as cluster, served(Front(ServerSettings(("tiny",), api_keys=("secret",)))) as site:
         site.client.headers["Authorization"] = "Bearer secret"
         client = site.run(AsyncClient.connect(cluster.address.redis_url, cluster.address.run_id))
-        site.front.attach(Served(client, Tokenizer(pair.target), client.description, CONTEXT))
+        site.front.attach(ServedRun(client, Tokenizer(pair.target), client.description, CONTEXT))
         yield site
         site.run(client.aclose())
 

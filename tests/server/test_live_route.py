@@ -18,7 +18,7 @@ from pipedec.client.async_client import AsyncClient
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.live.page import GoingOn, Viewer
-from pipedec.server.front import Front, Served
+from pipedec.server.front import Front, ServedRun
 from pipedec.server.settings import ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 
@@ -39,7 +39,7 @@ def live_site(pair: Pair, cluster: LocalCluster) -> Iterator[Site]:
     with served(front) as site:
         site.client.headers["Authorization"] = "Bearer key"
         client = site.run(AsyncClient.connect(address.redis_url, address.run_id))
-        front.attach(Served(client, Tokenizer(pair.target), client.description, CONTEXT))
+        front.attach(ServedRun(client, Tokenizer(pair.target), client.description, CONTEXT))
         yield site
         site.run(client.aclose())
 

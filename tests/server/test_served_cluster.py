@@ -26,7 +26,7 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.config import context_length
 from pipedec.core import Completion, SamplingParams
 from pipedec.messages import PromptRequest
-from pipedec.server.front import Front, Served
+from pipedec.server.front import Front, ServedRun
 from pipedec.server.settings import ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 
@@ -50,7 +50,7 @@ def cluster_site(pair: Pair, cluster: LocalCluster) -> Iterator[Site]:
         client = site.run(AsyncClient.connect(address.redis_url, address.run_id))
         tokenizer = Tokenizer(pair.target)
         front.attach(
-            Served(
+            ServedRun(
                 client,
                 tokenizer,
                 client.description,

@@ -22,9 +22,9 @@ from pipedec.config import Settings
 from pipedec.core import QueueFull, RankLost, UserError
 from pipedec.messages import RunDescription
 from pipedec.scheduler.protocol import RunStatus
-from pipedec.server.front import Front, Served
+from pipedec.server.front import Front, ServedRun
 from pipedec.server.middleware import BodyLimits
-from pipedec.server.observer import Exchange, Generation, Observer
+from pipedec.server.observer import Generation, HttpExchange, Observer
 from pipedec.server.settings import ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 
@@ -37,7 +37,7 @@ class Notes(Observer):
     """Writes down what it hears."""
 
     def __init__(self) -> None:
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[HttpExchange] = []
         self.answers: list[str] = []
 
     def began(self, generation: Generation) -> None:
@@ -49,7 +49,7 @@ class Notes(Observer):
     def ended(self, generation: Generation, reason: str, completion: object) -> None:
         self.answers.append(f"ended {reason} {generation.output_tokens}")
 
-    def responded(self, exchange: Exchange) -> None:
+    def responded(self, exchange: HttpExchange) -> None:
         self.exchanges.append(exchange)
 
 
@@ -69,7 +69,7 @@ def own_site(own_front: Front) -> Iterator[Site]:
 
 def attach(front: Front, tokenizer: Tokenizer, answer_ids: list[int]) -> ScriptedEngine:
     engine = ScriptedEngine(tokenizer, lambda request: [[token] for token in answer_ids])
-    front.attach(Served(engine, tokenizer, DESCRIPTION, CONTEXT))
+    front.attach(ServedRun(engine, tokenizer, DESCRIPTION, CONTEXT))
     return engine
 
 

@@ -18,8 +18,8 @@ from pipedec.core import Completion, SamplingParams, SchedulerLost
 from pipedec.core import Metrics as AnswerMetrics
 from pipedec.messages import Histogram, KVUsage, PromptRequest, Recovery, RunStats, StageStats
 from pipedec.scheduler.protocol import RunStatus
-from pipedec.server.metrics import Metrics
-from pipedec.server.observer import Exchange, Generation
+from pipedec.server.metrics import ServerMetrics
+from pipedec.server.observer import Generation, HttpExchange
 
 MONITORING = Path(__file__).resolve().parents[2] / "monitoring"
 LABELS = {"model_name": "tiny", "engine": "0"}
@@ -48,7 +48,7 @@ VLLM = [
 ]  # fmt: skip
 
 
-def exposition(metrics: Metrics) -> str:
+def exposition(metrics: ServerMetrics) -> str:
     return bytes(asyncio.run(metrics.response()).body).decode()
 
 
@@ -66,8 +66,8 @@ def value(text: str, name: str, **labels: str) -> float:
 
 
 @pytest.fixture
-def metrics() -> Metrics:
-    made = Metrics("tiny")
+def metrics() -> ServerMetrics:
+    made = ServerMetrics("tiny")
 
     async def status() -> RunStatus:
         return STATUS
@@ -81,12 +81,12 @@ def generation(started: float = 100.0) -> Generation:
     return Generation("cmpl-1", "mine", "/v1/completions", "tiny", 2, True, request, 3, "a prompt", started)
 
 
-def arrive(metrics: Metrics, answer: Generation, count: int, at: float) -> None:
+def arrive(metrics: ServerMetrics, answer: Generation, count: int, at: float) -> None:
     answer.output_tokens += count
     metrics.tokens(answer, count, at)
 
 
-def test_all_of_vllms_names_are_there_with_its_labels(metrics: Metrics) -> None:
+def test_all_of_vllms_names_are_there_with_its_labels(metrics: ServerMetrics) -> None:
     names: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(exposition(metrics)):
         for sample in family.samples:
@@ -101,7 +101,7 @@ def test_all_of_vllms_names_are_there_with_its_labels(metrics: Metrics) -> None:
         assert names[f"vllm:{name}"] - {"le"} == {"model_name", "engine"} | extra.get(name, set()), name
 
 
-def test_an_answer_is_counted_and_timed(metrics: Metrics) -> None:
+def test_an_answer_is_counted_and_timed(metrics: ServerMetrics) -> None:
     answer = generation()
     metrics.began(answer)
     arrive(metrics, answer, 1, 100.5)
@@ -125,7 +125,7 @@ def test_an_answer_is_counted_and_timed(metrics: Metrics) -> None:
     assert value(text, "vllm:request_success_total", finished_reason="stop") == 0
 
 
-def test_answers_that_never_began_leave_the_latencies_alone(metrics: Metrics) -> None:
+def test_answers_that_never_began_leave_the_latencies_alone(metrics: ServerMetrics) -> None:
     for reason in ("abort", "error"):
         answer = generation()
         metrics.began(answer)
@@ -135,7 +135,7 @@ def test_answers_that_never_began_leave_the_latencies_alone(metrics: Metrics) ->
     assert value(text, "vllm:time_to_first_token_seconds_count") == value(text, "vllm:prompt_tokens_total") == 0
 
 
-def test_answers_at_the_same_time_are_told_apart(metrics: Metrics) -> None:
+def test_answers_at_the_same_time_are_told_apart(metrics: ServerMetrics) -> None:
     one, other = generation(0.0), generation(1.0)
     for answer in (one, other):
         metrics.began(answer)
@@ -147,15 +147,15 @@ def test_answers_at_the_same_time_are_told_apart(metrics: Metrics) -> None:
     assert value(text, "vllm:inter_token_latency_seconds_sum") == pytest.approx(4.0)
 
 
-def test_refusals_are_counted_by_route_and_status(metrics: Metrics) -> None:
+def test_refusals_are_counted_by_route_and_status(metrics: ServerMetrics) -> None:
     for status in (200, 503, 503):
-        metrics.responded(Exchange("a", "POST", "/v1/completions", status, 0.1))
+        metrics.responded(HttpExchange("a", "POST", "/v1/completions", status, 0.1))
     text = exposition(metrics)
     assert value(text, "pipedec:http_requests_total", method="POST", handler="/v1/completions", status="503") == 2
     assert value(text, "pipedec:http_request_duration_seconds_count", handler="/v1/completions") == 3
 
 
-def test_what_the_cluster_tells(metrics: Metrics) -> None:
+def test_what_the_cluster_tells(metrics: ServerMetrics) -> None:
     text = exposition(metrics)
     expected = {
         "vllm:num_requests_running": 2, "vllm:num_requests_waiting": 5, "vllm:kv_cache_usage_perc": 0.25,
@@ -181,8 +181,8 @@ def test_what_the_cluster_tells(metrics: Metrics) -> None:
         assert {key: value(text, name, **{label: key}) for key in values} == values
 
 
-def test_a_scrape_before_the_cluster_is_up_or_after_it_is_lost(metrics: Metrics) -> None:
-    assert "vllm:num_requests_running{" not in exposition(Metrics("tiny"))
+def test_a_scrape_before_the_cluster_is_up_or_after_it_is_lost(metrics: ServerMetrics) -> None:
+    assert "vllm:num_requests_running{" not in exposition(ServerMetrics("tiny"))
 
     async def lost() -> RunStatus:
         raise SchedulerLost("cannot reach Redis")
@@ -195,7 +195,7 @@ def test_a_scrape_before_the_cluster_is_up_or_after_it_is_lost(metrics: Metrics)
 def test_many_scrapes_ask_the_cluster_once_a_second() -> None:
     asked = []
     seconds = iter([5.0, 5.2, 5.9, 6.1, 6.9, 7.2])
-    metrics = Metrics("tiny", now=lambda: next(seconds))
+    metrics = ServerMetrics("tiny", now=lambda: next(seconds))
 
     async def status() -> RunStatus:
         asked.append(1)
@@ -209,7 +209,7 @@ def test_many_scrapes_ask_the_cluster_once_a_second() -> None:
 def test_scrapes_at_the_same_time_all_have_the_last_status() -> None:
     """The second one comes while the cluster is asked for the first one."""
     seconds = iter([5.0, 6.0, 6.0])
-    metrics = Metrics("tiny", now=lambda: next(seconds))
+    metrics = ServerMetrics("tiny", now=lambda: next(seconds))
 
     async def scrapes() -> list[Response]:
         asked, answers = asyncio.Event(), asyncio.Event()
@@ -234,8 +234,8 @@ def test_scrapes_at_the_same_time_all_have_the_last_status() -> None:
         assert value(bytes(response.body).decode(), "vllm:num_requests_waiting") == 5
 
 
-def test_every_metric_of_the_dashboard_exists(metrics: Metrics) -> None:
-    metrics.responded(Exchange("a", "POST", "/v1/completions", 200, 0.1))
+def test_every_metric_of_the_dashboard_exists(metrics: ServerMetrics) -> None:
+    metrics.responded(HttpExchange("a", "POST", "/v1/completions", 200, 0.1))
     known = {name for name, _ in samples(exposition(metrics))}
     panels = json.loads((MONITORING / "grafana.json").read_text())["panels"]
     asked = {name for panel in panels for target in panel.get("targets", []) for name in metric_names(target["expr"])}
@@ -252,8 +252,8 @@ def metric_names(expression: str) -> set[str]:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian: prometheus)")
-def test_promtool_accepts_the_metrics_the_configuration_and_the_expressions(metrics: Metrics, tmp_path: Path) -> None:
-    metrics.responded(Exchange("a", "POST", "/v1/completions", 200, 0.1))
+def test_promtool_accepts_the_metrics_the_configuration_and_the_expressions(metrics: ServerMetrics, tmp_path: Path) -> None:
+    metrics.responded(HttpExchange("a", "POST", "/v1/completions", 200, 0.1))
     told = subprocess.run(["promtool", "check", "metrics"], input=exposition(metrics), capture_output=True, text=True)
     # vLLM's own names break some of Prometheus' habits.
     habits = ("no help text", "non-histogram and non-summary metrics", "should not", "should have", "colons")

@@ -11,7 +11,7 @@ from support.streams import CHAT, COMPLETIONS, ask, stream, text_of
 
 from pipedec.config import Settings
 from pipedec.messages import RunDescription
-from pipedec.server.front import Front, Served
+from pipedec.server.front import Front, ServedRun
 from pipedec.server.settings import ServerSettings
 from pipedec.shipped import reference_threads
 from pipedec.text.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ def threads_tokenizer() -> Tokenizer:
 def threads_site(threads_tokenizer: Tokenizer) -> Iterator[Site]:
     engine = ScriptedEngine(threads_tokenizer, lambda request: [[token] for token in threads_tokenizer.encode(ANSWER)])
     front = Front(ServerSettings())
-    front.attach(Served(engine, threads_tokenizer, RunDescription(Settings.of(target="target"), ((1,),), ((0, 4),)), 1024))
+    front.attach(ServedRun(engine, threads_tokenizer, RunDescription(Settings.of(target="target"), ((1,),), ((0, 4),)), 1024))
     with served(front) as site:
         yield site
 

@@ -16,7 +16,7 @@ from support.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEM
 
 from pipedec.config import Settings
 from pipedec.messages import RunDescription
-from pipedec.server.front import Front, Served
+from pipedec.server.front import Front, ServedRun
 from pipedec.server.settings import ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 
@@ -54,7 +54,7 @@ class Talker:
         ids = tokenizer.encode(text, add_special_tokens=False)
         engine = ScriptedEngine(tokenizer, lambda request: [ids[place : place + 3] for place in range(0, len(ids), 3)])
         self.front.attach(
-            Served(engine, tokenizer, RunDescription(Settings.of(target="target"), ((1, 2),), ((0, 4), (4, 8))), CONTEXT)
+            ServedRun(engine, tokenizer, RunDescription(Settings.of(target="target"), ((1, 2),), ((0, 4), (4, 8))), CONTEXT)
         )
 
 

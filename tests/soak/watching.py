@@ -17,7 +17,7 @@ import click
 
 from pipedec.bench.options import Positive, Preset, StageCount
 from pipedec.bench.record import Row, append_rows, check_writable, header, plain
-from pipedec.bench.sweep.pipelines import Pair, Shape, emulated
+from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated
 from pipedec.client.client import Client
 from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
@@ -146,7 +146,7 @@ def watching(
 ) -> None:
     """Measure what it costs an emulated cluster to be watched. Fails if an answer with a watcher differs from one without."""
     check_writable(out)
-    shape = emulated(paper_cluster(), preset, stages, Pair(), own_work=False)
+    shape = emulated(paper_cluster(), preset, stages, ModelPair(), own_work=False)
     row = measure_watching(config, shape, lambda number: click.echo(f"round {number + 1}", err=True))
     low, high = row["interval"]
     click.echo(f"watched over not watched, ms per token: {row['ratio']:.3f} [{low:.3f}, {high:.3f}]")

@@ -11,10 +11,10 @@ from itertools import cycle
 import pytest
 import torch
 from msgspec.structs import replace
-from support.slot_books import SlotBooks
+from support.slot_books import SlotAllocator
 from support.toy_dialects import IDS, TEXTS, behind, toy
 
-from pipedec.core import Envelope, Opening, SamplingParams, SlotRuns, Step, TokenLogprobs, Update, Verdict
+from pipedec.core import NewRequest, RequestUpdate, SamplingParams, SlotRuns, StageMessage, Step, TokenLogprobs, Verdict
 from pipedec.forest import forest_of
 from pipedec.stage import StageWorker
 from pipedec.threads import NewSequence, Sequence, State, ThreadedSequence
@@ -27,9 +27,9 @@ DIALECT = toy("apar", max_children=3, max_depth=2, max_child_tokens=6)
 OPENERS = {IDS["[Fork]"]: 99.0}
 
 
-def sequences(opening: Opening) -> NewSequence:
+def sequences(opening: NewRequest) -> NewSequence:
     if opening.threads is None:
-        return lambda: behind(opening.said, Sequence(opening.prompt_length, (END,), opening.sampling.max_tokens))
+        return lambda: behind(opening.output_token_ids, Sequence(opening.prompt_length, (END,), opening.sampling.max_tokens))
     return lambda: ThreadedSequence(DIALECT, opening.prompt_length, (END,), opening.sampling.max_tokens)
 
 
@@ -73,12 +73,12 @@ class Script:
             self.prompt = tuple(self._rng.randrange(len(TEXTS)) for _ in range(sum(self.chunks)))
         self._prefill = (*self.prompt, *self.said)[self.cached :]
         assert len(self._prefill) == sum(self.chunks)
-        self._opening = Opening(
+        self._opening = NewRequest(
             len(self.prompt),
             self.sampling,
             TOKENS_PER_MASK if self.has_masks else 0,
             "apar" if self.has_threads else None,
-            said=self.said,
+            output_token_ids=self.said,
             slots=self.slots,
             cached=self.cached,
             copied=self.copied,
@@ -105,10 +105,10 @@ class Script:
     @property
     def logprobs(self) -> TokenLogprobs:
         """Those of the tokens of ``verdicts``, and of tokens that came too late for them."""
-        updates = (entry for entry in self.seen if isinstance(entry, Update))
+        updates = (entry for entry in self.seen if isinstance(entry, RequestUpdate))
         return tuple(token for update in updates if update.verdict and update.verdict.tokens for token in update.logprobs)
 
-    def update(self, timestep: int) -> Update | None:
+    def update(self, timestep: int) -> RequestUpdate | None:
         """What enters of it in this timestep."""
         update = self._update(timestep)
         said = len(self.answer)
@@ -116,7 +116,7 @@ class Script:
         self.known.append(len(self.prompt or ()) + said - 1 if said > len(self.said) else entered)
         return update
 
-    def _update(self, timestep: int) -> Update | None:
+    def _update(self, timestep: int) -> RequestUpdate | None:
         if self.is_over or timestep < self.arrival:
             return None
         verdict = self._results.popleft() if self._results else None
@@ -132,7 +132,7 @@ class Script:
         opening = self._opening if timestep == self.arrival else None
         if opening is None and verdict is None and step is None:
             return None
-        return Update(self.number, opening, verdict, step)
+        return RequestUpdate(self.number, opening, verdict, step)
 
     def _impatient(self, verdict: Verdict) -> Verdict:
         """A pause is said with the tokens accepted before it, and not to an answer that these end."""
@@ -140,7 +140,7 @@ class Script:
             return Verdict(finished=self.reason)
         return verdict if verdict.finished else replace(verdict, finished=self.reason)
 
-    def take(self, timestep: int, result: Update | None) -> None:
+    def take(self, timestep: int, result: RequestUpdate | None) -> None:
         """The last stage's result of this timestep."""
         if timestep >= self.arrival and not self.is_over:
             self._results.append(None if result is None else result.verdict)
@@ -206,17 +206,20 @@ class Script:
 
 
 def run(
-    workers: list[StageWorker], scripts: list[Script], books: SlotBooks | None = None, check: Callable[[], None] = lambda: None
+    workers: list[StageWorker],
+    scripts: list[Script],
+    allocator: SlotAllocator | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Play the scripts at the same time; each records what leaves every stage of it, and its results.
 
     Args:
         books: who has which slots; None for one run of slots behind the other.
     """
-    timestep, books = 0, books or SlotBooks(workers[0].cache_slots, workers[0]._pool.block)
+    timestep, allocator = 0, allocator or SlotAllocator(workers[0].cache_slots, workers[0]._pool.block)
     while not all(script.is_over for script in scripts):
         updates = (script.update(timestep) for script in scripts)
-        envelope = Envelope(tuple(with_slots(update, scripts, books) for update in updates if update is not None))
+        envelope = StageMessage(tuple(with_slots(update, scripts, allocator) for update in updates if update is not None))
         for worker in workers[:-1]:
             envelope = worker.advance(envelope)
             for update in envelope.updates:
@@ -229,12 +232,12 @@ def run(
         timestep += 1
 
 
-def with_slots(update: Update, scripts: list[Script], books: SlotBooks) -> Update:
+def with_slots(update: RequestUpdate, scripts: list[Script], allocator: SlotAllocator) -> RequestUpdate:
     """The update with the slots that its rows need; those of a request that ends are free for the next ones."""
     if update.verdict is not None and update.verdict.finished is not None:
-        books.free(update.number)
+        allocator.free(update.number)
         return update
-    slots = books.take(update.number, script_of(scripts, update.number).num_slots)
+    slots = allocator.take(update.number, script_of(scripts, update.number).num_slots)
     if update.opening is None:
         return replace(update, slots=slots)
     return replace(update, opening=replace(update.opening, slots=(*update.opening.slots, *slots)))

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from lane_scripts import Script, assert_close, chunks_of, run
 from lane_targets import CUT, SLOTS, Target, save_target, scripts
 from support.examples import examples
-from support.slot_books import SlotBooks
+from support.slot_books import SlotAllocator
 from support.toy_dialects import TEXTS
 
-from pipedec.core import Envelope, Opening, SamplingParams, SlotRuns, Step, Update, Verdict
+from pipedec.core import NewRequest, RequestUpdate, SamplingParams, SlotRuns, StageMessage, Step, Verdict
 from pipedec.stage import StageWorker
 
 OWNED = 96  # slots of the owner
@@ -64,11 +64,11 @@ def test_a_request_with_an_adopted_prefix_is_computed_as_it_is_alone(
     arguments |= {"has_threads": False, "arrival": 0, "patience": patience, "reason": reason}
     alone = Script(0, **arguments)
     run(target.workers(CUT, torch.float64, block), [alone])
-    books = SlotBooks(SLOTS, block, random.Random(seed), keeps=True)
-    owned = books.take(0, OWNED)
+    allocator = SlotAllocator(SLOTS, block, random.Random(seed), keeps=True)
+    owned = allocator.take(0, OWNED)
     owner = Script(0, **arguments, slots=owned)
     adopting = [script_of(number, alone, owned, True, one) for number, one in enumerate(drawn, start=1)]
-    run(target.workers(CUT, torch.float64, block), [owner, *adopting], books)
+    run(target.workers(CUT, torch.float64, block), [owner, *adopting], allocator)
     assert owner.verdicts == alone.verdicts
     for script, one in zip(adopting, drawn, strict=True):
         apart = script_of(script.number, alone, owned, False, one)
@@ -81,29 +81,31 @@ def test_an_opening_finds_what_a_verdict_of_the_same_envelope_moves_and_may_have
     """The accepted rows lie behind others, and the adopter's own slots were the owner's."""
     prompt, sampling = (4, 9, 6), SamplingParams(max_tokens=9, logprobs=2)
     [plain], [worker] = (target.workers([range(3)], torch.float64, 2) for _ in range(2))
-    answer = prefilled(plain, 0, Opening(3, sampling, slots=((0, 20),)), prompt)
+    answer = prefilled(plain, 0, NewRequest(3, sampling, slots=((0, 20),)), prompt)
     for _ in range(4):
         [result] = plain.advance(
-            Envelope((Update(0, verdict=answer[-1].verdict, step=rows((token_of(answer[-1]), -1))),))
+            StageMessage((RequestUpdate(0, verdict=answer[-1].verdict, step=rows((token_of(answer[-1]), -1))),))
         ).updates
         answer.append(result)
     first, second, third, fourth, _ = map(token_of, answer)
-    prefilled(worker, 0, Opening(3, sampling, slots=((4, 2), (0, 2), (8, 6))), prompt)
+    prefilled(worker, 0, NewRequest(3, sampling, slots=((4, 2), (0, 2), (8, 6))), prompt)
     wrong = [token for token in range(9) if token not in (second, third, fourth)]
     steps = rows((first, -1), (wrong[0], 0), (wrong[1], 0), (second, 0), (wrong[0], 3), (third, 3))
-    [result] = worker.advance(Envelope((Update(0, verdict=Verdict.of(first), step=steps),))).updates
+    [result] = worker.advance(StageMessage((RequestUpdate(0, verdict=Verdict.of(first), step=steps),))).updates
     assert result.verdict == Verdict.of(second, third, fourth)
-    opening = Opening(7, sampling, slots=((4, 2), (0, 2), (10, 2), (14, 4)), cached=6, copied=(8, 2))
-    adopting = Update(1, opening, step=rows((fourth, -1)))
-    ended = Update(0, verdict=Verdict.of(second, third, fourth, finished="paused"))
-    closed, found = worker.advance(Envelope((adopting, ended))).updates
-    assert closed == Update(0, verdict=Verdict((), "paused"))
+    opening = NewRequest(7, sampling, slots=((4, 2), (0, 2), (10, 2), (14, 4)), cached=6, copied=(8, 2))
+    adopting = RequestUpdate(1, opening, step=rows((fourth, -1)))
+    ended = RequestUpdate(0, verdict=Verdict.of(second, third, fourth, finished="paused"))
+    closed, found = worker.advance(StageMessage((adopting, ended))).updates
+    assert closed == RequestUpdate(0, verdict=Verdict((), "paused"))
     assert found.verdict == answer[4].verdict
     assert_close(found.logprobs, answer[4].logprobs)
 
 
-def prefilled(worker: StageWorker, number: int, opening: Opening, prompt: tuple[int, ...]) -> list[Update]:
-    return list(worker.advance(Envelope((Update(number, opening, step=rows(*((token, -1) for token in prompt))),))).updates)
+def prefilled(worker: StageWorker, number: int, opening: NewRequest, prompt: tuple[int, ...]) -> list[RequestUpdate]:
+    return list(
+        worker.advance(StageMessage((RequestUpdate(number, opening, step=rows(*((token, -1) for token in prompt))),))).updates
+    )
 
 
 def rows(*pairs: tuple[int, int]) -> Step:
@@ -112,6 +114,6 @@ def rows(*pairs: tuple[int, int]) -> Step:
     return Step(torch.tensor(token_ids), torch.tensor(parents))
 
 
-def token_of(result: Update) -> int:
+def token_of(result: RequestUpdate) -> int:
     assert result.verdict is not None
     return result.verdict.tokens[0]

@@ -9,7 +9,7 @@ import torch
 from lane_scripts import run
 from lane_targets import CUT, MODELS, save_target
 from support.captures import Repeated
-from support.slot_books import SlotBooks
+from support.slot_books import SlotAllocator
 from test_lanes_in_company import assert_equal, many
 
 
@@ -24,7 +24,7 @@ def test_requests_through_captured_stages_are_computed_as_without_graphs(
         workers = target.workers(CUT, torch.float64, 4)
         for worker in workers if is_captured else ():
             worker._model.capture = capture
-        run(workers, together, SlotBooks(800, 4, random.Random(3)))
+        run(workers, together, SlotAllocator(800, 4, random.Random(3)))
     assert capture.replays > capture.captures > 3
     for plain, captured in zip(*scripts, strict=True):
         assert_equal(plain, captured, 1e-12)

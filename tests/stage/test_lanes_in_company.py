@@ -14,10 +14,10 @@ from lane_scripts import LIKELY, OPENERS, Script, run
 from lane_targets import CUT, MODELS, Target, save_target, scripts
 from support.driven_stage import DrivenStage
 from support.examples import examples
-from support.slot_books import SlotBooks
+from support.slot_books import SlotAllocator
 from torch import Tensor
 
-from pipedec.core import Opening, SamplingParams, Step, Update, Verdict
+from pipedec.core import NewRequest, RequestUpdate, SamplingParams, Step, Verdict
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -39,7 +39,7 @@ def assert_equal(alone: Script, in_company: Script, tolerance: float) -> None:
 def flat(seen: list[object]) -> Iterator[object]:
     """Log-probabilities are compared one by one, as they are rounded."""
     for entry in seen:
-        if isinstance(entry, Update):
+        if isinstance(entry, RequestUpdate):
             yield from (entry.number, entry.verdict, *(value for token in entry.logprobs for pair in token for value in pair))
         else:
             yield entry
@@ -52,9 +52,9 @@ def test_a_request_in_company_is_computed_as_it_is_alone(
 ) -> None:
     """In company its slots are anywhere, and were those of requests that have just ended."""
     together = [Script(number, **arguments) for number, arguments in enumerate(drawn)]
-    workers, books = target.workers(CUT, torch.float64, block), SlotBooks(600, block, random.Random(seed))
-    run(workers, together, books)
-    assert [worker.num_lanes for worker in workers] == [0] * len(CUT) and books.num_taken == 0
+    workers, allocator = target.workers(CUT, torch.float64, block), SlotAllocator(600, block, random.Random(seed))
+    run(workers, together, allocator)
+    assert [worker.num_lanes for worker in workers] == [0] * len(CUT) and allocator.num_taken == 0
     for number, arguments in enumerate(drawn):
         alone = Script(number, **arguments)
         run(target.workers(CUT, torch.float64, block), [alone])
@@ -100,7 +100,7 @@ def test_rows_of_all_requests_are_one_forward(target: Target, monkeypatch: pytes
     forward = worker._model.forward
     monkeypatch.setattr(worker._model, "forward", lambda inputs, lanes: counts.append(len(inputs)) or forward(inputs, lanes))
     for number in range(5):
-        worker.open(number, Opening(2, SamplingParams(), slots=((8 * number, 8),)))
+        worker.open(number, NewRequest(2, SamplingParams(), slots=((8 * number, 8),)))
     chunk = Step(torch.tensor([4, 5]), torch.tensor([-1, -1]))
     steps = dict.fromkeys(range(7), chunk)
     worker.compute(steps)
@@ -120,7 +120,7 @@ def test_rows_of_all_requests_are_one_forward(target: Target, monkeypatch: pytes
 def test_rows_without_slots_are_refused(target: Target) -> None:
     """Rank 0's books are wrong."""
     [worker] = map(DrivenStage, target.workers([range(3)], torch.float64, 8))
-    worker.open(1, Opening(9, SamplingParams(), slots=((8, 8),)))
+    worker.open(1, NewRequest(9, SamplingParams(), slots=((8, 8),)))
     chunk = Step(torch.arange(9), torch.full((9,), -1))
     with pytest.raises(ValueError, match="9 rows do not fit into the 8 slots"):
         worker.compute({1: chunk})

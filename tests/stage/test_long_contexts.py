@@ -11,7 +11,7 @@ from lane_scripts import LIKELY, MASKS, Script, assert_close, run
 from lane_targets import Target
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny_llama
-from support.slot_books import SlotBooks
+from support.slot_books import SlotAllocator
 from support.toy_dialects import TEXTS
 
 from pipedec.core import SamplingParams
@@ -39,14 +39,14 @@ def test_a_long_context_in_company_of_short_ones(tmp_path: Path, is_scattered: b
     model = save_tiny_llama(tmp_path, layers=4, vocab=len(TEXTS), dtype=torch.float64, max_position_embeddings=2 * CONTEXT)
     target = Target(tmp_path, save_random_bita(tmp_path / "bita", tmp_path, MASKS))
     workers = target.workers(CUT, torch.float64, BLOCK, SLOTS)
-    books = SlotBooks(SLOTS, BLOCK, random.Random(1) if is_scattered else None)
+    allocator = SlotAllocator(SLOTS, BLOCK, random.Random(1) if is_scattered else None)
     long = Script(
         0, 5, 0, [CHUNK] * (CONTEXT // CHUNK), SamplingParams(max_tokens=SAID), has_masks=False, has_threads=False, delay=1,
         patience=500,
     )  # fmt: skip
     short = short_ones(10)
-    run(workers, [long, *short], books)
-    assert long.prompt is not None and len(long.answer) == SAID and books.num_taken == 0
+    run(workers, [long, *short], allocator)
+    assert long.prompt is not None and len(long.answer) == SAID and allocator.num_taken == 0
     with torch.inference_mode():
         logits = model(torch.tensor([[*long.prompt, *long.answer]]), logits_to_keep=SAID + 1).logits[0, :-1]
     assert long.answer == tuple(logits.argmax(-1).tolist())

@@ -11,7 +11,7 @@ from support.checkpoints import save_tiny_llama
 from support.driven_stage import DrivenStage
 from support.toy_dialects import IDS, TEXTS, ids, sequence_of, toy
 
-from pipedec.core import Accepted, Opening, SamplingParams, Step, Verdict
+from pipedec.core import Accepted, NewRequest, SamplingParams, Step, Verdict
 from pipedec.model import StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import BoundDialect, NewSequence
@@ -37,9 +37,9 @@ class Chain:
         self._head = models[1].logits
         models[1].logits = self._logits  # type: ignore[method-assign]
         for worker in (self.middle, self.final):
-            worker.open(NUMBER, Opening(len(PROMPT), SamplingParams(max_tokens=1000), slots=((0, SLOTS),)))
+            worker.open(NUMBER, NewRequest(len(PROMPT), SamplingParams(max_tokens=1000), slots=((0, SLOTS),)))
 
-    def _sequences(self, bound: BoundDialect) -> Callable[[Opening], NewSequence]:
+    def _sequences(self, bound: BoundDialect) -> Callable[[NewRequest], NewSequence]:
         return lambda opening: lambda: sequence_of(bound, opening.prompt_length)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

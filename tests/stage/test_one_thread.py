@@ -19,7 +19,7 @@ from support.driven_stage import DrivenStage
 from support.examples import examples
 from torch import Tensor
 
-from pipedec.core import Envelope, Opening, SamplingParams, Step, Update, Verdict
+from pipedec.core import NewRequest, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
 from pipedec.model import BitaWeights, ModelConfig, StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import NewSequence, Sequence, ThreadedSequence
@@ -38,7 +38,7 @@ SAMPLINGS = {
 TokenPath = tuple[int, ...]
 NUMBER = 3
 SLOTS = 512
-Through = Callable[[list[StageWorker], Update], tuple[Update | None, list[Step | None]]]
+Through = Callable[[list[StageWorker], RequestUpdate], tuple[RequestUpdate | None, list[Step | None]]]
 
 
 def alone(max_tokens: int) -> Sequence:
@@ -67,7 +67,7 @@ class Target:
         return workers
 
 
-def opened(new_sequence: Callable[[int], Sequence]) -> Callable[[Opening], NewSequence]:
+def opened(new_sequence: Callable[[int], Sequence]) -> Callable[[NewRequest], NewSequence]:
     return lambda opening: lambda: new_sequence(opening.sampling.max_tokens)
 
 
@@ -78,23 +78,25 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Target(path, save_random_bita(path / "bita", path, MASKS))
 
 
-def in_one_call(workers: list[StageWorker], update: Update) -> tuple[Update | None, list[Step | None]]:
+def in_one_call(workers: list[StageWorker], update: RequestUpdate) -> tuple[RequestUpdate | None, list[Step | None]]:
     """The last stage's result, and what leaves each stage."""
-    moving, envelope = list[Step | None](), Envelope((update,))
+    moving, envelope = list[Step | None](), StageMessage((update,))
     for worker in workers[:-1]:
         envelope = worker.advance(envelope)
         assert [(passed.number, passed.verdict) for passed in envelope.updates] == [(update.number, update.verdict)]
         moving.append(envelope.updates[0].step)
     results = workers[-1].advance(envelope).updates
     if update.verdict is not None and update.verdict.finished:
-        assert results == (Update(update.number, verdict=Verdict((), update.verdict.finished)),), "the lane is closed everywhere"
+        assert results == (RequestUpdate(update.number, verdict=Verdict((), update.verdict.finished)),), (
+            "the lane is closed everywhere"
+        )
         return None, [*moving, None]
     return (results[0] if results else None), [*moving, None]
 
 
-def in_parts(workers: list[StageWorker], update: Update) -> tuple[Update | None, list[Step | None]]:
+def in_parts(workers: list[StageWorker], update: RequestUpdate) -> tuple[RequestUpdate | None, list[Step | None]]:
     steps = {} if update.step is None else {update.number: update.step}
-    moving, results = list[Step | None](), tuple[Update, ...]()
+    moving, results = list[Step | None](), tuple[RequestUpdate, ...]()
     for worker in map(DrivenStage, workers):
         if update.opening is not None:
             worker.open(update.number, update.opening)
@@ -138,11 +140,11 @@ class Rank0:
         return Step(token_ids, torch.tensor([known.get(path[:-1], -1) for path in (*new, *masks)]))
 
 
-def prefill(workers: list[StageWorker], opening: Opening, through: Through) -> Update:
+def prefill(workers: list[StageWorker], opening: NewRequest, through: Through) -> RequestUpdate:
     after = range(-1, -MASKS - 1, -1) if opening.tokens_per_mask else ()
     for number, chunk in enumerate((PROMPT[:4], [*PROMPT[4:], *after])):
         step = Step(torch.tensor(chunk), torch.full((len(chunk),), -1))
-        result, _ = through(workers, Update(NUMBER, opening if number == 0 else None, step=step))
+        result, _ = through(workers, RequestUpdate(NUMBER, opening if number == 0 else None, step=step))
         assert (result is not None) == (number == 1)
     assert result is not None
     return result
@@ -154,16 +156,16 @@ def transcript(
 ) -> list[object]:  # fmt: skip
     """All that there is to see of an answer. Rank 0 learns a verdict ``delay`` timesteps after it fell."""
     workers = target.workers(cut, with_masks, new_sequence)
-    opening = Opening(len(PROMPT), sampling, TOKENS_PER_MASK if with_masks else 0, slots=((0, SLOTS),))
+    opening = NewRequest(len(PROMPT), sampling, TOKENS_PER_MASK if with_masks else 0, slots=((0, SLOTS),))
     rank0, seen = Rank0(random.Random(seed), with_masks), list[object]()
-    results: deque[Update | None] = deque([prefill(workers, opening, through), *[None] * delay])
+    results: deque[RequestUpdate | None] = deque([prefill(workers, opening, through), *[None] * delay])
     for _ in range(24):
         result = results.popleft()
         verdict = None if result is None else result.verdict
         if verdict is not None:
             rank0.apply(verdict)
         step = rank0.propose()
-        reply, moving = through(workers, Update(NUMBER, verdict=verdict, step=step))
+        reply, moving = through(workers, RequestUpdate(NUMBER, verdict=verdict, step=step))
         seen += [verdict, reply and reply.verdict, reply and reply.logprobs]
         if verdict is not None and verdict.finished:
             assert reply is None and moving == [None] * len(workers)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lane_scripts import Script, assert_close, chunks_of, run
 from lane_targets import CUT, MODELS, SLOTS, Target, save_target, scripts
 from support.examples import examples
-from support.slot_books import SlotBooks
+from support.slot_books import SlotAllocator
 
 from pipedec.stage import StageWorker
 
@@ -32,20 +32,20 @@ def forecasts_of(script: Script) -> dict[int, object]:
     return found
 
 
-def paused(workers: list[StageWorker], arguments: dict[str, Any], patience: int, books: SlotBooks) -> Script:
+def paused(workers: list[StageWorker], arguments: dict[str, Any], patience: int, allocator: SlotAllocator) -> Script:
     """An answer that was paused after so many timesteps, or was complete before."""
     script = Script(0, **{**arguments, "patience": patience, "reason": "paused"})
-    run(workers, [script], books)
+    run(workers, [script], allocator)
     return script
 
 
-def resumed(cut: Script, books: SlotBooks, arguments: dict[str, Any], cached: int, sizes: list[int]) -> Script:
+def resumed(cut: Script, allocator: SlotAllocator, arguments: dict[str, Any], cached: int, sizes: list[int]) -> Script:
     """The rest of an answer of which the first ``cached`` tokens are adopted: whole blocks are shared, the others copied."""
-    block, prompt = books.block, cut.prompt or ()
+    block, prompt = allocator.block, cut.prompt or ()
     shared, prefill = cached // block * block, len(prompt) + len(cut.answer)
-    copied = (books.runs(0, cached)[-1][0], cached - shared) if cached > shared else (0, 0)
+    copied = (allocator.runs(0, cached)[-1][0], cached - shared) if cached > shared else (0, 0)
     settings = {**arguments, "prompt": prompt, "chunks": chunks_of(prefill - cached, sizes), "seed": arguments["seed"] + 1}
-    return Script(1, **settings, said=cut.answer, slots=books.runs(0, shared), cached=cached, copied=copied)
+    return Script(1, **settings, said=cut.answer, slots=allocator.runs(0, shared), cached=cached, copied=copied)
 
 
 @examples(80)
@@ -59,14 +59,14 @@ def test_an_answer_that_was_cut_goes_on_as_if_it_had_not_been(
     arguments |= {"has_threads": False, "patience": 500, "arrival": 0}
     uncut, workers = Script(0, **arguments), target.workers(CUT, torch.float64, block)
     run(target.workers(CUT, torch.float64, block), [uncut])
-    books = SlotBooks(SLOTS, block, random.Random(seed), keeps=True)
-    cut = paused(workers, arguments, patience, books)
+    allocator = SlotAllocator(SLOTS, block, random.Random(seed), keeps=True)
+    cut = paused(workers, arguments, patience, allocator)
     assert cut.answer == uncut.answer[: len(cut.answer)]
     if cut.verdicts[-1].finished != "paused":
         return
     known = len(cut.prompt or ()) + len(cut.answer) - 1 if cut.answer else 0
-    rest = resumed(cut, books, arguments, int(share * known), sizes)
-    run(workers, [rest], books)
+    rest = resumed(cut, allocator, arguments, int(share * known), sizes)
+    run(workers, [rest], allocator)
     assert rest.answer == uncut.answer
     assert rest.verdicts[-1].finished == uncut.verdicts[-1].finished
     assert_close(rest.logprobs, uncut.logprobs[len(cut.answer) :])

@@ -9,7 +9,7 @@ from support.toy_dialects import IDS, TEXTS, ids, sequence_of, texts, toy
 from pipedec.core import Accepted, SamplingParams, Verdict
 from pipedec.forest import ThreadedForest
 from pipedec.sampling.noise import gumbel
-from pipedec.stage.verification import Acceptance, TokenChooser
+from pipedec.stage.verification import TokenChooser, Verifier
 
 VOCAB = len(TEXTS)
 GREEDY = SamplingParams()
@@ -22,7 +22,7 @@ class Stage:
         bound = toy(dialect)
         self.forest = ThreadedForest(sequence_of(bound, 10, max_tokens))
         self.chooser = TokenChooser(self.forest.sequence, sampling, VOCAB, "cpu")
-        self.acceptance = Acceptance(sequence_of(bound, 10, max_tokens))
+        self.acceptance = Verifier(sequence_of(bound, 10, max_tokens))
         self.successors: list[int] = []
         first = int(self.chooser.first(wish(said))[0])
         self.acceptance.accept(0, first)

@@ -9,7 +9,7 @@ import torch
 
 from pipedec.core import Verdict
 from pipedec.forest import Forest
-from pipedec.stage.verification import Acceptance
+from pipedec.stage.verification import Verifier
 from pipedec.threads import Sequence
 
 EOS = 2
@@ -28,11 +28,11 @@ class Stage:
     end_token_ids: tuple[int, ...] = (EOS, 3)
     max_tokens: int = 101
     forest: Forest = field(init=False)
-    acceptance: Acceptance = field(init=False)
+    acceptance: Verifier = field(init=False)
 
     def __post_init__(self) -> None:
         self.forest, other = (Forest(Sequence(5, self.end_token_ids, self.max_tokens)) for _ in range(2))
-        self.acceptance = Acceptance(other.sequence)
+        self.acceptance = Verifier(other.sequence)
         self.acceptance.accept(0, TOKEN_IDS[0])
         self.replay(TOKEN_IDS[0])
 

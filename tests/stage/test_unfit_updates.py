@@ -6,26 +6,26 @@ import pytest
 import torch
 from support.tiny_pair import Pair
 
-from pipedec.core import Envelope, Opening, RankLost, SamplingParams, Update
+from pipedec.core import NewRequest, RankLost, RequestUpdate, SamplingParams, StageMessage
 from pipedec.engine.build import load_stage
 
-OPENING = Update(1, Opening(3, SamplingParams(), slots=((0, 16),)))
+OPENING = RequestUpdate(1, NewRequest(3, SamplingParams(), slots=((0, 16),)))
 UNFIT = {
-    "slots that are not there": [Update(2, Opening(3, SamplingParams(), slots=((10**9, 16),)))],
-    "further slots that are not there": [OPENING, Update(1, slots=((-16, 16),))],
+    "slots that are not there": [RequestUpdate(2, NewRequest(3, SamplingParams(), slots=((10**9, 16),)))],
+    "further slots that are not there": [OPENING, RequestUpdate(1, slots=((-16, 16),))],
     "opened twice": [OPENING, OPENING],
 }
 
 
 @pytest.mark.parametrize("updates", UNFIT.values(), ids=UNFIT)
-def test_updates_that_do_not_fit_name_their_sender(pair: Pair, updates: list[Update]) -> None:
+def test_updates_that_do_not_fit_name_their_sender(pair: Pair, updates: list[RequestUpdate]) -> None:
     worker = load_stage(pair.spec(2), 1, torch.device("cpu"))
     with pytest.raises(RankLost, match="rank 0 sent updates that do not fit"):
         for update in updates:
-            worker.advance(Envelope((update,)))
+            worker.advance(StageMessage((update,)))
 
 
 def test_an_unknown_request_is_void(pair: Pair) -> None:
     worker = load_stage(pair.spec(2), 1, torch.device("cpu"))
-    worker.advance(Envelope((Update(99, slots=((0, 16),)),)))
+    worker.advance(StageMessage((RequestUpdate(99, slots=((0, 16),)),)))
     assert worker.num_lanes == 0

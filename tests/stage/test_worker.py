@@ -16,7 +16,7 @@ from support.examples import examples
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipedec.core import Envelope, Load, Opening, SamplingParams, Step, Update, Verdict
+from pipedec.core import Load, NewRequest, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
 from pipedec.model import StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import NewSequence, Sequence
@@ -60,7 +60,7 @@ class Target:
         return DrivenStage((FinalStageWorker if model.is_last else StageWorker)(model, new_sequence, slots=SLOTS))
 
 
-def new_sequence(opening: Opening) -> NewSequence:
+def new_sequence(opening: NewRequest) -> NewSequence:
     return lambda: Sequence(opening.prompt_length, (NO_TOKEN,), opening.sampling.max_tokens)
 
 
@@ -70,8 +70,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return Target(path, save_tiny_llama(path, dtype=torch.float64))
 
 
-def opening_of(sampling: SamplingParams = SamplingParams()) -> Opening:  # noqa: B008
-    return Opening(len(PROMPT), sampling, slots=((0, SLOTS),))
+def opening_of(sampling: SamplingParams = SamplingParams()) -> NewRequest:  # noqa: B008
+    return NewRequest(len(PROMPT), sampling, slots=((0, SLOTS),))
 
 
 def verdict_of(stage: DrivenStage) -> Verdict | None:
@@ -287,8 +287,8 @@ def test_nothing_is_computed_after_an_answer_was_ended(target: Target, layers: r
     """By rank 0, which may have cut off tokens that the last stage has accepted; that verdict travels on."""
     answer, stage = target.answer(3), target.stage(layers)
     for _ in range(2):
-        chunk = Update(1, opening_of(), step=prompt_chunk(*PROMPT))
-        stage.advance(Envelope((chunk,)))
+        chunk = RequestUpdate(1, opening_of(), step=prompt_chunk(*PROMPT))
+        stage.advance(StageMessage((chunk,)))
         reply = stage.advance(envelope(rows((answer[0], -1), (answer[1], 0)), Verdict.of(answer[0])))
         if layers.stop == 4:
             assert reply == envelope(verdict=Verdict.of(answer[1], answer[2]))
@@ -317,11 +317,14 @@ def test_verdicts_are_replayed_before_activations_are_awaited(target: Target, la
         arriving.copy_(hidden)
 
     stage.open(2, opening_of())
-    ended, opened = Update(2, verdict=Verdict((), "stop")), Update(1, opening_of(), step=replace(chunk, hidden=arriving))
-    late = stage.advance(Envelope((opened, ended), await_hidden=arrive))
+    ended, opened = (
+        RequestUpdate(2, verdict=Verdict((), "stop")),
+        RequestUpdate(1, opening_of(), step=replace(chunk, hidden=arriving)),
+    )
+    late = stage.advance(StageMessage((opened, ended), await_hidden=arrive))
     assert open_lanes == [1], "request 2 was to be closed and request 1 to be opened meanwhile"
     other = target.stage(layers)
-    at_once = other.advance(Envelope((Update(1, opening_of(), step=replace(chunk, hidden=hidden)), Update(3))))
+    at_once = other.advance(StageMessage((RequestUpdate(1, opening_of(), step=replace(chunk, hidden=hidden)), RequestUpdate(3))))
     [found] = [update for update in late.updates if update.number == 1]
     [expected] = [update for update in at_once.updates if update.number == 1]
     if expected.step is None:
@@ -332,10 +335,10 @@ def test_verdicts_are_replayed_before_activations_are_awaited(target: Target, la
 
 def test_a_timestep_without_rows_passes_the_verdict_on(target: Target) -> None:
     stage = begun(target)
-    assert stage.advance(Envelope(ends_session=True)) == Envelope(ends_session=True)
+    assert stage.advance(StageMessage(ends_session=True)) == StageMessage(ends_session=True)
     assert stage.advance(envelope(verdict=Verdict.of(5))) == envelope(verdict=Verdict.of(5))
     final, _ = final_stage(target, SamplingParams())
-    assert final.advance(Envelope()) == Envelope() and final.results() == ()
+    assert final.advance(StageMessage()) == StageMessage() and final.results() == ()
 
 
 def test_a_number_is_opened_once(target: Target) -> None:
@@ -344,8 +347,8 @@ def test_a_number_is_opened_once(target: Target) -> None:
         stage.open(1, opening_of())
 
 
-def envelope(step: Step | None = None, verdict: Verdict | None = None) -> Envelope:
-    return Envelope((Update(1, verdict=verdict, step=step),))
+def envelope(step: Step | None = None, verdict: Verdict | None = None) -> StageMessage:
+    return StageMessage((RequestUpdate(1, verdict=verdict, step=step),))
 
 
 def test_a_stage_counts_its_rows_and_those_that_nobody_needed(target: Target) -> None:

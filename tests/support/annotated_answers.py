@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from recipes.thread_models.records import Annotated, Question, write_annotated
-from recipes.thread_models.structure import Fork, Join, Piece
+from recipes.thread_models.structure import Fork, JoinPoint, Piece
 
 APAR = ("Here:\n1. ", "one:", Fork(" the first"), "\n2. two:", Fork(" the second point"), "\nDone.")
 PASTA = (
-    "Here:\n1. one:", Fork(" the first of them", "one", 30), "\n2. two:", Fork(" the second", "two", 20), Join(), "\nDone.",
+    "Here:\n1. one:", Fork(" the first of them", "one", 30), "\n2. two:", Fork(" the second", "two", 20), JoinPoint(), "\nDone.",
 )  # fmt: skip
 
 
 def record(pieces: tuple[Piece, ...], prompt: str = "List both.", subject: str = "", rule: str = "list") -> Annotated:
-    answer = "".join(piece if isinstance(piece, str) else piece.text for piece in pieces if not isinstance(piece, Join))
+    answer = "".join(piece if isinstance(piece, str) else piece.text for piece in pieces if not isinstance(piece, JoinPoint))
     return Annotated(Question(prompt, answer, "test", "points", subject or prompt), pieces, rule, "rules")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from pipedec.core import EMPTY, Envelope, Load, Opening, SlotRuns, Step, Update, Verdict
+from pipedec.core import EMPTY, Load, NewRequest, RequestUpdate, SlotRuns, StageMessage, Step, Verdict
 from pipedec.stage import FinalStageWorker, StageWorker
 
 
@@ -21,7 +21,7 @@ class DrivenStage:
         self.worker = worker
         self.load = Load()
         self._waiting = EMPTY
-        self._results: tuple[Update, ...] = ()
+        self._results: tuple[RequestUpdate, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.worker, name)
@@ -31,19 +31,19 @@ class DrivenStage:
         """Whether anything waits to be sent."""
         return bool(self._waiting.updates)
 
-    def open(self, number: int, opening: Opening) -> None:
-        self.worker.replay([Update(number, opening)])
+    def open(self, number: int, opening: NewRequest) -> None:
+        self.worker.replay([RequestUpdate(number, opening)])
 
     def extend(self, number: int, slots: SlotRuns) -> None:
-        self.worker.replay([Update(number, slots=slots)])
+        self.worker.replay([RequestUpdate(number, slots=slots)])
 
     def sync(self, number: int, verdict: Verdict) -> None:
         """Replay a verdict, which prunes what waits."""
-        self._waiting = self.worker.replay([Update(number, verdict=verdict)], self._waiting)
+        self._waiting = self.worker.replay([RequestUpdate(number, verdict=verdict)], self._waiting)
 
     def compute(self, steps: Mapping[int, Step]) -> None:
         self.load = Load()
-        message = Envelope(tuple(Update(number, step=step) for number, step in steps.items()))
+        message = StageMessage(tuple(RequestUpdate(number, step=step) for number, step in steps.items()))
         reply = self.worker.advance(message, self._note_load)
         if isinstance(self.worker, FinalStageWorker):
             self._results += reply.updates
@@ -59,7 +59,7 @@ class DrivenStage:
         waiting, self._waiting = self._waiting, EMPTY
         return {update.number: update.step for update in waiting.updates if update.step is not None}
 
-    def results(self) -> tuple[Update, ...]:
+    def results(self) -> tuple[RequestUpdate, ...]:
         """Take what the last stage has said."""
         results, self._results = self._results, ()
         return results

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from pipedec.core import EpochEnded, QueueFull, RankLost, SchedulerLost, UserError
 from pipedec.messages import (
     AbortEvent,
-    Activity,
+    ActivityReport,
     CancelledEvent,
     Event,
     Recovery,
@@ -30,15 +30,15 @@ from pipedec.scheduler.protocol import (
     RESTORED,
     SHOWN_BATCHES,
     WATCH_SECONDS,
+    FrameBatch,
     Granted,
     GrantedTask,
-    Message,
     Post,
+    RankMessage,
     Remembered,
     RunStatus,
-    Shown,
     Taken,
-    tokens_told,
+    published_token_ids,
 )
 from pipedec.scheduler.transfers import transfers_of
 from pipedec.scheduler.workflow import Payload, Planned, Task
@@ -159,7 +159,7 @@ class MemoryScheduler:
 
     def clear(self) -> None:
         self.graph: _Graph | None = None
-        self._queues: dict[int, deque[Message]] = {rank: deque() for rank in self.topology.ranks}
+        self._queues: dict[int, deque[RankMessage]] = {rank: deque() for rank in self.topology.ranks}
         self._waiting: dict[int, int] = {}  # priorities of the requests that wait, by number
         self._operations: dict[str, int] = {}  # numbers by id
         self._requests: dict[int, str] = {}  # JSON of those that wait or run
@@ -181,7 +181,7 @@ class MemoryScheduler:
         self._told: dict[int, StageStats] = {}  # by rank, not written yet
         self._stages: dict[int, StageStats] = {}
         self._watcher, self._watched_until, self._num_shown = "", 0.0, 0
-        self._shown: deque[Shown] = deque(maxlen=SHOWN_BATCHES)
+        self._shown: deque[FrameBatch] = deque(maxlen=SHOWN_BATCHES)
         self._owners: dict[int, str] = {}  # by number, of requests whose answers are not closed
         self._owner_leases: dict[str, float] = {}
 
@@ -215,15 +215,15 @@ class MemoryScheduler:
             told.clear()
         for queue in self._queues.values():
             queue.clear()
-            queue.append(Message("recover", text=reason))
+            queue.append(RankMessage("recover", text=reason))
         return self._epoch
 
-    def journal(self) -> list[Message]:
+    def journal(self) -> list[RankMessage]:
         return [self._journaled(number) for number in sorted(self._running)]
 
-    def _journaled(self, number: int) -> Message:
-        told = tokens_told(self._answers[number])
-        return Message("request", number, text=self._requests[number], told=told, attempts=self._attempts[number])
+    def _journaled(self, number: int) -> RankMessage:
+        told = published_token_ids(self._answers[number])
+        return RankMessage("request", number, text=self._requests[number], told=told, attempts=self._attempts[number])
 
     def restore(self, description: RunDescription, duplex: str, submitted: int, remembered: Sequence[Remembered]) -> int:
         if self._state is None:
@@ -258,7 +258,7 @@ class MemoryScheduler:
             self._recoveries[-1] = replace(self._recoveries[-1], served_us=_now_us())
         if self._state == "stopping":  # it was asked to stop in an epoch that has ended
             for queue in self._queues.values():
-                queue.append(Message("stop"))
+                queue.append(RankMessage("stop"))
         self._max_running, self._max_waiting = description.settings.limits.max_num_seqs, description.settings.limits.max_waiting
 
     def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None:
@@ -280,7 +280,7 @@ class MemoryScheduler:
         planned: Sequence[Planned],
         timeout_seconds: float = 0.0,
         trace_lines: int | None = None,
-    ) -> Message | None:
+    ) -> RankMessage | None:
         self._check_epoch()
         graph = self.graph
         if graph is None:
@@ -301,9 +301,9 @@ class MemoryScheduler:
 
     def _push_tasks(self, graph: _Graph) -> None:
         for rank, granted in graph.release().items():
-            self._push(rank, Message("tasks", graph.number, tuple(granted)))
+            self._push(rank, RankMessage("tasks", graph.number, tuple(granted)))
 
-    def wait(self, rank: int, timeout_seconds: float) -> Message | None:
+    def wait(self, rank: int, timeout_seconds: float) -> RankMessage | None:
         queue = self._queues[rank]
         return queue.popleft() if queue else None
 
@@ -352,7 +352,7 @@ class MemoryScheduler:
         if self._state != "stopping":  # the requests of a stopping run are taken to be refused
             limit = min(limit, self._max_running - len(self._running))
         numbers = sorted(self._waiting, key=lambda number: (self._waiting[number], number))[: max(limit, 0)]
-        requests = [Message("request", number, text=self._requests[number]) for number in numbers]
+        requests = [RankMessage("request", number, text=self._requests[number]) for number in numbers]
         for number in numbers:
             del self._waiting[number]
         self._running.update(numbers)
@@ -363,7 +363,7 @@ class MemoryScheduler:
             self._watcher if time.monotonic() < self._watched_until else "",
         )
 
-    def wait_request(self, timeout_seconds: float) -> Message | None:
+    def wait_request(self, timeout_seconds: float) -> RankMessage | None:
         message = self.wait(0, timeout_seconds)
         if message is None and (requests := self.take(1).requests):
             return requests[0]
@@ -405,9 +405,9 @@ class MemoryScheduler:
 
     def show(self, frames: Sequence[str]) -> None:
         self._num_shown += 1
-        self._shown.append(Shown(str(self._num_shown), self._num_shown, f"[{','.join(frames)}]"))
+        self._shown.append(FrameBatch(str(self._num_shown), self._num_shown, f"[{','.join(frames)}]"))
 
-    def read_live(self, last: str, timeout_seconds: float) -> list[Shown]:
+    def read_live(self, last: str, timeout_seconds: float) -> list[FrameBatch]:
         return [shown for shown in self._shown if shown.number > int(last)]
 
     def read_answer(self, request_number: int, last: str, timeout_seconds: float) -> list[tuple[str, Event]]:
@@ -444,7 +444,7 @@ class MemoryScheduler:
             return False
         self._failure = of_rank(rank, message)
         for queue in self._queues.values():
-            queue.appendleft(Message("abort", text=self._failure))
+            queue.appendleft(RankMessage("abort", text=self._failure))
         for number in [*self._running, *self._waiting]:
             self._append(number, AbortEvent(self._failure))
         return True
@@ -456,9 +456,9 @@ class MemoryScheduler:
         if self._state != "stopping":
             self._state = "stopping"
             for queue in self._queues.values():
-                queue.append(Message("stop"))
+                queue.append(RankMessage("stop"))
 
-    def renew_lease(self, rank: int, activity: Activity | None = None) -> None:
+    def renew_lease(self, rank: int, activity: ActivityReport | None = None) -> None:
         self._check_epoch()
         self._leases[rank] = time.monotonic() + self.lease_seconds
         if self._state is not None and rank in self._told:
@@ -499,7 +499,7 @@ class MemoryScheduler:
     def trace(self) -> list[GrantedTask]:
         return list(self.graph.trace) if self.graph is not None else []
 
-    def _push(self, rank: int, message: Message) -> None:
+    def _push(self, rank: int, message: RankMessage) -> None:
         self._queues[rank].append(message)
 
     def _check_epoch(self) -> None:

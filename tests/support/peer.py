@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
-from pipedec.core import Envelope, PipedecError, Step, Update, Verdict
+from pipedec.core import PipedecError, RequestUpdate, StageMessage, Step, Verdict
 from pipedec.transport.links import STEP_TAG
 from pipedec.transport.rendezvous import Rendezvous, file_store
 from pipedec.transport.torch_distributed import ENVELOPE_TAG, ProcessGroups, TorchTransport, gloo_group
@@ -165,11 +165,11 @@ def send_envelope(
 ) -> None:
     """Send an envelope with an update of one request, or without any; with the verdict that ends the answer the last one."""
     step = make_step(num_rows, dtype, seed, num_threads) if num_rows else None
-    updates = (Update(seed, verdict=verdict, step=step),) if step or verdict else ()
-    transport.send_envelope(Envelope(updates, verdict is not None and verdict.finished is not None), dst)
+    updates = (RequestUpdate(seed, verdict=verdict, step=step),) if step or verdict else ()
+    transport.send_envelope(StageMessage(updates, verdict is not None and verdict.finished is not None), dst)
 
 
-def received_updates(transport: TorchTransport, src: int) -> tuple[Update, ...]:
+def received_updates(transport: TorchTransport, src: int) -> tuple[RequestUpdate, ...]:
     """The updates of the next envelope, when all of it has arrived."""
     envelope = transport.receive_envelope(src)
     for _ in range(2):  # to wait twice is harmless
@@ -188,8 +188,8 @@ def receive_envelope(transport: TorchTransport, src: int) -> Any:
 
 def send_two_requests(transport: TorchTransport, num_rows: int, dtype: torch.dtype | None, dst: int) -> None:
     """Rows of requests 5 and 3 with a verdict between them."""
-    first, second = (Update(number, step=make_step(num_rows, dtype, number)) for number in (5, 3))
-    transport.send_envelope(Envelope((first, Update(4, verdict=Verdict.of(9)), second)), dst)
+    first, second = (RequestUpdate(number, step=make_step(num_rows, dtype, number)) for number in (5, 3))
+    transport.send_envelope(StageMessage((first, RequestUpdate(4, verdict=Verdict.of(9)), second)), dst)
 
 
 def receive_requests(transport: TorchTransport, src: int) -> Any:
@@ -208,7 +208,7 @@ def described(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
 
 def send_tensors(transport: TorchTransport, num_rows: int, size: int, dst: int) -> None:
     step = make_step(num_rows, None, 1) if num_rows else None
-    transport.send_envelope(Envelope((Update(1, step=step),), tensors=make_tensors(size)), dst)
+    transport.send_envelope(StageMessage((RequestUpdate(1, step=step),), tensors=make_tensors(size)), dst)
 
 
 def receive_tensors(transport: TorchTransport, src: int) -> Any:

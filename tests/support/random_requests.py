@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipedec.model import KVCache, LaneRows, StageModel
 from pipedec.tree import Visibility
-from support.slot_books import SlotBooks
+from support.slot_books import SlotAllocator
 
 
 class Requests:
@@ -19,7 +19,7 @@ class Requests:
         self._stage, self._device, self._random = stage, stage.device, random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
         pool = stage.make_pool(400 * block, block)
-        self._books = SlotBooks(pool.slots, block, random.Random(seed) if is_scattered else None)
+        self._books = SlotAllocator(pool.slots, block, random.Random(seed) if is_scattered else None)
         self._has_masks = [bool(pool.prompt_slots) and self._random.random() < 0.4 for _ in range(count)]
         self._caches = [KVCache(pool, with_prompt=has_masks) for has_masks in self._has_masks]
         self._has_prompt = [self._random.random() < 0.1 for _ in range(count)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipedec.config import Settings
-from pipedec.core import Update, Verdict
+from pipedec.core import RequestUpdate, Verdict
 from pipedec.messages import RunDescription
 from pipedec.scheduler.paper import Facts, initial_tasks, post_process, results_of
 from pipedec.scheduler.protocol import Granted
@@ -222,7 +222,7 @@ class SimulatedPipeline:
             return Facts(has_output=bool(arrived), active=granted.active)
         is_hit = granted.task.name == "dec" and self.random.random() < self.hit_rate and self._a_hit_is_possible(granted)
         verdict = self._next_verdict(is_hit) if arrived.rows and self._num_accepted < self.num_tokens else None
-        results = () if verdict is None else (Update(REQUEST, verdict=verdict),)
+        results = () if verdict is None else (RequestUpdate(REQUEST, verdict=verdict),)
         return Facts(results=results, active=granted.active)
 
     def _a_hit_is_possible(self, granted: Granted) -> bool:

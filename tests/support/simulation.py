@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pipedec import threads
-from pipedec.core import MethodOptions, Opening, Request, SamplingParams, SlotRuns, Step, Update, UserError, Verdict
+from pipedec.core import MethodOptions, NewRequest, Request, RequestUpdate, SamplingParams, SlotRuns, Step, UserError, Verdict
 from pipedec.decoding import Batch, Experience, LaneSizes, TimestepTiming
 from pipedec.kv import KVManager
 from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
@@ -126,15 +126,15 @@ class Lane:
         said: by the verdicts of the last stage.
     """
 
-    def __init__(self, stage: Stage, request: Request, answer: list[int], opening: Opening) -> None:
+    def __init__(self, stage: Stage, request: Request, answer: list[int], opening: NewRequest) -> None:
         self.slots: list[int] = []
         self.tree = PredictionTree()
         self.arrivals: list[torch.Tensor | bool] = []
         self.computed: set[int] = set()
-        self.said = list(opening.said)
+        self.said = list(opening.output_token_ids)
         self.answer = answer
         self._stage = stage
-        self._text = [*request.prompt_token_ids, *opening.said]
+        self._text = [*request.prompt_token_ids, *opening.output_token_ids]
         self._masks = MASKS if opening.tokens_per_mask else 0
         assert opening.prompt_length == len(request.prompt_token_ids) and self.said == answer[: len(self.said)]
         self.extend(opening.slots)
@@ -270,7 +270,7 @@ class Simulation:
         said = tuple(answer[: chooser.randrange(len(answer))] if self.kv is not None and chooser.random() < 0.2 else ())
         structure = self._structure(answer)
         sampling, options = SamplingParams(max_tokens=len(answer)), chooser.choice(self.methods[name])
-        request = Request(number, prompt, sampling, name, options, priority=chooser.choice((0, 0, 1)), said=said)
+        request = Request(number, prompt, sampling, name, options, priority=chooser.choice((0, 0, 1)), output_token_ids=said)
         self.drafter.answers[number] = answer
         try:
             self.batch.open(request, lambda: behind(said, ThreadSequence(len(prompt), (), len(answer), structure())))
@@ -286,7 +286,7 @@ class Simulation:
         rule = rule_of(answer, (*range(50), *range(60, 64), *range(100, 103)), self.seed)
         return lambda: ToyStructure(rule)
 
-    def timestep(self) -> dict[int, Update]:
+    def timestep(self) -> dict[int, RequestUpdate]:
         self.timesteps += 1
         self._pause()
         updates = self.batch.propose()
@@ -317,7 +317,7 @@ class Simulation:
             self.running[number].closing = self.groups + 1
             self.running[number].pauses += 1
 
-    def _advance(self, updates: dict[int, Update]) -> None:
+    def _advance(self, updates: dict[int, RequestUpdate]) -> None:
         """The stage replays verdicts, opens lanes, and computes rows."""
         for number, verdict in self.verdicts.items():
             lane = self.stage.lanes.get(number)
@@ -346,7 +346,7 @@ class Simulation:
             self.batch.apply(number, verdict)
             self.verdicts[number] = verdict
             if verdict.finished:
-                assert method.hits + method.misses == max(len(one.answer) - 1 - len(one.request.said), 0)
+                assert method.hits + method.misses == max(len(one.answer) - 1 - len(one.request.output_token_ids), 0)
                 self.texts.append((*one.request.prompt_token_ids, *one.answer))
                 del self.running[number]
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from pipedec.core import SlotRuns
 
 
-class SlotBooks:
+class SlotAllocator:
     """The slots of pools of one size.
 
     Args:

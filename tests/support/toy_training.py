@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from pipedec.train.loop import Backward, Figures, TrainingLoop
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import Document
-from recipes.reference_models.pair import Recipe, Shape
+from recipes.reference_models.pair import ModelSizes, Recipe
 
 TOY = Recipe(
     vocabulary=400,
-    target=Shape(hidden=32, intermediate=48, heads=4),
-    draft=Shape(hidden=32, intermediate=32, heads=2),
+    target=ModelSizes(hidden=32, intermediate=48, heads=4),
+    draft=ModelSizes(hidden=32, intermediate=32, heads=2),
     phases=((1, 3), (2, 3)),
     draft_phases=((1, 3),),
     distillation_phases=((1, 3),),

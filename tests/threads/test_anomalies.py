@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.toy_dialects import IDS, ids, say, sequence_of, texts, toy, written
 
-from pipedec.threads import ANOMALIES, Opened, Sequence, State
+from pipedec.threads import ANOMALIES, Sequence, State, ThreadOpened
 
 PROMISE = '<promise : 2 "/>'
 
@@ -184,7 +184,7 @@ def test_released_threads_do_not_fill_the_cache() -> None:
 def test_control_tokens_end_a_tag(breaker: str) -> None:
     sequence = pasta()
     events = say(sequence, (), f"<promise : {breaker}")
-    assert not any(isinstance(event, Opened) for event in events)
+    assert not any(isinstance(event, ThreadOpened) for event in events)
     assert sequence.anomalies["opener_not_completed"] == 1
     assert sequence.main.tag is None
 
@@ -192,7 +192,7 @@ def test_control_tokens_end_a_tag(breaker: str) -> None:
 def test_a_promise_inside_a_promise_begins_anew() -> None:
     sequence = pasta()
     opened = say(sequence, (), "<promise : 20 " + PROMISE)
-    assert [type(event) for event in opened] == [Opened]
+    assert [type(event) for event in opened] == [ThreadOpened]
     assert sequence.anomalies == {"opener_not_completed": 1}
     assert sequence.next_position(0) == sequence.at((0,)).positions[0] + 2, "the second promise's length"
     assert shown(sequence) == 'tokens=" 20'

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from pipedec.core import UserError
 from pipedec.shipped import reference_pair
-from pipedec.threads import DIALECTS, Dialect, Opened, ThreadedSequence, bind, load_dialect
+from pipedec.threads import DIALECTS, Dialect, ThreadedSequence, ThreadOpened, bind, load_dialect
 
 MINIMAL = {"name": "mine", "opener": "[Fork]", "child_start": "[Child]"}
 
@@ -44,7 +44,7 @@ def test_a_promise_in_the_shipped_tokenizer_opens_at_its_last_token(tokenizer: T
     sequence = ThreadedSequence(bound, 5, (1,), 100)
     tag = tokenizer.encode('<promise topic="the recipe" tokens="20"/>', add_special_tokens=False).ids
     events = [event for token in tag for event in sequence.accept(0, token)]
-    assert events == [Opened(thread=0, child=1, token=bound.child_start, position=5 + len(tag))]
+    assert events == [ThreadOpened(thread=0, child=1, token=bound.child_start, position=5 + len(tag))]
     assert sequence.next_position(0) == 5 + len(tag) + 20
 
 

@@ -17,11 +17,11 @@ from pipedec.threads import (
     BoundDialect,
     DecodeThread,
     DocumentToken,
-    Ended,
     Joined,
     Sequence,
     State,
     ThreadedSequence,
+    ThreadEnded,
     Waiting,
     measure,
     replay,
@@ -119,7 +119,7 @@ class Run:
     def _accept(self, number: int, token: int, ends: bool) -> None:
         before = [thread.num_tokens for thread in self.sequence.threads]
         events = self.sequence.accept(number, token)
-        own = [event for event in events if isinstance(event, Waiting | Joined | Ended) and event.thread == number]
+        own = [event for event in events if isinstance(event, Waiting | Joined | ThreadEnded) and event.thread == number]
         assert bool(own) == ends
         before += [0] * (len(self.sequence.threads) - len(before))
         for thread, known in zip(self.sequence.threads, before, strict=True):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.toy_dialects import END, IDS, ids, say, sequence_of, toy, written
 
-from pipedec.threads import Ended, Finished, Joined, Opened, Sequence, State, ThreadedSequence, Waiting
+from pipedec.threads import Finished, Joined, Sequence, State, ThreadedSequence, ThreadEnded, ThreadOpened, Waiting
 from pipedec.threads.bound import NO_DIALECT
 
 FORK, CHILD, ASYNC, SYNC = IDS["[Fork]"], IDS["[Child]"], IDS["<async>"], IDS["<sync/>"]
@@ -18,17 +18,17 @@ FORK, CHILD, ASYNC, SYNC = IDS["[Fork]"], IDS["[Child]"], IDS["<async>"], IDS["<
 
 def test_apar_forks_and_ends_each_thread_by_itself() -> None:
     sequence = sequence_of(toy("apar"), prompt_length=10)
-    assert say(sequence, (), "a [Fork]") == [Opened(thread=0, child=1, token=CHILD, position=12)]
+    assert say(sequence, (), "a [Fork]") == [ThreadOpened(thread=0, child=1, token=CHILD, position=12)]
     assert sequence.next_position(0) == 12
-    assert say(sequence, (), "b [Fork]") == [Opened(thread=0, child=2, token=CHILD, position=14)]
+    assert say(sequence, (), "b [Fork]") == [ThreadOpened(thread=0, child=2, token=CHILD, position=14)]
     assert say(sequence, (0,), "x y") == []
-    assert say(sequence, (), "c <|end|>") == [Ended(0, "stop")]
-    assert say(sequence, (1,), "z <|end|>") == [Ended(2, "stop")]
+    assert say(sequence, (), "c <|end|>") == [ThreadEnded(0, "stop")]
+    assert say(sequence, (1,), "z <|end|>") == [ThreadEnded(2, "stop")]
     assert sequence.context(1) == ((0, 2),)
     assert sequence.context(2) == ((0, 4),)
     assert sequence.at((0,)).positions == [12, 13, 14]
     assert sequence.finished is None
-    assert say(sequence, (0,), "<|end|>") == [Ended(1, "stop"), Finished("stop")]
+    assert say(sequence, (0,), "<|end|>") == [ThreadEnded(1, "stop"), Finished("stop")]
     assert written(sequence) == "a [Fork] [Child] x y <|end|> b [Fork] [Child] z <|end|> c <|end|>"
     assert sequence.main.positions == [10, 11, 12, 13, 14, 15]
     assert sequence.anomalies == {}
@@ -56,20 +56,20 @@ def test_an_ended_child_is_released_when_nothing_below_it_goes_on() -> None:
 
 def test_pasta_promises_wait_and_join() -> None:
     sequence = sequence_of(toy("pasta"), prompt_length=10)
-    assert say(sequence, (), 'a <promise : 20 "/>') == [Opened(thread=0, child=1, token=ASYNC, position=15)]
+    assert say(sequence, (), 'a <promise : 20 "/>') == [ThreadOpened(thread=0, child=1, token=ASYNC, position=15)]
     assert sequence.next_position(0) == 35
-    assert say(sequence, (), '<promise : 2 "/>') == [Opened(thread=0, child=2, token=ASYNC, position=39)]
+    assert say(sequence, (), '<promise : 2 "/>') == [ThreadOpened(thread=0, child=2, token=ASYNC, position=39)]
     assert sequence.context(2) == ((0, 9),), "the second child sees both promises and no body"
-    assert say(sequence, (1,), "x </async>") == [Ended(2, "close")]
+    assert say(sequence, (1,), "x </async>") == [ThreadEnded(2, "close")]
     assert say(sequence, (), "<sync/>") == [Waiting(0)]
     assert sequence.main.state is State.WAITING
     assert sequence.main.num_tokens == 9, "the join token has not entered"
     assert sequence.context(0) == ()
     events = say(sequence, (0,), "y z </async>")
-    assert events == [Ended(1, "close"), Joined(thread=0, joined=(1, 2), token=SYNC, position=41)]
+    assert events == [ThreadEnded(1, "close"), Joined(thread=0, joined=(1, 2), token=SYNC, position=41)]
     assert sequence.context(0) == ((1, 4), (2, 3))
     assert sequence.context(0, 8) == ()
-    assert say(sequence, (), "b <|end|>") == [Ended(0, "stop"), Finished("stop")]
+    assert say(sequence, (), "b <|end|>") == [ThreadEnded(0, "stop"), Finished("stop")]
     assert written(sequence) == (
         'a <promise tokens=" 20 "/> <async> y z </async> <promise tokens=" 2 "/> <async> x </async> <sync/> b <|end|>'
     )
@@ -93,7 +93,7 @@ def test_bodies_are_released_when_only_the_end_waits_for_them() -> None:
     assert sequence.released() == (), "a later join may see it"
     assert say(sequence, (), "<|end|>") == [Waiting(0)]
     assert sequence.released() == (1,)
-    assert say(sequence, (1,), "y </async>") == [Ended(2, "close"), Ended(0, "stop"), Finished("stop")]
+    assert say(sequence, (1,), "y </async>") == [ThreadEnded(2, "close"), ThreadEnded(0, "stop"), Finished("stop")]
 
 
 @pytest.mark.parametrize(("rule", "position"), [("continue", 14), ("longest", 17), ("flat", 10 + 4 + 5 + 3)])
@@ -168,10 +168,10 @@ def test_the_answer_is_cut_in_document_order() -> None:
     say(sequence, (), "a [Fork] b c d")
     assert sequence.finished is None
     assert say(sequence, (0,), "x") == []
-    assert say(sequence, (0,), "y") == [Ended(0, "length")], "two of the document, three of the child, three of the rest"
+    assert say(sequence, (0,), "y") == [ThreadEnded(0, "length")], "two of the document, three of the child, three of the rest"
     assert say(sequence, (), "e") == [], "void: the other thread cut it in the same timestep"
     assert say(sequence, (0,), "z z") == []
-    assert say(sequence, (0,), "z") == [Ended(1, "length"), Finished("length")]
+    assert say(sequence, (0,), "z") == [ThreadEnded(1, "length"), Finished("length")]
     assert written(sequence) == "a [Fork] [Child] x y z z z"
 
 
@@ -208,7 +208,7 @@ def test_end_all_ends_what_goes_on_and_hands_out_what_was_held_back() -> None:
     reader = sequence.reader()
     say(sequence, (), 'a <promise : 2 "/> <sync/>')
     say(sequence, (0,), "x")
-    assert sequence.end_all("cancelled") == [Ended(0, "cancelled"), Ended(1, "cancelled"), Finished("cancelled")]
+    assert sequence.end_all("cancelled") == [ThreadEnded(0, "cancelled"), ThreadEnded(1, "cancelled"), Finished("cancelled")]
     assert sequence.end_all("cancelled") == []
     assert [token.token_id for token in reader.take()] == ids('a <promise : 2 "/> <async> x')
     assert sequence.accept(1, IDS["a"]) == []
@@ -218,7 +218,7 @@ def test_end_all_ends_what_goes_on_and_hands_out_what_was_held_back() -> None:
 def test_without_openers_a_sequence_is_one_thread() -> None:
     sequence = sequence_of(toy("pasta"), max_tokens=3)
     assert say(sequence, (), "a b") == []
-    assert say(sequence, (), "c") == [Ended(0, "length"), Finished("length")]
+    assert say(sequence, (), "c") == [ThreadEnded(0, "length"), Finished("length")]
     assert sequence.released() == (0,)
 
 

@@ -32,7 +32,7 @@ from pipedec.train.bita.evaluation import evaluate, guess_figures
 from pipedec.train.bita.learned import Learned, folded, mask_pass, prompt_shape, token_pass
 from pipedec.train.bita.mask_rows import NO_LABEL, MaskRows, draw_places, mask_rows, places_of
 from pipedec.train.bita.training import BitaRecipe, MaskSteps, train_bita
-from pipedec.train.continuations import Answered, Continuation, continue_greedily
+from pipedec.train.continuations import Continuation, Continuations, continue_greedily
 from pipedec.train.loop import Figures, TrainingLoop
 from pipedec.train.prompts import SplitPrompts, file_prompts, split
 from pipedec.train.run import Run
@@ -179,7 +179,7 @@ def test_masks_learn_to_guess(tmp_path: Path, prompting: str) -> None:
     recipe = replace(RECIPE, prompting=prompting, prompt_tokens=0 if prompting == "none" else 3, steps=80, learning_rate=0.1)
     learned = Learned(target, 2, recipe.prompt_tokens, prompting, 0.02, seed=0)
     optimizer = torch.optim.AdamW(learned.parameters(), weight_decay=0.0)
-    steps = MaskSteps(target, learned, Answered({"all": SAMPLES}, {}), recipe)
+    steps = MaskSteps(target, learned, Continuations({"all": SAMPLES}, {}), recipe)
     TrainingLoop("bita", learned, [optimizer], tmp_path, {}, max_norm=None).run(recipe.steps, recipe.rate, steps)
     log = log_of(tmp_path)
     first, last = (sum(row["loss"] for row in rows) / 5 for rows in (log[:5], log[-5:]))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from pipedec.cli.train import train as command
 from pipedec.core import UserError
 from pipedec.train.continuations import Continuation, continue_greedily
-from pipedec.train.draft.distillation import Lesson, TargetMemory, mean_loss
+from pipedec.train.draft.distillation import DistillationRows, TargetMemory, mean_loss
 from pipedec.train.draft.training import DraftRecipe, pack_whole, train_draft
 from pipedec.train.loop import TrainingLoop
 from pipedec.train.prompts import SplitPrompts
@@ -107,7 +107,7 @@ def test_the_loss_is_least_at_the_wanted_distribution() -> None:
     ids, hidden, head = torch.randint(0, 7, (2, 3)), torch.randn(2, 3, 4), torch.randn(7, 4)
     logits = hidden @ head.T
     memory = TargetMemory(hidden, logits.logsumexp(-1), logits.argmax(-1))
-    lesson = Lesson(ids, torch.full((2, 3), 2.0), memory, head)
+    lesson = DistillationRows(ids, torch.full((2, 3), 2.0), memory, head)
     wanted = logits.softmax(-1)
     greedy = torch.nn.functional.one_hot(wanted.argmax(-1), 7)
 
@@ -122,9 +122,9 @@ def test_the_loss_is_least_at_the_wanted_distribution() -> None:
 
 def test_a_step_weighs_short_and_long_rows_by_their_tokens() -> None:
     head = torch.eye(3)
-    short = Lesson(torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2), silent(4, 2), head)
+    short = DistillationRows(torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2), silent(4, 2), head)
     long_weights = torch.tensor([[0.0] * 5, [1, 1, 1, 3, 0]])
-    long = Lesson(torch.ones(2, 5, dtype=torch.int64), long_weights, silent(2, 5), head)
+    long = DistillationRows(torch.ones(2, 5, dtype=torch.int64), long_weights, silent(2, 5), head)
 
     def model(input_ids: torch.Tensor) -> Said:
         if input_ids.shape == (3, 2):

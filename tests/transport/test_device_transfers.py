@@ -13,7 +13,7 @@ from support.fake_cuda import FakeCuda, FakeWork
 from torch import Tensor
 from torch.distributed import HashStore
 
-from pipedec.core import Envelope, RankLost, Step, Update, Verdict
+from pipedec.core import RankLost, RequestUpdate, StageMessage, Step, Verdict
 from pipedec.device import GpuDevice
 from pipedec.transport.links import DeviceLink
 from pipedec.transport.rendezvous import Rendezvous
@@ -143,7 +143,7 @@ def rows(num_rows: int) -> Step:
     return Step(torch.arange(num_rows), torch.arange(num_rows) - 1, hidden)
 
 
-def received_rows(envelope: Envelope) -> tuple[Step, Tensor]:
+def received_rows(envelope: StageMessage) -> tuple[Step, Tensor]:
     step = envelope.updates[0].step
     assert step is not None and step.hidden is not None
     return step, step.hidden
@@ -153,7 +153,7 @@ def received_rows(envelope: Envelope) -> tuple[Step, Tensor]:
 def test_everything_else_is_known_while_activations_are_on_their_way(pair: Pair, num_rows: int) -> None:
     cuda, sender, receiver = pair
     sent, began = rows(num_rows), cuda.now
-    sender.send_envelope(Envelope((Update(7, verdict=Verdict.of(5), step=sent),)), 2)
+    sender.send_envelope(StageMessage((RequestUpdate(7, verdict=Verdict.of(5), step=sent),)), 2)
     envelope = receiver.receive_envelope(1)
     assert cuda.now < began + LATENCY, "the host has waited for activations"
     step, hidden = received_rows(envelope)
@@ -173,7 +173,7 @@ def test_everything_else_is_known_while_activations_are_on_their_way(pair: Pair,
 def test_activations_arrive_while_the_receiver_computes(pair: Pair) -> None:
     cuda, sender, receiver = pair
     began = cuda.now
-    sender.send_envelope(Envelope((Update(7, step=rows(3)),)), 2)
+    sender.send_envelope(StageMessage((RequestUpdate(7, step=rows(3)),)), 2)
     cuda.give(0.1)  # what the receiver's device is still at
     _, hidden = received_rows(receiver.receive_envelope(1))
     cuda.advance(began + LATENCY + NEAR - cuda.now)
@@ -187,7 +187,7 @@ def test_activations_leave_when_they_have_been_computed(pair: Pair) -> None:
     computed, began = step.hidden.clone(), cuda.now
     step.hidden.zero_()
     cuda.give(0.01, lambda: step.hidden.copy_(computed))  # type: ignore[union-attr]
-    left = sender.send_envelope(Envelope((Update(7, step=step),)), 2)
+    left = sender.send_envelope(StageMessage((RequestUpdate(7, step=step),)), 2)
     cuda.advance(0.01)
     assert not left.has_passed, "a transfer was reported before its end"
     left.wait()
@@ -231,10 +231,10 @@ def test_many_sends_are_kept_until_they_have_ended(pair: Pair) -> None:
     cuda, sender, _ = pair
     began = cuda.now
     for _ in range(8):
-        sender.send_envelope(Envelope((Update(7, step=rows(3)),)), 2)
+        sender.send_envelope(StageMessage((RequestUpdate(7, step=rows(3)),)), 2)
     assert cuda.now < began + LATENCY
     for _ in range(8):
-        sender.send_envelope(Envelope((Update(7, step=rows(3)),)), 2)
+        sender.send_envelope(StageMessage((RequestUpdate(7, step=rows(3)),)), 2)
     assert cuda.now >= began + 7 * LATENCY, "messages were let go of before they had left"
 
 
@@ -259,7 +259,7 @@ def test_a_rank_that_does_not_take_part_in_the_first_exchange_is_named(nccl: Ncc
 
 def test_nothing_that_waits_for_an_envelope_of_another_gpu_has_room_for_activations(pair: Pair) -> None:
     _, sender, receiver = pair
-    sender.send_envelope(Envelope((Update(7, step=rows(3)),)), 2)
+    sender.send_envelope(StageMessage((RequestUpdate(7, step=rows(3)),)), 2)
     receiver.receive_envelope(1)
     assert receiver.all_ranks.posted_bytes(1) == PREFIX_BYTES + INLINE_HEAD_BYTES
 

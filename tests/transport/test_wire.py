@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from support.counted_device import DEVICE, CountedDevice
 from torch import Tensor
 
-from pipedec.core import ROW_ID_BYTES, Accepted, Envelope, Opening, SamplingParams, Step, Update, Verdict
+from pipedec.core import ROW_ID_BYTES, Accepted, NewRequest, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
 from pipedec.transport.wire import (
     INLINE_HEAD_BYTES,
     MAX_HEAD_BYTES,
@@ -60,7 +60,7 @@ def steps(draw: st.DrawFn, max_rows: int = 40, hidden_size: int = HIDDEN_SIZE, d
 
 SLOTS = st.lists(st.tuples(st.integers(0, 2**40), st.integers(1, 2**20)), max_size=4).map(tuple)
 OPENINGS = st.builds(
-    Opening,
+    NewRequest,
     st.integers(1, 9),
     st.builds(SamplingParams, logprobs=st.none() | st.just(2)),
     st.integers(0, 5),
@@ -75,7 +75,7 @@ ROWS_OF_LOGPROBS = st.lists(
     st.lists(st.tuples(st.integers(0, 99), st.floats(max_value=0, allow_nan=False, allow_infinity=False)), max_size=3).map(tuple)
 )
 UPDATES = st.builds(
-    Update, INT64, st.none() | OPENINGS, st.none() | VERDICTS, st.none() | steps(), ROWS_OF_LOGPROBS.map(tuple), SLOTS
+    RequestUpdate, INT64, st.none() | OPENINGS, st.none() | VERDICTS, st.none() | steps(), ROWS_OF_LOGPROBS.map(tuple), SLOTS
 )
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 
@@ -89,7 +89,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 TENSORS = st.dictionaries(st.text(min_size=1, max_size=64).filter(is_utf8), tensors(), max_size=3)
 ENVELOPES = st.builds(
-    lambda updates, ends, named: Envelope(updates, ends, tensors=named),
+    lambda updates, ends, named: StageMessage(updates, ends, tensors=named),
     st.lists(UPDATES, max_size=5, unique_by=lambda update: update.number).map(tuple),
     st.booleans(),
     TENSORS,
@@ -139,7 +139,7 @@ def test_a_slice_of_a_larger_tensor_can_be_packed() -> None:
     assert torch.equal(received.hidden, hidden)  # type: ignore[arg-type]
 
 
-def received(first: Tensor, head: Tensor | None, hidden: Tensor | None) -> Envelope:
+def received(first: Tensor, head: Tensor | None, hidden: Tensor | None) -> StageMessage:
     """As a transport unpacks an envelope; the first message lies in a larger buffer."""
     buffer = np.concatenate((first.numpy(), np.full(99, 0xAB, np.uint8)))
     prefix = unpack_prefix(buffer, ROW_BYTES)
@@ -157,7 +157,7 @@ def received(first: Tensor, head: Tensor | None, hidden: Tensor | None) -> Envel
 
 
 @given(ENVELOPES)
-def test_envelopes_round_trip(sent: Envelope) -> None:
+def test_envelopes_round_trip(sent: StageMessage) -> None:
     found = received(*pack_envelope(sent, INLINE_ROWS))
     assert found.ends_session == sent.ends_session and len(found.updates) == len(sent.updates)
     for ours, theirs in zip(found.updates, sent.updates, strict=True):
@@ -185,7 +185,7 @@ def test_envelopes_round_trip(sent: Envelope) -> None:
 )
 def test_tensors_that_no_receiver_takes_are_not_sent(named: dict[str, Tensor]) -> None:
     with pytest.raises(ValueError, match="tensor"):
-        pack_envelope(Envelope(tensors=named), INLINE_ROWS)
+        pack_envelope(StageMessage(tensors=named), INLINE_ROWS)
 
 
 def with_tensors(*heads: object, elements: bytes = b"") -> None:
@@ -219,20 +219,20 @@ def test_what_are_no_tensors_is_refused() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, INLINE_HEAD_BYTES // 2, 100_000])
 def test_a_long_head_has_a_message_of_its_own(num_tokens: int) -> None:
-    sent = Envelope((Update(7, verdict=Verdict.of(*[1] * num_tokens)),))
+    sent = StageMessage((RequestUpdate(7, verdict=Verdict.of(*[1] * num_tokens)),))
     first, head, hidden = pack_envelope(sent, INLINE_ROWS)
     assert (head is not None) == (num_tokens > INLINE_HEAD_BYTES // 2 - 40)
     assert received(first, head, hidden) == sent
 
 
 def test_a_short_envelope_is_a_short_message() -> None:
-    assert len(pack_envelope(Envelope(), INLINE_ROWS)[0]) == PREFIX_BYTES
-    assert len(pack_envelope(Envelope((Update(3, verdict=Verdict.of(5)),)), INLINE_ROWS)[0]) == 120
+    assert len(pack_envelope(StageMessage(), INLINE_ROWS)[0]) == PREFIX_BYTES
+    assert len(pack_envelope(StageMessage((RequestUpdate(3, verdict=Verdict.of(5)),)), INLINE_ROWS)[0]) == 120
 
 
 def test_seeds_and_biases_arrive_as_they_are() -> None:
     sampling = SamplingParams(0.7, seed=2**64 - 1, stop=("a", "\u00e9"), stop_token_ids=(3,), logit_bias={5: -1.5}, logprobs=2)
-    sent = Envelope((Update(2**40, Opening(9, sampling, 3, '{"name": "x"}', True)),))
+    sent = StageMessage((RequestUpdate(2**40, NewRequest(9, sampling, 3, '{"name": "x"}', True)),))
     assert received(*pack_envelope(sent, INLINE_ROWS)) == sent
 
 
@@ -240,14 +240,14 @@ def test_seeds_and_biases_arrive_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("update", "message"),
     [
-        (Update(1, step=Step(torch.zeros(MAX_ROWS + 1, dtype=torch.int64), torch.zeros(MAX_ROWS + 1))), "65537 rows"),
-        (Update(1, verdict=Verdict.of(*[1] * (MAX_HEAD_BYTES // 2))), "a head of"),
+        (RequestUpdate(1, step=Step(torch.zeros(MAX_ROWS + 1, dtype=torch.int64), torch.zeros(MAX_ROWS + 1))), "65537 rows"),
+        (RequestUpdate(1, verdict=Verdict.of(*[1] * (MAX_HEAD_BYTES // 2))), "a head of"),
     ],
     ids=["rows", "head"],
 )
-def test_what_no_receiver_accepts_is_not_sent(update: Update, message: str) -> None:
+def test_what_no_receiver_accepts_is_not_sent(update: RequestUpdate, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        pack_envelope(Envelope((update,)), INLINE_ROWS)
+        pack_envelope(StageMessage((update,)), INLINE_ROWS)
 
 
 PREFIX = struct.Struct("<iiiii4x")
@@ -276,7 +276,7 @@ def test_any_head_is_an_envelope_or_refused(head: bytes) -> None:
     padded = head + b" " * (-len(head) % 8)
     prefix = Prefix(len(padded), len(padded), 0, 0, 0)
     with suppress(ValueError):
-        assert isinstance(unpack_envelope(np.frombuffer(padded, np.uint8), None, prefix), Envelope)
+        assert isinstance(unpack_envelope(np.frombuffer(padded, np.uint8), None, prefix), StageMessage)
 
 
 HUGE = st.sampled_from([2**63, -(2**70), 1e300, float("inf"), True, "7", None, [], {}])
@@ -298,7 +298,7 @@ def test_any_wrong_value_in_an_update_is_refused(place: str, value: object) -> N
 
 @given(st.integers(1, 40), st.data())
 def test_a_truncated_head_is_refused(num_tokens: int, data: st.DataObject) -> None:
-    first = pack_envelope(Envelope((Update(7, verdict=Verdict.of(*range(num_tokens))),)), INLINE_ROWS)[0].numpy()
+    first = pack_envelope(StageMessage((RequestUpdate(7, verdict=Verdict.of(*range(num_tokens))),)), INLINE_ROWS)[0].numpy()
     end = data.draw(st.integers(PREFIX_BYTES + 1, len(bytes(first).rstrip()) - 1))
     with pytest.raises(ValueError, match="cannot be read"):
         unpack_envelope(first[PREFIX_BYTES:end], None, unpack_prefix(first, ROW_BYTES))

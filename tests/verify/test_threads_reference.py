@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 from pipedec.core import SamplingParams
 from pipedec.threads import BoundDialect, DecodeThread, Event, Sequence, ThreadedSequence, measure, replay
 from pipedec.verify.threads import Choose
-from recipes.thread_models.rows import IGNORED, Row, tree_row
+from recipes.thread_models.rows import IGNORED, TrainingRow, tree_row
 
 ORDERS: dict[str, Choose] = {
     "oldest first": lambda running: running[0],
@@ -82,7 +82,7 @@ class RecordingSequence(ThreadedSequence):
 
 
 @torch.inference_mode()
-def logits_of(model: LlamaForCausalLM, flat: Row, mask: Tensor) -> Tensor:
+def logits_of(model: LlamaForCausalLM, flat: TrainingRow, mask: Tensor) -> Tensor:
     """[N, V]: logits of the whole answer in one forward."""
     bias = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     return model(flat.token_ids[None], position_ids=flat.positions[None], attention_mask=bias[None, None]).logits[0]

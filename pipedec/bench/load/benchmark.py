@@ -9,10 +9,10 @@ from typing import Annotated
 from msgspec.structs import replace
 
 from pipedec.bench.load.arrivals import Pattern
-from pipedec.bench.load.places import Load, Place
+from pipedec.bench.load.places import OfferedLoad, Place
 from pipedec.bench.load.policy import Policy
 from pipedec.bench.load.questions import Conversation
-from pipedec.bench.load.served import Goals, Outcome
+from pipedec.bench.load.served import Goals, LoadOutcome
 from pipedec.bench.options import Counts, Positive
 from pipedec.bench.progress import SweepProgress
 from pipedec.bench.record import Row, header, plain
@@ -75,17 +75,17 @@ class LoadConfig:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLoad:
     """One load by one method: its row, and what the row was made of."""
 
-    load: Load
-    outcome: Outcome
+    load: OfferedLoad
+    outcome: LoadOutcome
     row: Row
 
 
 def bench_load(
     config: LoadConfig, place: Place, conversations: Sequence[Conversation], progress: SweepProgress
-) -> Iterator[Measured]:
+) -> Iterator[MeasuredLoad]:
     """Offer every load to ``place``, by every method.
 
     Args:
@@ -98,7 +98,7 @@ def bench_load(
             for policy in config.policies:
                 progress.busy(f"{policy.name}, {pattern.label}")
                 count = config.count(pattern)
-                load = Load(policy, conversations[:count], pattern.arrivals(count, config.seed), limit, progress.row)
+                load = OfferedLoad(policy, conversations[:count], pattern.arrivals(count, config.seed), limit, progress.row)
                 outcome = place.offer(load)
                 row: Row = {
                     **first, "policy": policy.name, "method": policy.method, "options": policy.limits,
@@ -106,4 +106,4 @@ def bench_load(
                     **outcome.figures(pattern.concurrency, config.goals),
                     "served": [asdict(one) for one in outcome.served],
                 }  # fmt: skip
-                yield Measured(load, outcome, row)
+                yield MeasuredLoad(load, outcome, row)

@@ -10,14 +10,14 @@ from pipedec.bench.load.arrivals import Pattern
 from pipedec.bench.load.policy import Policy, parse_policies
 from pipedec.bench.load.served import Goals
 from pipedec.bench.options import Preset, StageCount
-from pipedec.bench.sweep.pipelines import Pair, Shape, emulated
+from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated
 from pipedec.config import ClusterConfig
 from pipedec.core import UserError
 from pipedec.flags import Help
 
 
 @dataclass(frozen=True)
-class EmulatedFlags:
+class LoadPipelineFlags:
     """An emulated pipeline and its KV memory."""
 
     preset: Preset | None = None
@@ -28,7 +28,7 @@ class EmulatedFlags:
         Help("Let requests with equal beginnings share their keys and values.", flag="--prefix-cache/--no-prefix-cache"),
     ] = True
 
-    def shape(self, config: ClusterConfig, pair: Pair, slow_motion: float = 1.0, own_work: bool = True) -> Shape:
+    def shape(self, config: ClusterConfig, pair: ModelPair, slow_motion: float = 1.0, own_work: bool = True) -> Shape:
         """The pipeline. Raises UserError for an unknown preset, or less memory than a block of the cache."""
         assert self.preset is not None
         shape = emulated(config, self.preset, self.stages, pair, slow_motion, own_work)

@@ -16,7 +16,7 @@ from msgspec import structs
 from pipedec.bench.load.arrivals import Arrivals
 from pipedec.bench.load.policy import Policy
 from pipedec.bench.load.questions import Conversation, continued_text
-from pipedec.bench.load.served import Outcome, Served
+from pipedec.bench.load.served import LoadOutcome, ServedRequest
 from pipedec.bench.prompts import AskedPrompts, DrawnPrompt, Tokenizes
 from pipedec.bench.record import Row
 from pipedec.bench.sweep.pipelines import RunningShape, Shape
@@ -32,7 +32,7 @@ _LONGEST_WAIT = 0.25
 
 
 @dataclass(frozen=True)
-class Load:
+class OfferedLoad:
     """One load by one method.
 
     Attributes:
@@ -67,7 +67,7 @@ class Place(ABC):
         """The fields of a row about it."""
 
     @abstractmethod
-    def offer(self, load: Load) -> Outcome:
+    def offer(self, load: OfferedLoad) -> LoadOutcome:
         """Offer a load. The turns of a conversation follow one another as soon as they are answered.
 
         Raises:
@@ -98,7 +98,7 @@ class OnRunning(Place):
     def cluster(self) -> Row:
         return {"preset": None, "run": self._running.run_id, **self._shape.cluster}
 
-    def offer(self, load: Load) -> Outcome:
+    def offer(self, load: OfferedLoad) -> LoadOutcome:
         self._running.check_method(load.policy.method)
         return offer_to(self._running, load)
 
@@ -121,7 +121,7 @@ class OnProcesses(Place):
     def prompter(self) -> Prompter:
         return load_prompter(self._shape.spec)
 
-    def offer(self, load: Load) -> Outcome:
+    def offer(self, load: OfferedLoad) -> LoadOutcome:
         assert self._shape.spec.emulation is not None
         running = self._with(load.max_num_seqs)
         running.check_method(load.policy.method)
@@ -144,17 +144,17 @@ class OnProcesses(Place):
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Turn:
     """One turn of a conversation: the whole prompt, and what the user says in the turns behind it."""
 
     prompt: DrawnPrompt
     turn: int
     left: Conversation
 
-    def following(self, answer: str) -> _Asked | None:
+    def following(self, answer: str) -> _Turn | None:
         if not self.left:
             return None
-        return _Asked(continued_text(self.prompt, answer, self.left[0]), self.turn + 1, self.left[1:])
+        return _Turn(continued_text(self.prompt, answer, self.left[0]), self.turn + 1, self.left[1:])
 
 
 @dataclass
@@ -165,22 +165,24 @@ class _Crowd:
     slow_motion: float
     began: float = field(default_factory=time.perf_counter)
     submitted: int = 0
-    replies: dict[int, tuple[int, _Asked]] = field(default_factory=dict)  # open, by number: order of submission
-    served: dict[int, Served] = field(default_factory=dict)
+    replies: dict[int, tuple[int, _Turn]] = field(default_factory=dict)  # open, by number: order of submission
+    served: dict[int, ServedRequest] = field(default_factory=dict)
     overran: int = 0
     timesteps: int = 0
 
     def now(self) -> float:
         return (time.perf_counter() - self.began) / self.slow_motion
 
-    def submit(self, asked: _Asked) -> None:
+    def submit(self, asked: _Turn) -> None:
         order, prompt = self.submitted, asked.prompt
         self.submitted += 1
         try:
             self.replies[self.client.submit(prompt.request).number] = order, asked
         except UserError as error:  # the queue is full
             now = self.now()
-            self.served[order] = Served(prompt.prompt_set, prompt.index, 0, now, (), now, turn=asked.turn, refused=str(error))
+            self.served[order] = ServedRequest(
+                prompt.prompt_set, prompt.index, 0, now, (), now, turn=asked.turn, refused=str(error)
+            )
 
     def end(self, reply: Reply) -> None:
         """An answer is complete, or was refused; then the next turn of its conversation is submitted."""
@@ -189,14 +191,14 @@ class _Crowd:
         submitted = (reply.arrivals.submitted - self.began) / self.slow_motion
         events = tuple((submitted + at / self.slow_motion, tokens) for at, tokens in reply.arrivals.events)
         if reply.completion is None:
-            self.served[order] = Served(
+            self.served[order] = ServedRequest(
                 prompt.prompt_set, prompt.index, 0, submitted, events, self.now(), turn=asked.turn, refused=str(reply.error)
             )
             return
         metrics = reply.completion.metrics
         self.overran += len(reply.overran)
         self.timesteps += metrics.timesteps
-        self.served[order] = Served(
+        self.served[order] = ServedRequest(
             prompt.prompt_set, prompt.index, reply.completion.prompt_tokens, submitted, events,
             submitted + (metrics.e2e_seconds or 0.0) / self.slow_motion, (metrics.queue_seconds or 0.0) / self.slow_motion,
             metrics.timesteps, metrics.hits, metrics.misses, metrics.draft_tokens, turn=asked.turn,
@@ -207,7 +209,7 @@ class _Crowd:
             self.submit(following)
 
 
-def offer_to(running: Running, load: Load, slow_motion: float = 1.0) -> Outcome:
+def offer_to(running: Running, load: OfferedLoad, slow_motion: float = 1.0) -> LoadOutcome:
     """Offer a load to a cluster. What is refused is counted, and the others go on.
 
     Raises:
@@ -219,7 +221,7 @@ def offer_to(running: Running, load: Load, slow_motion: float = 1.0) -> Outcome:
         [replace(says, request=structs.replace(says.request, method=policy.method, options=given)) for says in one]
         for one in load.conversations
     )
-    left = deque(_Asked(first, 1, tuple(others)) for first, *others in asked)
+    left = deque(_Turn(first, 1, tuple(others)) for first, *others in asked)
     with running.client.cancelling():
         crowd = _Crowd(running.client, slow_motion)
         while left or crowd.replies:
@@ -229,7 +231,7 @@ def offer_to(running: Running, load: Load, slow_motion: float = 1.0) -> Outcome:
                 crowd.end(reply)
                 load.on_end()
     served = tuple(crowd.served[order] for order in range(crowd.submitted))
-    return Outcome(served, overran=crowd.overran / max(1, crowd.timesteps))
+    return LoadOutcome(served, overran=crowd.overran / max(1, crowd.timesteps))
 
 
 def _patience(arrivals: Arrivals, crowd: _Crowd) -> float:

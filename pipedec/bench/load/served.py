@@ -13,7 +13,7 @@ PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedRequest:
     """One request. All times are seconds since the load began.
 
     Attributes:
@@ -116,7 +116,7 @@ class KVUse:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LoadOutcome:
     """A whole run of one method under one load.
 
     Attributes:
@@ -128,7 +128,7 @@ class Outcome:
         kv: None if only the pipeline's own rank 0 knows.
     """
 
-    served: tuple[Served, ...]
+    served: tuple[ServedRequest, ...]
     timesteps: int | None = None
     rows: int | None = None
     own_seconds: float | None = None
@@ -187,7 +187,7 @@ class Outcome:
         return max(one.ended for one in self.served) - min(one.submitted for one in self.served)
 
 
-def steady_throughput(answered: Sequence[Served], concurrency: int | None) -> float | None:
+def steady_throughput(answered: Sequence[ServedRequest], concurrency: int | None) -> float | None:
     """Tokens per second while the load is full; None if it never is.
 
     With a fixed concurrency the load is full from when as many requests have their first token until the last one is submitted;
@@ -202,7 +202,7 @@ def steady_throughput(answered: Sequence[Served], concurrency: int | None) -> fl
     return tokens / (end - start) if end > start else None
 
 
-def _prompt_figures(served: Sequence[Served]) -> Row:
+def _prompt_figures(served: Sequence[ServedRequest]) -> Row:
     """Tokens of all prompts, and how many of them were computed."""
     prompts, cached = sum(one.prompt_tokens for one in served), sum(one.cached_tokens for one in served)
     return {"prompt_tokens": prompts, "cached_tokens": cached, "prefilled_tokens": prompts - cached}

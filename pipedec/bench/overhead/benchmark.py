@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import torch
 
 from pipedec.bench.options import Counts, Positive
-from pipedec.bench.overhead.null_rank import TRACED_TIMESTEPS, RankPlan, Sample, measure_rank
+from pipedec.bench.overhead.null_rank import TRACED_TIMESTEPS, RankPlan, RankSample, measure_rank
 from pipedec.bench.overhead.ranks import run_ranks
 from pipedec.bench.overhead.running import RunningOverheadConfig
 from pipedec.bench.record import Row, header, spread
@@ -82,14 +82,14 @@ def _measure_stages(config: OverheadConfig, stages: int, dispatch: str, server: 
     )  # fmt: skip
     plans = [replace(plan, rank=rank) for rank in range(stages + 1)]
     try:
-        reports: list[list[Sample]] = run_ranks(measure_rank, plans, config.silence_seconds)
+        reports: list[list[RankSample]] = run_ranks(measure_rank, plans, config.silence_seconds)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     for num_rows in config.rows:
         yield {"dispatch": dispatch, **_figures(config, stages, num_rows, reports)}
 
 
-def _figures(config: OverheadConfig, stages: int, num_rows: int, reports: list[list[Sample]]) -> Row:
+def _figures(config: OverheadConfig, stages: int, num_rows: int, reports: list[list[RankSample]]) -> Row:
     """The figures of all ranks' samples with ``num_rows`` rows."""
     ranks = [[sample for sample in samples if sample.rows == num_rows] for samples in reports]
     own = [[sample for sample in samples if sample.kind == "pipedec"] for samples in ranks]
@@ -120,10 +120,10 @@ def _figures(config: OverheadConfig, stages: int, num_rows: int, reports: list[l
     }
 
 
-def _times(samples: list[Sample]) -> list[float]:
+def _times(samples: list[RankSample]) -> list[float]:
     return [time_ms for sample in samples for time_ms in sample.timesteps_ms]
 
 
-def _means(samples: list[Sample]) -> list[float]:
+def _means(samples: list[RankSample]) -> list[float]:
     """The mean timestep of each repeat."""
     return [round(statistics.fmean(sample.timesteps_ms), 4) for sample in samples]

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pipedec.core import Opening
+from pipedec.core import NewRequest
 from pipedec.model import KVPool, KVShape, LaneRows, StageModel
 from pipedec.threads import NewSequence, replay
 from pipedec.threads import Sequence as ThreadSequence
@@ -52,12 +52,12 @@ class _EmptyPool(KVPool):
         """There is nothing to copy."""
 
 
-def sequence_of(opening: Opening, max_tokens: int = sys.maxsize) -> NewSequence:
+def sequence_of(opening: NewRequest, max_tokens: int = sys.maxsize) -> NewSequence:
     """Makes sequences that end after ``max_tokens`` tokens, and begin with what was said before."""
     return partial(_sequence, opening, max_tokens)
 
 
-def _sequence(opening: Opening, max_tokens: int) -> ThreadSequence:
+def _sequence(opening: NewRequest, max_tokens: int) -> ThreadSequence:
     sequence = ThreadSequence(opening.prompt_length, (), max_tokens)
-    replay(sequence, opening.said)
+    replay(sequence, opening.output_token_ids)
     return sequence

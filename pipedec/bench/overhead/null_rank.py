@@ -52,7 +52,7 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
-class Sample:
+class RankSample:
     """One rank's figures of one repeat with ``rows`` rows.
 
     Attributes:
@@ -73,7 +73,7 @@ class Sample:
     critical_path: list[int] = field(default_factory=list)
 
 
-def measure_rank(plan: RankPlan, report: Callable[[Sample], None]) -> None:
+def measure_rank(plan: RankPlan, report: Callable[[RankSample], None]) -> None:
     """Alternate between the pipeline and the bare messages, ``repeats`` times; report a sample of each for every number of rows.
 
     Raises:
@@ -93,7 +93,7 @@ def measure_rank(plan: RankPlan, report: Callable[[Sample], None]) -> None:
         transport.close()
 
 
-def _pipeline_samples(plan: RankPlan, run_id: str, transport: TorchTransport) -> list[Sample]:
+def _pipeline_samples(plan: RankPlan, run_id: str, transport: TorchTransport) -> list[RankSample]:
     """One run: a timed request and a short traced one for each number of rows."""
     topology = Topology.even(plan.stages, plan.stages)
     scheduler = RankScheduler(connect(plan.redis_url), run_id, topology)
@@ -107,7 +107,7 @@ def _pipeline_samples(plan: RankPlan, run_id: str, transport: TorchTransport) ->
     return samples
 
 
-def _drive(plan: RankPlan, scheduler: RankScheduler, transport: TorchTransport, topology: Topology) -> list[Sample]:
+def _drive(plan: RankPlan, scheduler: RankScheduler, transport: TorchTransport, topology: Topology) -> list[RankSample]:
     """Rank 0: run the requests one after another, then stop the run."""
     probe = Probe(lambda: scheduler.round_trips)
     client = ClientScheduler(scheduler.client, scheduler.run_id, topology)
@@ -128,9 +128,9 @@ def _drive(plan: RankPlan, scheduler: RankScheduler, transport: TorchTransport, 
     return samples
 
 
-def _follow(plan: RankPlan, scheduler: RankScheduler, transport: TorchTransport, topology: Topology) -> list[Sample]:
+def _follow(plan: RankPlan, scheduler: RankScheduler, transport: TorchTransport, topology: Topology) -> list[RankSample]:
     """A stage: serve until the run is stopped. Samples of traced requests are dropped."""
-    requests: list[Sample] = []
+    requests: list[RankSample] = []
     probe = Probe(lambda: scheduler.round_trips)
     kind = NullFinalStage if plan.rank == plan.stages else NullStage
 
@@ -147,20 +147,20 @@ def _wiring(plan: RankPlan, scheduler: RankScheduler, transport: TorchTransport,
     return Wiring(scheduler, transport, topology, Tracer(plan.rank), sequences, window=DISPATCHES[plan.dispatch])
 
 
-def _sample(probe: Probe, rows: int) -> Sample:
+def _sample(probe: Probe, rows: int) -> RankSample:
     """The steady state of the last request: from ``WARM_UP`` timesteps after the pipeline was full."""
     first = 1 + WARM_UP
     wall, cpu, trips = probe.wall_seconds[first:], probe.cpu_seconds[first:], probe.round_trips[first:]
     per_timestep = 1 / (len(wall) - 1)
     cpu_ms = 1000 * (cpu[-1] - cpu[0]) * per_timestep
-    return Sample("pipedec", rows, _intervals_ms(wall), (trips[-1] - trips[0]) * per_timestep, cpu_ms)
+    return RankSample("pipedec", rows, _intervals_ms(wall), (trips[-1] - trips[0]) * per_timestep, cpu_ms)
 
 
-def _raw_sample(plan: RankPlan, transport: TorchTransport, rows: int) -> Sample:
+def _raw_sample(plan: RankPlan, transport: TorchTransport, rows: int) -> RankSample:
     bare_timesteps(transport, rows, plan.hidden_size, torch.float32, WARM_UP)
     cpu = time.process_time()
     clock = bare_timesteps(transport, rows, plan.hidden_size, torch.float32, plan.timesteps + 1)
-    return Sample("raw", rows, _intervals_ms(clock), cpu_ms=1000 * (time.process_time() - cpu) / (plan.timesteps + 1))
+    return RankSample("raw", rows, _intervals_ms(clock), cpu_ms=1000 * (time.process_time() - cpu) / (plan.timesteps + 1))
 
 
 def _verdicts(timesteps: int) -> int:

@@ -19,25 +19,25 @@ from torch import Tensor
 from pipedec.bench.overhead.no_layers import no_layers, sequence_of
 from pipedec.core import (
     EMPTY,
-    Envelope,
     MethodOptions,
-    Opening,
+    NewRequest,
     Request,
+    RequestUpdate,
     SamplingParams,
     SchedulerLost,
+    StageMessage,
     Step,
-    Update,
     Verdict,
 )
 from pipedec.decoding import Batch, TimestepTiming
 from pipedec.engine.admission import Admission
-from pipedec.engine.answer import Answer
+from pipedec.engine.answer import RunningAnswer
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.forest import Forest
 from pipedec.model import KVCache, LaneRows
 from pipedec.scheduler import GrantedTask
-from pipedec.scheduler.protocol import ClientCalls, Message
+from pipedec.scheduler.protocol import ClientCalls, RankMessage
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.stage.final import FinalLane
 from pipedec.text.prompt import Prompter
@@ -76,7 +76,7 @@ class Probe:
 class _NullLane(FinalLane):
     """A lane without trees: it keeps count of rows, and prunes none. It accepts a token per timestep until ``max_tokens``."""
 
-    def __init__(self, opening: Opening, cache: KVCache) -> None:
+    def __init__(self, opening: NewRequest, cache: KVCache) -> None:
         self.cache = cache
         self.forest = Forest(ThreadSequence(opening.prompt_length, (), opening.sampling.max_tokens))
         self._left = opening.sampling.max_tokens
@@ -87,10 +87,10 @@ class _NullLane(FinalLane):
     def sync(self, verdict: Verdict) -> None:
         """Nothing is pruned."""
 
-    def result(self, number: int, token_ids: list[int]) -> Update:
+    def result(self, number: int, token_ids: list[int]) -> RequestUpdate:
         self._left -= 1
         self.has_ended = self._left == 0
-        return Update(number, verdict=Verdict.of(_TOKEN, finished="length" if self.has_ended else None))
+        return RequestUpdate(number, verdict=Verdict.of(_TOKEN, finished="length" if self.has_ended else None))
 
 
 class NullStage(StageWorker):
@@ -104,7 +104,7 @@ class NullStage(StageWorker):
         self._probe = probe
         self._on_finished = on_finished
 
-    def replay(self, updates: Iterable[Update], waiting: Envelope = EMPTY) -> Envelope:
+    def replay(self, updates: Iterable[RequestUpdate], waiting: StageMessage = EMPTY) -> StageMessage:
         waiting = super().replay(updates, waiting)
         for update in updates:
             if update.opening is not None:
@@ -115,7 +115,7 @@ class NullStage(StageWorker):
                     self._on_finished()
         return waiting
 
-    def _new_lane(self, number: int, opening: Opening, cache: KVCache) -> FinalLane:
+    def _new_lane(self, number: int, opening: NewRequest, cache: KVCache) -> FinalLane:
         return _NullLane(opening, cache)
 
 
@@ -145,15 +145,15 @@ class ScriptedBatch:
     def __init__(self, probe: Probe) -> None:
         self.requests: dict[int, ScriptedRequest] = {}
         self._probe = probe
-        self._next: dict[int, Update] = {}
-        self._rows: dict[int, Update] = {}
+        self._next: dict[int, RequestUpdate] = {}
+        self._rows: dict[int, RequestUpdate] = {}
 
     def open(self, request: Request, new_sequence: NewSequence) -> None:
         assert isinstance(request.options, ScriptedOptions)
-        opening = Opening(len(request.prompt_token_ids), request.sampling, trace=request.trace, slots=((0, _SLOTS),))
+        opening = NewRequest(len(request.prompt_token_ids), request.sampling, trace=request.trace, slots=((0, _SLOTS),))
         self.requests[request.number] = ScriptedRequest()
-        self._next[request.number] = Update(request.number, opening, step=_step(1))
-        self._rows[request.number] = Update(request.number, step=_step(request.options.rows))
+        self._next[request.number] = RequestUpdate(request.number, opening, step=_step(1))
+        self._rows[request.number] = RequestUpdate(request.number, step=_step(request.options.rows))
 
     def to_pause(self) -> list[int]:
         return []
@@ -166,7 +166,7 @@ class ScriptedBatch:
     def close(self, number: int) -> None:
         del self.requests[number], self._next[number], self._rows[number]
 
-    def propose(self) -> dict[int, Update]:
+    def propose(self) -> dict[int, RequestUpdate]:
         updates, self._next = self._next, dict(self._rows)
         return updates
 
@@ -202,13 +202,13 @@ class ScriptedAdmission:
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
 
-    def admit(self, message: Message, batch: Batch) -> tuple[Answer, NewSequence]:
+    def admit(self, message: RankMessage, batch: Batch) -> tuple[RunningAnswer, NewSequence]:
         asked = json.loads(message.text)
         sampling, options = SamplingParams(max_tokens=asked["max_tokens"]), ScriptedOptions(asked["rows"])
         request = Request(message.number, (_TOKEN,), sampling, "scripted", options, trace=asked["trace"])
         prompter = cast(Prompter, OneWordPrompter())
         new_sequence = partial(ThreadSequence, 1, (), sampling.max_tokens)
-        return Answer(request, new_sequence, prompter, self._num_stages), new_sequence
+        return RunningAnswer(request, new_sequence, prompter, self._num_stages), new_sequence
 
 
 class ScriptedDraftLoop(DraftLoop):

@@ -21,7 +21,7 @@ import pandas as pd
 from msgspec.structs import asdict
 
 from pipedec.bench.report.looks import method_rank, prompt_set_rank
-from pipedec.bench.sweep.rows import SMALL_MODEL, Pipeline, SweepRow, TrainedBita, Tree, read_rows
+from pipedec.bench.sweep.rows import SMALL_MODEL, PipelineColumns, SweepRow, TrainedBita, Tree, read_rows
 from pipedec.core import UserError
 
 TIMINGS = ("measured", "computed", "machine")
@@ -39,7 +39,7 @@ class Variant:
     """What decoded an answer: a method with one tree (and, of ``bita``, one trained BiTA) on one pipeline."""
 
     method: str
-    pipeline: Pipeline
+    pipeline: PipelineColumns
     tree: Tree | None
     bita: TrainedBita | None = None
 

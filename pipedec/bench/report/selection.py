@@ -12,7 +12,7 @@ import pandas as pd
 from pipedec.bench.report.frames import Variant, by_variant, count_answers, select, variants
 from pipedec.bench.report.looks import pipelined
 from pipedec.bench.report.statistics import totals
-from pipedec.bench.sweep.rows import BITA, SMALL_MODEL, Pipeline, TrainedBita, Tree
+from pipedec.bench.sweep.rows import BITA, SMALL_MODEL, PipelineColumns, TrainedBita, Tree
 from pipedec.methods import BitaOptions
 
 REFERENCE_GROUPS = 14  # the pipeline on which the paper compares methods
@@ -31,7 +31,7 @@ def one_tree_each(answers: pd.DataFrame) -> pd.DataFrame:
         tree = variant.tree
         return tree is None or (tree.width, tree.children) != REFERENCE_TREE, -counts[variant], tpot_ms[variant]
 
-    best: dict[tuple[str, Pipeline], Variant] = {}
+    best: dict[tuple[str, PipelineColumns], Variant] = {}
     for variant in sorted(variants(answers), key=preference):
         best.setdefault((variant.method, variant.pipeline), variant)
     return select(answers, best.values())
@@ -82,7 +82,7 @@ def stage_sweep(answers: pd.DataFrame) -> pd.DataFrame:
     ways += [[one for one in everywhere if (one.pipeline.preset or "") == preset] for preset in presets]
     way = max(ways, key=lambda way: len({one.groups for one in way}))
     counts = count_answers(answers)
-    per_length: dict[int, Counter[Pipeline]] = {}
+    per_length: dict[int, Counter[PipelineColumns]] = {}
     for one in way:
         per_length.setdefault(one.groups, Counter())[one.pipeline] += counts[one]
     return select(answers, (one for one in way if one.pipeline == per_length[one.groups].most_common(1)[0][0]))

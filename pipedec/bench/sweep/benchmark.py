@@ -19,7 +19,7 @@ from pipedec.bench.record import Row, key_of, plain, write_json
 from pipedec.bench.sweep.config import TUNED, SweepConfig
 from pipedec.bench.sweep.pipelines import Measurable
 from pipedec.bench.sweep.rows import SCHEMA
-from pipedec.bench.sweep.runners import MakeRunner, Measured, OneProcess, RealProcesses, Runner, runner_of
+from pipedec.bench.sweep.runners import MakeRunner, MeasuredAnswer, OneProcess, RealProcesses, Runner, runner_of
 from pipedec.bench.sweep.trees import BITA, Cell
 from pipedec.bench.sweep.tuning import best_tree
 from pipedec.core import MethodOptions, PipedecError, SamplingParams
@@ -133,7 +133,7 @@ class Sweep:
         """The first prompt of each set is traced, for the breakdown of a timestep's time."""
         return all(row["prompt_set"] != prompt.prompt_set or row["prompt_index"] == prompt.index for row in self._grid.rows)
 
-    def _divergence(self, shape: Measurable, request: PromptRequest, answer: Measured, runner: Runner) -> Row | None:
+    def _divergence(self, shape: Measurable, request: PromptRequest, answer: MeasuredAnswer, runner: Runner) -> Row | None:
         """A row's field ``divergence``: how the answer differs from the first that ``pp`` gave in the pipeline's scope."""
         question = shape.scope, request
         if question not in self._references:
@@ -163,7 +163,7 @@ class Sweep:
         }
 
 
-def _results(answer: Measured) -> Row:
+def _results(answer: MeasuredAnswer) -> Row:
     decoded = len(answer.token_ids) - 1
     return {
         "answer": key_of(list(answer.token_ids)),

@@ -15,7 +15,7 @@ from pipedec.bench.sweep.pipelines import (
     SLM,
     LaunchedShape,
     Measurable,
-    Pair,
+    ModelPair,
     RunningShape,
     Shape,
     SmallModel,
@@ -83,7 +83,7 @@ class SweepConfig(Drawing):
     ] = "measured"
     dispatch: Dispatch = "windows"
     slow_motion: Annotated[float, Help("Factor on all emulated times; results are divided by it.")] = 4.0
-    pair: Pair = Pair()
+    pair: ModelPair = ModelPair()
     small: SmallModel = SmallModel()
     grid: TuningGrid = TuningGrid()
     running: Running | None = None
@@ -141,7 +141,7 @@ class SweepConfig(Drawing):
         elif SLM in self.methods:
             yield small_model_as_it_is(self.pair).dispatched(self.dispatch)
 
-    def _shape(self, preset: str | None, stages: int | None, pair: Pair) -> Shape:
+    def _shape(self, preset: str | None, stages: int | None, pair: ModelPair) -> Shape:
         if preset is not None:
             return emulated(self.cluster, preset, stages, pair, self.slow_motion, self.own_work)
         assert stages is not None

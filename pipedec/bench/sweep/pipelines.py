@@ -31,7 +31,7 @@ _DIGITS = 12  # of a digest in a row
 
 
 @dataclass(frozen=True)
-class Pair:
+class ModelPair:
     """The real models that run: target, draft, the small model of ``slm``, and the target's BiTA."""
 
     target: Path | None = None
@@ -236,7 +236,7 @@ def _label(preset: str | None, num_stages: int) -> str:
 
 
 def emulated(
-    config: ClusterConfig, preset: str, stages: int | None, pair: Pair, slow_motion: float = 1.0, own_work: bool = True
+    config: ClusterConfig, preset: str, stages: int | None, pair: ModelPair, slow_motion: float = 1.0, own_work: bool = True
 ) -> Shape:
     """The partition ``preset`` of ``config``, or ``stages`` devices of the kind of its first.
 
@@ -260,7 +260,7 @@ def emulated(
 
 
 def small_model_alone(
-    config: ClusterConfig, small: SmallModel, pair: Pair, slow_motion: float = 1.0, own_work: bool = True
+    config: ClusterConfig, small: SmallModel, pair: ModelPair, slow_motion: float = 1.0, own_work: bool = True
 ) -> Shape:
     """``slm``: the pair's small model runs and emulates ``small`` on one device."""
     dtype = config.settings.numbers.dtype
@@ -273,12 +273,12 @@ def small_model_alone(
     return Shape(SLM, spec, _cluster(plan, None), (SLM,))
 
 
-def as_it_is(stages: int, pair: Pair) -> Shape:
+def as_it_is(stages: int, pair: ModelPair) -> Shape:
     """Real stages on this machine, nothing emulated."""
     return _real(resolve(pair.settings(stages=stages)))
 
 
-def small_model_as_it_is(pair: Pair) -> Shape:
+def small_model_as_it_is(pair: ModelPair) -> Shape:
     """``slm`` on this machine, nothing emulated."""
     return replace(_real(_small_spec(pair)), methods=(SLM,))
 
@@ -305,7 +305,7 @@ def bita_row(directory: Path) -> Row:
     }
 
 
-def _small_spec(pair: Pair) -> PipelineSpec:
+def _small_spec(pair: ModelPair) -> PipelineSpec:
     small = pair.small or resolve(Settings.of(target=pair.target, draft=pair.draft, stages=1)).draft
     return resolve(Settings.of(target=small, draft="none", stages=1, dtype="float32"))
 

@@ -28,7 +28,7 @@ Count = Annotated[int, Meta(ge=0)]
 Number = Annotated[float, Meta(ge=0, le=LARGEST, description="finite and at least 0")]
 
 
-class Pipeline(Struct, frozen=True):
+class PipelineColumns(Struct, frozen=True):
     """What decoded an answer: a cluster, emulated or not. ``groups`` is what the paper calls the number of stages.
 
     Attributes:
@@ -108,7 +108,7 @@ class TrainedBita(Struct, frozen=True, eq=False):
         return "no prompt" if self.prompting == "none" else f"{self.prompting} prompt of {self.prompt_tokens} tokens"
 
 
-class Pair(Struct, frozen=True):
+class ModelColumns(Struct, frozen=True):
     """The target that answered; ``digest`` of its weights and the draft's, if they were compared."""
 
     target: str
@@ -139,8 +139,8 @@ class SweepRow(Struct, kw_only=True):
     emulated: bool
     slow_motion: Number | None
     preset: str | None
-    pipeline: Pipeline = field(name="cluster")
-    pair: Pair
+    pipeline: PipelineColumns = field(name="cluster")
+    pair: ModelColumns
     measured_on: Machine = field(default=Machine(), name="machine")
     method: str
     tree: Tree | None

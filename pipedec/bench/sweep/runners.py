@@ -33,7 +33,7 @@ from pipedec.text.prompt import Prompter
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredAnswer:
     """One answer and its cost; times are emulated milliseconds if the pipeline is emulated.
 
     Attributes:
@@ -65,9 +65,9 @@ class Runner(AbstractContextManager["Runner"]):
     prompter: Tokenizes
 
     def __init__(self) -> None:
-        self._references: dict[PromptRequest, Measured] = {}
+        self._references: dict[PromptRequest, MeasuredAnswer] = {}
 
-    def answer(self, asked: PromptRequest) -> Measured:
+    def answer(self, asked: PromptRequest) -> MeasuredAnswer:
         """Measure one answer.
 
         Raises:
@@ -78,7 +78,7 @@ class Runner(AbstractContextManager["Runner"]):
             self._references[_question(asked)] = measured
         return measured
 
-    def reference(self, asked: PromptRequest) -> Measured:
+    def reference(self, asked: PromptRequest) -> MeasuredAnswer:
         """What ``pp`` answers to this question, by whatever method it is asked."""
         question = _question(asked)
         if question not in self._references:
@@ -86,7 +86,7 @@ class Runner(AbstractContextManager["Runner"]):
         return self._references[question]
 
     @abstractmethod
-    def _decode(self, asked: PromptRequest) -> Measured: ...
+    def _decode(self, asked: PromptRequest) -> MeasuredAnswer: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         return  # a subclass that starts something ends it
@@ -114,7 +114,7 @@ class OneProcess(Runner):
         """Answers with computed times."""
         return self
 
-    def _decode(self, asked: PromptRequest) -> Measured:
+    def _decode(self, asked: PromptRequest) -> MeasuredAnswer:
         prompt = self.prompter.token_ids(asked.prompt, asked.raw, asked.sampling.max_tokens)
         assert asked.method is not None
         request = Request(self._next_id, prompt, asked.sampling, asked.method, make_options(asked.method, asked.options))
@@ -125,7 +125,7 @@ class OneProcess(Runner):
         metrics = answer.metrics
         decode_ms, prefill_ms = 1000 * metrics.decode_seconds, 1000 * metrics.prefill_seconds
         computed_ms = None if self._spec.emulation is None else decode_ms
-        return Measured(
+        return MeasuredAnswer(
             len(prompt), token_ids, verdicts[-1].finished, metrics, decode_ms, prefill_ms, computed_ms,
             logprobs=answer.logprobs or None,
         )  # fmt: skip
@@ -139,11 +139,11 @@ class OnCluster(Runner):
         self.prompter = prompter
         self._running = running
 
-    def _decode(self, asked: PromptRequest) -> Measured:
+    def _decode(self, asked: PromptRequest) -> MeasuredAnswer:
         reply = self._running.client.follow(asked)
         completion = reply.completed()
         metrics = completion.metrics
-        return Measured(
+        return MeasuredAnswer(
             completion.prompt_tokens, tuple(completion.token_ids), completion.finish_reason, metrics,
             decode_ms=1000 * metrics.decode_seconds,
             prefill_ms=1000 * metrics.prefill_seconds,
@@ -171,7 +171,7 @@ class OnStartedCluster(Runner):
         """Starts the cluster if it does not run yet."""
         return self._cluster()[0]
 
-    def _decode(self, asked: PromptRequest) -> Measured:
+    def _decode(self, asked: PromptRequest) -> MeasuredAnswer:
         return self._cluster()[1].answer(asked)
 
     def _cluster(self) -> tuple[Running, OnCluster]:
@@ -198,10 +198,10 @@ class RealProcesses(OnStartedCluster):
         self.computed = OneProcess(spec)
         self.prompter = self.computed.prompter
 
-    def reference(self, asked: PromptRequest) -> Measured:
+    def reference(self, asked: PromptRequest) -> MeasuredAnswer:
         return self.computed.reference(asked)
 
-    def _decode(self, asked: PromptRequest) -> Measured:
+    def _decode(self, asked: PromptRequest) -> MeasuredAnswer:
         measured = super()._decode(asked)
         if self._emulation is None:
             return measured

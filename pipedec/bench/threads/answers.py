@@ -1,7 +1,7 @@
 """Answers of one emulated pipeline in several styles: in one thread, in a dialect's threads, or in a style of another package.
 
 Owns the pipelines, one per style, so that a method learns from answers of one kind only. The requests for one answer are an
-``Exchange``; a style decides what is asked, and puts the answer together. Times are computed, not waited for.
+``DecodeRounds``; a style decides what is asked, and puts the answer together. Times are computed, not waited for.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ThreadAnswers:
 
     def generate(self, request: PromptRequest, style: str) -> Row:
         """The figures of the answer to ``request``."""
-        exchange = Exchange(self._pipeline(style), self._prompter, request)
+        exchange = DecodeRounds(self._pipeline(style), self._prompter, request)
         written = self._styles[style].answer(exchange)
         return {**exchange.costs.to_row(), **written.to_row()}
 
@@ -85,7 +85,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Reply:
+class DecodedReply:
     """What was decoded for one request.
 
     Attributes:
@@ -101,7 +101,7 @@ class Reply:
     finish_reason: str
 
 
-class Exchange:
+class DecodeRounds:
     """One answer: a first request, and rounds of further ones, each round decoded together when what came before has ended.
 
     The requests share the keys and values of equal beginnings with each other, but with no answer before this one.
@@ -122,7 +122,7 @@ class Exchange:
         self.costs = Costs()
         pipeline.forget_prefixes()
 
-    def begin(self, prompt: tuple[int, ...], threads: str | None = None) -> Reply:
+    def begin(self, prompt: tuple[int, ...], threads: str | None = None) -> DecodedReply:
         """The first request's reply.
 
         Args:
@@ -133,14 +133,14 @@ class Exchange:
         self.costs.prefill_ms = prefill_ms
         return reply
 
-    def follow(self, prompts: Sequence[tuple[int, ...]]) -> list[Reply]:
+    def follow(self, prompts: Sequence[tuple[int, ...]]) -> list[DecodedReply]:
         """The replies to further requests, decoded together. Their prompts' time counts."""
         replies, total_ms, prefill_ms = self._decode(prompts)
         self._count(len(self._pipeline.fill), total_ms)
         self.costs.prompts_ms += prefill_ms
         return replies
 
-    def _decode(self, prompts: Sequence[tuple[int, ...]], threads: str | None = None) -> tuple[list[Reply], float, float]:
+    def _decode(self, prompts: Sequence[tuple[int, ...]], threads: str | None = None) -> tuple[list[DecodedReply], float, float]:
         """The replies, the time until all are complete, and until all have begun, in ms."""
         method = self.request.method
         assert method is not None
@@ -157,7 +157,7 @@ class Exchange:
         self.costs.hits += sum(answer.metrics.hits for answer in answers)
         self.costs.misses += sum(answer.metrics.misses for answer in answers)
         replies = [
-            Reply(len(prompt), tuple(answer.token_ids), answer.sequence, str(answer.finished))
+            DecodedReply(len(prompt), tuple(answer.token_ids), answer.sequence, str(answer.finished))
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
         began = [1000 * answer.metrics.prefill_seconds for answer in answers]
@@ -176,7 +176,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenAnswer:
     """What does not depend on methods and pipelines: an answer's tokens and what is said of them.
 
     Attributes:
@@ -224,7 +224,7 @@ class Style(Protocol):
     def prompt(self, prompter: Prompter, request: PromptRequest) -> tuple[int, ...]:
         """The prompt of the first request for the answer to ``request``. Raises UserError like ``Prompter.token_ids``."""
 
-    def answer(self, exchange: Exchange) -> Written:
+    def answer(self, exchange: DecodeRounds) -> WrittenAnswer:
         """The answer to ``exchange.request``. Raises UserError like ``LocalPipeline.run_all``."""
 
 
@@ -243,13 +243,13 @@ class OneThread:
     def prompt(self, prompter: Prompter, request: PromptRequest) -> tuple[int, ...]:
         return prompter.token_ids(request.prompt, request.raw, request.sampling.max_tokens)
 
-    def answer(self, exchange: Exchange) -> Written:
+    def answer(self, exchange: DecodeRounds) -> WrittenAnswer:
         reply = exchange.begin(self.prompt(exchange.prompter, exchange.request))
         special = exchange.prompter.tokenizer.all_special_ids
         is_text = [token not in special for token in reply.token_ids]
         metrics = sequential_metrics(reply.prompt_tokens, len(is_text), sum(is_text))
         document: list[tuple[object, int]] = [(0, token) for token in reply.token_ids]
-        return Written(document, reply.finish_reason, sum(is_text[1:]), metrics)
+        return WrittenAnswer(document, reply.finish_reason, sum(is_text[1:]), metrics)
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class InThreads:
     def prompt(self, prompter: Prompter, request: PromptRequest) -> tuple[int, ...]:
         return prompter.token_ids(request.prompt, request.raw, request.sampling.max_tokens, self.dialect.name)
 
-    def answer(self, exchange: Exchange) -> Written:
+    def answer(self, exchange: DecodeRounds) -> WrittenAnswer:
         """The document contains thread paths, not numbers: numbers depend on the order in which threads opened."""
         reply = exchange.begin(self.prompt(exchange.prompter, exchange.request), self.settings)
         sequence = reply.sequence
@@ -278,4 +278,4 @@ class InThreads:
             (list(sequence.threads[token.thread].path), token.token_id) for token in written
         ]  # fmt: skip
         decoded_text = sum(not token.is_control for token in written[1:])
-        return Written(document, reply.finish_reason, decoded_text, measure(sequence), sequence.anomalies)
+        return WrittenAnswer(document, reply.finish_reason, decoded_text, measure(sequence), sequence.anomalies)

@@ -19,7 +19,7 @@ from pipedec.bench.options import Drawing, Preset, StageCounts
 from pipedec.bench.progress import SweepProgress
 from pipedec.bench.prompts import DrawnPrompt, draw
 from pipedec.bench.record import Row, plain
-from pipedec.bench.sweep.pipelines import Pair, Shape, emulated, pair_digest
+from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated, pair_digest
 from pipedec.bench.threads.answers import Style, ThreadAnswers, find_style
 from pipedec.bench.threads.rows import BASELINE, SCHEMA, SEQUENTIAL
 from pipedec.config import ClusterConfig
@@ -49,7 +49,7 @@ class ThreadsConfig(Drawing):
     )  # fmt: skip
     methods: Annotated[tuple[str, ...], Help(f"Methods; speed-ups are over {BASELINE}.")] = (BASELINE, DEFAULT_METHOD)
     sampling: SamplingParams = SamplingParams(max_tokens=64)
-    pair: Pair = Pair()
+    pair: ModelPair = ModelPair()
 
     def __post_init__(self) -> None:
         for method in self.methods:

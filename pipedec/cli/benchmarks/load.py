@@ -12,13 +12,13 @@ from rich.console import Console
 
 from pipedec.bench.load.benchmark import LoadConfig, bench_load
 from pipedec.bench.load.figures import draw, load_figure
-from pipedec.bench.load.flags import EmulatedFlags, LoadFlags
+from pipedec.bench.load.flags import LoadFlags, LoadPipelineFlags
 from pipedec.bench.load.places import OnProcesses, OnRunning, Place
 from pipedec.bench.load.questions import drawn_in_turn, led_by
 from pipedec.bench.load.summary import load_table
 from pipedec.bench.options import Drawing
 from pipedec.bench.record import ROWS_FILE, append_rows
-from pipedec.cli.benchmarks.shared import ProgressBar, QuestionFlags, check_directory, print_files, question_options
+from pipedec.cli.benchmarks.shared import BenchPromptFlags, ProgressBar, check_directory, print_files, question_options
 from pipedec.cli.moved import moved_flags
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.config.settings import Dispatch
@@ -35,7 +35,7 @@ _MOVED_FLAGS = {
 
 
 @dataclass(frozen=True)
-class ProcessFlags(EmulatedFlags):
+class ProcessFlags(LoadPipelineFlags):
     """An emulated pipeline in real processes."""
 
     dispatch: Dispatch = "windows"
@@ -55,7 +55,7 @@ def load(
     where: ProcessFlags,
     offered: LoadFlags,
     configured: Callable[..., LoadConfig],
-    asked: QuestionFlags,
+    asked: BenchPromptFlags,
     drawing: Drawing,
     place: RunningFlags,
     out: Annotated[Path, Help("Directory of the results: rows.jsonl and pictures.", "DIR")],
@@ -86,7 +86,7 @@ def load(
     print_files(out / ROWS_FILE, *draw({"load": load_figure(rows)}, out))
 
 
-def _place(where: ProcessFlags, asked: QuestionFlags, place: RunningFlags, out: Path) -> Place:
+def _place(where: ProcessFlags, asked: BenchPromptFlags, place: RunningFlags, out: Path) -> Place:
     if place.are_given:
         refuse_flags(_STARTED_HERE, "a running cluster is measured as it is: leave this out, or --redis, --run and --running")
         return OnRunning(place.connect(), out / "prompts.json")

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pipedec.bench.options import ClusterFile, Draft, Preset, StageCount, Target
 from pipedec.bench.record import ROWS_FILE, append_rows
-from pipedec.bench.sweep.pipelines import Pair, Shape, emulated
+from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated
 from pipedec.cli.options import MaxTokens, PromptField, Prompts, Temperature, TopK, TopP
 from pipedec.cli.show import console
 from pipedec.config import ClusterConfig, load_cluster, paper_cluster
@@ -25,7 +25,7 @@ PromptTexts = Annotated[tuple[str, ...], Help("A prompt; may be repeated.", "TEX
 
 
 @dataclass(frozen=True)
-class ClusterFlags:
+class EmulatedClusterFlags:
     """The cluster that is emulated, and the models that run."""
 
     cluster: ClusterFile = None
@@ -38,12 +38,12 @@ class ClusterFlags:
         return load_cluster(self.cluster) if self.cluster else paper_cluster()
 
     @property
-    def pair(self) -> Pair:
-        return Pair(self.target, self.draft)
+    def pair(self) -> ModelPair:
+        return ModelPair(self.target, self.draft)
 
 
 @dataclass(frozen=True)
-class EmulatedFlags(ClusterFlags):
+class EmulatedFlags(EmulatedClusterFlags):
     """A pipeline that is emulated."""
 
     preset: Preset = "paper-14"
@@ -55,7 +55,7 @@ class EmulatedFlags(ClusterFlags):
 
 
 @dataclass(frozen=True)
-class QuestionFlags(ClusterFlags):
+class BenchPromptFlags(EmulatedClusterFlags):
     """Prompts, sampling, models and the emulated cluster."""
 
     sources: Prompts = ()
@@ -104,7 +104,7 @@ def print_files(*files: Path) -> None:
         console.print(str(file), markup=False, soft_wrap=True)
 
 
-question_options = options_of(QuestionFlags, "asked")
+question_options = options_of(BenchPromptFlags, "asked")
 
 
 class ProgressBar:

@@ -15,7 +15,7 @@ from pipedec.bench.record import ROWS_FILE, Row
 from pipedec.bench.sweep.benchmark import sweep as run_sweep
 from pipedec.bench.sweep.config import SweepConfig
 from pipedec.bench.sweep.trees import TreeGrid
-from pipedec.cli.benchmarks.shared import OutDirectory, ProgressBar, QuestionFlags, check_directory, question_options
+from pipedec.cli.benchmarks.shared import BenchPromptFlags, OutDirectory, ProgressBar, check_directory, question_options
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
 from pipedec.config import load_cluster
@@ -59,7 +59,7 @@ class LaunchFlags:
 def sweep(
     measured: partial[SweepConfig],
     trees: TreeGrid,
-    asked: QuestionFlags,
+    asked: BenchPromptFlags,
     place: RunningFlags,
     launching: LaunchFlags,
     out: OutDirectory,

@@ -13,9 +13,9 @@ from pipedec.bench.threads.figures import draw_threads
 from pipedec.bench.threads.rows import read_frame
 from pipedec.bench.threads.summary import document, markdown
 from pipedec.cli.benchmarks.shared import (
+    BenchPromptFlags,
     OutDirectory,
     ProgressBar,
-    QuestionFlags,
     check_directory,
     print_files,
     question_options,
@@ -30,7 +30,7 @@ from pipedec.shipped import reference_threads
 @partial_of(ThreadsConfig, "measured")
 @question_options
 @own_options
-def threads(measured: Callable[..., ThreadsConfig], asked: QuestionFlags, out: OutDirectory) -> None:
+def threads(measured: Callable[..., ThreadsConfig], asked: BenchPromptFlags, out: OutDirectory) -> None:
     """Answer every prompt in one thread and in several, by every method: one row per answer in OUT/rows.jsonl.
 
     All stages run in one process; times are computed for the preset. Writes OUT/summary.md, OUT/summary.json and two figures.
@@ -39,7 +39,7 @@ def threads(measured: Callable[..., ThreadsConfig], asked: QuestionFlags, out: O
     measure_threads(measured, asked, out)
 
 
-def measure_threads(measured: Callable[..., ThreadsConfig], asked: QuestionFlags, out: Path, about: str = "") -> None:
+def measure_threads(measured: Callable[..., ThreadsConfig], asked: BenchPromptFlags, out: Path, about: str = "") -> None:
     """Measure, write and print. ``about`` is appended to the text above the tables."""
     if asked.target is None:
         draft = asked.draft or str(reference_threads() / "draft")

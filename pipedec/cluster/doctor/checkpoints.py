@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipedec.checkpoints import INDEX_FILE, Part, TensorFiles, config_digest, has_weights, weight_files
+from pipedec.checkpoints import INDEX_FILE, CheckpointPart, TensorFiles, config_digest, has_weights, weight_files
 from pipedec.cluster.doctor.gpus import first_line
 from pipedec.gguf import model_files
 
@@ -50,7 +50,7 @@ class CheckpointFacts:
     free_bytes: int | None = None
 
 
-def checkpoint_facts(part: Part, spare: Part | None = None) -> CheckpointFacts:
+def checkpoint_facts(part: CheckpointPart, spare: CheckpointPart | None = None) -> CheckpointFacts:
     """Whether a checkpoint, or the prompt of a BiTA, is there.
 
     Args:

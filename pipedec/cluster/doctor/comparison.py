@@ -13,7 +13,7 @@ from pipedec.cluster.doctor.checks import DISTRIBUTE, LARGEST_OFFSET_US, NAMED, 
 from pipedec.cluster.doctor.findings import Finding, gb, note, ok, problem
 from pipedec.cluster.doctor.gpu_checks import TORCH_INDEX, gpu_list
 from pipedec.cluster.doctor.link_checks import link_findings
-from pipedec.cluster.doctor.links import Link
+from pipedec.cluster.doctor.links import MeasuredLink
 from pipedec.config import ClusterConfig, ServerConfig
 from pipedec.hardware import DEVICES
 
@@ -22,7 +22,7 @@ SHOULD_AGREE = ("python", "transformers")
 
 
 @dataclass(frozen=True)
-class Answer:
+class HostAnswer:
     """The outcome of asking one host.
 
     Attributes:
@@ -36,11 +36,11 @@ class Answer:
     failure: Finding | None = None
     clock_offset_us: int = 0
     unreachable: Mapping[str, str] = field(default_factory=dict)
-    links: Mapping[str, Link] | None = None
+    links: Mapping[str, MeasuredLink] | None = None
 
 
 def compare(
-    config: ClusterConfig, answers: Mapping[str, Answer], unplanned: Finding | None = None
+    config: ClusterConfig, answers: Mapping[str, HostAnswer], unplanned: Finding | None = None
 ) -> dict[str, dict[str, Finding]]:
     """All findings of every host by name, in the order of the table.
 
@@ -69,7 +69,7 @@ def compare(
     return table
 
 
-def _own(answer: Answer) -> dict[str, Finding]:
+def _own(answer: HostAnswer) -> dict[str, Finding]:
     findings = [answer.failure] if answer.report is None else [ok("ssh", "answers"), *answer.report.findings]
     return {finding.name: finding for finding in findings if finding is not None}
 
@@ -133,7 +133,7 @@ def _public(version: str | None) -> str | None:
     return version.partition("+")[0] if version else None
 
 
-def _clock(answer: Answer) -> Finding:
+def _clock(answer: HostAnswer) -> Finding:
     value = f"{round(answer.clock_offset_us / 1e6, 1) + 0.0:+.1f} s"
     if abs(answer.clock_offset_us) > LARGEST_OFFSET_US:
         return note("clock", value, "set the clocks of all hosts by NTP")
@@ -153,7 +153,7 @@ def _devices(server: ServerConfig, report: HostReport) -> Finding:
     return ok("devices", expected)
 
 
-def _reach(answer: Answer, num_others: int) -> list[Finding]:
+def _reach(answer: HostAnswer, num_others: int) -> list[Finding]:
     if answer.unreachable:
         reasons = "; ".join(f"{host}: {reason}" for host, reason in answer.unreachable.items())
         mend = (

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from pipedec import __version__
-from pipedec.checkpoints import Part
+from pipedec.checkpoints import CheckpointPart
 from pipedec.cluster.clock import measured_offset_us
 from pipedec.cluster.doctor.checkpoints import CheckpointFacts, checkpoint_facts
 from pipedec.cluster.doctor.gpus import GpuFacts, first_line, gpu_facts
@@ -164,7 +164,7 @@ def package_versions() -> dict[str, str | None]:
 
 def _checkpoints(questions: Questions) -> dict[str, CheckpointFacts]:
     parts = questions.needs.parts() if questions.needs else []
-    found = {model: checkpoint_facts(Part("target", model, is_whole=True)) for model in questions.checkpoints}
+    found = {model: checkpoint_facts(CheckpointPart("target", model, is_whole=True)) for model in questions.checkpoints}
     return found | {part.model: checkpoint_facts(part, spare) for part, spare in parts}
 
 

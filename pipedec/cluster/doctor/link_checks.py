@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pipedec.cluster.doctor.facts import NetworkFacts
 from pipedec.cluster.doctor.findings import Finding, note, ok
-from pipedec.cluster.doctor.links import Link
+from pipedec.cluster.doctor.links import MeasuredLink
 from pipedec.config import NetworkConfig
 
 NAME = "links"
@@ -15,7 +15,7 @@ SLOWEST_TIMES = 2.0  # the given latency, plus
 SPARE_US = 100.0  # what the interpreter adds to it on a busy host
 
 
-def link_findings(network: NetworkConfig, facts: NetworkFacts, links: Mapping[str, Link] | None) -> list[Finding]:
+def link_findings(network: NetworkConfig, facts: NetworkFacts, links: Mapping[str, MeasuredLink] | None) -> list[Finding]:
     """The row about the links of a host; empty without ranks.
 
     Args:
@@ -39,7 +39,7 @@ def link_findings(network: NetworkConfig, facts: NetworkFacts, links: Mapping[st
     return [note(NAME, value, "; ".join(mends)) if mends else ok(NAME, value)]
 
 
-def _shown(link: Link) -> str:
+def _shown(link: MeasuredLink) -> str:
     return link.error or f"{_rounded(link.gbps)} Gbit/s, {link.latency_us:.0f} µs"
 
 

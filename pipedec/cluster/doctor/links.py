@@ -31,7 +31,7 @@ _CHUNK = bytes(1 << 18)
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """Either ``error``, or the rate in Gbit/s and the latency of one way in microseconds, half the median round trip."""
 
     gbps: float = 0.0
@@ -59,7 +59,7 @@ class LinkServer:
                 threading.Thread(target=_serve, args=(connection,), daemon=True).start()
 
 
-def measure(address: str, port: int) -> Link:
+def measure(address: str, port: int) -> MeasuredLink:
     """Measure the way to a host whose ``LinkServer`` listens there. Takes ``SEND_SECONDS``, or ``SESSION_SECONDS`` at most."""
     deadline = time.monotonic() + SESSION_SECONDS
     try:
@@ -69,11 +69,11 @@ def measure(address: str, port: int) -> Link:
             started = time.monotonic()
             results = list(pool.map(lambda _: _send(address, port, started + SEND_SECONDS, deadline), range(STREAMS)))
     except TimeoutError:
-        return Link(error=f"not measured within {SESSION_SECONDS:.0f} s")
+        return MeasuredLink(error=f"not measured within {SESSION_SECONDS:.0f} s")
     except (OSError, PipedecError) as error:
-        return Link(error=str(getattr(error, "strerror", None) or error).lower())
+        return MeasuredLink(error=str(getattr(error, "strerror", None) or error).lower())
     seconds = max(nanoseconds for _, nanoseconds in results) / 1e9
-    return Link(8e-9 * sum(num_bytes for num_bytes, _ in results) / seconds, latency_us)
+    return MeasuredLink(8e-9 * sum(num_bytes for num_bytes, _ in results) / seconds, latency_us)
 
 
 def _round_trips(connection: socket.socket, deadline: float) -> float:

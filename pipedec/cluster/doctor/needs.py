@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from pipedec.checkpoints import Part, merged, rank_parts
+from pipedec.checkpoints import CheckpointPart, merged, rank_parts
 from pipedec.config import NONE, ClusterConfig, checkpoint_dtype, model_shape
 from pipedec.gguf import is_named
 from pipedec.hardware import DEVICES, DTYPE_BYTES, MODEL_SHAPES
@@ -61,12 +61,14 @@ class HostNeeds:
     models: Mapping[str, str | None] = field(default_factory=dict)
     targets: tuple[str, ...] = ()
 
-    def parts(self) -> list[tuple[Part, Part]]:
+    def parts(self) -> list[tuple[CheckpointPart, CheckpointPart]]:
         """For every checkpoint, the part that the ranks read, and the part that the host may have to read later."""
         now = merged(part for rank in self.ranks for part in rank_parts(rank, self.layers, self.models))
         by_key = {part.key: part for part in now}
         named = [(key, model) for key, model in self.models.items() if model is not None]
-        return [(part := by_key.get(key, Part(key, model)), replace(part, is_whole=self.has_spare)) for key, model in named]
+        return [
+            (part := by_key.get(key, CheckpointPart(key, model)), replace(part, is_whole=self.has_spare)) for key, model in named
+        ]
 
 
 def host_needs(config: ClusterConfig, plan: Plan) -> dict[str, HostNeeds]:

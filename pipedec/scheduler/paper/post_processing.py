@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from msgspec import convert, to_builtins
 
-from pipedec.core import TokenLogprobs, Update, Verdict
+from pipedec.core import RequestUpdate, TokenLogprobs, Verdict
 from pipedec.scheduler.workflow import Payload, Planned, Task
 from pipedec.topology import Topology
 
@@ -30,13 +30,13 @@ class Facts:
     """
 
     has_output: bool = False
-    results: tuple[Update, ...] = ()
+    results: tuple[RequestUpdate, ...] = ()
     active: tuple[int, ...] = ()
     finished: bool = False
 
 
 class _Result(NamedTuple):
-    """A result in the payload of a sync: an ``Update`` without the fields that the last stage never sets."""
+    """A result in the payload of a sync: an ``RequestUpdate`` without the fields that the last stage never sets."""
 
     number: int
     verdict: Verdict | None = None
@@ -44,11 +44,11 @@ class _Result(NamedTuple):
     prompt_logprobs: TokenLogprobs = ()
 
 
-def results_of(payload: Payload) -> tuple[Update, ...]:
+def results_of(payload: Payload) -> tuple[RequestUpdate, ...]:
     """The results in a sync's payload: verdicts to replay; for rank 0 everything that the last stage reports."""
     results = convert(payload["results"], list[_Result])
     return tuple(
-        Update(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=prompt)
+        RequestUpdate(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=prompt)
         for number, verdict, logprobs, prompt in results
     )
 
@@ -138,7 +138,7 @@ def _send_on(topology: Topology, rank: int, seq: int) -> list[Planned]:
     return planned
 
 
-def _syncs(seq: int, results: Sequence[Update], after: dict[int, list[Task]]) -> list[Planned]:
+def _syncs(seq: int, results: Sequence[RequestUpdate], after: dict[int, list[Task]]) -> list[Planned]:
     """Every rank replays the accepted tokens. Only rank 0 receives the other results, and it passes on which answers end."""
     verdicts = ((result.number, result.verdict) for result in results if result.verdict is not None)
     accepted = [_Result(number, Verdict(verdict.accepted)) for number, verdict in verdicts if verdict.tokens]

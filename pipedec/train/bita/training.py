@@ -23,7 +23,7 @@ from pipedec.model.bita import MAX_MASKS, BitaConfig
 from pipedec.train.bita.evaluation import evaluate
 from pipedec.train.bita.learned import Learned, mask_pass, token_pass
 from pipedec.train.bita.mask_rows import MaskRows, draw_places, mask_rows, places_of, sample_batches
-from pipedec.train.continuations import Answered, Continuation, answer
+from pipedec.train.continuations import Continuation, Continuations, answer
 from pipedec.train.loop import Figures, TrainingLoop, cosine_decay, epoch_batch, warm_up
 from pipedec.train.prompts import SplitPrompts
 from pipedec.train.report import CARDS, card
@@ -101,7 +101,7 @@ def train_bita(target_path: Path, prompts: dict[str, SplitPrompts], recipe: Bita
     return report
 
 
-def usable(answered: Answered, max_length: int) -> Answered:
+def usable(answered: Continuations, max_length: int) -> Continuations:
     """Prompts with answers of at least two tokens (else no mask has a label) and together at most ``max_length`` tokens.
 
     Raises:
@@ -113,13 +113,13 @@ def usable(answered: Answered, max_length: int) -> Answered:
     )
     if not any(training.values()):
         raise UserError("nothing to learn from: every answer is shorter than two tokens, or every sample is too long")
-    return Answered(training, held_out)
+    return Continuations(training, held_out)
 
 
 class MaskSteps:
     """The steps of a recipe: each adds the gradients of the mean loss of its samples' masks."""
 
-    def __init__(self, target: Any, learned: Learned, samples: Answered, recipe: BitaRecipe) -> None:
+    def __init__(self, target: Any, learned: Learned, samples: Continuations, recipe: BitaRecipe) -> None:
         self._target, self._learned, self._recipe = target, learned, recipe
         self._samples = [sample for found in samples.training.values() for sample in found]
 

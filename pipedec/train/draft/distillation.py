@@ -46,7 +46,7 @@ class TargetMemory:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class DistillationRows:
     """Rows of tokens, what the target says at each of them, and the head that makes the logits of the draft's tokens.
 
     Attributes:
@@ -107,8 +107,8 @@ def head_of(target: Model, vocabulary: DraftVocabulary | None) -> Tensor:
 def mean_loss(
     model: Callable[..., Any],
     rows: Tensor,
-    short: Lesson,
-    long: Lesson,
+    short: DistillationRows,
+    long: DistillationRows,
     num_long: int,
     greedy_share: float,
     replicas: Replicas = ALONE,

@@ -25,8 +25,8 @@ from pipedec.flags import Help, check_fields
 from pipedec.model import DraftVocabulary, load_transformers
 from pipedec.text.convert import load_for_training
 from pipedec.text.prompt import load_tokenizer
-from pipedec.train.continuations import Answered, Continuation, Model, answer
-from pipedec.train.draft.distillation import Lesson, TargetMemory, head_of, mean_loss, remember
+from pipedec.train.continuations import Continuation, Continuations, Model, answer
+from pipedec.train.draft.distillation import DistillationRows, TargetMemory, head_of, mean_loss, remember
 from pipedec.train.draft.fresh import DraftShape, frequent_tokens, new_draft
 from pipedec.train.draft.measuring import HeldOut
 from pipedec.train.loop import TrainingLoop, linear_decay, muon_and_adamw, warm_up
@@ -158,7 +158,7 @@ def _report(old: Path, target: Path, new: Path, continuation: dict[str, Any], he
     return report | {"continuations": continuations}
 
 
-def _begin(target: Model, path: Path, shape: DraftShape, answered: Answered, seed: int, run: Run) -> Path:
+def _begin(target: Model, path: Path, shape: DraftShape, answered: Continuations, seed: int, run: Run) -> Path:
     """A new draft in ``run.work``, the same whenever it is made."""
     learned = [found for part in answered.training.values() for found in part]
     tokenizer, size = load_tokenizer(path), target.config.vocab_size
@@ -237,17 +237,19 @@ def row_steps(
 
 def _lesson(
     target: Model, rows: dict[str, Rows], length: int, recipe: DraftRecipe, run: Run, vocabulary: DraftVocabulary | None
-) -> Lesson:
+) -> DistillationRows:
     """All rows of one length, with what the target says at their tokens."""
     head = head_of(target, vocabulary)
     found = {name: part for name, part in rows.items() if recipe.row_length(name) == length}
     if not found:
         empty = torch.empty(0, length, dtype=torch.int64)
-        return Lesson(empty, torch.empty(0, length), TargetMemory(torch.empty(0), torch.empty(0), empty), head, vocabulary)
+        return DistillationRows(
+            empty, torch.empty(0, length), TargetMemory(torch.empty(0), torch.empty(0), empty), head, vocabulary
+        )
     store = run.work / "hidden"
     memory = TargetMemory.joined([remember(target, part.ids, store / name, run.replicas) for name, part in found.items()])
     ids, own = (torch.cat([getattr(part, key) for part in found.values()]) for key in ("ids", "before_own"))
-    return Lesson(ids, 1 + own * (recipe.answer_weight - 1), memory, head, vocabulary)
+    return DistillationRows(ids, 1 + own * (recipe.answer_weight - 1), memory, head, vocabulary)
 
 
 def _shuffled(num_rows: int, steps: int, batch: int, generator: torch.Generator) -> Tensor:
@@ -262,7 +264,7 @@ def _packed(answered: list[Continuation], length: int, seed: int) -> Rows:
     return pack_whole([found for found in answered if len(found.ids) <= length], length, seed)
 
 
-def _digest(lessons: list[Lesson]) -> str:
+def _digest(lessons: list[DistillationRows]) -> str:
     total = hashlib.sha256()
     for lesson in lessons:
         total.update(lesson.ids.numpy().tobytes())

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from pipedec.bench.load.served import Goals, KVUse, Outcome, Served, steady_throughput
+from pipedec.bench.load.served import Goals, KVUse, LoadOutcome, ServedRequest, steady_throughput
 
 
-def served(submitted: float, *events: tuple[float, int], ended: float | None = None, refused: str | None = None) -> Served:
+def served(submitted: float, *events: tuple[float, int], ended: float | None = None, refused: str | None = None) -> ServedRequest:
     last = events[-1][0] if events else submitted
-    return Served("set", 0, 5, submitted, events, last if ended is None else ended, 0.25, refused=refused)
+    return ServedRequest("set", 0, 5, submitted, events, last if ended is None else ended, 0.25, refused=refused)
 
 
 FAST = served(0.0, (1.0, 1), (1.5, 2), (3.0, 1))
@@ -26,7 +26,7 @@ def test_times_of_one_request() -> None:
 
 
 def test_figures_of_all() -> None:
-    figures = Outcome((FAST, SLOW, REFUSED), timesteps=10, rows=25).figures(2, Goals(ttft_ms=1500))
+    figures = LoadOutcome((FAST, SLOW, REFUSED), timesteps=10, rows=25).figures(2, Goals(ttft_ms=1500))
     assert (figures["requests"], figures["refused"], figures["output_tokens"]) == (3, 1, 7)
     assert figures["makespan_s"] == 8.0 and figures["tokens_per_s"] == pytest.approx(7 / 8)
     assert figures["goodput_per_s"] == pytest.approx(1 / 8)
@@ -34,20 +34,20 @@ def test_figures_of_all() -> None:
     assert figures["ttft_ms"] == {"mean": 2000, "p50": 3000, "p90": 3000, "p99": 3000, "max": 3000}
     assert figures["itl_ms"]["mean"] == 2000 and figures["tpot_ms"]["mean"] == pytest.approx(1333.333)
     assert figures["e2e_ms"]["mean"] == 5000 and figures["queue_ms"]["p50"] == 250
-    assert Outcome((REFUSED,)).figures(1, Goals())["ttft_ms"] is None
+    assert LoadOutcome((REFUSED,)).figures(1, Goals())["ttft_ms"] is None
 
 
 def test_prompts_are_counted_by_turn() -> None:
     first = [replace(FAST, cached_tokens=2, ttft_timesteps=3), replace(SLOW, pauses=2)]
     second = [replace(FAST, turn=2, prompt_tokens=9, cached_tokens=7, ttft_timesteps=2)]
-    figures = Outcome((*first, *second)).figures(2, Goals())
+    figures = LoadOutcome((*first, *second)).figures(2, Goals())
     assert (figures["prompt_tokens"], figures["cached_tokens"], figures["prefilled_tokens"]) == (19, 9, 10)
     assert figures["pauses"] == 2 and figures["kv"] is None
     one, two = figures["turns"]
     assert (one["turn"], one["prefilled_tokens"], one["ttft_timesteps"]) == (1, 8, 3)
     assert (two["turn"], two["prompt_tokens"], two["cached_tokens"], two["ttft_timesteps"]) == (2, 9, 7, 2)
     assert two["ttft_ms"]["mean"] == 1000
-    assert Outcome(tuple(first)).figures(2, Goals())["turns"] == [], "no conversations"
+    assert LoadOutcome(tuple(first)).figures(2, Goals())["turns"] == [], "no conversations"
 
 
 def test_memory_is_that_of_running_requests() -> None:

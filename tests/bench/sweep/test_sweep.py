@@ -19,9 +19,9 @@ from benchmarks.reports.decoding import greedy_and_stochastic
 from pipedec.bench.report.frames import read_answers, studies, variants
 from pipedec.bench.sweep.benchmark import sweep
 from pipedec.bench.sweep.config import SweepConfig
-from pipedec.bench.sweep.pipelines import Pair as Models
+from pipedec.bench.sweep.pipelines import ModelPair as Models
 from pipedec.bench.sweep.rows import read_rows
-from pipedec.bench.sweep.runners import Measured, OneProcess
+from pipedec.bench.sweep.runners import MeasuredAnswer, OneProcess
 from pipedec.bench.sweep.trees import TreeGrid
 from pipedec.bench.sweep.tuning import TuningGrid
 from pipedec.cli.main import program
@@ -196,7 +196,7 @@ class SecondBest(OneProcess):
         super().__init__(spec)
         self._margins = margins
 
-    def answer(self, asked: PromptRequest) -> Measured:
+    def answer(self, asked: PromptRequest) -> MeasuredAnswer:
         measured = super().answer(asked)
         if asked.method != "stpp":
             return measured
@@ -235,7 +235,7 @@ class Listening(OneProcess):
         super().__init__(spec)
         self._seeds = seeds
 
-    def answer(self, asked: PromptRequest) -> Measured:
+    def answer(self, asked: PromptRequest) -> MeasuredAnswer:
         if asked.method == "stpp":
             self._seeds.append(asked.sampling.seed)
         return super().answer(asked)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.synthetic_sweep import Line, bita, line, stochastic, write
 
-from pipedec.bench.sweep.rows import Pipeline, SweepRow, TrainedBita, Tree, read_rows
+from pipedec.bench.sweep.rows import PipelineColumns, SweepRow, TrainedBita, Tree, read_rows
 from pipedec.core import UserError
 
 
@@ -20,7 +20,7 @@ def rows(tmp_path: Path, lines: Iterable[Line]) -> list[SweepRow]:
 
 def test_a_line_becomes_a_row(tmp_path: Path) -> None:
     (row,) = rows(tmp_path, [line("pipedec", "qa", 3, tokens=9, ms=20.0, misses=4, groups=7, stages=14, preset="paper-7")])
-    assert row.pipeline == Pipeline(14, 7, "llama-3.1-70b", "float32", ("rtx3090",) * 14, True, "paper-7")
+    assert row.pipeline == PipelineColumns(14, 7, "llama-3.1-70b", "float32", ("rtx3090",) * 14, True, "paper-7")
     assert (row.timing, row.method, row.tree) == ("measured", "pipedec", Tree(32, 16))
     assert (row.tokens, row.decode_ms, row.timesteps, row.hits, row.misses) == (9, 180.0, 5 + 28, 5, 4)
     assert (row.prompt_set, row.prompt_index, row.sampling.max_tokens, row.sampling.ignore_eos) == ("qa", 3, 64, True)
@@ -67,7 +67,7 @@ def test_the_timing_is_by_clock_and_emulation(tmp_path: Path, clock: str, preset
     ],
 )
 def test_a_preset_with_other_numbers_of_stages_is_named_so(preset: str | None, groups: int, recut: bool, name: str) -> None:
-    pipeline = Pipeline(14, groups, preset=preset)
+    pipeline = PipelineColumns(14, groups, preset=preset)
     assert (pipeline.recut, pipeline.name) == (recut, name)
 
 

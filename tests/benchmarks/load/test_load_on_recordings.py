@@ -15,7 +15,7 @@ from support.tiny_pair import SENTENCES, Pair
 
 from benchmarks.load import replayed
 from benchmarks.load.__main__ import load
-from pipedec.bench.load.served import Outcome
+from pipedec.bench.load.served import LoadOutcome
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +82,7 @@ def test_recordings_are_read_before_the_load(pair: Pair, tmp_path: Path, monkeyp
     (recorded,) = replay(pair, tmp_path, *flags)
     offer, recording = replayed.offer, tmp_path / "recording"
 
-    def offer_without_files(*args: Any) -> Outcome:
+    def offer_without_files(*args: Any) -> LoadOutcome:
         assert [path.unlink() for path in recording.glob("draft-*")]
         return offer(*args)
 
