@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from support.afternoon import listed
+
 CLIENTS = [
     "pipedec",
     "pipedec.cli.main",
@@ -52,3 +54,9 @@ def loaded(program: str) -> list[str]:
     """What a program prints that names heavy modules which are ``LOADED``."""
     program = f"import sys; LOADED = {{'torch', 'transformers', 'numpy'}}\n{program}"
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_the_files_of_the_reading_list_exist() -> None:
+    files = [path for path, _ in listed()]
+    assert len(files) > 30
+    assert [path for path in files if not path.is_file()] == []
