@@ -21,7 +21,7 @@ PENDING = ("README.md", "docs", "pipedec/bench", "pipedec/train")  # not mended 
 
 WORDS = re.compile(r"\b(behind|told|said|tells|nobody|somebody|whoever|whatever)\b", re.IGNORECASE)
 IDIOMS = re.compile(
-    r"behind (a|the|another) (reverse )?(proxy|firewall|NAT)\b|(leav|left).{,20} behind|behind the scenes", re.IGNORECASE
+    r"behind (a |the |another )?(reverse )?(proxy|firewall|NAT|nginx)\b|(leav|left).{,20} behind|behind the scenes", re.IGNORECASE
 )
 OPENINGS = re.compile(r"(Of|What)\b(?!.*\?$)")  # a docstring or help text that begins so is a fragment, unless it is a question
 EXEMPT = "# words: ok"
