@@ -23,7 +23,7 @@ def checkpoints_of(config: ClusterConfig) -> dict[str, str]:
     """The checkpoints by key. UserError if one of them is a shape without weights."""
     for key, model in (("target", config.target), ("draft", config.draft)):
         if model in MODEL_SHAPES:
-            raise UserError(f"{key}: {model} is a shape to plan with and has no weights: give a checkpoint directory")
+            raise UserError(f"{key}: {model} is a shape for planning and has no weights: give a checkpoint directory")
     models = {"target": config.target, "draft": config.draft, "bita": config.bita}
     return {key: model for key, model in models.items() if model != NONE}
 
