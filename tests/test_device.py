@@ -11,8 +11,7 @@ from support.fake_cuda import FakeCuda
 from benchmarks.kernels.stopwatch import Stopwatch
 from pipedec.core import Load
 from pipedec.device import GpuDevice, HostDevice, PhaseTimes, device_of, to_device, to_host
-from pipedec.engine.emulated_time import Pacer
-from pipedec.engine.recorder import Recorder
+from pipedec.engine.recorder import Pacer, Recorder
 
 NEAR = 1e-3  # seconds; what the simulated host needs between two calls is far less
 CPU = torch.device("cpu")

@@ -25,10 +25,10 @@ from pipedec.bench.options import Positive
 from pipedec.bench.record import Row, header, pipeline_row
 from pipedec.config import AUTO
 from pipedec.core import DEFAULT_METHOD, Request, SamplingParams, UserError
-from pipedec.engine.build import DTYPES, load_drafter
+from pipedec.engine.admission import Sequences
+from pipedec.engine.build import DTYPES, load_drafter, new_batch
 from pipedec.engine.devices import chosen_device
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.sequences import Sequences
 from pipedec.flags import Help, check_fields
 from pipedec.gguf import is_gguf
 from pipedec.methods import METHODS
@@ -199,7 +199,7 @@ def _load_counted(spec: PipelineSpec, device: torch.device) -> tuple[LocalPipeli
             model.attach(BitaWeights.load(spec.bita, config, range(first, last), DTYPES[spec.dtype], device))
         kind = FinalStageWorker if model.is_last else StageWorker
         stages.append(kind(model, sequences.of, device, slots=spec.kv_slots, block=spec.kv_block))
-    return LocalPipeline(spec, stages, load_drafter(spec, device), device, kv=spec.kv_manager()), count
+    return LocalPipeline(spec, stages, new_batch(spec, load_drafter(spec, device), device)), count
 
 
 Turns = list[list["TimedAnswer"]]  # of one contender: for each prompt, the answer of every repeat

@@ -19,16 +19,11 @@ from benchmarks.policy.drafter import RecordedDrafter
 from pipedec.bench.overhead.no_layers import no_layers, sequence_of
 from pipedec.core import Metrics, NewRequest, Request, StageMessage
 from pipedec.decoding import Batch, Experience
-from pipedec.decoding.acceptance import AcceptanceModel
-from pipedec.decoding.choices import Choices
+from pipedec.decoding.acceptance import AcceptanceModel, Choices
 from pipedec.engine.counters import Counters
-from pipedec.engine.emulated_time import EmulatedClock, Pacer
 from pipedec.engine.local import LocalStages
-from pipedec.engine.loop import decode
-from pipedec.engine.recorder import Recorder
-from pipedec.engine.records import Advanced, Record, RequestEnded, RequestOpened, Timestep
-from pipedec.engine.request_pool import RequestPool
-from pipedec.engine.timed_drafter import TimedDrafter
+from pipedec.engine.loop import Advanced, Record, RequestEnded, RequestOpened, RequestPool, Timestep, decode
+from pipedec.engine.recorder import EmulatedClock, Pacer, Recorder
 from pipedec.kv import KVManager
 from pipedec.plan.emulation import Emulation
 from pipedec.stage import StageWorker
@@ -221,8 +216,8 @@ class ReplayedPipeline:
         self._drafter = drafter
         self._experience = experience
         recorder = Recorder(Pacer(None, 0))
-        timed = None if drafter is None else TimedDrafter(drafter, recorder.drafting)
-        batch = Batch(self._groups, timed, knee=emulation.knee, experience=experience, kv=kv)
+        batch = Batch(self._groups, drafter, knee=emulation.knee, experience=experience, kv=kv)
+        batch.time_forward = recorder.drafting
         self._counters = Counters(self.clock.seconds)
         self._pool = RequestPool(batch, listeners=[self._counters.note, self._note])
         slots, block, last = batch.kv.capacity, batch.kv.block, topology.num_stages

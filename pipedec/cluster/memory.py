@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from pipedec.engine.devices import free_memory, gpu_id
-from pipedec.engine.memory import FREED_SECONDS, FreeMemory, measured_tokens
+from pipedec.engine.devices import FREED_SECONDS, FreeMemory, free_memory, gpu_id, measured_tokens
 from pipedec.plan.spec import PipelineSpec
 from pipedec.topology import rank_name
 

@@ -34,13 +34,12 @@ from pipedec.decoding.batch import DRAFT_KNEE
 from pipedec.device import device_of
 from pipedec.drafting import DraftModel
 from pipedec.engine.activity import Activity
-from pipedec.engine.build import DTYPES, load_drafter, load_prompter, load_stage, weights_on
-from pipedec.engine.devices import num_gpus, rank_device
+from pipedec.engine.admission import Admission, Sequences
+from pipedec.engine.build import DTYPES, load_drafter, load_prompter, load_stage, new_batch, weights_on
+from pipedec.engine.devices import allocated, num_gpus, rank_device
 from pipedec.engine.draft_loop import DraftLoop
-from pipedec.engine.emulated_time import turn_of
-from pipedec.engine.memory import allocated
 from pipedec.engine.rank_tasks import Wiring
-from pipedec.engine.sequences import Sequences
+from pipedec.engine.recorder import turn_of
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.live.feed import LiveFeed
 from pipedec.messages import Choice, RankDescription, RunDescription
@@ -264,14 +263,10 @@ class _Rank:
     def _rank_zero(self, wiring: Wiring, drafter: DraftModel | None) -> DraftLoop:
         spec, limits, prompter = self._spec, self._spec.settings.limits, load_prompter(self._spec)
         return DraftLoop(
-            prompter,
-            drafter,
-            spec.trained_masks,
             wiring,
-            tree=limits.tree,
-            max_num_seqs=limits.max_num_seqs,
-            knee=spec.knee,
-            kv=spec.kv_manager(),
+            Admission(prompter, wiring.sequences, spec.topology.num_stages, limits.tree),
+            new_batch(spec, drafter, wiring.place),
+            limits.max_num_seqs,
             load_drafter=self._load_late if self._loads_late else None,
             make_feed=partial(LiveFeed, self._about(), prompter.text),
         )

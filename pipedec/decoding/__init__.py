@@ -1,10 +1,9 @@
 """Decoding methods: which rows enter the pipeline, and when. Methods never see processes, transports or Redis."""
 
 from pipedec.decoding.batch import Batch
-from pipedec.decoding.controller import TimestepTiming
-from pipedec.decoding.drafter import Drafter
-from pipedec.decoding.experience import Experience
+from pipedec.decoding.controller import Experience, TimestepTiming
 from pipedec.decoding.memory import LaneSizes
+from pipedec.decoding.method import Drafter
 from pipedec.decoding.request_state import RequestState
 
 __all__ = ["Batch", "Drafter", "Experience", "LaneSizes", "RequestState", "TimestepTiming"]

@@ -9,21 +9,41 @@ Products, exponentials and roots are torch's; all else is numpy's, which takes l
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pipedec.decoding.choices import NO_TOKEN, Choices, IntArray
+NO_TOKEN = -1
+IntArray = NDArray[np.int64]
 
+
+@dataclass(frozen=True)
+class Choices:
+    """The tokens that may follow F rows of trees, proposed by all sources together, on the host."""
+
+    token_ids: Tensor  # int64 [F, K], distinct within a row; NO_TOKEN marks unused entries
+    features: Tensor  # float32 [F, K + 1, W]; the last entry of a row stands for "none of the choices"
+
+
+class Line(NamedTuple):
+    """The choices below one row, on the host."""
+
+    token_ids: list[int]
+    log_chances: list[float]  # of each, given that the row is accepted; further values mean nothing
+    choices: Choices | None  # the choices that contain them, with their features
+    place: int  # of the row in ``choices``
+
+
+NO_LINE = Line([], [], None, 0)  # of a row without possible successors
 _LEARNING_RATE = 0.3  # of AdaGrad
 
 
 class AcceptanceModel:
-    """The model's W feature weights w, and one for "none of the choices".
-
-    Args:
-        prior: initial weights.
-    """
+    """The model's W feature weights w, at first ``prior``, and one for "none of the choices"."""
 
     def __init__(self, prior: tuple[float, ...]) -> None:
         self.weights = torch.tensor((*prior, 0.0))  # [W + 1], the last for "none of the choices"
@@ -39,11 +59,7 @@ class AcceptanceModel:
         return self._log_probs(choices.token_ids.numpy(), choices.features)[:, :-1]
 
     def observe(self, choices: Choices, place: int, token: int) -> bool:
-        """Learn that ``token`` was accepted after row ``place``: one step of gradient ascent on its log-probability.
-
-        Returns:
-            whether the token was among the row's choices.
-        """
+        """Learn by a step of gradient ascent that ``token`` was accepted after row ``place``. Returns whether it was a choice."""
         token_ids, features = choices.token_ids.numpy()[place], choices.features[place]
         proposed = token_ids.tolist()
         was_proposed = token in proposed

@@ -6,21 +6,22 @@ and no client.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from msgspec import structs
 
-from pipedec.core import DEFAULT_METHOD, Request, RequestUpdate, UserError, Verdict
+from pipedec.core import DEFAULT_METHOD, Load, Request, RequestUpdate, UserError, Verdict
 from pipedec.decoding.budget import Budget
-from pipedec.decoding.controller import EnteredCounts, TimestepTiming
-from pipedec.decoding.drafter import Drafter
-from pipedec.decoding.experience import Experience
+from pipedec.decoding.controller import EnteredCounts, Experience, TimestepTiming
 from pipedec.decoding.memory import LaneSizes, Memory
-from pipedec.decoding.method import DraftRoom, Method, MethodContext
+from pipedec.decoding.method import Drafter, DraftRoom, MethodContext
+from pipedec.decoding.proposers import Proposals, score
 from pipedec.decoding.request_state import RequestState, Tally
-from pipedec.decoding.scoring import Scoring
 from pipedec.kv import KVManager
 from pipedec.methods import find_method, make_options
 from pipedec.threads import NewSequence
@@ -33,6 +34,10 @@ _UNLIMITED = 2**40  # slots
 _DRAFTLESS = {"proposers": ["ngrams"]}  # options of the default method in place of one whose draft model is not loaded yet
 
 
+# Returns the context in which a draft forward of this load runs: a timer, or an emulated device.
+ForwardTimer = Callable[[Load], AbstractContextManager[None]]
+
+
 class Batch:
     """Runs on rank 0. In every timestep: ``to_pause``, ``propose``, ``draft`` while the stages compute, ``apply`` per verdict.
 
@@ -41,46 +46,29 @@ class Batch:
 
     Args:
         passage: timesteps that a row takes to pass through the pipeline.
-        drafter: None without a draft model.
         device: of the draft model.
         trained_masks: mask rows that the target's BiTA was trained with; 0 if it has none.
         knee: rows that the stages compute in about the time of one.
-        experience: statistics learned from earlier requests.
         kv: manager of the stages' KV memory; None for unlimited memory without shared prefixes.
-        lane_sizes: how much of it a lane gets before it needs it.
-
-    Attributes:
-        kv: see ``kv`` of the arguments.
-        tally: counts what enters and is accepted.
-        requests: the running ones, by number, in the order in which they are served. Their hits and misses include those before
-            pauses of an answer in one thread.
-        awaits_drafter: the draft model is still being loaded: until ``adopt``, methods that need one are replaced by one that
-            does not, and gives the same answers.
     """
 
     def __init__(
-        self,
-        passage: int,
-        drafter: Drafter | None = None,
-        device: torch.device | str = "cpu",
-        trained_masks: int = 0,
-        knee: int = 64,
-        experience: Experience | None = None,
-        kv: KVManager | None = None,
-        lane_sizes: LaneSizes = LaneSizes(),
-    ) -> None:
+        self, passage: int, drafter: Drafter | None = None, device: torch.device | str = "cpu", trained_masks: int = 0,
+        knee: int = 64, experience: Experience | None = None, kv: KVManager | None = None, lane_sizes: LaneSizes = LaneSizes(),
+    ) -> None:  # fmt: skip
         self.kv = kv or KVManager(_UNLIMITED, shares_prefixes=False)
+        self.device = device
         self.tally = Tally()
-        self.requests: dict[int, RequestState] = {}
-        self.awaits_drafter = False
+        self.requests: dict[int, RequestState] = {}  # the running ones, by number, in the order in which they are served
+        self.awaits_drafter = False  # until ``adopt``, the default method without a draft replaces those that need one
+        self.time_forward: ForwardTimer = lambda load: nullcontext()
         self._drafter = drafter
         self._undrafted: list[int] = []  # requests to pause, since their draft model has been loaded
-        self._device = device
         self._trained_masks = trained_masks
         self._budget = Budget(knee)
         self._experience = experience or Experience(passage)
         self._controller = self._experience.controller
-        self._scoring = Scoring()
+        self._proposals: list[Proposals] = []
         self._draft_room = DraftRoom()
         self._memory = Memory(self.kv, knee, lane_sizes)
 
@@ -95,14 +83,8 @@ class Batch:
         return len(self.requests) - self.num_waiting
 
     def check(self, request: Request, sequence: ThreadSequence) -> None:
-        """Check that the method of ``request`` can run here, and that its answer can fit.
-
-        Args:
-            sequence: the new sequence of its answer: tokens that the answer's structure forces need memory, too.
-
-        Raises:
-            UserError: the method is unknown, cannot work with its options, or needs a draft model or a BiTA and there is none;
-                prompt and answer need more KV memory than there is; or the prompt's log-probabilities are not possible.
+        """Check that the method of ``request`` can run here, and that its answer, with this new sequence, can fit. Raises
+        UserError if not, or if the prompt's log-probabilities are not possible.
         """
         self._new_state(request, lambda: sequence)
 
@@ -120,23 +102,14 @@ class Batch:
         return state
 
     def open(self, request: Request, new_sequence: NewSequence) -> None:
-        """Begin a request: its prompt enters with the next timesteps, as soon as there is memory.
-
-        Args:
-            new_sequence: makes the sequence of its answer, including earlier tokens. An answer in several threads gets a new one
-                when it is paused.
-
-        Raises:
-            UserError: as ``check``, or the prompt is empty.
+        """Begin a request: its prompt enters as soon as there is memory. ``new_sequence`` makes the sequence of its answer,
+        including earlier tokens; again if an answer in several threads is paused. Raises UserError as ``check``, or if the
+        prompt is empty.
         """
         if not request.prompt_token_ids:
             raise UserError("the prompt is empty: give at least one token")
         self.requests[request.number] = self._new_state(request, new_sequence)
         self.requests = dict(sorted(self.requests.items(), key=lambda item: (item[1].request.priority, item[0])))
-
-    def cached_tokens(self, number: int) -> int:
-        """Tokens of a request's prompt that were found in the KV cache when it first entered; 0 before that."""
-        return self.requests[number].cached_tokens or 0
 
     def apply(self, number: int, verdict: Verdict) -> None:
         """Follow a verdict; one with ``finished`` closes the request. One without a lane is ignored."""
@@ -175,12 +148,11 @@ class Batch:
                 self._leave_lane(one)
                 one.pause(is_closing=False)
             one.is_closing = False
-        self._memory.clear()
+        self.kv.clear()
+        self._memory.grown.clear()
 
     def to_pause(self) -> list[int]:
-        """Requests to pause now, because others need their memory, or to continue with the draft model that has been loaded.
-        Call before each ``propose``.
-        """
+        """Requests to pause before ``propose``: others need their memory, or they continue with the loaded draft model."""
         if self._undrafted:
             undrafted, self._undrafted = self._undrafted, []
             return [number for number in undrafted if (one := self.requests.get(number)) and one.has_lane and one.lacks_drafter]
@@ -242,7 +214,7 @@ class Batch:
         """Rank 0's compute phase: the draft model's forwards, each for all requests."""
         chunks = self._next_draft_chunks()
         if chunks:
-            self._controller.record_draft_prefill()
+            self._controller.drafts_prompts = True
         drafting = [  # requests whose text has entered and is in the draft model's cache
             one for number, one in self.requests.items()
             if one.has_lane and not (one.is_idle or one.is_prefilling or number in chunks) and one.drafted >= len(one.text)
@@ -259,9 +231,12 @@ class Batch:
             if not asked and not chunks:
                 break
             rows = [entry for of_request in asked.values() for entry in of_request]
-            for (method, of_tree), candidates in zip(rows, self._forward(rows, chunks), strict=True):
-                method.drafted(of_tree, candidates)
-            self._scoring.score()
+            requested = [method.to_draft(of_tree) for method, of_tree in rows if method.drafter is not None]
+            candidates = self._expand(requested, chunks)
+            for method, of_tree in rows:
+                method.drafted(of_tree, None if method.drafter is None else next(candidates))
+            score(self._proposals)
+            self._proposals.clear()
             drafting, chunks = [one for one in drafting if one.number in asked], {}
             room.round += 1
 
@@ -274,17 +249,9 @@ class Batch:
         if self.awaits_drafter and find_method(request.method).draft != "none":
             request = replace(request, method=DEFAULT_METHOD, options=make_options(DEFAULT_METHOD, _DRAFTLESS))
         return MethodContext(
-            request,
-            sequence,
-            self._drafter,
-            self._experience,
-            self._scoring,
-            self._draft_room,
-            self._controller.children,
-            sequence.grammar,
-            self._device,
-            self._trained_masks,
-        )
+            request, sequence, self._drafter, self._experience, self._proposals, self._draft_room, self._controller.children,
+            sequence.grammar, self.device, self._trained_masks,
+        )  # fmt: skip
 
     def _next_draft_chunks(self) -> dict[int, Sequence[int]]:
         """Take the next chunks of prompts for the draft model; none for requests that do not use it now."""
@@ -298,26 +265,21 @@ class Batch:
                 room -= count
         return chunks
 
-    def _forward(self, rows: Sequence[tuple[Method, Sequence[int]]], chunks: dict[int, Sequence[int]]) -> list[Candidates | None]:
-        """The candidates after ``rows``, None for methods without a draft model. Runs several forwards if there are more rows
-        than one should compute.
-        """
-        drafted = [method.to_draft(of_tree) for method, of_tree in rows if method.drafter is not None]
+    def _expand(self, requested: list[DraftRows], chunks: dict[int, Sequence[int]]) -> Iterator[Candidates]:
+        """The candidates of each entry. Runs several forwards if there are more rows than one should compute."""
         candidates: list[Candidates] = []
-        while drafted or chunks:
+        while requested or chunks:
             assert self._drafter is not None
-            count = _fitting(drafted)
-            candidates += self._drafter.expand(drafted[:count], chunks)
-            drafted, chunks = drafted[count:], {}
-        found = iter(candidates)
-        return [None if method.drafter is None else next(found) for method, _ in rows]
+            ends = list(accumulate([len(entry.rows) for entry in requested]))
+            fitting = requested[: max(bisect_right(ends, DRAFT_KNEE), 1)]
+            with self.time_forward(self._load(fitting, chunks)):
+                candidates += self._drafter.expand(fitting, chunks)
+            requested, chunks = requested[len(fitting) :], {}
+        return iter(candidates)
 
-
-def _fitting(requested: Sequence[DraftRows]) -> int:
-    """How many of these entries one forward can compute: at least one."""
-    rows = 0
-    for count, entry in enumerate(requested):
-        rows += len(entry.rows)
-        if rows > DRAFT_KNEE and count:
-            return count
-    return len(requested)
+    def _load(self, requested: Sequence[DraftRows], chunks: dict[int, Sequence[int]]) -> Load:
+        """The load of one forward. A chunk of a prompt is assumed to attend to no chunk before it."""
+        rows = sum([len(entry.rows) for entry in requested]) + sum(map(len, chunks.values()))
+        sequences = [self.requests[number].sequence for number in {entry.number for entry in requested}]
+        past = [sequence.prompt_length + sum([thread.num_tokens for thread in sequence.threads]) for sequence in sequences]
+        return Load(rows, sum(past))

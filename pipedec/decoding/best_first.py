@@ -20,23 +20,18 @@ from math import exp, inf, log
 import torch
 
 from pipedec.core import Accepted, Step, UserError
-from pipedec.decoding.acceptance import AcceptanceModel
+from pipedec.decoding.acceptance import NO_LINE, AcceptanceModel
 from pipedec.decoding.budget import Demand
-from pipedec.decoding.choices import NO_LINE
 from pipedec.decoding.forced import chain_below
 from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.method import Method, MethodContext
-from pipedec.decoding.proposers import DraftProposal, NgramProposer, Occurrences, possible, within
+from pipedec.decoding.proposers import DRAFT_PRIOR, NgramProposer, Proposals, possible
 from pipedec.methods import BestFirstOptions, options_of
 from pipedec.tree import Candidates
 
 
 class BestFirst(Method):
-    """The most probable rows of one thread. Limits that the request does not set are tuned by ``Controller``.
-
-    Raises:
-        UserError: the request leaves no draft source.
-    """
+    """The most probable rows of one thread. Raises UserError if the request leaves no draft source."""
 
     tree: InjectionTree
 
@@ -46,7 +41,7 @@ class BestFirst(Method):
         if "draft" not in self._options.proposers:
             self.drafter = None
         self._ngrams = self._new_ngrams() if "ngrams" in self._options.proposers else None
-        prior = (*(DraftProposal.prior if self.drafter else ()), *(NgramProposer.prior if self._ngrams else ()))
+        prior = (*(DRAFT_PRIOR if self.drafter else ()), *(NgramProposer.prior if self._ngrams else ()))
         if not prior:
             raise UserError("method pipedec-bestfirst has no proposer: give --draft DIR, or let the n-grams propose")
         self.is_tuned = self._options.width is None
@@ -56,10 +51,7 @@ class BestFirst(Method):
         self._acceptance = context.experience.learned(context.request, AcceptanceModel, prior)
 
     def _new_ngrams(self) -> NgramProposer:
-        """N-grams of the other threads, the prompt and, last, the tokens that the thread itself sees.
-
-        Among those are the tokens that an answer in one thread had before it was resumed.
-        """
+        """N-grams of the other threads, the prompt and, last, what the thread itself sees, also before it was resumed."""
         sequence, number = self.context.sequence, self.thread
         threads = sequence.threads
         seen = [token for other, count in sequence.context(number) for token in threads[other].token_ids[:count]]
@@ -102,36 +94,33 @@ class BestFirst(Method):
             return ()
         least = log(draft_room.min_chance) if draft_room.min_chance > 0 and self.is_tuned else -inf
         rows = self.tree.undrafted(room, least)
-        return self._with_successors(rows) if self.context.sequence.can_fork else rows
-
-    def undrafted_chances(self) -> Iterator[float]:
-        return self.tree.undrafted_chances()
-
-    def _with_successors(self, rows: list[int]) -> list[int]:
-        """The ``rows`` that can have successors: their token neither joins nor ends the thread."""
-        ended = {row for row in rows if self._ends(self.tree.path(row))}
-        self.tree.add(list(ended), [NO_LINE] * len(ended))
+        if not self.context.sequence.can_fork:
+            return rows
+        # The token of a row may join or end the thread: then nothing follows.
+        ended = [row for row in rows if self._ends(self.tree.path(row))]
+        self.tree.add(ended, [NO_LINE] * len(ended))
         return [row for row in rows if row not in ended]
 
     def _ends(self, path: list[int]) -> bool:
         sequence = self.context.sequence
         return bool(path) and sequence.is_control(path[-1]) and sequence.ends_walk(self.thread, path[-1], path[:-1])
 
+    def undrafted_chances(self) -> Iterator[float]:
+        return self.tree.undrafted_chances()
+
     def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
         """Score the proposals of all requests together, then choose the rows."""
-        if candidates is not None and self.context.grammar is not None:
+        grammar, occurrences = self.context.grammar, None
+        if candidates is not None and grammar is not None:
             candidates = possible(candidates)
-        self.context.scoring.submit(self._acceptance, self.tree, rows, candidates, self._found(rows))
-
-    def _found(self, rows: Sequence[int]) -> list[Occurrences] | None:
-        """Occurrences of the n-grams at the end of each row's path; None if they are no source."""
-        if self._ngrams is None:
-            return None
-        paths, grammar = [self.tree.path(row) for row in rows], self.context.grammar
-        found = [self._ngrams.find(path) for path in paths]
-        if grammar is None:
-            return found
-        return [within(one, grammar.allowed(path)) for one, path in zip(found, paths, strict=True)]
+        if self._ngrams is not None:
+            paths = [self.tree.path(row) for row in rows]
+            occurrences = [self._ngrams.find(path) for path in paths]
+            if grammar is not None:
+                allowed = [grammar.allowed(path) for path in paths]
+                found = zip(occurrences, allowed, strict=True)
+                occurrences = [{token: length for token, length in one.items() if token in may} for one, may in found]
+        self.context.proposals.append(Proposals(self._acceptance, self.tree, rows, candidates, occurrences))
 
     def accept(self, accepted: Accepted) -> None:
         """Advance, and learn from every accepted token that follows a drafted row."""
@@ -142,7 +131,7 @@ class BestFirst(Method):
         self._follow(changes)
         if self._ngrams is not None:
             self._ngrams.accept(accepted.tokens)
-        self.root = None if self.tree.root_has_entered else accepted.tokens[-1]
+        self.root = None if self.tree.num_entered else accepted.tokens[-1]
         if not hit:
             self.tree.plant(accepted.tokens[-1])
 

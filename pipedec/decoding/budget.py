@@ -22,38 +22,23 @@ Pays = Callable[[int, float], bool]
 
 @dataclass(frozen=True)
 class Demand:
-    """The rows that a method wants to enter at the next timestep.
+    """The rows that a method wants to enter at the next timestep. A request alone gets the maximum that it has set."""
 
-    Attributes:
-        certain: rows of accepted tokens; some may enter while others wait.
-        whole: rows that enter together or not at all.
-        chances: of further rows, best first. Read only as far as they have a chance to enter.
-        most: maximum rows that the request itself has set; None if it leaves them to the budget. Alone, it gets all of them,
-            whether they pay or not.
-    """
-
-    certain: int = 0
-    whole: int = 0
-    chances: Iterable[float] = ()
-    most: int | None = None
+    certain: int = 0  # rows of accepted tokens; some may enter while others wait
+    whole: int = 0  # rows that enter together or not at all
+    chances: Iterable[float] = ()  # of further rows, best first. Read only as far as they have a chance to enter.
+    most: int | None = None  # maximum rows that the request itself has set; None if it leaves them to the budget
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One request's demand.
+    """One request's demand."""
 
-    Attributes:
-        number: of the request.
-        priority: lower ones are served first.
-        prompt: rows of its prompt that have yet to enter, some now and the others later.
-        tail: the last of these rows, which enter together.
-    """
-
-    number: int
-    priority: int = 0
+    number: int  # of the request
+    priority: int = 0  # lower ones are served first
     demand: Demand = Demand()
-    prompt: int = 0
-    tail: int = 1
+    prompt: int = 0  # rows of its prompt that have yet to enter, some now and the others later
+    tail: int = 1  # the last of these rows, which enter together
 
     @property
     def entering(self) -> int:
@@ -62,18 +47,11 @@ class Claim:
 
 
 class Budget:
-    """Shares the rows of one timestep at a time. Claims are given in order of arrival.
-
-    Args:
-        knee: rows that the stages compute in about the time of one.
-
-    Attributes:
-        refused: the chance of the best candidate that had to wait in the last timestep; 0 if all entered.
-    """
+    """Shares the rows of one timestep at a time. ``knee`` is how many rows the stages compute in about the time of one."""
 
     def __init__(self, knee: int) -> None:
         self.knee = knee
-        self.refused = 0.0
+        self.refused = 0.0  # the chance of the best candidate that had to wait in the last timestep; 0 if all entered
         self._timestep = 0
         self._waiting_since: dict[int, int] = {}  # by request: the timestep at which rows that must enter were first refused
 
@@ -82,7 +60,8 @@ class Budget:
         self._waiting_since.pop(number, None)
 
     def share(self, claims: Sequence[Claim], pays: Pays) -> dict[int, int]:
-        """The number of rows that each request may let enter at the next timestep, without requests that get none.
+        """The number of rows that each request may let enter at the next timestep, without requests that get none. Claims are
+        in order of arrival.
 
         Never more than the available room, except for rows of a single request that must enter together: they enter alone.
         """
@@ -136,13 +115,7 @@ class Budget:
     def _share_candidates(
         self, queues: Sequence[_Queue], granted: dict[int, int], pays: Pays | None, running: int, rows: int, room: int
     ) -> None:
-        """Add candidates to ``granted``: half of the room evenly, the rest by chance, as long as they pay.
-
-        Args:
-            running: requests that are prefilled.
-            rows: that enter besides candidates.
-            room: for both.
-        """
+        """Add candidates to ``granted``: half of the room evenly, the rest by chance, if they pay for ``running`` requests."""
         queues = [queue for queue in queues if queue.chance is not None]
         for most in ((room - rows) // (2 * max(len(queues), 1)), room):  # candidates of each request
             heap = [(queue.priority, -queue.chance, queue) for queue in queues if queue.chance is not None and queue.taken < most]
@@ -166,15 +139,7 @@ class Budget:
 
 
 class _Queue:
-    """The candidates of one request, best first.
-
-    Args:
-        certain: rows of it that enter besides.
-
-    Attributes:
-        chance: of the next one; None if there are no more, or the request may not let more rows enter.
-        taken: number of those that enter.
-    """
+    """The candidates of one request, best first, of which ``certain`` rows enter besides."""
 
     def __init__(self, claim: Claim, certain: int) -> None:
         demand = claim.demand
@@ -186,7 +151,7 @@ class _Queue:
         self.take()
 
     def take(self) -> None:
-        """Let the next candidate enter, and move to the one after it."""
+        """Let the next candidate enter, and move to the one after it: None if there is none, or no more rows may enter."""
         self.taken += 1
         self._left -= 1
         self.chance: float | None = next(self._chances, None) if self._left else None

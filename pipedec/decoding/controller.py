@@ -7,16 +7,182 @@ are not tuned.
 - *Forwards*: as many as fit into the time that rank 0 would otherwise wait for the stages; one fewer, at first half as many, when
   it hardly waits, as the pipeline then waits for the draft model.
 - *Children*: more of them, from the next answer on, while many accepted tokens were not proposed by any draft source.
-- *Off*: where speculation does not pay (see ``trials``), only accepted tokens enter, and nothing is drafted.
+- *Off*: where speculation does not pay (see ``Trials``), only accepted tokens enter, and nothing is drafted.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+from typing import Any, TypeVar, cast
 
-from pipedec.decoding.row_costs import RowCosts
-from pipedec.decoding.trials import Trials
+from msgspec.structs import replace
+
+from pipedec.core import MethodOptions, Request, SamplingParams
+
+BOUNDS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # maximum rows of each bucket
+_WEIGHT = 0.15  # of a new measurement
+_OUTLIER = 2.0  # a measurement counts as at most this many times the known value
+_MAX_AGE = 4096  # timesteps after which a measurement is forgotten
+_FIRST_TRIED = 8  # rows
+
+
+class RowCosts:
+    """The seconds of a timestep as a function of its rows: never falling, linear between measurements, and flat outside.
+
+    Rows are tried from few to many, at most twice as many as were measured: otherwise small steps would stay unmeasured.
+    """
+
+    def __init__(self) -> None:
+        self._measured: dict[int, tuple[float, float, int]] = {}  # by bucket: mean rows and seconds, and the last timestep
+        self._timestep = 0
+        self._curve: list[tuple[float, float]] | None = None  # rows and seconds, ascending
+        self._added: dict[int, float] = {}  # by number of rows, as long as the curve is the same
+        self._most_tried = _FIRST_TRIED
+
+    def record(self, rows: int, seconds: float) -> None:
+        """Record the duration of a timestep with ``rows`` rows."""
+        self._timestep += 1
+        rows = max(rows, 1)
+        bucket = bisect_right(BOUNDS, rows - 1)
+        mean_rows, mean_seconds, _ = self._measured.get(bucket, (float(rows), seconds, 0))
+        mean_rows += _WEIGHT * (rows - mean_rows)
+        mean_seconds += _WEIGHT * (min(seconds, _OUTLIER * mean_seconds) - mean_seconds)
+        self._measured[bucket] = mean_rows, mean_seconds, self._timestep
+        self._curve = None
+
+    def seconds(self, rows: int) -> float | None:
+        """Expected duration of a timestep with ``rows`` rows; None before the first measurement."""
+        curve = self._points()
+        if not curve:
+            return None
+        for (rows_before, before), (rows_after, after) in pairwise(curve):
+            if rows < rows_after:
+                share = max(rows - rows_before, 0) / (rows_after - rows_before)
+                return before + share * (after - before)
+        return curve[-1][1]
+
+    def added(self, rows: int) -> float:
+        """The relative increase in time from one more row after ``rows`` rows; infinity beyond the number to be tried."""
+        if self._curve is None:
+            self._points()
+        found = self._added.get(rows)
+        if found is None:
+            now, then = self.seconds(rows), self.seconds(rows + 1)
+            found = then / now - 1 if now and then else 0.0
+            found = self._added[rows] = inf if rows >= self._most_tried else found
+        return found
+
+    def _points(self) -> list[tuple[float, float]]:
+        if self._curve is None:
+            self._added.clear()
+            self._measured = {bucket: one for bucket, one in self._measured.items() if self._timestep - one[2] <= _MAX_AGE}
+            points = [self._measured[bucket][:2] for bucket in sorted(self._measured)]
+            self._curve = _rising(points)
+            self._most_tried, measured = _FIRST_TRIED, sorted(rows for rows, _ in points)
+            while measured and (self._most_tried < measured[0] or any(1 < 2 * rows / self._most_tried <= 2 for rows in measured)):
+                self._most_tried *= 2
+        return self._curve
+
+
+def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Points whose seconds never fall: neighbours that do are replaced by their mean."""
+    groups: list[list[tuple[float, float]]] = []
+    for point in points:
+        groups.append([point])
+        while len(groups) > 1 and _mean(groups[-2]) >= _mean(groups[-1]):
+            last = groups.pop()
+            groups[-1] += last
+    return [(rows, _mean(group)) for group in groups for rows, _ in group]
+
+
+def _mean(group: list[tuple[float, float]]) -> float:
+    return sum(seconds for _, seconds in group) / len(group)
+
+
+_FIRST = 16  # tokens before the first trial
+_WARM_UP = 8  # timesteps before measurements begin: at first, more rows enter than will pay
+_TRIAL_TOKENS = 12  # of a trial of speculation, by request
+_WINDOW = 48  # tokens before a trial to compare it with, by request: timesteps drift
+_TRIAL_TIMESTEPS = 6  # of a trial without it, in which every request yields a token per passage
+_MAX_COST = 0.02  # share of the time that trials may cost
+_MAX_INTERVAL = 1024  # tokens between trials
+_GROWTH = 2.0
+_BETTER = 1.02  # factor by which the other way must be better
+
+
+class Trials:
+    """Tries whether speculation pays, in a pipeline of ``passage`` timesteps: compares measured tokens per second with and
+    without it.
+
+    Estimates of a row's cost miss indirect costs, for example if stages and draft model share a processor. So now and then the
+    other way is tried, for a short time: soon after the start, then at growing intervals, so that the trials cost little.
+    """
+
+    def __init__(self, passage: int) -> None:
+        self.is_speculating = True  # whether to speculate at the next timestep
+        self._passage = passage
+        self._speculates = True  # outside trials
+        self._interval = float(_FIRST)
+        self._rates: dict[bool, float] = {}  # tokens per second and running request, with and without speculation
+        self._begin(max(passage, _WARM_UP))
+
+    def _begin(self, unsettled: int) -> None:
+        """Measure from now on, without the timesteps that are still affected by the former way."""
+        self._unsettled = unsettled
+        self._waited = 0.0  # tokens before the measured ones, by request
+        self._tokens = 0
+        self._timesteps = 0
+        self._seconds = 0.0
+        self._shares = 0.0  # seconds, each times the number of running requests
+
+    def record(self, seconds: float, tokens: int, running: int, best_without: float | None) -> None:
+        """Record a timestep in which ``running`` requests were decoded, and what one may take without speculation, if known."""
+        if self._unsettled:
+            self._unsettled -= 1
+            return
+        is_trial = self.is_speculating is not self._speculates
+        if not is_trial and self._waited < self._interval - _WINDOW:
+            self._waited += tokens / max(running, 1)
+            return
+        self._tokens += tokens
+        self._timesteps += 1
+        self._seconds += seconds
+        self._shares += seconds * running
+        by_request = self._tokens / max(running, 1)
+        if is_trial:
+            if by_request >= _TRIAL_TOKENS if self.is_speculating else self._timesteps >= _TRIAL_TIMESTEPS:
+                self._judge()
+        elif by_request >= min(self._interval, _WINDOW):
+            self._rates[self.is_speculating] = self._rate()
+            if not self._speculates or best_without is None or 1 / (self._passage * best_without) > self._rates[True]:
+                self.is_speculating = not self._speculates  # a trial may show that the other way is better
+                self._begin(self._passage)
+            else:
+                self._interval = min(self._interval * _GROWTH, _MAX_INTERVAL)
+                self._begin(0)
+
+    def _rate(self) -> float:
+        """Tokens per second and running request since ``_begin``."""
+        if self.is_speculating:
+            return self._tokens / max(self._shares, 1e-9)
+        return self._timesteps / (self._passage * max(self._seconds, 1e-9))
+
+    def _judge(self) -> None:
+        """End a trial: stay with the better way."""
+        tried, before = self._rate(), self._rates[self._speculates]
+        if tried > _BETTER * before:
+            self._speculates = self.is_speculating
+            self._interval = float(_FIRST)
+        else:
+            lost = _TRIAL_TOKENS * max(before / max(tried, 1e-9) - 1, 0.0) / _MAX_COST
+            self._interval = min(max(self._interval * _GROWTH, lost), _MAX_INTERVAL)
+        self.is_speculating = self._speculates
+        self._begin(self._passage)
+
 
 CHILDREN = (16, 32)
 MAX_FORWARDS = 8
@@ -31,40 +197,24 @@ _BEST_SHARE = 0.25  # without more rows than were measured, a timestep takes at 
 
 @dataclass(frozen=True)
 class TimestepTiming:
-    """How long one timestep of the full pipeline took, as measured on rank 0.
+    """How long one timestep of the full pipeline took, as measured on rank 0."""
 
-    Attributes:
-        seconds: duration of the timestep.
-        waiting_seconds: how much of it rank 0 was idle, waiting for the stages.
-        forward_seconds: duration of each draft forward.
-    """
-
-    seconds: float
-    waiting_seconds: float
-    forward_seconds: tuple[float, ...]
+    seconds: float  # duration of the timestep
+    waiting_seconds: float  # how much of it rank 0 was idle, waiting for the stages
+    forward_seconds: tuple[float, ...]  # duration of each draft forward
 
 
 @dataclass(frozen=True)
 class EnteredCounts:
-    """The rows that entered at a timestep.
+    """The rows that entered at a timestep."""
 
-    Attributes:
-        rows: of all requests.
-        prompt_rows: those of prompts.
-        running: number of requests whose prompts have entered.
-    """
-
-    rows: int = 0
-    prompt_rows: int = 0
-    running: int = 0
+    rows: int = 0  # of all requests
+    prompt_rows: int = 0  # those of prompts
+    running: int = 0  # number of requests whose prompts have entered
 
 
 class Controller:
-    """Holds ``forwards`` for the next timestep, and ``children`` for the next answer.
-
-    Args:
-        passage: timesteps that a row is in the pipeline.
-    """
+    """Holds ``forwards`` for the next timestep, and ``children`` for the next answer. A row needs ``passage`` timesteps."""
 
     def __init__(self, passage: int) -> None:
         self.forwards = _INITIAL_FORWARDS
@@ -79,7 +229,7 @@ class Controller:
         self._in_flight: deque[EnteredCounts] = deque(maxlen=passage)
         self._timings: list[TimestepTiming] = []  # of the present epoch
         self._tokens = 0  # accepted since the last timing
-        self._draft_prefills = False  # in this timestep
+        self.drafts_prompts = False  # the draft model computes a prompt in this timestep, which is then no measure of speculation
 
     @property
     def is_speculating(self) -> bool:
@@ -88,24 +238,19 @@ class Controller:
     def pays(self, rows: int, tokens: float) -> bool:
         """Whether one more row after ``rows`` is worth its time if each running request may expect ``tokens`` tokens from it.
 
-        Speed is R / t, with R tokens in a timestep of t seconds. One more row of chance c in every timestep brings c more tokens
-        and takes dt more seconds, so it must hold that c / R ≥ dt / t. In other words, with chance c the row saves the usual time
-        of a token, 1 / R timesteps. With B running requests, each of which needs N timesteps for a token, that is c · N / B.
+        Speed is R / t, with R tokens in a timestep of t seconds. One more row of chance c in every timestep brings c more
+        tokens and takes dt more seconds, so it must hold that c / R ≥ dt / t. In other words, with chance c the row saves the
+        usual time of a token, 1 / R timesteps. With B running requests, each of which needs N timesteps for a token, that is c
+        · N / B.
 
-        A row that enters only after the verdict on the row above it seems to lose more, a whole passage. But the rows below it
-        are drafted by then and enter with it, so no more is lost than the time of one token; and most candidates are dead by
-        then, or have become probable and entered earlier. Where rows are not free, valuing them by the passage doubles the time
-        of a token (docs/benchmarks.md, "What a row is worth").
+        A row that enters later than the row above it does not lose a whole passage: the rows below it are drafted by then and
+        enter with it (docs/benchmarks.md, "What a row is worth").
         """
         return tokens / self._yield >= self._costs.added(rows)
 
     def record_entered(self, entered: EnteredCounts) -> None:
         """Record the rows that enter at the next timestep."""
         self._in_flight.append(entered)
-
-    def record_draft_prefill(self) -> None:
-        """Note that the draft model computes a prompt in this timestep, which is then no measure of speculation."""
-        self._draft_prefills = True
 
     def record_proposed(self, was_proposed: bool) -> None:
         """Record whether the token accepted after a drafted row was among that row's choices."""
@@ -122,7 +267,7 @@ class Controller:
     def record_timestep(self, timing: TimestepTiming) -> None:
         """Record the timing of a timestep of the full pipeline. At the end of an epoch the number of forwards is adjusted."""
         tokens, self._tokens = self._tokens, 0
-        is_prefill, self._draft_prefills = self._draft_prefills, False
+        is_prefill, self.drafts_prompts = self.drafts_prompts, False
         is_prefill |= any(entered.prompt_rows for entered in self._in_flight)
         if timing.waiting_seconds > _NEGLIGIBLE * timing.seconds or self.forwards == 1 or not timing.forward_seconds:
             rows = max((entered.rows for entered in self._in_flight), default=0)
@@ -136,18 +281,15 @@ class Controller:
         if running:
             self._yield += _YIELD_WEIGHT * (tokens / running - self._yield)
         if running and not is_prefill:
-            self._trials.record(timing.seconds, tokens, running, self._best_without())
+            best_without = None
+            if self._fewest is not None:
+                rows, seconds = self._fewest
+                best_without = seconds * (0.9 if rows <= 2 else _BEST_SHARE)
+            self._trials.record(timing.seconds, tokens, running, best_without)
         self._timings.append(timing)
         if len(self._timings) >= self._epoch:
             self._set_forwards()
             self._timings = []
-
-    def _best_without(self) -> float | None:
-        """The shortest expected duration of a timestep without speculation, in seconds."""
-        if self._fewest is None:
-            return None
-        rows, seconds = self._fewest
-        return seconds * (0.9 if rows <= 2 else _BEST_SHARE)
 
     def _set_forwards(self) -> None:
         drafted = [timing for timing in self._timings if len(timing.forward_seconds) >= self.forwards]
@@ -165,3 +307,30 @@ class Controller:
 
 def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
+
+
+_MAX_KEPT = 64  # entries of each kind
+_T = TypeVar("_T")
+_Key = tuple[SamplingParams, MethodOptions | None, str | None, bool]
+
+
+class Experience:
+    """Learned state by sampling parameters, method options, dialect, and structured or not: all of these change acceptance."""
+
+    def __init__(self, passage: int) -> None:
+        self.controller = Controller(passage)  # of all requests
+        self._learned: dict[type, dict[_Key, Any]] = {}
+
+    def learned(self, request: Request, kind: type[_T], *args: Any) -> _T:
+        """Return the statistics of similar requests; ``kind(*args)`` for the first of them. Evicts the least recently used."""
+        sampling = replace(
+            request.sampling, seed=None, max_tokens=1, stop=(), stop_token_ids=(), logprobs=None, ignore_eos=False,
+            structured_outputs=None,
+        )  # fmt: skip
+        key = sampling, request.options, request.threads, request.sampling.structured_outputs is not None
+        known = self._learned.setdefault(kind, {})
+        found = known.pop(key, None)
+        known[key] = kind(*args) if found is None else found
+        if len(known) > _MAX_KEPT:
+            del known[next(iter(known))]
+        return cast(_T, known[key])

@@ -2,9 +2,8 @@
 
 Knows the probability that each row and choice is accepted (its *chance*), and selects the most probable ones to be drafted or to
 enter. The trees of the stages hold only the rows that entered, in order of entry; this class translates between the two
-numberings. It knows no draft source and no clock.
-
-Where a token is *forced*, its row follows with the row above it, whose chance it has.
+numberings. It knows no draft source and no clock. Where a token is *forced*, its row follows with the row above it, whose chance
+it has.
 
 Everything is on the host: a tree changes by a few rows at a time, for which a device is slower than Python. Rankings of the rows
 to draft and to enter are computed on demand and last until the next verdict.
@@ -14,49 +13,36 @@ from __future__ import annotations
 
 from bisect import bisect, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice, takewhile
 from math import inf
-from operator import itemgetter, neg
+from operator import attrgetter, itemgetter, neg
 from typing import NamedTuple
 
-from pipedec.decoding.choices import NO_LINE, Choices, Line
+from pipedec.decoding.acceptance import NO_LINE, Choices, Line
 from pipedec.tree import Gaps, RowChanges
 
 _NOT_ENTERED = -1
 _MIN_LOSS = 1e-4  # the log-chance of a choice is at least this much below its row's, so no row is taken before its parent
 
 
+@dataclass(slots=True, eq=False)
 class _TreeRow:
-    """A row of the tree.
+    """A row of the tree."""
 
-    Attributes:
-        log_chance: of the path from the first root on, from which the root's must be subtracted.
-        gap: positions left empty after it.
-        index: in the tree.
-        number: in the stages' trees.
-        line: the choices below it, and ``taken`` how many of them are rows; None until it is drafted.
-        best: log-chance of the path to its most probable choice that is not yet a row; None if there is none.
-        forced: the row of the only token that may follow, if known.
-    """
-
-    __slots__ = (
-        "best", "children", "forced", "gap", "index", "line", "log_chance", "number", "parent", "position", "taken", "token",
-    )  # fmt: skip
-
-    def __init__(self, token: int, parent: _TreeRow | None, log_chance: float, position: int) -> None:
-        self.token = token
-        self.parent = parent
-        self.log_chance = log_chance
-        self.position = position
-        self.gap = 0
-        self.index = 0
-        self.number = _NOT_ENTERED
-        self.line: Line | None = None
-        self.taken = 0
-        self.best: float | None = None
-        self.forced: _TreeRow | None = None
-        self.children: dict[int, _TreeRow] = {}
+    token: int
+    parent: _TreeRow | None
+    log_chance: float  # of the path from the first root on, from which the root's must be subtracted
+    position: int
+    gap: int = 0  # positions left empty after it
+    index: int = 0  # in the tree
+    number: int = _NOT_ENTERED  # in the stages' trees
+    line: Line | None = None  # the choices below it; None until it is drafted
+    taken: int = 0  # how many of these are rows
+    best: float | None = None  # log-chance of the path to its most probable choice that is not yet a row; None if there is none
+    forced: _TreeRow | None = None  # the row of the only token that may follow, if known
+    children: dict[int, _TreeRow] = field(default_factory=dict)
 
     def choice_at(self, place: int) -> float | None:
         """The log-chance of the path to a choice; None if there are not as many."""
@@ -71,14 +57,7 @@ _Entry = tuple[float, bool, int, int, _TreeRow]
 
 
 class _Ranking:
-    """Some rows of a tree and the choices below all of its rows, best first.
-
-    Sorted on demand. Choices leave every ranking when they become rows.
-
-    Args:
-        rows: the rows to rank.
-        all_rows: of the tree.
-    """
+    """Some rows of a tree, and the choices below all of its rows, best first, until they become rows. Sorted on demand."""
 
     def __init__(self, rows: Iterable[_TreeRow], all_rows: Sequence[_TreeRow]) -> None:
         self._root = all_rows[0].log_chance if all_rows else 0.0
@@ -103,8 +82,9 @@ class _Ranking:
             del self._sorted[: bisect(self._sorted, taken[-1])]
         return taken
 
-    def add_row(self, row: _TreeRow) -> None:
-        self._add((self._root - row.log_chance, False, row.index, 0, row))
+    def add_rows(self, rows: Iterable[_TreeRow]) -> None:
+        for row in rows:
+            self._add((self._root - row.log_chance, False, row.index, 0, row))
 
     def add_choices(self, row: _TreeRow) -> None:
         """Add the choices below a row that was just drafted."""
@@ -146,36 +126,26 @@ class Lesson(NamedTuple):
     token: int
 
 
+# Returns the tokens forced after a path of tokens below the root.
+ChainBelow = Callable[[Sequence[int]], Sequence[int]]
+
+
 class InjectionTree:
-    """A prediction tree whose rows are drafted and enter in order of decreasing chance.
+    """A prediction tree whose rows are drafted and enter in order of decreasing chance."""
 
-    Args:
-        chain_below: returns the tokens forced after a path of tokens below the root.
-
-    Attributes:
-        root_position: position id of the root, or of the next one.
-        gaps: positions left empty after rows; None if there are none.
-        log_probs: of the rows that entered last, each given its parent.
-    """
-
-    def __init__(self, chain_below: Callable[[Sequence[int]], Sequence[int]] | None = None) -> None:
+    def __init__(self, chain_below: ChainBelow | None = None) -> None:
         self._chain_below = chain_below
-        self.root_position = 0
-        self.gaps: Gaps | None = None
-        self.log_probs: list[float] = []
+        self.num_entered = 0  # rows that have entered the pipeline
+        self.root_position = 0  # position id of the root, or of the next one
+        self.gaps: Gaps | None = None  # positions left empty after rows; None if there are none
+        self.log_probs: list[float] = []  # of the rows that entered last, each given its parent
         self._rows: list[_TreeRow] = []
-        self._num_entered = 0
         self._undrafted: _Ranking | None = None  # rows that are not drafted, and choices; None until needed
         self._not_entered: _Ranking | None = None  # rows that have not entered, and choices; None until needed
 
     @property
     def num_rows(self) -> int:
         return len(self._rows)
-
-    @property
-    def num_entered(self) -> int:
-        """Rows that have entered the pipeline."""
-        return self._num_entered
 
     @property
     def num_certain(self) -> int:
@@ -185,11 +155,6 @@ class InjectionTree:
             count += row.number == _NOT_ENTERED
             row = row.forced
         return count
-
-    @property
-    def root_has_entered(self) -> bool:
-        """Whether there is a root and it has entered the pipeline."""
-        return self._num_entered > 0
 
     @property
     def is_exhausted(self) -> bool:
@@ -231,28 +196,24 @@ class InjectionTree:
 
     def plant(self, token: int) -> None:
         """Make an accepted token the root of the empty tree. It has yet to be drafted and to enter."""
-        self._add(_TreeRow(token, None, 0.0, self.root_position))
-        self._force(self._rows[0])
+        self._append(_TreeRow(token, None, 0.0, self.root_position))
         self._undrafted = self._not_entered = None
-
-    def undrafted(self, count: int, min_log_chance: float = -inf) -> list[int]:
-        """The ``count`` most probable rows that are not drafted, ascending. ``add`` must follow.
-
-        Args:
-            min_log_chance: of a row that is drafted.
-        """
-        ranked, found = self._ranked_undrafted(), list[int]()
-        for _, is_choice, _, _, row in ranked.take(count, -min_log_chance):
-            if is_choice:
-                row, *forced = new = self._taken(row)
-                _add_rows(ranked, forced)
-                _add_rows(self._not_entered, new)
-            found.append(row.index)
-        return sorted(found)
 
     def undrafted_chances(self) -> Iterator[float]:
         """The log-chances of the rows that ``undrafted`` would return, best first."""
         return map(neg, map(itemgetter(0), self._ranked_undrafted()))
+
+    def undrafted(self, count: int, min_log_chance: float = -inf) -> list[int]:
+        """The ``count`` most probable rows that are not drafted, of at least this log-chance, ascending. ``add`` must follow."""
+        ranked, found = self._ranked_undrafted(), list[int]()
+        for _, is_choice, _, _, row in ranked.take(count, -min_log_chance):
+            if is_choice:
+                row, *forced = new = self._taken(row)
+                ranked.add_rows(forced)
+                if self._not_entered is not None:
+                    self._not_entered.add_rows(new)
+            found.append(row.index)
+        return sorted(found)
 
     def add(self, rows: Sequence[int], lines: Sequence[Line]) -> None:
         """Add the choices of rows that were just drafted. Forced tokens have none."""
@@ -267,14 +228,19 @@ class InjectionTree:
     def entering_chances(self) -> Iterator[float]:
         """The log-chances of the rows that ``enter`` would take, best first."""
         ranked = self._ranked_not_entered()
-        return map(neg, map(itemgetter(0), ranked)) if self._chain_below is None else self._with_chains(ranked)
+        return map(neg, map(itemgetter(0), ranked)) if self._chain_below is None else self._with_chains(ranked, self._chain_below)
+
+    def _with_chains(self, ranked: _Ranking, chain_below: ChainBelow) -> Iterator[float]:
+        """The log-chances of ``ranked``, and of the tokens forced after its choices."""
+        for cost, is_choice, _, place, row in ranked:
+            yield -cost
+            if is_choice:
+                assert row.line is not None
+                chain = chain_below([*self.path(row.index), row.line.token_ids[place]])
+                yield from (-cost - count * _MIN_LOSS for count in range(1, len(chain) + 1))
 
     def enter(self, count: int) -> tuple[list[int], list[int]]:
-        """Let the ``count`` most probable rows that have not entered enter.
-
-        Returns:
-            their token ids, and their parents in the numbering of the stages.
-        """
+        """Let the ``count`` most probable rows enter. Returns their token ids, and their parents in the stages' numbering."""
         ranked = self._ranked_not_entered()
         rows, taken = list[_TreeRow](), list[_TreeRow]()
         while (room := count - len(rows) - len(taken)) > 0 and (
@@ -285,24 +251,20 @@ class InjectionTree:
                     taken += self._taken(row)
                 else:
                     rows.append(row)
-        _add_rows(self._undrafted, taken)
-        rows = [*sorted(rows, key=lambda row: row.index), *taken]
-        _add_rows(ranked, rows[count:])
+        if self._undrafted is not None:
+            self._undrafted.add_rows(taken)
+        rows = [*sorted(rows, key=attrgetter("index")), *taken]
+        ranked.add_rows(rows[count:])
         del rows[count:]
-        for number, row in enumerate(rows, start=self._num_entered):
+        for number, row in enumerate(rows, start=self.num_entered):
             row.number = number
-        self._num_entered += len(rows)
+        self.num_entered += len(rows)
         self.log_probs = [0.0 if row.parent is None else row.log_chance - row.parent.log_chance for row in rows]
         return [row.token for row in rows], [-1 if row.parent is None else row.parent.number for row in rows]
 
     def advance(self, tokens: Sequence[int]) -> tuple[RowChanges, bool, list[Lesson]]:
-        """Accept ``tokens``.
-
-        Returns:
-            the changes to the tree; whether the last token was a row, so that its subtree remains; and the lessons.
-
-        Raises:
-            ValueError: a token other than the last is not a row, so the verdict belongs to another tree.
+        """Accept ``tokens``. Returns the changes; whether the last token was a row, so that its subtree remains; and the
+        lessons. Raises ValueError if another token is not a row.
         """
         committed: list[_TreeRow] = []
         row = self._rows[0] if self._rows else None
@@ -325,21 +287,25 @@ class InjectionTree:
 
     def _keep(self, committed: list[_TreeRow], root: _TreeRow | None) -> RowChanges:
         """Commit some rows, a path from the root, and drop all others but the subtree of ``root``."""
-        num_rows, kept = len(self._rows), [] if root is None else sorted(_subtree(root), key=lambda row: row.index)
-        changes = RowChanges(
-            [row.index for row in committed], [row.token for row in committed], [row.index for row in kept], num_rows
-        )
+        num_rows, kept = len(self._rows), list[_TreeRow]()
         if root is not None:
             root.parent = None
             self.root_position = root.position
+            kept.append(root)
+            for row in kept:
+                kept += row.children.values()
+            kept.sort(key=attrgetter("index"))
         elif committed:
             self.root_position = committed[-1].position + committed[-1].gap + 1
+        changes = RowChanges(
+            [row.index for row in committed], [row.token for row in committed], [row.index for row in kept], num_rows
+        )
         self._rows = kept
         self._undrafted = self._not_entered = None
         for index, row in enumerate(kept):
             row.index = index
-        entered = sorted((row for row in kept if row.number != _NOT_ENTERED), key=lambda row: row.number)
-        self._num_entered = len(entered)
+        entered = sorted((row for row in kept if row.number != _NOT_ENTERED), key=attrgetter("number"))
+        self.num_entered = len(entered)
         for number, row in enumerate(entered):
             row.number = number
         return changes
@@ -354,56 +320,27 @@ class InjectionTree:
             self._not_entered = _Ranking([row for row in self._rows if row.number == _NOT_ENTERED], self._rows)
         return self._not_entered
 
-    def _with_chains(self, ranked: _Ranking) -> Iterator[float]:
-        """The log-chances of ``ranked``, and of the tokens forced after its choices."""
-        assert self._chain_below is not None
-        for cost, is_choice, _, place, row in ranked:
-            yield -cost
-            if is_choice:
-                assert row.line is not None
-                chain = self._chain_below([*self.path(row.index), row.line.token_ids[place]])
-                yield from (-cost - count * _MIN_LOSS for count in range(1, len(chain) + 1))
-
     def _taken(self, row: _TreeRow) -> list[_TreeRow]:
         """The most probable choice below ``row``, which becomes a row, and the rows forced after it."""
         assert row.line is not None and row.best is not None
         token = row.line.token_ids[row.taken]
-        below = _TreeRow(token, row, row.best, row.position + row.gap + 1)
+        below = row.children[token] = _TreeRow(token, row, row.best, row.position + row.gap + 1)
         row.taken += 1
         row.best = row.choice_at(row.taken)
-        row.children[token] = below
-        self._add(below)
         if self.gaps is not None and self.gaps.may_follow(token):
-            below.gap = self.gaps.after(self.path(below.index))
-        return [below, *self._force(below)]
+            below.gap = self.gaps.after([*self.path(row.index), token])
+        return self._append(below)
 
-    def _force(self, row: _TreeRow) -> list[_TreeRow]:
-        """Add the rows forced after ``row``, which was just added."""
-        forced: list[_TreeRow] = []
-        for token in () if self._chain_below is None else self._chain_below(self.path(row.index)):
-            below = row.forced = row.children[token] = _TreeRow(
-                token, row, row.log_chance - _MIN_LOSS, row.position + row.gap + 1
-            )
-            self._add(below)
-            forced.append(below)
-            row = below
-        return forced
-
-    def _add(self, row: _TreeRow) -> None:
+    def _append(self, row: _TreeRow) -> list[_TreeRow]:
+        """Add ``row`` and the rows forced after it; returns them."""
         row.index = len(self._rows)
         self._rows.append(row)
-
-
-def _add_rows(ranking: _Ranking | None, rows: Iterable[_TreeRow]) -> None:
-    """Add rows to a ranking that is in use."""
-    if ranking is not None:
-        for row in rows:
-            ranking.add_row(row)
-
-
-def _subtree(row: _TreeRow) -> list[_TreeRow]:
-    """``row`` and all rows below it."""
-    found = [row]
-    for above in found:
-        found += above.children.values()
-    return found
+        new = [row]
+        for token in () if self._chain_below is None else self._chain_below(self.path(row.index)):
+            below = _TreeRow(token, row, row.log_chance - _MIN_LOSS, row.position + row.gap + 1)
+            below.index = len(self._rows)
+            self._rows.append(below)
+            row.forced = row.children[token] = below
+            new.append(below)
+            row = below
+        return new

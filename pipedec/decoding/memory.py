@@ -17,47 +17,25 @@ from pipedec.kv import KVManager, Lease
 
 @dataclass(frozen=True)
 class LaneSizes:
-    """How many slots a lane gets before it needs them.
+    """How many slots a lane gets before it needs them."""
 
-    Attributes:
-        ahead: maximum slots for tokens of the answer that a lane gets when it opens.
-        growth: slots by which a lane grows if there is enough memory.
-    """
-
-    ahead: int = 1024
-    growth: int = 128
+    ahead: int = 1024  # maximum slots for tokens of the answer that a lane gets when it opens
+    growth: int = 128  # slots by which a lane grows if there is enough memory
 
 
 class Memory:
-    """The slots of the stages' KV pools.
-
-    Args:
-        knee: the usual maximum of rows that enter at one timestep.
-
-    Attributes:
-        grown: by request, slots of its lane that the stages do not know yet.
-    """
+    """The slots of the stages' KV pools. Usually at most ``knee`` rows enter at a timestep. Requests are in order of age."""
 
     def __init__(self, kv: KVManager, knee: int, sizes: LaneSizes = LaneSizes()) -> None:
         self._kv = kv
         self._knee = knee
         self._sizes = sizes
-        self.grown: dict[int, SlotRuns] = {}
+        self.grown: dict[int, SlotRuns] = {}  # by request, slots of its lane that the stages do not know yet
         self._free: dict[int, int] = {}  # by request that may get rows in this timestep: slots of its lane without rows
         self._spared = 0  # free slots reserved for certain rows
 
-    def clear(self) -> None:
-        """Forget all slots: the stages have lost the contents of their pools."""
-        self._kv.clear()
-        self.grown.clear()
-
     def claims(self, requests: Collection[RequestState]) -> list[Claim]:
-        """The claims of all requests with a lane, and of as many waiting ones, in order, as might get rows at the next timestep;
-        each as far as there is memory for it.
-
-        Args:
-            requests: in order of age.
-        """
+        """The claims of all requests with a lane, and of waiting ones that might get rows now, as far as there is memory."""
         lanes = [one for one in requests if one.has_lane]
         self._free.clear()
         self._spared = len(lanes) * self._kv.block
@@ -89,11 +67,7 @@ class Memory:
         return min(rows, free)
 
     def to_pause(self, requests: Sequence[RequestState]) -> list[int]:
-        """The youngest request of the lowest priority if memory is short; one at a time.
-
-        Args:
-            requests: in order of age.
-        """
+        """The youngest request of the lowest priority if memory is short; one at a time."""
         lanes = [one for one in requests if one.has_lane]
         if not lanes:
             return []

@@ -8,98 +8,93 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from pipedec.core import NO_MASKS, Accepted, MaskParams, Request, Step
 from pipedec.decoding.budget import Demand
-from pipedec.decoding.drafter import Drafter
-from pipedec.decoding.experience import Experience
+from pipedec.decoding.controller import Experience
 from pipedec.decoding.forced import MAX_FORCED
-from pipedec.decoding.scoring import Scoring
+from pipedec.decoding.proposers import Proposals
 from pipedec.grammar import Grammar
 from pipedec.methods import find_method
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
 
 
+class Drafter(Protocol):
+    """A draft model for the trees of all running requests (see ``drafting``)."""
+
+    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int]) -> int:
+        """Begin a request, or continue one after a pause. Returns how many of ``token_ids``, the prompt and the answer's
+        earlier tokens, need not be computed. ``sequence`` is read only; accepted tokens are in it before ``advance`` is called.
+        """
+
+    def close(self, number: int) -> None:
+        """Forget a request that has ended or is paused."""
+
+    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
+        """Run one forward over rows of any requests, and over the next chunks of the prompts of others. Entries of one request
+        are adjacent, at most one for each thread. Returns the candidates for each entry of ``requested``, without tokens where
+        there is no memory for its rows.
+        """
+
+    def advance(self, number: int, thread: int, changes: RowChanges) -> None:
+        """Follow the tree of a thread of a request, which has advanced."""
+
+    def threads_changed(self, number: int) -> None:
+        """Follow threads of a request that were opened, joined or ended."""
+
+    def forget_prefixes(self) -> None:
+        """Let requests that open from now on adopt no prefixes of ended ones."""
+
+
 @dataclass
 class DraftRoom:
-    """The share of the draft model's forwards that each request may use in this timestep.
+    """The share of the draft model's forwards that each request may use in this timestep."""
 
-    Attributes:
-        forwards: maximum forwards for requests whose number of forwards is tuned.
-        rows: of each forward.
-        min_chance: of a row that is drafted: the candidates below others are improbable, and would not enter soon.
-        round: number of forwards computed in this timestep so far.
-    """
-
-    forwards: int = 2
-    rows: int = 16
-    min_chance: float = 0.0
-    round: int = 0
+    forwards: int = 2  # maximum forwards for requests whose number of forwards is tuned
+    rows: int = 16  # of each forward
+    min_chance: float = 0.0  # of a row that is drafted: the candidates below others are improbable, and would not enter soon
+    round: int = 0  # number of forwards computed in this timestep so far
 
 
 @dataclass(frozen=True)
 class MethodContext:
-    """One answer, and the objects that its methods use.
-
-    Attributes:
-        sequence: the answer's threads; methods only read it.
-        drafter: the draft model; None if there is none, or the method does not use it.
-        experience: statistics learned from earlier answers.
-        scoring: scores the proposals of draft sources, for all requests together.
-        draft_room: the same object for all requests.
-        grammar: the answer's structure; None without one.
-        children: candidates per row, for requests whose number of candidates is tuned.
-        device: of the draft model.
-        trained_masks: mask rows that the target's BiTA was trained with; 0 if it has none.
-    """
+    """One answer, and the objects that its methods use."""
 
     request: Request
-    sequence: ThreadSequence
-    drafter: Drafter | None
-    experience: Experience
-    scoring: Scoring
-    draft_room: DraftRoom
-    children: int
-    grammar: Grammar | None = None
-    device: torch.device | str = "cpu"
-    trained_masks: int = 0
+    sequence: ThreadSequence  # the answer's threads; methods only read it
+    drafter: Drafter | None  # the draft model; None if there is none, or the method does not use it
+    experience: Experience  # statistics learned from earlier answers
+    proposals: list[Proposals]  # of draft sources, for all requests, which are then scored together
+    draft_room: DraftRoom  # the same object for all requests
+    children: int  # candidates per row, for requests whose number of candidates is tuned
+    grammar: Grammar | None = None  # the answer's structure; None without one
+    device: torch.device | str = "cpu"  # of the draft model
+    trained_masks: int = 0  # mask rows that the target's BiTA was trained with; 0 if it has none
 
 
 class Method(ABC):
     """Decodes one thread. In every timestep it returns its ``demand`` and, if it gets room, the rows that it ``propose``s. While
     the stages compute, ``draft`` and ``drafted`` alternate until it has no more rows to draft. ``accept`` follows a verdict.
-
-    Args:
-        thread: number of the thread.
-
-    Attributes:
-        masks: the mask rows after the prompt and after rows of its steps.
-        tree: its prediction tree; None if it has none.
-        drafter: the draft model, if it uses one.
-        max_forced: rows of the longest chain of forced tokens; 0 without a structure.
-        children: number of candidates that it asks the draft model for after each row.
-        whole: maximum rows of a step, if they enter together or not at all; 0 if they may enter one by one.
-        is_tuned: whether the number of its rows is tuned.
-        root: the thread's last certain token, if it has yet to enter. None at first.
     """
 
-    masks: MaskParams = NO_MASKS
-    tree: DraftTree | None = None
-    children = 0
-    whole = 0
-    is_tuned = False
-    root: int | None = None
+    masks: MaskParams = NO_MASKS  # the mask rows after the prompt and after rows of its steps
+    tree: DraftTree | None = None  # its prediction tree; None if it has none
+    children = 0  # number of candidates that it asks the draft model for after each row
+    whole = 0  # maximum rows of a step, if they enter together or not at all; 0 if they may enter one by one
+    is_tuned = False  # whether the number of its rows is tuned
+    root: int | None = None  # the thread's last certain token, if it has yet to enter. None at first.
 
     def __init__(self, context: MethodContext, thread: int) -> None:
         self.context = context
         self.thread = thread
-        self.drafter = context.drafter
-        self.max_forced = 0 if context.grammar is None else MAX_FORCED
+        self.drafter = context.drafter  # the draft model, if it uses one
+        self.max_forced = 0 if context.grammar is None else MAX_FORCED  # rows of the longest chain of forced tokens
 
     @property
     @abstractmethod
@@ -120,26 +115,15 @@ class Method(ABC):
         """The rows that enter at the next timestep, at most ``room``, or None."""
 
     def draft(self, room: int) -> Sequence[int]:
-        """The rows of its tree that the draft model computes next, ascending; none if there is nothing more to draft in this
-        timestep.
-
-        Args:
-            room: maximum rows; a method of whole steps decides by itself.
-        """
+        """At most ``room`` rows of its tree that the draft model computes next, ascending; none to end drafting."""
         return ()
 
     def undrafted_chances(self) -> Iterable[float]:
-        """The log-chances of the rows that ``draft`` would return, best first. The threads of an answer share the draft model's
-        rows by them, unless the method's steps enter whole.
-        """
+        """The log-chances of the rows that ``draft`` would return, best first: by them the threads of an answer share rows."""
         return ()
 
     def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
-        """Take the results of the draft model for ``rows``.
-
-        Args:
-            candidates: None if it has no ``drafter``.
-        """
+        """Take the candidates for ``rows``, None if it has no ``drafter``."""
         raise NotImplementedError(f"{type(self).__name__} drafts nothing")
 
     @abstractmethod
@@ -166,11 +150,7 @@ class Method(ABC):
 
 
 def new_method(context: MethodContext, thread: int = 0) -> Method:
-    """The method that the context's request names, for one of its threads.
-
-    Raises:
-        UserError: the method is unknown, cannot work with its options, or needs a draft model or a BiTA and there is none.
-    """
+    """The method that the context's request names, for one thread. Raises UserError if it cannot work here, or does not exist."""
     entry = find_method(context.request.method)
     entry.check_needs(context.drafter is not None, context.trained_masks > 0)
     if entry.draft == "none":

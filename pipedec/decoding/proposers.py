@@ -1,21 +1,26 @@
-"""Draft sources for best-first injection: the draft model, and n-grams that recur in the prompt and the answer."""
+"""Draft sources for best-first injection: the draft model, and n-grams that recur in the prompt and the answer.
+
+Every source proposes tokens, and has *features* of all tokens that any source proposed; the weights of the features are learned
+(see ``acceptance``). Shapes: F rows that were drafted, K tokens of all sources together, W features of all sources.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import log
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from pipedec.decoding.choices import NO_TOKEN, IntArray
-from pipedec.grammar import Bitmask
+from pipedec.decoding.acceptance import NO_TOKEN, AcceptanceModel, Choices, IntArray, Line
+from pipedec.decoding.injection import InjectionTree
 from pipedec.tree import Candidates
 
 FloatArray = NDArray[np.float32]
+DRAFT_PRIOR = (1.0, 0.0)  # weights of its features
 
 MAX_MATCH = 8  # longest n-gram that is compared
 _MIN_MATCH = 2  # shortest n-gram after which a token is proposed
@@ -26,47 +31,28 @@ _UNKNOWN = 0.01  # probability assumed for tokens where the draft model proposes
 _EMPTY = 1  # an n-gram is a number: this, and the bits of its tokens, the last one first
 
 
-@dataclass(frozen=True)
-class DraftProposal:
-    """The draft model's most probable children of F rows, on the host. Features: the log-probability; 1 for tokens that are not
-    among the children.
+def write_drafted(candidates: Sequence[Candidates], token_ids: IntArray, features: FloatArray) -> None:
+    """Write the draft model's c most probable children of F rows, and the features of all tokens. Reads from the device once.
 
-    Attributes:
-        token_ids: int64 [F, c], distinct within a row; NO_TOKEN marks unused entries.
-        log_probs: float32 [F, c], descending.
+    Features: the log-probability, for a token that is not among the children that of the least probable child; 1 for such tokens.
+
+    Args:
+        candidates: of several trees, with equal numbers of children per row.
+        token_ids: [F, K], of which the first c are written.
+        features: [F, K + 1, 2], zeros; the last entry of a row is of "none of the choices".
     """
-
-    prior = (1.0, 0.0)
-    token_ids: IntArray
-    log_probs: Tensor
-
-    @classmethod
-    def joined(cls, several: Sequence[Candidates]) -> DraftProposal:
-        """Join candidates of several trees with equal numbers of children per row. Reads from the device once."""
-        token_ids = torch.cat([each.token_ids for each in several])
-        log_probs = torch.cat([each.log_probs for each in several])
-        both = torch.cat((token_ids.double(), log_probs.double()), 1).cpu()
-        ids, chances = both.chunk(2, dim=1)
-        return cls(ids.long().numpy(), chances.float())
-
-    def write(self, features: FloatArray) -> None:
-        """Write the features of K tokens for each row, of which the first c are the children, and of "none of them".
-
-        A token that is not among the children gets the log-probability of the least probable child.
-
-        Args:
-            features: [F, K + 1, 2], zeros.
-        """
-        children = self.token_ids.shape[1]
-        features[:, children:-1, 1] = 1.0
-        if not children:
-            features[:, :-1, 0] = log(_UNKNOWN)
-            return
-        rest = (1 - self.log_probs.exp().sum(1)).clamp_(min=_MIN_REST).log_()
-        log_probs = self.log_probs.numpy()
-        features[:, :children, 0] = log_probs
-        features[:, children:-1, 0] = log_probs[:, -1:]
-        features[:, -1, 0] = rest.numpy()
+    children = candidates[0].token_ids.shape[1]
+    features[:, children:-1, 1] = 1.0
+    if not children:
+        features[:, :-1, 0] = log(_UNKNOWN)
+        return
+    columns = torch.cat([each.token_ids for each in candidates]), torch.cat([each.log_probs for each in candidates])
+    ids, chances = torch.cat((columns[0].double(), columns[1].double()), 1).cpu().chunk(2, dim=1)
+    token_ids[:, :children] = ids.long()
+    log_probs = chances.float()
+    features[:, :children, 0] = log_probs
+    features[:, children:-1, 0] = log_probs[:, -1:]
+    features[:, -1, 0] = (1 - log_probs.exp().sum(1)).clamp_(min=_MIN_REST).log_()
 
 
 def possible(candidates: Candidates) -> Candidates:
@@ -80,19 +66,11 @@ Occurrences = dict[int, int]  # by token that followed an earlier occurrence of 
 # of the longest of these n-grams. The longest are first, of equally long ones the latest.
 
 
-def within(occurrences: Occurrences, allowed: Bitmask) -> Occurrences:
-    """Those after which the text went on with a token that is allowed."""
-    return {token: length for token, length in occurrences.items() if token in allowed}
-
-
 class NgramProposer:
-    """N-grams of the prompt and the answer so far. Needs no forward.
+    """N-grams of ``text``, the prompt and the answer so far. Needs no forward.
 
-    Features: the length of the longest n-gram that a token followed, one-hot; the same again, but 0 unless the token followed the
-    longest n-gram of all.
-
-    Args:
-        text: token ids of the prompt and of all other text to search.
+    Features: the length of the longest n-gram that a token followed, one-hot; the same again, but 0 unless the token followed
+    the longest n-gram of all.
     """
 
     prior = tuple(0.5 * min(length, 4) for length in range(1, MAX_MATCH + 1)) + (1.0,) * MAX_MATCH
@@ -186,3 +164,51 @@ def write_ngrams(occurrences: Sequence[Occurrences], token_ids: IntArray, featur
                 found_places.append(place + MAX_MATCH)
     token_ids.put(new_places, new)
     features.put(found_places, 1.0)
+
+
+class Proposals(NamedTuple):
+    """The proposals below rows of one tree, of at least one source."""
+
+    acceptance: AcceptanceModel
+    tree: InjectionTree
+    rows: Sequence[int]
+    candidates: Candidates | None  # of the draft model, if it is a source
+    occurrences: Sequence[Occurrences] | None  # of n-grams, for each row, if they are a source
+
+
+def score(proposals: Iterable[Proposals]) -> None:
+    """Score the proposals of all requests together, on the host, which is faster for so few numbers, and add them to the
+    trees.
+    """
+    kinds: defaultdict[tuple[int, int, bool], list[Proposals]] = defaultdict(list)
+    for each in proposals:
+        children = 0 if each.candidates is None else each.candidates.token_ids.shape[1]
+        kinds[id(each.acceptance), children, each.occurrences is not None].append(each)
+    for several in kinds.values():
+        choices = _joined(several)
+        ranked = several[0].acceptance.log_chances(choices).sort(descending=True)
+        token_ids = choices.token_ids.gather(1, ranked.indices).tolist()
+        lines = [
+            Line(tokens[: len(tokens) - tokens.count(NO_TOKEN)], chances, choices, place)
+            for place, (tokens, chances) in enumerate(zip(token_ids, ranked.values.tolist(), strict=True))
+        ]
+        for each in several:
+            each.tree.add(each.rows, lines[: len(each.rows)])
+            del lines[: len(each.rows)]
+
+
+def _joined(several: Sequence[Proposals]) -> Choices:
+    """The proposals of all sources, by kind: the draft model's children, then other tokens after n-grams."""
+    drafted = [each.candidates for each in several if each.candidates is not None]
+    occurrences = [one for each in several if each.occurrences is not None for one in each.occurrences]
+    num_rows = sum([len(each.rows) for each in several])
+    children, width = (drafted[0].token_ids.shape[1], len(DRAFT_PRIOR)) if drafted else (0, 0)
+    proposed, further = (MAX_PROPOSED, 2 * MAX_MATCH) if occurrences else (0, 0)
+    token_ids = torch.full((num_rows, children + proposed), NO_TOKEN)
+    features = torch.zeros(num_rows, children + proposed + 1, width + further)
+    ids, values = token_ids.numpy(), features.numpy()
+    if drafted:
+        write_drafted(drafted, ids, values[..., :width])
+    if occurrences:
+        write_ngrams(occurrences, ids, values)
+    return Choices(token_ids, features)

@@ -27,7 +27,6 @@ from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import is_mask
 
 ROWS_OF_SEVERAL_THREADS = 128  # rows of a whole step that threads share; more if the options allow one thread more
-
 POSITIONS = 16  # below a root, at which accepted tokens are counted separately
 
 NewContext = Callable[[Request, ThreadSequence], MethodContext]
@@ -35,29 +34,17 @@ NewContext = Callable[[Request, ThreadSequence], MethodContext]
 
 @dataclass
 class Tally:
-    """Counters of all requests of a run, which only grow.
+    """Counters of all requests of a run, which only grow."""
 
-    Attributes:
-        prompt_rows: tokens of prompts that have entered, and of answers that continue after a pause.
-        root_rows: certain tokens that have entered.
-        draft_rows: guesses that have entered.
-        mask_rows: masks that have entered.
-        drafts: roots that entered when nothing of their thread was in flight.
-        accepted_tokens: guesses that were accepted.
-        accepted_per_pos: the same by depth below the root that entered, from 1, up to ``POSITIONS``.
-        pauses: how often a request was paused.
-        corrupted: requests that ended because a stage computed NaN or infinity.
-    """
-
-    prompt_rows: int = 0
-    root_rows: int = 0
-    draft_rows: int = 0
-    mask_rows: int = 0
-    drafts: int = 0
-    accepted_tokens: int = 0
-    accepted_per_pos: list[int] = field(default_factory=lambda: [0] * POSITIONS)
-    pauses: int = 0
-    corrupted: int = 0
+    prompt_rows: int = 0  # tokens of prompts that have entered, and of answers that continue after a pause
+    root_rows: int = 0  # certain tokens that have entered
+    draft_rows: int = 0  # guesses that have entered
+    mask_rows: int = 0  # masks that have entered
+    drafts: int = 0  # roots that entered when nothing of their thread was in flight
+    accepted_tokens: int = 0  # guesses that were accepted
+    accepted_per_pos: list[int] = field(default_factory=lambda: [0] * POSITIONS)  # the same by depth below the root, from 1 on
+    pauses: int = 0  # how often a request was paused
+    corrupted: int = 0  # requests that ended because a stage computed NaN or infinity
 
     def accept(self, depth: int, tokens: int) -> None:
         """Count ``tokens`` accepted guesses after one that was ``depth`` below its root."""
@@ -67,43 +54,16 @@ class Tally:
 
 
 class RequestState:
-    """One request.
-
-    Args:
-        new_sequence: makes the sequence of its answer, including the tokens of ``request.said``.
-        new_context: makes the context of its methods.
-        tally: counts for all requests.
-
-    Attributes:
-        sequence: of its answer. Only this object passes accepted tokens to it.
-        text: the prompt, and the tokens of the answer that were accepted before the lane opened.
-        adopts: the part of the text that may be adopted where it is cached: none if the prompt's log-probabilities are requested.
-        entered: how many tokens of it have entered, or were cached.
-        drafted: how many of them are in the draft model's cache.
-        cached_tokens: of the prompt, when the first lane opened.
-        has_lane: whether the stages have been informed of a lane for it.
-        is_closing: whether stages may still have a lane that was paused.
-        is_prefilling: whether some of the text, or of the masks after it, has yet to enter.
-        past: maximum slots of tokens that verdicts have accepted. The row of the last one may be in a tree.
-        is_idle: none of its rows enter or are drafted before the next verdict.
-        hits, misses: see ``Metrics``. The first token of an answer or of a child is neither.
-        masks: mask rows after the prompt and after rows of steps.
-        is_tuned: whether the number of its rows is tuned.
-        drafter: the draft model; None if its method uses none.
-        lacks_drafter: another method replaces its own until the draft model is loaded.
-        together: rows of the largest step that enters whole; 1 if its rows may enter one by one.
-        most: slots that suffice to the end of an answer in one thread.
-    """
+    """One request. Its sequence includes the tokens of ``request.output_token_ids``."""
 
     def __init__(self, request: Request, new_sequence: NewSequence, new_context: NewContext, tally: Tally) -> None:
         self.request = request
         self.number = request.number
-        self.sequence = new_sequence()
-        self.cached_tokens: int | None = None
-        self.has_lane = False
-        self.is_closing = False
-        self.hits = 0
-        self.misses = 0
+        self.sequence = new_sequence()  # of its answer. Only this object passes accepted tokens to it.
+        self.cached_tokens: int | None = None  # of the prompt, when the first lane opened
+        self.has_lane = False  # whether the stages have been informed of a lane for it
+        self.is_closing = False  # whether stages may still have a lane that was paused
+        self.hits = self.misses = 0  # see ``Metrics``; the first token of an answer or of a child is neither
         self._new_sequence = new_sequence
         self._new_context = new_context
         self._tally = tally
@@ -112,16 +72,17 @@ class RequestState:
     def _begin(self) -> None:
         """Begin with the text and the method of the first thread. A lane uses the learned state from before it opens."""
         accepted = [] if self.sequence.can_fork else self.sequence.main.token_ids
-        self.text = [*self.request.prompt_token_ids, *accepted]
-        self.adopts: Sequence[int] = () if self.request.sampling.prompt_logprobs is not None else self.text
-        self.entered = 0
-        self.drafted = 0
-        self.is_prefilling = True
-        self.is_idle = False
-        self.past = 0
+        self.text = [*self.request.prompt_token_ids, *accepted]  # what must enter before rows of trees
+        scores_prompt = self.request.sampling.prompt_logprobs is not None
+        self.adopts: Sequence[int] = () if scores_prompt else self.text  # what may be adopted where it is cached
+        self.entered = 0  # how many tokens of the text have entered, or were cached
+        self.drafted = 0  # how many of them are in the draft model's cache
+        self.is_prefilling = True  # whether some of the text, or of the masks after it, has yet to enter
+        self.is_idle = False  # none of its rows enter or are drafted before the next verdict
+        self.past = 0  # maximum slots of tokens that verdicts have accepted. The row of the last one may be in a tree.
         self._adoptable = 0  # tokens of the text, and of those after it, that others may adopt
         self._context = self._new_context(self.request, self.sequence)
-        self.lacks_drafter = self._context.request is not self.request
+        self.lacks_drafter = self._context.request is not self.request  # another method runs until the draft model is loaded
         first = new_method(self._context)
         self._methods: dict[int, Method] = {0: first}  # by thread that has not ended
         self._running: dict[int, Method] = {0: first}  # by running thread
@@ -129,12 +90,12 @@ class RequestState:
         self._depths: dict[int, int] = {}  # by thread: accepted tokens after the root that entered last
         self._order: list[int] = []  # threads of the rows that may enter at the next timestep, certain ones first, by chance
         self._next_thread = 0  # the first to be served, if the rows did not suffice for all threads
-        self.masks: MaskParams = first.masks
-        self.is_tuned = first.is_tuned
-        self.drafter = first.drafter
+        self.masks: MaskParams = first.masks  # mask rows after the prompt and after rows of steps
+        self.is_tuned = first.is_tuned  # whether the number of its rows is tuned
+        self.drafter = first.drafter  # the draft model; None if its method uses none
         self._largest = max(first.whole, ROWS_OF_SEVERAL_THREADS) if first.whole else 0  # rows of a step that enters whole
-        self.together = max(1, self._largest if self.sequence.can_fork else first.whole)
-        self.most = len(self.request.prompt_token_ids) + self.request.sampling.max_tokens + self.together
+        self.together = max(1, self._largest if self.sequence.can_fork else first.whole)  # rows of the largest whole step, or 1
+        self.most = len(self.request.prompt_token_ids) + self.request.sampling.max_tokens + self.together  # slots in one thread
 
     # The prompt and the memory that its rows and those of the answer take
 
@@ -171,11 +132,7 @@ class RequestState:
         )  # fmt: skip
 
     def pause(self, is_closing: bool = True) -> None:
-        """Give up the lane, and wait for another one; without a lane, only change the method.
-
-        Args:
-            is_closing: whether some stages have yet to close the lane.
-        """
+        """Give up the lane, which some stages may have yet to close, and wait for another. Without one, only change methods."""
         self.has_lane, self.is_closing = False, is_closing
         if self.sequence.can_fork:
             self.sequence = self._new_sequence()
@@ -222,11 +179,7 @@ class RequestState:
     # Which rows of the answer enter
 
     def claim(self, cached: int = 0) -> Claim:
-        """The rows that it wants to enter at the next timestep.
-
-        Args:
-            cached: for a request without a lane: tokens that need not enter.
-        """
+        """The rows that it wants to enter at the next timestep; without a lane, all but ``cached`` tokens."""
         number, priority = self.number, self.request.priority
         if self.is_idle and self.has_lane:
             return Claim(number, priority)
@@ -257,11 +210,7 @@ class RequestState:
             yield chance
 
     def propose(self, room: int) -> Step | None:
-        """The rows that enter the first stage at the next timestep, or None.
-
-        Args:
-            room: maximum rows; a step that enters whole has the demanded rows.
-        """
+        """At most ``room`` rows that enter at the next timestep, or None. A step that enters whole has the demanded rows."""
         room = self._largest or room
         if self.sequence.can_fork:
             step, roots, drafts = self._propose_threads(room)
@@ -278,10 +227,8 @@ class RequestState:
         return step
 
     def _propose_threads(self, room: int) -> tuple[Step | None, int, int]:
-        """Rows of several threads. Last tokens of ended threads go first: a join token in the same step attends to them.
-
-        Returns:
-            the step; the number of its certain rows, and of those whose threads have nothing in flight.
+        """Rows of several threads, first the last tokens of ended ones, to which a join token in the same step attends. Returns
+        the step; the number of its certain rows, and of those whose threads have nothing in flight.
         """
         last = list(self._last.items())[:room]
         for number, _ in last:
@@ -290,15 +237,15 @@ class RequestState:
         drafts = 0
         if not self._last:
             without_rows = {number for number, method in self._running.items() if method.root is not None}
-            steps += self._propose_whole(room - len(steps)) if self._largest else self._propose_best(room - len(steps))
+            room -= len(steps)
+            if self._largest:
+                steps += self._propose_whole(room)
+            else:
+                rooms = Counter(self._order[:room])
+                best = ((number, self._running[number].propose(rooms[number])) for number in sorted(rooms))
+                steps += [(number, step) for number, step in best if step is not None]
             drafts = sum(number in without_rows for number, _ in steps[len(last) :])
         return _merged(steps) if steps else None, len(last) + drafts, drafts
-
-    def _propose_best(self, room: int) -> list[tuple[int, Step]]:
-        """The most probable rows of all threads."""
-        rooms = Counter(self._order[:room])
-        steps = ((number, self._running[number].propose(rooms[number])) for number in sorted(rooms))
-        return [(number, step) for number, step in steps if step is not None]
 
     def _propose_whole(self, room: int) -> list[tuple[int, Step]]:
         """Steps of threads, which share the rows evenly."""
@@ -328,11 +275,7 @@ class RequestState:
     # What is drafted, and what was accepted
 
     def draft(self, room: int) -> list[tuple[Method, Sequence[int]]]:
-        """The rows of its threads that the draft model computes in the next forward; none if there are no more.
-
-        Args:
-            room: rows for one thread. Several threads share twice as many by chance.
-        """
+        """The rows that the draft model computes in the next forward. Several threads share twice the ``room`` of one."""
         running = self._running
         if len(running) > 1 and not self._largest:
             ranked = _ranked({number: method.undrafted_chances() for number, method in running.items()})

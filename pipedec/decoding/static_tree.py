@@ -18,10 +18,7 @@ from pipedec.tree import Candidates, PredictionTree
 
 
 class StaticTree(Method):
-    """``depth`` layers of at most ``width`` rows; if ``rows`` is given, the ``rows`` most probable rows of all layers.
-
-    Forced rows after the root are not counted.
-    """
+    """``depth`` layers of at most ``width`` rows, or their ``rows`` most probable ones, without forced rows after the root."""
 
     tree: PredictionTree
 

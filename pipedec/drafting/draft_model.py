@@ -1,8 +1,8 @@
 """The draft model S: a small model that predicts the tokens after rows of prediction trees, with its own two-level KV caches.
 
 Owns the draft model's weights, and a *lane* for each running request: its cache, and which tree rows are in it. The decoding
-method decides which rows are drafted and which candidates enter the pipeline. Shapes: N tree slots of a lane's cache, C accepted
-tokens that were never drafted, F rows to draft, R = C + F.
+method decides which rows are drafted and which candidates enter the pipeline. Shapes: C accepted tokens that were never drafted,
+F rows to draft, R = C + F.
 
 Drafts need not be complete, so its KV memory is best effort: a request without memory has no lane, and gets no candidates.
 """
@@ -10,7 +10,8 @@ Drafts need not be complete, so its KV memory is best effort: a request without 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -29,24 +30,14 @@ _MOST_RESERVED = 1024  # slots for tokens of the answer that a lane gets when it
 
 
 class DraftModel:
-    """A whole model on one device. Rows of a tree may be drafted in any order, each after its ancestors.
-
-    Args:
-        slots, block: of its KV pool (see ``KVPool``).
-        shares_prefixes: let requests adopt prefixes that other requests hold.
-        vocabulary: on the model's device; None if the model knows all tokens.
-    """
+    """A whole model on one device. Rows of a tree may be drafted in any order, each after its ancestors."""
 
     def __init__(
-        self,
-        model: StageModel,
-        slots: int = _SLOTS,
-        block: int = 16,
-        shares_prefixes: bool = True,
+        self, model: StageModel, slots: int = _SLOTS, block: int = 16, shares_prefixes: bool = True,
         vocabulary: DraftVocabulary | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._model = model
-        self._vocabulary = vocabulary
+        self._vocabulary = vocabulary  # None if the model knows all tokens
         self._pool = model.make_pool(slots, block)
         self._kv = KVManager(slots, block, shares_prefixes)
         self._lanes: dict[int, DraftLane] = {}  # by request
@@ -75,15 +66,7 @@ class DraftModel:
         return self._pool.slots
 
     def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int]) -> int:
-        """Make the lane of a request.
-
-        Args:
-            sequence: its threads, read only. The caller passes accepted tokens to it before it calls ``advance``.
-            token_ids: prompt, and the answer's earlier tokens.
-
-        Returns:
-            how many of ``token_ids`` need not be computed: those that are cached, or all if there is no memory.
-        """
+        """Make the lane of a request. Returns how many of ``token_ids`` are cached; all of them if there is no memory."""
         left = sequence.max_tokens - (len(token_ids) - sequence.prompt_length)
         lease = self._kv.open(number, token_ids, len(token_ids) + min(left, _MOST_RESERVED))
         lease = lease or self._kv.open(number, token_ids, len(token_ids))
@@ -99,86 +82,64 @@ class DraftModel:
             self._kv.close(number)
 
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
-        """Run one forward over rows of several trees and the next chunks of several prompts.
-
-        Args:
-            requested: at most one entry for each thread of a request; entries of one request are adjacent. None of a request
-                with a chunk.
-            prompts: by request, the next of the token ids that had to be computed.
-
-        Returns:
-            the candidates for each entry of ``requested``, without tokens for requests without memory.
-
-        Raises:
-            ValueError: rows of a tree are not ascending, one was drafted before, or an ancestor was not and is not among them.
+        """Run one forward over rows of several trees and the next chunks of several prompts, of other requests, as
+        ``Drafter.expand``. Raises ValueError if rows of a tree are not ascending, one was drafted before, or an ancestor was not
+        and is not among them.
         """
-        by_request = [(number, list(entries)) for number, entries in groupby(requested, lambda entry: entry.number)]
-        drafting = [(number, self._lanes[number].enter(entries)) for number, entries in by_request if self._fit(number, entries)]
+        drafting: dict[int, Entering] = {}
+        for number, entries in groupby(requested, attrgetter("number")):
+            of_request = list(entries)
+            if self._fit(number, of_request):
+                drafting[number] = self._lanes[number].enter(of_request)
         entering = [self._lanes[number].enter_prompt(chunk) for number, chunk in prompts.items() if number in self._lanes]
-        entering += [entered for _, entered in drafting]
+        entering += drafting.values()
         if entering:
-            hidden_RE = self._model.forward(self._inputs(entering), [of_lane.rows for of_lane in entering])
-        for number, entered in drafting:
+            token_ids = to_device(torch.tensor([token for one in entering for token in one.token_ids]), self._model.device)
+            inputs = token_ids if self._vocabulary is None else self._vocabulary.draft_ids[token_ids]
+            hidden_RE = self._model.forward(inputs, [one.rows for one in entering])
+        for number, entered in drafting.items():
             self._lanes[number].settle(entered)
-        for number in (*prompts, *(number for number, _ in drafting)):
-            self._tell(number)
+        for number in (*prompts, *drafting):
+            self._share(number)
         answered = [entry for entry in requested if entry.number in self._lanes]
         found = iter(self._candidates(hidden_RE[_drafted(entering)], answered) if answered else ())
         return [next(found) if entry.number in self._lanes else self._no_candidates(entry) for entry in requested]
-
-    def advance(self, number: int, thread: int, changes: RowChanges) -> None:
-        """Commit and prune cache entries in the same way as the thread's tree."""
-        if (lane := self._lanes.get(number)) is not None:
-            lane.advance(thread, changes)
-            self._tell(number)
-
-    def threads_changed(self, number: int) -> None:
-        """Follow threads of a request that were opened, joined or ended."""
-        if (lane := self._lanes.get(number)) is not None:
-            lane.threads_changed()
-
-    def forget_prefixes(self) -> None:
-        """Let requests that open from now on compute their prompts, except for prefixes of running ones."""
-        self._kv.forget_kept()
 
     def _fit(self, number: int, entries: Sequence[DraftRows]) -> bool:
         """Whether there is memory for rows of a request and its chains. If not, it gives up its lane in favour of others."""
         lane = self._lanes.get(number)
         if lane is None:
             return False
-        slots = self._kv.grow(number, lane.num_cached + lane.num_chained + sum(len(entry.rows) for entry in entries))
+        slots = self._kv.grow(number, lane.next_length + sum([len(entry.rows) for entry in entries]))
         if slots is None:
             self.close(number)
             return False
-        lane.extend(slots)
+        lane.cache.extend(slots)
         return True
 
-    def _tell(self, number: int) -> None:
+    def _share(self, number: int) -> None:
         """Let other requests adopt the tokens added to a lane's past."""
         if (lane := self._lanes.get(number)) is not None and (added := lane.take_added()):
             self._kv.extend(number, added)
 
-    def _inputs(self, entering: Sequence[Entering]) -> Tensor:
-        """The model's own ids of the tokens that enter, int64 [R]."""
-        token_ids = to_device(torch.tensor([token for of_lane in entering for token in of_lane.token_ids]), self._model.device)
-        return token_ids if self._vocabulary is None else self._vocabulary.draft_ids[token_ids]
-
-    def _log_probs(self, hidden_FE: Tensor, requested: Sequence[DraftRows]) -> Tensor:
-        """[F, V], of the tokens that the model knows; −∞ for the one that represents all others. Where an answer has a structure,
-        −∞ for tokens that it forbids, whose chances are distributed over the others.
-        """
+    def _candidates(self, hidden_FE: Tensor, requested: Sequence[DraftRows]) -> list[Candidates]:
+        """The most probable next tokens of the rows of ``requested``."""
+        counts = [len(entry.rows) for entry in requested]
         log_probs_FV = self._model.logits(hidden_FE).log_softmax(-1)
         if self._vocabulary is not None:
-            log_probs_FV[:, 0] = -torch.inf
-        first = 0
-        for entry in requested:
-            rows, first = slice(first, first + len(entry.rows)), first + len(entry.rows)
+            log_probs_FV[:, 0] = -torch.inf  # of the token that represents all others
+        for entry, log_probs_RV in zip(requested, log_probs_FV.split(counts), strict=True):
             if allowed := self._lanes[entry.number].allowed(entry):
-                log_probs_FV[rows] = self._among(log_probs_FV[rows], allowed)
-        return log_probs_FV
+                log_probs_RV.copy_(self._among(log_probs_RV, allowed))
+        known = log_probs_FV.shape[-1] - (self._vocabulary is not None)
+        top = log_probs_FV.topk(min(max([entry.children for entry in requested]), known))
+        tokens = top.indices if self._vocabulary is None else self._vocabulary.tokens[top.indices]
+        rows_F = torch.tensor([row for entry in requested for row in entry.rows])
+        found = zip(requested, rows_F.split(counts), tokens.split(counts), top.values.split(counts), strict=True)
+        return [Candidates(rows, ids[:, : entry.children], chances[:, : entry.children]) for entry, rows, ids, chances in found]
 
     def _among(self, log_probs_RV: Tensor, allowed: Sequence[Bitmask]) -> Tensor:
-        """Log-probabilities with −∞ for forbidden tokens, for all in a row without allowed ones."""
+        """The distribution over the allowed tokens: −∞ for others, and for all in a row without allowed ones."""
         known = self._vocabulary
         size = log_probs_RV.shape[1] if known is None else len(known.draft_ids)
         allowed_RV = allowed_tokens(allowed, size, log_probs_RV.device)
@@ -189,28 +150,31 @@ class DraftModel:
 
     def _no_candidates(self, requested: DraftRows) -> Candidates:
         """Empty candidates for rows that are not computed."""
-        rows, device = torch.tensor(requested.rows), self._model.device
-        nothing = torch.zeros(len(rows), 0, device=device)
-        return Candidates(rows, nothing.long(), nothing)
+        nothing = torch.zeros(len(requested.rows), 0, device=self._model.device)
+        return Candidates(torch.tensor(requested.rows), nothing.long(), nothing)
 
-    def _candidates(self, hidden_FE: Tensor, requested: Sequence[DraftRows]) -> list[Candidates]:
-        """The most probable next tokens of the rows of ``requested``."""
-        log_probs_FV = self._log_probs(hidden_FE, requested)
-        known = log_probs_FV.shape[-1] - (self._vocabulary is not None)
-        top = log_probs_FV.topk(min(max(entry.children for entry in requested), known))
-        tokens = top.indices if self._vocabulary is None else self._vocabulary.tokens[top.indices]
-        counts = [len(entry.rows) for entry in requested]
-        rows_F = torch.tensor([row for entry in requested for row in entry.rows])
-        found = zip(requested, rows_F.split(counts), tokens.split(counts), top.values.split(counts), strict=True)
-        return [
-            Candidates(rows, token_ids[:, : entry.children], log_probs[:, : entry.children])
-            for entry, rows, token_ids, log_probs in found
-        ]
+    def advance(self, number: int, thread: int, changes: RowChanges) -> None:
+        """Commit and prune cache entries in the same way as the thread's tree."""
+        if (lane := self._lanes.get(number)) is not None:
+            lane.advance(thread, changes)
+            self._share(number)
+
+    def threads_changed(self, number: int) -> None:
+        """Follow threads of a request that were opened, joined or ended."""
+        if (lane := self._lanes.get(number)) is not None:
+            lane.threads_changed()
+
+    def forget_prefixes(self) -> None:
+        """Let requests that open from now on compute their prompts, except for prefixes of running ones."""
+        self._kv.forget_kept()
 
 
 def _drafted(entering: Sequence[Entering]) -> slice | list[int]:
     """The requested rows of a forward: the last ones of each lane."""
     if len(entering) == 1:
         return slice(entering[0].rows.num_rows - len(entering[0].drafted), None)
-    ends = accumulate(of_lane.rows.num_rows for of_lane in entering)
-    return [row for end, of_lane in zip(ends, entering, strict=True) for row in range(end - len(of_lane.drafted), end)]
+    drafted, end = list[int](), 0
+    for one in entering:
+        end += one.rows.num_rows
+        drafted += range(end - len(one.drafted), end)
+    return drafted

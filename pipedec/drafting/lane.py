@@ -1,50 +1,44 @@
 """The draft model's state for one running request: a cache, and which rows of the request's trees are in it.
 
 Knows no other request. Data that changes by a few rows at a time is kept on the host. Shapes: N tree slots of the cache, C
-accepted tokens that were never drafted, F rows to draft, R = C + F.
+accepted tokens that were never drafted, F rows to draft, R = C + F, P slots of the past after the prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pipedec.core import SlotRuns
 from pipedec.device import to_device
-from pipedec.drafting.masks import ancestor_mask
-from pipedec.drafting.thread_labels import ThreadLabels
+from pipedec.forest import Slots
+from pipedec.forest.slots import UNSEEN
 from pipedec.grammar import Bitmask
 from pipedec.model import LaneRows
 from pipedec.model.cache import KVCache
 from pipedec.threads import Sequence as ThreadSequence
-from pipedec.tree import DraftRows, RowChanges, Visibility
+from pipedec.tree import DraftRows, DraftTree, RowChanges, Visibility
 
+_CHAINED = -1  # replaces the row of a token that is in no tree
 Row = tuple[int, int]  # thread, and row of its tree
 
 
 @dataclass(frozen=True)
 class Entering:
-    """Rows of one request that enter a forward of the draft model.
+    """Rows of one request that enter a forward of the draft model."""
 
-    Attributes:
-        token_ids: of the R rows.
-        drafted: the rows of trees, which are the last F of the rows.
-    """
-
-    token_ids: list[int]
+    token_ids: list[int]  # of the R rows
     rows: LaneRows
-    drafted: list[Row]
+    drafted: list[Row]  # the rows of trees, which are the last F of the rows
 
 
 class DraftLane:
-    """The tree slots of its cache are in order of drafting.
-
-    Args:
-        cache: with the slots and the adopted rows of the request's lease.
+    """The tree slots of its cache, which has the slots and the adopted rows of the request's lease, are in order of drafting.
 
     Accepted rows that were never drafted form the *chain* of their thread, which the next forward computes together with its
     rows. If there are several threads, the last tokens of joined threads are never computed, and a chain attends to the present
@@ -52,23 +46,18 @@ class DraftLane:
     """
 
     def __init__(self, cache: KVCache, sequence: ThreadSequence, device: torch.device) -> None:
-        self._cache = cache
+        self.cache = cache
         self._added: list[int] = []  # tokens that have joined the past, in order, as long as there is only one thread
         self._device = device
         self._sequence = sequence
         self._slots: dict[Row, int] = {}  # tree slot of each row that was drafted, ascending
         self._chains: dict[int, list[int]] = {}  # by thread: token ids that follow the past
-        self._labels = ThreadLabels(sequence) if sequence.can_fork else None
+        self._labels = _ThreadLabels(sequence) if sequence.can_fork else None
 
     @property
-    def num_cached(self) -> int:
-        """Rows in the cache."""
-        return self._cache.length
-
-    @property
-    def num_chained(self) -> int:
-        """Rows that the next forward computes in addition to the requested ones."""
-        return sum(map(len, self._chains.values()))
+    def next_length(self) -> int:
+        """Rows in the cache after a forward without requested rows: the next one also computes the chains."""
+        return self.cache.length + sum(map(len, self._chains.values()))
 
     def allowed(self, requested: DraftRows) -> list[Bitmask]:
         """The tokens that the answer's structure allows after each of the rows; empty without a structure."""
@@ -77,10 +66,6 @@ class DraftLane:
             return []
         return [grammar.allowed(tree.tokens_of(tree.ancestors_of(row)[-2::-1])) for row in requested.rows]
 
-    def extend(self, slots: SlotRuns) -> None:
-        """Add slots of the pool."""
-        self._cache.extend(slots)
-
     def take_added(self) -> list[int]:
         """The tokens that have joined the past since the last call; with several threads, those of the prompt."""
         added, self._added = self._added, []
@@ -88,16 +73,13 @@ class DraftLane:
 
     def enter_prompt(self, token_ids: Sequence[int]) -> Entering:
         """The next chunk of the prompt for a forward."""
-        rows = LaneRows(self._after_past(len(token_ids)), self._cache, prefill_length=self._sequence.prompt_length)
+        first = self.cache.past_length
+        positions = torch.arange(first, first + len(token_ids), device=self._device)
         self._added += token_ids
-        return Entering(list(token_ids), rows, [])
+        return Entering(list(token_ids), LaneRows(positions, self.cache, prefill_length=self._sequence.prompt_length), [])
 
     def enter(self, requested: Sequence[DraftRows]) -> Entering:
-        """The chains and then ``requested`` for a forward. Call ``settle`` afterwards.
-
-        Raises:
-            ValueError: rows of a tree are not ascending, one was drafted before, or an ancestor was not and is not among them.
-        """
+        """The chains and then ``requested`` for a forward; then call ``settle``. Raises ValueError as ``DraftModel.expand``."""
         for entry in requested:
             self._check(entry)
         drafted = [(entry.thread, row) for entry in requested for row in entry.rows]
@@ -107,16 +89,41 @@ class DraftLane:
             positions, visibility = self._visibility(requested[0])
         else:
             positions, visibility = self._labels.enter(self._chains, requested, list(self._slots))
-        rows = LaneRows(to_device(positions, self._device), self._cache, visibility.to(self._device))
+        rows = LaneRows(to_device(positions, self._device), self.cache, visibility.to(self._device))
         return Entering(token_ids, rows, drafted)
+
+    def _check(self, requested: DraftRows) -> None:
+        thread, rows = requested.thread, requested.rows
+        if any(after <= before for before, after in pairwise(rows)):
+            raise ValueError("rows to draft must be in ascending order")
+        if any((thread, row) in self._slots for row in rows):
+            raise ValueError("rows must not be drafted twice")
+        entering = set(rows)
+        for row in rows:
+            parent = requested.tree.ancestors_of(row)[1:2]
+            if not all(above in entering or (thread, above) in self._slots for above in parent):
+                raise ValueError("rows must be drafted after their ancestors")
+
+    def _visibility(self, requested: DraftRows) -> tuple[Tensor, Visibility]:
+        """Positions and attention mask of chain and rows for an answer that cannot fork."""
+        tree, past = requested.tree, self.cache.past_length
+        chained = len(self._chains.get(requested.thread, ()))
+        positions = [*range(past, past + chained), *tree.positions_of(requested.rows)]
+        in_slots = [row for _, row in self._slots]
+        seen = _ancestor_mask(tree, requested.rows, in_slots)
+        if chained:  # no row below the chain has been drafted yet: there are no tree slots
+            of_rows, seen = seen, torch.ones(len(positions), len(positions), dtype=torch.bool).tril_()
+            seen[chained:, chained:] = of_rows
+        slot_positions = [*tree.positions_of(in_slots), *positions]
+        return _tensor(positions), Visibility(seen, past, lambda: _tensor(slot_positions))
 
     def settle(self, entered: Entering) -> None:
         """Finish a forward with these rows of ``enter``: the chains join the past, the drafted rows the tree slots."""
         first, chained = len(self._slots), entered.rows.num_rows - len(entered.drafted)
         if chained:
             self._join(entered.token_ids[:chained])
-            slots = torch.arange(self._cache.tree_length)
-            self._cache.advance(slots[first : first + chained], torch.cat((slots[:first], slots[first + chained :])))
+            slots = torch.arange(self.cache.tree_length)
+            self.cache.advance(slots[first : first + chained], torch.cat((slots[:first], slots[first + chained :])))
         self._chains = {}
         self._slots.update(zip(entered.drafted, range(first, first + len(entered.drafted)), strict=True))
 
@@ -133,7 +140,7 @@ class DraftLane:
             self._labels.advance(thread, _tensor(drafted), _tensor(dropped))
         if self._slots:
             self._join(changes.committed_ids[: len(drafted)])
-            self._cache.advance(_tensor(drafted), _tensor([slot for _, slot in kept]))
+            self.cache.advance(_tensor(drafted), _tensor([slot for _, slot in kept]))
         rows = ((thread, kept_rows[row]) if of_thread == thread else (of_thread, row) for (of_thread, row), _ in kept)
         self._slots = {row: slot for slot, row in enumerate(rows)}
         if chain:
@@ -152,38 +159,87 @@ class DraftLane:
             self._chains.pop(number, None)
         kept = self._labels.threads_changed()
         if kept is not None:
-            self._cache.release(kept)
-
-    def _after_past(self, num_rows: int) -> Tensor:
-        """int64 [num_rows], the position ids directly after the past."""
-        first = self._cache.past_length
-        return torch.arange(first, first + num_rows, device=self._device)
-
-    def _visibility(self, requested: DraftRows) -> tuple[Tensor, Visibility]:
-        """Positions and attention mask of chain and rows for an answer that cannot fork."""
-        tree, past = requested.tree, self._cache.past_length
-        chained = len(self._chains.get(requested.thread, ()))
-        positions = [*range(past, past + chained), *tree.positions_of(requested.rows)]
-        in_slots = [row for _, row in self._slots]
-        seen = ancestor_mask(tree, requested.rows, in_slots)
-        if chained:  # no row below the chain has been drafted yet: there are no tree slots
-            of_rows, seen = seen, torch.ones(len(positions), len(positions), dtype=torch.bool).tril_()
-            seen[chained:, chained:] = of_rows
-        slot_positions = [*tree.positions_of(in_slots), *positions]
-        return _tensor(positions), Visibility(seen, past, lambda: _tensor(slot_positions))
-
-    def _check(self, requested: DraftRows) -> None:
-        thread, rows = requested.thread, requested.rows
-        if any(after <= before for before, after in pairwise(rows)):
-            raise ValueError("rows to draft must be in ascending order")
-        if any((thread, row) in self._slots for row in rows):
-            raise ValueError("rows must not be drafted twice")
-        entering = set(rows)
-        for row in rows:
-            parent = requested.tree.ancestors_of(row)[1:2]
-            if not all(above in entering or (thread, above) in self._slots for above in parent):
-                raise ValueError("rows must be drafted after their ancestors")
+            self.cache.release(kept)
 
 
-def _tensor(values: list[int]) -> Tensor:
+class _ThreadLabels:
+    """The thread of each slot of the past and of the trees, and so which slots each row attends to, if an answer can fork."""
+
+    def __init__(self, sequence: ThreadSequence) -> None:
+        self._sequence = sequence  # read only
+        self._slots = Slots(sequence)
+        self._threads = _tensor([])  # int64 [N], the thread of each tree slot
+        self._positions = _tensor([])  # int64 [N], its position id
+        self._past_tokens: dict[int, int] = defaultdict(int)  # by thread: number of its tokens in the past
+
+    def advance(self, number: int, committed: Tensor, dropped: Tensor) -> None:
+        """Follow the tree of a thread. The ``dropped`` slots include the ``committed`` ones, which are accepted, in order."""
+        indices = self._past_tokens[number] + torch.arange(len(committed))
+        self._commit(torch.full_like(indices, number), indices, self._positions[committed])
+        remains = torch.ones_like(self._threads, dtype=torch.bool)
+        remains[dropped] = False
+        self._threads, self._positions = self._threads[remains], self._positions[remains]
+
+    def threads_changed(self) -> Tensor | None:
+        """Forget tokens that no later token attends to. Returns int64, the slots of the past that remain; None if all do."""
+        self._slots.threads_changed()
+        return self._slots.release()
+
+    def enter(
+        self, chains: dict[int, list[int]], requested: Collection[DraftRows], slots: Sequence[Row]
+    ) -> tuple[Tensor, Visibility]:
+        """Add the rows of a forward: the chains, by thread, join the past; the requested rows the N tree slots, which have
+        these threads and rows. Returns int64 [R], position ids; and the attention mask. The chains come first.
+        """
+        chained = [(number, self._past_tokens[number] + index) for number, chain in chains.items() for index in range(len(chain))]
+        chain = _tensor([[number for number, _ in chained], [index for _, index in chained]])
+        chain_positions = _tensor([self._sequence.threads[number].positions[index] for number, index in chained])
+        threads = _tensor([entry.thread for entry in requested for _ in entry.rows])
+        positions = _tensor([position for entry in requested for position in entry.tree.positions_of(entry.rows)])
+        seen = self._seen(chain, threads, requested, [row for _, row in slots])
+        entering = torch.cat((chain_positions, positions))
+        slot_positions = torch.cat((self._slots.past_positions, self._positions, entering))
+        self._commit(chain[0], chain[1], chain_positions)
+        self._threads = torch.cat((self._threads, threads))
+        self._positions = torch.cat((self._positions, positions))
+        return entering, Visibility(seen, self._sequence.prompt_length, lambda: slot_positions)
+
+    def _seen(self, chain: Tensor, threads: Tensor, requested: Collection[DraftRows], slot_rows: list[int]) -> Tensor:
+        """The attention mask of a forward: bool [R, P + N + R]. ``chain`` int64 [2, C] has thread and token index of the
+        chained tokens, ``threads`` int64 [F] the threads of the requested rows.
+        """
+        num_chained = chain.shape[1]
+        of_threads = torch.cat((self._threads, chain[0], threads))  # [N + R], as the next two
+        rows = _tensor([*slot_rows, *[_CHAINED] * num_chained, *(row for entry in requested for row in entry.rows)])
+        past = _tensor([self._past_tokens[thread.number] for thread in self._sequence.threads])
+        root_indices = past + torch.bincount(chain[0], minlength=len(past))  # [T], of the root of each thread's tree
+        indices = torch.where(rows == 0, root_indices[of_threads], UNSEEN)
+        indices[len(slot_rows) : len(slot_rows) + num_chained] = chain[1]
+        seen = self._slots.seen(of_threads[len(slot_rows) :], of_threads, indices)
+        seen_RN = seen[:, self._slots.past_length :]
+        seen_RN[:num_chained] &= ~((of_threads == chain[0][:, None]) & (indices > chain[1][:, None]))
+        first = num_chained
+        for entry in requested:
+            own = torch.nonzero((of_threads == entry.thread) & (rows != _CHAINED))[:, 0]
+            before = [row for row in rows[own].tolist() if row not in entry.rows]
+            seen_RN[first : first + len(entry.rows), own] = _ancestor_mask(entry.tree, entry.rows, before)
+            first += len(entry.rows)
+        return seen
+
+    def _commit(self, threads: Tensor, indices: Tensor, positions: Tensor) -> None:
+        self._slots.commit(threads, indices, positions)
+        for number in threads.tolist():
+            self._past_tokens[number] += 1
+
+
+def _ancestor_mask(tree: DraftTree, rows: Sequence[int], in_slots: Sequence[int]) -> Tensor:
+    """Which of the rows in N slots, and then of F ``rows``, each of ``rows`` descends from, or is: bool [F, N + F]."""
+    columns = {row: column for column, row in enumerate((*in_slots, *rows))}
+    seen = np.zeros((len(rows), len(columns)), dtype=np.bool_)
+    for line, row in zip(seen, rows, strict=True):
+        line[[columns[above] for above in tree.ancestors_of(row)]] = True
+    return torch.from_numpy(seen)
+
+
+def _tensor(values: list[int] | list[list[int]]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)

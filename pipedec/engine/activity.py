@@ -48,7 +48,7 @@ class Activity:
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        """Context in which the rank computes something for the first time, which may take long. Then the former activity
+        """Context in which the rank computes something for the first time, which may take long; then the former activity
         continues. Never raises the reason of ``interrupt``. No effect in other threads than the rank's.
         """
         if threading.get_ident() != self._thread:
@@ -71,16 +71,13 @@ class Activity:
             self._warmed = now
         self._now = _Doing(kind, peer, now)
         if before.kind == "computing":
-            self._count_seconds(now - before.since, now)
-
-    def _count_seconds(self, seconds: float, now: float) -> None:
-        """Record the computing time of a timestep."""
-        self._longest_seconds = max(self._longest_seconds, seconds)
-        usual = self._usual_seconds or seconds
-        if seconds > max(_SLOW_SECONDS, _SLOWER * usual) and now > self._logged + _LOG_SECONDS:
-            self._logged = now
-            logger.info("slow timestep: computed for %.2f s, usually %.3f s", seconds, usual)
-        self._usual_seconds = usual + (seconds - usual) / _RECENT
+            seconds = now - before.since
+            self._longest_seconds = max(self._longest_seconds, seconds)
+            usual = self._usual_seconds or seconds
+            if seconds > max(_SLOW_SECONDS, _SLOWER * usual) and now > self._logged + _LOG_SECONDS:
+                self._logged = now
+                logger.info("slow timestep: computed for %.2f s, usually %.3f s", seconds, usual)
+            self._usual_seconds = usual + (seconds - usual) / _RECENT
 
     def activity(self) -> ActivityReport:
         """The current activity and how long it has lasted. For any thread."""

@@ -1,46 +1,131 @@
-"""Admit requests on rank 0: tokenize them and check that this pipeline can answer them."""
+"""Admits requests on rank 0, and makes the sequences of their answers on every rank, which know where an answer ends and, in a
+dialect, which tokens open threads.
+
+A rank reads the target's tokenizer itself, at the first request that asks for threads or for a structured output.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
 
-from pipedec.core import DEFAULT_METHOD, Request, UserError
+from pipedec.core import DEFAULT_METHOD, NewRequest, Request, SamplingParams, StructuredOutputs, UserError
 from pipedec.decoding import Batch
 from pipedec.engine.answer import EarlierOutput, RunningAnswer
-from pipedec.engine.sequences import Sequences
+from pipedec.gguf import model_files
+from pipedec.grammar import Grammar, Vocabulary
 from pipedec.kv import KVManager
 from pipedec.messages import PromptRequest
 from pipedec.methods import LayerTreeOptions, make_options
+from pipedec.model import ModelConfig
 from pipedec.scheduler.protocol import RankMessage
-from pipedec.text.prompt import Prompter
-from pipedec.threads import Dialect, NewSequence
+from pipedec.text.prompt import Prompter, load_tokenizer
+from pipedec.text.tokenizer import Tokenizer
+from pipedec.threads import BoundDialect, Dialect, NewSequence, Sequence, ThreadedSequence, bind, replay
 
 _ROWS_IN_FLIGHT = 256  # of an answer in threads, beside the tokens that it keeps
 
 
+class Sequences:
+    """Makes the sequences of answers of one target, whose checkpoint is in this directory."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+        self._bound = lru_cache(maxsize=8)(self._bind)
+
+    def of(self, opening: NewRequest) -> NewSequence:
+        """A function that creates the sequence of a new or continued answer. Raises as ``maker``."""
+        return self.maker(opening.prompt_length, opening.sampling, opening.threads, opening.output_token_ids)
+
+    def maker(
+        self, prompt_length: int, sampling: SamplingParams, dialect: str | None = None, output_token_ids: tuple[int, ...] = ()
+    ) -> NewSequence:
+        """A function that creates the sequence of one answer, in a dialect as ``Dialect.to_json`` writes it, or in one
+        thread. The answer continues after ``output_token_ids``, which are in document order. Raises UserError if ``dialect``
+        is invalid or given with a structure, or the target lacks tokens; so does the function if no answer contains
+        ``output_token_ids``.
+        """
+        structure = sampling.structured_outputs
+        ends = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self._config.eos_token_ids)
+        new_sequence: NewSequence = partial(Sequence, prompt_length, ends, sampling.max_tokens)
+        if structure is not None and dialect is not None:
+            raise UserError("structured_outputs are not possible for an answer in several threads: leave out one of them")
+        if structure is not None:
+            new_sequence = partial(self._structured, structure, new_sequence)
+        elif dialect is not None:
+            bound = self._bound(dialect)
+            new_sequence = partial(ThreadedSequence, bound, prompt_length, ends, sampling.max_tokens, self._config.max_positions)
+        if not output_token_ids:
+            return new_sequence
+        if not 0 <= min(output_token_ids) <= max(output_token_ids) < self._config.vocab_size:
+            raise UserError(f"the answer to resume has tokens that the target lacks: give ids below {self._config.vocab_size}")
+        return partial(_replayed, new_sequence, output_token_ids)
+
+    def check_prompt(self, token_ids: tuple[int, ...]) -> None:
+        """Raises UserError if the target lacks an embedding for one of them: tokens that were added to its tokenizer."""
+        if (largest := max(token_ids)) >= self._config.vocab_size:
+            raise UserError(
+                f"the prompt has the token {largest}, which was added to the tokenizer, but the target has only "
+                f"{self._config.vocab_size} embeddings: leave its text out"
+            )
+
+    def check(self, structure: StructuredOutputs, output_token_ids: tuple[int, ...] = ()) -> None:
+        """Raises UserError if the structure is invalid or impossible with the target, or no such answer begins with the
+        tokens.
+        """
+        if not self._config.eos_token_ids:
+            raise UserError(f"structured_outputs end with an end token, and the model in {self._target} names none")
+        self._vocabulary.check(structure)
+        grammar = self._vocabulary.grammar(structure)
+        grammar.advance(output_token_ids)
+        if not grammar.is_possible:
+            raise UserError("the answer to resume is impossible: it does not follow its structured_outputs")
+
+    def _structured(self, structure: StructuredOutputs, new_sequence: Callable[..., Sequence]) -> Sequence:
+        return new_sequence(grammar=Grammar(lambda: self._vocabulary.matcher(structure), self._config.eos_token_ids))
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(load_tokenizer(self._target), self._config.eos_token_ids)
+
+    @cached_property
+    def _config(self) -> ModelConfig:
+        return ModelConfig.from_directory(self._target)
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        if not (model_files(self._target) / "tokenizer.json").exists():
+            raise UserError(f"--threads needs a tokenizer.json in {self._target}")
+        return Tokenizer(self._target)
+
+    def _bind(self, dialect: str) -> BoundDialect:
+        text_of = partial(self._tokenizer.decode, skip_special_tokens=False)
+        return bind(Dialect.from_json(dialect), self._tokenizer.token_id, lambda token: text_of([token]))
+
+
+def _replayed(new_sequence: NewSequence, output_token_ids: tuple[int, ...]) -> Sequence:
+    """A sequence that has reached the end of these tokens. Raises UserError if no answer contains them."""
+    sequence = new_sequence()
+    try:
+        replay(sequence, output_token_ids)
+    except ValueError as error:
+        raise UserError(f"the answer to resume is impossible: {error}") from None
+    return sequence
+
+
 @dataclass(frozen=True)
 class Admission:
-    """Turns requests into answers.
-
-    Attributes:
-        sequences: makes the sequences of answers.
-        num_stages: of the pipeline.
-        tree: the cluster's own limits of layer-wise trees, for requests that give none.
-    """
+    """Tokenizes requests, and checks that a pipeline of ``num_stages`` stages can answer them."""
 
     prompter: Prompter
     sequences: Sequences
     num_stages: int
-    tree: LayerTreeOptions | None
+    tree: LayerTreeOptions | None  # the cluster's own limits of layer-wise trees, for requests that give none
 
     def admit(self, message: RankMessage, batch: Batch) -> tuple[RunningAnswer, NewSequence]:
-        """Return the new answer to the request in ``message``, and a function that makes the sequences for its method. The answer
-        continues after the tokens that another process has published.
-
-        Raises:
-            UserError: the request is invalid, too long, or needs something that this pipeline does not have.
-        """
+        """The answer to a request, and what makes sequences for its method. Raises UserError if it cannot be answered here."""
         prompt = PromptRequest.from_json(message.text)
         heard = prompt.resume + message.told
         request = self._request(message.number, prompt, heard, batch.kv)
@@ -56,29 +141,23 @@ class Admission:
         return answer, new_sequence
 
     def _request(self, number: int, prompt: PromptRequest, heard: tuple[int, ...], kv: KVManager) -> Request:
-        name = prompt.method or DEFAULT_METHOD
+        name, sampling = prompt.method or DEFAULT_METHOD, prompt.sampling
         dialect = None if prompt.threads is None else Dialect.from_json(prompt.threads).name
-        token_ids = self.prompter.token_ids(prompt.prompt, prompt.raw, prompt.sampling.max_tokens, dialect)
+        token_ids = self.prompter.token_ids(prompt.prompt, prompt.raw, sampling.max_tokens, dialect)
         self.sequences.check_prompt(token_ids)
-        self.prompter.check_bias(prompt.sampling.logit_bias)
-        if prompt.sampling.structured_outputs is not None:
-            self.sequences.check(prompt.sampling.structured_outputs, heard)
-        if prompt.sampling.is_stochastic and prompt.sampling.seed is None:
+        self.prompter.check_bias(sampling.logit_bias)
+        if sampling.structured_outputs is not None:
+            self.sequences.check(sampling.structured_outputs, heard)
+        if sampling.is_stochastic and sampling.seed is None:
             raise UserError("the answer is to be drawn at random and has no seed: the client that submits it must choose one")
         options = make_options(name, prompt.options, self.tree)
         output_token_ids = () if prompt.threads else heard  # an answer in threads is generated again from its first token
         threads = threads_within(prompt.threads, kv)
-        return Request(
-            number, token_ids, prompt.sampling, name, options, prompt.trace, threads, prompt.priority, output_token_ids
-        )
+        return Request(number, token_ids, sampling, name, options, prompt.trace, threads, prompt.priority, output_token_ids)
 
 
 def threads_within(dialect: str | None, kv: KVManager) -> str | None:
-    """Limit a dialect so that its answers end as ``cache_full`` before the KV memory does, however much their threads keep.
-
-    Raises:
-        UserError: the dialect is invalid.
-    """
+    """Limit a dialect (UserError if invalid) so that its answers end as ``cache_full`` before the KV memory does."""
     if dialect is None:
         return None
     checked, most = Dialect.from_json(dialect), max(kv.capacity - _ROWS_IN_FLIGHT, 1)

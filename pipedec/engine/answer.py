@@ -9,52 +9,131 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from msgspec.structs import replace
+
 from pipedec.core import Completion, Request, TokenLogprobs, Verdict
-from pipedec.engine.news import News
-from pipedec.engine.transcript import Place, Transcript
-from pipedec.messages import CompletionEvent, Event, LogprobsEvent, TokensEvent
+from pipedec.messages import CompletionEvent, Event, LogprobsEvent, ThreadNews, TokensEvent
 from pipedec.text.prompt import Prompter
-from pipedec.threads import DecodeThread, DocumentToken, NewSequence, measure
+from pipedec.text.stream import StopStrings, TextStream
+from pipedec.threads import DocumentToken, NewSequence, Sequence, measure
 
 NOT_SAMPLED = -1
+
+_Path = tuple[int, ...]  # of a thread
+Place = tuple[_Path, int]  # of an accepted token, in any order of decoding: path of its thread, ordinal there
+
+
+class Transcript:
+    """The final part of an answer as text, in document order of its threads. Replays verdicts into its own ``sequence``."""
+
+    def __init__(self, sequence: Sequence, prompter: Prompter, stop: str | tuple[str, ...]) -> None:
+        self.sequence = sequence
+        self.token_ids: list[int] = []  # in document order
+        self.text = ""  # the final text, without characters that may yet be part of a stop string
+        self.finished: str | None = None  # why the answer has ended; None while it goes on
+        self._reader = sequence.reader()
+        self._stream = prompter.stream()
+        self._stops = StopStrings(self._stream, stop) if stop else None
+        self._read(sequence.finished)
+
+    def take(self, verdict: Verdict) -> tuple[Verdict, list[Place | None]]:
+        """Add accepted tokens. Returns the verdict, cut at a stop string; and the place of each token, None in a cut thread."""
+        places: list[Place | None] = []
+        for number, tokens, _ in verdict.accepted:
+            thread = self.sequence.threads[number]
+            for token in tokens:
+                places.append(None if thread.is_cut else (thread.path, thread.num_tokens))
+                if not thread.is_cut:
+                    self.sequence.accept(number, token)
+        count = self._read(verdict.finished)
+        if count is None:
+            return verdict, places
+        if self.sequence.can_fork:  # all accepted tokens are replayed
+            return replace(verdict, finished="stop"), places
+        return Verdict.of(*verdict.tokens[:count], finished="stop"), places
+
+    def _read(self, finished: str | None) -> int | None:
+        """Read the tokens that have become final. Returns how many were read if a stop string ends the answer with them."""
+        tokens = self._reader.take()
+        text, count = self._text_of(tokens)
+        if count is not None:
+            del tokens[count:]
+            finished = "stop"
+            self.sequence.end_all("stop")
+        elif finished is not None:
+            self.sequence.end_all(finished)
+            held_back = self._reader.take()
+            rest, num_rest = self._text_of(held_back)
+            tokens += held_back[:num_rest]
+            text += rest if num_rest is not None else rest + (self._stops or self._stream).finish()
+        self.token_ids += [token.token_id for token in tokens]
+        self.text += text
+        self.finished = finished
+        return count
+
+    def _text_of(self, tokens: list[DocumentToken]) -> tuple[str, int | None]:
+        """The final text of tokens, and the number of them up to a stop string, if there is one."""
+        pieces = [self._stream.add([token.token_id]) if self.sequence.is_shown(token) else token.tail for token in tokens]
+        return ("".join(pieces), None) if self._stops is None else self._stops.add_pieces(pieces)
+
+
+@dataclass
+class _ThreadText:
+    """The text of one thread, of which ``num_tokens`` tokens have been read."""
+
+    stream: TextStream
+    text: str = ""
+    num_tokens: int = 0
+
+
+class News:
+    """New tokens and text of each decode thread, for clients that watch the threads grow; once, however often it is generated."""
+
+    def __init__(self, prompter: Prompter) -> None:
+        self._prompter = prompter
+        self._texts: dict[_Path, _ThreadText] = {}
+        self._published: dict[_Path, tuple[int, int]] = {}  # by thread: tokens and characters reported so far
+
+    def restart(self) -> None:
+        """Begin again: the answer is being generated once more."""
+        self._texts.clear()
+
+    def take(self, sequence: Sequence) -> list[ThreadNews]:
+        """New pieces since the last call."""
+        news: list[ThreadNews] = []
+        for thread in sequence.threads:
+            read = self._texts.setdefault(thread.path, _ThreadText(self._prompter.stream()))
+            added = zip(thread.token_ids[read.num_tokens :], thread.is_control[read.num_tokens :], strict=True)
+            read.text += "".join(read.stream.add([token]) for token, is_control in added if not is_control)
+            read.num_tokens = thread.num_tokens
+            tokens, characters = self._published.get(thread.path, (0, 0))
+            if tokens == 0 or thread.num_tokens > tokens:
+                self._published[thread.path] = thread.num_tokens, max(characters, len(read.text))
+                news.append(ThreadNews(thread.path, read.text[characters:], thread.state.value, thread.num_tokens, characters))
+        return news
 
 
 @dataclass(frozen=True)
 class EarlierOutput:
-    """The part of an answer that was generated earlier.
-
-    Attributes:
-        new_sequence: makes a sequence that includes it. After an opener it has one token more: the forced one of the new thread.
-        num_tokens: the number of tokens generated earlier.
-    """
+    """The part of an answer that was generated earlier. After an opener, the sequence has one token more, which is forced."""
 
     new_sequence: NewSequence
-    num_tokens: int
+    num_tokens: int  # the number of tokens generated earlier
 
 
 class RunningAnswer:
-    """A running request.
+    """A running request. Raises UserError if no answer contains the client's tokens.
 
     Args:
-        new_sequence: makes a new sequence for the request's method.
         brought: the earlier tokens that the request contains; None if there are none.
         known: the tokens that the client has, perhaps from another process; None if there are none.
         show_threads: also publish the text of each thread as it is generated.
-
-    Raises:
-        UserError: no answer contains the client's tokens.
     """
 
     def __init__(
-        self,
-        request: Request,
-        new_sequence: NewSequence,
-        prompter: Prompter,
-        num_stages: int,
-        show_threads: bool = False,
-        brought: EarlierOutput | None = None,
-        known: EarlierOutput | None = None,
-    ) -> None:
+        self, request: Request, new_sequence: NewSequence, prompter: Prompter, num_stages: int, show_threads: bool = False,
+        brought: EarlierOutput | None = None, known: EarlierOutput | None = None,
+    ) -> None:  # fmt: skip
         self.request = request
         self.completion = Completion(request.method, num_stages, len(request.prompt_token_ids), seed=request.sampling.seed)
         self.completion.metrics.resumed_tokens = len(request.output_token_ids)
@@ -66,20 +145,19 @@ class RunningAnswer:
         self._num_sampled = len(request.output_token_ids)
         self._has_opened = False
         self._again: Transcript | None = None  # of an answer in threads that is repeated, until it reaches what was published
-        self._begin(brought, known or brought)
-
-    def _begin(self, brought: EarlierOutput | None, known: EarlierOutput | None) -> None:
-        before = self._transcript_of(brought)
+        known = known or brought
+        before = self._new_transcript(brought)
         self._brought = (min(brought.num_tokens, len(before.token_ids)), len(before.text)) if brought is not None else (0, 0)
-        self._transcript = self._transcript_of(known)
+        self._transcript = self._new_transcript(known)
         self._published = self._brought  # published tokens and characters
         self._new_output(self._transcript)
         self._published = (0 if known is None else min(known.num_tokens, self._published[0])), self._brought[1]
         if known is not None and not self.is_complete:
             self._start_over()
 
-    def _transcript_of(self, transcript: EarlierOutput | None) -> Transcript:
-        return self._new_transcript(self._new_sequence if transcript is None else transcript.new_sequence)
+    def _new_transcript(self, earlier: EarlierOutput | None = None) -> Transcript:
+        new_sequence = self._new_sequence if earlier is None else earlier.new_sequence
+        return Transcript(new_sequence(), self._prompter, self.request.sampling.stop)
 
     @property
     def is_complete(self) -> bool:
@@ -91,62 +169,45 @@ class RunningAnswer:
             self._start_over()
         self._has_opened = True
 
+    def _start_over(self) -> None:
+        """Start over with an answer in threads: its tokens are the same, but come in another order."""
+        if self._transcript.sequence.can_fork:
+            self._again = self._new_transcript()
+        if self._news is not None:
+            self._news.restart()
+
     def take(self, verdict: Verdict, logprobs: TokenLogprobs = ()) -> tuple[Verdict, list[Event]]:
-        """Add the accepted tokens.
-
-        Args:
-            logprobs: theirs.
-
-        Returns:
-            the verdict, cut and finished if a stop string ends the answer; and the events for the client.
-        """
+        """Add the accepted tokens. Returns the verdict, cut at a stop string, and the events for the client."""
         transcript = self._again or self._transcript
         verdict, places = transcript.take(verdict)
-        if self._again is not None:
-            self._catch_up(self._again)
-        first, new = self._num_sampled, self._note_sampled(places)
-        rows = [list(row) for row, is_new in zip(logprobs, new, strict=False) if is_new]
-        tokens = self._new_output(transcript)
-        return verdict, [LogprobsEvent(rows, first), tokens] if rows else [tokens]
-
-    def completed(self) -> CompletionEvent:
-        """The last event for the client."""
-        return CompletionEvent(self.completion, self._describe_threads() if self._transcript.sequence.can_fork else None)
-
-    def _note_sampled(self, places: list[Place | None]) -> list[bool]:
-        """Number the places of new tokens in order. Returns for each place whether it is new."""
+        if (again := self._again) is not None:
+            if again.finished == "cancelled" and len(again.token_ids) < self._published[0]:
+                self._transcript.take(Verdict((), "cancelled"))  # published tokens count
+                self._again = None
+            elif again.finished is not None or len(again.token_ids) >= self._published[0]:
+                self._transcript, self._again = again, None
+        first = self._num_sampled
         new = [place is not None and place not in self._sampled for place in places]
         for place in places:
             if place is not None and place not in self._sampled:
                 self._sampled[place] = self._num_sampled
                 self._num_sampled += 1
-        return new
-
-    def _new_transcript(self, new_sequence: NewSequence) -> Transcript:
-        return Transcript(new_sequence(), self._prompter, self.request.sampling.stop)
-
-    def _start_over(self) -> None:
-        """Start over with an answer in threads: its tokens are the same, but come in another order."""
-        if self._transcript.sequence.can_fork:
-            self._again = self._new_transcript(self._new_sequence)
-        if self._news is not None:
-            self._news.restart()
-
-    def _catch_up(self, again: Transcript) -> None:
-        if again.finished == "cancelled" and len(again.token_ids) < self._published[0]:
-            self._transcript.take(Verdict((), "cancelled"))  # published tokens count
-            self._again = None
-        elif again.finished is not None or len(again.token_ids) >= self._published[0]:
-            self._transcript, self._again = again, None
+        rows = [list(row) for row, is_new in zip(logprobs, new, strict=False) if is_new]
+        tokens = self._new_output(transcript)
+        return verdict, [LogprobsEvent(rows, first), tokens] if rows else [tokens]
 
     def _new_output(self, transcript: Transcript) -> TokensEvent:
         """The tokens and text that the client has not received yet."""
-        (tokens, characters), told, completion = self._published, self._transcript, self.completion
+        (tokens, characters), written, completion = self._published, self._transcript, self.completion
         index, offset = tokens - self._brought[0], characters - self._brought[1]
-        self._published = len(told.token_ids), len(told.text)
-        completion.token_ids, completion.text, completion.finish_reason = told.token_ids, told.text, told.finished
+        self._published = len(written.token_ids), len(written.text)
+        completion.token_ids, completion.text, completion.finish_reason = written.token_ids, written.text, written.finished
         news = None if self._news is None else self._news.take(transcript.sequence)
-        return TokensEvent(told.token_ids[tokens:], told.text[characters:], news, index, offset)
+        return TokensEvent(written.token_ids[tokens:], written.text[characters:], news, index, offset)
+
+    def completed(self) -> CompletionEvent:
+        """The last event for the client."""
+        return CompletionEvent(self.completion, self._describe_threads() if self._transcript.sequence.can_fork else None)
 
     def _describe_threads(self) -> list[int]:
         """Add the threads to the completion. Returns the ordinal of each of its tokens among all sampled ones."""
@@ -156,18 +217,11 @@ class RunningAnswer:
         of_threads: dict[int, list[DocumentToken]] = {0: []}
         for token in written:
             of_threads.setdefault(token.thread, []).append(token)
-        by_path = sorted(sequence.threads, key=lambda thread: thread.path)  # numbers depend on the order of opening
-        self.completion.threads = {
-            "threads": [self._thread(thread, of_threads[thread.number]) for thread in by_path if thread.number in of_threads],
-            "metrics": asdict(measure(sequence)),
-            "anomalies": sequence.anomalies,
-        }
+        threads: list[dict[str, object]] = []
+        for thread in sorted(sequence.threads, key=lambda thread: thread.path):  # numbers depend on the order of opening
+            if (tokens := of_threads.get(thread.number)) is not None:
+                text = self._prompter.text([token.token_id for token in tokens if not token.is_control])
+                threads.append({"path": list(thread.path), "tokens": len(tokens), "text": text, "ended_by": thread.ended_by})
+        self.completion.threads = {"threads": threads, "metrics": asdict(measure(sequence)), "anomalies": sequence.anomalies}
         places = [(sequence.threads[token.thread].path, token.ordinal) for token in written]
         return [self._sampled.get(place, NOT_SAMPLED) for place in places]
-
-    def _thread(self, thread: DecodeThread, written: list[DocumentToken]) -> dict[str, object]:
-        """A thread as the completion reports it, without tokens decoded past its end (these depend on the order of
-        decoding).
-        """
-        text = self._prompter.text([token.token_id for token in written if not token.is_control])
-        return {"path": list(thread.path), "tokens": len(written), "text": text, "ended_by": thread.ended_by}

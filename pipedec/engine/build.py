@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from pipedec.checkpoints import has_weights
-from pipedec.config import AUTO, NONE, ClusterConfig, Cut, Models, Settings, checkpoint_dtype, model_shape
+from pipedec.config import AUTO, NONE, ClusterConfig, Models, Settings, checkpoint_dtype, model_shape
 from pipedec.core import KNEE_ROWS, UserError
+from pipedec.decoding import Batch, Drafter, LaneSizes
 from pipedec.drafting import DraftModel
+from pipedec.engine.admission import Sequences
 from pipedec.engine.devices import arithmetic_of, chosen_device, gpu_names, num_gpus
-from pipedec.engine.sequences import Sequences
 from pipedec.gguf import model_files
 from pipedec.hardware import DEVICES, MODEL_SHAPES, WeightFormat, reported_device
 from pipedec.messages import BitaDescription
@@ -45,13 +46,9 @@ Progress = Callable[[int, int], None]
 
 
 def resolve(settings: Settings = DEFAULTS, in_parts: bool = False) -> PipelineSpec:
-    """Resolve a user's settings; by default the shipped pair in four stages.
-
-    Args:
-        in_parts: accept a host without all weights. The ranks that load weights must check that they are present.
-
-    Raises:
-        UserError: a checkpoint or a number is wrong, the KV budget is too small, or this machine does not have the device.
+    """Resolve a user's settings; by default the shipped pair in four stages. ``in_parts`` accepts a host without all weights:
+    ranks that load them check that. Raises UserError if a checkpoint, a number or the KV budget is wrong, or this machine lacks
+    the device.
     """
     chosen_device(settings.cut.device)
     spec = _resolved(settings, None, in_parts)
@@ -62,10 +59,8 @@ def resolve(settings: Settings = DEFAULTS, in_parts: bool = False) -> PipelineSp
 
 def resolve_partition(config: ClusterConfig, name: str | None = None) -> PipelineSpec:
     """The pipeline that a partition of a cluster.yaml describes, with the place of every rank. This host need not hold all
-    weights; the ranks that load weights must check that they are present.
-
-    Raises:
-        UserError: there is no such partition, a model is a shape without weights, or as ``resolve``.
+    weights; the ranks that load weights must check that they are present. Raises UserError if there is no such partition, a
+    model is a shape without weights, or as ``resolve``.
     """
     config = config.for_partition(name)
     name, _ = config.find_partition()
@@ -86,16 +81,23 @@ def resolve_partition(config: ClusterConfig, name: str | None = None) -> Pipelin
 def _resolved(settings: Settings, places: tuple[Placement, ...] | None, in_parts: bool) -> PipelineSpec:
     target, draft, bita = checked_models(settings.models, in_parts)
     trained = None if bita is None else checked_bita(bita, target)
-    drafts_on, *computes_on = _arithmetics(settings.cut.device, places)
+    device = settings.cut.device
+    if places is not None and device == AUTO:
+        drafts_on, *computes_on = [Arithmetic.planned(place.device) for place in places]
+    else:
+        drafts_on = arithmetic_of(torch.device("cuda" if device == "cuda" or (device == AUTO and num_gpus()) else "cpu"))
+        computes_on = [drafts_on]
     numbers = settings.numbers
     chosen, drafting = chosen_dtypes((numbers.dtype, numbers.draft_dtype), checkpoint_dtype(target), drafts_on, computes_on)
+    layers, num_layers = settings.cut.layers, ModelConfig.from_directory(target).num_layers
+    parts = explicit_layers(layers, num_layers) if isinstance(layers, tuple) else even_layers(num_layers, settings.cut.stages)
     is_open = not drafts_on.is_gpu  # rank 0 asks its own processor
     return PipelineSpec(
         settings.replaced(
             target=str(target), draft=str(draft or NONE), bita=str(bita or NONE), dtype=chosen.name,
             draft_dtype=numbers.draft_dtype if is_open else drafting.name,
         ),
-        stage_layers(settings.cut, ModelConfig.from_directory(target).num_layers),
+        tuple((part.start, part.stop) for part in parts),
         chosen.why,
         GIVEN if is_open else drafting.why,
         None if trained is None else BitaDescription(trained.num_masks, trained.num_prompt_tokens, trained.prompting),
@@ -105,11 +107,7 @@ def _resolved(settings: Settings, places: tuple[Placement, ...] | None, in_parts
 
 
 def room_on(spec: PipelineSpec, gpus: Sequence[str]) -> int:
-    """Rows that may enter at a timestep (see ``room_of``) if any stage may be on any of these GPUs.
-
-    Args:
-        gpus: names from their driver; ``KNEE_ROWS`` rows without any, and for one that is not in the table.
-    """
+    """Rows that may enter at a timestep if any stage may be on any of these GPUs (names from their driver; see ``room_of``)."""
     costs = ModelCosts(model_shape(str(spec.target)), spec.weights, KNEE_ROWS, 0, spec.topology.num_groups)
     parts = [(stop - start, rank == spec.topology.final_rank) for rank, (start, stop) in enumerate(spec.layers, start=1)]
     devices = [reported_device(name) or DEVICES["cpu"] for name in gpus] or [DEVICES["cpu"]]
@@ -117,50 +115,44 @@ def room_on(spec: PipelineSpec, gpus: Sequence[str]) -> int:
 
 
 def checked_models(models: Models, in_parts: bool = False) -> tuple[Path, Path | None, Path | None]:
-    """The target, draft and BiTA; None for those that the pipeline does not use.
+    """The target, draft and BiTA; None for those that the pipeline does not use. Raises UserError if a checkpoint is missing,
+    damaged or does not fit the others.
 
     Without a target they are the shipped ones. Another target has a draft of its own only if one is shipped for it, and needs
-    none if it has a BiTA.
-
-    Args:
-        in_parts: as in ``checked``.
-
-    Raises:
-        UserError: a checkpoint is missing, damaged or does not fit the others.
+    none if it has a BiTA. With ``in_parts`` files with weights may be missing.
     """
-    shipped = reference_pair() if models.target is None else None
     target = Path(models.target) if models.target is not None else reference_pair() / "target"
+
+    def chosen(given: str | None, name: str) -> Path | None:
+        if given is not None:
+            return None if given == NONE else Path(given)
+        if models.target is None:
+            return reference_pair() / name
+        return shipped_draft(str(target)) if name == "draft" else None
+
     config = checked(target, in_parts)
-    draft = _chosen(models.draft, lambda: shipped / "draft" if shipped else shipped_draft(str(target)))
-    bita = _chosen(models.bita, lambda: shipped and shipped / "bita")
+    draft, bita = chosen(models.draft, "draft"), chosen(models.bita, "bita")
     if models.draft is None and draft is None and bita is None:
         raise UserError("give --draft DIR beside --target (a small model with the same tokenizer), or --draft none")
     fits_vocabulary(target, config.vocab_size)
     if draft is not None:
         checked(draft, in_parts)
-        _check_vocabulary(target, draft)
+        known = DraftVocabulary.load(draft)
+        if known is None:
+            same_tokenizer(target, draft)
+        elif known.of != vocabulary_digest(load_tokenizer(target)):
+            raise UserError(
+                f"the draft {draft} was trained for a target with another vocabulary than {target}: use its own draft"
+            )
     return target, draft, bita
 
 
 def checked(directory: Path, in_parts: bool = False) -> ModelConfig:
-    """The config of a complete checkpoint.
-
-    Args:
-        in_parts: accept missing files with weights; those that are here must fit.
-
-    Raises:
-        UserError: it is missing, damaged, of an unsupported family, or lacks tensors.
-    """
+    """The config of a complete checkpoint; ``in_parts`` accepts missing files with weights. Raises UserError if it is damaged."""
     config = ModelConfig.from_directory(directory)
     if not in_parts or has_weights(model_files(directory)):
         Checkpoint(directory).check_complete(config, in_parts)
     return config
-
-
-def stage_layers(cut: Cut, num_layers: int) -> tuple[tuple[int, int], ...]:
-    """For each stage, its first layer and the layer after its last. Raises UserError if they do not fit ``num_layers``."""
-    parts = explicit_layers(cut.layers, num_layers) if isinstance(cut.layers, tuple) else even_layers(num_layers, cut.stages)
-    return tuple((part.start, part.stop) for part in parts)
 
 
 def weights_on(spec: PipelineSpec, rank: int, device: torch.device) -> tuple[WeightFormat, str]:
@@ -184,11 +176,7 @@ def load_prompter(spec: PipelineSpec) -> Prompter:
 def load_stage(
     spec: PipelineSpec, rank: int, device: torch.device, progress: Progress | None = None, capture: NewCapture = device_capture
 ) -> StageWorker:
-    """The worker of stage ``rank`` (1..n), its weights read from the target's checkpoint.
-
-    Args:
-        capture: how forwards on a device are captured.
-    """
+    """The worker of stage ``rank`` (1..n), its weights read from the target's checkpoint; ``capture`` captures forwards."""
     config = ModelConfig.from_directory(spec.target)
     layers, dtype = range(*spec.layers[rank - 1]), DTYPES[spec.dtype]
     model = StageModel.load(spec.target, layers, dtype, device, config, progress, spec.settings.numbers.quantize)
@@ -211,30 +199,10 @@ def load_drafter(
     model = StageModel.load(spec.draft, layers, DTYPES[weights.dtype], device, config, progress, weights.quantize)
     model.capture = capture(device)
     vocabulary = DraftVocabulary.load(spec.draft, device)
-    return DraftModel(
-        model, slots=spec.kv_slots, block=spec.kv_block, shares_prefixes=spec.shares_prefixes, vocabulary=vocabulary
-    )
+    return DraftModel(model, spec.kv_slots, spec.kv_block, spec.shares_prefixes, vocabulary)
 
 
-def _chosen(given: str | None, shipped: Callable[[], Path | None]) -> Path | None:
-    """The given directory; ``shipped`` if none is given; None for ``"none"``."""
-    if given is None:
-        return shipped()
-    return None if given == NONE else Path(given)
-
-
-def _check_vocabulary(target: Path, draft: Path) -> None:
-    """Raises UserError if the draft's tokens are not the target's."""
-    known = DraftVocabulary.load(draft)
-    if known is None:
-        same_tokenizer(target, draft)
-    elif known.of != vocabulary_digest(load_tokenizer(target)):
-        raise UserError(f"the draft {draft} was trained for a target with another vocabulary than {target}: use its own draft")
-
-
-def _arithmetics(device: str, places: Sequence[Placement] | None) -> list[Arithmetic]:
-    """Arithmetic of rank 0's device, then of the stages': of the planned devices, or of this machine's for ``device``."""
-    if places is not None and device == AUTO:
-        return [Arithmetic.planned(place.device) for place in places]
-    here = arithmetic_of(torch.device("cuda" if device == "cuda" or (device == AUTO and num_gpus()) else "cpu"))
-    return [here, here]
+def new_batch(spec: PipelineSpec, drafter: Drafter | None, device: torch.device, lane_sizes: LaneSizes = LaneSizes()) -> Batch:
+    """The requests of a pipeline, with all of its KV memory; ``device`` is the draft model's."""
+    kv = spec.kv_manager()
+    return Batch(spec.topology.num_groups, drafter, device, spec.trained_masks, spec.knee, kv=kv, lane_sizes=lane_sizes)

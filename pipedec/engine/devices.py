@@ -1,39 +1,47 @@
-"""The devices of this machine: which one a rank uses, which data types are fast on it, and how much memory is free.
+"""The devices of this machine: which one a rank uses, which data types are fast on it, and for how many tokens it has memory.
 
-Nothing is timed, so all but the free memory is the same at every start.
+Nothing is timed, so all but the free memory is the same at every start. Memory of a killed process may be freed late, so a rank
+that lacks memory waits before it gives up.
 """
 
 from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
 from pipedec.config import AUTO, onednn_limit
 from pipedec.core import UserError
-from pipedec.hardware import DEVICES
+from pipedec.hardware import DEVICES, GIGA
+from pipedec.plan.costs import CONTEXT_BYTES
 from pipedec.plan.dtypes import Arithmetic
-from pipedec.plan.kv_memory import GpuMemory
+from pipedec.plan.kv_memory import GpuMemory, tokens_beside
 from pipedec.plan.spec import PipelineSpec
 
+FREED_SECONDS = 10.0  # in which the driver frees the memory of a process that was killed
+_POLL_SECONDS = 0.2
 _BFLOAT16_CAPABILITY = (8, 0)  # compute capability of the first GPUs that compute it
 _LIMITS_WITHOUT_BFLOAT16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
+logger = logging.getLogger(__name__)
+FreeMemory = Callable[[torch.device], GpuMemory]
+_Made = TypeVar("_Made")
 
 
 def arithmetic_of(device: torch.device) -> Arithmetic:
     """Return which data types are fast on a device; for ``cuda`` without an index, on all GPUs."""
     if device.type != "cuda":
-        return Arithmetic(is_gpu=False, has_bfloat16=_processor_has_bfloat16())
+        # The processor must have AVX512_BF16, as processors with AMX do, and oneDNN, which computes the products, may use it.
+        # oneDNN itself claims bfloat16 from AVX512 on, and widens it to float32 where there are no instructions.
+        is_allowed = torch.backends.mkldnn.is_available() and onednn_limit() not in _LIMITS_WITHOUT_BFLOAT16
+        return Arithmetic(is_gpu=False, has_bfloat16=is_allowed and torch.cpu._is_avx512_bf16_supported())
     indices = range(torch.cuda.device_count()) if device.index is None else [device.index]
     capabilities = [torch.cuda.get_device_capability(index) for index in indices]
     return Arithmetic(is_gpu=True, has_bfloat16=all(one >= _BFLOAT16_CAPABILITY for one in capabilities))
-
-
-def _processor_has_bfloat16() -> bool:
-    """Whether the processor has AVX512_BF16, as processors with AMX do, and oneDNN, which computes the products, may use it.
-
-    oneDNN itself claims bfloat16 from AVX512 on, and widens it to float32 where there are no instructions.
-    """
-    is_allowed = torch.backends.mkldnn.is_available() and onednn_limit() not in _LIMITS_WITHOUT_BFLOAT16
-    return is_allowed and torch.cpu._is_avx512_bf16_supported()
 
 
 def num_gpus() -> int:
@@ -42,7 +50,7 @@ def num_gpus() -> int:
 
 
 def free_memory(device: torch.device) -> GpuMemory:
-    """The memory of a GPU. Memory that this process keeps for reuse counts as free."""
+    """The memory of a GPU; what this process keeps for reuse counts as free."""
     torch.cuda.empty_cache()
     return GpuMemory(*torch.cuda.mem_get_info(device))
 
@@ -58,16 +66,11 @@ def gpu_names() -> list[str]:
 
 
 def rank_device(spec: PipelineSpec, rank: int, local_rank: int, gpus: int | None = None) -> torch.device:
-    """The device of a rank of a cluster. Rank 0 without a draft computes nothing and uses the CPU.
+    """The device of a rank of a cluster. Rank 0 without a draft computes nothing and uses the CPU. Raises UserError if this
+    host, which has ``gpus`` GPUs (None counts them), has no such GPU.
 
-    Without places, the stages of a host have consecutive local ranks. So each gets a GPU of its own if there are as many GPUs as
-    stages, also if a rank 0 that computes nothing is on the host.
-
-    Args:
-        gpus: GPUs of this host; None counts them.
-
-    Raises:
-        UserError: this host has no such GPU.
+    Without places, the stages of a host have consecutive local ranks. So each gets a GPU of its own if there are as many GPUs
+    as stages, also if a rank 0 that computes nothing is on the host.
     """
     if rank == 0 and spec.draft is None:
         return torch.device("cpu")
@@ -87,17 +90,87 @@ def rank_device(spec: PipelineSpec, rank: int, local_rank: int, gpus: int | None
 
 
 def chosen_device(name: str, local_rank: int = 0, gpus: int | None = None) -> torch.device:
-    """Resolve the setting ``device``; ``auto`` prefers CUDA.
-
-    Args:
-        gpus: GPUs of this machine; None counts them.
-
-    Raises:
-        UserError: CUDA is requested but not available.
-    """
+    """Resolve the setting ``device``; ``auto`` prefers CUDA. Raises UserError if CUDA is requested but not available."""
     gpus = num_gpus() if gpus is None else gpus
     if name == "cpu" or (name == AUTO and not gpus):
         return torch.device("cpu")
     if not gpus:
         raise UserError("--device cuda, but torch sees no GPU here: install a CUDA build of torch, or use --device cpu")
     return torch.device("cuda", local_rank % gpus)
+
+
+def measured_tokens(
+    spec: PipelineSpec, ranks: Sequence[int], device: torch.device, who: str, slots: int | None = None,
+    free: FreeMemory = free_memory, patience_seconds: float = FREED_SECONDS,
+) -> int:  # fmt: skip
+    """How many tokens each of ``ranks``, which share a GPU, has memory for, before any of them loads its weights. Raises
+    UserError, which names them as ``who``, if that is too little for ``slots``, or for the smallest pool with which the
+    pipeline can work.
+    """
+    limits = spec.settings.limits
+    needed = slots or spec.kv_budget().needed(limits.max_model_len, spec.knee)
+    needs = [spec.needs(rank) for rank in ranks]
+    deadline, is_waiting = time.monotonic() + patience_seconds, False
+    while True:
+        memory = free(device)
+        tokens = tokens_beside(memory.usable(limits.gpu_memory_utilization), needs)
+        if tokens >= needed:
+            logger.info("%s free of %s on the GPU: room for %d tokens of %s", _gb(memory.free), _gb(memory.total), tokens, who)
+            return tokens
+        if time.monotonic() >= deadline:
+            needed_bytes = sum(one.fixed_bytes + needed * one.token_bytes for one in needs)
+            raise UserError(
+                f"{who} cannot load: weights, workspace, and keys and values of {needed:,} tokens need {_gb(needed_bytes)}, but "
+                f"{_shown(memory, limits.gpu_memory_utilization, device, len(ranks))}"
+            )
+        if not is_waiting:
+            is_waiting = True
+            logger.warning("waits up to %.0f s for GPU memory: room for %d tokens, needs %d", patience_seconds, tokens, needed)
+        time.sleep(_POLL_SECONDS)
+
+
+def with_measured_memory(spec: PipelineSpec, device: torch.device, free: FreeMemory = free_memory) -> PipelineSpec:
+    """The pipeline with as many slots as ``device``, if a GPU, has memory for. Raises UserError if these are too few."""
+    if device.type != "cuda" or not spec.measures_memory:
+        return spec
+    ranks = range(0 if spec.draft is not None else 1, len(spec.layers) + 1)
+    tokens = measured_tokens(spec, ranks, device, "the pipeline", free=free)
+    rooms = {rank: tokens * spec.needs(rank).token_bytes for rank in ranks}
+    return replace(spec, agreed_slots=spec.agreed_budget(rooms).tokens)
+
+
+def allocated(load: Callable[[], _Made], who: str, patience_seconds: float = FREED_SECONDS) -> _Made:
+    """The result of ``load``, called again while its GPU has too little memory; UserError if it has for ``patience_seconds``."""
+    deadline: float | None = None
+    while True:
+        try:
+            return load()
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition("\n")[0]
+        if deadline is None:
+            deadline = time.monotonic() + patience_seconds
+            logger.warning("waits up to %.0f s for GPU memory: %s", patience_seconds, reason)
+        gc.collect()  # frees the parts that were loaded, now that the frames of the error are gone
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if time.monotonic() >= deadline:
+            raise UserError(
+                f"{who} cannot load ({reason}): end other processes on its GPU, lower --gpu-memory-utilization or "
+                "--kv-cache-memory, or use more stages"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _shown(memory: GpuMemory, utilization: float, device: torch.device, num_ranks: int) -> str:
+    """A sentence on the memory of a GPU, and how to make room."""
+    others = memory.total - memory.free - num_ranks * CONTEXT_BYTES
+    held, mend = (f", other processes hold {_gb(others)}", "end them, ") if others > CONTEXT_BYTES else ("", "")
+    usable = max(0, memory.usable(utilization))
+    return (
+        f"GPU #{device.index or 0} has {_gb(memory.free)} free of {_gb(memory.total)}{held}, and of that may be used "
+        f"{_gb(usable)} (--gpu-memory-utilization {utilization:g}): {mend}use more stages, quantize, or lower --max-model-len"
+    )
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / GIGA:.1f} GB"

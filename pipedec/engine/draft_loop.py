@@ -8,30 +8,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from threading import Thread
 from typing import Protocol
 
-from pipedec.core import KNEE_ROWS, MAX_NUM_SEQS, UserError
+from pipedec.core import MAX_NUM_SEQS, UserError
 from pipedec.decoding import Batch, Drafter
 from pipedec.engine.admission import Admission
-from pipedec.engine.counters import Counters
-from pipedec.engine.late_drafter import LateDrafter
-from pipedec.engine.loop import decode
+from pipedec.engine.counters import Counters, RunCounters
+from pipedec.engine.loop import Record, RequestPool, Timestep, decode
 from pipedec.engine.publisher import Publisher
 from pipedec.engine.rank_tasks import POLL_SECONDS, RankTasks, Wiring
-from pipedec.engine.rank_zero import RankZero
-from pipedec.engine.records import Record, Timestep
-from pipedec.engine.request_pool import RequestPool
+from pipedec.engine.rank_zero import TaskPipeline, WindowPipeline
 from pipedec.engine.request_queue import Frame, RequestQueue
-from pipedec.engine.run_counters import RunCounters
-from pipedec.engine.tasks import TaskPipeline
-from pipedec.engine.timed_drafter import TimedDrafter
-from pipedec.engine.windows import WindowPipeline
-from pipedec.kv import KVManager
 from pipedec.messages import ErrorEvent
-from pipedec.methods import LayerTreeOptions
 from pipedec.scheduler.protocol import RankMessage, Remembered
-from pipedec.text.prompt import Prompter
 from pipedec.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -41,20 +33,12 @@ _TELLING_SECONDS = 1.0  # between two publications of the counters
 
 
 class Feed(Protocol):
-    """Shows what happens in the pipeline, frame by frame, as a listener of the pool for as long as there is a watcher.
+    """Shows what happens in the pipeline, frame by frame, as a listener of the pool for as long as there is a watcher."""
 
-    Attributes:
-        watcher: names the latest watcher; empty if there is none.
-    """
-
-    watcher: str
+    watcher: str  # names the latest watcher; empty if there is none
 
     def follow(self, watcher: str, pool: RequestPool, timestep: int) -> None:
-        """``watcher`` begins to watch, or there is none any more. Called between two timesteps.
-
-        Args:
-            timestep: the number of those so far.
-        """
+        """``watcher`` begins to watch, or there is none any more. Called between two timesteps, after number ``timestep``."""
 
     def begin_epoch(self, epoch: int) -> None:
         """All rows in flight are lost."""
@@ -68,55 +52,40 @@ class DraftLoop:
     """Rank 0 of a resident cluster. Serves any number of requests without reloading anything.
 
     Args:
-        knee: rows that a stage computes in about the time of one.
-        max_num_seqs: maximum number of requests in the pipeline at the same time.
-        kv: of the stages' KV pools.
         wiring: of the first epoch; every other one has a transport of its own.
-        load_drafter: loads the draft model, if ``drafter`` is None and there is one: in a thread, while requests are decoded
-            without it. For a process that takes over the requests of another one.
+        load_drafter: loads the draft model that ``batch`` lacks while requests are decoded without it, in place of a lost
+            process.
         make_feed: makes the live feed; None for a pipeline that cannot be watched.
     """
 
     def __init__(
-        self,
-        prompter: Prompter,
-        drafter: Drafter | None,
-        trained_masks: int,
-        wiring: Wiring,
-        tree: LayerTreeOptions | None = None,
-        max_num_seqs: int = MAX_NUM_SEQS,
-        knee: int = KNEE_ROWS,
-        kv: KVManager | None = None,
-        load_drafter: Callable[[], Drafter] | None = None,
-        make_feed: MakeFeed | None = None,
-    ) -> None:
+        self, wiring: Wiring, admission: Admission, batch: Batch, max_num_seqs: int = MAX_NUM_SEQS,
+        load_drafter: Callable[[], Drafter] | None = None, make_feed: MakeFeed | None = None,
+    ) -> None:  # fmt: skip
         self._wiring = wiring
         self._tasks = RankTasks(0, wiring)
-        timed = None if drafter is None else self._timed(drafter)
-        self._batch = Batch(wiring.topology.num_groups, timed, wiring.place, trained_masks, knee, kv=kv)
-        self._late_drafter = None if load_drafter is None else LateDrafter(load_drafter)
+        self._admission = admission
+        self._batch = batch
+        self._batch.time_forward = lambda load: self._tasks.recorder.drafting(load)
         self._batch.awaits_drafter = load_drafter is not None
-        self._admission = Admission(prompter, wiring.sequences, wiring.topology.num_stages, tree)
+        self._late_drafter = None if load_drafter is None else _in_a_thread(load_drafter)
         self._max_num_seqs = max_num_seqs
         self._queue = RequestQueue(wiring.scheduler)
         self._publisher = Publisher(self._queue, wiring, self._tasks)
-        self._counters, self._run_counters = Counters(), RunCounters(self._batch)
+        self._counters, self._run_counters = Counters(), RunCounters(batch)
         listeners = self._note, self._run_counters.note, self._counters.note, self._publisher.note
-        self._pool = RequestPool(self._batch, self._publisher.take, listeners)
+        self._pool = RequestPool(batch, self._publisher.take, listeners)
         self._feed = None if make_feed is None else make_feed(self._publisher.text, self._queue.show)
         self._published = 0.0  # when the counters were last published
         self._sessions = 0
         self._stopping = False
 
     def serve(self, transport: Transport) -> None:
-        """Serve in the scheduler's present epoch, whose ranks have met, until ``stop``. Requests that were running at the end of
-        the last epoch continue first, even if another process was rank 0 then.
+        """Serve in the scheduler's present epoch, whose ranks have met, until ``stop``. Requests that were running at the end
+        of the last epoch continue first, even if another process was rank 0 then.
 
-        May be called again in the next epoch after EpochEnded, RankLost or SchedulerInterrupted.
-
-        Raises:
-            EpochEnded: the epoch has ended.
-            PipedecError: the run was aborted, a rank is lost, or Redis is.
+        Raises EpochEnded if the epoch has ended, and PipedecError if the run was aborted, a rank is lost, or Redis is. After
+        EpochEnded, RankLost or SchedulerInterrupted it may be called again in the next epoch.
         """
         self._wiring = replace(self._wiring, transport=transport)
         self._tasks = self._publisher.tasks = RankTasks(0, self._wiring)
@@ -124,88 +93,36 @@ class DraftLoop:
         if self._feed is not None:
             self._feed.begin_epoch(self._wiring.scheduler.epoch)
         self._pool.interrupt()
-        self._resume(self._queue.journal())
+        for message in self._queue.journal():
+            if message.attempts >= MAX_ATTEMPTS:
+                self._give_up(message)
+            elif message.number not in self._pool.running:  # another process has admitted it
+                self._queue.give_out(message)
+                self._admit(message)
         with self._queue.serving():
             while not self._stopping or self._pool.running:
                 if self._pool.running:
                     self._decode()
-                else:
-                    self._wait()
+                elif (arrived := self._tasks.request(self._queue.wait, POLL_SECONDS)) is not None:
+                    if arrived.kind == "stop":
+                        self._stopping = True
+                    else:
+                        self._admit(arrived)
             self._queue.refuse("the cluster is being stopped")
 
     def remembered(self) -> list[Remembered]:
         """The running requests and what was published of them, to restore a Redis that has lost its data."""
         return self._queue.remembered()
 
-    def _resume(self, running: list[RankMessage]) -> None:
-        """Take over the requests that this process does not know, and give up those that may be the cause of lost epochs."""
-        for message in running:
-            if message.attempts >= MAX_ATTEMPTS:
-                self._give_up(message)
-            elif message.number not in self._pool.running:
-                self._queue.give_out(message)
-                self._admit(message)
-
     def _give_up(self, message: RankMessage) -> None:
+        """End a request that may be the cause of lost epochs."""
         logger.warning("gives up request %d, which was running when ranks were lost %d times", message.number, message.attempts)
         if message.number in self._pool.running:
             self._pool.drop(message.number)
         recoveries = self._wiring.scheduler.status().recoveries
         cause = f": {recoveries[-1].reason}" if recoveries else ""
-        self._queue.finish(
-            message.number,
-            ErrorEvent(
-                f"the cluster has lost ranks {message.attempts} times while it answered this request, which may be why{cause}"
-            ),
-        )
-
-    def _wait(self) -> None:
-        """Wait for a request; nothing is running."""
-        message = self._tasks.request(self._queue.wait, POLL_SECONDS)
-        if message is not None and message.kind == "stop":
-            self._stopping = True
-        elif message is not None:
-            self._admit(message)
-
-    def _decode(self) -> None:
-        """Run one session: from a request that finds the pipeline empty until no request is left."""
-        pipeline = self._pipeline()
-        for _ in decode(self._pool, pipeline, self._follow_queue):
-            continue  # the pool's listeners receive everything
-        self._stopping |= pipeline.is_stopping or self._queue.is_stopping
-        self._publish_counters()
-
-    def _timed(self, drafter: Drafter) -> TimedDrafter:
-        return TimedDrafter(drafter, lambda load: self._tasks.recorder.drafting(load))
-
-    def _adopt_late_drafter(self) -> None:
-        if self._late_drafter is not None and (drafter := self._late_drafter.take()) is not None:
-            self._late_drafter = None
-            self._batch.adopt(self._timed(drafter))
-
-    def _pipeline(self) -> RankZero:
-        self._sessions += 1
-        driver = WindowPipeline if self._wiring.window else TaskPipeline
-        return driver(self._sessions, self._tasks, self._wiring)
-
-    def _follow_queue(self) -> None:
-        """Begin requests for which there is room, and end those that were cancelled."""
-        self._queue.check()
-        self._adopt_late_drafter()
-        if time.monotonic() > self._published + _TELLING_SECONDS:
-            self._publish_counters()
-        for number in self._queue.cancelled():
-            self._pool.cancel(number)
-        room = 0 if self._queue.is_stopping else self._max_num_seqs - len(self._pool.running)
-        for message in self._queue.arrivals(room):
-            self._admit(message)
-        if self._feed is not None and self._feed.watcher != self._queue.watcher:
-            self._feed.follow(self._queue.watcher, self._pool, self._run_counters.timesteps)
-
-    def _publish_counters(self) -> None:
-        """Publish the counters for clients."""
-        self._published = time.monotonic()
-        self._queue.tell(self._run_counters.stats())
+        error = f"the cluster has lost ranks {message.attempts} times while it answered this request, which may be why{cause}"
+        self._queue.finish(message.number, ErrorEvent(error))
 
     def _admit(self, message: RankMessage) -> None:
         try:
@@ -223,8 +140,51 @@ class DraftLoop:
         self._publisher.begin(answer, goes_on=bool(message.told) or message.attempts > 0)
         self._pool.open(request, new_sequence)
 
+    def _decode(self) -> None:
+        """Run one session: from a request that finds the pipeline empty until no request is left."""
+        self._sessions += 1
+        pipeline = (WindowPipeline if self._wiring.window else TaskPipeline)(self._sessions, self._tasks, self._wiring)
+        for _ in decode(self._pool, pipeline, self._follow_queue):
+            continue  # the pool's listeners receive everything
+        self._stopping |= pipeline.is_stopping or self._queue.is_stopping
+        self._publish_counters()
+
+    def _follow_queue(self) -> None:
+        """Before a timestep: begin requests for which there is room, and end those that were cancelled."""
+        self._queue.check()
+        if self._late_drafter is not None and self._late_drafter.done():
+            self._batch.adopt(self._late_drafter.result())
+            self._late_drafter = None
+        if time.monotonic() > self._published + _TELLING_SECONDS:
+            self._publish_counters()
+        for number in self._queue.cancelled():
+            self._pool.cancel(number)
+        room = 0 if self._queue.is_stopping else self._max_num_seqs - len(self._pool.running)
+        for message in self._queue.arrivals(room):
+            self._admit(message)
+        if self._feed is not None and self._feed.watcher != self._queue.watcher:
+            self._feed.follow(self._queue.watcher, self._pool, self._run_counters.timesteps)
+
+    def _publish_counters(self) -> None:
+        self._published = time.monotonic()
+        self._queue.tell(self._run_counters.stats())
+
     def _note(self, record: Record) -> None:
         """Add the record to this rank's traces, and note that it makes progress."""
         if isinstance(record, Timestep):
             self._tasks.note(record)
             self._wiring.activity.count_timestep()
+
+
+def _in_a_thread(load: Callable[[], Drafter]) -> Future[Drafter]:
+    """The result of ``load``, which is called in a thread that does not keep the process alive."""
+    loaded: Future[Drafter] = Future()
+
+    def run() -> None:
+        try:
+            loaded.set_result(load())
+        except BaseException as error:
+            loaded.set_exception(error)
+
+    Thread(target=run, name="draft model", daemon=True).start()
+    return loaded

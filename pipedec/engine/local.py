@@ -18,22 +18,14 @@ import torch
 from msgspec import structs
 
 from pipedec.core import EMPTY, NO_LOAD, Load, Metrics, Request, RequestUpdate, StageMessage, UserError, Verdict
-from pipedec.decoding import Batch, Drafter, LaneSizes, TimestepTiming
+from pipedec.decoding import Batch, LaneSizes, TimestepTiming
 from pipedec.device import DeviceEvent, device_of
-from pipedec.engine.admission import threads_within
-from pipedec.engine.build import load_drafter, load_stage
-from pipedec.engine.counters import Counters
-from pipedec.engine.devices import chosen_device
-from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad
-from pipedec.engine.loop import decode
-from pipedec.engine.memory import with_measured_memory
-from pipedec.engine.recorder import Recorder
-from pipedec.engine.records import Advanced, PromptScored, Record, RequestClosed, RequestEnded, Timestep
-from pipedec.engine.request_pool import RequestPool
-from pipedec.engine.run_counters import RunCounters
-from pipedec.engine.sequences import Sequences
-from pipedec.engine.timed_drafter import TimedDrafter
-from pipedec.kv import KVManager
+from pipedec.engine.admission import Sequences, threads_within
+from pipedec.engine.build import load_drafter, load_stage, new_batch
+from pipedec.engine.counters import Counters, RunCounters
+from pipedec.engine.devices import chosen_device, with_measured_memory
+from pipedec.engine.loop import Advanced, PromptScored, Record, RequestClosed, RequestEnded, RequestPool, Timestep, decode
+from pipedec.engine.recorder import EmulatedClock, Pacer, Recorder, TimestepLoad
 from pipedec.messages import RunStats
 from pipedec.model import NewCapture, device_capture
 from pipedec.plan.spec import PipelineSpec
@@ -47,28 +39,18 @@ Prunes = Literal["at once", "with the rows"]
 
 @dataclass
 class LocalAnswer:
-    """A request and its result.
+    """A request and its result. Lists are in the order of decoding; of an answer in threads since its last pause."""
 
-    Attributes:
-        request: with the seed that was chosen for it.
-        sequence: its decode threads.
-        logprobs, token_ids: of the decoded tokens, in the order of decoding; of an answer in threads since its last pause.
-        prompt_logprobs: of the prompt's tokens from the second one on, if requested.
-        finished: why it ended; None while it goes on.
-        bad_stage: the first one to compute NaN or infinity, which has ended the answer.
-        is_closed: every stage has closed its lane.
-    """
-
-    request: Request
+    request: Request  # with the seed that was chosen for it
     new_sequence: NewSequence
-    sequence: Sequence = field(init=False)
+    sequence: Sequence = field(init=False)  # its decode threads
     metrics: Metrics = field(default_factory=Metrics)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
-    finished: str | None = None
-    bad_stage: int | None = None
-    is_closed: bool = False
+    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # from the second token on
+    finished: str | None = None  # why it ended; None while it goes on
+    bad_stage: int | None = None  # the first one to compute NaN or infinity, which has ended the answer
+    is_closed: bool = False  # every stage has closed its lane
 
     def begin(self) -> Sequence:
         """Make a new sequence for the method, which passes accepted tokens to it."""
@@ -79,34 +61,14 @@ class LocalAnswer:
 
 
 class LocalPipeline:
-    """Runs requests through the stages of ``spec``.
+    """Runs requests through the ``stages`` of ``spec``, the workers of stages 1..n, whose KV slots ``batch`` knows. Prefixes
+    outlast a run.
 
-    Args:
-        stages: the workers of stages 1..n; the last one is a FinalStageWorker.
-        kv: of the stages' KV pools. Prefixes outlast a run.
-        lane_sizes: how much of them requests get before they need it.
-        prunes: when a stage replays a verdict: before its next step, as with the paper's dispatcher, or when the rows after the
-            verdict reach it, as with windows. Tokens, hits, misses and timesteps are the same; rows per stage are not.
-
-    Attributes:
-        stages: see ``stages`` of the arguments.
-        answers: of the last run, by request number. With an emulation their metrics' seconds are those of the emulated devices.
-        emulated_ms: since the run began, on the emulated devices; None without an emulation.
-        fill: of the last run, for each timestep the number of rows in each group.
-        pool: the running requests. Observers are its listeners.
+    It ``prunes`` by a verdict before a stage's next step, as with the paper's dispatcher, or when the rows after the verdict
+    reach the stage, as with windows. Tokens, hits, misses and timesteps are the same; rows per stage are not.
     """
 
-    def __init__(
-        self,
-        spec: PipelineSpec,
-        stages: list[StageWorker],
-        drafter: Drafter | None = None,
-        device: torch.device | str = "cpu",
-        *,
-        kv: KVManager | None = None,
-        lane_sizes: LaneSizes = LaneSizes(),
-        prunes: Prunes = "at once",
-    ) -> None:
+    def __init__(self, spec: PipelineSpec, stages: list[StageWorker], batch: Batch, prunes: Prunes = "at once") -> None:
         topology = spec.topology
         if len(stages) != topology.num_stages:
             raise ValueError(f"{len(stages)} stages do not fill a topology of {topology.num_stages}")
@@ -115,36 +77,29 @@ class LocalPipeline:
         self.stages = stages
         self._topology = topology
         self._sequences = Sequences(spec.target)
-        self._recorder = Recorder(Pacer(None, 0), device_of(torch.device(device)))
-        timed = None if drafter is None else TimedDrafter(drafter, self._recorder.drafting)
-        self._batch = Batch(topology.num_groups, timed, device, spec.trained_masks, spec.knee, kv=kv, lane_sizes=lane_sizes)
+        self._recorder = Recorder(Pacer(None, 0), device_of(torch.device(batch.device)))
+        self._batch = batch
+        batch.time_forward = self._recorder.drafting
         self._emulation = spec.emulation
         self._prunes_at_once = prunes == "at once"
         self._clock: EmulatedClock | None = None
         self._counters = Counters()
-        self.pool = RequestPool(self._batch, listeners=[self._counters.note, self._note])
-        self.answers: dict[int, LocalAnswer] = {}
-        self.emulated_ms: float | None = None
-        self.fill: list[list[int]] = []
+        self.pool = RequestPool(self._batch, listeners=[self._counters.note, self._note])  # observers are its listeners, too
+        self.answers: dict[int, LocalAnswer] = {}  # of the last run, by number; their metrics use the emulated time, if any
+        self.emulated_ms: float | None = None  # since the run began, on the emulated devices; None without an emulation
+        self.fill: list[list[int]] = []  # of the last run, for each timestep the number of rows in each group
 
     @classmethod
     def load(
-        cls,
-        spec: PipelineSpec,
-        lane_sizes: LaneSizes = LaneSizes(),
-        capture: NewCapture = device_capture,
+        cls, spec: PipelineSpec, lane_sizes: LaneSizes = LaneSizes(), capture: NewCapture = device_capture,
         prunes: Prunes = "at once",
-    ) -> LocalPipeline:
-        """Load all stages of ``spec``, and its draft, in this process.
-
-        Args:
-            capture: how forwards on a device are captured.
-        """
+    ) -> LocalPipeline:  # fmt: skip
+        """Load all stages of ``spec``, and its draft, in this process. ``capture``: how forwards on a device are captured."""
         device = chosen_device(spec.settings.cut.device)
         spec = with_measured_memory(spec, device)
         stages = [load_stage(spec, rank, device, capture=capture) for rank in range(1, spec.settings.cut.stages + 1)]
         drafter = load_drafter(spec, device, capture=capture)
-        return cls(spec, stages, drafter, device, kv=spec.kv_manager(), lane_sizes=lane_sizes, prunes=prunes)
+        return cls(spec, stages, new_batch(spec, drafter, device, lane_sizes), prunes)
 
     def run(self, request: Request) -> Iterator[Verdict]:
         """Decode ``request`` alone and yield every verdict. Raises as ``run_all``."""
@@ -152,30 +107,42 @@ class LocalPipeline:
             yield verdict
 
     def run_all(
-        self,
-        arrivals: Mapping[int, Iterable[Request]],
-        cancels: Mapping[int, Iterable[int]] | None = None,
+        self, arrivals: Mapping[int, Iterable[Request]], cancels: Mapping[int, Iterable[int]] | None = None,
         losses: Container[int] = (),
-    ) -> Iterator[tuple[int, Verdict]]:
+    ) -> Iterator[tuple[int, Verdict]]:  # fmt: skip
         """Decode requests together; yields (request number, verdict). Those of an answer in threads start over after a pause.
+        Raises UserError if a request has stop strings (there is no tokenizer here), its method needs a draft or a BiTA and
+        there is none, or it can never have enough memory.
 
         Args:
-            arrivals: by timestep, counted from 1, the requests that begin then. While no request is running, time passes at once.
+            arrivals: by timestep, counted from 1, the requests that begin then. While no request is running, time passes at
+                once.
             cancels: by timestep, the numbers of requests to cancel.
             losses: timesteps at which the stages lose all lanes and caches, as when a rank of a cluster is lost.
-
-        Raises:
-            UserError: a request has stop strings (there is no tokenizer here), its method needs a draft or a BiTA and there is
-                none, or it can never have enough memory.
         """
         self.answers, self.fill = {}, []
         clock = self._clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
         self._counters.now = clock.seconds if clock else time.perf_counter
         stages = LocalStages(self.stages, self._topology, self._recorder, clock, self._prunes_at_once)
-        schedule = _Schedule(self.pool, self._begin, stages.reset, dict(sorted(arrivals.items())), dict(cancels or {}), losses)
+        waiting, timestep = sorted(arrivals.items()), 0
+
+        def admit() -> None:
+            nonlocal timestep
+            timestep += 1
+            if timestep in losses:
+                stages.reset()
+                self.pool.interrupt()
+            for number in (cancels or {}).get(timestep, ()):
+                self.pool.cancel(number)
+            if waiting and not self.pool.running:
+                timestep = max(timestep, waiting[0][0])
+            while waiting and waiting[0][0] <= timestep:
+                for request in waiting.pop(0)[1]:
+                    self._begin(request)
+
         try:
-            while schedule.arrivals:
-                for number, verdict in decode(self.pool, stages, schedule.admit):
+            while waiting:
+                for number, verdict in decode(self.pool, stages, admit):
                     self.emulated_ms = clock.total_ms if clock else None
                     yield number, verdict
         finally:
@@ -235,69 +202,26 @@ class LocalPipeline:
                 self.answers[record.number].is_closed = True
 
 
-@dataclass
-class _Schedule:
-    """Opens and cancels requests at given timesteps, and loses lanes.
-
-    Attributes:
-        begin: opens a request in ``pool``.
-        lose: makes the stages lose all lanes.
-        arrivals, cancels, losses: the remaining ones of ``LocalPipeline.run_all``.
-    """
-
-    pool: RequestPool
-    begin: Callable[[Request], None]
-    lose: Callable[[], None]
-    arrivals: dict[int, Iterable[Request]]
-    cancels: dict[int, Iterable[int]]
-    losses: Container[int]
-    timestep: int = 0
-
-    def admit(self) -> None:
-        self.timestep += 1
-        if self.timestep in self.losses:
-            self.lose()
-            self.pool.interrupt()
-        for number in self.cancels.pop(self.timestep, ()):
-            self.pool.cancel(number)
-        if self.arrivals and not self.pool.running:
-            self.timestep = max(self.timestep, next(iter(self.arrivals)))
-        while self.arrivals and (first := next(iter(self.arrivals))) <= self.timestep:
-            for request in self.arrivals.pop(first):
-                self.begin(request)
-
-
 class LocalStages:
     """The ``Pipeline`` of the decode loop in one process: messages wait in a queue in front of each group.
 
-    A verdict travels with the next rows. If stages prune at once (PipeDec §3.4.3), all stages replay a verdict that does not end
-    the answer before their next step instead. Updates that open or close a lane always travel with the rows: a request may have
-    adopted rows in flight of one that has ended.
-
-    Args:
-        workers: of the stages; the last one is a FinalStageWorker.
-        recorder: of rank 0's work.
-        clock: adds up the emulated time; None if the time is measured.
-
-    Attributes:
-        arrived: the message that each group has received in the last timestep.
+    A verdict travels with the next rows. If stages prune at once (PipeDec §3.4.3), all stages replay a verdict that does not
+    end the answer before their next step instead. Updates that open or close a lane always travel with the rows: a request may
+    have adopted rows in flight of one that has ended. ``recorder`` times rank 0's work, ``clock`` adds up emulated time, if
+    any.
     """
 
     def __init__(
-        self,
-        workers: list[StageWorker],
-        topology: Topology,
-        recorder: Recorder,
-        clock: EmulatedClock | None,
+        self, workers: list[StageWorker], topology: Topology, recorder: Recorder, clock: EmulatedClock | None,
         prunes_at_once: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._workers = dict(enumerate(workers, start=1))
         self._groups = topology.groups
         self._senders = (0, *topology.exit_ranks[:-1])  # the rank that each group receives from
         self._recorder = recorder
         self._clock = clock
         self._prunes_at_once = prunes_at_once
-        self.arrived: list[StageMessage] = []
+        self.arrived: list[StageMessage] = []  # the message that each group has received in the last timestep
         self._queues = self._empty_queues()
         self._load = TimestepLoad()
         self._events: list[DeviceEvent] = []  # before the first group of this timestep, and after each
@@ -370,7 +294,7 @@ class LocalStages:
         self._events = [self._recorder.record_event()]
         for index, (group, message) in enumerate(zip(self._groups, self.arrived, strict=True), start=1):
             for rank in group if message.updates else ():
-                message = self._workers[rank].advance(message, partial(self._computing, rank))
+                message = self._workers[rank].advance(message, partial(self._note_load, rank))
                 if rank != group[-1] and (rows := message.num_rows):
                     self._load.sent[rank] = rows
             self._events.append(self._recorder.record_event())
@@ -378,8 +302,8 @@ class LocalStages:
                 self._queues[index].append(message)
         return message.updates
 
-    def _computing(self, rank: int, name: str, load: Load) -> AbstractContextManager[None]:
-        """A ``Span`` of a stage."""
+    def _note_load(self, rank: int, name: str, load: Load) -> AbstractContextManager[None]:
+        """A ``SpanContext`` of a stage."""
         if load.rows:
             self._load.computed[rank] = load
         return nullcontext()

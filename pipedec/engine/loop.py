@@ -1,33 +1,41 @@
-"""The decode loop: propose, advance, accept, apply. The only place that decodes, with every driver.
+"""The decode loop (propose, advance, accept, apply) and its pool of running requests. The only place that decodes.
 
-A driver of the loop is a ``Pipeline``: ``local`` (one process, no Redis), ``windows`` and ``tasks`` (rank 0 of a cluster).
+A driver of the loop is a ``Pipeline``: ``local`` (one process, no Redis) or ``rank_zero`` (a cluster). The pool collects what
+enters at the next timestep, and distributes the results that come out. It knows no row, no method and no memory: the batch
+decides which rows enter, and which requests must wait. Numbers of requests never repeat, so a late result of a request that
+has ended is ignored, and the pipeline need not drain before another one begins. A request that is paused opens its lanes anew
+under the same number, but only once every stage has closed the old ones.
+
+Loop and pool emit records of events to listeners: counters, traces, the publisher of answers, the live feed. Other ranks keep
+records of their own timesteps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from pipedec.core import StageMessage, Verdict
-from pipedec.engine.records import Timestep
-from pipedec.engine.request_pool import RequestPool
+from msgspec import Struct
+from msgspec.structs import replace
+
+from pipedec.core import EMPTY, NewRequest, Request, RequestUpdate, StageMessage, TokenLogprobs, Verdict
+from pipedec.decoding import Batch, RequestState, TimestepTiming
+from pipedec.engine.recorder import TimedSpan, TimestepLoad
+from pipedec.threads import NewSequence
 
 
 class Pipeline(Protocol):
     """The stages as rank 0 sees them."""
 
     def advance(self, number: int, entering: StageMessage, meanwhile: Callable[[], None]) -> Timestep:
-        """Move every stage on by one timestep.
+        """Move every stage on by one timestep, the ``number``-th; ``meanwhile`` is rank 0's own work while the stages
+        compute.
 
-        Args:
-            number: of the timestep, from 1.
-            entering: for each request concerned its opening, the verdict that the stages have yet to replay, and the rows that
-                then enter the first stage: a chunk of the prompt, later rows of trees.
-            meanwhile: rank 0's own work while the stages compute.
-
-        Returns:
-            the timestep; its results are verdicts on rows that entered as many timesteps ago as the pipeline has groups.
+        ``entering`` has for each request concerned its opening, the verdict that the stages have yet to replay, and the rows
+        that then enter the first stage: a chunk of the prompt, later rows of trees. The results of the timestep returned are
+        verdicts on rows that entered as many timesteps ago as the pipeline has groups.
         """
 
     def close(self, last: StageMessage) -> None:
@@ -35,13 +43,7 @@ class Pipeline(Protocol):
 
 
 def decode(pool: RequestPool, pipeline: Pipeline, admit: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Verdict]]:
-    """Decode the requests of ``pool`` until there is none; yields (request number, verdict) once its method has followed it.
-
-    Observers listen to ``pool``.
-
-    Args:
-        admit: called before every timestep; may open and cancel requests.
-    """
+    """Decode until no request is left; yields (number, verdict) once its method has followed it. ``admit`` opens and cancels."""
     for number in count(1):
         admit()
         if not pool.running:
@@ -56,3 +58,235 @@ def decode(pool: RequestPool, pipeline: Pipeline, admit: Callable[[], None] = la
             verdict = pool.take(result, number)
             if verdict is not None:
                 yield result.number, verdict
+
+
+@dataclass(slots=True)
+class RunningRequest:
+    """A request between its arrival and its end."""
+
+    request: Request
+    new_sequence: NewSequence
+    opening: NewRequest | None = None  # of its lane; None without one
+    is_prefilling: bool = True  # no verdict since the lane was opened
+    is_known: bool = False  # the stages know of the request
+    is_closing: bool = False  # it was paused, and some stages have yet to close the lane
+    num_scored: int = 0  # tokens of the prompt whose log-probabilities were emitted; after a pause they come again
+    num_come: int = 0  # tokens of the prompt whose log-probabilities have arrived since the lane was opened
+
+
+class RequestPool:
+    """Requests between their arrival and the closing of their lanes. ``take`` cuts answers, if there is text: called with
+    each result that has a verdict, it returns the verdict, cut and finished where the answer ends earlier.
+    """
+
+    def __init__(
+        self, batch: Batch, take: Callable[[RequestUpdate], Verdict] | None = None, listeners: Iterable[Listener] = ()
+    ) -> None:
+        self.batch = batch  # the methods of all running requests, and their memory
+        self.listeners = list(listeners)  # called with each record, in order
+        self._take = take
+        self.running: dict[int, RunningRequest] = {}  # by number, including those that wait for memory; read only
+        self._new: list[int] = []  # arrived since the last timestep
+        self._closing: list[int] = []  # ended; some stages have yet to close the lane
+        self._updates: dict[int, RequestUpdate] = {}  # verdicts that the stages have yet to replay
+
+    def emit(self, record: Record) -> None:
+        for listen in self.listeners:
+            listen(record)
+
+    def open(self, request: Request, new_sequence: NewSequence) -> None:
+        """Begin a request; its prompt enters as soon as there is memory. Raises UserError if its method cannot run here."""
+        self.batch.open(request, new_sequence)
+        self.running[request.number] = RunningRequest(request, new_sequence)
+        self._new.append(request.number)
+
+    def opened(self) -> list[RequestOpened]:
+        """The running requests that have lanes, for a listener that joins late."""
+        return [
+            RequestOpened(number, one.request, one.new_sequence, one.opening, one.is_prefilling)
+            for number, one in self.running.items()
+            if one.opening is not None
+        ]
+
+    def entering(self) -> StageMessage:
+        """The envelope of the next timestep: everything that enters."""
+        for number in self.batch.to_pause():
+            self.batch.pause(number)
+            self._close_lanes(number, "paused")
+            self.running[number].opening, self.running[number].is_closing = None, True
+            self.emit(Waits(number))
+        updates, self._updates = self._updates, {}
+        for number, update in self.batch.propose().items():
+            known = updates.get(number)
+            updates[number] = update if known is None else replace(update, verdict=known.verdict)
+            if update.opening is not None:
+                one = self.running[number]
+                one.opening, one.is_known, one.is_prefilling, one.num_come = update.opening, True, True, 0
+                self.emit(RequestOpened(number, one.request, one.new_sequence, update.opening))
+        new, self._new = self._new, []
+        for number in new:
+            if number in self.running and not self.running[number].is_known:
+                self.emit(Waits(number))
+        return StageMessage(tuple(updates.values()))
+
+    def take(self, result: RequestUpdate, timestep: int) -> Verdict | None:
+        """Take a result of the last stage. Returns the verdict as far as the answer goes; None if the result is void."""
+        number, verdict, one = result.number, result.verdict, self.running.get(result.number)
+        if one is None or one.is_closing:
+            if verdict is not None and verdict.finished is not None and not verdict.tokens:
+                self._note_closed(number, one, verdict.finished)
+            return None
+        if result.prompt_logprobs:
+            first = max(one.num_scored - one.num_come, 0)
+            one.num_come += len(result.prompt_logprobs)
+            one.num_scored = max(one.num_scored, one.num_come)
+            if new := result.prompt_logprobs[first:]:
+                self.emit(PromptScored(number, new))
+        if verdict is None:
+            return None
+        if verdict.bad_stage is not None:
+            self.batch.tally.corrupted += 1
+            self.cancel(number, "corrupted", verdict.bad_stage)
+            self.batch.kv.forget_kept()  # its rows must not serve as a prefix
+            return verdict
+        verdict = verdict if self._take is None else self._take(result)
+        one.is_prefilling = False
+        self.emit(Advanced(number, verdict, result.logprobs, timestep))
+        state = self.batch.requests[number]
+        self.batch.apply(number, verdict)
+        self._updates[number] = RequestUpdate(number, verdict=verdict)
+        if verdict.finished is not None:
+            self._end(number, verdict.finished, state)
+        return verdict
+
+    def cancel(self, number: int, reason: str = "cancelled", bad_stage: int | None = None) -> None:
+        """End a request in any state, without a verdict for its method. No effect if it is not running."""
+        if number not in self.running:
+            return
+        state = self.batch.requests[number]
+        self.batch.close(number)
+        if self.running[number].is_known:
+            self._close_lanes(number, reason)
+        self._end(number, reason, state, bad_stage)
+
+    def interrupt(self) -> None:
+        """Discard all lanes, and every result on its way: running requests continue after their last accepted token."""
+        self.batch.interrupt()
+        self.closed()
+        self._updates.clear()
+        for number, one in self.running.items():
+            one.opening, one.is_known, one.is_closing = None, False, False
+            self.emit(Interrupted(number))
+
+    def drop(self, number: int) -> None:
+        """Forget a running request that has no lane."""
+        self.batch.close(number)
+        del self.running[number]
+        self.emit(RequestClosed(number))
+
+    def closed(self) -> None:
+        """Note that every stage has closed all lanes."""
+        closing, self._closing = self._closing, []
+        for number in closing:
+            self.emit(RequestClosed(number))
+        self.emit(Drained())
+
+    def _note_closed(self, number: int, one: RunningRequest | None, reason: str) -> None:
+        """Note that the last stage, and so every stage, has closed the lane."""
+        if reason == "paused" and one is not None and one.is_closing:
+            one.is_closing = False
+            self.batch.closed(number)
+        elif reason != "paused" and number in self._closing:
+            self._closing.remove(number)
+            self.emit(RequestClosed(number))
+
+    def _close_lanes(self, number: int, reason: str) -> None:
+        """Close the request's lanes on all stages, with the tokens accepted since the last update."""
+        known = self._updates.get(number, RequestUpdate(number)).verdict or Verdict()
+        self._updates[number] = RequestUpdate(number, verdict=Verdict(known.accepted, reason))
+
+    def _end(self, number: int, reason: str, state: RequestState, bad_stage: int | None = None) -> None:
+        one = self.running.pop(number)
+        self.emit(RequestEnded(number, reason, state.hits, state.misses, bad_stage))
+        if one.is_known:
+            self._closing.append(number)
+        else:
+            self.emit(RequestClosed(number))
+
+
+# Records of events: a Timestep for the whole pipeline, the others for one request each. Listeners do not influence decoding.
+
+
+@dataclass(frozen=True)
+class Timestep:
+    """One timestep of one rank. Its verdicts follow as ``Advanced`` records."""
+
+    number: int  # counted from 1; in task dispatch 0 and less in prefill
+    entered: StageMessage = EMPTY  # rank 0: the envelope that entered the pipeline
+    results: tuple[RequestUpdate, ...] = ()  # rank 0: the last stage's results for the rows of the oldest timestep in flight
+    timing: TimestepTiming | None = None  # rank 0: how long the timestep took; None while the pipeline fills
+    load: TimestepLoad | None = None  # the rows of every rank, if all are in this process
+    spans: tuple[TimedSpan, ...] = ()  # the pieces of the rank's work
+    overran: bool = False  # work took longer than on the emulated device
+
+
+class Waits(Struct, frozen=True):
+    """No KV memory is free for the request now: it begins later or, if it has begun, it is paused."""
+
+    number: int
+
+
+class Interrupted(Struct, frozen=True):
+    """The request's lanes are lost: it waits, and continues when it is opened again."""
+
+    number: int
+
+
+class RequestOpened(Struct, frozen=True):
+    """The request begins, or continues after a pause. An answer in threads is decoded again from its first token."""
+
+    number: int
+    request: Request
+    new_sequence: NewSequence  # makes the sequence of the answer
+    opening: NewRequest
+    is_prefilling: bool = True  # no verdict yet. False only for a listener that joins later.
+
+
+class Advanced(Struct, frozen=True):
+    """Tokens were accepted; the method follows the verdict after this."""
+
+    number: int
+    verdict: Verdict  # as far as the answer goes
+    logprobs: TokenLogprobs  # of the tokens that the last stage has accepted, if requested
+    timestep: int  # its number
+
+
+class PromptScored(Struct, frozen=True):
+    """The log-probabilities of the next tokens of the prompt, from the second one on; each once."""
+
+    number: int
+    logprobs: TokenLogprobs
+
+
+class RequestEnded(Struct, frozen=True):
+    """The answer has ended, and the method has followed its last verdict. The stages learn it with the next envelope."""
+
+    number: int
+    reason: str
+    hits: int
+    misses: int
+    bad_stage: int | None = None  # the first one to compute NaN or infinity for the request, which has ended the answer
+
+
+class RequestClosed(Struct, frozen=True):
+    """No stage has a lane of the ended request."""
+
+    number: int
+
+
+class Drained(Struct, frozen=True):
+    """No stage has a lane of any request."""
+
+
+Record = Timestep | Waits | Interrupted | RequestOpened | Advanced | PromptScored | RequestEnded | RequestClosed | Drained
+Listener = Callable[[Record], None]

@@ -17,10 +17,9 @@ from pipedec.core import EMPTY, EpochEnded, PipedecError, RequestUpdate, StageMe
 from pipedec.decoding import TimestepTiming
 from pipedec.device import HOST, Device, DeviceEvent, HostDevice
 from pipedec.engine.activity import Activity
-from pipedec.engine.emulated_time import Pacer
-from pipedec.engine.recorder import Recorder
-from pipedec.engine.records import TimedSpan, Timestep
-from pipedec.engine.sequences import Sequences
+from pipedec.engine.admission import Sequences
+from pipedec.engine.loop import Timestep
+from pipedec.engine.recorder import Pacer, Recorder, TimedSpan
 from pipedec.messages import Event, OverranEvent, TraceEvents
 from pipedec.plan.emulation import Emulation
 from pipedec.scheduler.protocol import RankCalls, RankMessage
@@ -34,29 +33,19 @@ POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Wiring:
-    """Everything that a rank needs in any role.
-
-    Attributes:
-        window: timesteps that the scheduler grants at once; 0 if it grants single tasks.
-        duplex: of the links between the ranks (see ``scheduler.transfers``).
-        sequences: makes the sequences of answers.
-        place: of the rank's model.
-        doing: the present activity of the rank.
-        device: of ``place``.
-        turn: held while the rank computes, where it shares its emulated device with another rank.
-    """
+    """Everything that a rank needs in any role. ``turn`` is held while a rank computes that shares its emulated device."""
 
     scheduler: RankCalls
     transport: Transport
     topology: Topology
     tracer: Tracer
     sequences: Sequences
-    place: torch.device = HOST
+    place: torch.device = HOST  # of the rank's model
     emulation: Emulation | None = None
-    window: int = 0
-    duplex: str = "full"
+    window: int = 0  # timesteps that the scheduler grants at once; 0 if it grants single tasks
+    duplex: str = "full"  # of the links between the ranks (see ``scheduler.transfers``)
     activity: Activity = field(default_factory=Activity)
-    device: Device = field(default_factory=HostDevice)
+    device: Device = field(default_factory=HostDevice)  # of ``place``
     turn: AbstractContextManager[object] = field(default_factory=nullcontext)
 
 
@@ -69,11 +58,7 @@ class _TracedRequest(NamedTuple):
 
 
 class RankTasks:
-    """The tasks of one rank.
-
-    Attributes:
-        recorder: times the rank's work.
-    """
+    """The tasks of one rank, and the recorder that times its work."""
 
     def __init__(self, rank: int, wiring: Wiring) -> None:
         self.rank = rank
@@ -84,16 +69,11 @@ class RankTasks:
         self._watched: dict[int, _TracedRequest] = {}  # requests with a report at their end
 
     def next(self) -> RankMessage:
-        """Wait for the next message.
-
-        It has no deadline: the loss of another rank also arrives as a message.
-
-        Raises:
-            EpochEnded: the epoch has ended.
-            PipedecError: the run was aborted, a rank is lost, or Redis is.
+        """Wait for the next message, without a deadline: the loss of another rank also arrives as a message. Raises EpochEnded
+        if the epoch has ended, and PipedecError if the run was aborted, a rank is lost, or Redis is.
         """
         while (message := self.poll(POLL_SECONDS)) is None:
-            continue
+            pass
         return message
 
     def poll(self, timeout_seconds: float) -> RankMessage | None:
@@ -101,11 +81,7 @@ class RankTasks:
         return self.request(partial(self._wiring.scheduler.wait, self.rank), timeout_seconds)
 
     def request(self, wait: Callable[[float], RankMessage | None], timeout_seconds: float) -> RankMessage | None:
-        """As ``poll``, for rank 0 when nothing runs: the next request or ``stop``.
-
-        Args:
-            wait: returns it, unless it came with the last report.
-        """
+        """As ``poll``, for rank 0 when nothing runs: ``wait`` returns the next message unless it came with the last report."""
         message, self._following = self._following, None
         if message is None:
             message = self._waited(partial(wait, timeout_seconds))
@@ -118,12 +94,7 @@ class RankTasks:
     def report(
         self, done: Sequence[Task], planned: Sequence[Planned], waits: bool = True, trace_lines: int | None = None
     ) -> None:
-        """Report tasks done, with the tasks that follow from them.
-
-        Args:
-            waits: ``next`` or ``poll`` follows; a message for it comes in the same round trip if it comes soon.
-            trace_lines: see ``RankScheduler.report``.
-        """
+        """Report tasks done, and those that follow. If ``waits``, a message for ``next`` may come in the same round trip."""
         scheduler, seconds = self._wiring.scheduler, POLL_SECONDS if waits else 0.0
         self._following = self._waited(partial(scheduler.report, self.rank, done, planned, seconds, trace_lines))
 
@@ -135,12 +106,9 @@ class RankTasks:
         return message
 
     def timestep(
-        self,
-        number: int,
-        entered: StageMessage = EMPTY,
-        results: tuple[RequestUpdate, ...] = (),
+        self, number: int, entered: StageMessage = EMPTY, results: tuple[RequestUpdate, ...] = (),
         timing: TimestepTiming | None = None,
-    ) -> Timestep:
+    ) -> Timestep:  # fmt: skip
         """The record of this rank's work since the last one."""
         spans, overran = self.recorder.take_spans(), self.recorder.pacer.take_overran()
         return Timestep(number, entered, results, timing, spans=spans, overran=overran)
@@ -196,11 +164,12 @@ class RankTasks:
             envelope = self._wiring.transport.receive_envelope(source)
         if envelope.await_hidden is EMPTY.await_hidden:
             return envelope
-        return replace(envelope, await_hidden=partial(self._await_hidden, envelope, source))
 
-    def _await_hidden(self, envelope: StageMessage, source: int) -> None:
-        with self._waiting_for(source, "computing"):
-            envelope.await_hidden()
+        def await_hidden() -> None:
+            with self._waiting_for(source, "computing"):
+                envelope.await_hidden()
+
+        return replace(envelope, await_hidden=await_hidden)
 
     @contextmanager
     def _waiting_for(self, source: int, then: str) -> Iterator[None]:

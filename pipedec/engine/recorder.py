@@ -1,54 +1,207 @@
-"""Times the pieces of a rank's work by events recorded on its device.
+"""Times the pieces of a rank's work by events recorded on its device, and emulates slower devices.
 
-A piece ends when the device has done it, perhaps long after the call that queued it. On an emulated device pieces last as long as
-there.
+A piece ends when the device has done it, perhaps long after the call that queued it. On an emulated device it lasts as long as
+there: ``Pacer`` lets a real rank sleep, ``EmulatedClock`` adds up the times of a pipeline in one process. ``plan/emulation.py``
+defines how long work takes. Chunks of prompts are rows like others. Verdicts, rank 0's own work and Redis take real time.
 """
 
 from __future__ import annotations
 
+import fcntl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+from zlib import crc32
 
+from pipedec.config import state_directory
 from pipedec.core import NO_LOAD, Load
 from pipedec.decoding import TimestepTiming
 from pipedec.device import Device, DeviceEvent, HostDevice, PhaseTimes
-from pipedec.engine.emulated_time import Pacer, TimestepLoad
-from pipedec.engine.records import TimedSpan
+from pipedec.plan.emulation import Emulation
+from pipedec.plan.partition import delay_by_sharing_ms, slowest_transfers_ms
+from pipedec.topology import Topology
 
-Item = TypeVar("Item")
+_ALONE: AbstractContextManager[object] = nullcontext()
 
 
-class _Piece(NamedTuple):
-    """A piece of work that the device may not have finished."""
+class Turn:
+    """Context of a forward on the emulated device that rank 0 and a stage of run ``run_id`` share: a lock on one byte of a
+    file of all runs of a state directory, released when its process ends.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._file = _lock_file(state_directory())
+        self._byte = crc32(run_id.encode())
+
+    def __enter__(self) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self._byte)
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, self._byte)
+
+
+@cache
+def _lock_file(directory: Path) -> BinaryIO:
+    """Opened once: closing it would release all locks of the process."""
+    return (directory / "emulated-devices").open("wb")
+
+
+def turn_of(emulation: Emulation | None, rank: int, run_id: str) -> AbstractContextManager[object]:
+    """The context in which a rank computes: the ``Turn`` of a device that it shares, or nothing."""
+    shares = emulation is not None and emulation.shared_stage is not None and rank in (0, emulation.shared_stage)
+    return Turn(run_id) if shares else _ALONE
+
+
+class Pacer:
+    """Makes a rank's work take as long as on its emulated device; without an emulation it does nothing.
+
+    The real work of ``device`` counts towards the emulated time; the rank sleeps for the remainder. A computation that takes
+    longer than its emulated time is an overrun and must be reported. A transfer that takes longer is part of the fixed cost of
+    a timestep. ``turn`` is held while a rank computes that shares its emulated device with another one.
+    """
+
+    def __init__(
+        self, emulation: Emulation | None, rank: int, device: Device | None = None, turn: AbstractContextManager[object] = _ALONE
+    ) -> None:
+        self.is_emulating = emulation is not None
+        self._turn = turn
+        self._timing = None if emulation is None else emulation.timing(rank)
+        self._slow_motion = 0.0 if emulation is None else emulation.slow_motion
+        self._device = HostDevice() if device is None else device
+        self._overran = False
+
+    @contextmanager
+    def computing(self, load: Load) -> Iterator[None]:
+        """Pace one forward of ``load`` through this rank's layers."""
+        with self._turn:
+            end = self._end(self._timing.compute_ms(load) if self._timing else 0.0)
+            yield
+            if self._timing is not None:
+                self._device.record_event().wait()
+                self._overran |= time.perf_counter() > end
+            _sleep_until(end)
+
+    def delay_sending(self, rows: int) -> None:
+        """Sleep for the time that ``rows`` rows take from this rank to the next."""
+        _sleep_until(self._end(self._timing.send_ms(rows) if self._timing else 0.0))
+
+    def take_overran(self) -> bool:
+        """Whether there was an overrun since the last call."""
+        overran, self._overran = self._overran, False
+        return overran
+
+    def _end(self, emulated_ms: float) -> float:
+        """When work that begins now must end."""
+        return time.perf_counter() + emulated_ms * self._slow_motion / 1000
+
+
+def _sleep_until(end: float) -> None:
+    if (remaining := end - time.perf_counter()) > 0:
+        time.sleep(remaining)
+
+
+@dataclass
+class TimestepLoad:
+    """The work of one timestep. Rank 0's own work, without draft forwards, is before and beside that of the stages."""
+
+    drafted: list[Load] = field(default_factory=list)  # the load of each draft forward
+    computed: dict[int, Load] = field(default_factory=dict)  # by rank
+    sent: dict[int, int] = field(default_factory=dict)  # rows by sender
+    deciding_seconds: float = 0.0
+    beside_seconds: float = 0.0
+
+
+class EmulatedClock:
+    """Adds up the duration of timesteps: rank 0's decisions, then the slowest group or rank 0, then the slowest transfers. A
+    device that rank 0 and a stage share gives each half of its time while both compute.
+    """
+
+    def __init__(self, emulation: Emulation, topology: Topology) -> None:
+        self._emulation = emulation
+        self._topology = topology
+        self.total_ms = 0.0
+
+    def seconds(self) -> float:
+        """The time so far."""
+        return self.total_ms / 1000
+
+    def add(self, load: TimestepLoad) -> TimestepTiming:
+        """Add a timestep and return its timing as rank 0 would measure it."""
+        own = (load.deciding_seconds, load.beside_seconds) if self._emulation.counts_own_work else (0.0, 0.0)
+        deciding_ms, beside_ms = (1000 * seconds for seconds in own)
+        draft = self._emulation.draft
+        forwards = [draft.compute_ms(forward) for forward in load.drafted] if draft else []
+        compute_ms, delay_ms = self._compute_ms(load, sum(forwards))
+        if delay_ms:
+            forwards = [forward * (1 + delay_ms / sum(forwards)) for forward in forwards]
+        busy_ms = sum(forwards) + beside_ms
+        leaving = {rank: self._send_ms(rank, load) for rank in load.sent if self._topology.feeds_next_group(rank)}
+        transfer_ms = slowest_transfers_ms(leaving, self._topology.num_stages, self._emulation.duplex)
+        timestep_ms = deciding_ms + max(busy_ms, compute_ms) + transfer_ms
+        self.total_ms += timestep_ms
+        waiting_ms = timestep_ms - deciding_ms - busy_ms
+        return TimestepTiming(timestep_ms / 1000, waiting_ms / 1000, tuple(forward / 1000 for forward in forwards))
+
+    def _compute_ms(self, load: TimestepLoad, drafting_ms: float) -> tuple[float, float]:
+        """The slowest group; and how much longer rank 0's forwards take because they share a stage's device."""
+        slowest, delay_ms = 0.0, 0.0
+        for group in self._topology.groups:
+            inside, work = sum(self._send_ms(rank, load) for rank in group[:-1]), 0.0
+            for rank in group:
+                if rank not in load.computed:
+                    continue
+                compute_ms = self._emulation.stages[rank - 1].compute_ms(load.computed[rank])
+                if rank == self._emulation.shared_stage:
+                    sent = sum(self._send_ms(earlier, load) for earlier in group if earlier < rank)
+                    delay_ms = delay_by_sharing_ms(drafting_ms, work + sent, compute_ms)
+                    compute_ms += delay_ms
+                work += compute_ms
+            slowest = max(slowest, work + inside)
+        return slowest, delay_ms
+
+    def _send_ms(self, rank: int, load: TimestepLoad) -> float:
+        timing = self._emulation.timing(rank)
+        return timing.send_ms(load.sent[rank]) if timing and rank in load.sent else 0.0
+
+
+class TimedSpan(NamedTuple):
+    """A piece of a rank's work, as traces show it. Times are seconds of ``time.perf_counter``."""
 
     label: str
     category: str
+    began: float
+    ended: float
+
+
+class _Piece(NamedTuple):
+    """A piece of work that the device may not have finished. Its label is that of a trace."""
+
     began: DeviceEvent
     ended: DeviceEvent
+    label: str = ""
+    category: str = ""
+    load: Load = NO_LOAD
+
+    @property
+    def seconds(self) -> float:
+        return self.ended.seconds - self.began.seconds
 
 
 class Recorder:
-    """Times one rank's work.
-
-    Args:
-        pacer: of the rank's emulated device.
-        device: the device that does the work.
-
-    Attributes:
-        mark: records an event after all work queued on the rank's device.
-        phases: how long the device is in each phase of a rank's work.
-    """
+    """Times the work of one rank on ``device``."""
 
     def __init__(self, pacer: Pacer, device: Device | None = None) -> None:
-        self.pacer = pacer
+        self.pacer = pacer  # of the rank's emulated device
         device = HostDevice() if device is None else device
-        self.record_event = device.record_event
-        self.phases = PhaseTimes(device)
-        self._pieces: list[_Piece] = []
-        self._forwards: list[tuple[Load, DeviceEvent, DeviceEvent]] = []  # each draft forward
-        self._waits: list[tuple[DeviceEvent, DeviceEvent]] = []
+        self.record_event = device.record_event  # records an event after all work queued on the rank's device
+        self.phases = PhaseTimes(device)  # how long the device is in each phase of a rank's work
+        self._spans: list[_Piece] = []
+        self._forwards: list[_Piece] = []  # of the draft model
+        self._waits: list[_Piece] = []
         self.restart()
 
     def restart(self) -> None:
@@ -58,6 +211,10 @@ class Recorder:
         self._drafting = 0.0  # CPU time of the draft forwards
         self._waits.clear()
         self._forwards.clear()
+
+    def computing(self, load: Load) -> AbstractContextManager[None]:
+        """Let the body take as long as ``load`` takes on the emulated device."""
+        return self.pacer.computing(load) if load.rows and self.pacer.is_emulating else nullcontext()
 
     @contextmanager
     def span(self, label: str, category: str, load: Load = NO_LOAD) -> Iterator[None]:
@@ -69,7 +226,7 @@ class Recorder:
 
     def add(self, label: str, category: str, began: DeviceEvent, ended: DeviceEvent | None = None) -> None:
         """Record a span. It ends after all work queued on the device, unless ``ended`` is given."""
-        self._pieces.append(_Piece(label, category, began, self.record_event() if ended is None else ended))
+        self._spans.append(_Piece(began, self.record_event() if ended is None else ended, label, category))
 
     @contextmanager
     def drafting(self, load: Load) -> Iterator[None]:
@@ -77,61 +234,47 @@ class Recorder:
         began, cpu_began = self.record_event(), time.thread_time()
         with self.computing(load):
             yield
-        self._forwards.append((load, began, self.record_event()))
+        self._forwards.append(_Piece(began, self.record_event(), load=load))
         self._drafting += time.thread_time() - cpu_began
-
-    def note_beside(self, load: TimestepLoad) -> None:
-        """Add to ``load`` this thread's computing time since ``restart``, beside the stages; draft forwards apart."""
-        load.drafted = [forward for forward, _, _ in self._forwards]
-        load.beside_seconds = time.thread_time() - self._own_began - self._drafting
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """The rank has nothing to do once its device has finished the queued work."""
         began = self.record_event()
         yield
-        self._waits.append((began, self.record_event()))
+        self._waits.append(_Piece(began, self.record_event()))
+
+    def note_beside(self, load: TimestepLoad) -> None:
+        """Add to ``load`` this thread's computing time since ``restart``, beside the stages; draft forwards apart."""
+        load.drafted = [forward.load for forward in self._forwards]
+        load.beside_seconds = time.thread_time() - self._own_began - self._drafting
 
     def timing(self) -> TimestepTiming:
-        """Return the timing of the timestep that ends now, and begin the next one.
-
-        Work that the device has not finished belongs to the timing of the timestep in which the device finishes it.
-        """
-        forwards, later = _split(self._forwards, lambda forward: _have_passed(*forward[1:]))
-        waits, later_waits = _split(self._waits, lambda wait: _have_passed(*wait))
-        waited = sum(ended.seconds - began.seconds for began, ended in waits)
-        drafted = tuple(ended.seconds - began.seconds for _, began, ended in forwards)
+        """The timing of the timestep that ends now. Work that the device has not finished belongs to the next one."""
+        forwards, later_forwards = _finished(self._forwards)
+        waits, later_waits = _finished(self._waits)
+        waited, drafted = sum([wait.seconds for wait in waits]), tuple([forward.seconds for forward in forwards])
         timing = TimestepTiming(time.perf_counter() - self._began, waited, drafted)
         self.restart()
-        self._forwards, self._waits = later, later_waits
+        self._forwards, self._waits = later_forwards, later_waits
         return timing
 
     def take_spans(self) -> tuple[TimedSpan, ...]:
         """The spans that have not been taken yet and that the device has finished."""
-        ended, self._pieces = _split(self._pieces, lambda piece: _have_passed(piece.began, piece.ended))
-        times = ((label, category, began.seconds, end.seconds) for label, category, began, end in ended)
-        return tuple(TimedSpan(label, category, min(began, end), end) for label, category, began, end in times)
+        finished, self._spans = _finished(self._spans)
+        times = ((one.label, one.category, one.began.seconds, one.ended.seconds) for one in finished)
+        return tuple([TimedSpan(label, category, min(began, ended), ended) for label, category, began, ended in times])
 
     def await_spans(self) -> None:
         """Wait until the device has finished all spans."""
-        for piece in self._pieces:
-            piece.began.wait()
-            piece.ended.wait()
-
-    def computing(self, load: Load) -> AbstractContextManager[None]:
-        """Let the body take as long as ``load`` takes on the emulated device."""
-        return self.pacer.computing(load) if load.rows and self.pacer.is_emulating else nullcontext()
+        for span in self._spans:
+            span.began.wait()
+            span.ended.wait()
 
 
-def _have_passed(began: DeviceEvent, ended: DeviceEvent) -> bool:
-    """Whether both events have passed. With two streams, as in a transfer, the later one may pass first."""
-    return began.has_passed and ended.has_passed
-
-
-def _split(items: list[Item], has_ended: Callable[[Item], bool]) -> tuple[list[Item], list[Item]]:
-    """The items that have ended, and the others, each in order."""
-    ended: list[Item] = []
-    others: list[Item] = []
-    for item in items:
-        (ended if has_ended(item) else others).append(item)
-    return ended, others
+def _finished(pieces: list[_Piece]) -> tuple[list[_Piece], list[_Piece]]:
+    """The pieces that the device has finished, and the others. With two streams an end may come before its beginning."""
+    finished, others = list[_Piece](), list[_Piece]()
+    for piece in pieces:
+        (finished if piece.began.has_passed and piece.ended.has_passed else others).append(piece)
+    return finished, others

@@ -15,9 +15,19 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from pipedec.core import EpochEnded, PipedecError, SchedulerLost
-from pipedec.engine.told import PublishedOutput
-from pipedec.messages import CancelledEvent, ErrorEvent, Event, RunStats
+from msgspec.structs import replace
+
+from pipedec.core import PipedecError, SchedulerLost
+from pipedec.messages import (
+    CancelledEvent,
+    ErrorEvent,
+    Event,
+    LogprobsEvent,
+    PromptLogprobsEvent,
+    RunStats,
+    ThreadNews,
+    TokensEvent,
+)
 from pipedec.scheduler.protocol import Post, RankCalls, RankMessage, Remembered
 
 Frame = dict[str, Any]  # of the live feed: a JSON object
@@ -29,23 +39,63 @@ _SHOW_SECONDS = 0.1  # between two batches of frames of the live feed
 _FRAMES = 1000  # timesteps whose frames may wait
 _REFUSED_AT_ONCE = 1000
 _END = None  # among the posts: the thread must end
+_Rows = list[list[tuple[int, float]]]
+
+
+class PublishedOutput:
+    """Published events of one request, merged, to restore a Redis that has lost its data: readers drop known ones by index."""
+
+    def __init__(self, message: RankMessage) -> None:
+        self._message = message
+        self._token_ids: list[int] = list(message.told)
+        self._text: list[str] = []
+        self._first, self._length = 0, 0  # where the text begins, and its length, in characters
+        self._threads: dict[tuple[int, ...], ThreadNews] = {}
+        self._logprobs: _Rows = []
+        self._first_logprob: int | None = None
+        self._prompt_logprobs: _Rows = []
+
+    def note(self, event: Event) -> None:
+        """Record an event that is published, perhaps for the second time. Readers need no other event for the rest."""
+        match event:
+            case TokensEvent(token_ids, text, threads, index, offset):
+                self._token_ids[index:] = token_ids
+                if not self._text:
+                    self._first = offset
+                elif offset < self._first + self._length:
+                    self._text = ["".join(self._text)[: max(offset - self._first, 0)]]
+                self._text.append(text)
+                self._length = offset + len(text) - self._first
+                for news in threads or ():
+                    known = self._threads.get(news.path, replace(news, text=""))
+                    merged = known.text[: news.offset - known.offset] + news.text
+                    self._threads[news.path] = replace(news, text=merged, offset=known.offset)
+            case LogprobsEvent(logprobs, index):
+                self._first_logprob = index if self._first_logprob is None else self._first_logprob
+                self._logprobs[index - self._first_logprob :] = logprobs
+            case PromptLogprobsEvent(logprobs, index):
+                self._prompt_logprobs[index:] = logprobs
+
+    def remembered(self) -> Remembered:
+        """The request and its merged events."""
+        tokens = TokensEvent(list(self._token_ids), "".join(self._text), list(self._threads.values()) or None, 0, self._first)
+        logprobs = [LogprobsEvent(self._logprobs, self._first_logprob)] if self._first_logprob is not None else []
+        prompt = [PromptLogprobsEvent(self._prompt_logprobs)] if self._prompt_logprobs else []
+        outputs = [tokens] if self._token_ids or tokens.threads else []
+        return Remembered(self._message.number, self._message.text, (*prompt, *logprobs, *outputs))
 
 
 class RequestQueue:
     """Inside ``serving``: the requests of a run and their answers. Its methods are called by one thread, the pipeline's.
 
-    Calls that return something raise PipedecError if the thread has failed: Redis was lost, the run has failed, or its epoch has
-    ended. The same object continues in the next epoch, from ``begin_epoch`` on, and then publishes the remaining events. So calls
-    that publish do not fail: a token must not be taken by some listeners and not by others.
-
-    Attributes:
-        is_stopping: the run was asked to stop. Requests may still wait (see ``refuse``), but no further ones will come.
-        watcher: the name of the newest reader of the live feed; empty if there is none.
+    Calls that return something raise PipedecError if the thread has failed: Redis was lost, the run has failed, or its epoch
+    has ended. The same object continues in the next epoch, from ``begin_epoch`` on, and then publishes the remaining events. So
+    calls that publish do not fail: a token must not be taken by some listeners and not by others.
     """
 
     def __init__(self, scheduler: RankCalls) -> None:
-        self.is_stopping = False
-        self.watcher = ""
+        self.is_stopping = False  # the run was asked to stop; requests may still wait (see ``refuse``), but no more will come
+        self.watcher = ""  # the name of the newest reader of the live feed; empty if there is none
         self._frames: deque[list[Frame]] = deque(maxlen=_FRAMES)  # of the live feed, not published yet
         self._scheduler = scheduler
         self._posts: SimpleQueue[Post | None] = SimpleQueue()
@@ -63,11 +113,7 @@ class RequestQueue:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Run the thread while the run is up. If the context ends normally, every event has been published.
-
-        Raises:
-            PipedecError: the thread has failed.
-        """
+        """Run the thread while the run is up. Raises PipedecError unless every event has been published at the end."""
         thread = threading.Thread(target=self._run, name="request queue", daemon=True)
         thread.start()
         try:
@@ -83,11 +129,8 @@ class RequestQueue:
         self._failure = None
 
     def journal(self) -> list[RankMessage]:
-        """Requests that are running, before ``serving`` in a new epoch. Another process may have taken them. Requests that this
-        one has ended, or not given out yet, are not among them.
-
-        Raises:
-            PipedecError: Redis is lost, the run has failed, or this epoch has ended, too.
+        """Running requests before ``serving`` in a new epoch, also another process's; none that this one has ended or not
+        begun.
         """
         self._keep_posts()
         if self._unsent:
@@ -101,19 +144,20 @@ class RequestQueue:
 
     def remembered(self) -> list[Remembered]:
         """The running requests and what was published of them, to restore a Redis that has lost its data."""
-        given_out = [told.remembered() for told in [*self._running.values(), *self._ending.values()]]
+        given_out = [output.remembered() for output in [*self._running.values(), *self._ending.values()]]
         return given_out + [Remembered(message.number, message.text, ()) for message in self._arrived]
 
     def put(self, number: int, *events: Event) -> None:
         """Publish events of a running request soon, in the order of the calls for each request."""
-        if (told := self._running.get(number)) is not None:
-            told.note(*events)
+        if (output := self._running.get(number)) is not None:
+            for event in events:
+                output.note(event)
         self._posts.put(Post(number, events))
 
     def finish(self, number: int, *events: Event) -> None:
         """Publish the last events of a running request soon. They end it."""
-        if (told := self._running.pop(number, None)) is not None:
-            self._ending[number] = told
+        if (output := self._running.pop(number, None)) is not None:
+            self._ending[number] = output
         self._posts.put(Post(number, events, ends=True))
 
     def tell(self, stats: RunStats) -> None:
@@ -125,11 +169,7 @@ class RequestQueue:
         self._frames.append(frames)
 
     def arrivals(self, limit: int) -> list[RankMessage]:
-        """Requests that have arrived, at most ``limit``, earlier ones first. Does not wait.
-
-        Args:
-            limit: the pipeline's capacity. Further requests stay in Redis, in their order.
-        """
+        """At most ``limit`` requests that have arrived, the pipeline's capacity, in order. The others stay in Redis."""
         self.check()
         with self._changing:
             arrived, self._arrived = self._arrived[:limit], self._arrived[limit:]
@@ -151,19 +191,13 @@ class RequestQueue:
         return sorted(cancelled)
 
     def wait(self, timeout_seconds: float) -> RankMessage | None:
-        """For a pipeline in which nothing runs: the next ``request``, or ``stop``; None after ``timeout_seconds``."""
+        """For a pipeline in which nothing runs: the next request, or another message; None after ``timeout_seconds``."""
         self.check()
         with self._taking:
             message = self._arrived.pop(0) if self._arrived else self._scheduler.wait_request(timeout_seconds)
-        if message is None:
-            return None
-        if message.kind == "abort":
-            raise PipedecError(message.text)
-        if message.kind == "recover":
-            raise EpochEnded(message.text)
-        if message.kind == "request":
+        if message is not None and message.kind == "request":
             self.give_out(message)
-        self.is_stopping |= message.kind == "stop"
+        self.is_stopping |= message is not None and message.kind == "stop"
         return message
 
     def refuse(self, reason: str) -> None:
@@ -180,38 +214,32 @@ class RequestQueue:
         is_open = True
         try:
             while is_open:
-                is_open = self._publish()
+                is_open = self._take_posts(_LOOK_SECONDS)
+                has_posts = bool(self._unsent)
+                stats, self._stats = self._stats, None
+                if has_posts or stats is not None:
+                    self._publish_unsent(stats)
+                if is_open:
+                    time.sleep(_PAUSE_SECONDS if has_posts else 0.0)
                 if is_open and time.monotonic() > looked + _LOOK_SECONDS:
                     looked = time.monotonic()
                     self._look()
                 if self._frames and (not is_open or time.monotonic() > shown + _SHOW_SECONDS):
                     shown = time.monotonic()
-                    self._show()
+                    self._publish_frames()
                 if is_open and time.monotonic() > sought + _ORPHANS_SECONDS:
                     sought = time.monotonic()
                     self._scheduler.end_orphans()
         except PipedecError as error:
             self._failure = error
 
-    def _show(self) -> None:
+    def _publish_frames(self) -> None:
         """Publish the waiting frames of the live feed. Errors of Redis are left to the other calls."""
         frames = list[str]()
-        with suppress(IndexError):  # no more frames
-            while len(frames) < _FRAMES:
-                frames += [json.dumps(frame, separators=(",", ":")) for frame in self._frames.popleft()]
+        while self._frames and len(frames) < _FRAMES:
+            frames += [json.dumps(frame, separators=(",", ":")) for frame in self._frames.popleft()]
         with suppress(SchedulerLost):
             self._scheduler.show(frames)
-
-    def _publish(self) -> bool:
-        """Publish the queued posts, after waiting briefly for the first. Returns False at the end of the queue."""
-        goes_on = self._take_posts(_LOOK_SECONDS)
-        has_posts = bool(self._unsent)
-        stats, self._stats = self._stats, None
-        if has_posts or stats is not None:
-            self._publish_unsent(stats)
-        if goes_on:
-            time.sleep(_PAUSE_SECONDS if has_posts else 0.0)
-        return goes_on
 
     def _publish_unsent(self, stats: RunStats | None = None) -> None:
         self._scheduler.publish_all(self._unsent, stats)
@@ -241,19 +269,18 @@ class RequestQueue:
             return  # the pipeline waits for a request
         try:
             taken = self._scheduler.take(max(0, self._limit - len(self._arrived)))
+            cancelled = set(taken.cancelled)
             with self._changing:
                 self._arrived += taken.requests
-                self._note_cancelled(set(taken.cancelled))
+                ended = {
+                    message.number for message in self._arrived
+                } & cancelled  # not given out yet; the pipeline ends the others
+                self._arrived = [message for message in self._arrived if message.number not in ended]
+                for number in sorted(ended):
+                    self._posts.put(Post(number, (CancelledEvent(),), ends=True))
+                self._cancelled |= cancelled - ended - self._reported
+                self._reported = cancelled
             self.is_stopping |= taken.stopping
             self.watcher = taken.watcher
         finally:
             self._taking.release()
-
-    def _note_cancelled(self, cancelled: set[int]) -> None:
-        """End cancelled requests that were not given out yet; the pipeline ends the others."""
-        ended = {message.number for message in self._arrived} & cancelled
-        self._arrived = [message for message in self._arrived if message.number not in ended]
-        for number in sorted(ended):
-            self._posts.put(Post(number, (CancelledEvent(),), ends=True))
-        self._cancelled |= cancelled - ended - self._reported
-        self._reported = cancelled

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipedec.core import DEFAULT_METHOD, Step, Verdict
-from pipedec.engine.records import (
+from pipedec.engine.loop import (
     Advanced,
     Drained,
     Interrupted,
@@ -43,10 +43,10 @@ from pipedec.engine.records import (
     RequestClosed,
     RequestEnded,
     RequestOpened,
+    RequestPool,
     Timestep,
     Waits,
 )
-from pipedec.engine.request_pool import RequestPool
 from pipedec.forest import Remaining, ThreadChanges, apply_verdict
 from pipedec.live.view import VERSION, Frame
 from pipedec.threads import Sequence as ThreadSequence

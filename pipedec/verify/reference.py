@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from pipedec.core import SamplingParams
+from pipedec.engine.admission import Sequences
 from pipedec.engine.build import DTYPES
 from pipedec.engine.devices import chosen_device
-from pipedec.engine.sequences import Sequences
 from pipedec.model import load_transformers, rounded
 from pipedec.plan.spec import PipelineSpec
 from pipedec.verify.divergence import Divergence, first_difference

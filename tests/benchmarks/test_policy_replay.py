@@ -18,8 +18,7 @@ from benchmarks.policy.replay import Replayed, ReplayedAnswer, ReplayedPipeline,
 from pipedec.config import paper_cluster
 from pipedec.core import MethodOptions, Request, SamplingParams
 from pipedec.decoding import Drafter
-from pipedec.decoding.acceptance import AcceptanceModel
-from pipedec.decoding.choices import Choices
+from pipedec.decoding.acceptance import AcceptanceModel, Choices
 from pipedec.engine.build import load_drafter
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import BestFirstOptions, PipeDecOptions, PlainOptions, StaticTreeOptions

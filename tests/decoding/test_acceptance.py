@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipedec.decoding.acceptance import AcceptanceModel
-from pipedec.decoding.choices import NO_TOKEN, Choices
+from pipedec.decoding.acceptance import NO_TOKEN, AcceptanceModel, Choices
 
 PRIOR = (1.0, 0.0)
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pipedec.core import MaskParams
-from pipedec.decoding.candidates import CandidateTree, Forecast, RankChances, efficient, full, likeliest, straightforward
+from pipedec.decoding.bita import CandidateTree, Forecast, RankChances, efficient, full, likeliest, straightforward
 
 FORECAST = ((11, 12), (13, 14), (15, 16))
 

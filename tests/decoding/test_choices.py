@@ -11,14 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from pipedec.decoding.acceptance import AcceptanceModel
-from pipedec.decoding.choices import NO_TOKEN, Line
+from pipedec.decoding.acceptance import NO_TOKEN, AcceptanceModel, Line
 from pipedec.decoding.injection import InjectionTree
-from pipedec.decoding.proposers import MAX_MATCH, DraftProposal, NgramProposer, Occurrences
-from pipedec.decoding.scoring import Scoring
+from pipedec.decoding.proposers import DRAFT_PRIOR, MAX_MATCH, NgramProposer, Occurrences, Proposals, score
 from pipedec.tree import Candidates
 
-DRAFT = len(DraftProposal.prior)
+DRAFT = len(DRAFT_PRIOR)
 
 
 class Scored(InjectionTree):
@@ -42,12 +40,10 @@ def candidates(*children: dict[int, float]) -> Candidates:
 
 def scored(drafted: Candidates | None, found: list[Occurrences] | None, acceptance: AcceptanceModel | None = None) -> list[Line]:
     """The lines of the rows of one tree."""
-    prior = (*(DraftProposal.prior if drafted else ()), *(NgramProposer.prior if found else ()))
-    scoring, tree = Scoring(), Scored()
+    prior = (*(DRAFT_PRIOR if drafted else ()), *(NgramProposer.prior if found else ()))
+    tree = Scored()
     rows = range(len(found) if drafted is None else len(drafted.rows))
-    scoring.submit(acceptance or AcceptanceModel(prior), tree, rows, drafted, found)
-    scoring.score()
-    scoring.score()
+    score([Proposals(acceptance or AcceptanceModel(prior), tree, rows, drafted, found)])
     return tree.lines
 
 
@@ -96,8 +92,8 @@ def test_without_memory_for_a_draft_only_ngrams_propose() -> None:
 
 def test_trees_of_one_kind_are_scored_together_and_get_their_own_lines() -> None:
     """As each of them alone; what another request has learned stays its own."""
-    prior = (*DraftProposal.prior, *NgramProposer.prior)
-    shared, other, scoring = AcceptanceModel(prior), AcceptanceModel(tuple(0.5 * each for each in prior)), Scoring()
+    prior = (*DRAFT_PRIOR, *NgramProposer.prior)
+    shared, other = AcceptanceModel(prior), AcceptanceModel(tuple(0.5 * each for each in prior))
     asked = [
         (shared, candidates({7: 0.5, 3: 0.2}), [{3: 4}]),
         (other, candidates({7: 0.5, 3: 0.2}), [{3: 4}]),
@@ -105,9 +101,12 @@ def test_trees_of_one_kind_are_scored_together_and_get_their_own_lines() -> None
         (shared, candidates({4: 0.6, 5: 0.1}, {6: 0.3, 8: 0.2}), [{4: 8}, {1: 2}]),
     ]
     trees = [Scored() for _ in asked]
-    for tree, (acceptance, drafted, found) in zip(trees, asked, strict=True):
-        scoring.submit(acceptance, tree, range(len(found)), drafted, found)
-    scoring.score()
+    score(
+        [
+            Proposals(one, tree, range(len(found)), drafted, found)
+            for tree, (one, drafted, found) in zip(trees, asked, strict=True)
+        ]
+    )
     for tree, (acceptance, drafted, found) in zip(trees, asked, strict=True):
         alone = scored(drafted, found, acceptance)
         assert [line.token_ids for line in tree.lines] == [line.token_ids for line in alone]

@@ -8,8 +8,7 @@ import pytest
 
 from pipedec.core import Request, SamplingParams
 from pipedec.decoding.acceptance import AcceptanceModel
-from pipedec.decoding.controller import CHILDREN, MAX_FORWARDS, Controller, EnteredCounts, TimestepTiming
-from pipedec.decoding.experience import Experience
+from pipedec.decoding.controller import CHILDREN, MAX_FORWARDS, Controller, EnteredCounts, Experience, TimestepTiming
 from pipedec.methods import BestFirstOptions
 
 PASSAGE = 5

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from pipedec.decoding.choices import Choices, Line
+from pipedec.decoding.acceptance import Choices, Line
 from pipedec.decoding.injection import InjectionTree
 from pipedec.tree import PredictionTree
 
@@ -149,7 +149,7 @@ class Trio:
         self._naive.advance(tokens)
         self._stage.advance(tokens)
         _, hit, _ = self._injection.advance(tokens)
-        assert (hit, self._injection.root_has_entered) == (is_row, has_entered)
+        assert (hit, self._injection.num_entered > 0) == (is_row, has_entered)
         if not hit:
             self._injection.plant(tokens[-1])
             self._naive.plant(tokens[-1])
@@ -223,7 +223,7 @@ def test_a_subtree_that_was_drafted_but_not_entered_enters_whole_after_its_root_
     assert entered(injection, 1) == [(1, -1)]
     assert [draft(injection, count, TABLE) for count in (1, 2, 2)] == [[1], [2, 3], [4, 6]]
     changes, hit, _ = injection.advance([3])
-    assert hit and not injection.root_has_entered
+    assert hit and not injection.num_entered
     assert (changes.committed, changes.committed_ids, changes.num_rows) == ([0], [1], 5)
     chances = [math.exp(chance) for chance in islice(injection.entering_chances(), 4)]
     assert chances == pytest.approx([1.0, 0.5, 0.45, 0.4], abs=1e-4)
@@ -235,9 +235,9 @@ def test_an_accepted_row_in_the_pipeline_keeps_the_numbers_below_it() -> None:
     for _ in range(3):
         draft(injection, 1, TABLE)
     injection.enter(5)  # 1, 2, 4, 8, 3
-    assert injection.advance([2])[1] and injection.root_has_entered
+    assert injection.advance([2])[1] and injection.num_entered
     assert entered(injection, 2) == [(5, 0), (9, 1)]
-    assert injection.advance([4, 9])[1] and injection.root_has_entered
+    assert injection.advance([4, 9])[1] and injection.num_entered
     assert entered(injection, 2) == []
 
 

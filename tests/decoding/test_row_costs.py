@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 
-from pipedec.decoding.row_costs import RowCosts
+from pipedec.decoding.controller import RowCosts
 
 
 def measured(seconds: Callable[[int], float], rows: list[int], noise: float = 0.0) -> RowCosts:

@@ -71,7 +71,7 @@ def test_users_who_arrive_together_find_the_prefix_of_the_first() -> None:
     assert rows[:6] == [{0: 16}] * 6
     assert rows[6] == {0: 7, 1: 7, 2: 2}, "the others know what has entered before"
     assert sum(sum(each.values()) for each in rows) == 103 + 7 * 7
-    assert [several.cached_tokens(number) for number in range(8)] == [0, *[96] * 7]
+    assert [several.requests[number].cached_tokens for number in range(8)] == [0, *[96] * 7]
 
 
 def test_who_waits_first_begins_first() -> None:

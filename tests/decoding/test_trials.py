@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipedec.decoding.trials import Trials
+from pipedec.decoding.controller import Trials
 
 
 class Pipeline:

@@ -12,8 +12,8 @@ from support.memory_scheduler import MemoryScheduler
 from pipedec.client.client import Client
 from pipedec.config import Settings
 from pipedec.core import Accepted, Request, SamplingParams, StructuredOutputs, UserError, Verdict
+from pipedec.engine.admission import Sequences
 from pipedec.engine.answer import RunningAnswer
-from pipedec.engine.sequences import Sequences
 from pipedec.messages import CompletionEvent, Event, LogprobsEvent, PromptRequest, RunDescription, ThreadNews
 from pipedec.shipped import reference_pair
 from pipedec.text.prompt import Prompter

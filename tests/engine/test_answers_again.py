@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pipedec.client.reply import Delta, Reply
 from pipedec.core import Accepted, Request, SamplingParams, TokenLogprobs, UserError, Verdict
+from pipedec.engine.admission import Sequences
 from pipedec.engine.answer import EarlierOutput, RunningAnswer
-from pipedec.engine.sequences import Sequences
 from pipedec.messages import CompletionEvent, Event, LogprobsEvent, ThreadNews
 from pipedec.scheduler.protocol import published_token_ids
 from pipedec.shipped import reference_pair

@@ -10,8 +10,7 @@ from support.processes import wait_until
 from pipedec.config import Settings
 from pipedec.core import Request, RequestUpdate, SamplingParams, Verdict
 from pipedec.decoding import Batch
-from pipedec.engine.records import Record, RequestEnded
-from pipedec.engine.request_pool import RequestPool
+from pipedec.engine.loop import Record, RequestEnded, RequestPool
 from pipedec.engine.request_queue import RequestQueue
 from pipedec.kv import KVManager
 from pipedec.messages import RunDescription

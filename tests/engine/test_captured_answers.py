@@ -10,6 +10,7 @@ from support.captures import Repeated
 from support.specs import bare_spec
 from test_local_pipeline import LAYERS, NUM_TOKENS, OPTIONS, PROMPT, answer, expected, make_pipeline, models, request
 
+from pipedec.decoding import Batch
 from pipedec.engine.build import load_drafter, load_stage
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import METHODS, BitaOptions
@@ -58,7 +59,7 @@ def test_warmed_up_stages_capture_nothing_while_they_answer(models: Path, method
     assert drafter.num_lanes == drafter.used_slots == 0
     before = [one.captures for one in captures]
     assert before == [len(usual_sizes(spec.knee, 256))] * 5
-    pipeline = LocalPipeline(spec, stages, drafter)
+    pipeline = LocalPipeline(spec, stages, Batch(4, drafter, trained_masks=spec.trained_masks, knee=spec.knee))
     for prompt in (PROMPT, PROMPT * 8):
         tokens, _ = answer(pipeline, request(prompt, method=method, options=CHOSEN[method], ignore_eos=True))
         assert tokens == expected(models / "target", prompt, NUM_TOKENS)

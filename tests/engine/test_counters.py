@@ -9,7 +9,7 @@ from support.tiny_pair import Pair
 from pipedec.core import Metrics, NewRequest, Request, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
 from pipedec.engine.counters import Counters
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.records import Advanced, Record, RequestClosed, RequestEnded, RequestOpened, Timestep, Waits
+from pipedec.engine.loop import Advanced, Record, RequestClosed, RequestEnded, RequestOpened, Timestep, Waits
 from pipedec.methods import StaticTreeOptions
 from pipedec.threads import Sequence
 

@@ -10,8 +10,7 @@ import pytest
 
 from pipedec.core import NewRequest, Request, RequestUpdate, SamplingParams, StageMessage, Verdict
 from pipedec.decoding import TimestepTiming
-from pipedec.engine.loop import decode
-from pipedec.engine.records import (
+from pipedec.engine.loop import (
     Advanced,
     Drained,
     Interrupted,
@@ -19,10 +18,11 @@ from pipedec.engine.records import (
     RequestClosed,
     RequestEnded,
     RequestOpened,
+    RequestPool,
     Timestep,
     Waits,
+    decode,
 )
-from pipedec.engine.request_pool import RequestPool
 
 TIMING = TimestepTiming(0.01, 0.005, (0.001,))
 Results = tuple[RequestUpdate, ...]

@@ -18,11 +18,11 @@ from support.tiny_pair import CONTEXT, Pair
 
 from pipedec.config import Settings
 from pipedec.core import EpochEnded, PipedecError, SamplingParams, SchedulerLost, Verdict
-from pipedec.decoding import Drafter
+from pipedec.decoding import Batch, Drafter
 from pipedec.device import HostDevice
+from pipedec.engine.admission import Admission, Sequences
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
-from pipedec.engine.sequences import Sequences
 from pipedec.messages import (
     CompletionEvent,
     ErrorEvent,
@@ -90,8 +90,10 @@ class EndsAtOnce(MemoryScheduler):
 
 
 def loop_of(scheduler: MemoryScheduler, pair: Pair, load_drafter: Callable[[], Drafter] | None = None) -> DraftLoop:
-    wiring = Wiring(scheduler, NO_TRANSPORT, TOPOLOGY, Tracer(0), Sequences(pair.target))
-    return DraftLoop(Prompter(pair.target, CONTEXT), None, 0, wiring, load_drafter=load_drafter)
+    sequences = Sequences(pair.target)
+    wiring = Wiring(scheduler, NO_TRANSPORT, TOPOLOGY, Tracer(0), sequences)
+    admission = Admission(Prompter(pair.target, CONTEXT), sequences, TOPOLOGY.num_stages, None)
+    return DraftLoop(wiring, admission, Batch(TOPOLOGY.num_groups), load_drafter=load_drafter)
 
 
 def test_a_stop_that_comes_with_the_end_of_a_request_is_obeyed(pair: Pair) -> None:

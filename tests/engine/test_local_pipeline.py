@@ -16,6 +16,7 @@ from support.timesteps import check_timesteps
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from pipedec.core import MethodOptions, Metrics, Request, SamplingParams, UserError, Verdict
+from pipedec.decoding import Batch
 from pipedec.engine.build import DTYPES, load_stage
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import METHODS, BestFirstOptions, PipeDecOptions, PlainOptions, StaticTreeOptions, applicable_options
@@ -241,6 +242,6 @@ def test_stages_must_fill_the_topology(models: Path) -> None:
     spec = bare_spec(models / "target", LAYERS, (2, 2))
     stages = [load_stage(spec, rank, torch.device("cpu")) for rank in (1, 2)]
     with pytest.raises(ValueError, match="2 stages do not fill a topology of 3"):
-        LocalPipeline(bare_spec(models / "target", LAYERS, (3, 3)), stages)
+        LocalPipeline(bare_spec(models / "target", LAYERS, (3, 3)), stages, Batch(3))
     with pytest.raises(ValueError, match="the last stage must be a FinalStageWorker"):
-        LocalPipeline(spec, stages[::-1])
+        LocalPipeline(spec, stages[::-1], Batch(2))

@@ -15,7 +15,7 @@ from support.tiny_pair import Pair
 
 from pipedec.config import Settings, model_shape
 from pipedec.core import UserError
-from pipedec.engine.memory import allocated, measured_tokens, with_measured_memory
+from pipedec.engine.devices import allocated, measured_tokens, with_measured_memory
 from pipedec.model import StageModel
 from pipedec.plan.costs import CONTEXT_BYTES, ModelCosts
 from pipedec.plan.kv_memory import GpuMemory, RankNeeds, tokens_beside

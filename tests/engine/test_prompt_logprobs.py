@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 from pipedec.core import Request, RequestUpdate, SamplingParams, TokenLogprobs, UserError
 from pipedec.decoding import Batch
 from pipedec.engine.local import LocalAnswer, LocalPipeline
-from pipedec.engine.records import PromptScored, Record
-from pipedec.engine.request_pool import RequestPool
+from pipedec.engine.loop import PromptScored, Record, RequestPool
 from pipedec.threads import Sequence, load_dialect
 
 PROMPT = tuple(7 + (31 * index * index) % 290 for index in range(150))  # several chunks

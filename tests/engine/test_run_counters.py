@@ -11,9 +11,9 @@ from support.tiny_pair import Pair
 from pipedec.core import Request, RequestUpdate, SamplingParams, StageMessage, Step
 from pipedec.decoding import Batch, TimestepTiming
 from pipedec.decoding.request_state import POSITIONS, Tally
+from pipedec.engine.counters import ROW_BOUNDS, SECOND_BOUNDS, RunCounters
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.records import Timestep
-from pipedec.engine.run_counters import ROW_BOUNDS, SECOND_BOUNDS, RunCounters
+from pipedec.engine.loop import Timestep
 from pipedec.kv import KVManager
 from pipedec.messages import RunStats
 from pipedec.methods import StaticTreeOptions

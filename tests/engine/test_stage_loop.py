@@ -13,8 +13,8 @@ from support.fake_cuda import FakeCuda
 
 from pipedec.core import Load, NewRequest, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
 from pipedec.device import DeviceEvent, GpuDevice
+from pipedec.engine.admission import Sequences
 from pipedec.engine.rank_tasks import Wiring
-from pipedec.engine.sequences import Sequences
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import Event, StageStats, TraceEvents
 from pipedec.scheduler import Granted, RankMessage, Task

@@ -23,12 +23,9 @@ from torch import Tensor
 
 from pipedec.core import NewRequest, Request, RequestUpdate, SamplingParams, StageMessage, Step
 from pipedec.decoding import Batch, TimestepTiming
-from pipedec.engine.emulated_time import Pacer
 from pipedec.engine.local import LocalStages
-from pipedec.engine.loop import decode
-from pipedec.engine.recorder import Recorder
-from pipedec.engine.records import Timestep
-from pipedec.engine.request_pool import RequestPool
+from pipedec.engine.loop import RequestPool, Timestep, decode
+from pipedec.engine.recorder import Pacer, Recorder
 from pipedec.forest import Forest, forest_of
 from pipedec.kv import KVManager
 from pipedec.methods import applicable_options

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from golden.questions import Question
 from pipedec.core import SamplingParams
-from pipedec.engine.sequences import Sequences
+from pipedec.engine.admission import Sequences
 from pipedec.model import load_transformers
 from pipedec.sampling.filters import tempered
 from pipedec.sampling.noise import gumbel

@@ -12,7 +12,7 @@ import torch
 
 from pipedec.bench.sweep.pipelines import ModelPair, emulated
 from pipedec.config import paper_cluster
-from pipedec.decoding import LaneSizes
+from pipedec.decoding import Batch, LaneSizes
 from pipedec.engine.build import load_drafter, load_stage
 from pipedec.engine.local import LocalPipeline
 from pipedec.kv import KVManager
@@ -42,7 +42,9 @@ class Models:
 
     def pipeline(self, kv: KVManager, lane_sizes: LaneSizes = LaneSizes()) -> LocalPipeline:
         """A pipeline that has learned nothing yet."""
-        return LocalPipeline(self.spec, self.stages, self._drafter, CPU, kv=kv, lane_sizes=lane_sizes)
+        spec, groups = self.spec, self.spec.topology.num_groups
+        batch = Batch(groups, self._drafter, CPU, spec.trained_masks, spec.knee, kv=kv, lane_sizes=lane_sizes)
+        return LocalPipeline(spec, self.stages, batch)
 
     @cached_property
     def roomy(self) -> LocalPipeline:

@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 
 from golden.pipelines import Models
 from pipedec.core import Metrics, Request
-from pipedec.engine.records import Record, Timestep
+from pipedec.engine.loop import Record, Timestep
 
 COUNTERS = ("timesteps", "hits", "misses", "draft_tokens", "cached_tokens", "pauses")
 STATS = ("prompt_rows", "root_rows", "draft_rows", "mask_rows", "drafts", "accepted_tokens", "accepted_per_pos")

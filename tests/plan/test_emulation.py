@@ -20,8 +20,8 @@ from pipedec.config import paper_cluster
 from pipedec.core import Load, Request, SamplingParams, UserError
 from pipedec.device import GpuDevice
 from pipedec.engine.devices import chosen_device
-from pipedec.engine.emulated_time import EmulatedClock, Pacer, TimestepLoad, Turn, turn_of
 from pipedec.engine.local import LocalPipeline
+from pipedec.engine.recorder import EmulatedClock, Pacer, TimestepLoad, Turn, turn_of
 from pipedec.hardware import LINKS, LinkSpec, PassTime
 from pipedec.messages import PromptRequest, RunDescription, to_json
 from pipedec.plan.costs import RankTiming
@@ -179,11 +179,11 @@ def test_pacer_sleeps_the_rest_and_reports_overruns() -> None:
         time.sleep(0.025)
     assert pacer.take_overran()
     assert not pacer.take_overran(), "an overrun is told once"
+    sender = Pacer(emulation(slow_motion=2.0), 0)
     start = time.perf_counter()
-    with pacer.sending(0, 7):
-        pass
+    sender.delay_sending(7)
     assert time.perf_counter() - start >= 0.002
-    assert not pacer.take_overran()
+    assert not sender.take_overran()
 
 
 def test_pacer_waits_until_the_device_has_done_the_real_work() -> None:
@@ -237,7 +237,7 @@ def test_a_shared_device_is_that_of_one_run_and_its_two_ranks(tmp_path: Path, mo
     shared = replace(emulation(), shared_stage=2)
     assert [isinstance(turn_of(shared, rank, "run"), Turn) for rank in range(4)] == [True, False, True, False]
     assert not any(isinstance(turn_of(one, 0, "run"), Turn) for one in (None, emulation()))
-    code = 'from pipedec.engine.emulated_time import Turn\nwith Turn("other"):\n    print("has its own")\n'
+    code = 'from pipedec.engine.recorder import Turn\nwith Turn("other"):\n    print("has its own")\n'
     with Turn("run"):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "has its own\n"
@@ -245,8 +245,8 @@ def test_a_shared_device_is_that_of_one_run_and_its_two_ranks(tmp_path: Path, mo
 
 def test_pacer_without_emulation_does_nothing() -> None:
     pacer = Pacer(None, 1)
-    with pacer.computing(Load(1000)), pacer.sending(0, 1000):
-        pass
+    with pacer.computing(Load(1000)):
+        pacer.delay_sending(1000)
     assert not pacer.take_overran()
 
 

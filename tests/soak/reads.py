@@ -23,7 +23,7 @@ from pipedec.bench.options import Counts, Methods
 from pipedec.bench.record import Row, append_rows, check_writable, header, plain
 from pipedec.config import AUTO, Settings, settings_options
 from pipedec.core import PipedecError, Request, SamplingParams, UserError
-from pipedec.engine.build import load_drafter, load_prompter, load_stage, resolve
+from pipedec.engine.build import load_drafter, load_prompter, load_stage, new_batch, resolve
 from pipedec.engine.local import LocalPipeline
 from pipedec.flags import Help, check_fields, own_options, partial_of, run_command
 from pipedec.methods import find_method, make_options
@@ -86,7 +86,7 @@ def _pipeline(spec: PipelineSpec, counted: CountedDevice) -> LocalPipeline:
     stages = [load_stage(spec, rank, DEVICE) for rank in range(1, spec.settings.cut.stages + 1)]
     for rank, stage in enumerate(stages, start=1):
         _attribute(stage, counted, f"stage {rank}")
-    return LocalPipeline(spec, stages, load_drafter(spec, DEVICE), DEVICE, kv=spec.kv_manager())
+    return LocalPipeline(spec, stages, new_batch(spec, load_drafter(spec, DEVICE), DEVICE))
 
 
 def _attribute(worker: StageWorker, counted: CountedDevice, name: str) -> None:

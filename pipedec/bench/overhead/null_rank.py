@@ -17,8 +17,8 @@ from pipedec.bench.overhead.critical_path import critical_path_lengths
 from pipedec.bench.overhead.null_stage import NullFinalStage, NullStage, Probe, ScriptedDraftLoop
 from pipedec.cluster.lease import LeaseKeeper
 from pipedec.config import Settings
+from pipedec.engine.admission import Sequences
 from pipedec.engine.rank_tasks import Wiring
-from pipedec.engine.sequences import Sequences
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import RunDescription
 from pipedec.plan.spec import DISPATCHES

@@ -215,10 +215,10 @@ class ScriptedDraftLoop(DraftLoop):
     """Rank 0 without a draft model and a tokenizer, which submits its requests itself."""
 
     def __init__(self, probe: Probe, client: ClientCalls, wiring: Wiring) -> None:
-        super().__init__(cast(Prompter, OneWordPrompter()), None, 0, wiring)
+        admission = cast(Admission, ScriptedAdmission(wiring.topology.num_stages))
+        super().__init__(wiring, admission, Batch(wiring.topology.num_groups))
         self._client = client
         self._batch = self._pool.batch = cast(Batch, ScriptedBatch(probe))
-        self._admission = cast(Admission, ScriptedAdmission(wiring.topology.num_stages))
         self._probe = probe
 
     @contextmanager
