@@ -102,24 +102,20 @@ class StructuredOutputs(Record, frozen=True):
         given = [name for name in STRUCTURES if getattr(self, name) is not None]
         if len(given) != 1:
             raise UserError(f"structured_outputs must have one of {', '.join(STRUCTURES)}, not {' and '.join(given) or 'none'}")
-        name = given[0]
+        name, value = given[0], getattr(self, given[0])
         if name == "json":
-            force_setattr(self, name, _schema_text(self.json))
+            force_setattr(self, name, _schema_text(value))
         elif name == "choice":
-            force_setattr(self, name, _texts(self.choice))
-        elif name != "json_object" and not (isinstance(getattr(self, name), str) and getattr(self, name)):
+            if not (isinstance(value, list | tuple) and value and all(isinstance(text, str) for text in value)):
+                raise UserError("structured_outputs.choice must be a list of texts that is not empty")
+            force_setattr(self, name, tuple(value))
+        elif name != "json_object" and not (isinstance(value, str) and value):
             raise UserError(f"structured_outputs.{name} must be a text that is not empty")
 
     @property
     def kind(self) -> str:
         """The name of the given one."""
         return next(name for name in STRUCTURES if getattr(self, name) is not None)
-
-
-def _texts(choice: Any) -> tuple[str, ...]:
-    if isinstance(choice, list | tuple) and choice and all(isinstance(text, str) for text in choice):
-        return tuple(choice)
-    raise UserError("structured_outputs.choice must be a list of texts that is not empty")
 
 
 def _schema_text(schema: Any) -> str:
@@ -245,7 +241,7 @@ class Request:
         trace: record every task of every rank.
         threads: the dialect in which the model may open decode threads (``Dialect.to_json``); None for a single thread.
         priority: requests of a lower one are served first.
-        said: earlier tokens of an answer in one thread, after which it continues.
+        output_token_ids: earlier tokens of an answer in one thread, after which it continues.
     """
 
     number: int
@@ -352,9 +348,9 @@ class NewRequest(Record, frozen=True):
         tokens_per_mask: tokens that each mask row predicts; 0 without masks.
         threads: the dialect (``Dialect.to_json``); None for an answer in one thread.
         trace: record every task.
-        said: earlier tokens of the answer, after which the request continues. Prompt and ``said`` enter first.
+        output_token_ids: earlier tokens of the answer, after which the request continues. They and the prompt enter first.
         slots: of every stage's KV pool, for the request's rows; ``RequestUpdate.slots`` adds more.
-        cached: how many tokens of prompt and ``said``, from the first one on, are in these slots already; never all of them.
+        cached: how many of the tokens that enter first, from the first one on, are in these slots already; never all of them.
         copied: the place of the last ``copied[1]`` of the ``cached`` tokens in the pool, from slot ``copied[0]`` on: each stage
             copies them to the request's own slots when it opens the request. The others are shared with other requests.
     """
@@ -418,7 +414,7 @@ def _nothing_to_await() -> None:
 class StageMessage:
     """A message from one rank to the next at a timestep: an update for each request concerned. Numbers are distinct.
 
-    An envelope without updates only signals that the timestep has reached this rank. Activations may still be on their way when
+    A message without updates only signals that the timestep has reached this rank. Activations may still be on their way when
     everything else has been received, so that verdicts are replayed meanwhile.
 
     Attributes:
@@ -460,7 +456,7 @@ class Metrics(Struct, forbid_unknown_fields=True):
             client.
         cached_tokens: tokens of the prompt that were not computed, because another request's KV cache had them.
         pauses: how often the answer was paused because KV memory ran short.
-        resumed_tokens: tokens of the answer that were not decoded, because the request contained them (``Request.said``).
+        resumed_tokens: tokens of the answer that were not decoded, because the request contained them (``Request``).
         recoveries: how often the answer was interrupted because ranks, or Redis, were lost.
     """
 

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,38 +19,6 @@ from torch import Tensor
 HOST = torch.device("cpu")
 Stream = Any  # of the calls of ``torch.cuda``, which a test replaces
 Event = Any
-
-
-class DeviceEvent(Protocol):
-    """A point in a device's work, after everything that the stream of the mark had been given before."""
-
-    @property
-    def has_passed(self) -> bool:
-        """Whether the device has come so far. Does not wait."""
-
-    @property
-    def seconds(self) -> float:
-        """When the device came so far. Raises RuntimeError if it has not yet."""
-
-    def wait(self) -> None:
-        """Wait on the host until the device has come so far."""
-
-    def join(self, tensors: Sequence[Tensor] = ()) -> None:
-        """Let the present stream wait for the mark before it carries out what it is given from now on. The host does not wait.
-
-        Args:
-            tensors: made on the stream of the mark; their memory is not used again before the present stream is done with them.
-        """
-
-
-class Device(Protocol):
-    """A device as its host sees it."""
-
-    def record_event(self) -> DeviceEvent:
-        """A mark after all that the present stream has been given so far."""
-
-    def beside(self, name: str) -> AbstractContextManager[Any]:
-        """In the context, the device is given work on a stream of this name, which waits for no other stream."""
 
 
 class HostEvent(NamedTuple):
@@ -67,7 +35,7 @@ class HostEvent(NamedTuple):
 
 
 class HostDevice:
-    """The CPU: what it is given is done when the call returns."""
+    """The CPU: the work that it is given is done when the call returns."""
 
     def record_event(self) -> DeviceEvent:
         return HostEvent(time.perf_counter())
@@ -76,11 +44,12 @@ class HostDevice:
         return nullcontext()
 
 
-class _GpuEvent:
-    """An event on a stream, and an earlier event of which it is known when the device reached it.
+class GpuEvent:
+    """A point in a GPU's work, after everything that the stream of the mark had been given before.
 
     Args:
-        origin: the earlier event, and its time.
+        event: of CUDA.
+        origin: an earlier event, and when the device reached it.
         present: returns the present stream.
     """
 
@@ -91,18 +60,26 @@ class _GpuEvent:
 
     @property
     def has_passed(self) -> bool:
+        """Whether the device has come so far. Does not wait."""
         return bool(self._event.query()) and bool(self._origin[0].query())
 
     @property
     def seconds(self) -> float:
+        """When the device came so far. Raises RuntimeError if it has not yet."""
         event, seconds = self._origin
         return seconds + float(event.elapsed_time(self._event)) / 1000
 
     def wait(self) -> None:
+        """Wait on the host until the device has come so far."""
         self._event.synchronize()
         self._origin[0].synchronize()  # of another stream, maybe
 
     def join(self, tensors: Sequence[Tensor] = ()) -> None:
+        """Let the present stream wait for the mark before it carries out what it is given from now on. The host does not wait.
+
+        Args:
+            tensors: made on the stream of the mark; their memory is not used again before the present stream is done with them.
+        """
         stream = self._present()
         stream.wait_event(self._event)
         for tensor in tensors:
@@ -133,13 +110,15 @@ class GpuDevice:
         self._origin: tuple[Event, float] = (first, now())
 
     def record_event(self) -> DeviceEvent:
+        """A mark after all that the present stream has been given so far."""
         is_idle, now = bool(self._present().query()), self._now()
         event = self._recorded()
         if is_idle:
             self._origin = (event, now)
-        return _GpuEvent(event, self._origin, self._present)
+        return GpuEvent(event, self._origin, self._present)
 
     def beside(self, name: str) -> AbstractContextManager[Any]:
+        """In the context, the device is given work on a stream of this name, which waits for no other stream."""
         if name not in self._streams:
             self._streams[name] = self._cuda.Stream(self._device)
         context: AbstractContextManager[Any] = self._cuda.stream(self._streams[name])
@@ -152,6 +131,10 @@ class GpuDevice:
 
     def _present(self) -> Stream:
         return self._cuda.current_stream(self._device)
+
+
+DeviceEvent = HostEvent | GpuEvent
+Device = HostDevice | GpuDevice
 
 
 def device_of(place: torch.device) -> Device:

@@ -14,7 +14,6 @@ Plain Python; knows no tensor, no stage and no method.
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -26,22 +25,17 @@ _MOST_COMPARED = 64  # latest blocks that are compared with the beginning of a p
 
 
 class FreeRuns:
-    """Blocks 0 to ``total`` − 1, all of them free at first.
-
-    Attributes:
-        total: number of free blocks.
-    """
+    """Blocks 0 to ``total`` − 1, all of them free at first. Later ``total`` is the number of free ones."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self._lengths = {0: total}  # by the first block of each run
-        self._starts = [0]  # ascending
+        self._firsts = {total: 0}  # the first block of each run, by the block after its last
 
     def take(self, number: int, after: int | None = None) -> list[int]:
         """Take ``number`` blocks, in one run if possible: the one that follows block ``after``, else the smallest that suffices.
 
-        Raises:
-            ValueError: fewer are free.
+        Raises ValueError if fewer are free.
         """
         if number > self.total:
             raise ValueError(f"{number} blocks were asked for, but {self.total} are free")
@@ -54,12 +48,11 @@ class FreeRuns:
                     start = min(fitting)[1]
                 elif start not in self._lengths:
                     start = max(self._lengths, key=lambda first: self._lengths[first])
-            length, place = self._lengths.pop(start), bisect(self._starts, start) - 1
+            length = self._lengths.pop(start)
+            del self._firsts[start + length]
             if length > missing:
-                self._starts[place] = start + missing
                 self._lengths[start + missing] = length - missing
-            else:
-                del self._starts[place]
+                self._firsts[start + length] = start + missing
             taken += range(start, start + min(length, missing))
             after = taken[-1]
         self.total -= number
@@ -69,15 +62,10 @@ class FreeRuns:
         """Free these blocks. Their runs are merged with their neighbours."""
         for start, length in runs_of(sorted(blocks)):
             self.total += length
-            place = bisect(self._starts, start)
-            if place < len(self._starts) and self._starts[place] == start + length:
-                length += self._lengths.pop(self._starts.pop(place))
-            before = self._starts[place - 1] if place else None
-            if before is not None and before + self._lengths[before] == start:
-                self._lengths[before] += length
-            else:
-                self._starts.insert(place, start)
-                self._lengths[start] = length
+            length += self._lengths.pop(start + length, 0)
+            first = self._firsts.pop(start, start)
+            self._lengths[first] = self._lengths.get(first, 0) + length
+            self._firsts[start + length] = first
 
 
 def runs_of(blocks: Iterable[int], size: int = 1) -> Iterator[tuple[int, int]]:
@@ -99,7 +87,7 @@ class KnownBlock:
     """A block whose tokens are known.
 
     Attributes:
-        tokens: its tokens, after those of its parents.
+        tokens: after those of its parents.
         block: its place.
         users: running requests with this prefix.
         used_at: when the last of them left; −1 while there are any, and once the block is forgotten.
@@ -114,10 +102,7 @@ class KnownBlock:
 
 
 class Prefixes:
-    """The tree of known tokens.
-
-    Args:
-        block: tokens of a full block.
+    """The tree of known tokens, ``block`` of them in a full block.
 
     Attributes:
         num_kept: blocks that no running request uses.
@@ -190,11 +175,7 @@ class Prefixes:
         return known.block
 
     def evict(self) -> int:
-        """Forget the block that was not used for the longest time. Returns its place.
-
-        Raises:
-            IndexError: all blocks are in use.
-        """
+        """Forget the block that was not used for the longest time. Returns its place. Raises IndexError if all are in use."""
         while True:
             used_at, _, known = heappop(self._leaving)
             if known.used_at == used_at:
@@ -212,7 +193,7 @@ class Prefixes:
 
 @dataclass(frozen=True)
 class Lease:
-    """The memory of a request that opens; the attributes are those of ``Opening``."""
+    """The memory of a request that opens; the attributes are those of ``NewRequest``."""
 
     slots: SlotRuns
     cached: int = 0
@@ -311,13 +292,10 @@ class KVManager:
         return None if plan is None else plan.cached
 
     def open(self, number: int, token_ids: Sequence[int], slots: int) -> Lease | None:
-        """Give a request ``slots`` slots in all, including those of the longest known prefix.
+        """Give a request ``slots`` slots in all, including those of the longest known prefix; None if there is no room now.
 
         Args:
             token_ids: the tokens that enter first: prompt, and the answer so far. At least the last one is never adopted.
-
-        Returns:
-            None if there is no room now.
 
         Raises:
             ValueError: the request is open already.
@@ -367,8 +345,7 @@ class KVManager:
     def extend(self, number: int, token_ids: Sequence[int]) -> None:
         """Note the tokens in the next slots of a request, from slot ``cached`` of its lease on, valid from the next timestep on.
 
-        Raises:
-            ValueError: it has fewer slots.
+        Raises ValueError if it has fewer slots.
         """
         holder = self._holders[number]
         if not self.shares_prefixes:
@@ -399,10 +376,9 @@ class KVManager:
             self._free.give([self._prefixes.evict()])
 
     def _make_known(self, holder: _Holder, has_ended: bool = False) -> bool:
-        """Make the full blocks after the holder's path known to others.
+        """Make the full blocks after the holder's path known to others. Returns whether all were made known.
 
-        Returns:
-            whether all were made known. A block whose tokens another running request has, too, is not, until this one has ended.
+        A block whose tokens another running request has, too, is not, until this one has ended.
         """
         full = len(holder.rest) - len(holder.rest) % self.block
         for first in range(0, full, self.block):
@@ -424,13 +400,14 @@ class KVManager:
         path, source, num_more = self._prefixes.find(token_ids[:-1]) if self.shares_prefixes else ([], None, 0)
         num_adopted, num_new = len(path) * self.block, max(-(-slots // self.block) - len(path), 0)
         available = self._free.total + self._prefixes.num_kept - sum(not known.users for known in path)
+        if num_new > available:
+            return None
         if source is not None and num_new:
             if len(source.tokens) == num_more < self.block:
-                plan = _Plan(path, source, num_adopted + num_more, num_new - 1, takes_over=True)
-                return plan if num_new <= available else None
+                return _Plan(path, source, num_adopted + num_more, num_new - 1, takes_over=True)
             if num_new <= available - (not source.users):
                 return _Plan(path, source, num_adopted + num_more, num_new)
-        return _Plan(path, None, num_adopted, num_new) if num_new <= available else None
+        return _Plan(path, None, num_adopted, num_new)
 
     def _take(self, number: int, blocks: Sequence[int]) -> list[int]:
         """Take as many blocks as asked for, those after ``blocks`` if possible."""

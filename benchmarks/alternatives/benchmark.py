@@ -127,7 +127,7 @@ class CountedStage(StageModel):
     count: PassCount
 
     def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:
-        self.count.add(len(inputs), self.num_layers / self.config.num_layers)
+        self.count.add(len(inputs), len(self.layers) / self.config.num_layers)
         return super().forward(inputs, lanes)
 
 

@@ -208,10 +208,10 @@ def _measure_forward(
 
     stopwatch = Stopwatch(device, operations.repeats)
     time_us = stopwatch.time_us(drop_rows, lambda entering: stage.forward(hidden_RE, entering))
-    cached = lanes * stage.num_layers * (past + rows) * config.num_cache_elements_per_row
-    num_bytes = stage.num_bytes + cached * stage.dtype.itemsize
-    attention = 4 * stage.num_layers * num_rows * (past + rows) * config.num_heads * config.head_dim
-    flops = 2 * num_rows * stage.num_layers * config.num_layer_parameters + attention
+    cached = lanes * len(stage.layers) * (past + rows) * config.num_cache_elements_per_row
+    num_bytes = stage.weights.num_bytes + cached * stage.dtype.itemsize
+    attention = 4 * len(stage.layers) * num_rows * (past + rows) * config.num_heads * config.head_dim
+    flops = 2 * num_rows * len(stage.layers) * config.num_layer_parameters + attention
     bound_ms, bound_by = roofline.bound_ms(num_bytes, flops)
     return {
         "operation": "forward", "past": past, "lanes": lanes, "rows": num_rows, "time_us": time_us, "bytes": num_bytes,

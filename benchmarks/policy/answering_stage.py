@@ -15,10 +15,9 @@ from torch import Tensor
 
 from pipedec.bench.overhead.no_layers import no_layers, sequence_of
 from pipedec.core import NewRequest, RequestUpdate, SamplingParams, Step, Verdict
-from pipedec.forest import ThreadChanges
 from pipedec.model import KVCache
 from pipedec.stage.final import FinalLane, FinalStageWorker, SlotTokens
-from pipedec.tree import Advance
+from pipedec.tree import Advance, ThreadChanges
 
 
 @dataclass

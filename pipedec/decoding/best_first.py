@@ -54,7 +54,7 @@ class BestFirst(Method):
         """N-grams of the other threads, the prompt and, last, what the thread itself sees, also before it was resumed."""
         sequence, number = self.context.sequence, self.thread
         threads = sequence.threads
-        seen = [token for other, count in sequence.context(number) for token in threads[other].token_ids[:count]]
+        seen = [token for other, count in threads[number].context() for token in threads[other].token_ids[:count]]
         siblings = [] if number == 0 else [t for thread in threads if thread.number != number for t in thread.token_ids]
         own = threads[0].token_ids if number == 0 else []
         return NgramProposer((*siblings, *self.context.request.prompt_token_ids, *seen, *own))

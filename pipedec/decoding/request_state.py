@@ -20,11 +20,10 @@ import torch
 from pipedec.core import MaskParams, NewRequest, Request, Step, Verdict
 from pipedec.decoding.budget import Claim, Demand
 from pipedec.decoding.method import Method, MethodContext, new_method
-from pipedec.forest import Remaining, ThreadChanges, apply_verdict, position_root
 from pipedec.kv import Lease
 from pipedec.threads import NewSequence, State
 from pipedec.threads import Sequence as ThreadSequence
-from pipedec.tree import is_mask
+from pipedec.tree import Remaining, ThreadChanges, apply_verdict, is_mask, position_root
 
 ROWS_OF_SEVERAL_THREADS = 128  # rows of a whole step that threads share; more if the options allow one thread more
 POSITIONS = 16  # below a root, at which accepted tokens are counted separately

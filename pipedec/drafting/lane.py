@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from pipedec.device import to_device
-from pipedec.forest import Slots
-from pipedec.forest.slots import UNSEEN
 from pipedec.grammar import Bitmask
 from pipedec.model import LaneRows
 from pipedec.model.cache import KVCache
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import DraftRows, DraftTree, RowChanges, Visibility
+from pipedec.tree.forest import UNSEEN, Slots
 
 _CHAINED = -1  # replaces the row of a token that is in no tree
 Row = tuple[int, int]  # thread, and row of its tree
@@ -198,7 +197,7 @@ class _ThreadLabels:
         positions = _tensor([position for entry in requested for position in entry.tree.positions_of(entry.rows)])
         seen = self._seen(chain, threads, requested, [row for _, row in slots])
         entering = torch.cat((chain_positions, positions))
-        slot_positions = torch.cat((self._slots.past_positions, self._positions, entering))
+        slot_positions = torch.cat((self._slots.past[2], self._positions, entering))
         self._commit(chain[0], chain[1], chain_positions)
         self._threads = torch.cat((self._threads, threads))
         self._positions = torch.cat((self._positions, positions))
@@ -216,7 +215,7 @@ class _ThreadLabels:
         indices = torch.where(rows == 0, root_indices[of_threads], UNSEEN)
         indices[len(slot_rows) : len(slot_rows) + num_chained] = chain[1]
         seen = self._slots.seen(of_threads[len(slot_rows) :], of_threads, indices)
-        seen_RN = seen[:, self._slots.past_length :]
+        seen_RN = seen[:, self._slots.past.shape[1] :]
         seen_RN[:num_chained] &= ~((of_threads == chain[0][:, None]) & (indices > chain[1][:, None]))
         first = num_chained
         for entry in requested:

@@ -3,9 +3,7 @@
 Importing this package does not import torch; only its module ``masks`` needs it.
 """
 
-from pipedec.grammar.bitmask import NOTHING, Bitmask
-from pipedec.grammar.grammar import MAX_FORCED, Grammar
-from pipedec.grammar.structures import check
-from pipedec.grammar.vocabulary import Vocabulary
+from pipedec.grammar.grammar import MAX_FORCED, NOTHING, Bitmask, Grammar
+from pipedec.grammar.structures import Vocabulary, check
 
 __all__ = ["MAX_FORCED", "NOTHING", "Bitmask", "Grammar", "Vocabulary", "check"]

@@ -1,20 +1,45 @@
-"""The structure of one answer: which tokens may follow its tokens so far and any path after them.
+"""The structure of one answer: which tokens, a set with one bit each, may follow its tokens so far and any path after them.
 
 The allowed tokens are a pure function of these. Owns the parser's state and cached results; knows no trees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from llguidance import LLMatcher
 
-from pipedec.grammar.bitmask import NOTHING, Bitmask
-
 MAX_FORCED = 64  # tokens of a chain
 MAX_STATES = 1024  # that are kept: of each its mask, an eighth of a byte per token of the vocabulary
+
+
+@dataclass(frozen=True)
+class Bitmask:
+    """A set of token ids. Tokens beyond the bits are not in it.
+
+    Attributes:
+        bits: of token id t, bit t % 8 of byte t // 8.
+    """
+
+    bits: bytes = b""
+
+    @classmethod
+    def of(cls, *token_ids: int) -> Bitmask:
+        return cls(sum(1 << token for token in set(token_ids)).to_bytes(max(token_ids, default=-1) // 8 + 1, "little"))
+
+    def __contains__(self, token: int) -> bool:
+        return 0 <= token < 8 * len(self.bits) and bool(self.bits[token // 8] >> token % 8 & 1)
+
+    def __iter__(self) -> Iterator[int]:
+        """Token ids, the lowest first."""
+        for index, byte in enumerate(self.bits):
+            if byte:
+                yield from (8 * index + bit for bit in range(8) if byte >> bit & 1)
+
+
+NOTHING = Bitmask()
 
 
 @dataclass
@@ -75,7 +100,7 @@ class Grammar:
         """
         state = self._state(path)
         if state.allowed is None:
-            state.allowed = self._mask(path) if state.forced is None else Bitmask.of(state.forced)
+            state.allowed = Bitmask(self._moved(path)[0].compute_bitmask()) if state.forced is None else Bitmask.of(state.forced)
         return state.allowed
 
     def forced(self, path: Sequence[int] = (), most: int = MAX_FORCED) -> tuple[int, ...]:
@@ -124,10 +149,6 @@ class Grammar:
         allowed = Bitmask(matcher.compute_bitmask())
         may_go_on = any(token not in self._end_token_ids for token in islice(allowed, len(self._end_token_ids) + 1))
         return _State(None, allowed=allowed) if may_go_on else _State(self._end_token_ids[0])
-
-    def _mask(self, path: Sequence[int]) -> Bitmask:
-        matcher, _ = self._moved(path)
-        return Bitmask(matcher.compute_bitmask())
 
     def _is_end(self, token_ids: Sequence[int]) -> bool:
         return bool(token_ids) and token_ids[-1] in self._end_token_ids

@@ -9,14 +9,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipedec.grammar.bitmask import Bitmask
+from pipedec.grammar.grammar import Bitmask
 
 
 def mask_logits(logits_RV: Tensor, allowed: Sequence[Bitmask]) -> Tensor:
     """A copy of the logits in which those of tokens that are not allowed are −inf. V may differ from the number of bits.
 
-    Args:
-        allowed: of each row. A row of which none of the V tokens is allowed is on an impossible path: its logits stay.
+    A row of which none of the V tokens is allowed is on an impossible path: its logits stay.
     """
     packed_RB = _packed(allowed, logits_RV.shape[1])
     packed_RB[~packed_RB.any(1)] = 255

@@ -1,7 +1,4 @@
-"""Translation of a user's structure for llguidance, and checks of it.
-
-Knows grammars; the caller passes in the tokens.
-"""
+"""Translation of a user's structure for llguidance, checks of it, and the tokens of a checkpoint as its parsers need them."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import reduce
+from functools import lru_cache, partial, reduce
 from itertools import takewhile
 from operator import getitem
 from typing import TYPE_CHECKING, Any
@@ -18,10 +15,13 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from pipedec.core import StructuredOutputs, UserError
+from pipedec.grammar.grammar import Bitmask, Grammar
+from pipedec.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
+_MAX_KEPT = 16  # structures
 _MAX_CHECKS = 200  # of a schema, to find the place of a mistake
 _MAX_MESSAGE = 300  # characters
 # Blanks as Python's ``json.dumps`` writes them: they are forced, and no model loops in them.
@@ -61,7 +61,10 @@ def source(structure: StructuredOutputs) -> str:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in structure.choice)
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")  # one terminal: there may be thousands
     if structure.grammar is not None:
-        return LLMatcher.grammar_from_lark(_lark(structure.grammar))
+        try:
+            return LLMatcher.grammar_from_lark(any_to_lark(structure.grammar))  # from Lark or GBNF
+        except Exception as error:
+            raise UserError(f"structured_outputs.grammar: {one_line(str(error))}") from None
     return _schema_source({"type": "object"})
 
 
@@ -77,14 +80,6 @@ def _schema_source(schema: dict[str, Any]) -> str:
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
     except (ValueError, RecursionError) as error:  # it is nested too deeply
         raise UserError(f"structured_outputs.json: {one_line(str(error))}") from None
-
-
-def _lark(grammar: str) -> str:
-    """From Lark or GBNF."""
-    try:
-        return any_to_lark(grammar)
-    except Exception as error:
-        raise UserError(f"structured_outputs.grammar: {one_line(str(error))}") from None
 
 
 def _place(schema: Any, message: str, mistake_of: Callable[[Any], str]) -> str:
@@ -118,5 +113,51 @@ def _without(schema: Any, at: tuple[str | int, ...]) -> Any:
 def one_line(message: str) -> str:
     """The parser's first lines, up to its quotation of the source."""
     lines = [line.strip() for line in re.sub(r"^at \d+\(\d+\): (?=invalid regex)", "", message).splitlines()]
-    told = list(takewhile(lambda line: not re.match(r"\d+ \|", line), lines))
-    return " ".join(line for line in told if line.strip("^ "))[:_MAX_MESSAGE]
+    before = list(takewhile(lambda line: not re.match(r"\d+ \|", line), lines))
+    return " ".join(line for line in before if line.strip("^ "))[:_MAX_MESSAGE]
+
+
+class Vocabulary:
+    """A tokenizer's tokens. Those of a model that its tokenizer does not have are never allowed.
+
+    Args:
+        end_token_ids: the model's end tokens; without any the tokenizer's, which is enough to check structures.
+
+    Raises:
+        UserError: structured outputs are not possible with this tokenizer, or without end tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, end_token_ids: tuple[int, ...] = ()) -> None:
+        where = f"structured_outputs are not possible with the model in {tokenizer.directory}"
+        own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self._end_token_ids = end_token_ids or own
+        if not self._end_token_ids:
+            raise UserError(f"{where}: it names no end token")
+        try:
+            self._tokens = LLTokenizer(tokenizer.to_json(), eos_token=list(self._end_token_ids))
+        except ValueError as error:
+            raise UserError(f"{where}: its tokenizer cannot be used: {one_line(str(error))}") from None
+        self._started = lru_cache(maxsize=_MAX_KEPT)(self._start)
+
+    def check(self, structure: StructuredOutputs) -> None:
+        """Raises UserError as ``structures.check``; also if a grammar names a special token that is not in the vocabulary, or if
+        nothing can match, because everything contains itself.
+        """
+        check(structure, self._tokens)
+        matcher = self.matcher(structure)
+        if not matcher.is_accepting() and set(Bitmask(matcher.compute_bitmask())) <= set(self._end_token_ids):
+            raise UserError(f"structured_outputs.{structure.kind}: no text is possible")
+
+    def matcher(self, structure: StructuredOutputs) -> LLMatcher:
+        """At the structure's start. Raises UserError as ``check``, but for the place."""
+        return self._started(structure).deep_copy()
+
+    def grammar(self, structure: StructuredOutputs) -> Grammar:
+        """The grammar of a new answer. Its ``allowed`` and ``forced`` raise UserError as ``matcher``."""
+        return Grammar(partial(self.matcher, structure), self._end_token_ids)
+
+    def _start(self, structure: StructuredOutputs) -> LLMatcher:
+        matcher = LLMatcher(self._tokens, source(structure), log_level=0)
+        if matcher.is_error():
+            raise UserError(f"structured_outputs.{structure.kind}: {one_line(matcher.get_error())}")
+        return matcher

@@ -47,9 +47,9 @@ from pipedec.engine.loop import (
     Timestep,
     Waits,
 )
-from pipedec.forest import Remaining, ThreadChanges, apply_verdict
 from pipedec.live.view import VERSION, Frame
 from pipedec.threads import Sequence as ThreadSequence
+from pipedec.tree import Remaining, ThreadChanges, apply_verdict
 
 _PROMPT = 400  # characters of a prompt that are shown
 

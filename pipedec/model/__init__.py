@@ -1,5 +1,4 @@
-"""The stage model: consecutive layers of a LLaMA-family checkpoint, with a two-level KV cache per request and tree
-attention.
+"""The stage model: consecutive layers of a LLaMA-family checkpoint, with a two-level KV cache per request and tree attention.
 
 Knows tensors and Hugging Face checkpoints, but not the cluster, tokenizers or decoding methods.
 """
@@ -9,32 +8,15 @@ from pipedec.model.attention import LaneRows
 from pipedec.model.bita import BitaConfig, BitaWeights, checked_bita
 from pipedec.model.cache import KVCache, KVPool, KVShape
 from pipedec.model.captured_graphs import NewCapture, device_capture
-from pipedec.model.checkpoint import Checkpoint
+from pipedec.model.checkpoint import Checkpoint, load_transformers
 from pipedec.model.draft_vocabulary import DraftVocabulary
 from pipedec.model.flash_lanes import described_attention
 from pipedec.model.matrices import rounded
 from pipedec.model.stage_model import StageModel
-from pipedec.model.transformers_model import load_transformers
 from pipedec.model.warm_up import FirstForward, Usual, warm_up
 
 __all__ = [
-    "BitaConfig",
-    "BitaWeights",
-    "Checkpoint",
-    "DraftVocabulary",
-    "FirstForward",
-    "KVCache",
-    "KVPool",
-    "KVShape",
-    "LaneRows",
-    "ModelConfig",
-    "NewCapture",
-    "StageModel",
-    "Usual",
-    "checked_bita",
-    "described_attention",
-    "device_capture",
-    "load_transformers",
-    "rounded",
-    "warm_up",
-]
+    "BitaConfig", "BitaWeights", "Checkpoint", "DraftVocabulary", "FirstForward", "KVCache", "KVPool", "KVShape", "LaneRows",
+    "ModelConfig", "NewCapture", "StageModel", "Usual", "checked_bita", "described_attention", "device_capture",
+    "load_transformers", "rounded", "warm_up",
+]  # fmt: skip

@@ -1,7 +1,8 @@
 """The rows of requests in a forward, and their attention over the accepted past and the prediction tree (paper Algorithm 1).
 
 Each row attends to its own request's cache only. The scores over past and tree share one softmax; the past needs no mask. For
-CPU and CUDA, request by request. Knows caches and masks; knows neither weights nor what the rows stand for.
+CPU and CUDA, request by request. ``Rectangles`` let one call attend for several requests. Knows caches and masks; knows neither
+weights nor what the rows stand for.
 
 Shape legend: R rows in this step, P past tokens, N tree slots including this step's rows, S = P + N, H query heads,
 K key-value heads, G = H / K, D head size, E hidden size, V vocabulary, L layers.
@@ -69,7 +70,7 @@ class LaneRows:
     @property
     def num_prompt_slots(self) -> int:
         """Q if there are mask rows, which alone attend to the learned prompt; else 0."""
-        return self.cache.prompt_length if self.num_masks else 0
+        return len(self.cache.prompt) if self.num_masks else 0
 
     @property
     def num_slots(self) -> int:
@@ -77,10 +78,8 @@ class LaneRows:
         return self.num_prompt_slots + self.cache.length + self.num_rows
 
     def slots(self) -> list[range]:
-        """The pool's slots that any of the rows attends to, run by run: learned prompt, past and tree, then the rows' own.
-
-        Raises:
-            ValueError: the cache has too few slots for the rows.
+        """The pool's slots that any of the rows attends to, run by run: learned prompt, past and tree, then the rows' own. Raises
+        ValueError if the cache has too few slots for the rows.
         """
         rows = self.cache.ranges(0, self.cache.length + self.num_rows)
         return [self.cache.prompt, *rows] if self.num_prompt_slots else rows
@@ -169,7 +168,11 @@ class AttentionPlan:
             if window is None and past_length == 0:
                 biases[window] = None
                 continue
-            seen_RS = _causal_mask(past_length, rows, window, device)
+            slots_S = torch.arange(past_length + rows, device=device)  # their numbers are positions
+            positions_R1 = slots_S[past_length:, None]
+            seen_RS = slots_S <= positions_R1
+            if window is not None:
+                seen_RS &= slots_S > positions_R1 - window
             biases[window] = torch.zeros(seen_RS.shape, dtype=dtype, device=device).masked_fill_(~seen_RS, -torch.inf)
         return cls(True, biases)
 
@@ -186,7 +189,6 @@ class AttentionPlan:
         """For rows of prediction trees.
 
         Args:
-            visibility: the slots that each row attends to.
             positions_R: int64 position ids of the rows.
             windows: the sliding windows of the layers, None for a layer without one.
             group: G.
@@ -246,7 +248,7 @@ class AttentionPart:
     @classmethod
     def of_masks(cls, lane: LaneRows, first: int, shape: LayersShape) -> AttentionPart:
         """The mask rows of a lane whose rows begin at ``first``."""
-        visibility, positions_R, prompt = lane.visibility_of_masks(), lane.positions[lane.num_tokens :], lane.cache.prompt_length
+        visibility, positions_R, prompt = lane.visibility_of_masks(), lane.positions[lane.num_tokens :], len(lane.cache.prompt)
         plan = AttentionPlan.for_tree(visibility, positions_R, shape.windows, shape.group, shape.dtype, prompt)
         rows = slice(first + lane.num_tokens, first + lane.num_rows)
         return cls(rows, plan, lane.cache.pool.reader(lane.slots()))
@@ -278,17 +280,12 @@ class LaneAttention:
 
 
 def tree_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:
-    """Attention of a step's rows over past and tree (paper Algorithm 1).
+    """Attention of a step's rows over past and tree (paper Algorithm 1): out_RHD.
 
     Args:
         q_RHD: rotated queries.
-        keys_KSD: rotated keys of past, tree and this step's rows.
-        values_KSD: values of the same slots.
-        plan: the plan of this step; its windows include ``window``.
-        window: the layer's sliding window, or None.
-
-    Returns:
-        out_RHD.
+        keys_KSD, values_KSD: rotated keys, and values, of past, tree and this step's rows.
+        plan: the plan of this step; its windows include ``window``, that of the layer.
     """
     rows, heads, head_dim = q_RHD.shape
     kv_heads, slots, _ = keys_KSD.shape
@@ -312,9 +309,67 @@ def in_window(visibility: Visibility, positions_R: Tensor, window: int) -> Tenso
     return positions_S > positions_R[:, None] - window
 
 
-def _causal_mask(past_length: int, rows: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [R, S] for rows that directly follow the past, where slot numbers are positions."""
-    positions_R1 = torch.arange(past_length, past_length + rows, device=device)[:, None]
-    slots_S = torch.arange(past_length + rows, device=device)
-    seen_RS = slots_S <= positions_R1
-    return seen_RS if window is None else seen_RS & (slots_S > positions_R1 - window)
+@dataclass(frozen=True)
+class Rectangles:
+    """The rows of B requests, and the cache slots that they attend to, padded to the most rows M and slots N of any of them.
+
+    Attributes:
+        rows: int64 [B, M], indices into the forward's rows; filled up with a request's first row.
+        slots: int64 [B, N], slots of the pool; filled up with a request's first one.
+        order: int64 [T], the T rows without padding, as indices into [B · M].
+    """
+
+    rows: Tensor
+    slots: Tensor
+    order: Tensor
+
+    @classmethod
+    def empty(cls, requests: int, most_rows: int, most_slots: int, rows: int) -> Rectangles:
+        """B, M, N and T; all indices are 0, on the host."""
+        sizes = (requests, most_rows), (requests, most_slots), (rows,)
+        return cls(*(torch.zeros(size, dtype=torch.int64) for size in sizes))
+
+    @classmethod
+    def of(cls, rows: Sequence[range], slots: Sequence[Sequence[range]], device: torch.device) -> Rectangles:
+        """The smallest rectangles for each request's range of the forward's rows and its runs of slots of the pool."""
+        most_rows, most_slots = max(map(len, rows)), max(sum(map(len, runs)) for runs in slots)
+        found = cls.empty(len(rows), most_rows, most_slots, sum(map(len, rows)))
+        found.fill(rows, slots)
+        return cls(*(to_device(indices, device) for indices in (found.rows, found.slots, found.order)))
+
+    def fill(self, rows: Sequence[range], slots: Sequence[Sequence[range]]) -> None:
+        """Enter the requests' rows and slots (see ``of``) into rectangles on the host. The other entries keep their values."""
+        first = 0
+        for index, (own, runs) in enumerate(zip(rows, slots, strict=True)):
+            fill_indices(self.rows[index], [own])
+            fill_indices(self.slots[index], runs)
+            start = index * self.rows.shape[1]
+            torch.arange(start, start + len(own), out=self.order[first : first + len(own)])
+            first += len(own)
+
+    def folded(self, q_RHD: Tensor, kv_heads: int) -> Tensor:
+        """The queries of all requests, [B, K, M·G, D]: the heads that share a key-value head are rows."""
+        (requests, most_rows), head_dim = self.rows.shape, q_RHD.shape[2]
+        return q_RHD[self.rows].view(requests, most_rows, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
+
+    def keys_values(self, cached: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all requests, each [B, K, N, D], from those of a layer, [2, K, slots of the pool, D]."""
+        _, kv_heads, _, head_dim = cached.shape
+        gathered = cached.index_select(2, self.slots.flatten()).view(2, kv_heads, len(self.slots), -1, head_dim)
+        keys, values = gathered.transpose(1, 2).unbind(0)
+        return keys, values
+
+    def unfolded(self, folded: Tensor, heads: int) -> Tensor:
+        """[B, K, M·G, X], in the order of ``folded``, to [T, H, X]."""
+        requests, kv_heads, _, size = folded.shape
+        rows = folded.view(requests, kv_heads, self.rows.shape[1], -1, size).transpose(1, 2)
+        return rows.reshape(-1, heads, size)[self.order]
+
+
+def fill_indices(target: Tensor, ranges: Iterable[range]) -> None:
+    """Write the numbers of ``ranges`` one after the other, then repeat the first one."""
+    first = 0
+    for numbers in ranges:
+        torch.arange(numbers.start, numbers.stop, out=target[first : first + len(numbers)])
+        first += len(numbers)
+    target[first:] = target[0]

@@ -7,26 +7,26 @@ Q prompt tokens, D head size, M masks, E hidden size.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from msgspec import Meta, ValidationError, convert
+from msgspec.structs import asdict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from pipedec.checkpoints import SINGLE_FILE, check_trained_for
 from pipedec.config import ModelConfig
-from pipedec.core import UserError
+from pipedec.core import Record, UserError
 
 MAX_MASKS = 16
-PROMPTINGS = ("deep", "shallow", "none")
 _FORMAT = "pipedec-bita-1"
 
 
-@dataclass(frozen=True)
-class BitaConfig:
+class BitaConfig(Record, frozen=True):
     """``config.json`` of a BiTA directory.
 
     Attributes:
@@ -38,9 +38,9 @@ class BitaConfig:
     """
 
     target: str
-    num_masks: int
-    num_prompt_tokens: int
-    prompting: str = "deep"
+    num_masks: Annotated[int, Meta(ge=1, le=MAX_MASKS)]
+    num_prompt_tokens: Annotated[int, Meta(ge=0)]
+    prompting: Literal["deep", "shallow", "none"] = "deep"
 
     @classmethod
     def from_directory(cls, directory: Path) -> BitaConfig:
@@ -53,18 +53,9 @@ class BitaConfig:
         if not isinstance(raw, dict) or raw.pop("format", None) != _FORMAT:
             raise UserError(f"{path} is not of format {_FORMAT}: give a directory that pipedec train bita wrote")
         try:
-            config: BitaConfig | None = cls(**raw)
-        except TypeError:
-            config = None
-        if config is None or not config._is_valid():
-            raise UserError(f"{path} is damaged: train again, or copy it again")
-        return config
-
-    def _is_valid(self) -> bool:
-        kinds = [type(value) for value in (self.target, self.num_masks, self.num_prompt_tokens, self.prompting)]
-        if kinds != [str, int, int, str]:
-            return False
-        return 1 <= self.num_masks <= MAX_MASKS and self.num_prompt_tokens >= 0 and self.prompting in PROMPTINGS
+            return convert(raw, cls)
+        except ValidationError:
+            raise UserError(f"{path} is damaged: train again, or copy it again") from None
 
 
 @dataclass(frozen=True)
@@ -81,16 +72,17 @@ class BitaWeights:
 
     @classmethod
     def load(cls, directory: Path, config: ModelConfig, layers: range, dtype: torch.dtype, device: torch.device) -> BitaWeights:
-        """Read the tensors of ``layers`` only.
-
-        Args:
-            config: the target's shape.
+        """Read the tensors of ``layers`` only, for a target of the shape ``config``.
 
         Raises:
             UserError: the file is missing or truncated, or a shape does not match the BiTA's config and the target.
         """
         path = directory / SINGLE_FILE
-        expected = _shapes(BitaConfig.from_directory(directory), config)
+        bita = BitaConfig.from_directory(directory)
+        expected = {
+            "prompt": (config.num_layers, 2, config.num_kv_heads, bita.num_prompt_tokens, config.head_dim),
+            "masks": (bita.num_masks, config.hidden_size),
+        }
         try:
             with safe_open(str(path), framework="pt") as file:
                 slices = {name: file.get_slice(name) for name in expected if name in file.keys()}  # noqa: SIM118
@@ -133,8 +125,3 @@ def checked_bita(directory: Path, target: Path) -> BitaConfig:
     BitaWeights.load(directory, model, range(1), torch.float32, torch.device("cpu"))
     check_trained_for(directory, target)
     return config
-
-
-def _shapes(bita: BitaConfig, target: ModelConfig) -> dict[str, tuple[int, ...]]:
-    prompt = (target.num_layers, 2, target.num_kv_heads, bita.num_prompt_tokens, target.head_dim)
-    return {"prompt": prompt, "masks": (bita.num_masks, target.hidden_size)}

@@ -25,13 +25,7 @@ Reader = Callable[[int], tuple[Tensor, Tensor]]  # by layer: keys_KSD, values_KS
 
 @dataclass(frozen=True)
 class KVShape:
-    """The contents of a slot of a pool: a key and a value for each of K key-value heads of L layers.
-
-    Attributes:
-        num_layers: L.
-        num_kv_heads: K.
-        head_dim: D.
-    """
+    """The contents of a slot of a pool: a key and a value of D numbers for each of K key-value heads of L layers."""
 
     num_layers: int
     num_kv_heads: int
@@ -74,17 +68,8 @@ class KVPool:
         if prompt is not None:
             self.tensor[:, :, :, self.slots : self.slots + num_prompt_tokens] = prompt
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the tensor in bytes."""
-        return self.tensor.nbytes
-
     def write(self, layer: int, slots: slice | Tensor, keys_RKD: Tensor, values_RKD: Tensor) -> None:
-        """Write rows of any caches to one layer.
-
-        Args:
-            slots: their places; a slice, or int64 [R].
-        """
+        """Write rows of any caches to ``slots``, a slice or int64 [R], of one layer."""
         for part, rows_RKD in enumerate((keys_RKD, values_RKD)):
             if isinstance(slots, slice):
                 self.tensor[layer, part, :, slots] = rows_RKD.transpose(0, 1)
@@ -100,11 +85,7 @@ class KVPool:
             first += len(target)
 
     def reader(self, ranges: Sequence[range]) -> Reader:
-        """Reads keys_KSD and values_KSD of some slots, a layer at a time, when they have been written there.
-
-        Args:
-            ranges: of slots, at least one. A single one is read without copying.
-        """
+        """Reads keys_KSD and values_KSD of one or more ranges of slots, a layer at a time; of a single one without copying."""
         parts = [self.tensor[:, :, :, part.start : part.stop] for part in ranges]  # each [L, 2, K, slots, D]
         if len(parts) == 1:
             views = parts[0].flatten(0, 1).unbind(0)
@@ -143,7 +124,7 @@ class KVCache:
 
     Attributes:
         pool: the pool of its slots.
-        prompt: the pool's slots of the learned prompt; empty without one.
+        prompt: the pool's slots of the learned prompt, Q or none.
         slots: number of rows that it can hold.
         past_length: number of accepted rows.
         length: number of rows in both levels.
@@ -173,17 +154,8 @@ class KVCache:
         """Number of speculative rows."""
         return self.length - self.past_length
 
-    @property
-    def prompt_length(self) -> int:
-        """Q, tokens of the learned prompt in front of slot 0."""
-        return len(self.prompt)
-
     def extend(self, runs: SlotRuns) -> None:
-        """Add slots of the pool after the present ones.
-
-        Raises:
-            ValueError: a run is not in the pool, or is not one of whole blocks.
-        """
+        """Add slots of the pool after the present ones. Raises ValueError for runs that are not whole blocks of the pool."""
         for first, count in runs:
             if first % self.pool.block or count % self.pool.block or not 0 <= first < first + count <= self.pool.slots:
                 raise ValueError(
@@ -201,11 +173,7 @@ class KVCache:
         self.past_length = self.length = 0
 
     def ranges(self, first: int, stop: int) -> list[range]:
-        """The pool's slots of the slots from ``first`` to before ``stop``, run by run; at least one range.
-
-        Raises:
-            ValueError: there are fewer slots than that.
-        """
+        """The pool's slots of slots ``first`` to ``stop`` − 1, run by run: one range or more. Raises ValueError beyond all."""
         if stop > self.slots:
             raise ValueError(f"{stop} rows do not fit into the {self.slots} slots that this request was given")
         if len(self._runs) == 1:
@@ -228,21 +196,10 @@ class KVCache:
         block = self.pool.block
         return [first // block for run in self.ranges(0, slots) for first in range(run.start, run.stop, block)]
 
-    def view(self, layer: int, extra_rows: int = 0, with_prompt: bool = False) -> tuple[Tensor, Tensor]:
-        """keys_KSD, values_KSD of past and tree in one layer.
-
-        Args:
-            extra_rows: also include this number of rows just written after them.
-            with_prompt: put the learned prompt first.
-        """
-        rows = self.ranges(0, self.length + extra_rows)
-        return self.pool.reader([self.prompt, *rows] if with_prompt and self.prompt else rows)(layer)
-
     def append(self, rows: int, to_past: bool = False) -> None:
         """Add ``rows`` written rows to the tree level, or ``to_past``.
 
-        Raises:
-            ValueError: there are too few slots for them, or ``to_past`` with rows in the tree.
+        Raises ValueError if there are too few slots for them, or for ``to_past`` with rows in the tree.
         """
         if rows < 0 or self.length + rows > self.slots:
             raise ValueError(f"{rows} rows cannot have been written: {self.length} of {self.slots} slots are used")
@@ -255,12 +212,8 @@ class KVCache:
     def advance(self, committed: Tensor, kept: Tensor) -> None:
         """Commit tree rows to the past and prune those that are not kept (one copy over all layers).
 
-        Args:
-            committed: int64 indices into the tree rows, in the order in which they join the past; on the host.
-            kept: int64 indices into the tree rows, in their new order; on the host.
-
-        Raises:
-            ValueError: an index is outside the tree or occurs twice.
+        Both arguments are int64 indices into the tree rows, in their new order, on the host. Raises ValueError if an index is
+        outside the tree or occurs twice.
         """
         order, past, size = committed.tolist() + kept.tolist(), self.past_length, self.length - self.past_length
         if len(set(order)) != len(order) or (order and not 0 <= min(order) <= max(order) < size):
@@ -270,13 +223,9 @@ class KVCache:
         self.length = past + len(order)
 
     def release(self, kept: Tensor) -> None:
-        """Drop all past rows except ``kept``; the tree follows directly after them.
+        """Drop all past rows except ``kept``, int64 slots on the host, ascending; the tree follows directly after them.
 
-        Args:
-            kept: int64 slots of the past, ascending; on the host.
-
-        Raises:
-            ValueError: a slot is outside the past or out of order.
+        Raises ValueError if a slot is outside the past or out of order.
         """
         slots = kept.tolist()
         if slots != sorted(set(slots)) or not all(0 <= slot < self.past_length for slot in slots):

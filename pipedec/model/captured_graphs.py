@@ -1,23 +1,30 @@
 """Captured forwards: a stage's computation is recorded once for each bucket of sizes and then replayed as one graph.
 
-Owns the tensors that the graphs read and write, and when a forward is captured. Knows neither layers nor weights; CUDA only in
-``CudaCapture``. Shapes as in ``buckets``.
+Owns the buckets, the tensors that the graphs read and write, and when a forward is captured. A bucket holds any smaller forward.
+Padding rows do no harm: their keys and values go to a slot that no request has, and no row of a request attends to them.
+Knows caches and masks, but neither layers nor weights; CUDA only in ``CudaCapture``. Shapes as in ``Rectangles``; R includes
+padding rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pipedec.config import captures_graphs
 from pipedec.core import UserError
-from pipedec.hardware import CAPTURED_ROWS
-from pipedec.model.attention import LaneRows, LayersShape, RowAttention
-from pipedec.model.buckets import Bucket, BucketBuffers, BucketTensors
+from pipedec.hardware import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
+from pipedec.model.attention import LaneRows, LayersShape, Rectangles, RowAttention, fill_indices, in_window
 from pipedec.model.cache import KVPool
+from pipedec.tree import Visibility
 
+FEWEST_SLOTS = 128  # of a request
+MOST_FILLING = 4  # the rectangles may have this many times as many rows as the forward
 MOST_GRAPHS = 256  # of one pool
 _WARM_UPS = 2  # runs before a capture, in which libraries allocate their memory
 
@@ -106,7 +113,12 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.device(self._device):
-                self._warm_up(run)
+                current = torch.cuda.current_stream()
+                self._stream.wait_stream(current)
+                with torch.cuda.stream(self._stream):  # each run writes the same keys and values to the same slots
+                    for _ in range(_WARM_UPS):
+                        run()
+                current.wait_stream(self._stream)
                 with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"):
                     run()
         except RuntimeError as error:
@@ -114,16 +126,190 @@ class CudaCapture:
             raise UserError(f"the layers cannot be captured as a CUDA graph ({reason}): set PIPEDEC_GRAPHS=off") from error
         return graph.replay
 
-    def _warm_up(self, run: Run) -> None:
-        """Run on the stream of the capture. Each run writes the same keys and values to the same slots."""
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS):
-                run()
-        current.wait_stream(self._stream)
-
 
 def device_capture(device: torch.device) -> Capture | None:
     """How forwards on a device are captured: as CUDA graphs unless the user has turned them off; on a CPU not at all."""
     return CudaCapture(device) if device.type == "cuda" and captures_graphs() else None
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The sizes of a forward, each rounded up to a power of two.
+
+    Attributes:
+        rows: R, of all requests together.
+        requests: B.
+        most_rows, most_slots: M and N, of any request.
+    """
+
+    rows: int
+    requests: int
+    most_rows: int
+    most_slots: int
+
+    @classmethod
+    def of(cls, lanes: Sequence[LaneRows]) -> Bucket | None:
+        """The smallest bucket that holds these rows; None if there is none, as for many or very uneven rows."""
+        bucket = cls(
+            _power(sum(lane.num_rows for lane in lanes)),
+            _power(len(lanes)),
+            _power(max(lane.num_rows for lane in lanes)),
+            _power(max(FEWEST_SLOTS, *(lane.num_slots for lane in lanes))),
+        )
+        return bucket if bucket.is_small else None
+
+    @classmethod
+    def of_one(cls, rows: int, slots: int) -> Bucket:
+        """The bucket of a single request, even if it is not small."""
+        return cls(_power(rows), 1, _power(rows), _power(max(FEWEST_SLOTS, slots)))
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the buffers are large enough for it, and little of it is padding."""
+        in_rectangles, num_slots = self.requests * self.most_rows, self.requests * self.most_slots
+        if self.rows > CAPTURED_ROWS or num_slots > CAPTURED_SLOTS or in_rectangles * self.most_slots > CAPTURED_CELLS:
+            return False
+        return in_rectangles <= MOST_FILLING * self.rows
+
+
+def usual_sizes(rows: int, slots: int) -> list[tuple[int, int]]:
+    """Rows and slots of forwards of one request, ascending by slots: one for each bucket up to this size, at least 1 of both."""
+    counts = [min(1 << exponent, rows) for exponent in range(_power(rows).bit_length())]
+    contexts = [min(FEWEST_SLOTS << exponent, slots) for exponent in range(max(_power(slots) // FEWEST_SLOTS, 1).bit_length())]
+    sizes = [(count, context) for context in contexts for count in counts if count <= context]
+    return [size for size in sizes if Bucket.of_one(*size).is_small]
+
+
+class BucketBuffers:
+    """The memory that all buckets of a stage share: one forward at a time. It is allocated once and never moves.
+
+    Args:
+        inputs: one row of the stage's input.
+        windows: the sliding windows of the layers.
+        head_dim: D.
+    """
+
+    def __init__(self, inputs: Tensor, windows: Sequence[int | None], head_dim: int, dtype: torch.dtype) -> None:
+        device = inputs.device
+        self.windows = tuple(dict.fromkeys(windows))
+        self.inputs = torch.zeros((CAPTURED_ROWS, *inputs.shape[1:]), dtype=inputs.dtype, device=device)
+        self.cos, self.sin = torch.zeros(2, CAPTURED_ROWS, head_dim, dtype=dtype, device=device)
+        self.indices = torch.zeros((2 + MOST_FILLING) * CAPTURED_ROWS + CAPTURED_SLOTS, dtype=torch.int64, device=device)
+        self.seen = torch.zeros(len(self.windows), CAPTURED_CELLS, dtype=torch.bool, device=device)
+
+
+@dataclass(frozen=True)
+class BucketTensors:
+    """The inputs of a forward of one bucket: views of ``BucketBuffers``, so that its values change and its addresses do not.
+
+    Attributes:
+        bucket: the sizes.
+        inputs: int64 [R], or hidden_RE.
+        cos, sin: [R, D].
+        indices: int64, the memory of ``slots`` and ``rectangles``.
+        slots: int64 [R], where keys and values are written in the pool.
+        rectangles: with T = R.
+        seen: for each sliding window, bool [B, M, N]: which slots of its request a row attends to.
+    """
+
+    bucket: Bucket
+    inputs: Tensor
+    cos: Tensor
+    sin: Tensor
+    indices: Tensor
+    slots: Tensor
+    rectangles: Rectangles
+    seen: Mapping[int | None, Tensor]
+
+    @classmethod
+    def of(cls, bucket: Bucket, buffers: BucketBuffers) -> BucketTensors:
+        rows, size = bucket.rows, (bucket.requests, bucket.most_rows, bucket.most_slots)
+        indices = buffers.indices[: 2 * rows + bucket.requests * (bucket.most_rows + bucket.most_slots)]
+        slots, rectangles = _split(indices, bucket)
+        seen = {window: part[: size[0] * size[1] * size[2]].view(size)
+                for window, part in zip(buffers.windows, buffers.seen, strict=True)}  # fmt: skip
+        return cls(bucket, buffers.inputs[:rows], buffers.cos[:rows], buffers.sin[:rows], indices, slots, rectangles, seen)
+
+    def fill(self, inputs: Tensor, cos_sin: tuple[Tensor, Tensor], lanes: Sequence[LaneRows], spare_slot: int) -> None:
+        """Enter the rows of a forward. Padding takes the ``spare_slot``, and overwrites leftovers of earlier forwards."""
+        num_rows = sum(lane.num_rows for lane in lanes)
+        for target, source in zip((self.inputs, self.cos, self.sin), (inputs, *cos_sin), strict=True):
+            target[:num_rows].copy_(source)
+        self._fill_indices(lanes, spare_slot)
+        for window, seen_BMN in self.seen.items():
+            seen_BMN.zero_()
+            for lane, seen_MN in zip(lanes, seen_BMN, strict=False):
+                _mark_lane(seen_MN[: lane.num_rows], lane, window)
+
+    def attention(self, pool: KVPool, windows: Sequence[int | None], group: int) -> RectangleAttention:
+        """Attention of the rows that were entered."""
+        biases = {}
+        for window, seen_BMN in self.seen.items():
+            bias_BMN = torch.zeros_like(seen_BMN, dtype=pool.tensor.dtype).masked_fill_(~seen_BMN, -torch.inf)
+            biases[window] = bias_BMN.repeat_interleave(group, 1)[:, None]
+        return RectangleAttention(self.rectangles, pool, windows, biases)
+
+    def _fill_indices(self, lanes: Sequence[LaneRows], spare_slot: int) -> None:
+        """Copy all at once: the host does not wait for a device that still reads the previous ones."""
+        device = self.indices.device
+        host = torch.zeros(len(self.indices), dtype=torch.int64, pin_memory=device.type == "cuda")
+        slots, rectangles = _split(host, self.bucket)
+        slots.fill_(spare_slot)
+        starts = accumulate((lane.num_rows for lane in lanes), initial=0)
+        rows = [range(start, start + lane.num_rows) for start, lane in zip(starts, lanes, strict=False)]
+        for own, lane in zip(rows, lanes, strict=True):
+            fill_indices(slots[own.start : own.stop], lane.cache.next_slots(lane.num_rows))
+        rectangles.fill(rows, [lane.slots() for lane in lanes])
+        self.indices.copy_(host, non_blocking=True)
+
+
+class RectangleAttention:
+    """Attention of a forward's rows in one call per layer, over copies of the slots that they attend to.
+
+    Args:
+        windows: the sliding windows of the layers.
+        biases: for each of them, [B, 1, M·G, N], 0 or −inf.
+    """
+
+    def __init__(
+        self, rectangles: Rectangles, pool: KVPool, windows: Sequence[int | None], biases: Mapping[int | None, Tensor]
+    ) -> None:
+        self._rectangles, self._pool, self._windows, self._biases = rectangles, pool, windows, biases
+
+    def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
+        """Attention in one layer of the stage, in whose cache the rows' keys and values have been written: out_RHD."""
+        cached = self._pool.tensor[layer]
+        queries, bias = self._rectangles.folded(q_RHD, cached.shape[1]), self._biases[self._windows[layer]]
+        out = functional.scaled_dot_product_attention(queries, *self._rectangles.keys_values(cached), attn_mask=bias)
+        return self._rectangles.unfolded(out, q_RHD.shape[1])
+
+
+def _power(number: int) -> int:
+    """The smallest power of two that is not below ``number``."""
+    return 1 << (number - 1).bit_length()
+
+
+def _split(indices: Tensor, bucket: Bucket) -> tuple[Tensor, Rectangles]:
+    """Split the ``indices`` of ``BucketTensors`` into views: slots [R], and rectangles."""
+    in_rectangles = bucket.requests * bucket.most_rows
+    sizes = [bucket.rows, bucket.rows, in_rectangles, bucket.requests * bucket.most_slots]
+    slots, order, rows, slots_read = indices.split(sizes)
+    return slots, Rectangles(rows.view(bucket.requests, -1), slots_read.view(bucket.requests, -1), order)
+
+
+def _mark_lane(seen_RN: Tensor, lane: LaneRows, window: int | None) -> None:
+    """Mark the slots among ``LaneRows.slots`` that the rows of a request attend to."""
+    tokens, prompt = lane.num_tokens, lane.num_prompt_slots
+    if tokens:
+        _mark(seen_RN[:tokens, prompt:], lane.visibility_of_tokens(), lane.positions[:tokens], window)
+    if lane.num_masks:
+        seen_RN[tokens:, :prompt] = True
+        _mark(seen_RN[tokens:, prompt:], lane.visibility_of_masks(), lane.positions[tokens:], window)
+
+
+def _mark(seen_RN: Tensor, visibility: Visibility, positions_R: Tensor, window: int | None) -> None:
+    shared, count = visibility.shared, visibility.seen.shape[1]
+    seen_RN[:, :shared] = True
+    seen_RN[:, shared : shared + count] = visibility.seen
+    if window is not None:
+        seen_RN[:, : shared + count] &= in_window(visibility, positions_R, window)

@@ -1,42 +1,29 @@
 """The weights of a checkpoint, in safetensors files or a GGUF file: which tensors a stage needs, and reading only those.
 
-Knows file formats and tensor names, but not how the tensors are used.
+Knows file formats and tensor names, but not how the tensors are used. ``load_transformers`` makes the model of transformers:
+to train, to learn from, to compare with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from pipedec.checkpoints import SINGLE_FILE, LayerSpan, TensorFiles, span_shapes
-from pipedec.checkpoints.parts import EMBEDDING, FINAL_NORM, HEAD, head_name
+from pipedec.checkpoints import LayerSpan, TensorFiles, span_shapes
+from pipedec.checkpoints.parts import HEAD, head_name
 from pipedec.config import ModelConfig
 from pipedec.core import UserError
-
-__all__ = ["EMBEDDING", "FINAL_NORM", "HEAD", "SINGLE_FILE", "Checkpoint", "Destination"]
+from pipedec.gguf import is_gguf, model_files
+from pipedec.model.matrices import Matrix
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 CHUNK = 1 << 20  # values that are de-quantised at once
 
 Shape = tuple[int, ...]
-
-
-class Destination(Protocol):
-    """The target of a tensor that is read: a preallocated one, or a matrix that rounds what it gets."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    def __getitem__(self, rows: slice, /) -> Any:
-        """A view of some rows, a destination too."""
-
-    def copy_(self, weight: Tensor, /) -> Any:
-        """Take over the values of a tensor of the same shape."""
 
 
 class Checkpoint:
@@ -55,17 +42,11 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._files.file_of
 
-    def tensor_names(self, config: ModelConfig, layers: range, first: bool, last: bool) -> list[str]:
-        """Names of the tensors that a stage needs, in the order of the model. Arguments as in ``expected_shapes``."""
-        return list(self.expected_shapes(config, layers, first, last))
-
     def expected_shapes(self, config: ModelConfig, layers: range, first: bool, last: bool) -> dict[str, Shape]:
-        """Name and shape of every tensor that a stage needs.
+        """Name and shape of every tensor that a stage needs, in the order of the model.
 
-        Args:
-            first: whether it is the first stage, which holds the embedding.
-            last: whether it is the last stage, which holds the final norm and the head. If the head is tied and the
-                checkpoint has no tensor for it, the last stage needs the embedding.
+        The first stage holds the embedding, the last one the final norm and the head. If the head is tied and the checkpoint has
+        no tensor for it, the last stage needs the embedding.
         """
         return span_shapes(config, LayerSpan(layers, first, last), self._files.file_of)
 
@@ -96,11 +77,7 @@ class Checkpoint:
                 )
 
     def check_tensor(self, name: str, shape: Shape) -> None:
-        """Check that the checkpoint holds a floating-point tensor of this name and shape.
-
-        Raises:
-            UserError: it does not; the message names the tensor, and the expected and actual shape.
-        """
+        """Raises UserError, with the expected and actual shape, unless the checkpoint has such a floating-point tensor."""
         self._files.check_here([name])
         place = self._files.places[name]
         if self._files.gguf is None and place.dtype not in FLOAT_DTYPES:
@@ -108,7 +85,7 @@ class Checkpoint:
         if place.shape != shape:
             raise UserError(f"{place.file}: tensor {name} has shape {list(place.shape)}, but config.json asks for {list(shape)}")
 
-    def read_into(self, targets: Mapping[str, Destination], progress: Callable[[int, int], None] | None = None) -> None:
+    def read_into(self, targets: Mapping[str, Matrix], progress: Callable[[], None] | None = None) -> None:
         """Copy tensors to their destinations (which may be views), converting to their dtype and device.
 
         The file is mapped again for every tensor, so that apart from the targets at most one tensor is resident; of a GGUF file
@@ -116,19 +93,19 @@ class Checkpoint:
 
         Args:
             targets: destination of every tensor, by name. Its shape is the expected one.
-            progress: called with (tensors read, tensors in total) after each tensor.
+            progress: called after each tensor.
 
         Raises:
             UserError: a tensor is missing, or has the wrong shape or dtype.
         """
         for name, target in targets.items():
             self.check_tensor(name, tuple(target.shape))
-        for done, (name, target) in enumerate(targets.items(), start=1):
+        for name, target in targets.items():
             self._copy(name, target)
             if progress is not None:
-                progress(done, len(targets))
+                progress()
 
-    def _copy(self, name: str, target: Destination) -> None:
+    def _copy(self, name: str, target: Matrix) -> None:
         file, index = self._files.file_of[name], self._files.gguf
         if index is None:
             try:
@@ -142,3 +119,24 @@ class Checkpoint:
             rows = max(CHUNK // target.shape[1], 1)
             for first in range(0, target.shape[0], rows):
                 target[first : first + rows].copy_(torch.from_numpy(index.read(name, first, first + rows)))
+
+
+@torch.no_grad()
+def load_transformers(model: Path, dtype: torch.dtype, device: torch.device | str = "cpu", **options: Any) -> Any:
+    """A causal language model, not in training mode.
+
+    Args:
+        model: the directory of a checkpoint, or a GGUF file, which is de-quantised.
+        options: for ``from_pretrained`` or ``from_config``.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    if not is_gguf(model):
+        return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True, **options).to(device).eval()
+    directory = model_files(model)
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype, **options)
+    checkpoint = Checkpoint(model)
+    checkpoint.read_into({name: tensor for name, tensor in made.state_dict().items() if name != HEAD or HEAD in checkpoint})
+    made.tie_weights()
+    made.generation_config = GenerationConfig.from_pretrained(directory)
+    return made.to(device).eval()

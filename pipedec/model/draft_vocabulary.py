@@ -17,9 +17,6 @@ from torch import Tensor
 from pipedec.checkpoints.digests import VOCABULARY_FILE
 from pipedec.core import UserError
 
-FILE = VOCABULARY_FILE
-_NONE = -1
-
 
 @dataclass(frozen=True)
 class DraftVocabulary:
@@ -37,24 +34,17 @@ class DraftVocabulary:
 
     @classmethod
     def create(cls, tokens: Tensor, vocab_size: int, of: str) -> DraftVocabulary:
-        """Build from the target's tokens ``tokens`` (int64, each once), in this order.
-
-        Args:
-            vocab_size: V.
-
-        Raises:
-            ValueError: a token is not one of the target's, or occurs twice.
-        """
+        """Build from ``tokens`` (int64) of the target's V, in this order. Raises ValueError for others and for repetitions."""
         if len(tokens.unique()) != len(tokens) or not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
             raise ValueError(f"a draft's tokens must be different, and below {vocab_size}")
         draft_ids = torch.zeros(vocab_size, dtype=torch.int64, device=tokens.device)
         draft_ids[tokens] = torch.arange(1, len(tokens) + 1, device=tokens.device)
-        return cls(torch.cat([tokens.new_tensor([_NONE]), tokens]), draft_ids, of)
+        return cls(torch.cat([tokens.new_tensor([-1]), tokens]), draft_ids, of)
 
     @classmethod
     def load(cls, directory: Path, device: torch.device | str = "cpu") -> DraftVocabulary | None:
         """Read the file of the draft in ``directory``; None if it knows all tokens. Raises UserError for a damaged file."""
-        path = directory / FILE
+        path = directory / VOCABULARY_FILE
         if not path.exists():
             return None
         try:
@@ -67,8 +57,8 @@ class DraftVocabulary:
     def save(self, directory: Path) -> None:
         """Write the file beside the draft's weights."""
         about = {"vocab_size": str(len(self.draft_ids)), "of": self.of}
-        save_file({"tokens": self.tokens[1:].cpu().contiguous()}, directory / FILE, metadata=about)
+        save_file({"tokens": self.tokens[1:].cpu().contiguous()}, directory / VOCABULARY_FILE, metadata=about)
 
     def to(self, device: torch.device | str) -> DraftVocabulary:
-        """The same on another device."""
+        """The vocabulary on another device."""
         return DraftVocabulary(self.tokens.to(device), self.draft_ids.to(device), self.of)

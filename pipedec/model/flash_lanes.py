@@ -3,7 +3,7 @@
 The past of a tree's rows needs no mask, so a kernel with block tables reads it in place; the trees are gathered, padded to the
 largest, and merged with it by the log-sum-exp of the scores. Knows blocks of the pool, but neither weights nor tokens.
 
-Shapes as in ``attention``, and: B requests, T rows of all of them, M and N the most rows and tree slots of any of them.
+Shapes as in ``attention`` and ``Rectangles``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from pipedec.device import to_device
-from pipedec.model.attention import AttentionPart, LaneRows, LayersShape, tree_attention
-from pipedec.model.rectangles import Rectangles
+from pipedec.model.attention import AttentionPart, LaneRows, LayersShape, Rectangles, tree_attention
 
 Placed = tuple[LaneRows, int]  # a lane, and the index of its first row in the forward
 
@@ -146,11 +145,7 @@ class TreeRows:
         return cls(rectangles, bias.flatten(1, 2)[:, None])
 
     def attend(self, q_RHD: Tensor, cached: Tensor) -> tuple[Tensor, Tensor]:
-        """out_THD, lse_TH.
-
-        Args:
-            cached: [2, K, slots, D], keys and values of the layer of all requests.
-        """
+        """out_THD, lse_TH, over keys and values of the layer of all requests, ``cached``: [2, K, slots, D]."""
         rectangles, heads = self.rectangles, q_RHD.shape[1]
         folded = rectangles.folded(q_RHD, cached.shape[1])
         out, lse = attention_with_lse(folded, *rectangles.keys_values(cached), self.bias)
@@ -196,27 +191,22 @@ def flash_attention() -> Any:
     return importlib.import_module("flash_attn").flash_attn_varlen_func
 
 
-def flash_kernel(dtype: torch.dtype, device: torch.device) -> Any:
-    """``flash_attn_varlen_func`` if uncaptured forwards use it, else None."""
-    return flash_attention() if attention_backend(dtype, device)[0] == "flash-attention" else None
+def flash_kernel(dtype: torch.dtype, device: torch.device) -> tuple[Any, str]:
+    """``flash_attn_varlen_func`` if uncaptured forwards use it in layers without a sliding window, else None; and the reason."""
+    if device.type != "cuda":
+        return None, "flash-attention needs CUDA"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return None, "flash-attention needs 16 bits"
+    if flash_attention() is None:
+        return None, "the package flash-attn is not installed"
+    return flash_attention(), "flash-attn is installed"
 
 
 def described_attention(dtype: torch.dtype, device: torch.device, captures: bool) -> tuple[str, str]:
     """The kernel of layers without a sliding window, and the reason for it, for users.
 
-    Args:
-        captures: forwards on a GPU are captured if they have few rows.
+    ``captures``: forwards on a GPU are captured if they have few rows.
     """
-    name, why = attention_backend(dtype, device)
+    kernel, why = flash_kernel(dtype, device)
+    name = "SDPA" if kernel is None else "flash-attention"
     return name, f"{why}; SDPA in CUDA graphs for few rows" if captures and device.type == "cuda" else why
-
-
-def attention_backend(dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
-    """The kernel of layers without a sliding window in an uncaptured forward, and the reason for it."""
-    if device.type != "cuda":
-        return "SDPA", "flash-attention needs CUDA"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return "SDPA", "flash-attention needs 16 bits"
-    if flash_attention() is None:
-        return "SDPA", "the package flash-attn is not installed"
-    return "flash-attention", "flash-attn is installed"

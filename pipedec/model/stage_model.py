@@ -37,6 +37,7 @@ class StageModel:
     Attributes:
         config: shape of the whole model.
         layers: the layers of this stage.
+        weights: theirs, and those of embedding, final norm and head.
         is_first: whether the stage holds the embedding.
         is_last: whether the stage holds the final norm and the head.
         pad_rows: pad matrix products to ``PADDED_ROWS`` rows. Where a row of a product of at least that many does not depend on
@@ -72,7 +73,7 @@ class StageModel:
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.num_layers
         self.pad_rows = False
-        self.flash = flash_kernel(dtype, self.device)
+        self.flash, _ = flash_kernel(dtype, self.device)
         self.capture: Capture | None = None
         self.capture_turn = 0, 1
         self._graphs: CapturedGraphs | None = None
@@ -80,7 +81,7 @@ class StageModel:
         self._activation = _activation(config.hidden_act)
         windows = tuple(config.sliding_windows[layer] for layer in layers)
         self._shape = LayersShape(windows, config.queries_per_kv_head, config.hidden_size, dtype)
-        self._weights = StageWeights(config, layers, dtype, self.device, quantize)
+        self.weights = StageWeights(config, layers, dtype, self.device, quantize)
         self._bita: BitaWeights | None = None
 
     @classmethod
@@ -106,30 +107,20 @@ class StageModel:
         config = config or ModelConfig.from_directory(directory)
         checkpoint = Checkpoint(directory)
         stage = cls(config, layers, dtype, device, quantize)
-        stage._weights.read(checkpoint, progress or (lambda *_: None))
+        stage.weights.read(checkpoint, progress or (lambda *_: None))
         return stage
 
     @classmethod
     def random(cls, config: ModelConfig, layers: range, dtype: torch.dtype, device: torch.device | str) -> StageModel:
         """A stage with random weights, to measure a shape without a checkpoint."""
         stage = cls(config, layers, dtype, device)
-        stage._weights.randomize()
+        stage.weights.randomize()
         return stage
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers of this stage."""
-        return len(self.layers)
 
     @property
     def num_masks(self) -> int:
         """Mask rows that the BiTA was trained with; 0 without one."""
         return 0 if self._bita is None else self._bita.num_masks
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the weights in bytes; a tied head that shares the embedding counts once, unless it is packed."""
-        return self._weights.num_bytes
 
     def attach(self, bita: BitaWeights) -> None:
         """Enable mask rows with these weights. Only pools made afterwards hold the learned prompt."""
@@ -138,7 +129,7 @@ class StageModel:
     def make_pool(self, slots: int, block: int = 16) -> KVPool:
         """A pool for the caches of this stage's layers (see ``KVPool``)."""
         config, prompt = self.config, None if self._bita is None else self._bita.prompt
-        shape = KVShape(self.num_layers, config.num_kv_heads, config.head_dim, self.dtype)
+        shape = KVShape(len(self.layers), config.num_kv_heads, config.head_dim, self.dtype)
         return KVPool(shape, slots, block, prompt, self.device)
 
     @torch.inference_mode()
@@ -185,7 +176,7 @@ class StageModel:
         Raises:
             ValueError: this stage is not the last one.
         """
-        norm_E, head_VE = self._weights.final_norm_E, self._weights.head_VE
+        norm_E, head_VE = self.weights.final_norm_E, self.weights.head_VE
         if norm_E is None or head_VE is None:
             raise ValueError(f"layers {self.layers.start} to {self.layers.stop - 1} have no head: only the last stage does")
         product = _padded_linear if self.pad_rows else linear
@@ -203,9 +194,9 @@ class StageModel:
         heads, kv_heads, head_dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         product = _padded_linear if self.pad_rows else linear
         cos_R1D, sin_R1D = cos_sin[0][:, None], cos_sin[1][:, None]
-        embedding_VE = self._weights.embedding_VE
+        embedding_VE = self.weights.embedding_VE
         hidden_RE = inputs if embedding_VE is None else self._embedded(inputs, embedding_VE)
-        for index, weights in enumerate(self._weights.layers):
+        for index, weights in enumerate(self.weights.layers):
             qkv = product(self._norm(hidden_RE, weights.input_norm), weights.qkv_weight, weights.qkv_bias)
             qkv = qkv.view(-1, heads + 2 * kv_heads, head_dim)
             queries_keys, values_RKD = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]

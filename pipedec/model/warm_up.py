@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pipedec.hardware import CAPTURED_ROWS
 from pipedec.model.attention import LaneRows
-from pipedec.model.buckets import FEWEST_SLOTS, usual_sizes
 from pipedec.model.cache import KVCache, KVPool
+from pipedec.model.captured_graphs import FEWEST_SLOTS, usual_sizes
 from pipedec.tree import Visibility
 
 if TYPE_CHECKING:
@@ -65,21 +65,18 @@ class FirstForward:
         blocks = -(-self.slots // pool.block) * pool.block
         pool.tensor.narrow(3, 0, blocks).zero_()  # memory that was never written may hold NaN
         cache = KVCache(pool, ((0, blocks),), cached=self.slots - self.rows, with_prompt=self.masks > 0)
-        return model.forward(self._inputs(model), [self._lane(cache.past_length, cache, model.device)])
-
-    def _inputs(self, model: StageModel) -> Tensor:
-        if not model.is_first:
-            return torch.zeros(self.rows, model.config.hidden_size, dtype=model.dtype, device=model.device)
-        token_ids = torch.zeros(self.rows, dtype=torch.int64)
-        token_ids[self.rows - self.masks :] = -1 - torch.arange(self.masks)
-        return token_ids.to(model.device)
-
-    def _lane(self, past: int, cache: KVCache, device: torch.device) -> LaneRows:
+        past, device = cache.past_length, model.device
         positions = torch.arange(past, past + self.rows, device=device)
         if self.is_prompt:
-            return LaneRows(positions, cache, None, self.slots, self.masks)
-        seen = torch.ones(self.rows, self.rows, dtype=torch.bool, device=device).tril_()
-        return LaneRows(positions, cache, Visibility(seen, past, lambda: positions))
+            lane = LaneRows(positions, cache, None, self.slots, self.masks)
+        else:
+            seen = torch.ones(self.rows, self.rows, dtype=torch.bool, device=device).tril_()
+            lane = LaneRows(positions, cache, Visibility(seen, past, lambda: positions))
+        if not model.is_first:
+            return model.forward(torch.zeros(self.rows, model.config.hidden_size, dtype=model.dtype, device=device), [lane])
+        token_ids = torch.zeros(self.rows, dtype=torch.int64)
+        token_ids[self.rows - self.masks :] = -1 - torch.arange(self.masks)
+        return model.forward(token_ids.to(device), [lane])
 
 
 def warm_up(
@@ -113,12 +110,8 @@ def warm_up(
 
 
 def first_forwards(usual: Usual, slots: int, is_captured: bool, num_masks: int) -> list[FirstForward]:
-    """The forwards that ``warm_up`` computes: all buckets of one request, and a chunk without a bucket; where nothing is
-    captured, a chunk and a tree. With a BiTA also masks after a prompt.
-
-    Args:
-        slots: of the pool.
-        num_masks: 0 without a BiTA.
+    """The forwards that ``warm_up`` computes in a pool of ``slots``: all buckets of one request, and a chunk without a bucket;
+    where nothing is captured, a chunk and a tree. With a BiTA (``num_masks`` > 0) also masks after a prompt.
     """
     context = min(usual.context, slots)
     rows = min(usual.rows, context)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import count, groupby
 
 import torch
 from torch import Tensor
 
+from pipedec.checkpoints.parts import EMBEDDING, FINAL_NORM
 from pipedec.config import ModelConfig
-from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, Checkpoint, Destination
+from pipedec.model.checkpoint import Checkpoint
 from pipedec.model.matrices import EMPTY_MATRICES, Int8Matrix, Matrix, QuantizedMatrix, pack, pays
 
 
@@ -59,10 +60,10 @@ class StageWeights:
         self._device = device
         self._quantize = quantize
         self.layers = [self._empty_layer() for _ in layers]
-        embedding, is_last = (config.vocab_size, config.hidden_size), layers.stop == config.num_layers
-        self.embedding_VE = self._empty_table(*embedding) if layers.start == 0 else None
+        is_last = layers.stop == config.num_layers
+        self.embedding_VE = self._empty_table() if layers.start == 0 else None
         self.final_norm_E = self._empty(config.hidden_size) if is_last else None
-        self.head_VE = self._empty_table(*embedding) if is_last else None
+        self.head_VE = self._empty_table() if is_last else None
 
     @property
     def num_bytes(self) -> int:
@@ -83,14 +84,12 @@ class StageWeights:
         head_name, is_first, is_last = checkpoint.head_name(self._config), self.embedding_VE is not None, self.head_VE is not None
         if is_first and is_last and head_name == EMBEDDING:
             self.head_VE = self.embedding_VE
-        names = checkpoint.tensor_names(self._config, self._numbers, is_first, is_last)
-        done, matrices = 0, dict[str, Tensor]()
+        names = list(checkpoint.expected_shapes(self._config, self._numbers, is_first, is_last))
+        read, matrices = count(1), dict[str, Tensor]()
         for layer, group in groupby(names, _layer_of):
-            part = list(group)
             weights = None if layer is None else replace(self.layers[layer - self._numbers.start], **matrices)
             targets = self._edge_targets(head_name) if weights is None else self._layer_targets(f"model.layers.{layer}.", weights)
-            checkpoint.read_into({name: targets[name] for name in part}, _after(done, len(names), progress))
-            done += len(part)
+            checkpoint.read_into({name: targets[name] for name in group}, lambda: progress(next(read), len(names)))
             if layer is not None and weights is not None:
                 matrices = _packable(weights)
                 self.layers[layer - self._numbers.start] = _packed(weights)
@@ -128,11 +127,10 @@ class StageWeights:
             return self._empty(outputs, inputs)
         return EMPTY_MATRICES[self._quantize](outputs, inputs, self._dtype, self._device)
 
-    def _empty_table(self, tokens: int, hidden: int) -> Tensor | Int8Matrix:
+    def _empty_table(self) -> Tensor | Int8Matrix:
         """An empty embedding or head."""
-        if self._quantize is None:
-            return self._empty(tokens, hidden)
-        return Int8Matrix.empty(tokens, hidden, self._dtype, self._device)
+        size = self._config.vocab_size, self._config.hidden_size
+        return self._empty(*size) if self._quantize is None else Int8Matrix.empty(*size, self._dtype, self._device)
 
     def _empty_layer(self) -> LayerWeights:
         config = self._config
@@ -153,9 +151,9 @@ class StageWeights:
             down_bias=self._empty(hidden) if config.mlp_bias else None,
         )
 
-    def _edge_targets(self, head_name: str) -> dict[str, Destination]:
+    def _edge_targets(self, head_name: str) -> dict[str, Matrix]:
         """The destinations of the checkpoint's tensors that belong to no layer."""
-        targets: dict[str, Destination] = {}
+        targets: dict[str, Matrix] = {}
         if self.final_norm_E is not None and self.head_VE is not None:
             targets[FINAL_NORM] = self.final_norm_E
             targets[head_name] = self.head_VE
@@ -163,7 +161,7 @@ class StageWeights:
             targets[EMBEDDING] = self.embedding_VE
         return targets
 
-    def _layer_targets(self, prefix: str, weights: LayerWeights) -> dict[str, Destination]:
+    def _layer_targets(self, prefix: str, weights: LayerWeights) -> dict[str, Matrix]:
         """The destination of every tensor of a layer: a weight, or a slice of a fused one."""
         config = self._config
         keys = config.num_kv_heads * config.head_dim
@@ -173,7 +171,7 @@ class StageWeights:
             (("mlp.gate_proj", "mlp.up_proj"), weights.gate_up_weight, weights.gate_up_bias),
             (("mlp.down_proj",), weights.down_weight, weights.down_bias),
         )
-        targets: dict[str, Destination] = {
+        targets: dict[str, Matrix] = {
             prefix + "input_layernorm.weight": weights.input_norm,
             prefix + "post_attention_layernorm.weight": weights.post_norm,
         }
@@ -187,11 +185,6 @@ class StageWeights:
                     parts = fused_weight.split(sizes)
                     targets.update({f"{prefix}{name}.{suffix}": part for name, part in zip(names, parts, strict=True)})
         return targets
-
-
-def _after(done: int, total: int, progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
-    """``progress`` for a part of ``total`` tensors, after ``done`` others."""
-    return lambda read, _: progress(done + read, total)
 
 
 def _packable(weights: LayerWeights) -> dict[str, Tensor]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipedec.core import LOWEST_LOGPROB
+from pipedec.core import LOWEST_LOGPROB, TokenLogprobs
 from pipedec.device import to_device
+
+ScoredTokens = tuple[tuple[int, float], ...]  # (id, log-probability) of a token, and then of the most probable ones
 
 
 class Logprobs:
@@ -23,11 +25,11 @@ class Logprobs:
     def __init__(self, num_top: int) -> None:
         self._num_top = num_top
         self._rows: tuple[Tensor, Tensor] | None = None  # token ids and values, each [N, K]
-        self._accepted: list[list[tuple[int, float]]] = []
+        self._accepted: list[ScoredTokens] = []
 
     def accept_first(self, logits_1V: Tensor, token: Tensor) -> None:
         """The first token of the answer, int64 [1], is accepted. It follows no row."""
-        self._accepted += _as_lists(*_top(logits_1V, token, self._num_top))
+        self._accepted += _scored(*_top(logits_1V, token, self._num_top))
 
     def add(self, logits_RV: Tensor, chosen_R: Tensor) -> None:
         """Add rows after the present ones. Chosen tokens: int64."""
@@ -44,11 +46,11 @@ class Logprobs:
     def accept(self, rows: list[int]) -> None:
         """The tokens chosen after these rows are accepted."""
         if self._rows is not None:
-            self._accepted += _as_lists(self._rows[0][rows], self._rows[1][rows])
+            self._accepted += _scored(self._rows[0][rows], self._rows[1][rows])
 
-    def take(self) -> list[list[tuple[int, float]]]:
+    def take(self) -> TokenLogprobs:
         """For each token accepted since the last call, the (id, log-probability) of itself and then of the top tokens."""
-        taken, self._accepted = self._accepted, []
+        taken, self._accepted = tuple(self._accepted), []
         return taken
 
 
@@ -64,7 +66,7 @@ class PromptLogprobs:
         self._num_top = num_top
         self._left = length  # tokens whose rows have yet to come
         self._last: Tensor | None = None  # [1, V], logits after the tokens so far
-        self._ready: list[list[tuple[int, float]]] = []
+        self._ready: list[ScoredTokens] = []
 
     @property
     def is_open(self) -> bool:
@@ -83,11 +85,11 @@ class PromptLogprobs:
 
     def _score(self, logits_RV: Tensor, token_ids_R: Tensor) -> None:
         if len(token_ids_R):
-            self._ready += _as_lists(*_top(logits_RV, token_ids_R, self._num_top))
+            self._ready += _scored(*_top(logits_RV, token_ids_R, self._num_top))
 
-    def take(self) -> list[list[tuple[int, float]]]:
-        """For each token since the last call, the (id, log-probability) of itself and then of the top tokens."""
-        taken, self._ready = self._ready, []
+    def take(self) -> TokenLogprobs:
+        """As ``Logprobs.take``, for the tokens since the last call."""
+        taken, self._ready = tuple(self._ready), []
         return taken
 
 
@@ -98,6 +100,6 @@ def _top(logits_RV: Tensor, chosen_R: Tensor, num_top: int) -> tuple[Tensor, Ten
     return torch.cat((chosen_R1, top.indices), 1), torch.cat((logprobs_RV.gather(1, chosen_R1), top.values), 1)
 
 
-def _as_lists(token_ids: Tensor, values: Tensor) -> list[list[tuple[int, float]]]:
+def _scored(token_ids: Tensor, values: Tensor) -> list[ScoredTokens]:
     finite = values.nan_to_num(nan=LOWEST_LOGPROB, neginf=LOWEST_LOGPROB)
-    return [list(zip(*pair, strict=True)) for pair in zip(token_ids.tolist(), finite.tolist(), strict=True)]
+    return [tuple(zip(*pair, strict=True)) for pair in zip(token_ids.tolist(), finite.tolist(), strict=True)]

@@ -11,9 +11,8 @@ from torch import Tensor
 from pipedec.core import SamplingParams, UserError
 from pipedec.device import to_device, to_host
 from pipedec.sampling.candidates import SMALL_VOCABULARY, TEMPERATURES, drawn
-from pipedec.sampling.filters import min_p, tempered, top_k, top_p
+from pipedec.sampling.filters import History, min_p, tempered, top_k, top_p
 from pipedec.sampling.noise import gumbel
-from pipedec.sampling.penalties import History
 
 
 def greedy(logits_RV: Tensor) -> Tensor:
@@ -41,7 +40,13 @@ class Sampler:
         self._params = params
         self._stream = stream
         self._history = History(vocab_size, device) if params.has_penalties else None
-        self._bias_V = _bias(params.logit_bias, vocab_size, device) if params.logit_bias else None
+        self._bias_V: Tensor | None = None
+        if params.logit_bias:
+            self._bias_V = bias_V = torch.zeros(vocab_size, dtype=torch.float64, device=device)
+            for token, value in params.logit_bias.items():
+                if token >= vocab_size:
+                    raise UserError(f"logit_bias names token {token}, but the vocabulary has {vocab_size} tokens")
+                bias_V[token] = value
 
     def add_prompt(self, token_ids: Tensor) -> None:
         """Add a chunk of the prompt: int64 [any number]."""
@@ -65,7 +70,9 @@ class Sampler:
             logits_RV = logits_RV + self._bias_V
         if self._history is not None:
             logits_RV = self._history.penalised(logits_RV, mask_RN, token_ids_N, self._params)
-        if not self._has_candidates(logits_RV.shape[-1]):
+        coldest, hottest = TEMPERATURES
+        is_drawn = self._params.is_stochastic and coldest <= self._params.temperature <= hottest
+        if not is_drawn or logits_RV.shape[-1] <= SMALL_VOCABULARY:  # else it saves time to look at the likeliest tokens first
             return greedy(self._perturbed(logits_RV, positions_R))
         chosen_R, is_sure_R = drawn(logits_RV, positions_R, self._params, self._stream)
         unsure = (~is_sure_R).nonzero()[:, 0]
@@ -73,19 +80,11 @@ class Sampler:
             chosen_R[unsure] = greedy(self._perturbed(logits_RV[unsure], positions_R[to_host(unsure)]))
         return chosen_R
 
-    def _has_candidates(self, vocab_size: int) -> bool:
-        """Whether tokens are drawn, and it saves time to look at the likeliest first."""
-        coldest, hottest = TEMPERATURES
-        return self._params.is_stochastic and vocab_size > SMALL_VOCABULARY and coldest <= self._params.temperature <= hottest
-
     def scores(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
-        """Scores that rank predictions of the tokens that ``choose`` will return at these positions: [R, V].
+        """Scores that rank predictions (e.g. of mask rows) of the tokens that ``choose`` will return at these positions: [R, V].
 
         The noise is that of the later choice, so a prediction can match it also when tokens are sampled. Penalties are ignored.
-
-        Args:
-            logits_RV: predicted logits, e.g. of mask rows.
-            positions_R: int64, position ids of the predicted tokens, on the host.
+        Positions as in ``choose``.
         """
         return self._perturbed(logits_RV if self._bias_V is None else logits_RV + self._bias_V, positions_R)
 
@@ -103,12 +102,3 @@ def filtered(logits_RV: Tensor, params: SamplingParams) -> Tensor:
     """The logits of the distribution that tokens are sampled from: temperature, min-p, top-k and top-p applied."""
     logits_RV = min_p(tempered(logits_RV, params.temperature), params.min_p)
     return top_p(top_k(logits_RV, params.top_k), params.top_p, params.top_k)
-
-
-def _bias(logit_bias: dict[int, float], vocab_size: int, device: torch.device | str) -> Tensor:
-    bias_V = torch.zeros(vocab_size, dtype=torch.float64, device=device)
-    for token, value in logit_bias.items():
-        if token >= vocab_size:
-            raise UserError(f"logit_bias names token {token}, but the vocabulary has {vocab_size} tokens")
-        bias_V[token] = value
-    return bias_V

@@ -13,14 +13,12 @@ from torch.nn.functional import pad
 
 from pipedec.core import Accepted, NewRequest, RequestUpdate, SamplingParams, Step, Verdict
 from pipedec.device import to_device, to_host
-from pipedec.forest import ThreadChanges
 from pipedec.model import FirstForward, KVCache, LaneRows
 from pipedec.sampling import Logprobs, PromptLogprobs, Sampler, greedy
-from pipedec.stage.forecasts import Forecasts
-from pipedec.stage.verification import TokenChooser, Verifier
+from pipedec.stage.verification import Forecasts, TokenChooser, Verifier
 from pipedec.stage.worker import Lane, StageWorker, known_finite
 from pipedec.threads import NewSequence
-from pipedec.tree import Advance
+from pipedec.tree import Advance, ThreadChanges
 
 _CORRUPTED = -(2**32)  # less the number of a stage; masks are negative, too, but near 0
 _BY_CHANCE = SamplingParams(temperature=1.0, top_p=0.9, seed=0)  # typical of requests that sample
@@ -179,11 +177,11 @@ class FinalLane(Lane):
             verdict = self._verdict(token_ids)
         else:
             verdict = self._first_verdict(token_ids[0], token_ids[1:]) if token_ids else None
-        scored = () if self._prompt_logprobs is None else tuple(map(tuple, self._prompt_logprobs.take()))
+        scored = () if self._prompt_logprobs is None else self._prompt_logprobs.take()
         if verdict is None:
             return RequestUpdate(number, prompt_logprobs=scored) if scored else None
         self.has_ended = verdict.finished is not None
-        logprobs = () if self._logprobs is None else tuple(map(tuple, self._logprobs.take()))
+        logprobs = () if self._logprobs is None else self._logprobs.take()
         return RequestUpdate(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=scored)
 
     def _first_verdict(self, token: int, best: list[int]) -> Verdict:

@@ -1,7 +1,9 @@
-"""Verification on the last stage: the target's token after each row, and how far every decode thread accepts them.
+"""Verification on the last stage: the target's token after each row, how far every decode thread accepts them, and the tokens
+that mask rows predict (BiTA) for the positions after the last accepted one.
 
 ``TokenChooser`` knows logits, trees, and what sampling parameters, threads and structured outputs allow. ``Verifier`` knows
-trees and the chosen tokens. Neither knows a model or a cache.
+trees and the chosen tokens, ``Forecasts`` logits and trees. None knows a model or a cache. Shapes: R rows, N rows of the forest,
+M masks, K tokens per mask, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ from torch import Tensor
 
 from pipedec.core import SamplingParams
 from pipedec.device import to_device
-from pipedec.forest import Forest, ThreadChanges
 from pipedec.grammar.masks import mask_logits
 from pipedec.sampling import Sampler, greedy
 from pipedec.threads import Sequence, State
+from pipedec.tree import Forest, ThreadChanges
 
 Path = tuple[int, list[int]]  # thread, and its tokens that are not accepted yet
+Forecast = tuple[tuple[int, ...], ...]  # see ``Accepted.forecast``
 
 
 class TokenChooser:
@@ -56,14 +59,18 @@ class TokenChooser:
             logits_1V = self._possible(logits_1V, [(0, [])])
         if not self._samplers:
             return greedy(logits_1V)
-        position = torch.tensor([self._sequence.next_position(0)])
+        position = torch.tensor([self._sequence.main.next_position])
         last_said = self._tensor(self._sequence.main.token_ids[-1:])  # not counted yet, like the root of a tree
         return self._samplers[0].choose(logits_1V, position, torch.ones_like(last_said, dtype=torch.bool)[None], last_said)
 
     def choose(self, logits_RV: Tensor, forest: Forest, rows: slice) -> Tensor:
         """The token after each of ``rows``, none of which is a mask: int64 [R]."""
         if self._is_constrained:
-            logits_RV = self._possible(logits_RV, _paths(forest, rows))
+            paths: list[Path] = [(0, [])] * len(logits_RV)
+            for number, of_step, of_tree in forest.by_thread(rows):
+                for index, row in zip(of_step.tolist(), of_tree.tolist(), strict=True):
+                    paths[index] = number, forest.trees[number].path(row)
+            logits_RV = self._possible(logits_RV, paths)
         if not self._samplers:
             return greedy(logits_RV)
         chosen = torch.zeros(len(logits_RV), dtype=torch.int64, device=self._device)
@@ -91,12 +98,7 @@ class TokenChooser:
         return logits_RV
 
     def scores(self, logits_MV: Tensor, positions_M: Tensor, threads_M: Tensor | None = None) -> Tensor:
-        """Scores that rank the predictions of mask rows: [M, V] (see ``Sampler.scores``).
-
-        Args:
-            positions_M: int64, position ids of the predicted tokens.
-            threads_M: int64, the thread of each mask; None if all are in the main thread.
-        """
+        """Scores that rank the predictions of mask rows, [M, V] (see ``Sampler.scores``); without threads, of the main one."""
         if not self._samplers:
             return logits_MV
         if threads_M is None:
@@ -125,7 +127,7 @@ class TokenChooser:
         sampler = self._samplers[number] = Sampler(self._sampling, self._vocab_size, self._device, thread.noise_stream)
         for chunk in self._prompt:
             sampler.add_prompt(chunk)
-        seen = (*self._sequence.context(number), (number, max(thread.num_tokens - 1, 0)))
+        seen = (*thread.context(), (number, max(thread.num_tokens - 1, 0)))
         visible = [token for other, count in seen for token in self._sequence.threads[other].token_ids[:count]]
         sampler.add_accepted(self._tensor(visible))
 
@@ -134,12 +136,7 @@ class TokenChooser:
 
 
 class Walk(NamedTuple):
-    """Rows of one thread, each the child of the one before, and their successors, which are accepted.
-
-    Attributes:
-        rows: rows of the forest.
-        tokens: the successor of each.
-    """
+    """Rows of the forest of one thread, each the child of the one before, and their successors, which are accepted."""
 
     thread: int
     rows: list[int]
@@ -173,12 +170,7 @@ class Verifier:
     def verify(self, forest: Forest, successors: list[int]) -> list[Walk]:
         """Walk the tree of every thread from its last accepted token, until one joins or ends the thread or has no row yet.
 
-        Args:
-            forest: the last stage's forest; all its rows are computed.
-            successors: the target's token after each row.
-
-        Returns:
-            the walks of the threads that accept any token.
+        ``successors``: the target's token after each row of the forest. Returns the walks of the threads that accept any token.
         """
         walks = []
         for number, tree in forest.trees.items():
@@ -205,10 +197,61 @@ class Verifier:
                 self._stopped.discard(number)
 
 
-def _paths(forest: Forest, rows: slice) -> list[Path]:
-    """The path of each of ``rows``."""
-    paths: list[Path] = [(0, [])] * (rows.stop - rows.start)
-    for number, of_step, of_tree in forest.by_thread(rows):
-        for index, row in zip(of_step.tolist(), of_tree.tolist(), strict=True):
-            paths[index] = number, forest.trees[number].path(row)
-    return paths
+class Forecasts:
+    """The predictions of the mask rows in the forest, ranked as ``chooser`` will choose.
+
+    ``first`` and ``best`` compute them on the device of the logits; their values, read from there, are passed back in one list.
+
+    Args:
+        tokens_per_mask: K.
+    """
+
+    def __init__(self, chooser: TokenChooser, tokens_per_mask: int) -> None:
+        self._chooser = chooser
+        self._tokens_per_mask = tokens_per_mask
+        self._predictions: list[tuple[int, ...]] = []  # of each of the N rows; empty for other rows than masks
+
+    def first(self, logits_MV: Tensor, position: int) -> Tensor:
+        """int64 [M, K], best first, of the masks after the prompt, the first of which predicts the token at ``position``."""
+        return self._best(logits_MV, torch.arange(position, position + len(logits_MV)))
+
+    def best(self, logits_MV: Tensor, forest: Forest) -> Tensor:
+        """int64 [M, K], best first, of the masks, which are the newest rows of the forest."""
+        masks = slice(forest.num_rows - len(logits_MV), forest.num_rows)
+        threads = None if forest.threads is None else forest.threads[masks]
+        return self._best(logits_MV, forest.positions_of(masks) + 1, threads)
+
+    def add(self, num_tokens: int, best: list[int]) -> None:
+        """Add the newest rows of the forest: ``num_tokens`` others, then masks with these predictions, one after the other."""
+        self._predictions += [()] * num_tokens + list(self.forecast(best))
+
+    def forecast(self, best: list[int]) -> Forecast:
+        """The predictions of masks, one after the other, as a forecast."""
+        size = self._tokens_per_mask
+        return tuple(tuple(best[first : first + size]) for first in range(0, len(best), size))
+
+    def keep(self, rows: list[int]) -> None:
+        """Drop all rows except ``rows``."""
+        self._predictions = [self._predictions[row] for row in rows]
+
+    def after(self, forest: Forest, verified_rows: list[int]) -> Forecast:
+        """The predictions for the positions after the last accepted token, by the masks below the last row that has any.
+
+        If that row has ``num_later`` verified rows below it, its first ``num_later`` masks predict tokens that are accepted
+        already, and are skipped.
+
+        Args:
+            verified_rows: rows of one thread whose successors were accepted, in order.
+        """
+        for num_later, row in enumerate(reversed(verified_rows)):
+            masks: list[int] = []
+            child = forest.child(row, -1)
+            while child is not None:
+                masks.append(child)
+                child = forest.child(child, -1 - len(masks))
+            if masks:
+                return tuple(self._predictions[mask] for mask in masks[num_later:])
+        return ()
+
+    def _best(self, logits_MV: Tensor, positions_M: Tensor, threads_M: Tensor | None = None) -> Tensor:
+        return self._chooser.scores(logits_MV, positions_M, threads_M).topk(self._tokens_per_mask, dim=1).indices

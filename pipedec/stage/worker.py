@@ -19,10 +19,9 @@ from torch import Tensor
 
 from pipedec.core import EMPTY, Load, NewRequest, RankLost, RequestUpdate, StageMessage, Step, Verdict
 from pipedec.device import HOST, to_device, to_host
-from pipedec.forest import ThreadChanges, forest_of
 from pipedec.model import FirstForward, KVCache, LaneRows, StageModel, Usual, warm_up
 from pipedec.threads import NewSequence
-from pipedec.tree import Advance, is_mask
+from pipedec.tree import Advance, ThreadChanges, forest_of, is_mask
 
 
 class SpanContext(Protocol):
@@ -75,11 +74,7 @@ class Lane:
         return LaneRows(positions, self.cache, visibility.to(self._device), num_masks=num_masks)
 
     def sync(self, verdict: Verdict) -> tuple[Advance, ThreadChanges] | None:
-        """Replay a verdict: commit and prune forest and cache. A verdict without tokens changes nothing.
-
-        Returns:
-            the changes to the rows, and to each thread; None if there are none.
-        """
+        """Replay a verdict: commit and prune forest and cache. Returns the changes of rows and threads; None without tokens."""
         if not verdict.tokens:
             return None
         advance, changes, past = self.forest.advance(verdict)
@@ -89,13 +84,9 @@ class Lane:
         return advance, changes
 
     def pruned(self, waiting: Step, advance: Advance) -> Step | None:
-        """Prune rows that wait to be sent. They were the newest of the forest before ``advance``; parents are renumbered.
+        """Prune rows that wait to be sent with their activations, and renumber parents; None if no row is left.
 
-        Args:
-            waiting: the rows, with their activations.
-
-        Returns:
-            None if no row is left.
+        They were the newest of the forest before ``advance``.
         """
         assert waiting.hidden is not None
         first = advance.num_rows - waiting.num_rows
@@ -259,11 +250,9 @@ class StageWorker:
     def _reply(
         self, updates: tuple[RequestUpdate, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
     ) -> tuple[RequestUpdate, ...]:
-        """The updates for the next rank, with the rows that leave this stage.
+        """The updates for the next rank, with the rows of each step that leave this stage.
 
-        Args:
-            activations: of the rows of each step.
-            is_finite: they are known to be finite.
+        ``is_finite``: their activations are known to be finite.
         """
         left = {
             number: Step(step.token_ids, step.parents, own_RE, step.threads)

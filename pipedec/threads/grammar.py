@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from pipedec.threads import anomalies
-from pipedec.threads.bound import BoundDialect, OpenerTag
-from pipedec.threads.thread import DecodeThread
+from pipedec.threads.dialect import BoundDialect, OpenerTag
+from pipedec.threads.thread import Anomaly, DecodeThread
 
 
 class Role(Enum):
@@ -25,8 +24,14 @@ class Role(Enum):
 
 
 @dataclass(frozen=True)
-class _Lookahead:
-    """The state of a thread after a lookahead: its incomplete tag, its number of children and its last token."""
+class Lookahead:
+    """The state of a thread after a lookahead.
+
+    Attributes:
+        tag: its incomplete tag, if any.
+        children: their number.
+        last: the last token.
+    """
 
     tag: OpenerTag | None
     children: int
@@ -47,7 +52,7 @@ class DialectGrammar:
 
     def role(self, thread: DecodeThread, token: int, lookahead: list[int] | None = None) -> Role:
         """The effect of ``token`` if it is the thread's next token after ``lookahead``."""
-        ahead = self._ahead(thread, lookahead or [])
+        ahead = self.ahead(thread, lookahead or [])
         if token in self._end_token_ids:
             return Role.END
         if token == self._bound.child_end and thread.parent is not None:
@@ -56,25 +61,17 @@ class DialectGrammar:
             return Role.JOIN
         return Role.OPEN if self._opens(thread, token, ahead) else Role.TEXT
 
-    def tag_after(self, thread: DecodeThread, lookahead: list[int]) -> OpenerTag | None:
-        """The incomplete tag after ``lookahead``, if any."""
-        return self._ahead(thread, lookahead).tag
-
     def banned(self, thread: DecodeThread, lookahead: list[int]) -> frozenset[int]:
         """Tokens that may not be sampled after ``lookahead``."""
-        ahead = self._ahead(thread, lookahead)
+        ahead = self.ahead(thread, lookahead)
         if ahead.tag is not None or self._refusal(thread, ahead) is not None:
             return self._bound.never_sampled | {self._bound.opener}
         return self._bound.never_sampled
 
-    def opened(self, thread: DecodeThread, lookahead: list[int]) -> int:
-        """The number of children that ``lookahead`` would open."""
-        return self._ahead(thread, lookahead).children - len(thread.children)
-
-    def _ahead(self, thread: DecodeThread, lookahead: list[int]) -> _Lookahead:
+    def ahead(self, thread: DecodeThread, lookahead: list[int]) -> Lookahead:
         """The state of the thread after ``lookahead``."""
         last = thread.token_ids[-1] if thread.token_ids else None
-        ahead = _Lookahead(thread.tag, len(thread.children), last)
+        ahead = Lookahead(thread.tag, len(thread.children), last)
         for count, token in enumerate(lookahead):
             tag, bound = ahead.tag, self._bound
             opens = self._opens(thread, token, ahead)
@@ -82,42 +79,44 @@ class DialectGrammar:
                 tag = OpenerTag(start=thread.num_tokens + count)
             elif tag is not None:
                 tag = bound.extended(tag, token) if self._stays_open(tag, token) else None
-            ahead = _Lookahead(tag, ahead.children + opens, token)
+            ahead = Lookahead(tag, ahead.children + opens, token)
         return ahead
 
-    def _opens(self, thread: DecodeThread, token: int, ahead: _Lookahead) -> bool:
-        if token == self._bound.opener:
-            return not self._bound.has_tags and self._refusal(thread, ahead) is None
-        return ahead.tag is not None and self._completes(ahead.tag, token)
-
-    def anomalies_of(self, thread: DecodeThread, token: int, role: Role) -> Iterator[str]:
+    def anomalies_of(self, thread: DecodeThread, token: int, role: Role) -> Iterator[Anomaly]:
         """The anomalies that arise if ``token``, whose effect is ``role``, is the thread's next token."""
         bound = self._bound
         if thread.tag is not None and role is not Role.OPEN and not self._stays_open(thread.tag, token):
-            yield anomalies.OPENER_NOT_COMPLETED
-        if token == bound.opener and (refusal := self._refusal(thread, self._ahead(thread, []))):
+            yield Anomaly.OPENER_NOT_COMPLETED
+        if token == bound.opener and (refusal := self._refusal(thread, self.ahead(thread, []))):
             yield refusal
         if token == bound.child_end and role is Role.TEXT:
-            yield anomalies.CLOSE_OUTSIDE_CHILD
+            yield Anomaly.CLOSE_OUTSIDE_CHILD
         if token == bound.join and role is Role.TEXT:
-            yield anomalies.JOIN_WITHOUT_CHILDREN
+            yield Anomaly.JOIN_WITHOUT_CHILDREN
         if token in bound.never_sampled:
-            yield anomalies.FORCED_TOKEN_SAMPLED
+            yield Anomaly.FORCED_TOKEN_SAMPLED
         if role is Role.END and thread.parent is not None and bound.child_end is not None:
-            yield anomalies.END_TOKEN_IN_CHILD
+            yield Anomaly.END_TOKEN_IN_CHILD
         if role in (Role.END, Role.CLOSE) and bound.join is not None and thread.unjoined:
-            yield anomalies.END_WITHOUT_JOIN
+            yield Anomaly.END_WITHOUT_JOIN
 
-    def _refusal(self, thread: DecodeThread, ahead: _Lookahead) -> str | None:
+    def _refusal(self, thread: DecodeThread, ahead: Lookahead) -> Anomaly | None:
         """The anomaly that an opener would be as the next token; None if it is allowed."""
-        if thread.depth >= self._bound.dialect.max_depth:
-            return anomalies.OPENER_TOO_DEEP
+        if len(thread.path) >= self._bound.dialect.max_depth:
+            return Anomaly.OPENER_TOO_DEEP
         if ahead.children >= self._bound.dialect.max_children:
-            return anomalies.TOO_MANY_CHILDREN
-        return anomalies.OPENER_OUT_OF_PLACE if ahead.last in self._bound.no_opening_after else None
+            return Anomaly.TOO_MANY_CHILDREN
+        return Anomaly.OPENER_OUT_OF_PLACE if ahead.last in self._bound.no_opening_after else None
 
-    def _completes(self, tag: OpenerTag, token: int) -> bool:
-        return token not in self._breaks_tag and self._bound.end_of(self._bound.extended(tag, token)) is not None
+    def _opens(self, thread: DecodeThread, token: int, ahead: Lookahead) -> bool:
+        if token == self._bound.opener:
+            return not self._bound.has_tags and self._refusal(thread, ahead) is None
+        if ahead.tag is None or token in self._breaks_tag:
+            return False
+        return self._bound.end_of(self._bound.extended(ahead.tag, token)) is not None
 
     def _stays_open(self, tag: OpenerTag, token: int) -> bool:
-        return token not in self._breaks_tag and self._bound.is_open(self._bound.extended(tag, token))
+        """Whether the tag is not complete after ``token`` and further tokens may complete it."""
+        if token in self._breaks_tag or tag.num_tokens + 1 >= self._bound.dialect.max_opener_tokens:
+            return False
+        return self._bound.end_of(self._bound.extended(tag, token)) is None

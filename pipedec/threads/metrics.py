@@ -11,8 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 
-from pipedec.threads.document import DocumentToken
-from pipedec.threads.sequence import Sequence
+from pipedec.threads.sequence import DocumentToken, Sequence
 
 Steps = dict[int, list[int]]
 
@@ -55,7 +54,8 @@ def measure(sequence: Sequence) -> ThreadMetrics:
     steps = _steps(sequence, document)
     longest_chain = max((thread_steps[-1] for thread_steps in steps.values()), default=0)
     prompt, count = sequence.prompt_length, len(text)
-    attended = sum(_attended(sequence, token) for token in text)
+    predicting = (sequence.sees(token.thread, token.ordinal - 1) for token in text if token.ordinal)  # of the token before it
+    attended = sum(seen for context in predicting for _, seen in context)
     return ThreadMetrics(
         threads=max(1, len(steps)),
         tokens=len(document),
@@ -80,13 +80,6 @@ def _steps(sequence: Sequence, document: list[DocumentToken]) -> Steps:
         step = (before[-1] if before else 0) + (opened_by is None)
         own.append(max([step, *(steps[number][-1] for number in joined)]))
     return dict(steps)
-
-
-def _attended(sequence: Sequence, token: DocumentToken) -> int:
-    """The number of answer tokens attended to when ``token`` is predicted, that is by the token before it in its thread."""
-    if token.ordinal == 0:
-        return 0
-    return sum(count for _, count in sequence.sees(token.thread, token.ordinal - 1))
 
 
 def _last_seen(sequence: Sequence, steps: Steps) -> Steps:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
-from pipedec.threads.bound import OpenerTag
+from pipedec.threads.dialect import OpenerTag
 
 Context = tuple[tuple[int, int], ...]  # (thread number, number of its leading tokens)
 
@@ -17,6 +17,33 @@ class State(Enum):
     RUNNING = "running"
     WAITING = "waiting"
     ENDED = "ended"
+
+
+class Anomaly(StrEnum):
+    """Structural errors in a threaded answer. Each is counted and resolved by a fixed rule (docs/threads.md)."""
+
+    UNCLOSED_CHILD = "unclosed_child"
+    LENGTH_MISSING = "length_missing"
+    LENGTH_CLAMPED = "length_clamped"
+    LENGTH_EXCEEDED = "length_exceeded"
+    OPENER_NOT_COMPLETED = "opener_not_completed"
+    OPENER_TOO_DEEP = "opener_too_deep"
+    OPENER_OUT_OF_PLACE = "opener_out_of_place"
+    TOO_MANY_CHILDREN = "too_many_children"
+    JOIN_WITHOUT_CHILDREN = "join_without_children"
+    END_WITHOUT_JOIN = "end_without_join"
+    CLOSE_OUTSIDE_CHILD = "close_outside_child"
+    END_TOKEN_IN_CHILD = "end_token_in_child"
+    FORCED_TOKEN_SAMPLED = "forced_token_sampled"
+    CACHE_FULL = "cache_full"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A token that enters ``thread`` without being sampled: a child's forced first token, or a join token after the wait."""
+
+    thread: int
+    token: int
 
 
 @dataclass(frozen=True)
@@ -45,7 +72,6 @@ class DecodeThread:
         tails: text after the end of a tag within the tag's last token, by the index of that token.
         children: their numbers, in order of opening.
         unjoined: the children that the thread has not joined yet.
-        joins: in order.
         tag: the incomplete tag of an opener, if any.
         pending: an accepted token that waits for the children and is not in ``token_ids`` yet.
         ended_by: ``stop`` (end token), ``close``, ``limit`` (the dialect's max_child_tokens), ``length`` (max_tokens), or the
@@ -76,11 +102,6 @@ class DecodeThread:
     is_cut: bool = False
 
     @property
-    def depth(self) -> int:
-        """0 for the main thread."""
-        return len(self.path)
-
-    @property
     def noise_stream(self) -> int:
         """The thread's stream of sampling noise (see ``gumbel``): a function of its path, 0 for the main thread."""
         return zlib.crc32(",".join(map(str, self.path)).encode())
@@ -95,7 +116,11 @@ class DecodeThread:
         return self.state is State.WAITING and self.ended_by is not None
 
     def context(self, index: int | None = None) -> Context:
-        """The tokens of other threads that token ``index`` (default: the next) attends to."""
+        """The tokens of other threads that token ``index`` (default: the next) attends to.
+
+        Returns:
+            in a fixed order: the parent's context, the parent, joined threads.
+        """
         index = self.num_tokens if index is None else index
         joined = (entry for join in self.joins if join.index <= index for entry in join.context)
         return (*self.inherited, *joined)

@@ -11,13 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from pipedec.threads import anomalies
-from pipedec.threads.bound import BoundDialect, OpenerTag
-from pipedec.threads.document import DocumentToken, next_indices
-from pipedec.threads.events import Event, Finished, Joined, ThreadEnded, ThreadOpened, Waiting
+from pipedec.threads.dialect import BoundDialect, OpenerTag
 from pipedec.threads.grammar import DialectGrammar, Role
-from pipedec.threads.sequence import Sequence
-from pipedec.threads.thread import DecodeThread, Join, State
+from pipedec.threads.sequence import DocumentToken, Sequence, next_indices
+from pipedec.threads.thread import Anomaly, DecodeThread, Join, Start, State
 
 
 class ThreadedSequence(Sequence):
@@ -45,61 +42,61 @@ class ThreadedSequence(Sequence):
         self._bound = bound
         self._max_positions = max_positions
         self._dialect = bound.dialect
-        self._roles = DialectGrammar(bound, self._end_token_ids)
-        self._anomalies: Counter[str] = Counter()
+        self._grammar = DialectGrammar(bound, self._end_token_ids)
+        self._anomalies: Counter[Anomaly] = Counter()
 
     @property
     def anomalies(self) -> dict[str, int]:
-        return dict(self._anomalies)
+        return {anomaly.value: count for anomaly, count in self._anomalies.items()}
 
     def banned(self, number: int, after: Iterable[int] = ()) -> frozenset[int]:
-        return self._roles.banned(self.threads[number], list(after))
+        return self._grammar.banned(self.threads[number], list(after))
 
     def ends_walk(self, number: int, token: int, after: Iterable[int] = ()) -> bool:
         thread, lookahead = self.threads[number], list(after)
-        if self._roles.role(thread, token, lookahead) in (Role.JOIN, Role.CLOSE, Role.END):
+        if self._grammar.role(thread, token, lookahead) in (Role.JOIN, Role.CLOSE, Role.END):
             return True
         if thread.parent is not None and thread.num_tokens + len(lookahead) + 1 >= self._dialect.max_child_tokens:
             return True
-        entering = len(lookahead) + 1 + self._roles.opened(thread, [*lookahead, token])  # forced tokens count
-        return next_indices(self.threads)[number] + entering >= self.max_tokens
-
-    def following(self, number: int, path: list[int]) -> tuple[int, frozenset[int]]:
-        thread = self.threads[number]
-        position = thread.next_position
-        for count, token in enumerate(path):
-            position += 1 + self._length_predicted_by(thread, token, path[:count], position + 1)
-        return position, self._roles.banned(thread, path)
+        opened = self._grammar.ahead(thread, [*lookahead, token]).children - len(thread.children)
+        return next_indices(self.threads)[number] + len(lookahead) + 1 + opened >= self.max_tokens  # forced tokens count
 
     def gap(self, number: int, path: list[int]) -> int:
-        position, _ = self.following(number, path[:-1])
-        return self._length_predicted_by(self.threads[number], path[-1], path[:-1], position + 1)
+        thread = self.threads[number]
+        position, predicted = thread.next_position, 0
+        for count, token in enumerate(path):
+            position += predicted + 1
+            predicted = self._length_predicted_by(thread, token, path[:count], position)
+        return predicted
 
     def _length_predicted_by(self, thread: DecodeThread, token: int, lookahead: list[int], position: int) -> int:
         """The predicted length of the child that ``token`` would open at ``position``; 0 if it opens none."""
-        if not self.may_leave_gap(token) or self._roles.role(thread, token, lookahead) is not Role.OPEN:
+        if not self.may_leave_gap(token) or self._grammar.role(thread, token, lookahead) is not Role.OPEN:
             return 0
-        tag = self._roles.tag_after(thread, lookahead)
+        tag = self._grammar.ahead(thread, lookahead).tag
         return self._predict_length(None if tag is None else self._bound.extended(tag, token), position)[0]
 
     def may_leave_gap(self, token: int) -> bool:
         return self.leaves_gaps and self._bound.may_open(token)
 
-    def accept(self, number: int, token: int) -> list[Event]:
+    def accept(self, number: int, token: int) -> list[Start]:
         thread = self.threads[number]
         if thread.is_cut:
             return []
         if thread.state is not State.RUNNING:
             raise ValueError(f"token {token} for thread {number}, which is {thread.state.value}")
-        role = self._roles.role(thread, token)
-        self._anomalies.update(self._roles.anomalies_of(thread, token, role))
-        events = [*self._act(thread, token, role), *self._settle()]
-        return [*events, *self.end_all(anomalies.CACHE_FULL)] if self._is_full() else events
+        role = self._grammar.role(thread, token)
+        self._anomalies.update(self._grammar.anomalies_of(thread, token, role))
+        starts = [*self._act(thread, token, role), *self._settle()]
+        limit, cached = self._dialect.max_cached_tokens, self.prompt_length + sum(thread.num_tokens for thread in self.threads)
+        if cached > limit and self.prompt_length + sum(self.needed()) > limit:
+            self.end_all(Anomaly.CACHE_FULL.value)
+        return starts
 
-    def end_all(self, reason: str) -> list[Event]:
-        if self.finished is None and reason in anomalies.ANOMALIES:
-            self._anomalies[reason] += 1
-        return super().end_all(reason)
+    def end_all(self, reason: str) -> None:
+        if self.finished is None and reason == Anomaly.CACHE_FULL:
+            self._anomalies[Anomaly.CACHE_FULL] += 1
+        super().end_all(reason)
 
     def needed(self) -> list[int]:
         needed = [0] * len(self.threads)
@@ -117,53 +114,48 @@ class ThreadedSequence(Sequence):
         return needed
 
     def is_control(self, token: int) -> bool:
-        return self._roles.is_control(token)
+        return self._grammar.is_control(token)
 
     def is_shown(self, token: DocumentToken) -> bool:
         return self._dialect.show_control or not token.is_control
 
-    def _act(self, thread: DecodeThread, token: int, role: Role) -> Iterator[Event]:
+    def _act(self, thread: DecodeThread, token: int, role: Role) -> list[Start]:
+        """Apply an accepted token to its own thread."""
         if role is Role.JOIN:
             self._break_tag(thread, thread.num_tokens)
             thread.pending, thread.state = token, State.WAITING
-            yield from self._waiting(thread)
         elif role in (Role.CLOSE, Role.END):
-            yield from self._close(thread, "stop" if role is Role.END else "close", token)
+            self._close(thread, "stop" if role is Role.END else "close", token)
         elif role is Role.OPEN:
             tag = None if thread.tag is None else self._bound.extended(thread.tag, token)
             self._enter(thread, token)
-            yield self._open(thread, tag)
+            return [self._open(thread, tag)]
         else:
-            tag = self._roles.tag_after(thread, [token])
+            tag = self._grammar.ahead(thread, [token]).tag
             if tag is None or thread.tag is None or tag.start != thread.tag.start:
                 self._break_tag(thread, thread.num_tokens)
             thread.tag = tag
             self._enter(thread, token)
-
-    def _is_full(self) -> bool:
-        """Whether more tokens must be cached than the dialect allows."""
-        limit = self._dialect.max_cached_tokens
-        if self.prompt_length + sum(thread.num_tokens for thread in self.threads) <= limit:
-            return False
-        return self.prompt_length + sum(self.needed()) > limit
+        return []
 
     def _break_tag(self, thread: DecodeThread, known_at: int) -> None:
         """Turn the tokens of an incomplete tag into text; the thread's token ``known_at`` is the one that broke the tag."""
         if thread.tag is not None:
             inside = range(thread.tag.start, thread.num_tokens)
-            thread.reverted |= {index: known_at for index in inside if not self._roles.is_control(thread.token_ids[index])}
+            thread.reverted |= {index: known_at for index in inside if not self._grammar.is_control(thread.token_ids[index])}
             thread.tag = None
 
     def _enter(self, thread: DecodeThread, token: int) -> None:
-        thread.enter(token, thread.tag is not None or self._roles.is_control(token))
+        thread.enter(token, thread.tag is not None or self._grammar.is_control(token))
         if thread.predicted_length is not None and thread.num_tokens == thread.predicted_length + 1:
-            self._anomalies[anomalies.LENGTH_EXCEEDED] += 1
+            self._anomalies[Anomaly.LENGTH_EXCEEDED] += 1
 
-    def _open(self, thread: DecodeThread, tag: OpenerTag | None) -> ThreadOpened:
+    def _open(self, thread: DecodeThread, tag: OpenerTag | None) -> Start:
         """Open a child after the token that completes ``tag``, or after the opener if there is no tag."""
         if tag is not None:
-            self._finish_tag(thread, tag)
-        is_predicted = self._dialect.after_opening == "predicted"
+            thread.tag = None
+            if tail := tag.text[self._bound.end_of(tag) :]:  # text after the end of the tag is not part of it
+                thread.tails[thread.num_tokens - 1] = tail
         predicted, names = self._predict_length(tag, thread.next_position)
         self._anomalies.update(names)
         child = DecodeThread(
@@ -173,81 +165,73 @@ class ThreadedSequence(Sequence):
             opened_at=thread.num_tokens,
             inherited=(*thread.context(), (thread.number, thread.num_tokens)),
             next_position=thread.next_position,
-            predicted_length=predicted if is_predicted else None,
+            predicted_length=predicted if self.leaves_gaps else None,
         )
         self.threads.append(child)
         thread.children.append(child.number)
         thread.unjoined.append(child.number)
         thread.next_position += predicted
         self._enter(child, self._bound.child_start)
-        return ThreadOpened(thread.number, child.number, child.token_ids[0], child.positions[0])
+        return Start(child.number, self._bound.child_start)
 
-    def _finish_tag(self, thread: DecodeThread, tag: OpenerTag) -> None:
-        """Keep the text after the end of a complete tag, which is not part of it."""
-        thread.tag = None
-        tail = tag.text[self._bound.end_of(tag) :]
-        if tail:
-            thread.tails[thread.num_tokens - 1] = tail
-
-    def _predict_length(self, tag: OpenerTag | None, position: int) -> tuple[int, list[str]]:
+    def _predict_length(self, tag: OpenerTag | None, position: int) -> tuple[int, list[Anomaly]]:
         """The predicted length of a child at ``position`` (0 if the dialect predicts none), and anomalies of the prediction."""
-        dialect = self._dialect
-        if dialect.after_opening != "predicted":
+        if not self.leaves_gaps:
             return 0, []
-        names = []
+        dialect, names = self._dialect, list[Anomaly]()
         stated: int | None = dialect.default_length
         if tag is not None and dialect.length_pattern is not None:
             stated = self._bound.stated_length(tag.text[: self._bound.end_of(tag)])
         if stated is None:
-            stated, names = dialect.default_length, [anomalies.LENGTH_MISSING]
+            stated = dialect.default_length
+            names.append(Anomaly.LENGTH_MISSING)
         most = dialect.max_length
         if self._max_positions is not None:
             most = min(most, self._max_positions - self.max_tokens - position)
         clamped = max(min(stated, most), 1)
-        return clamped, names + ([anomalies.LENGTH_CLAMPED] if clamped != stated else [])
+        if clamped != stated:
+            names.append(Anomaly.LENGTH_CLAMPED)
+        return clamped, names
 
-    def _close(self, thread: DecodeThread, reason: str, token: int | None = None) -> Iterator[Event]:
+    def _close(self, thread: DecodeThread, reason: str, token: int | None = None) -> None:
         """Stop a thread. If the dialect has joins, it ends only when its children have (an implicit join)."""
         self._break_tag(thread, thread.num_tokens - (token is None))
-        thread.ended_by, thread.state = reason, State.WAITING
-        thread.pending = token
+        thread.ended_by, thread.state, thread.pending = reason, State.WAITING, token
         if self._bound.join is None:
-            yield self._end(thread)
-        else:
-            yield from self._waiting(thread)
+            self._end(thread)
 
-    def _waiting(self, thread: DecodeThread) -> Iterator[Event]:
-        if self._open_children(thread):
-            yield Waiting(thread.number)
-
-    def _open_children(self, thread: DecodeThread) -> bool:
-        return any(self.threads[number].state is not State.ENDED for number in thread.unjoined)
-
-    def _settle(self) -> Iterator[Event]:
+    def _settle(self) -> Iterator[Start]:
         """Join, close and end threads that are due after a token, children before their parents."""
         for thread in reversed(self.threads):
-            if thread.state is State.WAITING and thread.ended_by is None and not self._open_children(thread):
+            if thread.state is State.WAITING and thread.ended_by is None and not self._has_open_children(thread):
                 yield self._join(thread)
             if thread.state is State.RUNNING and thread.parent is not None:
-                yield from self._limit(thread)
-            if thread.is_closing and not self._open_children(thread):
-                yield self._end(thread)
-        yield from self._cut()
+                self._limit(thread)
+            if thread.is_closing and not self._has_open_children(thread):
+                self._end(thread)
+        self._cut()
         if self.finished is None and all(thread.state is State.ENDED for thread in self.threads):
-            self.finished = self._finish_reason()
-            yield Finished(self.finished)
+            is_complete = sum(thread.num_tokens for thread in self.threads) <= self.max_tokens
+            is_cut = any(thread.is_cut for thread in self.threads)
+            self.finished = "stop" if is_complete and not is_cut else "length"
 
-    def _join(self, thread: DecodeThread) -> Joined:
+    def _has_open_children(self, thread: DecodeThread) -> bool:
+        return any(self.threads[number].state is not State.ENDED for number in thread.unjoined)
+
+    def _join(self, thread: DecodeThread) -> Start:
         """Append the pending join token; from there on the thread attends to its children and all their descendants."""
         assert thread.pending is not None
-        joined = tuple(number for child in thread.unjoined for number in self._family(child))
+        joined = [number for child in thread.unjoined for number in self._family(child)]
         thread.joins.append(Join(thread.num_tokens, tuple((number, self.threads[number].num_tokens) for number in joined)))
-        thread.next_position = self._position_after_join(thread, joined)
+        if self._dialect.after_join == "longest":
+            thread.next_position = max(thread.next_position, *(self.threads[number].next_position for number in joined))
+        elif self._dialect.after_join == "flat":
+            thread.next_position = self.prompt_length + sum(count for _, count in thread.context()) + thread.num_tokens
         token, thread.pending = thread.pending, None
         thread.unjoined.clear()
         thread.state = State.RUNNING
         self._enter(thread, token)
-        return Joined(thread.number, joined, token, thread.positions[-1])
+        return Start(thread.number, token)
 
     def _family(self, number: int) -> Iterator[int]:
         """A thread and its descendants, in document order."""
@@ -255,36 +239,23 @@ class ThreadedSequence(Sequence):
         for child in self.threads[number].children:
             yield from self._family(child)
 
-    def _position_after_join(self, thread: DecodeThread, joined: tuple[int, ...]) -> int:
-        if self._dialect.after_join == "longest":
-            return max(thread.next_position, *(self.threads[number].next_position for number in joined))
-        if self._dialect.after_join == "flat":
-            return self.prompt_length + sum(count for _, count in thread.context()) + thread.num_tokens
-        return thread.next_position
-
-    def _limit(self, thread: DecodeThread) -> Iterator[Event]:
+    def _limit(self, thread: DecodeThread) -> None:
         """Close a child that has reached the dialect's ``max_child_tokens``."""
         if thread.num_tokens >= self._dialect.max_child_tokens:
-            names = [anomalies.UNCLOSED_CHILD, *([anomalies.OPENER_NOT_COMPLETED] if thread.tag else [])]
+            names = [Anomaly.UNCLOSED_CHILD, *([Anomaly.OPENER_NOT_COMPLETED] if thread.tag else [])]
             self._anomalies.update(names)
-            yield from self._close(thread, "limit")
+            self._close(thread, "limit")
 
-    def _end(self, thread: DecodeThread) -> ThreadEnded:
+    def _end(self, thread: DecodeThread) -> None:
         assert thread.ended_by is not None
         if thread.pending is not None:
             self._enter(thread, thread.pending)
         thread.end(thread.ended_by)
-        return ThreadEnded(thread.number, thread.ended_by)
 
-    def _cut(self) -> Iterator[Event]:
+    def _cut(self) -> None:
         """End threads whose next token would come after the first ``max_tokens`` of the document."""
         if sum(thread.num_tokens for thread in self.threads) < self.max_tokens:
             return
         for thread, index in zip(self.threads, next_indices(self.threads), strict=True):
             if thread.state is not State.ENDED and index >= self.max_tokens:
                 thread.end("length", is_cut=True)
-                yield ThreadEnded(thread.number, "length")
-
-    def _finish_reason(self) -> str:
-        is_complete = sum(thread.num_tokens for thread in self.threads) <= self.max_tokens
-        return "length" if any(thread.is_cut for thread in self.threads) or not is_complete else "stop"

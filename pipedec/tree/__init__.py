@@ -1,18 +1,20 @@
-"""The dynamic prediction tree (PipeDec §3.3). Knows tensors and token ids; knows no model, no process, no Redis."""
+"""The dynamic prediction trees of an answer (PipeDec §3.3). Knows tensors, token ids and threads; no model and no process."""
 
-from pipedec.tree.masks import Visibility, is_mask, mask_groups, visible_slots
-from pipedec.tree.prediction_tree import (
-    Advance,
-    Candidates,
-    DraftRows,
-    DraftTree,
-    Gaps,
-    PredictionTree,
-    RootedTree,
-    RowChanges,
+from pipedec.tree.forest import (
+    Forest,
+    Remaining,
+    Slots,
+    ThreadChanges,
+    ThreadedForest,
+    apply_verdict,
+    forest_of,
+    position_root,
 )
+from pipedec.tree.masks import Visibility, is_mask, mask_groups, visible_slots
+from pipedec.tree.prediction_tree import Advance, Candidates, DraftRows, DraftTree, Gaps, PredictionTree, RowChanges
 
 __all__ = [
-    "Advance", "Candidates", "DraftRows", "DraftTree", "Gaps", "PredictionTree", "RootedTree", "RowChanges", "Visibility",
-    "is_mask", "mask_groups", "visible_slots",
+    "Advance", "Candidates", "DraftRows", "DraftTree", "Forest", "Gaps", "PredictionTree", "Remaining",
+    "RowChanges", "Slots", "ThreadChanges", "ThreadedForest", "Visibility", "apply_verdict", "forest_of", "is_mask",
+    "mask_groups", "position_root", "visible_slots",
 ]  # fmt: skip

@@ -47,12 +47,7 @@ def is_mask(token_ids: Tensor) -> Tensor:
 
 
 def mask_groups(rows: Tensor, first: int, num_masks: int) -> tuple[Tensor, Tensor]:
-    """The rows of one group of masks below each of ``rows``, group after group.
-
-    Args:
-        rows: int64 [G], rows of a tree.
-        first: row index that the first mask will get.
-        num_masks: M, masks per group.
+    """A group of M masks below each of ``rows``, int64 [G], of a tree, group after group; row ``first`` will be the first mask.
 
     Returns:
         token_ids, parents: int64 [G · M], for ``PredictionTree.append``.

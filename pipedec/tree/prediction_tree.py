@@ -10,11 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from pipedec.threads import Sequence as ThreadSequence
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Positions left empty after a row of a thread's tree: room for the predicted length of a child that its token opens."""
+
+    sequence: ThreadSequence
+    thread: int
+
+    def may_follow(self, token: int) -> bool:
+        """Whether a gap is possible after this token. False means ``after`` is 0 for every path that ends with it."""
+        return self.sequence.may_leave_gap(token)
+
+    def after(self, path: list[int]) -> int:
+        """The number of positions left empty after the last token of ``path``, the tokens below the root."""
+        return self.sequence.gap(self.thread, path)
 
 
 @dataclass(frozen=True)
@@ -38,29 +56,17 @@ class Advance:
     hit: bool
 
     def renumber(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Translate row indices from before the verdict to after it.
-
-        Args:
-            rows: int64 [R], indices before the verdict, on the host.
-
-        Returns:
-            bool [R], which of ``rows`` are kept; and int64, the new indices of those.
-        """
-        renumbered = self.new_numbers[rows]
+        """Which of ``rows``, int64 [R] on the host, are kept: bool [R]; and the new indices of those, int64."""
+        numbers = torch.full((self.num_rows,), -1, dtype=torch.int64)
+        numbers[self.kept] = torch.arange(len(self.kept))
+        renumbered = numbers[rows]
         is_kept = renumbered >= 0
         return is_kept, renumbered[is_kept]
 
     @property
     def changes(self) -> RowChanges:
-        """The same as lists."""
+        """The changes as lists."""
         return RowChanges(self.committed.tolist(), self.committed_ids.tolist(), self.kept.tolist(), self.num_rows)
-
-    @cached_property
-    def new_numbers(self) -> Tensor:
-        """int64 [N], the index of each row after the verdict; −1 if the row is dropped."""
-        numbers = torch.full((self.num_rows,), -1, dtype=torch.int64)
-        numbers[self.kept] = torch.arange(len(self.kept))
-        return numbers
 
 
 @dataclass(frozen=True)
@@ -83,37 +89,28 @@ class Candidates:
         return Candidates(rows, self.token_ids[is_kept], self.log_probs[is_kept])
 
 
-class RootedTree(Protocol):
-    """A tree whose positions follow from that of its root (see ``PredictionTree``)."""
+class DraftTree(Protocol):
+    """A tree as the draft model sees it: facts about some of its rows, on the host. See ``PredictionTree``."""
 
     gaps: Gaps | None
-
-    def set_root_position(self, root_position: int, gap: int) -> None: ...
-
-
-class DraftTree(RootedTree, Protocol):
-    """A tree as the draft model sees it: facts about some of its rows, on the host."""
 
     @property
     def num_rows(self) -> int: ...
 
-    def tokens_of(self, rows: Sequence[int]) -> list[int]:
-        """Their token ids."""
+    def tokens_of(self, rows: Sequence[int]) -> list[int]: ...
 
-    def positions_of(self, rows: Sequence[int]) -> list[int]:
-        """Their position ids."""
+    def positions_of(self, rows: Sequence[int]) -> list[int]: ...
 
-    def ancestors_of(self, row: int) -> list[int]:
-        """The row itself, its parent, and so on up to the root."""
+    def ancestors_of(self, row: int) -> list[int]: ...
+
+    def set_root_position(self, root_position: int, gap: int) -> None: ...
 
 
 @dataclass(frozen=True)
 class DraftRows:
-    """Rows of one tree that the draft model computes next.
+    """Rows of one tree, that of ``thread`` of request ``number``, which the draft model computes next.
 
     Attributes:
-        number: of the request.
-        thread: the thread of the tree.
         rows: ascending, not drafted yet. Their ancestors were drafted or are among them.
         children: number of most probable next tokens to return for each row.
     """
@@ -133,16 +130,6 @@ class RowChanges:
     committed_ids: list[int]
     kept: list[int]
     num_rows: int
-
-
-class Gaps(Protocol):
-    """Positions left empty after a row: room for the predicted length of a decode thread that the row's token opens."""
-
-    def may_follow(self, token: int) -> bool:
-        """Whether a gap is possible after this token. False means ``after`` is 0 for every path that ends with it."""
-
-    def after(self, path: list[int]) -> int:
-        """The number of positions left empty after the last token of ``path``, the tokens below the root."""
 
 
 class PredictionTree:
@@ -214,11 +201,7 @@ class PredictionTree:
         return self.tree_mask.to(self._log_probs.dtype) @ self.log_probs
 
     def plant(self, token: int) -> slice:
-        """Add an accepted token as the root of the empty tree; returns its row.
-
-        Raises:
-            ValueError: the tree is not empty.
-        """
+        """Add an accepted token as the root of the empty tree; returns its row. Raises ValueError if the tree is not empty."""
         return self.append(torch.tensor([token]), torch.tensor([-1]))
 
     def append(self, token_ids: Tensor, parents: Tensor, log_probs: Tensor | None = None) -> slice:
@@ -243,7 +226,8 @@ class PredictionTree:
         if any(parent < 0 for parent in above[0 if first else 1 :]):
             raise ValueError("a tree has exactly one root, its first row")
         if last > self._mask.shape[0]:
-            self._reserve(-(-last // self._block) * self._block)
+            more = -(-last // self._block) * self._block - self._mask.shape[0]
+            self._log_probs, self._mask = pad(self._log_probs, (0, more)), pad(self._mask, (0, more, 0, more))
         self._token_ids += ids
         self._parents += above
         self._row_gaps += [0] * len(ids)
@@ -257,16 +241,13 @@ class PredictionTree:
         self._extend_mask(rows[1].to(self._device), first, last, has_new_parents=max(above, default=-1) >= first)
         self.num_rows = last
         if self.gaps is not None:
-            self._set_gaps(self.gaps, first)
+            for row in range(first, last):
+                token = self._token_ids[row]
+                if row == 0:
+                    self._row_gaps[0] = self._root_gap
+                elif token >= 0 and self.gaps.may_follow(token):
+                    self._row_gaps[row] = self.gaps.after(self.path(row))
         return slice(first, last)
-
-    def _set_gaps(self, gaps: Gaps, first: int) -> None:
-        """Set the gaps after the rows from ``first`` on. The root's gap is set by ``set_root_position``."""
-        for row in range(max(first, 1), self.num_rows):
-            token = self._token_ids[row]
-            self._row_gaps[row] = gaps.after(self.path(row)) if token >= 0 and gaps.may_follow(token) else 0
-        if first == 0 and self.num_rows:
-            self._row_gaps[0] = self._root_gap
 
     def path(self, row: int) -> list[int]:
         """The tokens on the path from below the root to ``row``, inclusive."""
@@ -277,7 +258,7 @@ class PredictionTree:
         return path[::-1]
 
     def tokens_of(self, rows: Sequence[int]) -> list[int]:
-        """The token ids of ``rows``."""
+        """Token ids of ``rows``."""
         return [self._token_ids[row] for row in rows]
 
     def positions_of(self, rows: Sequence[int]) -> list[int]:
@@ -360,13 +341,9 @@ class PredictionTree:
         return self._keep(committed, sorted(subtree), hit=row is not None)
 
     def keep(self, rows: Tensor) -> Advance:
-        """Drop all rows except ``rows``; commit nothing.
+        """Drop all rows except ``rows``, int64, ascending, beginning with the root, each with its ancestors; commit nothing.
 
-        Args:
-            rows: int64, ascending, beginning with the root, each row with its ancestors.
-
-        Raises:
-            ValueError: ``rows`` do not have this form.
+        Raises ValueError if ``rows`` do not have this form.
         """
         kept, parents = rows.tolist(), self._parents
         in_order = kept[:1] == [0] and kept == sorted(set(kept)) and kept[-1] < self.num_rows
@@ -410,10 +387,3 @@ class PredictionTree:
             self._mask[:first, first:last] = False
             self._mask[first:last, :first] = self._mask[parents, :first]
         self._mask[first:last, first:last] = own
-
-    def _reserve(self, capacity: int) -> None:
-        log_probs, mask = self._log_probs, self._mask
-        self._log_probs = torch.zeros(capacity, dtype=torch.float32, device=self._device)
-        self._log_probs[: log_probs.shape[0]] = log_probs
-        self._mask = torch.zeros(capacity, capacity, dtype=torch.bool, device=self._device)
-        self._mask[: mask.shape[0], : mask.shape[1]] = mask

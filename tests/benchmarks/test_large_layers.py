@@ -89,7 +89,7 @@ def test_random_layers_compute_finite_numbers(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path)
     config = ModelConfig.from_directory(tmp_path)
     stage = StageModel.random(config, range(0, 4), torch.float32, "cpu")
-    assert stage.num_bytes == 4 * config.num_stage_parameters(range(4))
+    assert stage.weights.num_bytes == 4 * config.num_stage_parameters(range(4))
     tokens = torch.arange(5)
     cache = KVCache(stage.make_pool(16), ((0, 16),))
     hidden = stage.forward(tokens, [LaneRows(tokens, cache)])

@@ -13,10 +13,9 @@ from support.toy_dialects import IDS, ids, sequence_of, toy
 from pipedec.core import Accepted, Request, Step, Verdict
 from pipedec.decoding import Batch
 from pipedec.decoding.request_state import ROWS_OF_SEVERAL_THREADS
-from pipedec.forest import forest_of
 from pipedec.methods import METHODS, applicable_options
 from pipedec.threads import Sequence, State
-from pipedec.tree import Candidates, DraftRows, RowChanges
+from pipedec.tree import Candidates, DraftRows, RowChanges, forest_of
 
 PROMPT = (1, 2, 3)
 TREE = {"width": 100, "children": 4, "depth": 2, "forwards": 1}
@@ -103,7 +102,7 @@ class Answer:
         for number in set(threads):
             thread = self.sequence.threads[number]
             assert thread.parent is None or self.num_entered(thread.parent) >= thread.opened_at
-            for other, count in self.sequence.context(number):
+            for other, count in self.sequence.threads[number].context():
                 assert self.num_entered(other) >= count, "a row must see tokens that have not entered"
         return step
 

@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 
 from pipedec.core import Accepted, Verdict
 from pipedec.drafting import DraftModel
-from pipedec.forest import ThreadedForest
 from pipedec.model import LaneRows, StageModel
 from pipedec.threads import Sequence
-from pipedec.tree import Candidates, DraftRows, PredictionTree
+from pipedec.tree import Candidates, DraftRows, PredictionTree, ThreadedForest
 
 PROMPT = [30, 41, 28, 50, 33]
 VOCAB = len(TEXTS)
@@ -204,7 +203,7 @@ def test_a_child_drafts_on_when_its_parent_has_ended(model: Model) -> None:
 def test_a_child_sees_the_tree_of_no_other_thread(model: Model) -> None:
     sequence = sequence_of(toy("apar"), len(PROMPT))
     say(sequence, (), "a [Fork] b [Fork]")
-    assert sequence.context(2) == ((0, 4),)
+    assert sequence.threads[2].context() == ((0, 4),)
     draft = Draft(model, "apar")
     draft.accept(t0="a")
     draft.enter(("a", -1, 0))

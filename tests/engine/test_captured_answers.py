@@ -15,7 +15,7 @@ from pipedec.engine.build import load_drafter, load_stage
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import METHODS, BitaOptions
 from pipedec.model import Usual
-from pipedec.model.buckets import usual_sizes
+from pipedec.model.captured_graphs import usual_sizes
 
 __all__ = ["models"]  # a fixture
 CHOSEN = {method: choices[0] for method, choices in OPTIONS.items()} | {"bita": BitaOptions()}

@@ -22,9 +22,8 @@ from golden.questions import Question
 from pipedec.core import SamplingParams
 from pipedec.engine.admission import Sequences
 from pipedec.model import load_transformers
-from pipedec.sampling.filters import tempered
+from pipedec.sampling.filters import History, tempered
 from pipedec.sampling.noise import gumbel
-from pipedec.sampling.penalties import History
 from pipedec.threads import DecodeThread, Sequence
 from pipedec.verify.threads import Choose, naive_threads, shortest
 
@@ -171,7 +170,7 @@ class _Watcher:
             if sequence.grammar is not None:
                 allowed = sequence.grammar.allowed()
                 logits_V[[one for one in range(len(logits_V)) if one not in allowed]] = -torch.inf
-            position = sequence.next_position(0)
+            position = sequence.threads[0].next_position
             sequence.accept(0, token)
             self._judge(sequence.main, index, position, logits_V, torch.tensor(token_ids[:index], dtype=torch.int64))
 

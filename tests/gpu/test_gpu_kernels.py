@@ -15,7 +15,7 @@ from support.random_requests import Requests
 from torch import Tensor
 
 from pipedec.model import StageModel, device_capture
-from pipedec.model.flash_lanes import attention_backend, flash_attention
+from pipedec.model.flash_lanes import flash_attention, flash_kernel
 from pipedec.model.matrices import EMPTY_MATRICES, linear, rounded
 
 LAYERS = range(1, 4)
@@ -84,8 +84,8 @@ def test_flash_attention_equals_that_of_torch(tmp_path: Path, device: str, dtype
 
 
 def test_float32_does_without_flash_attention_and_says_why(device: str) -> None:
-    name, why = attention_backend(torch.float32, torch.device(device))
-    assert name == "SDPA" and why == {"cpu": "flash-attention needs CUDA", "cuda": "flash-attention needs 16 bits"}[device]
+    kernel, why = flash_kernel(torch.float32, torch.device(device))
+    assert kernel is None and why == {"cpu": "flash-attention needs CUDA", "cuda": "flash-attention needs 16 bits"}[device]
 
 
 @pytest.mark.parametrize("rows", [1, 7, 33])

@@ -14,6 +14,7 @@ from support.bita_files import save_random_bita
 from support.captures import Compiled, Frozen, Repeated
 from support.checkpoints import save_tiny
 from support.examples import examples
+from support.kv_caches import read_cache
 from support.random_requests import Requests
 from torch import Tensor, _dynamo
 from torch._dynamo.utils import counters
@@ -23,8 +24,7 @@ from pipedec.core import UserError
 from pipedec.hardware import CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, StageModel, described_attention, device_capture
 from pipedec.model.attention import LayersShape
-from pipedec.model.buckets import Bucket
-from pipedec.model.captured_graphs import CapturedGraphs, Run
+from pipedec.model.captured_graphs import Bucket, CapturedGraphs, Run
 from pipedec.tree import Visibility
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -126,7 +126,7 @@ def test_what_the_last_forward_left_in_the_buffers_changes_nothing(directory: Pa
         one, other = new_cache(pool), new_cache(pool, 512)
         for cache, rows in ((one, 7), (other, 5), (one, 6), (other, 8)):
             results.append(stage.forward(inputs_of(stage, rows, seed=rows), [chunk(cache, rows)]))
-            results += [part.clone() for held in (one, other) for part in held.view(1)]
+            results += [part.clone() for held in (one, other) for part in read_cache(held, 1)]
     assert frozen.captures == 1 and frozen.replays == 4
     for seen, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(seen, wanted, atol=1e-12, rtol=0)
@@ -267,7 +267,7 @@ def test_another_pool_has_graphs_of_its_own(directory: Path) -> None:
     outputs = [stage.forward(inputs_of(stage, 3), [chunk(cache, 3)]) for cache in (*caches, *caches)]
     assert frozen.captures == 4
     torch.testing.assert_close(outputs[1], outputs[0])
-    torch.testing.assert_close(caches[1].view(0), caches[0].view(0))
+    torch.testing.assert_close(read_cache(caches[1], 0), read_cache(caches[0], 0))
 
 
 def test_a_cpu_captures_nothing_and_the_switch_takes_two_values(monkeypatch: pytest.MonkeyPatch) -> None:

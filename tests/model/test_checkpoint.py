@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import save_tiny_llama
 from support.stage_chain import lone_cache
 
+from pipedec.checkpoints.parts import EMBEDDING, FINAL_NORM, HEAD
 from pipedec.config.model_config import ModelConfig
 from pipedec.core import UserError
 from pipedec.model.attention import LaneRows
-from pipedec.model.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
+from pipedec.model.checkpoint import Checkpoint
 from pipedec.model.stage_model import StageModel
 
 
@@ -53,9 +54,9 @@ def assert_refused(path, *words, check=False):
 
 def test_a_stage_reads_only_its_own_tensors(single):
     config, checkpoint = ModelConfig.from_directory(single), Checkpoint(single)
-    first = checkpoint.tensor_names(config, range(0, 1), first=True, last=False)
-    middle = checkpoint.tensor_names(config, range(1, 3), first=False, last=False)
-    last = checkpoint.tensor_names(config, range(3, 4), first=False, last=True)
+    first = list(checkpoint.expected_shapes(config, range(0, 1), first=True, last=False))
+    middle = list(checkpoint.expected_shapes(config, range(1, 3), first=False, last=False))
+    last = list(checkpoint.expected_shapes(config, range(3, 4), first=False, last=True))
     assert first[0] == EMBEDDING and last[-2:] == [FINAL_NORM, HEAD]
     assert all(name.startswith(("model.layers.1.", "model.layers.2.")) for name in middle)
     assert sorted(first + middle + last) == sorted(load_file(single / "model.safetensors"))
@@ -66,7 +67,7 @@ def test_a_tied_head_uses_the_embedding(tmp_path):
     save_tiny_llama(tmp_path, tie_word_embeddings=True)
     config, checkpoint = ModelConfig.from_directory(tmp_path), Checkpoint(tmp_path)
     assert HEAD not in checkpoint
-    assert checkpoint.tensor_names(config, range(3, 4), first=False, last=True)[-1] == EMBEDDING
+    assert list(checkpoint.expected_shapes(config, range(3, 4), first=False, last=True))[-1] == EMBEDDING
     checkpoint.check_complete(config)
 
 

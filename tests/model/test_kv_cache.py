@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.kv_caches import read_cache
 
 from pipedec.core import SlotRuns
 from pipedec.model.cache import KVCache, KVPool, KVShape
@@ -45,7 +46,7 @@ def learned_prompt(length: int) -> torch.Tensor:
 
 def assert_holds(cache: KVCache, labels: list[int]) -> None:
     for layer in range(LAYERS):
-        keys, values = cache.view(layer)
+        keys, values = read_cache(cache, layer)
         expected = (torch.tensor(labels, dtype=torch.float64)[None, :, None] * 10 + layer).expand(HEADS, -1, HEAD_DIM)
         assert torch.equal(keys, expected)
         assert torch.equal(values, -expected)
@@ -54,7 +55,7 @@ def assert_holds(cache: KVCache, labels: list[int]) -> None:
 def assert_begins_with(cache: KVCache, prompt: torch.Tensor) -> None:
     """A view with the prompt is the learned prompt, followed by the view without it."""
     for layer in range(LAYERS):
-        with_prompt, without = (cache.view(layer, 0, flag) for flag in (True, False))
+        with_prompt, without = (read_cache(cache, layer, 0, flag) for flag in (True, False))
         for seen, rows, learned in zip(with_prompt, without, prompt[layer], strict=True):
             assert torch.equal(seen, torch.cat((learned, rows), 1))
 
@@ -85,17 +86,17 @@ def test_any_sequence_of_appends_and_advances_keeps_the_rows(data, prompt_length
 def test_committing_the_first_rows_moves_only_the_boundary():
     cache = make_cache()
     append(cache, [1, 2, 3])
-    before = cache.view(0)[0].data_ptr()
+    before = read_cache(cache, 0)[0].data_ptr()
     cache.advance(indices(0), indices(1, 2))
     assert (cache.past_length, cache.tree_length) == (1, 2)
-    assert cache.view(0)[0].data_ptr() == before
+    assert read_cache(cache, 0)[0].data_ptr() == before
     assert_holds(cache, [1, 2, 3])
 
 
 def test_a_learned_prompt_takes_no_slots_and_survives_reset():
     prompt = learned_prompt(3)
     cache = make_cache(((8, 4), (0, 4)), prompt)
-    assert (cache.length, cache.slots, cache.prompt_length) == (0, 8, 3)
+    assert (cache.length, cache.slots, len(cache.prompt)) == (0, 8, 3)
     append(cache, [1, 2, 3, 4, 5], to_tree=False)
     assert (cache.length, cache.slots) == (5, 8)
     cache.reset()
@@ -104,9 +105,9 @@ def test_a_learned_prompt_takes_no_slots_and_survives_reset():
     assert_holds(cache, [6])
     assert_begins_with(cache, prompt)
     write(cache, 0, torch.ones(2, HEADS, HEAD_DIM, dtype=torch.float64))
-    assert torch.equal(cache.view(0, 2, True)[0], torch.cat((prompt[0, 0], cache.view(0, 2)[0]), 1))
+    assert torch.equal(read_cache(cache, 0, 2, True)[0], torch.cat((prompt[0, 0], read_cache(cache, 0, 2)[0]), 1))
     with pytest.raises(ValueError, match="9 rows do not fit into the 8 slots"):
-        cache.view(0, 8, True)
+        read_cache(cache, 0, 8, True)
 
 
 def test_written_rows_do_not_count_until_they_are_appended():
@@ -114,7 +115,7 @@ def test_written_rows_do_not_count_until_they_are_appended():
     append(cache, [1])
     write(cache, 0, torch.ones(2, HEADS, HEAD_DIM, dtype=torch.float64))
     assert cache.length == 1
-    assert cache.view(0, 2)[0].shape == (HEADS, 3, HEAD_DIM)
+    assert read_cache(cache, 0, 2)[0].shape == (HEADS, 3, HEAD_DIM)
 
 
 def test_misuse_is_refused():
@@ -122,7 +123,7 @@ def test_misuse_is_refused():
     with pytest.raises(ValueError, match="5 rows do not fit into the 4 slots that this request was given"):
         cache.next_slots(5)
     with pytest.raises(ValueError, match="5 rows do not fit into the 4 slots that this request was given"):
-        cache.view(0, 5)
+        read_cache(cache, 0, 5)
     with pytest.raises(ValueError, match="cannot have been written"):
         cache.append(5)
     append(cache, [1, 2])

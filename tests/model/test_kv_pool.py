@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.kv_caches import read_cache
 from support.slot_books import SlotAllocator
 from torch._subclasses import FakeTensorMode
 
@@ -45,9 +46,9 @@ class Held:
         cache, labels = self.cache, torch.tensor([*self.past, *self.tree], dtype=torch.float64)[:, None, None]
         assert (cache.past_length, cache.tree_length) == (len(self.past), len(self.tree))
         for layer in range(LAYERS):
-            keys, values = cache.view(layer, 0, True)
+            keys, values = read_cache(cache, layer, 0, True)
             expected = (labels * 10 + layer).expand(-1, HEADS, HEAD_DIM).transpose(0, 1)
-            prompt = PROMPT[layer, :, :, : cache.prompt_length]
+            prompt = PROMPT[layer, :, :, : len(cache.prompt)]
             assert torch.equal(keys, torch.cat((prompt[0], expected), 1))
             assert torch.equal(values, torch.cat((prompt[1], -expected), 1))
 
@@ -110,7 +111,7 @@ def test_slots_that_follow_each_other_are_read_in_place_and_others_joined() -> N
     for held in (one, several):
         held.append(list(range(10)), to_tree=False)
         held.check()
-    assert one.cache.view(1)[0].data_ptr() == pool.tensor[1, 0, :, 8:].data_ptr()
+    assert read_cache(one.cache, 1)[0].data_ptr() == pool.tensor[1, 0, :, 8:].data_ptr()
     assert one.cache.ranges(3, 9) == [range(11, 17)] and one.cache.blocks(9) == [2, 3, 4]
     assert several.cache.ranges(3, 9) == [range(23, 24), range(0, 5)] and several.cache.blocks(9) == [5, 0, 1]
 
@@ -118,7 +119,7 @@ def test_slots_that_follow_each_other_are_read_in_place_and_others_joined() -> N
 def test_a_pool_is_allocated_once_in_whole_blocks_with_the_learned_prompt_behind_them() -> None:
     pool = KVPool(SHAPE, 11, 4, PROMPT)
     assert (pool.slots, pool.prompt_slots) == (8, range(8, 11))
-    assert pool.num_bytes == LAYERS * 2 * HEADS * 12 * HEAD_DIM * 8
+    assert pool.tensor.nbytes == LAYERS * 2 * HEADS * 12 * HEAD_DIM * 8
     keys, values = pool.pages(1)
     assert keys.shape == values.shape == (3, 4, HEADS, HEAD_DIM)
     assert torch.equal(keys[2, :3].transpose(0, 1), PROMPT[1, 0])

@@ -32,7 +32,7 @@ config = ModelConfig.from_directory(directory)
 Path("/proc/self/clear_refs").write_text("5")  # resets the peak
 before = status("VmRSS")
 stage = StageModel.load(directory, range(start, stop), torch.float32, "cpu", config)
-print(json.dumps({"growth": status("VmHWM") - before, "weights": stage.num_bytes}))
+print(json.dumps({"growth": status("VmHWM") - before, "weights": stage.weights.num_bytes}))
 """
 
 

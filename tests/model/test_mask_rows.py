@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny, save_tiny_llama
 from support.examples import examples
+from support.kv_caches import read_cache
 from support.naive_bita import NaiveBita
 from support.stage_chain import StageChain, lone_cache
 from torch import Tensor
@@ -129,9 +130,9 @@ def ordinary_rows(chain: StageChain, seed: int, num_masks: int) -> list[Tensor]:
 def cached(chain: StageChain) -> list[Tensor]:
     """[2, K, slots, D] of every layer."""
     return [
-        torch.stack(cache.view(layer))
+        torch.stack(read_cache(cache, layer))
         for stage, cache in zip(chain.stages, chain.caches, strict=True)
-        for layer in range(stage.num_layers)
+        for layer in range(len(stage.layers))
     ]
 
 

@@ -58,7 +58,7 @@ def test_a_stage_keeps_no_plain_copy_beside_what_it_packed() -> None:
     config = ModelConfig.from_directory(TARGET)
     stage = StageModel.load(TARGET, range(4, 6), torch.float32, "cpu", config)
     plain = StageModel(config, range(4, 6), torch.float32, "cpu")
-    assert stage.num_bytes == plain.num_bytes
+    assert stage.weights.num_bytes == plain.weights.num_bytes
     cache = KVCache(stage.make_pool(16), ((0, 16),))
     with torch.profiler.profile() as profiled:
         stage.forward(torch.zeros(1, config.hidden_size), [LaneRows(torch.zeros(1).long(), cache, None, 1)])

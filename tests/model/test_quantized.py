@@ -180,8 +180,8 @@ def test_stages_take_the_bytes_that_a_plan_counts(tmp_path: Path, kind: str, dty
     config, weights = ModelConfig.from_directory(tmp_path), WeightFormat(dtype, kind)
     stage = StageModel.load(tmp_path, range(2), getattr(torch, dtype), "cpu", quantize=kind)
     planned = 2 * config.num_layer_parameters * weights.layer_bytes + 2 * config.num_embedding_parameters * weights.table_bytes
-    assert stage.num_bytes == pytest.approx(planned, rel=0.03)
-    assert stage.num_bytes < {"int8": 0.35, "int4": 0.27}[kind] * 4 * config.num_stage_parameters(range(2))
+    assert stage.weights.num_bytes == pytest.approx(planned, rel=0.03)
+    assert stage.weights.num_bytes < {"int8": 0.35, "int4": 0.27}[kind] * 4 * config.num_stage_parameters(range(2))
 
 
 @pytest.mark.fast_cases("int8-llama-False", "int4-llama-False")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipedec.hardware import CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.model import BitaWeights, FirstForward, KVCache, LaneRows, StageModel, Usual, warm_up
-from pipedec.model.buckets import FEWEST_SLOTS, Bucket, usual_sizes
+from pipedec.model.captured_graphs import FEWEST_SLOTS, Bucket, usual_sizes
 from pipedec.model.warm_up import CHUNK, first_forwards
 
 

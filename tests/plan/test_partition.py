@@ -16,7 +16,7 @@ from support.clusters import clustered
 from pipedec.config import ClusterConfig, DeviceConfig, ServerConfig, load_cluster
 from pipedec.core import KNEE_ROWS, ROW_ID_BYTES, UserError
 from pipedec.hardware import DEVICES, MODEL_SHAPES, WIDENED_VALUES, WeightFormat
-from pipedec.model.buckets import Bucket
+from pipedec.model.captured_graphs import Bucket
 from pipedec.plan.costs import CONTEXT_BYTES, CUBLAS_BYTES, NCCL_BYTES, ModelCosts
 from pipedec.plan.layers import balance, even_layers, explicit_layers
 from pipedec.plan.partition import Plan, delay_by_sharing_ms, plan, room_of

@@ -15,9 +15,9 @@ from support.slot_books import SlotAllocator
 from support.toy_dialects import IDS, TEXTS, behind, toy
 
 from pipedec.core import NewRequest, RequestUpdate, SamplingParams, SlotRuns, StageMessage, Step, TokenLogprobs, Verdict
-from pipedec.forest import forest_of
 from pipedec.stage import StageWorker
 from pipedec.threads import NewSequence, Sequence, State, ThreadedSequence
+from pipedec.tree import forest_of
 
 MASKS, TOKENS_PER_MASK = 2, 3
 WORDS = [IDS[word] for word in "abc"]

@@ -17,13 +17,14 @@ from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny
 from support.driven_stage import DrivenStage
 from support.examples import examples
+from support.kv_caches import read_cache
 from torch import Tensor
 
 from pipedec.core import NewRequest, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
 from pipedec.model import BitaWeights, ModelConfig, StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import NewSequence, Sequence, ThreadedSequence
-from pipedec.threads.bound import NO_DIALECT
+from pipedec.threads.dialect import NO_DIALECT
 
 PROMPT = [1, 9, 30, 4, 51, 7]
 WORDS = 3  # the tokens that are said, besides END
@@ -191,7 +192,7 @@ def state_of(worker: StageWorker) -> list[object]:
     shared = torch.ones(forest.num_rows, visibility.shared, dtype=torch.bool)
     positions = torch.cat((torch.arange(visibility.shared), visibility.slot_positions()))
     rows = [forest.token_ids.clone(), forest.parents.clone(), forest.positions_of(slice(None))]
-    kept = [torch.stack(cache.view(layer, with_prompt=True)) for layer in range(worker._model.num_layers)]
+    kept = [torch.stack(read_cache(cache, layer, with_prompt=True)) for layer in range(len(worker._model.layers))]
     return [*rows, torch.cat((shared, visibility.seen), 1), positions, cache.past_length, *kept]
 
 

@@ -11,7 +11,6 @@ from support.examples import examples
 from torch import Tensor
 
 from pipedec.core import SamplingParams, StructuredOutputs, Verdict
-from pipedec.forest import Forest
 from pipedec.grammar import NOTHING, Bitmask, Vocabulary
 from pipedec.grammar.masks import allowed_tokens, mask_logits
 from pipedec.sampling import Sampler
@@ -19,6 +18,7 @@ from pipedec.shipped import reference_pair
 from pipedec.stage.verification import TokenChooser
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.threads import Sequence
+from pipedec.tree import Forest
 
 VOCABULARY = Vocabulary(Tokenizer(reference_pair() / "target"))
 WIDTH = 4096 + 7  # the model has tokens that the tokenizer does not have

@@ -7,9 +7,9 @@ import torch
 from support.toy_dialects import IDS, TEXTS, ids, sequence_of, texts, toy
 
 from pipedec.core import Accepted, SamplingParams, Verdict
-from pipedec.forest import ThreadedForest
 from pipedec.sampling.noise import gumbel
 from pipedec.stage.verification import TokenChooser, Verifier
+from pipedec.tree import ThreadedForest
 
 VOCAB = len(TEXTS)
 GREEDY = SamplingParams()

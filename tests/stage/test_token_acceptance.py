@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pipedec.core import Verdict
-from pipedec.forest import Forest
 from pipedec.stage.verification import Verifier
 from pipedec.threads import Sequence
+from pipedec.tree import Forest
 
 EOS = 2
 #            0 (token 10)

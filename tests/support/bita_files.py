@@ -19,6 +19,6 @@ def save_random_bita(
     prompt = torch.randn(config.num_layers, 2, config.num_kv_heads, num_prompt_tokens, config.head_dim, generator=generator)
     masks = torch.randn(num_masks, config.hidden_size, generator=generator)
     weights = BitaWeights(std * prompt, std * masks)
-    prompting = "deep" if num_prompt_tokens else "none"
-    weights.save(directory, BitaConfig(fingerprint(target), num_masks, num_prompt_tokens, prompting))
+    about = BitaConfig(fingerprint(target), num_masks, num_prompt_tokens, "deep" if num_prompt_tokens else "none")
+    weights.save(directory, about)
     return weights

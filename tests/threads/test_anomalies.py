@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.toy_dialects import IDS, ids, say, sequence_of, texts, toy, written
+from support.toy_dialects import IDS, Joined, ThreadOpened, at, ids, say, sequence_of, texts, toy, written
 
-from pipedec.threads import ANOMALIES, Sequence, State, ThreadOpened
+from pipedec.threads import Anomaly, Sequence, State
 
 PROMISE = '<promise : 2 "/>'
 
@@ -33,9 +33,9 @@ def unclosed_child() -> Sequence:
     sequence = pasta(max_child_tokens=4, default_length=40)
     say(sequence, (), '<promise : 20 "/> <sync/>')
     events = say(sequence, (0,), "x y z")
-    assert sequence.at((0,)).ended_by == "limit"
-    assert type(events[-1]).__name__ == "Joined", "the parent goes on behind what there is"
-    assert sequence.context(0) == ((1, 4),)
+    assert at(sequence, (0,)).ended_by == "limit"
+    assert isinstance(events[0], Joined), "the parent goes on behind what there is"
+    assert sequence.threads[0].context() == ((1, 4),)
     return sequence
 
 
@@ -43,7 +43,7 @@ def length_missing() -> Sequence:
     sequence = pasta(default_length=40)
     for token in (IDS["<promise"], IDS[' topic="'], IDS["rolls"], IDS['"/>']):
         sequence.accept(0, token)
-    assert sequence.next_position(0) == sequence.at((0,)).positions[0] + 40
+    assert sequence.threads[0].next_position == at(sequence, (0,)).positions[0] + 40
     say(sequence, (0,), "x </async>")
     say(sequence, (), "<sync/>")
     return sequence
@@ -52,7 +52,7 @@ def length_missing() -> Sequence:
 def length_clamped() -> Sequence:
     sequence = pasta(max_length=100)
     say(sequence, (), '<promise : 99999999999 "/>')
-    assert sequence.next_position(0) == sequence.at((0,)).positions[0] + 100
+    assert sequence.threads[0].next_position == at(sequence, (0,)).positions[0] + 100
     say(sequence, (0,), "x </async>")
     say(sequence, (), "<sync/>")
     return sequence
@@ -63,7 +63,7 @@ def length_exceeded() -> Sequence:
     say(sequence, (), PROMISE)
     say(sequence, (0,), "x y z </async>")
     say(sequence, (), "<sync/> a")
-    assert sequence.at((0,)).positions == [14, 15, 16, 17, 18]
+    assert at(sequence, (0,)).positions == [14, 15, 16, 17, 18]
     assert sequence.main.positions[-2:] == [16, 17], "positions of child and parent collide, each thread's own stay in order"
     return sequence
 
@@ -126,7 +126,7 @@ def end_token_in_child() -> Sequence:
     sequence = pasta()
     say(sequence, (), '<promise : 20 "/>')
     say(sequence, (0,), "x <|end|>")
-    assert sequence.at((0,)).ended_by == "stop"
+    assert at(sequence, (0,)).ended_by == "stop"
     assert sequence.main.state is State.RUNNING, "it ends its thread alone"
     say(sequence, (), "<sync/>")
     return sequence
@@ -139,7 +139,7 @@ def forced_token_sampled() -> Sequence:
     return sequence
 
 
-@pytest.mark.parametrize("name", [name for name in ANOMALIES if name != "cache_full"])
+@pytest.mark.parametrize("name", [name for name in Anomaly if name != "cache_full"])
 def test_an_anomaly_is_counted_and_the_answer_ends(name: str) -> None:
     sequence = globals()[name]()
     finish(sequence)
@@ -194,7 +194,7 @@ def test_a_promise_inside_a_promise_begins_anew() -> None:
     opened = say(sequence, (), "<promise : 20 " + PROMISE)
     assert [type(event) for event in opened] == [ThreadOpened]
     assert sequence.anomalies == {"opener_not_completed": 1}
-    assert sequence.next_position(0) == sequence.at((0,)).positions[0] + 2, "the second promise's length"
+    assert sequence.threads[0].next_position == at(sequence, (0,)).positions[0] + 2, "the second promise's length"
     assert shown(sequence) == 'tokens=" 20'
 
 
@@ -208,7 +208,7 @@ def test_a_tag_at_the_end_of_a_child_is_not_completed() -> None:
 def test_a_length_of_nothing_is_one() -> None:
     sequence = pasta()
     say(sequence, (), '<promise : 0 "/>')
-    assert sequence.next_position(0) == sequence.at((0,)).positions[0] + 1
+    assert sequence.threads[0].next_position == at(sequence, (0,)).positions[0] + 1
     assert sequence.anomalies["length_clamped"] == 1
 
 
@@ -219,7 +219,7 @@ def test_a_child_that_ends_with_open_children_waits_for_them() -> None:
     say(sequence, (), "<sync/>")
     assert [thread.state for thread in sequence.threads] == [State.WAITING, State.WAITING, State.RUNNING]
     say(sequence, (0, 0), "x </async>")
-    assert sequence.context(0) == ((1, 6), (2, 3)), "the join sees both, each with its closing token"
+    assert sequence.threads[0].context() == ((1, 6), (2, 3)), "the join sees both, each with its closing token"
     assert written(sequence).endswith("<async> x </async> </async> <sync/>")
 
 

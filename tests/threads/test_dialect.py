@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.toy_dialects import IDS, TEXTS, toy
+from support.toy_dialects import IDS, TEXTS, ThreadOpened, events_of, toy
 from tokenizers import Tokenizer
 
 from pipedec.core import UserError
 from pipedec.shipped import reference_pair
-from pipedec.threads import DIALECTS, Dialect, ThreadedSequence, ThreadOpened, bind, load_dialect
+from pipedec.threads import DIALECTS, Dialect, ThreadedSequence, bind, load_dialect
 
 MINIMAL = {"name": "mine", "opener": "[Fork]", "child_start": "[Child]"}
 
@@ -43,9 +43,9 @@ def test_a_promise_in_the_shipped_tokenizer_opens_at_its_last_token(tokenizer: T
     bound = bind(dialect, tokenizer.token_to_id, lambda token: tokenizer.decode([token], skip_special_tokens=False))
     sequence = ThreadedSequence(bound, 5, (1,), 100)
     tag = tokenizer.encode('<promise topic="the recipe" tokens="20"/>', add_special_tokens=False).ids
-    events = [event for token in tag for event in sequence.accept(0, token)]
+    events = [event for token in tag for event in events_of(sequence, 0, token)]
     assert events == [ThreadOpened(thread=0, child=1, token=bound.child_start, position=5 + len(tag))]
-    assert sequence.next_position(0) == 5 + len(tag) + 20
+    assert sequence.threads[0].next_position == 5 + len(tag) + 20
 
 
 def test_published_names_are_a_file_away(tmp_path: Path) -> None:

@@ -11,18 +11,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.naive_threads import Model, NaiveAnswer, Path
-from support.toy_dialects import END, IDS, TAGS, WORDS, sequence_of, toy
+from support.toy_dialects import (
+    END,
+    IDS,
+    TAGS,
+    WORDS,
+    Joined,
+    ThreadEnded,
+    Waiting,
+    at,
+    events_of,
+    position_after,
+    sequence_of,
+    toy,
+)
 
 from pipedec.threads import (
     BoundDialect,
     DecodeThread,
     DocumentToken,
-    Joined,
     Sequence,
     State,
     ThreadedSequence,
-    ThreadEnded,
-    Waiting,
     measure,
     replay,
 )
@@ -99,7 +109,7 @@ class Run:
 
     def _walk(self, path: Path, most: int) -> None:
         """Some tokens of one thread in one timestep, as a verifier takes them: looked at first, then accepted."""
-        sequence, number = self.sequence, self.sequence.at(path).number
+        sequence, number = self.sequence, at(self.sequence, path).number
         walked: list[int] = []
         banned = []
         for _ in range(most):
@@ -118,7 +128,7 @@ class Run:
 
     def _accept(self, number: int, token: int, ends: bool) -> None:
         before = [thread.num_tokens for thread in self.sequence.threads]
-        events = self.sequence.accept(number, token)
+        events = events_of(self.sequence, number, token)
         own = [event for event in events if isinstance(event, Waiting | Joined | ThreadEnded) and event.thread == number]
         assert bool(own) == ends
         before += [0] * (len(self.sequence.threads) - len(before))
@@ -198,7 +208,7 @@ def test_random_answers_have_what_they_should_test() -> None:
                 sequence = Run(bound, make_model(bound, seed), 100, seed).sequence
                 found |= {sequence.finished or "", *sequence.anomalies}
                 found |= {f"{name.split(',')[0]} join" for thread in sequence.threads if thread.joins}
-                found |= {f"depth {thread.depth}" for thread in sequence.threads}
+                found |= {f"depth {len(thread.path)}" for thread in sequence.threads}
                 found |= {"tail" for thread in sequence.threads if thread.tails}
     assert {"stop", "length", "pasta join", "parallel join", "depth 3", "tail", "unclosed_child", "opener_not_completed"} <= found
 
@@ -220,8 +230,7 @@ def test_what_follows_a_path_is_what_is_there_once_it_is_accepted(name, seed, ma
             if sequence.ends_walk(thread.number, path[-1], path[:-1]):
                 break
         said[thread.path] = said.get(thread.path, 0) + len(path)
-        assert sequence.following(thread.number, []) == (thread.next_position, sequence.banned(thread.number))
-        position, banned = sequence.following(thread.number, path)
+        position, banned = position_after(sequence, thread.number, path), sequence.banned(thread.number, path)
         for token in path:
             sequence.accept(thread.number, token)
         if (
@@ -260,9 +269,9 @@ def test_a_promise_is_clamped_to_what_the_context_has_room_for() -> None:
     sequence = ThreadedSequence(toy("pasta"), PROMPT, (END,), 20, PROMPT + 30)
     for token in (IDS[text] for text in ("<promise", ' tokens="', "20", '"/>')):
         sequence.accept(0, token)
-    assert sequence.next_position(0) == PROMPT + 4 + 6, "of 30 places 20 are left for tokens, and 4 were said"
+    assert sequence.threads[0].next_position == PROMPT + 4 + 6, "of 30 places 20 are left for tokens, and 4 were said"
     assert sequence.anomalies == {"length_clamped": 1}
     free = ThreadedSequence(toy("pasta"), PROMPT, (END,), 20)
     for token in (IDS[text] for text in ("<promise", ' tokens="', "20", '"/>')):
         free.accept(0, token)
-    assert free.next_position(0) == PROMPT + 4 + 20 and free.anomalies == {}
+    assert free.threads[0].next_position == PROMPT + 4 + 20 and free.anomalies == {}

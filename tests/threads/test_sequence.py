@@ -8,10 +8,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.toy_dialects import END, IDS, ids, say, sequence_of, toy, written
+from support.toy_dialects import (
+    END,
+    IDS,
+    Finished,
+    Joined,
+    ThreadEnded,
+    ThreadOpened,
+    Waiting,
+    at,
+    changes_since,
+    ids,
+    say,
+    sequence_of,
+    toy,
+    written,
+)
 
-from pipedec.threads import Finished, Joined, Sequence, State, ThreadedSequence, ThreadEnded, ThreadOpened, Waiting
-from pipedec.threads.bound import NO_DIALECT
+from pipedec.threads import Sequence, State, ThreadedSequence
+from pipedec.threads.dialect import NO_DIALECT
 
 FORK, CHILD, ASYNC, SYNC = IDS["[Fork]"], IDS["[Child]"], IDS["<async>"], IDS["<sync/>"]
 
@@ -19,14 +34,14 @@ FORK, CHILD, ASYNC, SYNC = IDS["[Fork]"], IDS["[Child]"], IDS["<async>"], IDS["<
 def test_apar_forks_and_ends_each_thread_by_itself() -> None:
     sequence = sequence_of(toy("apar"), prompt_length=10)
     assert say(sequence, (), "a [Fork]") == [ThreadOpened(thread=0, child=1, token=CHILD, position=12)]
-    assert sequence.next_position(0) == 12
+    assert sequence.threads[0].next_position == 12
     assert say(sequence, (), "b [Fork]") == [ThreadOpened(thread=0, child=2, token=CHILD, position=14)]
     assert say(sequence, (0,), "x y") == []
     assert say(sequence, (), "c <|end|>") == [ThreadEnded(0, "stop")]
     assert say(sequence, (1,), "z <|end|>") == [ThreadEnded(2, "stop")]
-    assert sequence.context(1) == ((0, 2),)
-    assert sequence.context(2) == ((0, 4),)
-    assert sequence.at((0,)).positions == [12, 13, 14]
+    assert sequence.threads[1].context() == ((0, 2),)
+    assert sequence.threads[2].context() == ((0, 4),)
+    assert at(sequence, (0,)).positions == [12, 13, 14]
     assert sequence.finished is None
     assert say(sequence, (0,), "<|end|>") == [ThreadEnded(1, "stop"), Finished("stop")]
     assert written(sequence) == "a [Fork] [Child] x y <|end|> b [Fork] [Child] z <|end|> c <|end|>"
@@ -38,9 +53,9 @@ def test_apar_children_see_their_grandparents_and_no_siblings() -> None:
     sequence = sequence_of(toy("apar"))
     say(sequence, (), "a [Fork] b")
     say(sequence, (0,), "x [Fork] y [Fork]")
-    assert sequence.at((0, 1)).inherited == ((0, 2), (1, 5))
-    assert sequence.at((0, 1)).depth == 2
-    assert sequence.sees(sequence.at((0, 0)).number, 0) == ((0, 2), (1, 3), (2, 1))
+    assert at(sequence, (0, 1)).inherited == ((0, 2), (1, 5))
+    assert len(at(sequence, (0, 1)).path) == 2
+    assert sequence.sees(at(sequence, (0, 0)).number, 0) == ((0, 2), (1, 3), (2, 1))
 
 
 def test_an_ended_child_is_released_when_nothing_below_it_goes_on() -> None:
@@ -57,18 +72,18 @@ def test_an_ended_child_is_released_when_nothing_below_it_goes_on() -> None:
 def test_pasta_promises_wait_and_join() -> None:
     sequence = sequence_of(toy("pasta"), prompt_length=10)
     assert say(sequence, (), 'a <promise : 20 "/>') == [ThreadOpened(thread=0, child=1, token=ASYNC, position=15)]
-    assert sequence.next_position(0) == 35
+    assert sequence.threads[0].next_position == 35
     assert say(sequence, (), '<promise : 2 "/>') == [ThreadOpened(thread=0, child=2, token=ASYNC, position=39)]
-    assert sequence.context(2) == ((0, 9),), "the second child sees both promises and no body"
+    assert sequence.threads[2].context() == ((0, 9),), "the second child sees both promises and no body"
     assert say(sequence, (1,), "x </async>") == [ThreadEnded(2, "close")]
     assert say(sequence, (), "<sync/>") == [Waiting(0)]
     assert sequence.main.state is State.WAITING
     assert sequence.main.num_tokens == 9, "the join token has not entered"
-    assert sequence.context(0) == ()
+    assert sequence.threads[0].context() == ()
     events = say(sequence, (0,), "y z </async>")
-    assert events == [ThreadEnded(1, "close"), Joined(thread=0, joined=(1, 2), token=SYNC, position=41)]
-    assert sequence.context(0) == ((1, 4), (2, 3))
-    assert sequence.context(0, 8) == ()
+    assert events == [Joined(thread=0, joined=(1, 2), token=SYNC, position=41), ThreadEnded(1, "close")]
+    assert sequence.threads[0].context() == ((1, 4), (2, 3))
+    assert sequence.threads[0].context(8) == ()
     assert say(sequence, (), "b <|end|>") == [ThreadEnded(0, "stop"), Finished("stop")]
     assert written(sequence) == (
         'a <promise tokens=" 20 "/> <async> y z </async> <promise tokens=" 2 "/> <async> x </async> <sync/> b <|end|>'
@@ -82,7 +97,7 @@ def test_children_after_a_join_see_what_was_joined() -> None:
     say(sequence, (0,), "x </async>")
     assert sequence.released() == ()
     say(sequence, (), '<sync/> <promise : 1 "/>')
-    assert sequence.at((1,)).inherited == ((1, 3), (0, 9))
+    assert at(sequence, (1,)).inherited == ((1, 3), (0, 9))
     assert sequence.released() == ()
 
 
@@ -93,7 +108,7 @@ def test_bodies_are_released_when_only_the_end_waits_for_them() -> None:
     assert sequence.released() == (), "a later join may see it"
     assert say(sequence, (), "<|end|>") == [Waiting(0)]
     assert sequence.released() == (1,)
-    assert say(sequence, (1,), "y </async>") == [ThreadEnded(2, "close"), ThreadEnded(0, "stop"), Finished("stop")]
+    assert say(sequence, (1,), "y </async>") == [ThreadEnded(0, "stop"), ThreadEnded(2, "close"), Finished("stop")]
 
 
 @pytest.mark.parametrize(("rule", "position"), [("continue", 14), ("longest", 17), ("flat", 10 + 4 + 5 + 3)])
@@ -102,16 +117,16 @@ def test_positions_after_a_join(rule: str, position: int) -> None:
     say(sequence, (), "a <Parallel> <Parallel> b")
     say(sequence, (0,), "p q r </Path>")
     assert say(sequence, (), "<Conclusion>") == [Waiting(0)]
-    joined = say(sequence, (1,), "s </Path>")[-1]
+    joined = say(sequence, (1,), "s </Path>")[0]
     assert isinstance(joined, Joined)
-    assert joined.position == position == sequence.next_position(0) - 1
+    assert joined.position == position == sequence.threads[0].next_position - 1
 
 
 def test_parallel_paths_go_on_side_by_side() -> None:
     sequence = sequence_of(toy("parallel"))
     say(sequence, (), "<Parallel> <Parallel>")
-    assert sequence.at((0,)).positions == [11]
-    assert sequence.at((1,)).positions == [12]
+    assert at(sequence, (0,)).positions == [11]
+    assert at(sequence, (1,)).positions == [12]
     say(sequence, (0,), "a </Path>")
     say(sequence, (1,), "b </Path>")
     say(sequence, (), "<Conclusion> c </Conclusion> </Parallel> <|end|>")
@@ -208,8 +223,13 @@ def test_end_all_ends_what_goes_on_and_hands_out_what_was_held_back() -> None:
     reader = sequence.reader()
     say(sequence, (), 'a <promise : 2 "/> <sync/>')
     say(sequence, (0,), "x")
-    assert sequence.end_all("cancelled") == [ThreadEnded(0, "cancelled"), ThreadEnded(1, "cancelled"), Finished("cancelled")]
-    assert sequence.end_all("cancelled") == []
+    states = [State.WAITING, State.RUNNING]
+    assert [thread.state for thread in sequence.threads] == states
+    sequence.end_all("cancelled")
+    ended = [ThreadEnded(0, "cancelled"), ThreadEnded(1, "cancelled"), Finished("cancelled")]
+    assert changes_since(sequence, states, [0, 0], None) == ended
+    sequence.end_all("stop")
+    assert changes_since(sequence, states, [0, 0], None) == ended, "it has ended already"
     assert [token.token_id for token in reader.take()] == ids('a <promise : 2 "/> <async> x')
     assert sequence.accept(1, IDS["a"]) == []
     assert sequence.anomalies == {}

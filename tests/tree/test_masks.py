@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.kv_caches import read_cache
 
 from pipedec.model import KVCache, KVPool, KVShape
 from pipedec.tree import PredictionTree, is_mask, mask_groups, visible_slots
@@ -115,7 +116,7 @@ def test_random_rows_masks_and_verdicts(data: st.DataObject, num_prompt_tokens: 
             assert [entry[1] for entry in held[: cache.past_length]] == naive.accepted
             assert held[cache.past_length :] == [label(naive, row) for row in naive.rows]
             check(tree, naive, num_prompt_tokens)
-        keys, values = cache.view(0, with_prompt=True)
+        keys, values = read_cache(cache, 0, with_prompt=True)
         assert keys[0].tolist() == [[99.0] * 3] * num_prompt_tokens + held
         assert torch.equal(values[0, num_prompt_tokens:], -keys[0, num_prompt_tokens:])
 

@@ -11,11 +11,12 @@ from support import naive_sampling
 from support.pairwise import pairwise
 from support.thread_differences import first_thread_difference
 from support.thread_models import CASES, DEPTHS, END, PROMPTS, SETTINGS, THREAD_DIALECTS, Case, ThreadModels, naive_answer
+from support.toy_dialects import at
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from pipedec.core import SamplingParams
-from pipedec.threads import BoundDialect, DecodeThread, Event, Sequence, ThreadedSequence, measure, replay
+from pipedec.threads import BoundDialect, DecodeThread, Sequence, Start, ThreadedSequence, measure, replay
 from pipedec.verify.threads import Choose
 from recipes.thread_models.rows import IGNORED, TrainingRow, tree_row
 
@@ -43,7 +44,7 @@ def test_the_answers_cover_the_interesting_cases(thread_models: ThreadModels) ->
         assert sum(joined) >= len(joined) / 2
     depths = {case.dialect: 0 for case in CASES}
     for case, answer in answers.items():
-        depths[case.dialect] = max(depths[case.dialect], *(thread.depth for thread in answer.threads))
+        depths[case.dialect] = max(depths[case.dialect], *(len(thread.path) for thread in answer.threads))
     assert depths == {"apar": 2, "pasta": 1, "parallel": 1}
     assert {answer.finished for answer in answers.values()} == {"stop", "length"}
     anomalies = {anomaly for answer in answers.values() for anomaly in answer.anomalies}
@@ -76,8 +77,8 @@ class RecordingSequence(ThreadedSequence):
         super().__init__(bound, prompt_length, end_token_ids, max_tokens)
         self.before: dict[tuple[int, int], tuple[frozenset[int], int]] = {}
 
-    def accept(self, number: int, token: int) -> list[Event]:
-        self.before[number, self.threads[number].num_tokens] = self.banned(number), self.next_position(number)
+    def accept(self, number: int, token: int) -> list[Start]:
+        self.before[number, self.threads[number].num_tokens] = self.banned(number), self.threads[number].next_position
         return super().accept(number, token)
 
 
@@ -216,7 +217,7 @@ def say(thread_models: ThreadModels) -> Say:
         sequence = ThreadedSequence(thread_models.bound(dialect), prompt_length, (END,), max_tokens)
         for path, text in turns:
             for token in thread_models.ids(text):
-                sequence.accept(sequence.at(path).number, token)
+                sequence.accept(at(sequence, path).number, token)
         return sequence
 
     return answer

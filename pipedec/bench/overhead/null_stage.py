@@ -34,7 +34,6 @@ from pipedec.engine.admission import Admission
 from pipedec.engine.answer import RunningAnswer
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
-from pipedec.forest import Forest
 from pipedec.model import KVCache, LaneRows
 from pipedec.scheduler import GrantedTask
 from pipedec.scheduler.protocol import ClientCalls, RankMessage
@@ -43,6 +42,7 @@ from pipedec.stage.final import FinalLane
 from pipedec.text.prompt import Prompter
 from pipedec.threads import NewSequence
 from pipedec.threads import Sequence as ThreadSequence
+from pipedec.tree import Forest
 
 _TOKEN = 7
 _SLOTS = 2**20  # of pools that take no memory

@@ -7,8 +7,8 @@ import torch
 from support.toy_dialects import IDS, ids, sequence_of, toy
 
 from pipedec.core import Accepted, Verdict
-from pipedec.forest import Forest, ThreadedForest
-from pipedec.forest.slots import Slots
+from pipedec.tree import Forest, ThreadedForest
+from pipedec.tree.forest import Slots
 
 PROMPT = 3
 CHILD = IDS["[Child]"]
@@ -111,7 +111,7 @@ def test_tokens_behind_the_last_opener_are_free_when_the_parent_has_ended() -> N
     sequence.accept(0, IDS["<|end|>"])
     kept = slots.release()
     assert kept is not None and kept.tolist() == [0, 1, 2, 3, 4, 5], "what the child sees of its parent, and itself"
-    assert slots.past_length == 3 and slots.past_positions.tolist() == [3, 4, 5]
+    assert slots.past[2].tolist() == [3, 4, 5]
 
 
 def test_nothing_of_an_ended_thread_stays_when_nobody_can_join_it() -> None:

@@ -18,7 +18,8 @@ from types import SimpleNamespace
 
 import torch
 from msgspec.structs import replace
-from support.toy_dialects import END, IDS, TAGS, TEXTS, behind
+from support.kv_caches import read_cache
+from support.toy_dialects import END, IDS, TAGS, TEXTS, at, behind, position_after
 from torch import Tensor
 
 from pipedec.core import NewRequest, Request, RequestUpdate, SamplingParams, StageMessage, Step
@@ -26,7 +27,6 @@ from pipedec.decoding import Batch, TimestepTiming
 from pipedec.engine.local import LocalStages
 from pipedec.engine.loop import RequestPool, Timestep, decode
 from pipedec.engine.recorder import Pacer, Recorder
-from pipedec.forest import Forest, forest_of
 from pipedec.kv import KVManager
 from pipedec.methods import applicable_options
 from pipedec.model import KVPool, KVShape, LaneRows
@@ -34,7 +34,7 @@ from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import BoundDialect, DecodeThread, NewSequence, State, ThreadedSequence
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.topology import Topology
-from pipedec.tree import Candidates, DraftRows, RowChanges
+from pipedec.tree import Candidates, DraftRows, Forest, RowChanges, forest_of
 
 PROMPT = 5
 MASKS = 3
@@ -157,14 +157,14 @@ class MarkedModel:
         assert [name[0] for name in names[tokens:]] == [number] * lane.num_masks
         assert lane.positions.tolist() == list(range(past, past + lane.num_rows)) and lane.prefill_length == PROMPT
         assert not lane.num_masks or lane.cache.past_length == PROMPT + len(said)
-        assert self.marks.read(lane.cache.view(0)[0]) == prefill_names(number, said, range(past + tokens))
+        assert self.marks.read(read_cache(lane.cache, 0)[0]) == prefill_names(number, said, range(past + tokens))
 
     def _check_rows(self, lane: LaneRows, rows: Tensor, sequence: ThreadSequence) -> None:
         cache, visibility = lane.cache, lane.visibility
         assert visibility is not None
         shared = visibility.shared
         assert shared == (PROMPT if sequence.can_fork else cache.past_length)
-        slots = self.marks.read(cache.view(0)[0])
+        slots = self.marks.read(read_cache(cache, 0)[0])
         where = dict(zip(slots, [*range(shared), *visibility.slot_positions().tolist()], strict=True))
         for row, name in enumerate(self.marks.read(rows)):
             is_seen = [True] * shared + visibility.seen[row].tolist()
@@ -191,7 +191,7 @@ class MarkedModel:
             return  # its slots are free
         lane = self.worker._lanes[number]
         sequence, cache = lane.forest.sequence, lane.cache
-        slots = self.marks.read(cache.view(0)[0])
+        slots = self.marks.read(read_cache(cache, 0)[0])
         assert len(set(slots)) == len(slots)
         assert slots[:PROMPT] == prompt_names(number)
         past = set(slots[PROMPT : cache.past_length])
@@ -205,7 +205,7 @@ class MarkedModel:
         assert wanted - latest <= set(slots)
         for of_slot, path, tokens in slots[cache.past_length :]:
             assert path is not None and of_slot == number
-            thread = sequence.at(path)
+            thread = at(sequence, path)
             if (number, path, tokens) in certain:
                 assert (number, path, tokens) in wanted
             else:
@@ -215,11 +215,11 @@ class MarkedModel:
 def _visible(sequence: ThreadSequence, name: Name) -> list[Name]:
     number, path, tokens = name
     assert path is not None and number is not None
-    own = sequence.at(path)
+    own = at(sequence, path)
     assert list(tokens[: len(tokens_of(own))]) == tokens_of(own)[: len(tokens)], "no row of what can no longer come true"
     others = [
         name_at(number, sequence.threads[other], index)
-        for other, count in sequence.context(own.number, len(tokens) - 1)
+        for other, count in sequence.threads[own.number].context(len(tokens) - 1)
         for index in range(count)
     ]
     return [*prompt_names(number), *others, *((number, path, tokens[:count]) for count in range(1, len(tokens) + 1))]
@@ -229,10 +229,10 @@ def _position(sequence: ThreadSequence, name: Name) -> int:
     _, path, tokens = name
     if path is None:
         return tokens[0]
-    thread, index = sequence.at(path), len(tokens) - 1
+    thread, index = at(sequence, path), len(tokens) - 1
     if index < thread.num_tokens:
         return thread.positions[index]
-    return sequence.following(thread.number, list(tokens[thread.num_tokens : index]))[0]
+    return position_after(sequence, thread.number, list(tokens[thread.num_tokens : index]))
 
 
 class MarkedDrafter:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from support.toy_dialects import IDS, ids, say, sequence_of, toy
+from support.toy_dialects import IDS, at, ids, say, sequence_of, toy
 
 from pipedec.core import Accepted, Verdict
-from pipedec.forest import Remaining, Start, ThreadChanges, apply_verdict
-from pipedec.threads import Sequence, State
+from pipedec.threads import Sequence, Start, State
+from pipedec.tree import Remaining, ThreadChanges, apply_verdict
 
 CHILD, ASYNC, SYNC, CLOSE = IDS["[Child]"], IDS["<async>"], IDS["<sync/>"], IDS["</async>"]
 PROMISE = '<promise : 2 "/>'
@@ -44,7 +44,7 @@ def test_a_verdict_goes_on_behind_an_opener() -> None:
     changes = told(sequence, t0="a [Fork] b")
     assert changes.accepted == {0: tuple(ids("a [Fork] b"))}
     assert changes.remaining == {0: Remaining.SUBTREE, 1: Remaining.NOTHING} and changes.starts == [Start(1, CHILD)]
-    assert sequence.main.token_ids == ids("a [Fork] b") and sequence.at((0,)).opened_at == 2
+    assert sequence.main.token_ids == ids("a [Fork] b") and at(sequence, (0,)).opened_at == 2
 
 
 def test_a_child_begins_with_the_token_that_completes_a_tag() -> None:
@@ -80,7 +80,7 @@ def test_a_child_that_its_opener_closes_enters_it_for_its_own_child() -> None:
     """A child reaches its most tokens with an opener: its own child sees that token, though no join ever will."""
     sequence = opened("apar", max_child_tokens=4)
     changes = told(sequence, t1="y [Fork]")
-    assert sequence.at((0,)).ended_by == "limit"
+    assert at(sequence, (0,)).ended_by == "limit"
     assert changes.last == {1: IDS["[Fork]"]} and changes.remaining == {1: Remaining.ROOT, 2: Remaining.NOTHING}
     assert changes.starts == [Start(2, CHILD)]
 
@@ -166,9 +166,9 @@ def test_nothing_stays_of_a_closed_thread_that_is_cut_while_it_waits() -> None:
     sequence = sequence_of(toy("parallel", max_depth=2, max_child_tokens=5, no_opening_after=()))
     say(sequence, (), "a <Parallel> b")
     say(sequence, (0,), "x <Parallel>")
-    changes, closed = told(sequence, t1="y z"), sequence.at((0,))
+    changes, closed = told(sequence, t1="y z"), at(sequence, (0,))
     assert closed.is_closing and closed.pending is None and changes.remaining[1] is Remaining.ROOT
-    sequence.max_tokens = closed.opened_at + closed.num_tokens + sequence.at((0, 0)).num_tokens + 1
+    sequence.max_tokens = closed.opened_at + closed.num_tokens + at(sequence, (0, 0)).num_tokens + 1
     changes = told(sequence, t2="v")
     assert closed.is_cut and sequence.finished is None
     assert changes.remaining[1] is Remaining.NOTHING and changes.affects_threads

@@ -2,8 +2,11 @@
 
 Owns which row of which tree each cache slot holds, what each row attends to in its own and in other threads, and how a verdict
 changes each thread and its tree: all ranks derive the same from the same verdict. A row is sent with its thread and its parent's
-index in that thread's tree, so ranks need not agree on the order of rows across threads. Shapes: N rows of all trees, in order of
-entry; R rows that enter; P slots of the past after the prompt.
+index in that thread's tree, so ranks need not agree on the order of rows across threads.
+
+Slots are in cache order: first the past, beginning with the prompt, then the rows of all trees. All threads attend to the whole
+prompt, so its slots have no labels. A token is *certain* when it is accepted or forced. Shapes: N rows of all trees, in order of
+entry; R rows that enter; P slots of the past after the prompt; T threads.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ import torch
 from torch import Tensor
 
 from pipedec.core import Verdict
-from pipedec.forest.slots import UNSEEN, Slots
-from pipedec.threads import DecodeThread, Joined, Sequence, State, ThreadOpened
-from pipedec.tree import Advance, PredictionTree, RootedTree, Visibility
+from pipedec.threads import DecodeThread, Sequence, Start, State
+from pipedec.tree.masks import Visibility
+from pipedec.tree.prediction_tree import Advance, DraftTree, Gaps, PredictionTree
+
+UNSEEN = 2**40  # token index of rows that are not certain: only rows of their own tree attend to them
 
 
 class Remaining(Enum):
@@ -27,14 +32,6 @@ class Remaining(Enum):
     SUBTREE = "subtree"  # of the last accepted token
     ROOT = "root"  # the last accepted token alone: the thread has ended, but other threads will attend to that token
     NOTHING = "nothing"
-
-
-@dataclass(frozen=True)
-class Start:
-    """A token that becomes a root without being sampled: a child's forced first token, or a join token."""
-
-    thread: int
-    token: int
 
 
 @dataclass
@@ -73,11 +70,7 @@ def apply_verdict(sequence: Sequence, verdict: Verdict) -> ThreadChanges:
         changes.accepted[number] = tokens
         changes.remaining[number] = Remaining.SUBTREE
         for token in tokens:
-            for event in sequence.accept(number, token):
-                if isinstance(event, ThreadOpened):
-                    changes.starts.append(Start(event.child, event.token))
-                elif isinstance(event, Joined):
-                    changes.starts.append(Start(event.thread, event.token))
+            changes.starts += sequence.accept(number, token)
     if verdict.finished is not None and sequence.finished is None:
         sequence.end_all(verdict.finished)
     changes.starts = [start for start in changes.starts if sequence.threads[start.thread].state is not State.ENDED]
@@ -105,29 +98,69 @@ def _visible_last_token(sequence: Sequence, thread: DecodeThread) -> int | None:
     return thread.token_ids[-1] if thread.pending is None else thread.pending
 
 
-@dataclass(frozen=True)
-class _ThreadGaps:
-    """The ``Gaps`` of a thread: room for the predicted lengths of the children that it opens."""
-
-    sequence: Sequence
-    number: int
-
-    def may_follow(self, token: int) -> bool:
-        return self.sequence.may_leave_gap(token)
-
-    def after(self, path: list[int]) -> int:
-        return self.sequence.gap(self.number, path)
-
-
-def position_root(tree: RootedTree, sequence: Sequence, number: int) -> None:
+def position_root(tree: DraftTree, sequence: Sequence, number: int) -> None:
     """Set the position of a tree's root to that of the thread's last token, and the gap so that its children get the next."""
     thread = sequence.threads[number]
     if sequence.leaves_gaps:
-        tree.gaps = _ThreadGaps(sequence, number)
+        tree.gaps = Gaps(sequence, number)
     if thread.pending is not None or not thread.positions:
         tree.set_root_position(thread.next_position, 0)
     else:
         tree.set_root_position(thread.positions[-1], thread.next_position - thread.positions[-1] - 1)
+
+
+class Slots:
+    """The labels of all slots of the past, and how many tokens of every other thread each thread attends to; on the host.
+
+    Attributes:
+        past: int64 [3, P]: thread, token index and position id of each slot.
+    """
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+        self.past = torch.zeros(3, 0, dtype=torch.int64)
+        self._limits: Tensor | None = None  # [T, T], see ``_visible_tokens``; None = outdated
+
+    def commit(self, threads: Tensor, indices: Tensor, positions: Tensor) -> None:
+        """Append rows to the past: the thread of each token, its index there, and its position id, each int64 [R]."""
+        self.past = torch.cat((self.past, torch.stack((threads, indices, positions))), 1)
+
+    def seen(self, threads_R: Tensor, tree_threads_N: Tensor, tree_indices_N: Tensor) -> Tensor:
+        """The certain tokens after the prompt that rows attend to, bool [R, P + N].
+
+        Args:
+            threads_R: int64, the thread of each row.
+            tree_threads_N, tree_indices_N: int64, thread and token index of each tree slot; UNSEEN if it is not certain.
+        """
+        labels = torch.cat((self.past[0], tree_threads_N))
+        indices = torch.cat((self.past[1], tree_indices_N))
+        if self._limits is None:
+            self._limits = self._visible_tokens()
+        return indices < self._limits[threads_R][:, labels]
+
+    def release(self) -> Tensor | None:
+        """Forget tokens that no later token attends to. Returns the slots that remain, int64, with the prompt's; None: all."""
+        needed = torch.tensor(self._sequence.needed())
+        is_kept = self.past[1] < needed[self.past[0]]
+        if bool(is_kept.all()):
+            return None
+        self.past = self.past[:, is_kept]
+        prompt = torch.arange(self._sequence.prompt_length)
+        return torch.cat((prompt, torch.nonzero(is_kept)[:, 0] + len(prompt)))
+
+    def threads_changed(self) -> None:
+        """Call this when threads were opened or have joined others."""
+        self._limits = None
+
+    def _visible_tokens(self) -> Tensor:
+        """int64 [T, T], the number of tokens of each other thread that a thread attends to."""
+        threads = self._sequence.threads
+        table = [[0] * len(threads) for _ in threads]
+        for thread, limits in zip(threads, table, strict=True):
+            for other, tokens in thread.context():
+                limits[other] = max(limits[other], tokens)
+            limits[thread.number] = UNSEEN
+        return torch.tensor(table)
 
 
 class Forest:
@@ -175,11 +208,7 @@ class Forest:
         return range(self._tree.num_rows)
 
     def by_thread(self, rows: slice) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Split ``rows`` into those of each thread.
-
-        Returns:
-            thread number; int64, the indices in ``rows`` of its own; int64, the same as rows of the thread's tree.
-        """
+        """For each thread its number, which of ``rows`` are its own (int64 indices), and the same as rows of its tree, int64."""
         own = torch.arange(rows.start, rows.stop)
         yield 0, own - rows.start, own
 
@@ -227,7 +256,7 @@ class ThreadedForest(Forest):
         self._past_tokens = {0: 0}  # by thread: number of tokens that have moved from its tree to the past
         self._rows: dict[int, Tensor] = {}  # by thread that has any: int64, its rows, in the order of its tree
         if sequence.leaves_gaps:
-            self._tree.gaps = _ThreadGaps(sequence, 0)
+            self._tree.gaps = Gaps(sequence, 0)
 
     @property
     def num_rows(self) -> int:
@@ -282,10 +311,10 @@ class ThreadedForest(Forest):
         for number, own in self._rows.items():
             indices[own[0]] = self._past_tokens[number]
         seen = self._slots.seen(self.threads[rows], self.threads, indices)
-        seen_RN = seen[:, self._slots.past_length :]
+        past_positions = self._slots.past[2]
+        seen_RN = seen[:, len(past_positions) :]
         for number, of_step, of_tree in self.by_thread(rows):
             seen_RN[of_step[:, None], self._rows[number]] = self.trees[number].tree_mask[of_tree]
-        past_positions = self._slots.past_positions
         return Visibility(seen, self.sequence.prompt_length, lambda: torch.cat((past_positions, self._of_trees("positions"))))
 
     def child(self, row: int, token: int) -> int | None:
@@ -301,10 +330,15 @@ class ThreadedForest(Forest):
         committed = [self._accept(number, tokens, is_kept) for number, tokens in changes.accepted.items()]
         for number, remaining in changes.remaining.items():
             self._reduce(number, remaining, is_kept)
-        if changes.affects_threads:
-            self._drop_unneeded_roots(is_kept)
+        if changes.affects_threads:  # the last tokens of ended threads go if no later token attends to them
+            for thread, needed in zip(self.sequence.threads, self.sequence.needed(), strict=True):
+                if thread.state is State.ENDED and needed < thread.num_tokens:
+                    self._reduce(thread.number, Remaining.NOTHING, is_kept)
         for number in {start.thread for start in changes.starts} | set(changes.accepted):
-            self._ensure_tree(number)
+            if number not in self.trees:
+                self.trees[number] = PredictionTree(block=64)
+                self._past_tokens[number] = 0
+            position_root(self.trees[number], self.sequence, number)
         if changes.starts:
             self._slots.threads_changed()
         rows = torch.cat([self.threads[:0], *committed])
@@ -338,19 +372,6 @@ class ThreadedForest(Forest):
         else:
             tree.reset(tree.root_position)
             is_kept[own] = False
-
-    def _drop_unneeded_roots(self, is_kept: Tensor) -> None:
-        """Drop the last tokens of ended threads if no later token attends to them."""
-        for thread, needed in zip(self.sequence.threads, self.sequence.needed(), strict=True):
-            if thread.state is State.ENDED and needed < thread.num_tokens:
-                self._reduce(thread.number, Remaining.NOTHING, is_kept)
-
-    def _ensure_tree(self, number: int) -> None:
-        """Create a thread's tree if it has none, and set the position of its root."""
-        if number not in self.trees:
-            self.trees[number] = PredictionTree(block=64)
-            self._past_tokens[number] = 0
-        position_root(self.trees[number], self.sequence, number)
 
 
 def forest_of(sequence: Sequence) -> Forest:
