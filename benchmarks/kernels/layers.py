@@ -19,8 +19,7 @@ import torch
 
 from benchmarks.kernels.operations import OperationsConfig, filled_caches, grown_tree, measure_bookkeeping
 from benchmarks.kernels.stopwatch import Stopwatch, check_memory, device_named
-from pipedec.bench.checks import check_known
-from pipedec.bench.options import Counts, Device, Positive
+from pipedec.bench.options import Counts, Device, Positive, check_known
 from pipedec.bench.record import Row, header
 from pipedec.engine.build import DTYPES
 from pipedec.flags import Help, check_fields

@@ -12,7 +12,7 @@ from typing import TypeVar
 import psutil
 import torch
 
-from pipedec.bench.checks import check_known
+from pipedec.bench.options import check_known
 from pipedec.bench.record import spread
 from pipedec.config import DEVICES
 from pipedec.core import UserError

@@ -16,12 +16,11 @@ from benchmarks.load.fill import fill_figure
 from benchmarks.load.random_prompts import random_prompts
 from benchmarks.load.replayed import OnReplay
 from pipedec.bench.load.benchmark import bench_load
-from pipedec.bench.load.figures import draw, load_figure
-from pipedec.bench.load.flags import LoadFlags, LoadPipelineFlags
-from pipedec.bench.load.questions import Conversation, drawn_in_turn, led_by
-from pipedec.bench.load.summary import load_table, row_name
+from pipedec.bench.load.offered import Conversation, drawn_in_turn, led_by
+from pipedec.bench.load.results import draw, load_figure, load_table, row_name
 from pipedec.bench.options import Drawing
 from pipedec.bench.record import ROWS_FILE, append_rows
+from pipedec.cli.benchmarks.load import LoadFlags, LoadPipelineFlags
 from pipedec.cli.benchmarks.shared import BenchPromptFlags, ProgressBar, check_directory, print_files, question_options
 from pipedec.cli.running import refuse_flags
 from pipedec.core import UserError
@@ -66,10 +65,8 @@ def load(
     Appends to OUT/rows.jsonl and draws OUT/load, and OUT/fill: who occupies which stage at which timestep, of the load that
     yields the most tokens per timestep.
     """
-    config = configured(
-        policies=offered.policies() if where.llama_cpp is None else (POLICY,), patterns=offered.patterns(),
-        goals=offered.goals(), sampling=asked.sampling, seed=drawing.seed,
-    )  # fmt: skip
+    settings = offered.settings() if where.llama_cpp is None else offered.settings() | {"policies": (POLICY,)}
+    config = configured(**settings, sampling=asked.sampling, seed=drawing.seed)
     check_directory(out)
     out.mkdir(parents=True, exist_ok=True)
     request = config.request(drawing.raw_prompts)

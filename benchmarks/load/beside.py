@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 
 from benchmarks.alternatives.llama_cpp import NAME, LlamaCpp
-from pipedec.bench.load.places import OfferedLoad, Place
-from pipedec.bench.load.policy import Policy
-from pipedec.bench.load.served import LoadOutcome, ServedRequest
+from pipedec.bench.load.benchmark import Place
+from pipedec.bench.load.offered import OfferedLoad, Policy
+from pipedec.bench.load.results import LoadOutcome, ServedRequest
 from pipedec.bench.prompts import DrawnPrompt
 from pipedec.bench.record import Row
 from pipedec.core import UserError

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Annotated
 
-from pipedec.bench.load.arrivals import AtTimes, Pattern
-from pipedec.bench.load.benchmark import LoadConfig, MeasuredLoad
-from pipedec.bench.load.places import Place
-from pipedec.bench.load.questions import Conversation
-from pipedec.bench.load.served import LoadOutcome
+from pipedec.bench.load.benchmark import LoadConfig, MeasuredLoad, Place
+from pipedec.bench.load.offered import AtTimes, Conversation, Pattern
+from pipedec.bench.load.results import LoadOutcome
 from pipedec.bench.options import Positive
 from pipedec.bench.record import Row
 from pipedec.core import UserError

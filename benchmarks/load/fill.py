@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pipedec.bench.load.figures import provenance
+from pipedec.bench.load.results import provenance
 from pipedec.bench.record import Row
-from pipedec.bench.report.figures.style import FAINT, FULL_WIDTH, TEXT, TICK_POINTS, dress, finish, legend_above, new_figure
+from pipedec.bench.report.style import FAINT, FULL_WIDTH, TEXT, TICK_POINTS, dress, finish, legend_above, new_figure
 
 if TYPE_CHECKING:
     import numpy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from pipedec.bench.load.questions import Conversation
+from pipedec.bench.load.offered import Conversation
 from pipedec.bench.prompts import DrawnPrompt
 from pipedec.messages import PromptRequest
 

@@ -20,11 +20,9 @@ from benchmarks.load.random_prompts import RANDOM, continued, random_tokens
 from benchmarks.policy.drafter import RecordedDrafter
 from benchmarks.policy.recording import AnswerRecording, DraftMemo
 from benchmarks.policy.replay import ReplayedAnswer, ReplayedPipeline, WatchedExperience
-from pipedec.bench.load.arrivals import Arrivals
-from pipedec.bench.load.places import OfferedLoad, Place
-from pipedec.bench.load.policy import Policy
-from pipedec.bench.load.questions import Conversation
-from pipedec.bench.load.served import KVUse, LoadOutcome, ServedRequest
+from pipedec.bench.load.benchmark import Place
+from pipedec.bench.load.offered import Arrivals, Conversation, OfferedLoad, Policy
+from pipedec.bench.load.results import LoadOutcome, ServedRequest
 from pipedec.bench.prompts import DrawnPrompt
 from pipedec.bench.record import Row, plain
 from pipedec.bench.sweep.pipelines import Shape, pair_digest
@@ -177,6 +175,22 @@ def offer(
     return LoadOutcome(served, pipeline.timesteps, line.rows, pipeline.own_seconds, pipeline.fill)
 
 
+def kv_use(slots: Sequence[int], capacity: int, slot_bytes: int) -> Row:
+    """A row's field ``kv``.
+
+    Args:
+        slots: by timestep those of running requests; shared ones count once.
+        capacity: slots of every rank's pool.
+        slot_bytes: of one slot on all ranks together.
+    """
+    peak = max(slots, default=0)
+    return {
+        "capacity_slots": capacity, "peak_slots": peak, "peak_bytes": peak * slot_bytes,
+        "peak_utilisation": round(peak / capacity, 4),
+        "mean_utilisation": round(sum(slots) / len(slots) / capacity if slots else 0.0, 4),
+    }  # fmt: skip
+
+
 class OnReplay(Place):
     """Recorded answers through an emulated pipeline, in computed time. Missing answers are recorded by the target itself.
 
@@ -227,7 +241,7 @@ class OnReplay(Place):
         gc.freeze()  # rank 0 of a cluster has no recordings: to look for garbage among them is no work of its own
         outcome = offer(pipeline, jobs, load.arrivals, load.max_num_seqs, on_submit, load.on_end)
         self._keep_memos()
-        return replace(outcome, kv=KVUse.of(pipeline.kv_slots, kv.capacity, emulation.kv_token_bytes))
+        return replace(outcome, kv=kv_use(pipeline.kv_slots, kv.capacity, emulation.kv_token_bytes))
 
     def _kv_manager(self) -> KVManager:
         """Slots for the KV memory of the emulated devices."""

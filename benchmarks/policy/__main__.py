@@ -14,7 +14,7 @@ from rich.table import Table
 
 from benchmarks.policy.study import PolicyConfig, Study
 from benchmarks.policy.summary import PolicyFigures, compare, document
-from pipedec.bench.load.policy import Policy
+from pipedec.bench.load.offered import Policy
 from pipedec.bench.record import ROWS_FILE, check_writable, read_records
 from pipedec.bench.sweep.rows import SCHEMA, read_rows
 from pipedec.cli.benchmarks.shared import BenchPromptFlags, ProgressBar, question_options

@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from pipedec.bench.overhead.no_layers import no_layers, sequence_of
+from pipedec.bench.overhead.null_stage import no_layers, sequence_of
 from pipedec.core import NewRequest, RequestUpdate, SamplingParams, Step, Verdict
 from pipedec.model import KVCache
 from pipedec.stage.final import FinalLane, FinalStageWorker, SlotTokens

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.policy.answering_stage import AnsweringStage, KnownAnswer
 from benchmarks.policy.drafter import RecordedDrafter
-from pipedec.bench.overhead.no_layers import no_layers, sequence_of
+from pipedec.bench.overhead.null_stage import no_layers, sequence_of
 from pipedec.core import Metrics, NewRequest, Request, StageMessage
 from pipedec.decoding import Batch, Experience
 from pipedec.decoding.acceptance import AcceptanceModel, Choices

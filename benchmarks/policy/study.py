@@ -17,9 +17,9 @@ from msgspec.structs import replace
 from benchmarks.policy.drafter import RecordedDrafter
 from benchmarks.policy.recording import AnswerRecording, DraftMemo
 from benchmarks.policy.replay import Replayed, ReplayedPipeline, WatchedExperience
-from pipedec.bench.load.policy import Policy
+from pipedec.bench.grid import SweepProgress
+from pipedec.bench.load.offered import Policy
 from pipedec.bench.options import Drawing, Preset, StageCount
-from pipedec.bench.progress import SweepProgress
 from pipedec.bench.prompts import DrawnPrompt, draw
 from pipedec.bench.record import Row, plain
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated, pair_digest

@@ -17,9 +17,9 @@ from pandas import Categorical, DataFrame
 
 from benchmarks.policy.replay import Replayed, TimestepLosses
 from benchmarks.policy.study import PolicyAnswer, PolicyConfig
-from pipedec.bench.load.policy import LIMITS
+from pipedec.bench.load.offered import LIMITS
 from pipedec.bench.record import Row, header, plain
-from pipedec.bench.report.statistics import SUMS, totals
+from pipedec.bench.report.frames import SUMS, totals
 from pipedec.bench.sweep.config import TUNED
 from pipedec.core import SamplingParams, UserError
 

@@ -16,8 +16,8 @@ from benchmarks.reports.figures import (
     tree_figure,
 )
 from benchmarks.reports.tables import tables
-from pipedec.bench.report.figures.sweep import FIGURES as SWEEP_FIGURES
-from pipedec.bench.report.figures.sweep import Draw, of_greedy, of_methods
+from pipedec.bench.report.figures import FIGURES as SWEEP_FIGURES
+from pipedec.bench.report.figures import Draw, of_greedy, of_methods
 from pipedec.cli.benchmarks.plot import OutDirectory, Title, answers_of, draw_all, sources_argument
 from pipedec.cli.benchmarks.shared import print_files
 from pipedec.flags import Help, own_options, run_command

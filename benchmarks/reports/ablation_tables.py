@@ -18,12 +18,9 @@ from benchmarks.reports.ablations import (
     fixed_text,
     tree_name,
 )
-from pipedec.bench.report.captions import provenance
-from pipedec.bench.report.frames import NoFigure, at, prompt_sets
-from pipedec.bench.report.looks import BASELINE, PROMPT_SETS
-from pipedec.bench.report.markdown import markdown_table
-from pipedec.bench.report.selection import PAPER_TREE
-from pipedec.bench.report.statistics import by_prompt_set, means
+from pipedec.bench.report.figures import provenance
+from pipedec.bench.report.frames import PAPER_TREE, NoFigure, at, by_prompt_set, means, prompt_sets
+from pipedec.bench.report.style import BASELINE, PROMPT_SETS, markdown_table
 from pipedec.bench.sweep.rows import Tree
 
 # "BiTA: Bi-Directional Tuning for Lossless Acceleration in Large Language Models": lowest and highest speed-up over greedy

@@ -13,9 +13,18 @@ from typing import Any, Generic, TypeVar
 import pandas as pd
 from msgspec.structs import replace
 
-from pipedec.bench.report.frames import NoFigure, Variant, count_answers, select, variants
-from pipedec.bench.report.looks import BASELINE
-from pipedec.bench.report.selection import REFERENCE_GROUPS, bita_preference, one_bita, over_equal_cases
+from pipedec.bench.report.frames import (
+    REFERENCE_GROUPS,
+    NoFigure,
+    Variant,
+    bita_preference,
+    count_answers,
+    one_bita,
+    over_equal_cases,
+    select,
+    variants,
+)
+from pipedec.bench.report.style import BASELINE
 from pipedec.bench.sweep.rows import BITA, PROMPTINGS, PipelineColumns, TrainedBita, Tree
 
 _SHAPES = ("straightforward", "full", "efficient", "likeliest")  # the first three in the order of BiTA Table 4

@@ -11,8 +11,18 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from pipedec.bench.report.frames import SAMPLING, NoFigure, Variant, greedy, select, variants
-from pipedec.bench.report.selection import REFERENCE_GROUPS, REFERENCE_TREE, one_tree_each, over_shared_cases
+from pipedec.bench.report.frames import (
+    REFERENCE_GROUPS,
+    REFERENCE_TREE,
+    SAMPLING,
+    NoFigure,
+    Variant,
+    greedy,
+    one_tree_each,
+    over_shared_cases,
+    select,
+    variants,
+)
 from pipedec.bench.sweep.rows import PipelineColumns
 
 PAPER_SAMPLING = (0.6, 80, 0.9)  # temperature, top-k, top-p (§4.3.3)

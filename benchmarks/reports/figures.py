@@ -13,26 +13,45 @@ import pandas as pd
 
 from benchmarks.reports.ablations import Ablation, by_masks, by_prompt_tokens, fixed_text
 from benchmarks.reports.decoding import BothWays, greedy_and_stochastic
-from pipedec.bench.report.captions import colors, labels, provenance, stages_text, tree_text
-from pipedec.bench.report.figures.style import (
+from pipedec.bench.report.figures import colors, draw_by_method, fits_text, labels, provenance, stages_text, tree_text
+from pipedec.bench.report.frames import (
+    REFERENCE_GROUPS,
+    NoFigure,
+    Variant,
+    at,
+    by_prompt_set,
+    by_variant,
+    headline,
+    means,
+    one_tree_each,
+    over_shared_cases,
+    prompt_sets,
+    select,
+    spread,
+    stage_sweep,
+    totals,
+    variants,
+)
+from pipedec.bench.report.style import (
+    BASELINE,
     COLUMN_WIDTH,
     FULL_WIDTH,
     GRID,
+    METHODS,
+    PROMPT_SETS,
     TEXT,
     TICK_POINTS,
     dress,
     finish,
     legend_above,
     log_axis,
+    method_looks,
     new_figure,
+    set_label,
+    shade,
     tick_names,
     whisker,
 )
-from pipedec.bench.report.figures.sweep import draw_by_method, fits_text
-from pipedec.bench.report.frames import NoFigure, Variant, at, by_variant, prompt_sets, select, variants
-from pipedec.bench.report.looks import BASELINE, METHODS, PROMPT_SETS, method_looks, set_label, shade
-from pipedec.bench.report.selection import REFERENCE_GROUPS, headline, one_tree_each, over_shared_cases, stage_sweep
-from pipedec.bench.report.statistics import by_prompt_set, means, spread, totals
 from pipedec.bench.sweep.rows import PipelineColumns
 
 if TYPE_CHECKING:

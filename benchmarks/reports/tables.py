@@ -13,12 +13,21 @@ import pandas as pd
 
 from benchmarks.reports.ablation_tables import bita_parts
 from benchmarks.reports.decoding import greedy_and_stochastic
-from pipedec.bench.report.captions import provenance
-from pipedec.bench.report.frames import NoFigure, Variant, at, greedy, select, variants
-from pipedec.bench.report.looks import BASELINE, PROMPT_SETS, method_looks
-from pipedec.bench.report.markdown import markdown_table
-from pipedec.bench.report.selection import one_bita, one_tree_each
-from pipedec.bench.report.statistics import by_prompt_set, means, spread
+from pipedec.bench.report.figures import provenance
+from pipedec.bench.report.frames import (
+    NoFigure,
+    Variant,
+    at,
+    by_prompt_set,
+    greedy,
+    means,
+    one_bita,
+    one_tree_each,
+    select,
+    spread,
+    variants,
+)
+from pipedec.bench.report.style import BASELINE, PROMPT_SETS, markdown_table, method_looks
 
 STATIC = ("stpp", "stpp-tuned")
 BASELINES = (BASELINE, *STATIC)

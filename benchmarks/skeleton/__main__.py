@@ -9,9 +9,7 @@ from typing import Annotated
 import click
 
 from benchmarks.skeleton.style import SKELETON, SkeletonOfThought
-from pipedec.bench.threads.answers import Style
-from pipedec.bench.threads.benchmark import ThreadsConfig
-from pipedec.bench.threads.rows import SEQUENTIAL
+from pipedec.bench.threads.benchmark import SEQUENTIAL, Style, ThreadsConfig
 from pipedec.cli.benchmarks.shared import BenchPromptFlags, OutDirectory, question_options
 from pipedec.cli.benchmarks.threads import measure_threads
 from pipedec.flags import Help, own_options, partial_of, run_command

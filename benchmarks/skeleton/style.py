@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 
-from pipedec.bench.threads.answers import DecodedReply, DecodeRounds, WrittenAnswer
+from pipedec.bench.threads.benchmark import DecodedReply, DecodeRounds, WrittenAnswer
 from pipedec.core import UserError
 from pipedec.messages import PromptRequest
 from pipedec.text.prompt import Prompter

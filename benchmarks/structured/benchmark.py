@@ -15,11 +15,10 @@ from typing import Annotated, Any
 
 from msgspec.structs import replace
 
-from pipedec.bench.grid import Grid, SameAnswers
+from pipedec.bench.grid import Grid, SameAnswers, SweepProgress
 from pipedec.bench.options import Methods, Positive, Preset, StageCounts
-from pipedec.bench.progress import SweepProgress
 from pipedec.bench.record import Row, plain
-from pipedec.bench.report.markdown import markdown_table
+from pipedec.bench.report.style import markdown_table
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated, pair_digest
 from pipedec.config import ClusterConfig
 from pipedec.core import Request, SamplingParams, StructuredOutputs

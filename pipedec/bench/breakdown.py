@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
 from pipedec.topology import Topology
@@ -16,16 +15,7 @@ from pipedec.tracing import SCHEDULER_TRACK, TraceEvent
 
 PHASES = ("compute", "wait", "transfer", "sync", "scheduler")
 
-_Span = tuple[int, int]
-
-
-@dataclass
-class _Timestep:
-    """The tasks of one timestep, in µs: forwards by rank, then the other phases."""
-
-    forwards: dict[int, _Span]
-    transfers: list[_Span]
-    syncs: list[_Span]
+_Span = tuple[int, int]  # in µs
 
 
 def breakdown(events: Iterable[TraceEvent], num_stages: int) -> dict[str, float] | None:
@@ -35,14 +25,22 @@ def breakdown(events: Iterable[TraceEvent], num_stages: int) -> dict[str, float]
     reports and grants, and ``wait`` the rest: for the draft, for slower stages, for rows to compute.
     """
     ranked = [event for event in events if event.rank != SCHEDULER_TRACK]
-    if any(_is_window(event) for event in ranked):
+    if _spans(ranked, "W"):
         return _of_windows(ranked, num_stages)
-    timesteps = _timesteps(ranked)
-    numbers = [number for number in sorted(timesteps) if number + 1 in timesteps and timesteps[number].forwards]
-    parts = [_phases(timesteps[number], _start(timesteps[number + 1]), num_stages) for number in numbers]
-    if not parts:
-        return None
-    return {name: fmean(part[name] for part in parts) / 1000 for name in PHASES}
+    timesteps: dict[int, list[TraceEvent]] = defaultdict(list)
+    for event in ranked:
+        timesteps[_number(event)].append(event)
+    starts = {
+        number: min(start for start, _ in forwards)
+        for number, own in timesteps.items()
+        if number > 0 and (forwards := _spans(own, "F"))
+    }
+    parts = [
+        _phases(timesteps[number], start, starts[number + 1], num_stages)
+        for number, start in sorted(starts.items())
+        if number + 1 in starts
+    ]
+    return {name: fmean(part[name] for part in parts) / 1000 for name in PHASES} if parts else None
 
 
 def slowest_compute_ms(events: Iterable[TraceEvent], topology: Topology) -> float | None:
@@ -52,30 +50,33 @@ def slowest_compute_ms(events: Iterable[TraceEvent], topology: Topology) -> floa
     """
     spent: dict[int, list[int]] = defaultdict(lambda: [0] * topology.num_groups)
     for event in events:
-        number = _number(event)
-        if event.rank > 0 and "F" in event.label and number is not None and number > 0:
-            spent[number][topology.group_of(event.rank)] += event.end_us - event.start_us
+        if event.rank > 0 and "F" in event.label and _number(event) > 0:
+            spent[_number(event)][topology.group_of(event.rank)] += event.end_us - event.start_us
     return fmean(map(max, spent.values())) / 1000 if spent else None
 
 
-def _is_window(event: TraceEvent) -> bool:
-    return "W" in event.label
+def _number(event: TraceEvent) -> int:
+    """The timestep of a task; 0 or below for prefill and tasks of no timestep."""
+    found = re.search(r"(-?\d+)$", event.label)
+    return int(found[1]) if found else 0
 
 
-def _of_windows(events: Sequence[TraceEvent], num_stages: int) -> dict[str, float] | None:
-    """Inside windows ranks run at their own pace, so each stage is timed by itself, from its first window to its last.
+def _spans(events: Iterable[TraceEvent], letter: str) -> list[_Span]:
+    """Start and end of the tasks whose labels contain ``letter``."""
+    return [(event.start_us, event.end_us) for event in events if letter in event.label]
 
-    Outside of windows it waits for the scheduler.
-    """
-    last = max(event for event in map(_number, events) if event is not None)
+
+def _of_windows(events: Sequence[TraceEvent], num_stages: int) -> dict[str, float]:
+    """Inside windows ranks run at their own pace: each stage is timed by itself. Outside it waits for the scheduler."""
+    last = max(map(_number, events))
     parts = []
     for rank in range(1, num_stages + 1):
-        own = [event for event in events if event.rank == rank and (_number(event) or 0) > 0]
-        windows = [(event.start_us, event.end_us) for event in own if _is_window(event)]
+        own = [event for event in events if event.rank == rank and _number(event) > 0]
+        windows = _spans(own, "W")
         windows = windows or [(min(event.start_us for event in own), max(event.end_us for event in own))]  # it goes on
         low, high = min(start for start, _ in windows), max(stop for _, stop in windows)
         spent = {
-            name: sum(event.end_us - event.start_us for event in own if letter in event.label)
+            name: sum(stop - start for start, stop in _spans(own, letter))
             for name, letter in (("compute", "F"), ("transfer", ">"), ("sync", "S"))
         }
         scheduler = high - low - _covered(windows, low, high)
@@ -83,43 +84,19 @@ def _of_windows(events: Sequence[TraceEvent], num_stages: int) -> dict[str, floa
     return {name: fmean(part[name] for part in parts) / last / 1000 for name in PHASES}
 
 
-def _number(event: TraceEvent) -> int | None:
-    """The timestep of a task."""
-    found = re.search(r"(-?\d+)$", event.label)
-    return int(found[1]) if found else None
-
-
-def _timesteps(events: Iterable[TraceEvent]) -> dict[int, _Timestep]:
-    found: dict[int, _Timestep] = defaultdict(lambda: _Timestep({}, [], []))
-    for event in events:
-        span = (event.start_us, event.end_us)
-        if ">" in event.label:
-            found[int(event.label.split("@")[1])].transfers.append(span)
-        elif "F" in event.label:
-            rank, number = event.label.split("F")
-            found[int(number)].forwards[int(rank)] = span
-        elif "S" in event.label:
-            found[int(event.label.split("S")[1])].syncs.append(span)
-    return {number: timestep for number, timestep in found.items() if number > 0 and timestep.forwards}
-
-
-def _start(timestep: _Timestep) -> int:
-    return min(start for start, _ in timestep.forwards.values())
-
-
-def _phases(timestep: _Timestep, end: int, num_stages: int) -> dict[str, float]:
+def _phases(events: Sequence[TraceEvent], start: int, end: int, num_stages: int) -> dict[str, float]:
     """The phases of a timestep whose tasks were granted one by one: from its first forward to the first of the next timestep.
 
     A stage waits from the end of its forward to the end of the last one, the draft's included; a stage without rows waits all
     that time. After that, time counts as ``transfer`` while a transfer runs, else as ``sync`` while a rank replays the verdict.
     A late grant of a forward counts as ``scheduler``.
     """
-    start = _start(timestep)
-    computed = max(stop for _, stop in timestep.forwards.values())
-    stages = [span for rank, span in timestep.forwards.items() if rank > 0]
+    computed = max(stop for _, stop in _spans(events, "F"))
+    stages = _spans([event for event in events if event.rank > 0], "F")
     idle = (num_stages - len(stages)) * (computed - start)
-    transfer = _covered(timestep.transfers, computed, end)
-    either = _covered([*timestep.transfers, *timestep.syncs], computed, end)
+    transfers = _spans(events, ">")
+    transfer = _covered(transfers, computed, end)
+    either = _covered([*transfers, *_spans(events, "S")], computed, end)
     late = sum(begin - start for begin, _ in stages) / num_stages
     return {
         "compute": sum(stop - begin for begin, stop in stages) / num_stages,

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from pipedec.bench.progress import SweepProgress
 from pipedec.bench.record import ROWS_FILE, Row, append_rows, drop_unfinished_line, header, key_of, read_records
 from pipedec.core import PipedecError
 
-_PROVENANCE = ("date", "version", "revision", "machine")
+
+class SweepProgress(Protocol):
+    """Receives the total number of rows, each row that is finished or known, and a text about the current work."""
+
+    def start(self, total: int) -> None: ...
+
+    def busy(self, text: str) -> None: ...
+
+    def row(self) -> None: ...
 
 
 class Grid:
-    """The rows of one run, and those that the directory has from earlier ones.
+    """The rows of one run (``rows``, in the order of its cases), and those that the directory has from earlier ones.
 
-    Attributes:
-        rows: of this run's cases, in their order.
-
-    Raises:
-        UserError: ``out`` holds rows of another schema.
+    Raises UserError if ``out`` holds rows of another schema.
     """
 
     def __init__(self, schema: str, out: Path, progress: SweepProgress) -> None:
@@ -32,7 +35,7 @@ class Grid:
         self._path = out / ROWS_FILE
         self._progress = progress
         now = header("", {})
-        self._provenance = {name: now[name] for name in _PROVENANCE}
+        self._provenance = {name: now[name] for name in ("date", "version", "revision", "machine")}
         out.mkdir(parents=True, exist_ok=True)
         drop_unfinished_line(self._path)
         records = read_records(self._path, schema) if self._path.is_file() else ()
@@ -43,7 +46,7 @@ class Grid:
 
         Args:
             identity: the fields that distinguish the case from others.
-            asked: what does so, too, and is no field of the row.
+            asked: values that do so, too, and are no fields of the row.
             measure: returns the other fields; called if the row is not known.
             check: raises PipedecError for a row that cannot be right, known or not.
         """
@@ -60,18 +63,13 @@ class Grid:
 
 
 class SameAnswers:
-    """Checks that the answers to a question are equal, whatever method and pipeline gave them."""
+    """Checks that the answers to a question are equal, by every method on every pipeline."""
 
     def __init__(self) -> None:
         self._first: dict[object, tuple[object, Row]] = {}
 
     def check(self, question: object, answer: object, row: Row, name: str) -> None:
-        """Raise PipedecError unless ``answer`` is the first one that was given to ``question``.
-
-        Args:
-            row: of the answer, with ``method`` and ``cluster``.
-            name: the question's, for the message.
-        """
+        """Raise PipedecError unless ``answer`` is the first one that was given to ``question``, whose name is ``name``."""
         expected, first = self._first.setdefault(question, (answer, row))
         if answer != expected:
             both = " and ".join(f"{one['method']} on {one['cluster']['stages']} stages" for one in (row, first))

@@ -1,13 +1,15 @@
-"""What several benchmarks can be asked for: annotated types of the fields of their configurations, and the prompts they take."""
+"""Annotated types, a check and the choice of prompts that the configurations of several benchmarks share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from pipedec.core import UserError
 from pipedec.flags import Help
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -27,16 +29,17 @@ Methods = Annotated[tuple[str, ...], Help("Methods.")]
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """Which prompts are answered, and what counts as their time.
-
-    Attributes:
-        samples: chosen from those that fit into the context.
-    """
+    """Which prompts are answered (``samples`` of those that fit into the context), and what counts as their time."""
 
     samples: Annotated[Positive, Help("Number of prompts chosen from each set.")] = 10
     seed: Annotated[int, Help("Seed for choosing prompts and for sampling.")] = 0
     raw_prompts: Annotated[bool, Help("Do not apply the model's chat template.", flag="--raw-prompt")] = False
     own_work: Annotated[
-        bool,
-        Help("Count rank 0's own work in computed times, as measured on this machine.", flag="--own-work/--no-own-work"),
+        bool, Help("Count rank 0's own work in computed times, as measured on this machine.", flag="--own-work/--no-own-work")
     ] = True
+
+
+def check_known(kind: str, name: str, choices: Iterable[str]) -> None:
+    """Raise UserError unless ``name`` is one of ``choices``."""
+    if name not in choices:
+        raise UserError(f"unknown {kind} {name!r}: choose one of {', '.join(choices)}")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -28,8 +27,8 @@ class AskedPrompts:
 
     Args:
         accept: raises UserError if the cluster refuses a request.
-        path: a JSON file that keeps what the cluster said, so that it is asked once about each prompt.
-        cluster: tells clusters apart in the file.
+        path: a JSON file that keeps the cluster's replies, so that it is asked once about each prompt.
+        cluster: distinguishes clusters in the file.
     """
 
     def __init__(self, accept: Callable[[PromptRequest], None], path: Path, cluster: str) -> None:
@@ -42,18 +41,15 @@ class AskedPrompts:
         key = key_of([self._cluster, prompt, raw, max_tokens])
         refusals: dict[str, str | None] = json.loads(self._path.read_text()) if self._path.is_file() else {}
         if key not in refusals:
-            refusals[key] = self._refusal(PromptRequest(prompt, raw, "pp", SamplingParams(max_tokens=max_tokens)))
+            refusals[key] = None
+            try:
+                self._accept(PromptRequest(prompt, raw, "pp", SamplingParams(max_tokens=max_tokens)))
+            except UserError as error:
+                refusals[key] = str(error)
             write_json(self._path, refusals)
         if (refusal := refusals[key]) is not None:
             raise UserError(refusal)
         return ()
-
-    def _refusal(self, request: PromptRequest) -> str | None:
-        try:
-            self._accept(request)
-        except UserError as error:
-            return str(error)
-        return None
 
 
 @dataclass(frozen=True)
@@ -71,30 +67,23 @@ def draw(
 ) -> list[DrawnPrompt]:
     """From each set the first ``samples`` prompts, in the order of the seed, that fit into the target's context.
 
-    Args:
-        asked: the request of every prompt; its own prompt is replaced.
-
-    Raises:
-        UserError: no prompt of a set fits.
+    ``asked`` is the request of every prompt; its own prompt is replaced. Raises UserError if no prompt of a set fits.
     """
     drawn: list[DrawnPrompt] = []
     for prompt_set in prompt_sets:
-        refusals: list[str] = []
-        fitting = list(islice(_fitting(prompter, prompt_set, asked, seed, refusals), samples))
+        fitting: list[DrawnPrompt] = []
+        refusal = ""
+        for index in prompt_set.shuffled(seed):
+            request = replace(asked, prompt=prompt_set.prompts[index])
+            try:
+                token_ids = prompter.token_ids(request.prompt, request.raw, request.sampling.max_tokens)
+            except UserError as error:
+                refusal = str(error)
+                continue
+            fitting.append(DrawnPrompt(prompt_set.name, index, request, token_ids))
+            if len(fitting) == samples:
+                break
         if not fitting:
-            raise UserError(f"no prompt of {prompt_set.name} fits: {refusals[-1]}")
+            raise UserError(f"no prompt of {prompt_set.name} fits: {refusal}")
         drawn += fitting
     return drawn
-
-
-def _fitting(
-    prompter: Tokenizes, prompt_set: PromptSet, asked: PromptRequest, seed: int, refusals: list[str]
-) -> Iterator[DrawnPrompt]:
-    for index in prompt_set.shuffled(seed):
-        request = replace(asked, prompt=prompt_set.prompts[index])
-        try:
-            token_ids = prompter.token_ids(request.prompt, request.raw, request.sampling.max_tokens)
-        except UserError as error:
-            refusals.append(str(error))
-            continue
-        yield DrawnPrompt(prompt_set.name, index, request, token_ids)

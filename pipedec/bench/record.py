@@ -47,7 +47,7 @@ def header(benchmark: str, config: Row) -> Row:
 def revision() -> str:
     """The commit of the checkout that contains this package, with ``-dirty`` appended if files differ; else ``unknown``."""
     commit = _git("rev-parse", "HEAD")
-    # A package installed inside somebody's repository must not report that repository's commit.
+    # A package installed inside another repository must not report that repository's commit.
     if commit is None or _git("rev-parse", "--show-toplevel") != str(_CHECKOUT):
         return "unknown"
     return f"{commit}-dirty" if _git("status", "--porcelain", "--untracked-files=no") else commit
@@ -55,8 +55,11 @@ def revision() -> str:
 
 def machine() -> Row:
     """Hardware and software versions that the results depend on."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text(encoding="utf-8").splitlines() if information.is_file() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
-        "cpu": _cpu_model(),
+        "cpu": models[0] if models else platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "load_average": round(psutil.getloadavg()[0], 2),
@@ -114,10 +117,8 @@ def write_json(path: Path, document: Row) -> None:
 def read_records(path: Path, schema: str) -> Iterator[tuple[int, Row]]:
     """Line numbers and rows of a JSONL file whose rows have this schema (``pipedec.BENCHMARK/NUMBER``).
 
-    An unfinished last line is ignored: its writer was interrupted.
-
-    Raises:
-        UserError: the file cannot be read, or a line is not JSON or of another schema.
+    An unfinished last line is ignored: its writer was interrupted. Raises UserError if the file cannot be read, or a line is not
+    JSON or of another schema.
     """
     writer = f"pipedec bench {schema.removeprefix('pipedec.').partition('/')[0]}"
     try:
@@ -164,10 +165,3 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _cpu_model() -> str:
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text(encoding="utf-8").splitlines() if information.is_file() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()

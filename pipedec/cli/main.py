@@ -29,7 +29,7 @@ COMMANDS = {
     "doctor": ("pipedec.cli.doctor", "Examine this host, or all hosts of a cluster.yaml."),
     "plan": ("pipedec.cli.plan", "Show layers, memory and expected times of a cluster.yaml."),
     "verify": ("pipedec.cli.verify", "Check that the pipeline generates the same tokens as transformers."),
-    "bench": ("pipedec.cli.bench", "Run benchmarks."),
+    "bench": ("pipedec.cli.benchmarks", "Run benchmarks."),
     "train": ("pipedec.cli.train", "Train draft models and BiTA prompts."),
 }
 

@@ -18,10 +18,8 @@ from support.clusters import with_settings
 from support.refusals import refusal
 from support.simulated_pipeline import SimulatedPipeline
 
-from pipedec.bench.overhead.benchmark import OverheadConfig, measure_overhead
-from pipedec.bench.overhead.critical_path import critical_path, critical_path_lengths
-from pipedec.bench.overhead.ranks import run_ranks
-from pipedec.bench.overhead.running import RunningOverheadConfig, measure_running
+from pipedec.bench.overhead.benchmark import OverheadConfig, RunningOverheadConfig, measure_overhead, measure_running, run_ranks
+from pipedec.bench.overhead.null_rank import critical_path, critical_path_lengths
 from pipedec.bench.record import append_rows, check_writable, header, revision
 from pipedec.cli.main import program
 from pipedec.client.running import Running

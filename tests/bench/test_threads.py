@@ -17,11 +17,9 @@ from support.thread_models import THREAD_DIALECTS, Case, ThreadModels
 from support.tiny_pair import Pair
 
 from pipedec.bench.sweep.pipelines import ModelPair as Models
-from pipedec.bench.threads.answers import sequential_metrics
-from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads
+from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads, sequential_metrics
 from pipedec.bench.threads.figures import draw_threads
-from pipedec.bench.threads.rows import quartets, read_frame
-from pipedec.bench.threads.summary import combinations, document, markdown, speeds, structures
+from pipedec.bench.threads.summary import combinations, document, markdown, quartets, read_frame, speeds, structures
 from pipedec.cli.main import program
 from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError

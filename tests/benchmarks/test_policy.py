@@ -13,12 +13,10 @@ from support.tiny_pair import Pair
 
 from benchmarks.policy.study import PolicyAnswer, PolicyConfig, Study
 from benchmarks.policy.summary import PolicyFigures, compare, document
-from pipedec.bench.load.policy import Policy
+from pipedec.bench.load.offered import Policy
 from pipedec.bench.sweep.benchmark import sweep
-from pipedec.bench.sweep.config import SweepConfig
+from pipedec.bench.sweep.config import SweepConfig, TreeGrid, TuningGrid
 from pipedec.bench.sweep.pipelines import ModelPair as Models
-from pipedec.bench.sweep.trees import TreeGrid
-from pipedec.bench.sweep.tuning import TuningGrid
 from pipedec.config import paper_cluster
 from pipedec.core import SamplingParams, UserError
 from pipedec.data.prompts import PromptSet

@@ -22,11 +22,9 @@ from benchmarks.skeleton.__main__ import ABOUT, SkeletonConfig, skeleton
 from benchmarks.skeleton.style import SKELETON, Point, SkeletonOfThought, read_skeleton
 from pipedec.bench.sweep.pipelines import ModelPair as Models
 from pipedec.bench.sweep.pipelines import emulated
-from pipedec.bench.threads.answers import Costs, DecodedReply, DecodeRounds, ThreadAnswers
-from pipedec.bench.threads.benchmark import bench_threads
+from pipedec.bench.threads.benchmark import Costs, DecodedReply, DecodeRounds, ThreadAnswers, bench_threads
 from pipedec.bench.threads.figures import draw_threads
-from pipedec.bench.threads.rows import read_frame
-from pipedec.bench.threads.summary import anomalies, combinations, markdown, speeds, structures
+from pipedec.bench.threads.summary import anomalies, combinations, markdown, read_frame, speeds, structures
 from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
 from pipedec.data.prompts import PromptSet

@@ -12,7 +12,7 @@ from support.silent_progress import Silent
 
 from benchmarks.policy.study import PolicyConfig, Study
 from benchmarks.policy.summary import PolicyFigures
-from pipedec.bench.load.policy import Policy
+from pipedec.bench.load.offered import Policy
 from pipedec.config import paper_cluster
 from pipedec.core import SamplingParams
 from pipedec.data.prompts import PromptSet

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from pipedec.bench.report.looks import PROMPT_SETS
+from pipedec.bench.report.style import PROMPT_SETS
 from support.synthetic_sweep import Line, answers, bita, line, stochastic
 
 SPEED = {"pp": 300.0, "stpp": 120.0, "stpp-tuned": 110.0, "pipedec": 80.0, "pipedec-bestfirst": 60.0}

@@ -1,39 +1,51 @@
-"""What a load benchmark runs, in which order, and the rows that it writes: one for each method, load and limit."""
+"""``pipedec bench load``: the grid, one row for each method, load and limit, and the pipelines to which loads are offered.
+
+A pipeline is emulated in real processes, which may run in slow motion, or is a cluster that runs.
+"""
 
 from __future__ import annotations
 
+import time
+from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from types import TracebackType
 from typing import Annotated
 
-from msgspec.structs import replace
+from msgspec import structs
 
-from pipedec.bench.load.arrivals import Pattern
-from pipedec.bench.load.places import OfferedLoad, Place
-from pipedec.bench.load.policy import Policy
-from pipedec.bench.load.questions import Conversation
-from pipedec.bench.load.served import Goals, LoadOutcome
+from pipedec.bench.grid import SweepProgress
+from pipedec.bench.load.offered import Conversation, OfferedLoad, Pattern, Policy, continued_text
+from pipedec.bench.load.results import Goals, LoadOutcome, ServedRequest
 from pipedec.bench.options import Counts, Positive
-from pipedec.bench.progress import SweepProgress
+from pipedec.bench.prompts import AskedPrompts, DrawnPrompt, Tokenizes
 from pipedec.bench.record import Row, header, plain
+from pipedec.bench.sweep.pipelines import Shape, running_shape
+from pipedec.bench.sweep.runners import started
+from pipedec.client.client import Client
+from pipedec.client.reply import Reply
+from pipedec.client.running import Running
+from pipedec.cluster.local import LocalCluster
 from pipedec.core import MAX_NUM_SEQS, SamplingParams, UserError
+from pipedec.engine.build import load_prompter
 from pipedec.flags import Help, check_fields
 from pipedec.messages import PromptRequest
+from pipedec.text.prompt import Prompter
 
 SCHEMA = "pipedec.load/1"
+_LONGEST_WAIT = 0.25
 
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """What is measured.
+    """The grid of a load benchmark: all methods get the same prompts in the same order, with every load and limit.
 
-    Attributes:
-        policies: the methods.
-        patterns: the loads; all methods get the same prompts in the same order.
-        max_num_seqs: each is measured with every method and load.
-
-    Raises:
-        UserError: there is no load, or a number is below 1.
+    Raises UserError if there is no load, or a number is below 1.
     """
 
     policies: tuple[Policy, ...]
@@ -61,7 +73,7 @@ class LoadConfig:
 
     def request(self, raw: bool) -> PromptRequest:
         """A request without a prompt; ``raw`` for prompts without the chat template."""
-        sampling = replace(self.sampling, seed=self.seed) if self.sampling.is_stochastic else self.sampling
+        sampling = structs.replace(self.sampling, seed=self.seed) if self.sampling.is_stochastic else self.sampling
         return PromptRequest("", raw, "pp", sampling)
 
     @property
@@ -76,7 +88,7 @@ class LoadConfig:
 
 @dataclass(frozen=True)
 class MeasuredLoad:
-    """One load by one method: its row, and what the row was made of."""
+    """One load by one method, with its outcome and its row."""
 
     load: OfferedLoad
     outcome: LoadOutcome
@@ -86,24 +98,181 @@ class MeasuredLoad:
 def bench_load(
     config: LoadConfig, place: Place, conversations: Sequence[Conversation], progress: SweepProgress
 ) -> Iterator[MeasuredLoad]:
-    """Offer every load to ``place``, by every method.
-
-    Args:
-        conversations: of the longest load; shorter ones take the first of them.
-    """
+    """Offer every load to ``place``, by every method. Shorter loads take the first of ``conversations``."""
     progress.start(config.runs)
     first = {"schema": SCHEMA, **header("load", {**plain(config), "clock": place.clock})}
-    for limit in config.max_num_seqs:
-        for pattern in config.patterns:
-            for policy in config.policies:
-                progress.busy(f"{policy.name}, {pattern.label}")
-                count = config.count(pattern)
-                load = OfferedLoad(policy, conversations[:count], pattern.arrivals(count, config.seed), limit, progress.row)
-                outcome = place.offer(load)
-                row: Row = {
-                    **first, "policy": policy.name, "method": policy.method, "options": policy.limits,
-                    "pattern": asdict(pattern), "max_num_seqs": limit, "clock": place.clock, "cluster": place.cluster,
-                    **outcome.figures(pattern.concurrency, config.goals),
-                    "served": [asdict(one) for one in outcome.served],
-                }  # fmt: skip
-                yield MeasuredLoad(load, outcome, row)
+    for limit, pattern, policy in product(config.max_num_seqs, config.patterns, config.policies):
+        progress.busy(f"{policy.name}, {pattern.label}")
+        count = config.count(pattern)
+        load = OfferedLoad(policy, conversations[:count], pattern.arrivals(count, config.seed), limit, progress.row)
+        outcome = place.offer(load)
+        row: Row = {
+            **first, "policy": policy.name, "method": policy.method, "options": policy.limits,
+            "pattern": asdict(pattern), "max_num_seqs": limit, "clock": place.clock, "cluster": place.cluster,
+            **outcome.figures(pattern.concurrency, config.goals),
+            "served": [asdict(one) for one in outcome.served],
+        }  # fmt: skip
+        yield MeasuredLoad(load, outcome, row)
+
+
+class Place(AbstractContextManager["Place"]):
+    """A pipeline to which load is offered, with ``measured`` or ``computed`` times. What it has started ends with the context."""
+
+    clock = "measured"
+
+    @property
+    @abstractmethod
+    def prompter(self) -> Tokenizes:
+        """Says whether a prompt fits."""
+
+    @property
+    @abstractmethod
+    def cluster(self) -> Row:
+        """The fields of a row about it."""
+
+    @abstractmethod
+    def offer(self, load: OfferedLoad) -> LoadOutcome:
+        """Offer a load. The turns of a conversation follow one another as soon as they are answered.
+
+        Raises:
+            UserError: the pipeline cannot decode by its policy.
+            RankLost, SchedulerLost: the cluster died.
+        """
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        return  # a subclass that starts something ends it
+
+
+class OnRunning(Place):
+    """A cluster that runs; its own limits count."""
+
+    def __init__(self, running: Running, prompts: Path) -> None:
+        self._running = running
+        self._shape = running_shape(running)
+        self._prompter = AskedPrompts(running.check_accepts, prompts, self._shape.scope)
+
+    @property
+    def prompter(self) -> AskedPrompts:
+        return self._prompter
+
+    @property
+    def cluster(self) -> Row:
+        return {"preset": None, "run": self._running.run_id, **self._shape.cluster}
+
+    def offer(self, load: OfferedLoad) -> LoadOutcome:
+        return offer_to(self._running, load)
+
+
+class OnProcesses(Place):
+    """An emulated pipeline in real processes, which are started for the first load and whenever their limit changes."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._stack = ExitStack()
+        self._started: tuple[int, Running] | None = None  # by max_num_seqs
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    @property
+    def cluster(self) -> Row:
+        return {"preset": self._shape.preset, **self._shape.cluster}
+
+    @cached_property
+    def prompter(self) -> Prompter:
+        return load_prompter(self._shape.spec)
+
+    def offer(self, load: OfferedLoad) -> LoadOutcome:
+        assert self._shape.spec.emulation is not None
+        if self._started is None or self._started[0] != load.max_num_seqs:
+            self._stack.close()
+            cluster = LocalCluster(self._shape.spec.replaced(max_num_seqs=load.max_num_seqs))
+            self._started = load.max_num_seqs, started(cluster, self._stack)
+        return offer_to(self._started[1], load, self._shape.spec.emulation.slow_motion)
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One turn of a conversation: the whole prompt, and the user's texts in the turns after it."""
+
+    prompt: DrawnPrompt
+    turn: int
+    left: Conversation
+
+
+@dataclass
+class _Crowd:
+    """Requests at the cluster, and the outcomes of those that have ended. Times are divided by ``slow_motion``."""
+
+    client: Client
+    slow_motion: float
+    began: float = field(default_factory=time.perf_counter)
+    submitted: int = 0
+    replies: dict[int, tuple[int, _Turn]] = field(default_factory=dict)  # open, by number: order of submission
+    served: dict[int, ServedRequest] = field(default_factory=dict)
+    overran: int = 0
+    timesteps: int = 0
+
+    def now(self) -> float:
+        return (time.perf_counter() - self.began) / self.slow_motion
+
+    def submit(self, asked: _Turn) -> None:
+        order, prompt = self.submitted, asked.prompt
+        self.submitted += 1
+        try:
+            self.replies[self.client.submit(prompt.request).number] = order, asked
+        except UserError as error:  # the queue is full
+            now = self.now()
+            self.served[order] = ServedRequest(
+                prompt.prompt_set, prompt.index, 0, now, (), now, turn=asked.turn, refused=str(error)
+            )  # fmt: skip
+
+    def end(self, reply: Reply) -> None:
+        """An answer is complete, or was refused; then the next turn of its conversation is submitted."""
+        order, asked = self.replies.pop(reply.number)
+        prompt = asked.prompt
+        submitted = (reply.arrivals.submitted - self.began) / self.slow_motion
+        events = tuple((submitted + at / self.slow_motion, tokens) for at, tokens in reply.arrivals.events)
+        if reply.completion is None:
+            self.served[order] = ServedRequest(
+                prompt.prompt_set, prompt.index, 0, submitted, events, self.now(), turn=asked.turn, refused=str(reply.error)
+            )
+            return
+        metrics = reply.completion.metrics
+        self.overran += len(reply.overran)
+        self.timesteps += metrics.timesteps
+        self.served[order] = ServedRequest(
+            prompt.prompt_set, prompt.index, reply.completion.prompt_tokens, submitted, events,
+            submitted + (metrics.e2e_seconds or 0.0) / self.slow_motion, (metrics.queue_seconds or 0.0) / self.slow_motion,
+            metrics.timesteps, metrics.hits, metrics.misses, metrics.draft_tokens, turn=asked.turn,
+            cached_tokens=metrics.cached_tokens, pauses=metrics.pauses,
+        )  # fmt: skip
+        if asked.left:
+            following = continued_text(prompt, reply.completion.text, asked.left[0])
+            self.submit(_Turn(following, asked.turn + 1, asked.left[1:]))
+
+
+def offer_to(running: Running, load: OfferedLoad, slow_motion: float = 1.0) -> LoadOutcome:
+    """``Place.offer`` on a running cluster. Requests that are refused are counted, and the others go on."""
+    policy, arrivals = load.policy, load.arrivals
+    running.check_method(policy.method)
+    options = {name: value for name, value in policy.limits.items() if value is not None}
+    left = deque[_Turn]()
+    for conversation in load.conversations:
+        first, *others = (
+            replace(prompt, request=structs.replace(prompt.request, method=policy.method, options=options))
+            for prompt in conversation
+        )
+        left.append(_Turn(first, 1, tuple(others)))
+    with running.client.cancelling():
+        crowd = _Crowd(running.client, slow_motion)
+        while left or crowd.replies:
+            for _ in arrivals.due(crowd.now(), len(crowd.replies)):
+                crowd.submit(left.popleft())
+            due = arrivals.next_seconds()
+            patience = _LONGEST_WAIT if due is None else max(0.001, (due - crowd.now()) * slow_motion)
+            for reply in running.client.read(min(_LONGEST_WAIT, patience)):
+                crowd.end(reply)
+                load.on_end()
+    served = tuple(crowd.served[order] for order in range(crowd.submitted))
+    return LoadOutcome(served, overran=crowd.overran / max(1, crowd.timesteps))

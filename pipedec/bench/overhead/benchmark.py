@@ -1,54 +1,72 @@
-"""The fixed cost of a timestep: real processes, a real Redis, real transfers, and stages that compute nothing.
+"""The fixed cost of a timestep, with stages that compute nothing or on a running cluster.
 
-For comparison the same processes alternate with sending the same bytes over the bare process group. Combines the samples of all
-ranks; ``null_rank`` measures one rank.
+``measure_overhead`` starts real processes, a real Redis and real transfers; the same processes alternate with sending the same
+bytes over the bare process group. ``null_rank`` measures one rank, this combines their samples. ``measure_running`` traces
+answers of a cluster that runs a real model.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
-import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
+from pipedec.bench.breakdown import PHASES, breakdown, slowest_compute_ms
 from pipedec.bench.options import Counts, Positive
 from pipedec.bench.overhead.null_rank import TRACED_TIMESTEPS, RankPlan, RankSample, measure_rank
-from pipedec.bench.overhead.ranks import run_ranks
-from pipedec.bench.overhead.running import RunningOverheadConfig
-from pipedec.bench.record import Row, header, spread
-from pipedec.flags import Help
+from pipedec.bench.record import Row, header, plain, spread
+from pipedec.client.reply import Reply
+from pipedec.client.running import Running
+from pipedec.cluster.processes import RankProcesses, describe_exit
+from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
+from pipedec.flags import Help, check_fields
+from pipedec.messages import PromptRequest
 from pipedec.scheduler import EmbeddedServer
 from pipedec.transport.wire import message_bytes
 
+PROMPT = "Count from one to one hundred in words."
 _START_SECONDS = 120.0
 _TIMESTEP_SECONDS = 0.5
+
+RankBody = Callable[[Any, Callable[[Any], None]], None]  # called with the rank's plan and a function that reports
+
+
+@dataclass(frozen=True)
+class RunningOverheadConfig:
+    """The grid on a running cluster: ``repeats`` traced answers of at least ``timesteps`` timesteps per number of rows.
+
+    1 row per timestep is ``pp``, more are ``pipedec`` with this width, which needs a draft model. Raises UserError for a number
+    below 1, or no number.
+    """
+
+    rows: Annotated[Counts, Help("Rows per timestep.")] = (1, 32)
+    timesteps: Annotated[Positive, Help("Timed timesteps per repeat.")] = 200
+    repeats: Annotated[Positive, Help("Times that pipeline and bare gloo take turns; or answers of a running cluster.")] = 3
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)
 class OverheadConfig(RunningOverheadConfig):
-    """What is measured: every number of ``stages`` × dispatch × number of ``rows``, ``repeats`` × ``timesteps`` each.
+    """The grid: every number of ``stages`` × dispatch × number of ``rows``, ``repeats`` × ``timesteps`` each.
 
-    Raises:
-        UserError: an unknown dispatch, a number below 1, or no number.
+    Raises UserError for an unknown dispatch, a number below 1, or no number.
     """
 
     stages: Annotated[Counts, Help("Numbers of stages.")] = (1, 2, 4, 7, 8, 14, 21)
     hidden_size: Annotated[Positive, Help("Hidden size; determines the bytes of a step.", flag="--hidden")] = 192
     dispatches: Annotated[
-        tuple[Literal["windows", "tasks"], ...], Help("What Redis grants: windows, tasks, or both.", flag="--dispatch")
-    ] = ("windows", "tasks")
-
-    @property
-    def silence_seconds(self) -> float:
-        """Without any report for this long the measurement hangs; each rank reports once per repeat."""
-        verdicts = (self.timesteps + TRACED_TIMESTEPS) * len(self.rows) * 2
-        return _START_SECONDS + verdicts * _TIMESTEP_SECONDS
+        tuple[Literal["windows", "tasks"], ...], Help("Work that Redis grants: windows, tasks, or both.", flag="--dispatch")
+    ] = ("windows", "tasks")  # fmt: skip
 
 
 def measure_overhead(config: OverheadConfig, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
@@ -65,53 +83,50 @@ def measure_overhead(config: OverheadConfig, on_row: Callable[[Row], None] = lam
     first = header("overhead", asdict(config))
     rows = []
     with EmbeddedServer() as server:
-        for stages in config.stages:
-            for dispatch in config.dispatches:
-                for figures in _measure_stages(config, stages, dispatch, server):
-                    rows.append({**first, **figures})
-                    on_row(rows[-1])
+        for stages, dispatch in product(config.stages, config.dispatches):
+            for figures in _measure_stages(config, stages, dispatch, server):
+                rows.append({**first, **figures})
+                on_row(rows[-1])
     return rows
 
 
 def _measure_stages(config: OverheadConfig, stages: int, dispatch: str, server: EmbeddedServer) -> Iterator[Row]:
-    directory = tempfile.mkdtemp(prefix="pipedec-bench-")
-    run_id = f"overhead-{secrets.token_hex(4)}"
-    plan = RankPlan(
-        rank=0, stages=stages, rows=config.rows, timesteps=config.timesteps, hidden_size=config.hidden_size,
-        repeats=config.repeats, dispatch=dispatch, redis_url=server.url, run_id=run_id, meeting=Path(directory) / "rendezvous",
-    )  # fmt: skip
-    plans = [replace(plan, rank=rank) for rank in range(stages + 1)]
-    try:
-        reports: list[list[RankSample]] = run_ranks(measure_rank, plans, config.silence_seconds)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    verdicts = (config.timesteps + TRACED_TIMESTEPS) * len(config.rows) * 2  # each rank reports once per repeat
+    with tempfile.TemporaryDirectory(prefix="pipedec-bench-", ignore_cleanup_errors=True) as directory:
+        plan = RankPlan(
+            rank=0, stages=stages, rows=config.rows, timesteps=config.timesteps, hidden_size=config.hidden_size,
+            repeats=config.repeats, dispatch=dispatch, redis_url=server.url, run_id=f"overhead-{secrets.token_hex(4)}",
+            meeting=Path(directory) / "rendezvous",
+        )  # fmt: skip
+        plans = [replace(plan, rank=rank) for rank in range(stages + 1)]
+        reports = run_ranks(measure_rank, plans, _START_SECONDS + verdicts * _TIMESTEP_SECONDS)
     for num_rows in config.rows:
-        yield {"dispatch": dispatch, **_figures(config, stages, num_rows, reports)}
+        own, raw = (
+            [[sample for sample in samples if (sample.kind, sample.rows) == (kind, num_rows)] for samples in reports]
+            for kind in ("pipedec", "raw")
+        )
+        message = {"messages": stages, "message_bytes": message_bytes(num_rows, config.hidden_size, torch.float32)}
+        yield {"dispatch": dispatch, "stages": stages, "rows": num_rows, **_combined(own, raw), **message}
 
 
-def _figures(config: OverheadConfig, stages: int, num_rows: int, reports: list[list[RankSample]]) -> Row:
-    """The figures of all ranks' samples with ``num_rows`` rows."""
-    ranks = [[sample for sample in samples if sample.rows == num_rows] for samples in reports]
-    own = [[sample for sample in samples if sample.kind == "pipedec"] for samples in ranks]
-    raw = [[sample for sample in samples if sample.kind == "raw"] for samples in ranks]
-    pipedec_ms, raw_ms = _times(own[0]), _times(raw[0])
-    pipedec_means, raw_means = _means(own[0]), _means(raw[0])
+def _combined(own: list[list[RankSample]], raw: list[list[RankSample]]) -> Row:
+    """The figures of all ranks' samples, by rank: of the pipeline, and of the bare messages."""
+    first = {"pipedec": own[0], "raw": raw[0]}
+    times = {kind: [time_ms for sample in samples for time_ms in sample.timesteps_ms] for kind, samples in first.items()}
+    means = {kind: [round(statistics.fmean(sample.timesteps_ms), 4) for sample in samples] for kind, samples in first.items()}
+    mean_ms = {kind: statistics.median(values) for kind, values in means.items()}
     trips = [statistics.mean(sample.round_trips for sample in samples) for samples in own]
     lengths = [length for sample in own[0] for length in sample.critical_path]
     return {
-        "stages": stages,
-        "rows": num_rows,
-        "timesteps": len(pipedec_ms),
-        "pipedec_ms": spread(pipedec_ms),
-        "raw_ms": spread(raw_ms),
-        "mean_ms": {"pipedec": statistics.median(pipedec_means), "raw": statistics.median(raw_means)},
-        "ratio": statistics.median(pipedec_means) / statistics.median(raw_means),
-        "repeat_means_ms": {"pipedec": pipedec_means, "raw": raw_means},
+        "timesteps": len(times["pipedec"]),
+        "pipedec_ms": spread(times["pipedec"]),
+        "raw_ms": spread(times["raw"]),
+        "mean_ms": mean_ms,
+        "ratio": mean_ms["pipedec"] / mean_ms["raw"],
+        "repeat_means_ms": means,
         "round_trips_per_rank": [round(trip, 2) for trip in trips],
         "round_trips": round(sum(trips), 2),
         "critical_path_round_trips": {"median": statistics.median(lengths or [0]), "max": max(lengths, default=0)},
-        "messages": stages,
-        "message_bytes": message_bytes(num_rows, config.hidden_size, torch.float32),
         "cpu_ms": {
             "ranks": sum(statistics.mean(sample.cpu_ms for sample in samples) for samples in own),
             "redis": statistics.mean(sample.redis_cpu_ms for sample in own[0]),
@@ -120,10 +135,108 @@ def _figures(config: OverheadConfig, stages: int, num_rows: int, reports: list[l
     }
 
 
-def _times(samples: list[RankSample]) -> list[float]:
-    return [time_ms for sample in samples for time_ms in sample.timesteps_ms]
+def run_ranks(body: RankBody, plans: Sequence[Any], silence_seconds: float) -> list[list[Any]]:
+    """Run ``body(plans[rank], report)`` in a process per rank; everything each rank reported, by rank, once all have ended.
+
+    ``body``, the plans and the reports must be picklable. All processes have ended when it returns or raises.
+
+    Raises:
+        RankLost: a rank died, or no rank has reported anything for ``silence_seconds``.
+        PipedecError: a rank failed; the message is its own.
+    """
+    reports: list[list[Any]] = [[] for _ in plans]
+    processes = RankProcesses()
+    try:
+        for rank, plan in enumerate(plans):
+            processes.start(rank, _run_rank, body, plan)
+        while processes.reporting:
+            arrived = processes.read(silence_seconds)
+            if not arrived:
+                silent = ", ".join(map(str, processes.reporting))
+                raise RankLost(f"ranks {silent} have reported nothing for {silence_seconds:.0f} s")
+            for rank, report in arrived:
+                match report:
+                    case None if (status := processes.exit_status(rank)) != 0:
+                        raise RankLost(f"rank {rank} {'does not end' if status is None else describe_exit(status)}")
+                    case "error", message:
+                        raise PipedecError(message)
+                    case "report", content:
+                        reports[rank].append(content)
+    finally:
+        processes.kill()
+    return reports
 
 
-def _means(samples: list[RankSample]) -> list[float]:
-    """The mean timestep of each repeat."""
-    return [round(statistics.fmean(sample.timesteps_ms), 4) for sample in samples]
+def _run_rank(body: RankBody, plan: Any, report: Callable[[Any], None]) -> int:
+    """The process of a rank. Returns its exit status."""
+    try:
+        body(plan, lambda content: report(("report", content)))
+        return 0
+    except PipedecError as error:
+        report(("error", str(error)))
+    except Exception as error:
+        report(("error", f"internal error: {type(error).__name__}: {error}"))
+    return 1
+
+
+def measure_running(
+    config: RunningOverheadConfig, cluster: Running, on_row: Callable[[Row], None] = lambda row: None
+) -> list[Row]:
+    """One JSONL row per number of rows; more than one row needs a draft model and is left out without one.
+
+    Times are means over the timesteps of an answer, of which the median over the repeats is taken. ``left_ms`` is a timestep
+    without the forwards of its slowest group of stages: waiting for the draft or for rows, transfers, verdicts and the scheduler.
+    On a GPU a forward counts until its kernels are launched, so ``left_ms`` contains a part of it. ``breakdown_ms`` has the
+    phases of ``breakdown``, means over stages.
+
+    Raises:
+        UserError: the cluster refuses the request, or has no draft model and 1 is not among the rows.
+        RankLost, SchedulerLost: the cluster died.
+    """
+    first, rows = header("overhead", asdict(config)), []
+    possible = [num_rows for num_rows in config.rows if num_rows == 1 or cluster.description.draft is not None]
+    if not possible:
+        raise UserError(f"run {cluster.run_id} has no draft model, so there is nothing but 1 row per timestep: give --rows 1")
+    for num_rows in possible:
+        rows.append({**first, **_measure_answers(config, cluster, num_rows)})
+        on_row(rows[-1])
+    return rows
+
+
+def _measure_answers(config: RunningOverheadConfig, cluster: Running, num_rows: int) -> Row:
+    method = "pp" if num_rows == 1 else "pipedec"
+    # pp takes as many timesteps per token as there are groups; the first token is the prefill's.
+    max_tokens = 1 + math.ceil(config.timesteps / cluster.topology.num_groups)
+    options = {} if num_rows == 1 else {"width": num_rows}
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    request = PromptRequest(PROMPT, method=method, sampling=sampling, options=options, trace=True)
+    cluster.client.ask(request)  # warms up
+    answers = [_times(cluster, cluster.client.follow(request)) for _ in range(config.repeats)]
+    medians = {name: round(statistics.median(answer[name] for answer in answers), 4) for name in answers[0]}
+    described = cluster.description
+    return {
+        "run": cluster.run_id,
+        "stages": cluster.topology.num_stages,
+        "groups": cluster.topology.num_groups,
+        "dispatch": described.settings.cluster.dispatch,
+        "dtype": described.settings.numbers.dtype,
+        "ranks": [plain(rank) for rank in described.ranks],
+        "target": described.target,
+        "method": method,
+        "rows": num_rows,
+        "timesteps": sum(answer["timesteps"] for answer in answers),
+        "repeat_ms": [answer["timestep_ms"] for answer in answers],
+        **{name: medians[name] for name in ("timestep_ms", "slowest_compute_ms", "left_ms")},
+        "breakdown_ms": {name: medians[name] for name in PHASES},
+    }
+
+
+def _times(cluster: Running, reply: Reply) -> dict[str, float]:
+    """The means of one traced answer, in ms, and its number of timesteps."""
+    answer, trace = reply.completed(), reply.trace
+    timesteps = answer.metrics.timesteps
+    timestep_ms, slowest = 1000 * answer.metrics.decode_seconds / timesteps, slowest_compute_ms(trace, cluster.topology)
+    phases = breakdown(trace, cluster.topology.num_stages)
+    assert slowest is not None and phases is not None, "the answer was traced"
+    left_ms = timestep_ms - slowest
+    return {"timesteps": timesteps, "timestep_ms": timestep_ms, "slowest_compute_ms": slowest, "left_ms": left_ms, **phases}

@@ -1,22 +1,23 @@
-"""Stages that compute nothing, and a rank 0 whose proposals are always accepted: what remains of a timestep is its fixed cost.
+"""Stages without layers, and a rank 0 whose proposals are always accepted: what remains of a timestep is its fixed cost.
 
 They run in the real ``StageLoop`` and ``DraftLoop``: queue, tasks, messages, transfers and the stages' workers are real.
-There are neither models nor trees: what these cost depends on how much is speculated.
+There are neither models nor trees: their cost depends on how much is speculated.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from types import SimpleNamespace
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from pipedec.bench.overhead.no_layers import no_layers, sequence_of
 from pipedec.core import (
     EMPTY,
     MethodOptions,
@@ -34,13 +35,13 @@ from pipedec.engine.admission import Admission
 from pipedec.engine.answer import RunningAnswer
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
-from pipedec.model import KVCache, LaneRows
+from pipedec.model import KVCache, KVPool, KVShape, LaneRows, StageModel
 from pipedec.scheduler import GrantedTask
 from pipedec.scheduler.protocol import ClientCalls, RankMessage
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.stage.final import FinalLane
 from pipedec.text.prompt import Prompter
-from pipedec.threads import NewSequence
+from pipedec.threads import NewSequence, replay
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Forest
 
@@ -49,12 +50,52 @@ _SLOTS = 2**20  # of pools that take no memory
 _QUEUE_SECONDS = 10.0
 
 
-class Probe:
-    """Records the clocks and the Redis commands of one rank at each sync with a verdict.
+class _NoLayers:
+    """Stands in for a ``StageModel`` (see ``no_layers``)."""
 
-    Attributes:
-        wall_seconds, cpu_seconds, round_trips: one entry per sync of the current request, starting with the prefill's.
-    """
+    config = SimpleNamespace(vocab_size=1)
+
+    def __init__(self, hidden_size: int) -> None:
+        self._hidden_size = hidden_size
+        self._zeros: dict[int, Tensor] = {}  # by number of rows
+
+    def make_pool(self, slots: int, block: int) -> KVPool:
+        return _EmptyPool(KVShape(num_layers=0, num_kv_heads=0, head_dim=0, dtype=torch.float32), slots, block)
+
+    def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:
+        for lane in lanes:
+            lane.append()
+        rows = len(inputs)
+        if rows not in self._zeros:
+            self._zeros[rows] = torch.zeros(rows, self._hidden_size)
+        return self._zeros[rows]
+
+
+def no_layers(hidden_size: int = 1) -> StageModel:
+    """A model of no layers, whose activations are zeros, [R, ``hidden_size``]."""
+    return cast(StageModel, _NoLayers(hidden_size))
+
+
+class _EmptyPool(KVPool):
+    """Any number of slots that hold nothing."""
+
+    def copy(self, sources: Sequence[int], targets: Iterable[range]) -> None:
+        """There is nothing to copy."""
+
+
+def sequence_of(opening: NewRequest, max_tokens: int = sys.maxsize) -> NewSequence:
+    """Makes sequences that begin with the output of ``opening`` and end after ``max_tokens`` tokens."""
+
+    def new_sequence() -> ThreadSequence:
+        sequence = ThreadSequence(opening.prompt_length, (), max_tokens)
+        replay(sequence, opening.output_token_ids)
+        return sequence
+
+    return new_sequence
+
+
+class Probe:
+    """Records clocks and Redis commands of one rank at each sync with a verdict of the current request, the prefill's first."""
 
     def __init__(self, round_trips: Callable[[], int]) -> None:
         self._round_trips = round_trips
@@ -94,10 +135,7 @@ class _NullLane(FinalLane):
 
 
 class NullStage(StageWorker):
-    """A stage without layers and trees; its activations are zeros [R, E].
-
-    ``on_finished`` is called at the last sync of each request.
-    """
+    """A stage without layers and trees; activations are zeros [R, E]. ``on_finished`` is called at each request's last sync."""
 
     def __init__(self, stage: int, hidden_size: int, probe: Probe, on_finished: Callable[[], None]) -> None:
         super().__init__(no_layers(hidden_size), sequence_of, slots=_SLOTS, stage=stage)
@@ -123,7 +161,7 @@ class NullFinalStage(NullStage, FinalStageWorker):
     """The last stage."""
 
     def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> list[list[int]]:
-        """Every lane knows what it says."""
+        """Every lane knows its tokens."""
         return [[] for _ in computed]
 
 
@@ -133,17 +171,11 @@ class ScriptedOptions(MethodOptions, frozen=True):
     rows: int = 1
 
 
-class ScriptedRequest:
-    """The counters of a request that a pool reads at its end."""
-
-    hits = misses = 0
-
-
 class ScriptedBatch:
-    """Of each request the prompt's only token enters, then at every timestep so many rows; verdicts change nothing."""
+    """The prompt's only token of each request enters, then its number of rows at every timestep; verdicts change nothing."""
 
     def __init__(self, probe: Probe) -> None:
-        self.requests: dict[int, ScriptedRequest] = {}
+        self.requests: dict[int, SimpleNamespace] = {}
         self._probe = probe
         self._next: dict[int, RequestUpdate] = {}
         self._rows: dict[int, RequestUpdate] = {}
@@ -151,7 +183,7 @@ class ScriptedBatch:
     def open(self, request: Request, new_sequence: NewSequence) -> None:
         assert isinstance(request.options, ScriptedOptions)
         opening = NewRequest(len(request.prompt_token_ids), request.sampling, trace=request.trace, slots=((0, _SLOTS),))
-        self.requests[request.number] = ScriptedRequest()
+        self.requests[request.number] = SimpleNamespace(hits=0, misses=0)  # which a pool reads at its end
         self._next[request.number] = RequestUpdate(request.number, opening, step=_step(1))
         self._rows[request.number] = RequestUpdate(request.number, step=_step(request.options.rows))
 
@@ -197,7 +229,7 @@ class OneWordPrompter:
 
 
 class ScriptedAdmission:
-    """Makes answers of requests that say how many rows enter, and how many tokens are accepted."""
+    """Makes answers of requests that contain how many rows enter and how many tokens are accepted."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
@@ -221,17 +253,14 @@ class ScriptedDraftLoop(DraftLoop):
         self._batch = self._pool.batch = cast(Batch, ScriptedBatch(probe))
         self._probe = probe
 
-    @contextmanager
-    def serving(self) -> Iterator[None]:
+    def serving(self) -> AbstractContextManager[None]:
         """The context in which ``run_scripted`` may be called."""
-        with self._queue.serving():
-            yield
+        return self._queue.serving()
 
     def run_scripted(self, num_rows: int, max_tokens: int, trace: bool = False) -> list[GrantedTask]:
         """Run one request of ``max_tokens`` verdicts; returns the scheduler's trace of it if ``trace``.
 
-        Raises:
-            PipedecError: the run was aborted, or a rank or Redis was lost.
+        Raises PipedecError if the run was aborted, or a rank or Redis was lost.
         """
         self._probe.reset()
         self._client.submit(json.dumps({"rows": num_rows, "max_tokens": max_tokens, "trace": trace}))

@@ -1,29 +1,26 @@
 """Draws a trace: one lane per rank and one for the scheduler, time from left to right.
 
-Knows the Chrome trace format that ``tracing`` writes, and matplotlib (an optional dependency); not how the trace
-was made.
+Knows the Chrome trace format that ``tracing`` writes; not how the trace was made.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pipedec.bench.report.style import TEXT, new_figure
 from pipedec.core import UserError
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 # Colours that colour-blind readers can distinguish, in the order of the legend.
-CATEGORIES = {
-    "prefill": "#E3B23C",
-    "forward": "#3B7DB8",
-    "sync": "#C8553D",
-    "transfer": "#A9B4C0",
-}
+CATEGORIES = {"prefill": "#E3B23C", "forward": "#3B7DB8", "sync": "#C8553D", "transfer": "#A9B4C0"}
 _NAMES = {"pre": "prefill", "dec": "forward", "sync": "sync", "transfer": "transfer"}
 _LETTERS = {"P": "prefill", "F": "forward", "S": "sync", ">": "transfer"}
-_TEXT = "#20262E"
 _FORMATS = (".svg", ".png", ".pdf")
 _LANE_INCHES = 0.34
 _FONT_POINTS = 7.0
@@ -57,11 +54,7 @@ class Timeline:
         return max(bar.end_ms for bar in self.bars)
 
     def between(self, from_ms: float | None, to_ms: float | None) -> Timeline:
-        """The part from ``from_ms`` to ``to_ms``; bars that cross the borders are cut.
-
-        Raises:
-            UserError: no bar lies between them.
-        """
+        """The part between two times; bars that cross the borders are cut. Raises UserError if no bar lies in it."""
         low = self.start_ms if from_ms is None else from_ms
         high = self.end_ms if to_ms is None else to_ms
         if low >= high:
@@ -77,11 +70,7 @@ class Timeline:
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Read a trace that ``pipedec generate --trace`` wrote.
-
-    Raises:
-        UserError: the file is missing, is no such trace, or contains no task.
-    """
+    """Read a trace of ``pipedec generate --trace``. Raises UserError if it is missing, no such trace, or has no task."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         events = document["traceEvents"] if isinstance(document, dict) else document
@@ -94,35 +83,38 @@ def read_timeline(path: Path) -> Timeline:
     tasks = sorted((bar for bar in bars if bar is not None), key=lambda bar: bar.start_ms)
     if not tasks:
         raise UserError(f"{path} holds no pipeline task: trace a request with pipedec generate --trace FILE")
-    used = {bar.lane for bar in tasks}
-    scheduler_last = sorted(used, key=lambda lane: (lane == 0, lane))
+    scheduler_last = sorted({bar.lane for bar in tasks}, key=lambda lane: (lane == 0, lane))
     return Timeline(tuple(tasks), {lane: lanes.get(lane, f"rank {lane - 1}") for lane in scheduler_last})
 
 
 def draw_timeline(timeline: Timeline, out: Path, title: str | None = None) -> None:
     """Write the timeline to ``out``; its suffix determines the format.
 
-    Raises:
-        UserError: matplotlib is not installed, or the format is unknown.
+    Raises UserError if matplotlib is not installed, or the format is unknown.
     """
     if out.suffix.lower() not in _FORMATS:
         raise UserError(f"--out {out}: the name must end in one of {', '.join(_FORMATS)}")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("drawing needs matplotlib: pip install 'pipedec[bench]'") from None
-    rows, heights, num_rows = _stacked(timeline)
-    figure = Figure(figsize=(15, 1.3 + _LANE_INCHES * num_rows), layout="constrained", facecolor="white")
+    positions, heights = _stacked(timeline)
+    figure = new_figure(15, 1.3 + _LANE_INCHES * sum(heights.values()))
+    from matplotlib.patches import Patch
+
     axes = figure.add_subplot()
     span = timeline.end_ms - timeline.start_ms
     axes.set_xlim(timeline.start_ms, timeline.end_ms)
-    axes.set_ylim(num_rows, 0)
-    _decorate(axes, timeline, heights)
+    axes.set_ylim(sum(heights.values()), 0)
+    _draw_lanes(axes, timeline, heights)
     points_per_ms = 72 * 13.4 / span
-    for bar, (top, height) in zip(timeline.bars, rows, strict=True):
+    for bar, (top, height) in zip(timeline.bars, positions, strict=True):
         _draw_bar(axes, bar, top, height, span, points_per_ms)
     _mark_timesteps(axes, timeline)
-    _add_legend(axes, timeline, title)
+    used = {bar.category for bar in timeline.bars}
+    handles = [Patch(facecolor=color, label=category) for category, color in CATEGORIES.items() if category in used]
+    axes.legend(
+        handles=handles, loc="lower right", bbox_to_anchor=(1, 1.0), borderaxespad=1.6, ncols=len(handles), frameon=False,
+        fontsize=9, handlelength=1.2, labelcolor=TEXT,
+    )  # fmt: skip
+    heading = title if title is not None else "dotted lines and numbers: where rank 0 begins each timestep"
+    axes.set_title(heading, loc="left", fontsize=10, color=TEXT, pad=18)  # clear of the timestep numbers
     figure.savefig(out, dpi=160, metadata={"Date": None} if out.suffix.lower() == ".svg" else None)
 
 
@@ -135,8 +127,8 @@ def _bar(event: dict[str, Any]) -> Bar | None:
     return Bar(int(event["tid"]), name, category, start, start + float(event["dur"]) / 1000)
 
 
-def _stacked(timeline: Timeline) -> tuple[list[tuple[float, float]], dict[int, float], float]:
-    """Position (top, height) of each bar, height of each lane and of all lanes, in units of a rank's lane.
+def _stacked(timeline: Timeline) -> tuple[list[tuple[float, float]], dict[int, float]]:
+    """Position (top, height) of each bar, and height of each lane, in units of a rank's lane.
 
     A rank runs one task at a time. The scheduler has granted many at once: they share its lane in thin rows.
     """
@@ -148,18 +140,15 @@ def _stacked(timeline: Timeline) -> tuple[list[tuple[float, float]], dict[int, f
         free[level : level + 1] = [bar.end_ms]
         levels.append(level)
     heights = {lane: 1.0 if len(ends[lane]) == 1 else max(1.0, 0.16 * len(ends[lane])) for lane in timeline.lanes}
-    tops, top = {}, 0.0
-    for lane, height in heights.items():
-        tops[lane] = top
-        top += height
+    tops = dict(zip(heights, accumulate(heights.values(), initial=0.0), strict=False))
     positions = []
     for bar, level in zip(timeline.bars, levels, strict=True):
         height = 0.76 * heights[bar.lane] / len(ends[bar.lane])
         positions.append((tops[bar.lane] + 0.12 * heights[bar.lane] + level * height, height))
-    return positions, heights, top
+    return positions, heights
 
 
-def _draw_bar(axes: Any, bar: Bar, top: float, height: float, span: float, points_per_ms: float) -> None:
+def _draw_bar(axes: Axes, bar: Bar, top: float, height: float, span: float, points_per_ms: float) -> None:
     """A bar of at least a visible width, and its label if it fits."""
     width = max(bar.end_ms - bar.start_ms, span / 2500)
     gap = 0.0 if height > 0.5 else 0.1 * height
@@ -169,28 +158,28 @@ def _draw_bar(axes: Any, bar: Bar, top: float, height: float, span: float, point
     if height > 0.5 and label_points < width * points_per_ms:
         axes.text(
             bar.start_ms + width / 2, top + height / 2, bar.label, ha="center", va="center_baseline",
-            fontsize=_FONT_POINTS, color="white" if bar.category in ("forward", "sync") else _TEXT, clip_on=True,
+            fontsize=_FONT_POINTS, color="white" if bar.category in ("forward", "sync") else TEXT, clip_on=True,
         )  # fmt: skip
 
 
-def _decorate(axes: Any, timeline: Timeline, heights: dict[int, float]) -> None:
-    """Lane titles, a faint stripe behind every other lane, the time axis."""
+def _draw_lanes(axes: Axes, timeline: Timeline, heights: dict[int, float]) -> None:
+    """Lane titles, a faint stripe under every other lane, the time axis."""
     top, centres = 0.0, []
     for index, height in enumerate(heights.values()):
         if index % 2 == 0:
             axes.axhspan(top, top + height, color="#F4F6F8", linewidth=0, zorder=0)
         centres.append(top + height / 2)
         top += height
-    axes.set_yticks(centres, list(timeline.lanes.values()), fontsize=9, color=_TEXT)
+    axes.set_yticks(centres, list(timeline.lanes.values()), fontsize=9, color=TEXT)
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=9, colors=_TEXT)
-    axes.set_xlabel("time (ms)", fontsize=9, color=_TEXT)
+    axes.tick_params(axis="x", labelsize=9, colors=TEXT)
+    axes.set_xlabel("time (ms)", fontsize=9, color=TEXT)
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
 
 
-def _mark_timesteps(axes: Any, timeline: Timeline) -> None:
+def _mark_timesteps(axes: Axes, timeline: Timeline) -> None:
     """A dotted line with the timestep's number where rank 0 begins it, unless there are too many timesteps."""
     first_lane = 1  # rank 0
     begins = {bar.label[2:]: bar.start_ms for bar in timeline.bars if bar.lane == first_lane and bar.label.startswith("0F")}
@@ -198,26 +187,8 @@ def _mark_timesteps(axes: Any, timeline: Timeline) -> None:
         return
     for seq, start_ms in begins.items():
         if start_ms > timeline.start_ms:
-            axes.axvline(start_ms, color=_TEXT, linewidth=0.6, linestyle=(0, (1, 2)), alpha=0.6, zorder=3)
+            axes.axvline(start_ms, color=TEXT, linewidth=0.6, linestyle=(0, (1, 2)), alpha=0.6, zorder=3)
             axes.annotate(
                 seq, (start_ms, 1), xycoords=("data", "axes fraction"), xytext=(0, 2), textcoords="offset points",
-                ha="center", va="bottom", fontsize=7.5, color=_TEXT,
+                ha="center", va="bottom", fontsize=7.5, color=TEXT,
             )  # fmt: skip
-
-
-def _add_legend(axes: Any, timeline: Timeline, title: str | None) -> None:
-    """The legend and the title above the lanes, clear of the timestep numbers."""
-    from matplotlib.patches import Patch
-
-    used = _in_order({bar.category for bar in timeline.bars})
-    handles = [Patch(facecolor=CATEGORIES[category], label=category) for category in used]
-    axes.legend(
-        handles=handles, loc="lower right", bbox_to_anchor=(1, 1.0), borderaxespad=1.6, ncols=len(handles), frameon=False,
-        fontsize=9, handlelength=1.2, labelcolor=_TEXT,
-    )  # fmt: skip
-    heading = title if title is not None else "dotted lines and numbers: where rank 0 begins each timestep"
-    axes.set_title(heading, loc="left", fontsize=10, color=_TEXT, pad=18)
-
-
-def _in_order(used: Iterable[str]) -> list[str]:
-    return [category for category in CATEGORIES if category in set(used)]

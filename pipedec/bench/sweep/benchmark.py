@@ -1,32 +1,54 @@
 """``pipedec bench sweep``: methods × pipelines × trees × prompts, one JSONL row per answer; an interrupted sweep can be resumed.
 
 Owns ``trees.json``, ``prompts.json`` and the order of the grid. Every answer is compared with that of ``pp``. Runners know how
-an answer is measured. What ``pipedec-bestfirst`` and ``bita`` learn from answer to answer is lost with an interruption, so their
-first rows after one may take a little longer.
+an answer is measured. An interruption loses what ``pipedec-bestfirst`` and ``bita`` learn from answer to answer, so their first
+rows after one may take a little longer.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from msgspec.structs import asdict, fields, replace
 
-from pipedec.bench.grid import Grid
-from pipedec.bench.progress import SweepProgress
+from pipedec.bench.grid import Grid, SweepProgress
 from pipedec.bench.prompts import DrawnPrompt, draw
 from pipedec.bench.record import Row, key_of, plain, write_json
-from pipedec.bench.sweep.config import TUNED, SweepConfig
+from pipedec.bench.sweep.config import SweepConfig
 from pipedec.bench.sweep.pipelines import Measurable
-from pipedec.bench.sweep.rows import SCHEMA
+from pipedec.bench.sweep.rows import BITA, SCHEMA
 from pipedec.bench.sweep.runners import MakeRunner, MeasuredAnswer, OneProcess, RealProcesses, Runner, runner_of
-from pipedec.bench.sweep.trees import BITA, Cell
-from pipedec.bench.sweep.tuning import best_tree
-from pipedec.core import MethodOptions, PipedecError, SamplingParams
+from pipedec.core import DEFAULT_METHOD, MethodOptions, PipedecError, SamplingParams
 from pipedec.data.prompts import PromptSet
 from pipedec.messages import PromptRequest
-from pipedec.methods import StaticTreeOptions
+from pipedec.methods import BitaOptions, StaticTreeOptions
 from pipedec.verify.divergence import TIE_BOUNDS, Divergence, is_explained, measured_divergence
+
+# Rows also have these limits, which their methods ignore: they are part of a row's key.
+_UNUSED_LIMITS: dict[str, Row] = {"pipedec": {"depth": 4, "rows": None}, DEFAULT_METHOD: {"depth": None, "rows": None}}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One way to decode: the row's method (``label``), and the method and tree of the request."""
+
+    label: str
+    method: str
+    tree: MethodOptions | None
+
+    @property
+    def limits(self) -> Row | None:
+        """A row's field ``tree``: the limits that the method has."""
+        if self.tree is None:
+            return None
+        limits: Row = plain(self.tree)
+        if isinstance(self.tree, BitaOptions) and self.tree.shape != "likeliest":
+            limits["rows"] = None  # a limit of the shape ``likeliest`` alone
+        return _UNUSED_LIMITS.get(self.method, {}) | limits
 
 
 def sweep(
@@ -41,44 +63,39 @@ def sweep(
         UserError: no prompt fits, or ``out`` holds rows of another schema.
         PipedecError: a method gave another answer than ``pp``, and no near tie explains it, or a rank was lost.
     """
-    return Sweep(config, out, progress, make_runner).run(prompt_sets)
+    return _Sweep(config, out, progress, make_runner).run(prompt_sets)
 
 
-class Sweep:
+class _Sweep:
     """One sweep into one directory."""
 
-    def __init__(self, config: SweepConfig, out: Path, progress: SweepProgress, make_runner: MakeRunner = runner_of) -> None:
+    def __init__(self, config: SweepConfig, out: Path, progress: SweepProgress, make_runner: MakeRunner) -> None:
         self._config = config
         self._make_runner = make_runner
         self._trees_path = out / "trees.json"
         self._prompts_path = out / "prompts.json"
         self._progress = progress
         self._grid = Grid(SCHEMA, out, progress)
-        self._references: dict[tuple[str, PromptRequest], tuple[int, ...]] = {}  # what pp answered
+        self._references: dict[tuple[str, PromptRequest], tuple[int, ...]] = {}  # the answers of pp
 
     def run(self, prompt_sets: list[PromptSet]) -> list[Row]:
         shapes = list(self._config.shapes())
         num_cells = sum(len(self._config.limits(method, shape)) for shape in shapes for method in shape.methods)
         per_cell = sum(min(self._config.samples, len(one.prompts)) for one in prompt_sets) * self._config.repeats
         self._progress.start(num_cells * per_cell)
+        template = PromptRequest("", self._config.raw_prompts, sampling=self._config.sampling_of(0))
         for shape in shapes:
             self._progress.busy(shape.label)
-            self._sweep_shape(shape, prompt_sets)
+            with self._make_runner(shape, self._config.clock, self._prompts_path) as runner:
+                prompts = draw(runner.prompter, prompt_sets, template, self._config.samples, self._config.seed)
+                cells = [
+                    self._cell(method, limits, shape, runner, prompts)
+                    for method in shape.methods
+                    for limits in self._config.limits(method, shape)
+                ]
+                for repeat, prompt, cell in product(range(self._config.repeats), prompts, cells):
+                    self._measure(shape, cell, prompt, repeat, runner)
         return self._grid.rows
-
-    def _sweep_shape(self, shape: Measurable, prompt_sets: list[PromptSet]) -> None:
-        template = PromptRequest("", self._config.raw_prompts, sampling=self._config.sampling_of(0))
-        with self._make_runner(shape, self._config.clock, self._prompts_path) as runner:
-            prompts = draw(runner.prompter, prompt_sets, template, self._config.samples, self._config.seed)
-            cells = [
-                self._cell(method, limits, shape, runner, prompts)
-                for method in shape.methods
-                for limits in self._config.limits(method, shape)
-            ]
-            for repeat in range(self._config.repeats):
-                for prompt in prompts:
-                    for cell in cells:
-                        self._measure(shape, cell, prompt, repeat, runner)
 
     def _cell(
         self, method: str, limits: MethodOptions | None, shape: Measurable, runner: Runner, prompts: list[DrawnPrompt]
@@ -102,17 +119,12 @@ class Sweep:
         key = key_of([method, asdict(limits), shape.cluster, shape.pair, texts, *map(plain, samplings)])
         known = json.loads(self._trees_path.read_text()) if self._trees_path.is_file() else {}
         if key not in known:
-            grid = self._config.grid
-            trees = grid.best_first(limits) if method == TUNED else grid.layer_wise(limits)
+            trees = self._config.grid.trees(method, limits)
             self._progress.busy(f"{shape.label}: best of {len(trees)} trees for {method}")
             best, tried = best_tree(pipeline, trees, requests)
             known[key] = {
-                "method": method,
-                "preset": shape.preset,
-                "stages": shape.cluster["stages"],
-                "best": asdict(best),
-                "tried": tried,
-            }
+                "method": method, "preset": shape.preset, "stages": shape.cluster["stages"], "best": asdict(best), "tried": tried,
+            }  # fmt: skip
             write_json(self._trees_path, known)
             self._progress.busy(shape.label)
         return StaticTreeOptions(**{item.name: known[key]["best"][item.name] for item in fields(StaticTreeOptions)})
@@ -122,16 +134,15 @@ class Sweep:
         identity = self._identity(shape, cell, prompt, request.sampling, repeat)
 
         def answered() -> Row:
-            trace = self._config.clock == "measured" and self._is_traced(prompt)
-            answer = runner.answer(cell.request(request, trace))
+            # The first prompt of each set is traced, for the breakdown of a timestep's time.
+            indices = {row["prompt_index"] for row in self._grid.rows if row["prompt_set"] == prompt.prompt_set}
+            is_traced = self._config.clock == "measured" and indices <= {prompt.index}
+            options = asdict(cell.tree) if cell.tree else {}
+            answer = runner.answer(replace(request, method=cell.method, options=options, trace=is_traced))
             divergence = self._divergence(shape, request, answer, runner)
             return {"bita": identity.get("bita"), **_results(answer), "divergence": divergence}
 
         self._grid.row(identity, [prompt.request.prompt], answered, lambda row: _check_difference(row, shape.dtype))
-
-    def _is_traced(self, prompt: DrawnPrompt) -> bool:
-        """The first prompt of each set is traced, for the breakdown of a timestep's time."""
-        return all(row["prompt_set"] != prompt.prompt_set or row["prompt_index"] == prompt.index for row in self._grid.rows)
 
     def _divergence(self, shape: Measurable, request: PromptRequest, answer: MeasuredAnswer, runner: Runner) -> Row | None:
         """A row's field ``divergence``: how the answer differs from the first that ``pp`` gave in the pipeline's scope."""
@@ -161,6 +172,19 @@ class Sweep:
             "sampling": plain(sampling),
             **bita,
         }
+
+
+def best_tree(
+    pipeline: OneProcess, trees: Sequence[StaticTreeOptions], prompts: Sequence[PromptRequest]
+) -> tuple[StaticTreeOptions, list[Row]]:
+    """The tree with which ``stpp`` decodes ``prompts`` fastest by the computed clock, and ms per token of every tree."""
+    tried: list[tuple[float, StaticTreeOptions]] = []
+    for tree in trees:
+        answers = [pipeline.answer(replace(prompt, method="stpp", options=asdict(tree))) for prompt in prompts]
+        tokens = sum(len(answer.token_ids) - 1 for answer in answers)
+        tried.append((sum(answer.decode_ms for answer in answers) / max(1, tokens), tree))
+    best = min(tried, key=lambda entry: entry[0])[1]
+    return best, [{"tree": asdict(tree), "ms_per_token": round(time_ms, 2)} for time_ms, tree in tried]
 
 
 def _results(answer: MeasuredAnswer) -> Row:

@@ -1,4 +1,4 @@
-"""What a sweep measures: the grid of pipelines, methods, trees and repeats, and how answers are decoded."""
+"""The grid of a sweep: pipelines, methods, trees and repeats, and how answers are decoded."""
 
 from __future__ import annotations
 
@@ -9,34 +9,103 @@ from typing import Annotated, Literal
 
 from msgspec import structs
 
-from pipedec.bench.checks import check_known
-from pipedec.bench.options import Drawing, Positive
-from pipedec.bench.sweep.pipelines import (
-    SLM,
-    LaunchedShape,
-    Measurable,
-    ModelPair,
-    RunningShape,
-    Shape,
-    SmallModel,
-    as_it_is,
-    emulated,
-    small_model_alone,
-    small_model_as_it_is,
-)
-from pipedec.bench.sweep.trees import BITA, TreeGrid
-from pipedec.bench.sweep.tuning import TuningGrid
+from pipedec.bench.options import Drawing, Positive, check_known
+from pipedec.bench.sweep import pipelines
+from pipedec.bench.sweep.rows import BITA, SMALL_MODEL
 from pipedec.client.running import Running
 from pipedec.config import ClusterConfig
 from pipedec.config.settings import Dispatch
-from pipedec.core import DEFAULT_METHOD, MethodOptions, SamplingParams, UserError
+from pipedec.core import DEFAULT_METHOD, MethodOptions, Request, SamplingParams, UserError
+from pipedec.decoding import Batch
 from pipedec.flags import Help, check_fields
-from pipedec.methods import METHOD_NAMES, find_method
+from pipedec.methods import (
+    METHOD_NAMES,
+    PROPOSERS,
+    SHAPES,
+    BestFirstOptions,
+    BitaOptions,
+    StaticTreeOptions,
+    applicable_options,
+    find_method,
+)
+from pipedec.threads import Sequence as ThreadSequence
 
 TUNED = "stpp-tuned"
-SWEEP_METHODS = (*METHOD_NAMES, TUNED, SLM)
-_WITHOUT_TREE = ("pp", SLM)
-_NEED_EMULATION = (TUNED, SLM)  # or a pipeline of their own, which a cluster that runs is not
+SWEEP_METHODS = (*METHOD_NAMES, TUNED, SMALL_MODEL)
+_WITHOUT_TREE = ("pp", SMALL_MODEL)
+_NEED_EMULATION = (TUNED, SMALL_MODEL)  # or a pipeline of their own, which a cluster that runs is not
+
+
+@dataclass(frozen=True)
+class TreeGrid:
+    """Limits of trees, all combinations; empty ones are left to the method. Raises UserError for a wrong number or name."""
+
+    widths: Annotated[
+        tuple[Positive, ...], Help("Rows per timestep, like 16,32 (default: adapted by pipedec-bestfirst, 32 for others).")
+    ] = ()
+    children: Annotated[
+        tuple[Positive, ...], Help("Children per row (default: adapted by pipedec-bestfirst, 1–16 for bita, else 16).")
+    ] = ()
+    forwards: Annotated[int | None, Help("pipedec-bestfirst: draft forwards per timestep (default: what fits).")] = None
+    proposers: Annotated[tuple[str, ...], Help("pipedec-bestfirst: draft sources.")] = PROPOSERS
+    shapes: Annotated[tuple[str, ...], Help(f"bita: shapes of the tree: {','.join(SHAPES)}.")] = (BitaOptions().shape,)
+    depths: Annotated[tuple[Positive, ...], Help("bita: numbers of masks used, like 1,2,3 (default: all trained masks).")] = ()
+    rows: Annotated[tuple[Positive, ...], Help("bita: rows of the likeliest tree, like 32,64 (default: 64).")] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        BestFirstOptions(forwards=self.forwards, proposers=self.proposers)
+        for shape in self.shapes:
+            BitaOptions(shape=shape)
+
+    def drafted(self, method: str) -> list[MethodOptions]:
+        """The limits to try with a method that drafts: those of the grid that it has."""
+        shared = {"forwards": self.forwards, "proposers": self.proposers}
+        return [
+            applicable_options(method, {"width": width, "children": children, **shared})
+            for width in self.widths or (None,)
+            for children in self.children or (None,)
+        ]
+
+    def of_bita(self, trained_masks: int) -> list[BitaOptions]:
+        """The trees to try with a BiTA that has ``trained_masks`` masks: all limits set that the shape uses, equal trees once.
+
+        Raises UserError if there is no BiTA, a depth exceeds its masks, or a tree is too large.
+        """
+        requested = [
+            BitaOptions(shape, depth, children, rows)
+            for shape in self.shapes
+            for depth in self.depths or (None,)
+            for children in self.children or (None,)
+            for rows in (self.rows if shape == "likeliest" and self.rows else (BitaOptions().rows,))
+        ]
+        return list(dict.fromkeys(_with_masks(tree, trained_masks) for tree in requested))
+
+
+def _with_masks(tree: BitaOptions, trained_masks: int) -> BitaOptions:
+    """``tree`` with the numbers of masks and candidates that ``bita`` would use."""
+    request = Request(0, (0,), method=BITA, options=tree)
+    sequence = ThreadSequence(1, (), 1)
+    batch = Batch(passage=1, trained_masks=trained_masks)
+    batch.open(request, lambda: sequence)
+    masks = batch.requests[request.number].masks
+    return structs.replace(tree, depth=masks.count, children=masks.named)
+
+
+@dataclass(frozen=True)
+class TuningGrid:
+    """Depths of the layer-wise tree, the paper's cut at a depth; depths and sizes of the best-first tree."""
+
+    layer_depths: tuple[int, ...] = (1, 2, 3, 4)
+    depths: tuple[int, ...] = (4, 6, 8, 10)
+    rows: tuple[int, ...] = (24, 48, 72)
+
+    def trees(self, method: str, limits: StaticTreeOptions) -> list[StaticTreeOptions]:
+        """The trees among which ``method`` gets the best: of the most probable rows if it is ``TUNED``, else of whole layers."""
+        if method == TUNED:
+            sizes = [(depth, rows) for depth in self.depths for rows in self.rows if rows > depth]
+            return [structs.replace(limits, depth=depth, rows=rows) for depth, rows in sizes]
+        return [structs.replace(limits, depth=depth, rows=None) for depth in self.layer_depths]
 
 
 @dataclass(frozen=True)
@@ -68,8 +137,8 @@ class SweepConfig(Drawing):
     methods: Annotated[
         tuple[str, ...],
         Help(
-            f"Methods, like pp,bita; also {SLM}: a small model alone. By default a real cluster is measured with those of the "
-            "default methods that it can decode with."
+            f"Methods, like pp,bita; also {SMALL_MODEL}: a small model alone. By default a real cluster is measured with those "
+            "of the default methods that it can decode with."
         ),
     ] = ("pp", "stpp", TUNED, "pipedec", DEFAULT_METHOD)
     trees: TreeGrid = TreeGrid()
@@ -83,8 +152,7 @@ class SweepConfig(Drawing):
     ] = "measured"
     dispatch: Dispatch = "windows"
     slow_motion: Annotated[float, Help("Factor on all emulated times; results are divided by it.")] = 4.0
-    pair: ModelPair = ModelPair()
-    small: SmallModel = SmallModel()
+    pair: pipelines.ModelPair = pipelines.ModelPair()
     grid: TuningGrid = TuningGrid()
     running: Running | None = None
     launched: tuple[str, ...] = ()
@@ -118,44 +186,42 @@ class SweepConfig(Drawing):
         if self.bita and BITA not in self.methods:
             raise UserError(f"--bita needs the method {BITA}: add it to --methods")
 
-    def shapes(self) -> Iterator[Measurable]:
-        """The pipelines, in the order in which they are measured."""
-        if self.running is not None:
-            yield RunningShape(self.running, self.methods)
-        elif self.launched:
-            yield from (LaunchedShape(self.cluster, name, self.methods) for name in self.launched)
-        else:
-            yield from self._started_here()
+    def shapes(self) -> Iterator[pipelines.Measurable]:
+        """The pipelines, in the order in which they are measured.
 
-    def _started_here(self) -> Iterator[Shape]:
-        """The first of each length runs all methods, others ``bita`` with another BiTA; ``slm`` is last."""
-        methods = tuple(method for method in self.methods if method != SLM)
+        Of those started here, the first of each length runs all methods, others ``bita`` with another BiTA; ``slm`` is last.
+        """
+        if self.running is not None:
+            yield pipelines.running_shape(self.running, self.methods)
+            return
+        if self.launched:
+            yield from (pipelines.launched_shape(self.cluster, name, self.methods) for name in self.launched)
+            return
+        methods = tuple(method for method in self.methods if method != SMALL_MODEL)
         for preset in self.presets or (None,) if methods else ():
             for stages in self.stages or (None,):
                 for number, bita in enumerate(self.bita or (None,)):
-                    shape = self._shape(preset, stages, replace(self.pair, bita=bita))
+                    pair = replace(self.pair, bita=bita)
+                    if preset is not None:
+                        shape = pipelines.emulated(self.cluster, preset, stages, pair, self.slow_motion, self.own_work)
+                    else:
+                        assert stages is not None
+                        shape = pipelines.as_it_is(pair.settings(stages=stages))
                     yield replace(shape, methods=methods if number == 0 else (BITA,)).dispatched(self.dispatch)
-        if SLM in self.methods and self.presets:
-            alone = small_model_alone(self.cluster, self.small, self.pair, self.slow_motion, self.own_work)
+        if SMALL_MODEL in self.methods and self.presets:
+            alone = pipelines.small_model_alone(self.cluster, self.pair, self.slow_motion, self.own_work)
             yield alone.dispatched(self.dispatch)
-        elif SLM in self.methods:
-            yield small_model_as_it_is(self.pair).dispatched(self.dispatch)
-
-    def _shape(self, preset: str | None, stages: int | None, pair: ModelPair) -> Shape:
-        if preset is not None:
-            return emulated(self.cluster, preset, stages, pair, self.slow_motion, self.own_work)
-        assert stages is not None
-        return as_it_is(stages, pair)
+        elif SMALL_MODEL in self.methods:
+            yield pipelines.as_it_is(self.pair.small_settings(), (SMALL_MODEL,)).dispatched(self.dispatch)
 
     def sampling_of(self, repeat: int) -> SamplingParams:
         """The sampling of a repeat: with a seed of its own unless decoding is greedy."""
         return structs.replace(self.sampling, seed=self.seed + repeat) if self.sampling.is_stochastic else self.sampling
 
-    def limits(self, method: str, shape: Measurable) -> Sequence[MethodOptions | None]:
+    def limits(self, method: str, shape: pipelines.Measurable) -> Sequence[MethodOptions | None]:
         """The limits of trees to try with a method on a pipeline; None if the method has no tree.
 
-        Raises:
-            UserError: ``bita`` cannot have such a tree on this pipeline.
+        Raises UserError if ``bita`` cannot have such a tree on this pipeline.
         """
         if method in _WITHOUT_TREE:
             return (None,)

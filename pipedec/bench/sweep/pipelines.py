@@ -1,8 +1,7 @@
-"""The pipelines of a sweep.
+"""The pipelines of a sweep, and a row's fields about them.
 
 Emulated presets, also with other numbers of stages; a small model alone; this machine itself; a cluster that is running; and
-partitions of a ``cluster.yaml``, launched one after another. Owns a row's fields about them. Knows nothing of methods, prompts
-and results.
+partitions of a ``cluster.yaml``, launched one after another. Knows nothing of methods, prompts and results.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from pipedec.bench.record import Row, key_of
-from pipedec.bench.sweep.trees import BITA
+from pipedec.bench.sweep.rows import BITA, SMALL_MODEL
 from pipedec.checkpoints import weights_digest
 from pipedec.client.running import Running
 from pipedec.config import NONE, ClusterConfig, PartitionConfig, ServerConfig, Settings
 from pipedec.directories import cache_directory
 from pipedec.engine.build import resolve
-from pipedec.messages import RunDescription
+from pipedec.messages import BitaDescription, RunDescription
 from pipedec.model import BitaConfig
 from pipedec.plan.emulation import Emulation, with_stages
 from pipedec.plan.partition import Plan
 from pipedec.plan.partition import plan as make_plan
 from pipedec.plan.spec import PipelineSpec
 
-SLM = "slm"
+_SMALL_MODEL, _ITS_DEVICE = "llama-3.1-8b", "l40"  # emulated by ``slm``: the paper's choice (§4.2)
 _DIGITS = 12  # of a digest in a row
 
 
@@ -43,13 +42,10 @@ class ModelPair:
         """The settings of a pipeline of this pair, in float32."""
         return Settings.of(target=self.target, draft=self.draft, bita=self.bita, dtype="float32", **others)
 
-
-@dataclass(frozen=True)
-class SmallModel:
-    """The model and device that ``slm`` emulates: the paper runs Llama 3.1 8B on one L40 (paper §4.2)."""
-
-    model: str = "llama-3.1-8b"
-    device: str = "l40"
+    def small_settings(self) -> Settings:
+        """The settings of the small model by itself, in float32."""
+        small = self.small or resolve(Settings.of(target=self.target, draft=self.draft, stages=1)).draft
+        return Settings.of(target=small, draft=NONE, stages=1, dtype="float32")
 
 
 @dataclass(frozen=True)
@@ -60,10 +56,11 @@ class Shape:
         preset: the partition, emulated or launched; None if there is none.
         cluster, pair: a row's fields about the pipeline and about its models.
         methods: those that the sweep measures.
-        bita: a row's field about its BiTA. Raises UserError if there is none.
+        bita: a row's field about its BiTA, if it has one.
         trained_masks: of its BiTA; 0 if it has none.
         dtype: in which it computes (that of ``cluster`` may be emulated).
-        scope: answers of pipelines of one scope must be equal.
+        scope: answers of pipelines of one scope must be equal: of all that are started here with one pair, of one running
+            cluster, or of one partition.
         label: for progress bars and titles.
     """
 
@@ -86,7 +83,7 @@ class Shape:
     @property
     def bita(self) -> Row:
         assert self.spec.bita is not None
-        return bita_row(self.spec.bita)
+        return _bita_of(self.spec.bita)
 
     @property
     def trained_masks(self) -> int:
@@ -102,7 +99,6 @@ class Shape:
 
     @property
     def scope(self) -> str:
-        """All pipelines of one pair."""
         return key_of(self.pair)
 
     @property
@@ -112,62 +108,45 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class RunningShape:
-    """A cluster that is running. What is known of it is its description."""
+class ClusterShape:
+    """A cluster that is running, or a partition of a ``cluster.yaml`` that is launched when its first answer is needed."""
 
-    running: Running
-    methods: tuple[str, ...] = ()
+    source: Running | ClusterConfig
+    preset: str | None
+    cluster: Row
+    pair: Row
+    methods: tuple[str, ...]
+    bita: Row | None
+    trained_masks: int
+    dtype: str
+    scope: str
+    label: str
 
-    preset = None
     is_emulated = False
 
-    @property
-    def cluster(self) -> Row:
-        described = self.running.description
-        topology = self.running.topology
-        return {
-            "stages": topology.num_stages, "groups": topology.num_groups, "model": None, "draft": None,
-            "dtype": described.settings.numbers.dtype,
-            "devices": [rank.device for rank in described.ranks if rank.rank > 0],
-            "draft_device": next((rank.device for rank in described.ranks if rank.rank == 0), None), "fits": True,
-            "hosts": [rank.host for rank in described.ranks], "layers": [list(span) for span in described.layers],
-            "dispatch": described.settings.cluster.dispatch,
-        }  # fmt: skip
 
-    @property
-    def pair(self) -> Row:
-        return described_pair(self.running.description, self.running.run_id)
+Measurable = Shape | ClusterShape
 
-    @property
-    def bita(self) -> Row:
-        described = self.running.description
-        trained = described.trained_bita
-        assert described.bita is not None and trained is not None
-        return {
-            "name": Path(described.bita).name,
-            "digest": described.digests.get("bita", "")[:_DIGITS] or key_of([described.bita, self.running.run_id]),
-            "prompting": trained.prompting,
-            "masks": trained.num_masks,
-            "prompt_tokens": trained.num_prompt_tokens,
-        }
 
-    @property
-    def trained_masks(self) -> int:
-        trained = self.running.description.trained_bita
-        return trained.num_masks if trained else 0
-
-    @property
-    def dtype(self) -> str:
-        return self.running.description.settings.numbers.dtype
-
-    @property
-    def scope(self) -> str:
-        """This cluster alone."""
-        return key_of([self.pair, self.cluster])
-
-    @property
-    def label(self) -> str:
-        return f"run {self.running.run_id} ({self.running.topology.num_stages} stages)"
+def running_shape(running: Running, methods: tuple[str, ...] = ()) -> ClusterShape:
+    """A cluster that is running, known by its description."""
+    described, topology = running.description, running.topology
+    cluster: Row = {
+        "stages": topology.num_stages, "groups": topology.num_groups, "model": None, "draft": None,
+        "dtype": described.settings.numbers.dtype, "devices": [rank.device for rank in described.ranks if rank.rank > 0],
+        "draft_device": next((rank.device for rank in described.ranks if rank.rank == 0), None), "fits": True,
+        "hosts": [rank.host for rank in described.ranks], "layers": [list(span) for span in described.layers],
+        "dispatch": described.settings.cluster.dispatch,
+    }  # fmt: skip
+    pair, trained = described_pair(described, running.run_id), described.trained_bita
+    bita: Row | None = None
+    if described.bita is not None and trained is not None:
+        digest = described.digests.get("bita", "")[:_DIGITS] or key_of([described.bita, running.run_id])
+        bita = _bita_row(Path(described.bita).name, digest, trained)
+    return ClusterShape(
+        running, None, cluster, pair, methods, bita, trained.num_masks if trained else 0, cluster["dtype"],
+        scope=key_of([pair, cluster]), label=f"run {running.run_id} ({topology.num_stages} stages)",
+    )  # fmt: skip
 
 
 def described_pair(description: RunDescription, run_id: str) -> Row:
@@ -177,57 +156,18 @@ def described_pair(description: RunDescription, run_id: str) -> Row:
     return {**models, "digest": "".join(digests)} if digests[0] else {**models, "digest": None, "run": run_id}
 
 
-@dataclass(frozen=True)
-class LaunchedShape:
-    """A partition of a ``cluster.yaml`` that the sweep launches when its first answer is needed."""
-
-    config: ClusterConfig
-    partition: str
-    methods: tuple[str, ...] = ()
-
-    is_emulated = False
-
-    @property
-    def preset(self) -> str:
-        return self.partition
-
-    @cached_property
-    def cluster(self) -> Row:
-        plan = make_plan(self._own, self.partition)
-        layers = [[stage.layers.start, stage.layers.stop] for stage in plan.stages]
-        return {**_cluster(plan, self._own.draft), "layers": layers}
-
-    @property
-    def pair(self) -> Row:
-        return {"target": self._own.target, "draft": None if self._own.draft == "none" else self._own.draft, "digest": None}
-
-    @property
-    def bita(self) -> Row:
-        return bita_row(Path(self._own.bita))
-
-    @property
-    def trained_masks(self) -> int:
-        return 0 if self._own.bita == "none" else BitaConfig.from_directory(Path(self._own.bita)).num_masks
-
-    @property
-    def dtype(self) -> str:
-        return self._own.settings.numbers.dtype
-
-    @property
-    def scope(self) -> str:
-        """This partition alone."""
-        return key_of([self.preset, self.pair, self.cluster])
-
-    @property
-    def label(self) -> str:
-        return _label(self.partition, self.cluster["stages"])
-
-    @property
-    def _own(self) -> ClusterConfig:
-        return self.config.for_partition(self.partition)
-
-
-Measurable = Shape | RunningShape | LaunchedShape
+def launched_shape(config: ClusterConfig, partition: str, methods: tuple[str, ...]) -> ClusterShape:
+    """A partition of ``config``. Raises UserError if its BiTA is needed and not here."""
+    own = config.for_partition(partition)
+    plan = make_plan(own, partition)
+    layers = [[stage.layers.start, stage.layers.stop] for stage in plan.stages]
+    cluster = {**_cluster(plan, own.draft), "layers": layers}
+    pair = {"target": own.target, "draft": None if own.draft == NONE else own.draft, "digest": None}
+    bita = _bita_of(Path(own.bita)) if BITA in methods else None
+    return ClusterShape(
+        config, partition, cluster, pair, methods, bita, bita["masks"] if bita else 0, own.settings.numbers.dtype,
+        scope=key_of([partition, pair, cluster]), label=_label(partition, len(plan.stages)),
+    )  # fmt: skip
 
 
 def _label(preset: str | None, num_stages: int) -> str:
@@ -241,13 +181,9 @@ def emulated(
     """The partition ``preset`` of ``config``, or ``stages`` devices of the kind of its first.
 
     The draft computes in the target's precision: its chances are then the same however many rows a forward has, and an answer
-    that is replayed takes the same course.
+    that is replayed takes the same course. With ``own_work`` computed times count rank 0's own work (see ``Emulation``).
 
-    Args:
-        own_work: whether computed times count rank 0's own work (see ``Emulation``).
-
-    Raises:
-        UserError: no such partition, or the models have too few layers.
+    Raises UserError if there is no such partition, or the models have too few layers.
     """
     config = config.for_partition(preset)
     cut = config if stages is None else with_stages(config, preset, stages)
@@ -259,60 +195,47 @@ def emulated(
     )
 
 
-def small_model_alone(
-    config: ClusterConfig, small: SmallModel, pair: ModelPair, slow_motion: float = 1.0, own_work: bool = True
-) -> Shape:
-    """``slm``: the pair's small model runs and emulates ``small`` on one device."""
+def small_model_alone(config: ClusterConfig, pair: ModelPair, slow_motion: float = 1.0, own_work: bool = True) -> Shape:
+    """``slm``: the pair's small model runs and emulates the paper's on one device."""
     dtype = config.settings.numbers.dtype
-    partition = PartitionConfig(Settings.of(target=small.model, draft=NONE, stages=1, dtype=dtype))
-    server = ServerConfig("server", {small.device: 1})
-    alone = ClusterConfig((server,), {SLM: partition}, partition.settings, config.network)
-    plan = make_plan(alone, SLM)
+    partition = PartitionConfig(Settings.of(target=_SMALL_MODEL, draft=NONE, stages=1, dtype=dtype))
+    server = ServerConfig("server", {_ITS_DEVICE: 1})
+    alone = ClusterConfig((server,), {SMALL_MODEL: partition}, partition.settings, config.network)
+    plan = make_plan(alone, SMALL_MODEL)
     emulation = replace(Emulation.of_plan(plan, slow_motion), counts_own_work=own_work)
-    spec = replace(_small_spec(pair), emulation=emulation)
-    return Shape(SLM, spec, _cluster(plan, None), (SLM,))
+    spec = replace(resolve(pair.small_settings()), emulation=emulation)
+    return Shape(SMALL_MODEL, spec, _cluster(plan, None), (SMALL_MODEL,))
 
 
-def as_it_is(stages: int, pair: ModelPair) -> Shape:
+def as_it_is(settings: Settings, methods: tuple[str, ...] = ()) -> Shape:
     """Real stages on this machine, nothing emulated."""
-    return _real(resolve(pair.settings(stages=stages)))
-
-
-def small_model_as_it_is(pair: ModelPair) -> Shape:
-    """``slm`` on this machine, nothing emulated."""
-    return replace(_real(_small_spec(pair)), methods=(SLM,))
-
-
-def digest(path: Path) -> str:
-    """Identifies a checkpoint's weights: the first digits of their SHA-256."""
-    return weights_digest(path, cache_directory())[:_DIGITS]
+    spec = resolve(settings)
+    cluster = {"stages": spec.settings.cut.stages, "groups": spec.topology.num_groups, "dtype": spec.dtype}
+    nothing: Row = {"model": None, "draft": None, "devices": [], "draft_device": None, "fits": True}
+    return Shape(None, spec, cluster | nothing, methods)
 
 
 def pair_digest(spec: PipelineSpec) -> str:
     """Identifies the weights of target and draft."""
-    return digest(spec.target) + (digest(spec.draft) if spec.draft else "")
+    return _digest(spec.target) + (_digest(spec.draft) if spec.draft else "")
 
 
-def bita_row(directory: Path) -> Row:
-    """The field ``bita`` of a row: the BiTA that decoded it. Raises UserError if it is not here."""
-    config = BitaConfig.from_directory(directory)
+def _digest(path: Path) -> str:
+    """Identifies a checkpoint's weights: the first digits of their SHA-256."""
+    return weights_digest(path, cache_directory())[:_DIGITS]
+
+
+def _bita_of(directory: Path) -> Row:
+    """Raises UserError if it is not here."""
+    return _bita_row(directory.resolve().name, _digest(directory), BitaConfig.from_directory(directory))
+
+
+def _bita_row(name: str, digest: str, trained: BitaConfig | BitaDescription) -> Row:
+    """The field ``bita`` of a row: the BiTA that decoded it."""
     return {
-        "name": directory.resolve().name,
-        "digest": digest(directory),
-        "prompting": config.prompting,
-        "masks": config.num_masks,
-        "prompt_tokens": config.num_prompt_tokens,
-    }
-
-
-def _small_spec(pair: ModelPair) -> PipelineSpec:
-    small = pair.small or resolve(Settings.of(target=pair.target, draft=pair.draft, stages=1)).draft
-    return resolve(Settings.of(target=small, draft="none", stages=1, dtype="float32"))
-
-
-def _real(spec: PipelineSpec) -> Shape:
-    cluster = {"stages": spec.settings.cut.stages, "groups": spec.topology.num_groups, "dtype": spec.dtype}
-    return Shape(None, spec, {**cluster, "model": None, "draft": None, "devices": [], "draft_device": None, "fits": True})
+        "name": name, "digest": digest, "prompting": trained.prompting, "masks": trained.num_masks,
+        "prompt_tokens": trained.num_prompt_tokens,
+    }  # fmt: skip
 
 
 def _cluster(plan: Plan, draft: str | None) -> Row:

@@ -29,7 +29,7 @@ Number = Annotated[float, Meta(ge=0, le=LARGEST, description="finite and at leas
 
 
 class PipelineColumns(Struct, frozen=True):
-    """What decoded an answer: a cluster, emulated or not. ``groups`` is what the paper calls the number of stages.
+    """The cluster that decoded an answer, emulated or not. ``groups`` is the paper's number of stages.
 
     Attributes:
         stages: devices that hold layers.
@@ -78,12 +78,9 @@ class Tree(Struct, frozen=True):
 
 
 class TrainedBita(Struct, frozen=True, eq=False):
-    """The BiTA that decoded an answer; two with equal weights are equal, whatever their names.
+    """The BiTA that decoded an answer; two with equal weights are equal, even if their names differ.
 
-    Attributes:
-        digest: of its weights.
-        masks: the number that was trained; a tree may use fewer.
-        name: of its directory.
+    A tree may use fewer than its ``masks``. ``digest`` is of its weights, ``name`` of its directory.
     """
 
     digest: str
@@ -116,7 +113,7 @@ class ModelColumns(Struct, frozen=True):
 
 
 class Machine(Struct, frozen=True):
-    """What measured."""
+    """The machine that measured."""
 
     gpu: str | None = None
 
@@ -159,10 +156,6 @@ class SweepRow(Struct, kw_only=True):
     breakdown: dict[str, Number] | None
 
     def __post_init__(self) -> None:
-        self._check()
-        self._normalize()
-
-    def _check(self) -> None:
         if self.tokens and not self.timesteps:
             raise BadValue("timesteps must be at least 1, as tokens were decoded")
         if self.tokens and not self.decode_ms:
@@ -174,8 +167,6 @@ class SweepRow(Struct, kw_only=True):
         for name in ("top_k", "top_p", "seed") if self.sampling.temperature else ():
             if getattr(self.sampling, name) is None:
                 raise BadValue(f"sampling.{name}: missing, which a temperature above 0 needs")
-
-    def _normalize(self) -> None:
         if self.sampling.temperature == 0:
             self.sampling = replace(self.sampling, top_k=0, top_p=1.0, seed=None)
         self.sampling = replace(self.sampling, top_k=max(0, self.sampling.top_k or 0))
@@ -191,7 +182,7 @@ class SweepRow(Struct, kw_only=True):
 
     @property
     def machine(self) -> str:
-        """What was measured, or what the emulation ran on."""
+        """The machine that was measured, or on which the emulation ran."""
         if not self.emulated and self.pipeline.devices:
             return "a cluster of " + " and ".join(f"{count} {name}" for name, count in Counter(self.pipeline.devices).items())
         return f"1 {self.measured_on.gpu or 'CPU'} machine"
@@ -205,22 +196,18 @@ class SweepRow(Struct, kw_only=True):
 def read_rows(sources: Iterable[Path]) -> list[SweepRow]:
     """The rows of several sweeps (directories, or JSONL files), in the order of the files.
 
-    Raises:
-        UserError: a file is missing or empty, or holds a line that is no row of a sweep. An unfinished last line is ignored: its
-            writer was interrupted.
+    Raises UserError if a file is missing or empty, or holds a line that is no row of a sweep. An unfinished last line is ignored:
+    its writer was interrupted.
     """
     rows: list[SweepRow] = []
     for source in sources:
         path = source / ROWS_FILE if source.is_dir() else source
-        found = [_checked(record, path, number) for number, record in read_records(path, SCHEMA)]
-        if not found:
+        num_before = len(rows)
+        for number, record in read_records(path, SCHEMA):
+            try:
+                rows.append(validated(SweepRow, record, f"{path}, line {number}"))
+            except UserError as error:
+                raise UserError(f"{error}; sweep again or remove the line") from None
+        if len(rows) == num_before:
             raise UserError(f"{path} holds no rows: write some with pipedec bench sweep")
-        rows += found
     return rows
-
-
-def _checked(record: dict[str, object], path: Path, number: int) -> SweepRow:
-    try:
-        return validated(SweepRow, record, f"{path}, line {number}")
-    except UserError as error:
-        raise UserError(f"{error}; sweep again or remove the line") from None

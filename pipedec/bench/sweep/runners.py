@@ -1,7 +1,6 @@
 """How an answer of a sweep is measured: in one process, by a cluster started here, by one that runs, by one launched for it.
 
-Owns clusters and pipelines while they run. Knows nothing of grids and result files, but for the file that keeps which prompts a
-cluster refuses.
+Owns clusters and pipelines while they run. Knows nothing of grids and rows.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -17,19 +17,18 @@ from msgspec import structs
 
 from pipedec.bench.breakdown import breakdown
 from pipedec.bench.prompts import AskedPrompts, Tokenizes
-from pipedec.bench.sweep.pipelines import LaunchedShape, Measurable, RunningShape, Shape
+from pipedec.bench.sweep.pipelines import Measurable, Shape
 from pipedec.client.running import Running
 from pipedec.cluster.launched import LaunchedCluster
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.supervisor import Supervisor
 from pipedec.config import ClusterConfig
 from pipedec.core import Metrics, Request
+from pipedec.engine.build import load_prompter
 from pipedec.engine.local import LocalPipeline
 from pipedec.messages import PromptRequest
 from pipedec.methods import make_options
-from pipedec.model import ModelConfig
 from pipedec.plan.spec import PipelineSpec
-from pipedec.text.prompt import Prompter
 
 
 @dataclass(frozen=True)
@@ -56,30 +55,23 @@ class MeasuredAnswer:
 
 
 class Runner(AbstractContextManager["Runner"]):
-    """Measures answers of one pipeline. What it has started ends with the context.
-
-    Attributes:
-        prompter: says whether a prompt fits.
-    """
+    """Measures answers of one pipeline; ``prompter`` says whether a prompt fits. What it has started ends with the context."""
 
     prompter: Tokenizes
 
     def __init__(self) -> None:
         self._references: dict[PromptRequest, MeasuredAnswer] = {}
+        self._stack = ExitStack()
 
     def answer(self, asked: PromptRequest) -> MeasuredAnswer:
-        """Measure one answer.
-
-        Raises:
-            RankLost, SchedulerLost: the cluster died.
-        """
+        """Measure one answer. Raises RankLost or SchedulerLost if the cluster died."""
         measured = self._decode(asked)
         if asked.method == "pp":
             self._references[_question(asked)] = measured
         return measured
 
     def reference(self, asked: PromptRequest) -> MeasuredAnswer:
-        """What ``pp`` answers to this question, by whatever method it is asked."""
+        """The answer of ``pp`` to this question; the method of ``asked`` does not matter."""
         question = _question(asked)
         if question not in self._references:
             self.answer(question)
@@ -89,7 +81,7 @@ class Runner(AbstractContextManager["Runner"]):
     def _decode(self, asked: PromptRequest) -> MeasuredAnswer: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        return  # a subclass that starts something ends it
+        self._stack.__exit__(kind, error, trace)
 
 
 def _question(asked: PromptRequest) -> PromptRequest:
@@ -106,13 +98,9 @@ class OneProcess(Runner):
         super().__init__()
         self._spec = spec
         self._pipeline = LocalPipeline.load(spec, prunes="with the rows" if spec.window else "at once")
-        self.prompter: Prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
+        self.computed = self
+        self.prompter = load_prompter(spec)
         self._next_id = 0
-
-    @property
-    def computed(self) -> OneProcess:
-        """Answers with computed times."""
-        return self
 
     def _decode(self, asked: PromptRequest) -> MeasuredAnswer:
         prompt = self.prompter.token_ids(asked.prompt, asked.raw, asked.sampling.max_tokens)
@@ -132,15 +120,21 @@ class OneProcess(Runner):
 
 
 class OnCluster(Runner):
-    """Decodes on a cluster that runs, in real time."""
+    """Decodes on a cluster, in real time.
 
-    def __init__(self, running: Running, prompter: Tokenizes) -> None:
+    ``connect`` finds or starts it when the first answer is needed; what it enters into the stack ends with this runner.
+    """
+
+    def __init__(self, connect: Callable[[ExitStack], Running]) -> None:
         super().__init__()
-        self.prompter = prompter
-        self._running = running
+        self._connect = connect
+
+    @cached_property
+    def running(self) -> Running:
+        return self._connect(self._stack)
 
     def _decode(self, asked: PromptRequest) -> MeasuredAnswer:
-        reply = self._running.client.follow(asked)
+        reply = self.running.client.follow(asked)
         completion = reply.completed()
         metrics = completion.metrics
         return MeasuredAnswer(
@@ -148,52 +142,26 @@ class OnCluster(Runner):
             decode_ms=1000 * metrics.decode_seconds,
             prefill_ms=1000 * metrics.prefill_seconds,
             overran=len(reply.overran) / max(1, metrics.timesteps, len(reply.overran)),  # prefill may overrun, too
-            breakdown=breakdown(reply.trace, self._running.topology.num_stages) if asked.trace else None,
+            breakdown=breakdown(reply.trace, self.running.topology.num_stages) if asked.trace else None,
             logprobs=completion.logprobs,
         )  # fmt: skip
 
 
-class OnStartedCluster(Runner):
-    """Decodes on a cluster that is started for the first answer and ends with this.
-
-    Args:
-        make: creates the cluster.
-    """
-
-    def __init__(self, make: Callable[[], Supervisor]) -> None:
-        super().__init__()
-        self._make = make
-        self._stack = ExitStack()
-        self._started: tuple[Running, OnCluster] | None = None
-
-    @property
-    def running(self) -> Running:
-        """Starts the cluster if it does not run yet."""
-        return self._cluster()[0]
-
-    def _decode(self, asked: PromptRequest) -> MeasuredAnswer:
-        return self._cluster()[1].answer(asked)
-
-    def _cluster(self) -> tuple[Running, OnCluster]:
-        if self._started is None:
-            cluster = self._stack.enter_context(self._make())
-            assert cluster.scheduler is not None
-            running = Running.of(cluster.scheduler, cluster.run_id, cluster.check)
-            self._started = running, OnCluster(running, self.prompter)
-        return self._started
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.__exit__(kind, error, trace)
+def started(cluster: Supervisor, stack: ExitStack) -> Running:
+    """Start a cluster, which ends with ``stack``, and connect to it."""
+    stack.enter_context(cluster)
+    assert cluster.scheduler is not None
+    return Running.of(cluster.scheduler, cluster.run_id, cluster.check)
 
 
-class RealProcesses(OnStartedCluster):
+class RealProcesses(OnCluster):
     """Decodes with one process per rank and a Redis; emulated ranks sleep until their device would have finished.
 
     The same pipeline in this process gives the reference answers and computes the emulated times.
     """
 
     def __init__(self, spec: PipelineSpec) -> None:
-        super().__init__(lambda: LocalCluster(spec))
+        super().__init__(lambda stack: started(LocalCluster(spec), stack))
         self._emulation = spec.emulation
         self.computed = OneProcess(spec)
         self.prompter = self.computed.prompter
@@ -216,35 +184,29 @@ class RealProcesses(OnStartedCluster):
         )
 
 
-class Launched(OnStartedCluster):
-    """Decodes on a partition of a ``cluster.yaml``, launched on its hosts.
-
-    Args:
-        launch: creates the cluster of a partition.
-    """
-
-    def __init__(
-        self, config: ClusterConfig, partition: str, prompts: Path, scope: str,
-        launch: Callable[[ClusterConfig, str], Supervisor] = LaunchedCluster,
-    ) -> None:  # fmt: skip
-        super().__init__(lambda: launch(config, partition))
-        self.prompter = AskedPrompts(lambda request: self.running.check_accepts(request), prompts, scope)
+def asking_cluster(connect: Callable[[ExitStack], Running], prompts: Path, scope: str) -> OnCluster:
+    """Decodes on a cluster that says itself whether a prompt fits; ``prompts`` keeps that (see ``AskedPrompts``)."""
+    runner = OnCluster(connect)
+    runner.prompter = AskedPrompts(lambda request: runner.running.check_accepts(request), prompts, scope)
+    return runner
 
 
 MakeRunner = Callable[[Measurable, str, Path], Runner]
 
 
-def runner_of(shape: Measurable, clock: str, prompts: Path) -> Runner:
-    """The runner of a pipeline, which starts it when the first answer is needed.
+def runner_of(
+    shape: Measurable, clock: str, prompts: Path, launch: Callable[[ClusterConfig, str], Supervisor] = LaunchedCluster
+) -> Runner:
+    """The runner of a pipeline, which starts it when the first answer is needed; ``computed`` decodes in this process.
 
-    Args:
-        clock: ``computed`` decodes in this process.
-        prompts: the file that keeps which prompts the cluster refuses (see ``AskedPrompts``).
+    ``prompts`` is the file that keeps which prompts the cluster refuses; ``launch`` creates the cluster of a partition.
     """
-    match shape:
-        case RunningShape(running=running):
-            return OnCluster(running, AskedPrompts(running.check_accepts, prompts, shape.scope))
-        case LaunchedShape(config=config, partition=partition):
-            return Launched(config, partition, prompts, shape.scope)
-        case Shape(spec=spec):
-            return OneProcess(spec) if clock == "computed" else RealProcesses(spec)
+    if isinstance(shape, Shape):
+        return OneProcess(shape.spec) if clock == "computed" else RealProcesses(shape.spec)
+    match shape.source:
+        case Running() as running:
+            return asking_cluster(lambda stack: running, prompts, shape.scope)
+        case ClusterConfig() as config:
+            assert shape.preset is not None
+            partition = shape.preset
+            return asking_cluster(lambda stack: started(launch(config, partition), stack), prompts, shape.scope)

@@ -1,11 +1,10 @@
 """The figures of decode threads: how full the pipeline is, and what threads and speculation save together.
 
-Draws the frame of one run (``rows``); ``summary`` computes the heights of the bars.
+Draws the frame of one run; ``summary`` computes the heights of the bars.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import ceil, log2
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,22 +13,11 @@ import numpy as np
 from pandas import DataFrame
 
 from pipedec.bench.record import Row
-from pipedec.bench.report.figures.style import (
-    COLUMN_WIDTH,
-    FAINT,
-    FULL_WIDTH,
-    LABEL_POINTS,
-    TEXT,
-    TICK_POINTS,
-    dress,
-    finish,
-    new_figure,
-)
-from pipedec.bench.report.figures.sweep import Draw, Drawn, draw_figures
+from pipedec.bench.report import style
+from pipedec.bench.report.figures import Drawn, draw_figures
 from pipedec.bench.report.frames import NoFigure
-from pipedec.bench.report.looks import method_looks, shade
-from pipedec.bench.threads.rows import COMBINATIONS, quartets
-from pipedec.bench.threads.summary import FORKED, combinations
+from pipedec.bench.report.style import method_looks, shade
+from pipedec.bench.threads.summary import COMBINATIONS, FORKED, combinations, quartets
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,38 +34,31 @@ _BARS_SHARE = 0.84
 def draw_threads(frame: DataFrame, out: Path) -> Drawn:
     """Write ``pipeline-fill`` and ``threads-speedup`` into the directory ``out``, each as PNG and SVG.
 
-    Raises:
-        UserError: matplotlib is not installed, or a file cannot be written.
+    Raises UserError if matplotlib is not installed, or a file cannot be written.
     """
-    figures: dict[str, Draw] = {
-        "pipeline-fill": lambda answers, _: fill_figure(answers),
-        "threads-speedup": lambda answers, _: speedup_figure(answers),
-    }
-    return draw_figures({"": frame}, out, figures)
+    return draw_figures({"": frame}, out, {"pipeline-fill": fill_figure, "threads-speedup": speedup_figure})
 
 
-def fill_figure(frame: DataFrame) -> Figure:
+def fill_figure(frame: DataFrame, title: str | None = None) -> Figure:
     """The rows of every stage, timestep by timestep, of one answer in one thread and in several, with speculation and without.
 
-    The answer is the one with most threads of all dialects and prompts. Each panel shows the timesteps with most rows.
-
-    Raises:
-        NoFigure: the run has not all four, or no answer has two threads.
+    The answer is the one with most threads of all dialects and prompts. Each panel shows the timesteps with most rows. Raises
+    NoFigure if the run has not all four, or no answer has two threads.
     """
     answers = _most_threads(frame)
     both = answers["both"]
     length = min(_MAX_TIMESTEPS, *(len(one["fill"]) for one in answers.values()))
     most = max(max(map(max, one["fill"])) for one in answers.values())
-    figure = new_figure(FULL_WIDTH, len(answers) * _PANEL_INCHES + 0.75)
+    figure = style.new_figure(style.FULL_WIDTH, len(answers) * _PANEL_INCHES + 0.75)
     panels = figure.subplots(len(answers), 1, sharey=True)
     for axes, one in zip(panels, answers.values(), strict=True):
         image = _draw_fill(axes, one["fill"], length, most)
-        axes.set_title(_panel_title(one), fontsize=LABEL_POINTS, color=TEXT, loc="left", pad=3)
-    panels[-1].set_xlabel("timestep", fontsize=LABEL_POINTS, color=TEXT)
-    figure.supylabel("stage", fontsize=LABEL_POINTS, color=TEXT)
+        axes.set_title(_panel_title(one), fontsize=style.LABEL_POINTS, color=style.TEXT, loc="left", pad=3)
+    panels[-1].set_xlabel("timestep", fontsize=style.LABEL_POINTS, color=style.TEXT)
+    figure.supylabel("stage", fontsize=style.LABEL_POINTS, color=style.TEXT)
     bar = figure.colorbar(image, ax=list(panels), pad=0.01, fraction=0.025, aspect=40)
-    bar.set_label("rows", fontsize=LABEL_POINTS, color=TEXT)
-    bar.ax.tick_params(labelsize=TICK_POINTS, colors=TEXT, length=2)
+    bar.set_label("rows", fontsize=style.LABEL_POINTS, color=style.TEXT)
+    bar.ax.tick_params(labelsize=style.TICK_POINTS, colors=style.TEXT, length=2)
     bar.outline.set_visible(False)
     notes = [
         f"Emulated: {both['preset']}, {both['model']}, {both['stages']} stages; rows are real",
@@ -86,38 +67,41 @@ def fill_figure(frame: DataFrame) -> Figure:
         "In the titles, of whole answers: the share of stages and timesteps with rows, and how many rows these have",
         "White: the stage is idle",
     ]
-    return finish(figure, notes, None)
+    return style.finish(figure, notes, title)
 
 
-def speedup_figure(frame: DataFrame) -> Figure:
+def speedup_figure(frame: DataFrame, title: str | None = None) -> Figure:
     """Bars of speed-up per text token over plain pipelines in one thread, by stages, for each dialect; forked answers only.
 
-    Raises:
-        NoFigure: the run has not all of one thread, several, ``pp`` and another method.
+    Raises NoFigure if the run has not all of one thread, several, ``pp`` and another method.
     """
     found = [one for one in combinations(frame) if one["answers"] == FORKED]
     if not found:
         raise NoFigure("it needs forked answers, dialect none, pp and another method")
     pairs = list(dict.fromkeys((one["dialect"], one["method"]) for one in found))
-    figure = new_figure(max(COLUMN_WIDTH, len(pairs) * COLUMN_WIDTH), 2.2)
+    figure = style.new_figure(max(style.COLUMN_WIDTH, len(pairs) * style.COLUMN_WIDTH), 2.2)
     panels = figure.subplots(1, len(pairs), sharey=True, squeeze=False)[0]
     for axes, (dialect, method) in zip(panels, pairs, strict=True):
         members = [one for one in found if (one["dialect"], one["method"]) == (dialect, method)]
         color = method_looks([method])[method].color
-        colors = {"threads": _THREADS, "speculation": color, "both": shade(color, 1, 2)}
-        width = _BARS_SHARE / len(colors)
-        for number, way in enumerate(COMBINATIONS[1:]):
+        ways = {
+            "threads": (f"threads ({dialect})", _THREADS), "speculation": (method, color), "both": ("both", shade(color, 1, 2)),
+        }  # fmt: skip
+        width = _BARS_SHARE / len(ways)
+        for number, (way, (label, bar_color)) in enumerate(ways.items()):
             positions = [index + (number - 1) * width for index in range(len(members))]
             heights = [one["speedup_token"][way] for one in members]
-            label = {"threads": f"threads ({dialect})", "speculation": method, "both": "both"}[way]
-            axes.bar(positions, heights, 0.92 * width, color=colors[way], label=label)
-            for x, height in zip(positions, heights, strict=True):
-                axes.text(x, height, f"{height:.1f}", ha="center", va="bottom", fontsize=TICK_POINTS - 1.5, color=TEXT)
-        axes.axhline(1, color=FAINT, linewidth=0.6, zorder=0)
-        dress(axes, x_label="stages", y_label="speed-up per text token" if axes is panels[0] else "")
+            bars = axes.bar(positions, heights, 0.92 * width, color=bar_color, label=label)
+            axes.bar_label(bars, fmt="%.1f", fontsize=style.TICK_POINTS - 1.5, color=style.TEXT)
+        axes.axhline(1, color=style.FAINT, linewidth=0.6, zorder=0)
+        style.dress(axes, x_label="stages", y_label="speed-up per text token" if axes is panels[0] else "")
         axes.set_xticks(range(len(members)), [str(one["stages"]) for one in members])
         axes.tick_params(axis="x", length=0)
-    _legends(figure, panels)
+        axes.legend(
+            loc="lower left", bbox_to_anchor=(0, 1.0), borderaxespad=0.4, ncols=3, frameon=False, fontsize=style.TICK_POINTS - 1,
+            labelcolor=style.TEXT, handlelength=1.1, handletextpad=0.4, columnspacing=0.9,
+        )  # fmt: skip
+    figure.set_figheight(figure.get_figheight() + 0.2)
     counts = "; ".join(
         f"{dialect}: {max(one['count'] for one in found if one['dialect'] == dialect)} prompts"
         for dialect in dict.fromkeys(one["dialect"] for one in found)
@@ -126,16 +110,7 @@ def speedup_figure(frame: DataFrame) -> Figure:
         f"Emulated: {frame['preset'][0]}, {frame['model'][0]}, computed clock",
         f"Answers of two threads or more, {counts}. Over pp in one thread; geometric means over prompts",
     ]
-    return finish(figure, notes, None)
-
-
-def _legends(figure: Figure, panels: Sequence[Axes]) -> None:
-    for axes in panels:
-        axes.legend(
-            loc="lower left", bbox_to_anchor=(0, 1.0), borderaxespad=0.4, ncols=3, frameon=False, fontsize=TICK_POINTS - 1,
-            labelcolor=TEXT, handlelength=1.1, handletextpad=0.4, columnspacing=0.9,
-        )  # fmt: skip
-    figure.set_figheight(figure.get_figheight() + 0.2)
+    return style.finish(figure, notes, title)
 
 
 def _most_threads(frame: DataFrame) -> dict[str, Row]:
@@ -163,7 +138,7 @@ def _draw_fill(axes: Axes, fill: list[list[int]], length: int, most: int) -> Axe
     image = axes.imshow(
         shown, cmap=colors, norm=BoundaryNorm(bounds, 256), aspect="auto", interpolation="nearest", extent=extent
     )  # fmt: skip
-    dress(axes)
+    style.dress(axes)
     axes.grid(False)
     axes.set_yticks(sorted({1, shown.shape[0]}))
     return image

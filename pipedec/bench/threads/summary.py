@@ -1,15 +1,15 @@
-"""What decode threads are worth: the figures of a run as a Markdown document and as JSON.
+"""The speed-up by decode threads: the rows of a run as one data frame, and its statistics as a Markdown document and as JSON.
 
 Owns the statistics, and the APAR paper's numbers for comparison. *Forked* answers have two threads or more; every table has
 them beside all answers. Ratios are geometric means over prompts (PASTA §5.1), other figures arithmetic ones; time per token is
-all milliseconds over all text tokens. Frames are as in ``rows``; NaN means that there is nothing to compare with.
+all milliseconds over all text tokens. Frames are as of ``read_frame``; NaN means that there is nothing to compare with.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,18 +17,12 @@ import pandas as pd
 from pandas import DataFrame, Series
 
 from pipedec.bench.record import Row
-from pipedec.bench.report.looks import PROMPT_SETS
-from pipedec.bench.report.markdown import markdown_table
-from pipedec.bench.threads.rows import (
-    BASELINE,
-    COMBINATIONS,
-    QUESTION,
-    SEQUENTIAL,
-    quartets,
-    ratio,
-    threaded_answers,
-)
+from pipedec.bench.report.style import BASELINE, PROMPT_SETS, markdown_table
+from pipedec.bench.threads.benchmark import SEQUENTIAL
 
+QUESTION = ["prompt_set", "prompt_index"]
+# With threads and without, with speculation and without.
+COMBINATIONS = ("neither", "threads", "speculation", "both")
 ALL, FORKED = "all", "forked"
 # "APAR: LLMs Can Do Auto-Parallel Auto-Regressive Decoding", Tables 1, 2, 7 and 8: APAR-7B. Cached and attended tokens are
 # means over the categories that it accelerates.
@@ -45,46 +39,89 @@ _ABOUT = (
 _COSTS = ["decode_ms", "ms_per_token"]
 _TIMES = [*_COSTS, "tokens_ms", "answer_ms"]
 _STRUCTURE_COLUMNS = (
-    ("dialect", "{dialect}"),
-    ("prompts", "{prompt_set}"),
-    ("answers", "{answers}"),
-    ("number", "{count}"),
-    ("threads", "{threads:.1f}"),
-    ("of two or more", "{forked_share:.0%}"),
-    ("max cached / flat", "{cached:.0f} / {cached_flat:.0f}"),
-    ("saved", "{cached_saved:.0%}"),
-    ("attended / flat", "{attended:.0f} / {attended_flat:.0f}"),
-    ("saved", "{attended_saved:.0%}"),
-    ("parallelism", "{parallelism:.2f}"),
-    ("theoretical speed-up", "{theoretical_speedup:.2f}×"),
-    ("cut", "{cut_share:.0%}"),
-    ("anomalies", "{anomalies}"),
-)
+    ("dialect", "{dialect}"), ("prompts", "{prompt_set}"), ("answers", "{answers}"), ("number", "{count}"),
+    ("threads", "{threads:.1f}"), ("of two or more", "{forked_share:.0%}"),
+    ("max cached / flat", "{cached:.0f} / {cached_flat:.0f}"), ("saved", "{cached_saved:.0%}"),
+    ("attended / flat", "{attended:.0f} / {attended_flat:.0f}"), ("saved", "{attended_saved:.0%}"),
+    ("parallelism", "{parallelism:.2f}"), ("theoretical speed-up", "{theoretical_speedup:.2f}×"),
+    ("cut", "{cut_share:.0%}"), ("anomalies", "{anomalies}"),
+)  # fmt: skip
 _SPEED_COLUMNS = (
-    ("stages", "{stages}"),
-    ("dialect", "{dialect}"),
-    ("method", "{method}"),
-    ("answers", "{answers}"),
-    ("number", "{count}"),
-    ("ms/answer", "{ms_per_answer:.0f}"),
-    ("of these, later prompts", "{ms_of_prompts:.0f}"),
-    ("prompt, ms", "{ms_before:.0f}"),
-    ("ms/text token", "{ms_per_token:.1f}"),
-    ("timesteps", "{timesteps:.0f}"),
-    ("hit rate", "{hit_rate:.0%}"),
-    ("occupancy", "{occupancy:.0%}"),
-    ("rows where busy", "{rows_per_busy:.1f}"),
-    ("answer, over one thread", "{over_same:.2f}×"),
-    ("answer, over pp in one", "{over_pp:.2f}×"),
-    ("without later prompts", "{over_pp_tokens:.2f}×"),
-    ("with all prompts", "{over_pp_whole:.2f}×"),
-    ("text token, over one thread", "{over_same_token:.2f}×"),
-    ("text token, over pp in one", "{over_pp_token:.2f}×"),
-)
+    ("stages", "{stages}"), ("dialect", "{dialect}"), ("method", "{method}"), ("answers", "{answers}"), ("number", "{count}"),
+    ("ms/answer", "{ms_per_answer:.0f}"), ("of these, later prompts", "{ms_of_prompts:.0f}"), ("prompt, ms", "{ms_before:.0f}"),
+    ("ms/text token", "{ms_per_token:.1f}"), ("timesteps", "{timesteps:.0f}"), ("hit rate", "{hit_rate:.0%}"),
+    ("occupancy", "{occupancy:.0%}"), ("rows where busy", "{rows_per_busy:.1f}"),
+    ("answer, over one thread", "{over_same:.2f}×"), ("answer, over pp in one", "{over_pp:.2f}×"),
+    ("without later prompts", "{over_pp_tokens:.2f}×"), ("with all prompts", "{over_pp_whole:.2f}×"),
+    ("text token, over one thread", "{over_same_token:.2f}×"), ("text token, over pp in one", "{over_pp_token:.2f}×"),
+)  # fmt: skip
+
+
+def read_frame(records: Iterable[Row]) -> DataFrame:
+    """Lines of the file as a frame; of several rows for one answer the last.
+
+    Columns: preset, model, stages; dialect and method, ordered categories (``SEQUENTIAL`` first, then as they appear); the
+    question, prompt_set and prompt_index; the fields of ``ThreadMetrics``; is_forked, two threads or more; anomalies, a count by
+    name; is_cut, ended at ``max_tokens``; prefill_ms, emulated, until the first token; decode_ms, from then on; prompts_ms, the
+    part of it that passed until further requests for the answer had begun; tokens_ms, the rest of it; answer_ms, with
+    prefill; decoded_text, text tokens except the first token of the answer; ms_per_token, NaN without such tokens; timesteps,
+    hits, misses; fill, the rows of each group in each timestep; rows, their sum; busy, the group-timesteps with rows;
+    group_timesteps, all of them.
+    """
+    copied = (
+        "preset", "dialect", "method", *QUESTION, "anomalies", "prefill_ms", "decode_ms", "prompts_ms", "decoded_text",
+        "timesteps", "hits", "misses", "fill",
+    )  # fmt: skip
+    frame = DataFrame(
+        {
+            **{name: record[name] for name in copied},
+            **record["metrics"],
+            "stages": record["cluster"]["stages"],
+            "model": record["cluster"]["model"],
+            "is_forked": record["metrics"]["threads"] >= 2,
+            "is_cut": record["finish_reason"] == "length",
+            "rows": sum(map(sum, record["fill"])),
+            "busy": sum(rows > 0 for timestep in record["fill"] for rows in timestep),
+            "group_timesteps": sum(map(len, record["fill"])),
+        }
+        for record in records
+    )
+    frame = frame.drop_duplicates(["stages", "dialect", "method", *QUESTION], keep="last")
+    frame["tokens_ms"] = frame["decode_ms"] - frame["prompts_ms"]
+    frame["answer_ms"] = frame["decode_ms"] + frame["prefill_ms"]
+    frame["ms_per_token"] = ratio(frame["decode_ms"], frame["decoded_text"])
+    for name, first in (("dialect", SEQUENTIAL), ("method", None), ("prompt_set", None)):
+        categories = sorted(frame[name].unique(), key=lambda value: value != first)
+        frame[name] = pd.Categorical(frame[name], categories, ordered=True)
+    return frame.reset_index(drop=True)
+
+
+def threaded_answers(frame: DataFrame) -> DataFrame:
+    """One row per dialect and question, sequential answers excluded: neither method nor pipeline changes an answer's text."""
+    return frame[frame["dialect"] != SEQUENTIAL].drop_duplicates(["dialect", *QUESTION])
+
+
+def quartets(frame: DataFrame) -> DataFrame:
+    """Questions answered in all four ``COMBINATIONS``: the index of each answer, and stages, dialect, method and is_forked."""
+    is_threaded, is_speculative = frame["dialect"] != SEQUENTIAL, frame["method"] != BASELINE
+    numbered = frame[["stages", "dialect", "method", *QUESTION, "is_forked"]].reset_index(names="both")
+    found = numbered[is_threaded & is_speculative]
+    for way, answers, same in (
+        ("threads", is_threaded & ~is_speculative, ["dialect"]), ("speculation", ~is_threaded & is_speculative, ["method"]),
+        ("neither", ~is_threaded & ~is_speculative, []),
+    ):  # fmt: skip
+        keys = ["stages", *same, *QUESTION]
+        found = found.merge(numbered[answers][[*keys, "both"]].rename(columns={"both": way}), on=keys)
+    return found
+
+
+def ratio(part: Series, whole: Series) -> Series:
+    """NaN where ``whole`` is 0."""
+    return part / whole.where(whole > 0)
 
 
 def structures(frame: DataFrame) -> DataFrame:
-    """What the answers of each dialect look like, by prompt set and in all: all answers, then forked ones.
+    """The structure of each dialect's answers, by prompt set and in all: all answers, then forked ones.
 
     Columns: dialect, prompt_set, answers, count; threads, the main one included; forked_share; cached and attended, tokens of
     ``ThreadMetrics``, *flat* for the same text in one thread; parallelism and theoretical_speedup, PASTA's, the latter over the
@@ -118,7 +155,7 @@ def structures(frame: DataFrame) -> DataFrame:
 
 
 def speeds(frame: DataFrame) -> DataFrame:
-    """What the answers of each method on each pipeline cost in each dialect, answers in one thread first.
+    """The costs of answers by method, pipeline and dialect, answers in one thread first.
 
     Columns: stages, dialect, method, answers, count, ms_per_answer, ms_of_prompts, ms_before, ms_per_token, timesteps, hit_rate;
     occupancy, the share of group-timesteps with rows, and rows_per_busy, the mean rows of these; over_same and over_pp,
@@ -171,7 +208,7 @@ def combinations(frame: DataFrame) -> list[Row]:
         found.append({
             **dict(zip(("stages", "dialect", "method", "answers"), group, strict=True)),
             "count": len(four),
-            "ms_per_token": {way: _share(one["decode_ms"], one["decoded_text"]) for way, one in totals.items()},
+            "ms_per_token": {way: float(one["decode_ms"] / (one["decoded_text"] or np.inf)) for way, one in totals.items()},
             "ms_per_answer": {way: float(one["decode_ms"].mean()) for way, one in answers.items()},
             "speedup_token": speedups["ms_per_token"],
             "speedup_answer": speedups["decode_ms"],
@@ -201,13 +238,22 @@ def document(frame: DataFrame) -> str:
 def markdown(frame: DataFrame, about: str = "") -> str:
     """All figures as tables. ``about`` is appended to the text above them."""
     parts = [f"Preset {frame['preset'][0]}, {frame['model'][0]}. {_ABOUT}{about and ' '}{about}"]
-    parts += ["## Answers in threads", _structure_table(structures(frame))]
+    found = structures(frame)
+    found = found.assign(
+        prompt_set=[PROMPT_SETS.get(name, name) for name in found["prompt_set"]],
+        cached_saved=1 - ratio(found["cached"], found["cached_flat"]).fillna(0.0),
+        attended_saved=1 - ratio(found["attended"], found["attended_flat"]).fillna(0.0),
+    )
+    papers = PAPER_LINES if (found["dialect"] == "apar").any() else ()
+    parts += ["## Answers in threads", _table(found, _STRUCTURE_COLUMNS, (0, 1, 2), papers)]
     counted = {
         dialect: ", ".join(f"{count} {name}" for name, count in counts.items()) for dialect, counts in anomalies(frame).items()
     }
     if any(counted.values()):
         parts.append(f"Anomalies: {'; '.join(f'{dialect}: {counts}' for dialect, counts in counted.items() if counts)}.")
-    parts += ["## What they cost", _speed_table(speeds(frame))]
+    costs = speeds(frame)
+    costs["dialect"] = costs["dialect"].astype(str).replace(SEQUENTIAL, "one thread")
+    parts += ["## What they cost", _table(costs, _SPEED_COLUMNS, (1, 2, 3))]
     if fours := combinations(frame):
         parts += ["## Threads, speculation, both", _combination_table(fours)]
     return "\n\n".join(parts) + "\n"
@@ -219,35 +265,14 @@ def _with_forked(answers: DataFrame) -> DataFrame:
 
 
 def _geometric_mean(ratios: Series, none: float = np.nan) -> float:
-    """Of the ratios above 0; ``none`` if there are none."""
+    """The geometric mean of the ratios above 0; ``none`` if there are none."""
     positive = ratios[ratios > 0]
     return float(np.exp(np.log(positive).mean())) if len(positive) else none
-
-
-def _share(part: float, whole: float) -> float:
-    return float(part / whole) if whole else 0.0
 
 
 def _records(frame: DataFrame) -> list[dict[Any, Any]]:
     """The rows of a frame as plain values, None for NaN."""
     return frame.astype(object).where(frame.notna(), None).to_dict("records")
-
-
-def _structure_table(found: DataFrame) -> str:
-    found = found.assign(
-        prompt_set=[PROMPT_SETS.get(name, name) for name in found["prompt_set"]],
-        cached_saved=1 - ratio(found["cached"], found["cached_flat"]).fillna(0.0),
-        attended_saved=1 - ratio(found["attended"], found["attended_flat"]).fillna(0.0),
-    )
-    lines = _lines(found, _STRUCTURE_COLUMNS)
-    papers = PAPER_LINES if any(line[0] == "apar" for line in lines) else ()
-    return markdown_table([title for title, _ in _STRUCTURE_COLUMNS], [*lines, *papers], left=(0, 1, 2))
-
-
-def _speed_table(found: DataFrame) -> str:
-    dialects = found["dialect"].astype(str).replace(SEQUENTIAL, "one thread")
-    lines = _lines(found.assign(dialect=dialects), _SPEED_COLUMNS)
-    return markdown_table([title for title, _ in _SPEED_COLUMNS], lines, left=(1, 2, 3))
 
 
 def _combination_table(found: list[Row]) -> str:
@@ -262,13 +287,14 @@ def _combination_table(found: list[Row]) -> str:
     return markdown_table([*titles, *(f"{way}, over neither" for way in COMBINATIONS[1:])], lines, left=(1, 2, 3, 5))
 
 
-def _lines(found: DataFrame, columns: Sequence[tuple[str, str]]) -> list[list[str]]:
-    """A line of cells for each row; – where a number is missing."""
-    return [[_cell(template, one) for _, template in columns] for one in _records(found)]
+def _table(found: DataFrame, columns: Sequence[tuple[str, str]], left: Sequence[int], more: Sequence[list[str]] = ()) -> str:
+    """A line for each row, – where a number is missing, and ``more`` lines after them."""
 
+    def cell(template: str, values: Row) -> str:
+        try:
+            return template.format_map(values)
+        except TypeError:  # None has no digits
+            return "–"
 
-def _cell(template: str, values: Row) -> str:
-    try:
-        return template.format_map(values)
-    except TypeError:  # None has no digits
-        return "–"
+    lines = [[cell(template, one) for _, template in columns] for one in _records(found)]
+    return markdown_table([title for title, _ in columns], [*lines, *more], left)

@@ -1,29 +1,88 @@
-"""``pipedec bench load``: many requests at once."""
+"""``pipedec bench load``: many requests at once; and the options of all commands that offer load."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import click
-from rich.console import Console
 
-from pipedec.bench.load.benchmark import LoadConfig, bench_load
-from pipedec.bench.load.figures import draw, load_figure
-from pipedec.bench.load.flags import LoadFlags, LoadPipelineFlags
-from pipedec.bench.load.places import OnProcesses, OnRunning, Place
-from pipedec.bench.load.questions import drawn_in_turn, led_by
-from pipedec.bench.load.summary import load_table
-from pipedec.bench.options import Drawing
+from pipedec.bench.load.benchmark import LoadConfig, OnProcesses, OnRunning, Place, bench_load
+from pipedec.bench.load.offered import Pattern, drawn_in_turn, led_by, parse_policies
+from pipedec.bench.load.results import Goals, draw, load_figure, load_table
+from pipedec.bench.options import Drawing, Preset, StageCount
 from pipedec.bench.record import ROWS_FILE, append_rows
-from pipedec.cli.benchmarks.shared import BenchPromptFlags, ProgressBar, check_directory, print_files, question_options
+from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated
+from pipedec.cli.benchmarks import shared
 from pipedec.cli.moved import moved_flags
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
+from pipedec.config import ClusterConfig
 from pipedec.config.settings import Dispatch
 from pipedec.core import UserError
 from pipedec.flags import Help, options_of, own_options, partial_of
+
+
+@dataclass(frozen=True)
+class LoadPipelineFlags:
+    """An emulated pipeline and its KV memory."""
+
+    preset: Preset | None = None
+    stages: StageCount = None
+    kv_tokens: Annotated[int | None, Help("Tokens for which there is KV memory (default: the preset's).")] = None
+    prefix_cache: Annotated[
+        bool, Help("Let requests with equal beginnings share their keys and values.", flag="--prefix-cache/--no-prefix-cache")
+    ] = True
+
+    def shape(self, config: ClusterConfig, pair: ModelPair, slow_motion: float = 1.0, own_work: bool = True) -> Shape:
+        """The pipeline. Raises UserError for an unknown preset, or less memory than a block of the cache."""
+        assert self.preset is not None
+        shape = emulated(config, self.preset, self.stages, pair, slow_motion, own_work)
+        emulation = shape.spec.emulation
+        assert emulation is not None
+        if self.kv_tokens is not None:
+            if self.kv_tokens < shape.spec.kv_block:
+                raise UserError(f"--kv-tokens must be at least {shape.spec.kv_block}, one block, not {self.kv_tokens}")
+            emulation = replace(emulation, kv_tokens=self.kv_tokens)
+        return replace(shape, spec=replace(shape.spec.replaced(prefix_cache=self.prefix_cache), emulation=emulation))
+
+
+@dataclass(frozen=True)
+class LoadFlags:
+    """Which load is offered, and which requests are counted."""
+
+    methods: Annotated[
+        tuple[str, ...],
+        Help("Methods, or one with options like pipedec:width=8; may be repeated.", "NAME,…|NAME:KEY=VALUE,…", "--method",
+             repeated=True),
+    ] = ("pp,pipedec-bestfirst",)  # fmt: skip
+    concurrency: Annotated[tuple[int, ...], Help("Numbers of requests that are unfinished at any time, like 1,4,16.")] = ()
+    rate: Annotated[tuple[float, ...], Help("Or mean numbers of requests per second, like 0.5,1,2 (a Poisson process).")] = ()
+    goodput: Annotated[tuple[str, ...], Help("Count the requests that meet these times.", "ttft:MS,tpot:MS", repeated=True)] = ()
+    system_prompt: Annotated[Path | None, Help("Put this text before the first prompt of each.", "FILE")] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of a load's configuration. Raises UserError for an unknown method or option, a wrong number, or other goals."""
+        patterns = (*(Pattern(concurrency=each) for each in self.concurrency), *(Pattern(rate=each) for each in self.rate))
+        goals: dict[str, float] = {}
+        for part in (part for text in self.goodput for part in text.split(",")):
+            name, _, value = part.partition(":")
+            try:
+                goals[{"ttft": "ttft_ms", "tpot": "tpot_ms"}[name]] = float(value)
+            except (KeyError, ValueError):
+                raise UserError(f"--goodput {part}: write ttft:MS or tpot:MS, like ttft:500,tpot:60") from None
+        return {"policies": parse_policies(self.methods, "--method"), "patterns": patterns, "goals": Goals(**goals)}
+
+    def system_text(self) -> str:
+        """The text before the first prompt; empty if there is none. Raises UserError if the file cannot be read."""
+        if self.system_prompt is None:
+            return ""
+        try:
+            return self.system_prompt.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--system-prompt {self.system_prompt}: cannot be read as UTF-8 text ({error})") from None
+
 
 _STARTED_HERE = (
     "preset", "stages", "dispatch", "slow_motion", "max_num_seqs", "target", "draft", "cluster", "kv_tokens", "prefix_cache",
@@ -46,7 +105,7 @@ class ProcessFlags(LoadPipelineFlags):
 @options_of(ProcessFlags, "where")
 @options_of(LoadFlags, "offered")
 @partial_of(LoadConfig, "configured")
-@question_options
+@shared.question_options
 @options_of(Drawing, "drawing", only=("seed", "raw_prompts"))
 @running_options
 @own_options
@@ -55,7 +114,7 @@ def load(
     where: ProcessFlags,
     offered: LoadFlags,
     configured: Callable[..., LoadConfig],
-    asked: BenchPromptFlags,
+    asked: shared.BenchPromptFlags,
     drawing: Drawing,
     place: RunningFlags,
     out: Annotated[Path, Help("Directory of the results: rows.jsonl and pictures.", "DIR")],
@@ -67,28 +126,25 @@ def load(
     Reports the time to first token (TTFT), between events that bring tokens (ITL), per output token (TPOT) and end to end,
     throughput over all and while the load is full, and goodput. Appends to OUT/rows.jsonl and draws OUT/load.
     """
-    config = configured(
-        policies=offered.policies(), patterns=offered.patterns(), goals=offered.goals(), sampling=asked.sampling,
-        seed=drawing.seed,
-    )  # fmt: skip
-    check_directory(out)
+    config = configured(**offered.settings(), sampling=asked.sampling, seed=drawing.seed)
+    shared.check_directory(out)
     out.mkdir(parents=True, exist_ok=True)
     request = config.request(drawing.raw_prompts)
     rows = []
-    with _place(where, asked, place, out) as pipeline, ProgressBar() as bar:
+    with _place(where, asked, place, out) as pipeline, shared.ProgressBar() as bar:
         if config.turns > 1 and not request.raw:
             raise UserError("--turns continues a conversation as text: give --raw-prompt")
         drawn = drawn_in_turn(pipeline.prompter, asked.prompt_sets(), request, config.most, config.seed, config.turns)
         for measured in bench_load(config, pipeline, led_by(offered.system_text(), drawn, pipeline.prompter), bar):
             append_rows(out / ROWS_FILE, [measured.row])
             rows.append(measured.row)
-    Console(width=None if Console().is_terminal else 150).print(load_table(rows))
-    print_files(out / ROWS_FILE, *draw({"load": load_figure(rows)}, out))
+    shared.print_table(load_table(rows), 150)
+    shared.print_files(out / ROWS_FILE, *draw({"load": load_figure(rows)}, out))
 
 
-def _place(where: ProcessFlags, asked: BenchPromptFlags, place: RunningFlags, out: Path) -> Place:
+def _place(where: ProcessFlags, asked: shared.BenchPromptFlags, place: RunningFlags, out: Path) -> Place:
     if place.are_given:
-        refuse_flags(_STARTED_HERE, "a running cluster is measured as it is: leave this out, or --redis, --run and --running")
+        refuse_flags(_STARTED_HERE, shared.AS_IT_IS)
         return OnRunning(place.connect(), out / "prompts.json")
     if where.preset is None:
         raise UserError("where? give --preset NAME, or --running, --redis or --run for a running cluster")

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
-from rich.console import Console
 from rich.table import Table
 
-from pipedec.bench.overhead.benchmark import OverheadConfig, measure_overhead
-from pipedec.bench.overhead.running import RunningOverheadConfig, measure_running
-from pipedec.bench.record import check_writable
-from pipedec.cli.benchmarks.shared import Out, append
+from pipedec.bench.overhead.benchmark import OverheadConfig, RunningOverheadConfig, measure_overhead, measure_running
+from pipedec.bench.record import Row, check_writable
+from pipedec.bench.report.style import terminal_table
+from pipedec.cli.benchmarks.shared import AS_IT_IS, Out, append, print_table
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
 from pipedec.flags import options_of, own_options
-
-_AS_IT_IS = "a running cluster is measured as it is: leave this out, or --redis, --run and --running"
 
 
 @click.command()
@@ -32,59 +27,49 @@ def overhead(config: OverheadConfig, place: RunningFlags, out: Out = None) -> No
     of its slowest group of stages, and what is left. 1 row is pp, more are pipedec of this width. What is left is an upper bound
     of the fixed cost: it holds waiting for the draft, and no bare transport is measured beside it.
     """
-    if place.are_given:
-        refuse_flags(("stages", "hidden_size", "dispatches"), _AS_IT_IS)
-        check_writable(out)
-        append(out, _measure_running(place, RunningOverheadConfig(config.rows, config.timesteps, config.repeats)))
-        return
     check_writable(out)
-    with console.status("measuring") as status:
-        measured = measure_overhead(
-            config, lambda row: status.update(f"measured {row['stages']} stages, {row['dispatch']}, {row['rows']} rows")
-        )
-    Console(width=None if Console().is_terminal else 100).print(_overhead_table(measured))
+    if place.are_given:
+        refuse_flags(("stages", "hidden_size", "dispatches"), AS_IT_IS)
+        cluster, grid = place.connect(), RunningOverheadConfig(config.rows, config.timesteps, config.repeats)
+        if cluster.description.draft is None and max(config.rows) > 1:
+            console.print(f"Run {cluster.run_id} has no draft model: 1 row is measured alone.")
+        with console.status("measuring") as status:
+            measured = measure_running(grid, cluster, lambda row: status.update(f"measured {row['rows']} rows"))
+        print_table(_running_table(measured), 110)
+    else:
+        with console.status("measuring") as status:
+            measured = measure_overhead(
+                config, lambda row: status.update(f"measured {row['stages']} stages, {row['dispatch']}, {row['rows']} rows")
+            )
+        print_table(_overhead_table(measured), 100)
     append(out, measured)
 
 
-def _measure_running(place: RunningFlags, config: RunningOverheadConfig) -> list[dict[str, Any]]:
-    cluster = place.connect()
-    if cluster.description.draft is None and max(config.rows) > 1:
-        console.print(f"Run {cluster.run_id} has no draft model: 1 row is measured alone.")
-    with console.status("measuring") as status:
-        measured = measure_running(config, cluster, lambda row: status.update(f"measured {row['rows']} rows"))
-    Console(width=None if Console().is_terminal else 110).print(_running_table(measured))
-    return measured
-
-
-def _running_table(rows: list[dict[str, Any]]) -> Table:
+def _running_table(rows: list[Row]) -> Table:
     first = rows[0]
     devices = ", ".join(dict.fromkeys(f"{rank['device']} of {rank['host']}" for rank in first["ranks"]))
-    table = Table(
-        title=f"A timestep of run {first['run']}: {first['stages']} stages in {first['groups']} groups, {first['dispatch']}",
-        caption=f"{devices}; {first['dtype']}; times in ms: means over timesteps, of these the median of the answers.\n"
+    table = terminal_table(
+        f"A timestep of run {first['run']}: {first['stages']} stages in {first['groups']} groups, {first['dispatch']}",
+        ("rows", "method", "timesteps", "timestep", "slowest group", "left", *first["breakdown_ms"]),
+        ("method",),
+        f"{devices}; {first['dtype']}; times in ms: means over timesteps, of these the median of the answers.\n"
         "Left: the timestep without the forwards of its slowest group. Its parts, and compute, are means over the stages.",
-        title_justify="left",
-        caption_justify="left",
     )
-    for name in ("rows", "method", "timesteps", "timestep", "slowest group", "left", *first["breakdown_ms"]):
-        table.add_column(name, justify="left" if name == "method" else "right")
     for row in rows:
         times = [row["timestep_ms"], row["slowest_compute_ms"], row["left_ms"], *row["breakdown_ms"].values()]
         table.add_row(str(row["rows"]), row["method"], str(row["timesteps"]), *(f"{time_ms:.2f}" for time_ms in times))
     return table
 
 
-def _overhead_table(rows: list[dict[str, Any]]) -> Table:
+def _overhead_table(rows: list[Row]) -> Table:
     machine = rows[0]["machine"]
-    table = Table(
-        title="Fixed cost of a timestep: stages that compute nothing",
-        caption=f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}; times in ms: mean (90th percentile);\n"
+    table = terminal_table(
+        "Fixed cost of a timestep: stages that compute nothing",
+        ("stages", "dispatch", "rows", "pipedec", "gloo", "ratio", "Redis calls\nper rank", "by all", "serial"),
+        ("dispatch",),
+        f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}; times in ms: mean (90th percentile);\n"
         "serial: successive Redis calls on the critical path",
-        title_justify="left",
-        caption_justify="left",
     )
-    for name in ("stages", "dispatch", "rows", "pipedec", "gloo", "ratio", "Redis calls\nper rank", "by all", "serial"):
-        table.add_column(name, justify="left" if name == "dispatch" else "right")
     for row in rows:
         trips = row["round_trips_per_rank"]
         table.add_row(
@@ -95,5 +80,5 @@ def _overhead_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _times(row: dict[str, Any], which: str) -> str:
+def _times(row: Row, which: str) -> str:
     return f"{row['mean_ms'][which]:.2f} ({row[which + '_ms']['p90']:.1f})"

@@ -9,7 +9,7 @@ from typing import Annotated
 import click
 import pandas as pd
 
-from pipedec.bench.report.figures.sweep import FIGURES, Draw, draw_figures
+from pipedec.bench.report.figures import FIGURES, Draw, draw_figures
 from pipedec.bench.report.frames import read_answers, studies
 from pipedec.cli.benchmarks.shared import print_files
 from pipedec.cli.moved import moved_flags

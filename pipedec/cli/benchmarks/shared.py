@@ -1,4 +1,4 @@
-"""Used by several ``pipedec bench`` commands: options of prompts and models, progress, the results file."""
+"""Shared by several ``pipedec bench`` commands: options of prompts and models, progress, tables, the results file."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
-from pipedec.bench.options import ClusterFile, Draft, Preset, StageCount, Target
+from pipedec.bench.options import ClusterFile, Draft, Target
 from pipedec.bench.record import ROWS_FILE, append_rows
-from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated
+from pipedec.bench.sweep.pipelines import ModelPair
 from pipedec.cli.options import MaxTokens, PromptField, Prompts, Temperature, TopK, TopP
 from pipedec.cli.show import console
 from pipedec.config import ClusterConfig, load_cluster, paper_cluster
@@ -21,6 +23,7 @@ from pipedec.flags import Help, options_of
 
 Out = Annotated[Path | None, Help("Append the results to this JSONL file.", "FILE")]
 OutDirectory = Annotated[Path, Help("Directory of the results; an interrupted run is resumed.", "DIR")]
+AS_IT_IS = "a running cluster is measured as it is: leave this out, or --redis, --run and --running"
 PromptTexts = Annotated[tuple[str, ...], Help("A prompt; may be repeated.", "TEXT", "--prompt", repeated=True)]
 
 
@@ -40,18 +43,6 @@ class EmulatedClusterFlags:
     @property
     def pair(self) -> ModelPair:
         return ModelPair(self.target, self.draft)
-
-
-@dataclass(frozen=True)
-class EmulatedFlags(EmulatedClusterFlags):
-    """A pipeline that is emulated."""
-
-    preset: Preset = "paper-14"
-    stages: StageCount = None
-
-    def shape(self, own_work: bool = True) -> Shape:
-        """Raises UserError for an unsound file, or an unknown preset."""
-        return emulated(self.config, self.preset, self.stages, self.pair, own_work=own_work)
 
 
 @dataclass(frozen=True)
@@ -96,6 +87,11 @@ def write_summary(out: Path, text: str, document: str) -> None:
     (out / "summary.json").write_text(document, encoding="utf-8")
     print(text, end="")
     print_files(out / ROWS_FILE, out / "summary.md", out / "summary.json")
+
+
+def print_table(table: Table, width: int) -> None:
+    """Print a table, in ``width`` columns unless a terminal determines them."""
+    Console(width=None if Console().is_terminal else width).print(table)
 
 
 def print_files(*files: Path) -> None:

@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from pipedec.bench.record import ROWS_FILE, Row
+from pipedec.bench.report.style import terminal_table
 from pipedec.bench.sweep.benchmark import sweep as run_sweep
-from pipedec.bench.sweep.config import SweepConfig
-from pipedec.bench.sweep.trees import TreeGrid
-from pipedec.cli.benchmarks.shared import BenchPromptFlags, OutDirectory, ProgressBar, check_directory, question_options
+from pipedec.bench.sweep.config import SweepConfig, TreeGrid
+from pipedec.cli.benchmarks import shared
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
-from pipedec.config import load_cluster
+from pipedec.config import NONE, load_cluster
 from pipedec.core import UserError
 from pipedec.flags import Help, given_values, options_of, own_options, partial_of
 from pipedec.methods import possible_methods
@@ -37,32 +36,21 @@ class LaunchFlags:
     launch: Annotated[Path | None, Help("Launch partitions of this cluster.yaml on their hosts.", "FILE")] = None
     partitions: Annotated[tuple[str, ...], Help("With --launch: the partitions (default: the file's own).")] = ()
 
-    def config(self) -> dict[str, Any]:
-        """The fields of a sweep's configuration. Raises UserError if the file or a partition is unsound."""
-        assert self.launch is not None
-        cluster = load_cluster(self.launch)
-        names = self.partitions or (cluster.find_partition()[0],)
-        for name in names:
-            cluster.find_partition(name)
-        own = [cluster.for_partition(name) for name in names]
-        has_draft, has_bita = all(one.draft != "none" for one in own), all(one.bita != "none" for one in own)
-        return {"cluster": cluster, "launched": names, "methods": _usual(possible_methods(has_draft, has_bita))}
-
 
 @click.command()
 @partial_of(SweepConfig, "measured")
 @options_of(TreeGrid, "trees")
-@question_options
+@shared.question_options
 @running_options
 @options_of(LaunchFlags, "launching")
 @own_options
 def sweep(
     measured: partial[SweepConfig],
     trees: TreeGrid,
-    asked: BenchPromptFlags,
+    asked: shared.BenchPromptFlags,
     place: RunningFlags,
     launching: LaunchFlags,
-    out: OutDirectory,
+    out: shared.OutDirectory,
     small: Annotated[Path | None, Help("The model of the method slm (default: the draft).", "DIR")] = None,
 ) -> None:
     """Measure methods on pipelines, one row per answer in OUT/rows.jsonl.
@@ -79,25 +67,34 @@ def sweep(
     if "methods" in given_values(measured.keywords):
         real.pop("methods", None)
     config = measured(**asked.settings() | {"trees": trees, "pair": replace(asked.pair, small=small)} | real)
-    check_directory(out)
-    with ProgressBar() as bar:
+    shared.check_directory(out)
+    with shared.ProgressBar() as bar:
         rows: list[Row] = run_sweep(config, prompt_sets, out, bar)
-    Console(width=None if Console().is_terminal else 110).print(_summary(rows))
+    shared.print_table(_summary(rows), 110)
     console.print(f"{len(rows)} rows in {out / ROWS_FILE}; figures and tables: pipedec bench plot {out} --out {out}")
     _warn(rows)
 
 
 def _real(place: RunningFlags, launching: LaunchFlags) -> dict[str, Any]:
-    """The fields of the configuration about a real cluster, if one is to be measured."""
+    """The fields of the configuration about a real cluster, if one is to be measured.
+
+    Raises UserError if flags do not go together, or the file to launch or a partition is unsound.
+    """
     if launching.launch is not None:
         refuse_flags((*_STARTED_HERE, "redis", "run", "running"), "the clusters are those of --launch: leave this out")
-        return launching.config()
+        cluster = load_cluster(launching.launch)
+        names = launching.partitions or (cluster.find_partition()[0],)
+        for name in names:
+            cluster.find_partition(name)
+        own = [cluster.for_partition(name) for name in names]
+        possible = possible_methods(all(one.draft != NONE for one in own), all(one.bita != NONE for one in own))
+        return {"cluster": cluster, "launched": names, "methods": _usual(possible)}
     if launching.partitions:
         raise UserError("--partitions goes with --launch FILE")
     if place.are_given:
-        refuse_flags(_STARTED_HERE, "a running cluster is measured as it is: leave this out, or --redis, --run and --running")
-        cluster = place.connect()
-        return {"running": cluster, "methods": _usual(cluster.methods())}
+        refuse_flags(_STARTED_HERE, shared.AS_IT_IS)
+        running = place.connect()
+        return {"running": running, "methods": _usual(running.methods())}
     return {}
 
 
@@ -106,16 +103,14 @@ def _usual(possible: list[str]) -> tuple[str, ...]:
     return tuple(name for name in SweepConfig.methods if name in possible)
 
 
-def _summary(rows: list[dict[str, Any]]) -> Table:
+def _summary(rows: list[Row]) -> Table:
     """By pipeline, method and tree: totals of all answers."""
     emulated, computed = rows[0]["emulated"], rows[0]["clock"] == "computed"
     title = "Time per output token (TPOT)" + ", emulated" * emulated + ", computed" * computed
-    table = Table(title=title, title_justify="left")
-    for name in ("pipeline", "method", "tree"):
-        table.add_column(name)
-    for name in ("answers", "TPOT ms", "computed", "timesteps per token", "hit rate", "overran"):
-        table.add_column(name, justify="right")
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    names = ("pipeline", "method", "tree")
+    figures = ("answers", "TPOT ms", "computed", "timesteps per token", "hit rate", "overran")
+    table = terminal_table(title, (*names, *figures), names)
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         key = row["preset"] or row["pair"].get("run") or "here", row["cluster"]["stages"], row["method"], _tree(row)
         groups.setdefault(key, []).append(row)
@@ -124,7 +119,7 @@ def _summary(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _totals(rows: list[dict[str, Any]]) -> list[str]:
+def _totals(rows: list[Row]) -> list[str]:
     """The number of answers, then ratios of their totals."""
     decoded = sum(row["output_tokens"] - 1 for row in rows) or 1
     timesteps, hits = sum(row["timesteps"] for row in rows), sum(row["hits"] for row in rows)
@@ -138,7 +133,7 @@ def _totals(rows: list[dict[str, Any]]) -> list[str]:
     ]  # fmt: skip
 
 
-def _tree(row: dict[str, Any]) -> str:
+def _tree(row: Row) -> str:
     """The limits that the row's method uses."""
     tree = row["tree"]
     if tree is None:
@@ -150,7 +145,7 @@ def _tree(row: dict[str, Any]) -> str:
     return f"{size}, depth {tree['depth']}" if row["method"].startswith("stpp") else size
 
 
-def _warn(rows: list[dict[str, Any]]) -> None:
+def _warn(rows: list[Row]) -> None:
     ties = [row for row in rows if row.get("divergence")]
     if ties:
         margin = max(row["divergence"]["margin"] or 0.0 for row in ties)

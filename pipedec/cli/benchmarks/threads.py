@@ -10,17 +10,8 @@ import click
 
 from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads
 from pipedec.bench.threads.figures import draw_threads
-from pipedec.bench.threads.rows import read_frame
-from pipedec.bench.threads.summary import document, markdown
-from pipedec.cli.benchmarks.shared import (
-    BenchPromptFlags,
-    OutDirectory,
-    ProgressBar,
-    check_directory,
-    print_files,
-    question_options,
-    write_summary,
-)
+from pipedec.bench.threads.summary import document, markdown, read_frame
+from pipedec.cli.benchmarks import shared
 from pipedec.cli.show import console
 from pipedec.flags import own_options, partial_of
 from pipedec.shipped import reference_threads
@@ -28,9 +19,9 @@ from pipedec.shipped import reference_threads
 
 @click.command()
 @partial_of(ThreadsConfig, "measured")
-@question_options
+@shared.question_options
 @own_options
-def threads(measured: Callable[..., ThreadsConfig], asked: BenchPromptFlags, out: OutDirectory) -> None:
+def threads(measured: Callable[..., ThreadsConfig], asked: shared.BenchPromptFlags, out: shared.OutDirectory) -> None:
     """Answer every prompt in one thread and in several, by every method: one row per answer in OUT/rows.jsonl.
 
     All stages run in one process; times are computed for the preset. Writes OUT/summary.md, OUT/summary.json and two figures.
@@ -39,18 +30,18 @@ def threads(measured: Callable[..., ThreadsConfig], asked: BenchPromptFlags, out
     measure_threads(measured, asked, out)
 
 
-def measure_threads(measured: Callable[..., ThreadsConfig], asked: BenchPromptFlags, out: Path, about: str = "") -> None:
+def measure_threads(measured: Callable[..., ThreadsConfig], asked: shared.BenchPromptFlags, out: Path, about: str = "") -> None:
     """Measure, write and print. ``about`` is appended to the text above the tables."""
     if asked.target is None:
         draft = asked.draft or str(reference_threads() / "draft")
         asked = replace(asked, target=reference_threads() / "target", draft=draft)
     config = measured(**asked.settings())
     prompt_sets = asked.prompt_sets()
-    check_directory(out)
-    with ProgressBar() as bar:
+    shared.check_directory(out)
+    with shared.ProgressBar() as bar:
         frame = read_frame(bench_threads(config, prompt_sets, out, bar))
-    write_summary(out, markdown(frame, about), document(frame))
+    shared.write_summary(out, markdown(frame, about), document(frame))
     drawn = draw_threads(frame, out)
-    print_files(*drawn.files)
+    shared.print_files(*drawn.files)
     for reason in drawn.left_out:
         console.print(f"left out: {reason}", markup=False, soft_wrap=True)

@@ -18,13 +18,13 @@ from support.silent_progress import Silent
 from support.tiny_pair import Pair
 
 from benchmarks.reports.tables import tables
-from pipedec.bench.report.figures.sweep import FIGURES, draw_figures
+from pipedec.bench.report.figures import FIGURES, draw_figures
 from pipedec.bench.report.frames import read_answers, studies
 from pipedec.bench.sweep.benchmark import sweep
 from pipedec.bench.sweep.config import SweepConfig
-from pipedec.bench.sweep.pipelines import RunningShape, described_pair
+from pipedec.bench.sweep.pipelines import Measurable, described_pair, running_shape
 from pipedec.bench.sweep.rows import read_rows
-from pipedec.bench.sweep.runners import Launched
+from pipedec.bench.sweep.runners import Runner, runner_of
 from pipedec.cli.main import program
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply
@@ -181,9 +181,11 @@ def test_a_cluster_is_known_by_its_weights_where_its_ranks_have_compared_them(re
     description = structs.replace(here.description, digests={"target": "aa", "draft": "bb", "bita": "cc"})
     assert described_pair(description, "x") == {"target": description.target, "draft": description.draft, "digest": "aabb"}
     assert described_pair(here.description, "x")["digest"] is None and described_pair(here.description, "x")["run"] == "x"
-    shape = RunningShape(replace(here, description=description))
-    assert shape.bita["digest"] == "cc" and RunningShape(here).bita["digest"] != "cc"
-    assert shape.scope != RunningShape(with_settings(shape.running, dtype="bfloat16")).scope
+    compared = replace(here, description=description)
+    shape, without = running_shape(compared), running_shape(here)
+    assert shape.bita is not None and shape.bita["digest"] == "cc"
+    assert without.bita is not None and without.bita["digest"] != "cc"
+    assert shape.scope != running_shape(with_settings(compared, dtype="bfloat16")).scope
 
 
 class Launches:
@@ -197,8 +199,8 @@ class Launches:
         self.partitions.append(partition)
         return LocalCluster(self._pair.spec(config.partitions[partition].settings.cut.stages))
 
-    def runner(self, shape: Any, clock: str, prompts: Path) -> Launched:
-        return Launched(shape.config, shape.partition, prompts, shape.scope, launch=self)
+    def runner(self, shape: Measurable, clock: str, prompts: Path) -> Runner:
+        return runner_of(shape, clock, prompts, launch=self)
 
 
 class Interrupted(Exception):

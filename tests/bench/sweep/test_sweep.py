@@ -18,12 +18,10 @@ from support.tiny_pair import Pair
 from benchmarks.reports.decoding import greedy_and_stochastic
 from pipedec.bench.report.frames import read_answers, studies, variants
 from pipedec.bench.sweep.benchmark import sweep
-from pipedec.bench.sweep.config import SweepConfig
+from pipedec.bench.sweep.config import SweepConfig, TreeGrid, TuningGrid
 from pipedec.bench.sweep.pipelines import ModelPair as Models
 from pipedec.bench.sweep.rows import read_rows
 from pipedec.bench.sweep.runners import MeasuredAnswer, OneProcess
-from pipedec.bench.sweep.trees import TreeGrid
-from pipedec.bench.sweep.tuning import TuningGrid
 from pipedec.cli.main import program
 from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.load.disturbance import disturbance
-from pipedec.bench.load.served import LoadOutcome, ServedRequest
+from pipedec.bench.load.results import LoadOutcome, ServedRequest
 
 
 def served(submitted: float, *events: tuple[float, int]) -> ServedRequest:

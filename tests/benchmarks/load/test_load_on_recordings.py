@@ -15,7 +15,7 @@ from support.tiny_pair import SENTENCES, Pair
 
 from benchmarks.load import replayed
 from benchmarks.load.__main__ import load
-from pipedec.bench.load.served import LoadOutcome
+from pipedec.bench.load.results import LoadOutcome
 
 pytestmark = pytest.mark.slow
 

@@ -17,9 +17,7 @@ from benchmarks.reports.ablations import (
     by_tree,
     fixed_text,
 )
-from pipedec.bench.report.frames import NoFigure, at
-from pipedec.bench.report.selection import one_bita
-from pipedec.bench.report.statistics import by_prompt_set, means
+from pipedec.bench.report.frames import NoFigure, at, by_prompt_set, means, one_bita
 
 SETS = ("qa", "rag")
 

@@ -31,9 +31,9 @@ from benchmarks.reports.figures import (
     stochastic_figure,
     tree_figure,
 )
-from pipedec.bench.report.figures.sweep import FIGURES as SWEEP_FIGURES
+from pipedec.bench.report.figures import FIGURES as SWEEP_FIGURES
 from pipedec.bench.report.frames import NoFigure
-from pipedec.bench.report.looks import PROMPT_SETS
+from pipedec.bench.report.style import PROMPT_SETS
 
 pytest.importorskip("matplotlib")
 

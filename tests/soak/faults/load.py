@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipedec.bench.checks import check_known
+from pipedec.bench.options import check_known
 from pipedec.bench.record import Row, write_json
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply

@@ -12,8 +12,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from pipedec.bench.checks import check_known
-from pipedec.bench.options import Counts, Positive
+from pipedec.bench.options import Counts, Positive, check_known
 from pipedec.bench.record import ROWS_FILE, Row, append_rows, drop_unfinished_line, header, key_of, pipeline_row, plain
 from pipedec.core import DEFAULT_METHOD, UserError
 from pipedec.flags import Help, check_fields

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipedec.bench.load.served import Goals, KVUse, LoadOutcome, ServedRequest, steady_throughput
+from pipedec.bench.load.results import Goals, LoadOutcome, ServedRequest, steady_throughput
 
 
 def served(submitted: float, *events: tuple[float, int], ended: float | None = None, refused: str | None = None) -> ServedRequest:
@@ -48,13 +48,6 @@ def test_prompts_are_counted_by_turn() -> None:
     assert (two["turn"], two["prompt_tokens"], two["cached_tokens"], two["ttft_timesteps"]) == (2, 9, 7, 2)
     assert two["ttft_ms"]["mean"] == 1000
     assert LoadOutcome(tuple(first)).figures(2, Goals())["turns"] == [], "no conversations"
-
-
-def test_memory_is_that_of_running_requests() -> None:
-    assert KVUse.of([16, 48, 32], 64, 10).figures() == {
-        "capacity_slots": 64, "peak_slots": 48, "peak_bytes": 480, "peak_utilisation": 0.75, "mean_utilisation": 0.5,
-    }  # fmt: skip
-    assert KVUse.of([], 64, 10).peak == 0
 
 
 @pytest.mark.parametrize(

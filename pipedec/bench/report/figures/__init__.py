@@ -1,1 +1,0 @@
-"""Figures: what they have in common, and those of ``pipedec bench plot``."""
