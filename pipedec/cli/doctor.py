@@ -16,10 +16,10 @@ from rich.table import Table
 
 from pipedec.cli.options import Json
 from pipedec.cli.show import console as progress
+from pipedec.cluster.doctor.checks import HostDoctor
 from pipedec.cluster.doctor.comparison import compare
 from pipedec.cluster.doctor.facts import Questions
 from pipedec.cluster.doctor.findings import Finding, Level, has_problem
-from pipedec.cluster.doctor.host import HostDoctor
 from pipedec.cluster.survey import Survey
 from pipedec.config import load_cluster, redis_url_from_environment
 from pipedec.core import PipedecError, UserError

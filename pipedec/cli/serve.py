@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from pipedec.cli.running import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
-from pipedec.cluster.address import RunAddress
+from pipedec.cluster.place import RunAddress
 from pipedec.cluster.state import find_run
 from pipedec.config import Settings, optional_secret, settings_options
 from pipedec.config.settings import OPTIONS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,43 +24,32 @@ COMPARE_SECONDS = 3600.0  # in which a host must have digested what it has, or a
 END_SECONDS = 5.0
 
 Wanted = tuple[WantedFile, Path]  # a file as it is to be on a host, and where it is here
-Sent = Callable[[int], None]  # that many more bytes have been sent
 
 
 class Sources:
-    """The checkpoints on this machine, and where they are to be on the hosts.
-
-    Args:
-        models: the paths on the hosts, by key.
-    """
+    """The checkpoints on this machine, and where they are to be on the hosts (``models``, by key)."""
 
     def __init__(self, models: Mapping[str, str]) -> None:
         self._models = models
         self._digests: dict[Path, str] = {}
 
     def wanted(self, parts: Iterable[CheckpointPart], checking: Callable[[Path], None] = lambda file: None) -> list[Wanted]:
-        """Every file of parts of the checkpoints here, as it is to be on a host, and where it is here.
-
-        Args:
-            checking: called with each file before its digest is computed.
-
-        Raises:
-            UserError: a checkpoint is not here at all, or damaged.
+        """Every file of parts of the checkpoints here, as it is to be on a host, and where it is here. Calls ``checking`` with
+        each file before its digest is computed. Raises UserError if a checkpoint is not here at all, or damaged.
         """
         found = []
         for part in parts:
             place = self._models[part.key]
             for source in () if is_named(place) else (*part.describing_files(), *part.files()):
                 path = Path(place) if is_gguf(part.model) else Path(place) / source.relative_to(part.model)
-                size, digest = (source.stat().st_size, self._digest(source, checking)) if source.is_file() else (0, None)
-                found.append((WantedFile(str(path), size, digest), source))
+                size = 0
+                if source.is_file():
+                    size = source.stat().st_size
+                    if source not in self._digests:
+                        checking(source)
+                        self._digests[source] = content_digest(source, cache_directory())
+                found.append((WantedFile(str(path), size, self._digests.get(source)), source))
         return found
-
-    def _digest(self, file: Path, checking: Callable[[Path], None]) -> str:
-        if file not in self._digests:
-            checking(file)
-            self._digests[file] = content_digest(file, cache_directory())
-        return self._digests[file]
 
 
 @dataclass(frozen=True)
@@ -74,19 +62,13 @@ class Missing:
 
 
 class Delivery:
-    """The files that one host lacks. A context manager, which ends the connection.
-
-    Raises:
-        UserError: there is no ssh on this machine.
-    """
+    """The files that one host lacks. A context manager, which ends the connection. Raises UserError without ssh here."""
 
     def __init__(self, config: ClusterConfig, host: str, files: Sequence[Wanted]) -> None:
-        server, launch = config.server(host), config.launch
         self._host = host
         self._files = {file.path: (file, source) for file, source in files}
         self._news: SimpleQueue[News] = SimpleQueue()
-        python = server.python or launch.python or sys.executable
-        self._link = NodeLink(server, python, launch.directory, self._news, None, INBOX_MODULE)
+        self._link = NodeLink(config.server(host), config.launch, self._news, module=INBOX_MODULE)
         self._missing: Mapping[str, int] = {}
 
     def __enter__(self) -> Delivery:
@@ -99,11 +81,7 @@ class Delivery:
         self._link.wait(time.monotonic() + END_SECONDS)
 
     def compare(self) -> Missing:
-        """Ask what is missing.
-
-        Raises:
-            UserError: names the host, and says why it cannot take files in, or which file is neither there nor here.
-        """
+        """Ask what is missing. Raises UserError, which says why the host cannot take files in, or which file neither has."""
         hello = self._await("hello", CONNECT_SECONDS)
         if hello["pipedec"] != __version__:
             raise UserError(f"{self._host} has pipedec {hello['pipedec']}, but here it is {__version__}: install the same")
@@ -114,8 +92,8 @@ class Delivery:
             raise UserError(f"{self._host} lacks {lost[0]}, and so does this machine: download it, or give --from DIR")
         return Missing(len(files), sum(file.num_bytes for file in files), sum(self._missing.values()))
 
-    def send(self, sent: Sent) -> None:
-        """Send what is missing; ``compare`` has been called. Raises as ``compare``."""
+    def send(self, sent: Callable[[int], None]) -> None:
+        """Send what is missing, after ``compare``; ``sent`` is called with numbers of further bytes. Raises as ``compare``."""
         for path, offset in self._missing.items():
             file, source = self._files[path]
             self._link.order("take", file=asdict(file), offset=offset)

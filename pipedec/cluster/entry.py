@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pipedec import __version__
-from pipedec.cluster.address import RankPlace, Report, RunAddress
 from pipedec.cluster.logs import run_log
+from pipedec.cluster.place import RankPlace, Report, RunAddress
 from pipedec.cluster.processes import FAILED, LOST_ANOTHER
 from pipedec.config import set_rank_environment
 from pipedec.core import PipedecError, RankLost
@@ -52,7 +52,21 @@ def run_rank(
         scheduler = run_scheduler = address.scheduler(RankScheduler, topology)
         spec = make_spec()
         with run_log(address.run_id, f"rank-{place.rank}", spec.settings.cluster.log_level, lambda: run_scheduler.epoch):
-            _serve(place, spec, scheduler, report, store, describe)
+            logger.info(
+                "pipedec %s, process %d, started as %s of %d ranks",
+                __version__, os.getpid(), rank_name(place.rank), place.world_size,
+            )  # fmt: skip
+            try:
+                from pipedec.cluster.rank import Rank
+
+                Rank(place, spec, scheduler, report, store, describe).serve()
+            except Exception as error:
+                if isinstance(error, PipedecError):
+                    logger.warning("ends: %s", error)
+                else:
+                    logger.exception("ends because of an internal error")
+                raise
+            logger.info("the run was stopped")
         return 0
     except RankLost as error:
         message, status = str(error), LOST_ANOTHER
@@ -63,29 +77,14 @@ def run_rank(
         message = f"internal error: {type(error).__name__}: {error}"
     if place.recovers and scheduler is not None and _is_replaced(scheduler, place.rank, message, status):
         return status
-    if _is_first_to_fail(scheduler, place.rank, message) or place.local_rank == 0:
+    try:
+        is_first = scheduler is None or scheduler.abort(place.rank, message)
+    except PipedecError:
+        print(f"pipedec rank {place.rank}: could not notify the other ranks", file=sys.stderr, flush=True)
+        is_first = True
+    if is_first or place.local_rank == 0:
         print(f"pipedec: {of_rank(place.rank, message)}", file=sys.stderr, flush=True)
     return status
-
-
-def _serve(
-    place: RankPlace, spec: PipelineSpec, scheduler: RankScheduler, report: Report, store: Store | None,
-    describe: Callable[[RankDescription], None],
-) -> None:  # fmt: skip
-    from pipedec.cluster.rank import serve
-
-    logger.info(
-        "pipedec %s, process %d, started as %s of %d ranks", __version__, os.getpid(), rank_name(place.rank), place.world_size
-    )
-    try:
-        serve(place, spec, scheduler, report, store, describe)
-        logger.info("the run was stopped")
-    except PipedecError as error:
-        logger.warning("ends: %s", error)
-        raise
-    except Exception:
-        logger.exception("ends because of an internal error")
-        raise
 
 
 def _is_replaced(scheduler: RankScheduler, rank: int, message: str, status: int) -> bool:
@@ -97,12 +96,3 @@ def _is_replaced(scheduler: RankScheduler, rank: int, message: str, status: int)
             scheduler.note_end(rank, message)
         return True
     return False
-
-
-def _is_first_to_fail(scheduler: RankScheduler | None, rank: int, message: str) -> bool:
-    """Report a failure to the other ranks. Returns whether it is the first one."""
-    try:
-        return scheduler is None or scheduler.abort(rank, message)
-    except PipedecError:
-        print(f"pipedec rank {rank}: could not notify the other ranks", file=sys.stderr, flush=True)
-        return True

@@ -8,15 +8,14 @@ torch.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import wait
+from dataclasses import dataclass
 
 from pipedec.cluster.processes import ABORTED, LOST_ANOTHER, RankProcesses, killed_ranks
-from pipedec.cluster.recovery import RankLosses, Restarts
-from pipedec.cluster.stalls import Stall, find_stall, stall_limit
+from pipedec.cluster.spares import Spares
+from pipedec.cluster.stalls import find_stall, stall_limit
 from pipedec.config import Cluster
 from pipedec.core import PipedecError, RankLost, SchedulerLost
 from pipedec.messages import Recovery
@@ -34,7 +33,86 @@ _GRACE_SECONDS = 5.0  # in which they are renewed
 
 logger = logging.getLogger(__name__)
 
-Reassign = Callable[[Sequence[int], Supervision], Mapping[int, str]]
+
+class _Restarts:
+    """A budget: counts the losses after which ranks were replaced lately."""
+
+    def __init__(self, settings: Cluster) -> None:
+        self._settings = settings
+        self._times: list[float] = []  # on the monotonic clock
+
+    def allow(self, count: int) -> bool:
+        """Whether ranks may be replaced now, after so many more losses; if so, these count."""
+        now = time.monotonic()
+        self._times = [one for one in self._times if one > now - self._settings.restart_window]
+        if not self._settings.recovers or len(self._times) + count > self._settings.max_restarts:
+            return False
+        self._times += [now] * count
+        return True
+
+    @property
+    def used(self) -> str:
+        """How much of the budget is used, in words."""
+        return f"{len(self._times)} of {self._settings.max_restarts} restarts within {self._settings.restart_window:.0f} s"
+
+    @property
+    def refusal(self) -> str:
+        """Why no more are replaced, to be appended to what happened; empty if none ever are."""
+        if not self._settings.recovers:
+            return ""
+        count, settings = len(self._times), self._settings
+        return (
+            f"; {count} rank{'' if count == 1 else 's'} had been replaced within {settings.restart_window:.0f} s "
+            f"(--max-restarts {settings.max_restarts})"
+        )
+
+
+class _RankLosses:
+    """Which ranks may have ended because another one was lost, here or on another host, up to ``_LATE_SECONDS`` earlier."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None  # when the last loss was noted, until the run is served again; monotonic
+        self._served: set[int] = set()
+
+    def note(self) -> None:
+        """A rank was lost."""
+        self._last = time.monotonic()
+
+    def settle(self, ranks: Sequence[int]) -> None:
+        """The run is served, by the present processes of ``ranks``."""
+        self._last = None
+        self._served.update(ranks)
+
+    def forget(self, rank: int) -> None:
+        """The rank has another process now. What has never served answers for itself, or it might fail without end."""
+        self._served.discard(rank)
+
+    def explain(self, rank: int) -> bool:
+        """Whether a rank that has just ended may have done so because of the last loss."""
+        return self._last is not None and rank in self._served and time.monotonic() < self._last + _LATE_SECONDS
+
+
+@dataclass(frozen=True)
+class WatchedHost:
+    """A host as its watch sees it.
+
+    Attributes:
+        node: its name in ``Supervision.places``.
+        processes: of its ranks.
+        start_rank: starts the process of a rank here, for the first time or again.
+        keep_redis: called now and then; starts Redis again if it was started here and has died.
+        on_recovery: called with every recovery when it is over.
+    """
+
+    node: str
+    processes: RankProcesses
+    start_rank: Callable[[int], None]
+    keep_redis: Callable[[], None] = lambda: None
+    on_recovery: Callable[[Recovery], None] = lambda recovery: None
+
+    def has(self, rank: int, look: Supervision) -> bool:
+        """Whether a rank belongs here: no other host has taken it over."""
+        return look.places.get(rank, self.node) == self.node
 
 
 class HostWatch:
@@ -42,39 +120,24 @@ class HostWatch:
 
     Args:
         scheduler: of this watch alone. It must not retry: ``keep_redis`` is this watch's business.
-        node: the name of this host in ``Supervision.places``.
-        processes: of this host's ranks.
-        start_rank: starts the process of a rank on this host, for the first time or again.
         settings: the limits of recovery.
-        keep_redis: called now and then; starts Redis again if it was started here and has died.
-        on_recovery: called with every recovery when it is over.
-        reassign: which other hosts take over these ranks. Raises RankLost if none does. None if there are no others.
-        host_to_leave: the host to go on without where nothing arrives from one rank at another; None to end the silent rank.
+        spares: says which other hosts take over ranks that are not replaced here; None if there are no others.
         timestep_ms: as planned, or emulated; 0 if neither is.
     """
 
     def __init__(
-        self, scheduler: SupervisorScheduler, node: str, processes: RankProcesses, start_rank: Callable[[int], None],
-        settings: Cluster, keep_redis: Callable[[], None] = lambda: None,
-        on_recovery: Callable[[Recovery], None] = lambda recovery: None,
-        reassign: Reassign | None = None,
-        host_to_leave: Callable[[Stall, Supervision], str | None] = lambda stall, look: None,
+        self, scheduler: SupervisorScheduler, host: WatchedHost, settings: Cluster, spares: Spares | None = None,
         timestep_ms: float = 0.0,
     ) -> None:  # fmt: skip
         self._scheduler = scheduler
-        self._node = node
-        self._processes = processes
-        self._start_rank = start_rank
+        self._host = host
+        self._processes = host.processes
         self._settings = settings
-        self._keep_redis = keep_redis
-        self._on_recovery = on_recovery
-        self._reassign = reassign
-        self._host_to_leave = host_to_leave
-        self._restarts = Restarts(settings)
-        self._losses = RankLosses(_LATE_SECONDS)
+        self._spares = spares
+        self._restarts = _Restarts(settings)
+        self._losses = _RankLosses()
         self._known = 0  # the last epoch of which it is noted who was lost
         self._stall_seconds = stall_limit(settings.stall_timeout, timestep_ms)
-        self._ending = threading.Event()
         self._outage: float | None = None  # since when there is one; times are on the monotonic clock
         self._grace_until = 0.0
         self._epoch, self._since = -1, 0.0  # the current one, and since when it is known
@@ -83,32 +146,28 @@ class HostWatch:
         self._reasons: dict[int, str] = {}  # why this watch has killed ranks that are yet to be replaced
         self._told = 0  # the last epoch of which ``on_recovery`` knows
 
-    def run(self) -> None:
-        """Watch until the run has ended in order, and this host's ranks with it, or until ``end``.
+    def turn(self) -> bool:
+        """Look once at everything, and do what is necessary; False when the run has ended in order, with all ranks here. To be
+        called whenever a process ends, and at least every ``TURN_SECONDS``.
 
         Raises:
             RankLost: the run has failed, or too many ranks were lost. It has been aborted, so the others end, too.
             SchedulerLost: Redis, or what it knew of the run, is gone.
         """
-        while self.turn() and not self._ending.is_set():
-            wait(self._processes.waitables(self._alive()), timeout=TURN_SECONDS)
-
-    def end(self) -> None:
-        """Let ``run`` return soon; all processes go on. For any thread."""
-        self._ending.set()
-
-    def turn(self) -> bool:
-        """Look once at everything, and do what is necessary; False when the run has ended in order. Raises as ``run``."""
         if self._settings.recovers:
-            self._keep_redis()
+            self._host.keep_redis()
         self._processes.read(0.0)  # so that no rank waits for a reader of its reports
         ended = self._processes.exit_statuses  # before the look: who has ended is no member of an epoch that begins later
         began = time.monotonic()
         try:
-            look = self._scheduler.supervise(self._node, self._alive())
+            look = self._scheduler.supervise(self._host.node, self._processes.alive)
             return self._judge(look, ended, began)
         except SchedulerLost as error:
-            return self._bridge(error, ended)
+            if self._settings.recovers:
+                return self._wait_for(error)
+            if killed := killed_ranks(ended):  # Redis was lost with the rank
+                raise RankLost(self._describe(killed[0], {})) from None
+            raise
 
     def _judge(self, look: Supervision, ended: Mapping[int, int], began: float) -> bool:
         if look.failure is not None or (look.state == "stopping" and any(ended.values())):
@@ -117,24 +176,17 @@ class HostWatch:
             return ended.keys() != self._processes.pids.keys()
         if look.epoch is None:
             return self._wait_for(SchedulerLost("Redis lost the run: its keys were deleted"))
-        self._note(look.epoch, began)
-        self._note_losses(look)
+        self._note_epoch(look.epoch, began)
+        self._note_recoveries(look)
         for rank in look.members:
             self._started.pop(rank, None)
-        self._tell(look)
-        self._let_go(look)
+        for rank in [rank for rank in self._processes.pids if not self._host.has(rank, look)]:  # other hosts have it
+            self._processes.end(rank)
+            self._processes.forget(rank)
         if not self._take_over(look):
-            self._kill(look, self._doomed(look))
+            self._kill(look)
             self._replace(look)
         return True
-
-    def _bridge(self, error: SchedulerLost, ended: Mapping[int, int]) -> bool:
-        """Redis does not answer: wait for it, if ranks do."""
-        if self._settings.recovers:
-            return self._wait_for(error)
-        if killed := killed_ranks(ended):  # Redis was lost with the rank
-            raise RankLost(self._describe(killed[0], {}))
-        raise error
 
     def _wait_for(self, error: SchedulerLost) -> bool:
         """Wait for Redis, or for the run's return to it, but not for long."""
@@ -146,7 +198,7 @@ class HostWatch:
             raise error
         return True
 
-    def _note(self, epoch: int, began: float) -> None:
+    def _note_epoch(self, epoch: int, began: float) -> None:
         """Note since when there is this epoch, and from when on what ranks tell can be trusted: all of them waited for Redis."""
         now = time.monotonic()
         if self._outage is not None or now - began > _SLOW_SECONDS:
@@ -157,48 +209,42 @@ class HostWatch:
             self._epoch, self._since = epoch, now
             self._scheduler.enter(epoch)
 
-    def _note_losses(self, look: Supervision) -> None:
-        """Note ranks that other hosts have lost, and whether the run is served."""
+    def _note_recoveries(self, look: Supervision) -> None:
+        """Note ranks that other hosts have lost, and whether the run is served. Passes on every recovery that is over: its
+        epoch is served, or has ended before it was.
+        """
         for recovery in look.recoveries:
-            if recovery.epoch > self._known and not all(self._is_own(rank, look) for rank in recovery.lost):
+            if recovery.epoch > self._known and not all(self._host.has(rank, look) for rank in recovery.lost):
                 self._losses.note()
             self._known = max(self._known, recovery.epoch)
+            is_served = recovery.seconds is not None
+            if recovery.epoch > self._told and (is_served or recovery.epoch != look.epoch):
+                self._told = recovery.epoch
+                outcome = f"was served after {recovery.seconds:.1f} s" if is_served else "was not served"
+                logger.info("epoch %d %s: %s", recovery.epoch, outcome, recovery.reason)
+                self._host.on_recovery(recovery)
         if look.epoch == 0 or any(one.epoch == look.epoch and one.seconds is not None for one in look.recoveries):
             self._losses.settle(look.members)
 
-    def _tell(self, look: Supervision) -> None:
-        """Tell of the recoveries that are over: their epoch is served, or has ended before it was."""
-        for recovery in look.recoveries:
-            if recovery.epoch > self._told and (recovery.seconds is not None or recovery.epoch != look.epoch):
-                self._told = recovery.epoch
-                logger.info("epoch %d %s: %s", recovery.epoch, _outcome(recovery), recovery.reason)
-                self._on_recovery(recovery)
-
-    def _let_go(self, look: Supervision) -> None:
-        """End the processes of ranks that other hosts have taken over."""
-        for rank in [rank for rank in self._processes.pids if not self._is_own(rank, look)]:
-            self._processes.end(rank)
-            self._processes.forget(rank)
-
     def _take_over(self, look: Supervision) -> bool:
         """Let other hosts have the ranks of those that are gone, or no longer send; whether there are any."""
-        if self._reassign is None or time.monotonic() < self._grace_until:
+        if self._spares is None or time.monotonic() < self._grace_until:
             return False
         reasons = dict.fromkeys(look.lost_nodes, "stopped answering")
         stall = find_stall(look.activities, self._stall_seconds)
-        if stall is not None and (host := self._host_to_leave(stall, look)) is not None:
+        if stall is not None and (host := self._spares.host_to_leave(stall, look)) is not None:
             reasons = {host: f"is left: {rank_name(stall.suspect)} {stall.reason}"}
         away = sorted(rank for rank, node in look.places.items() if node in reasons)
         if away:
             hosts = dict.fromkeys(look.places[rank] for rank in away)
-            self._move(self._reassign, look, away, "; ".join(f"{host} {reasons[host]}" for host in hosts))
+            self._move(self._spares, look, away, "; ".join(f"{host} {reasons[host]}" for host in hosts))
         return bool(away)
 
-    def _move(self, reassign: Reassign, look: Supervision, ranks: Sequence[int], reason: str) -> None:
+    def _move(self, spares: Spares, look: Supervision, ranks: Sequence[int], reason: str) -> None:
         """Let other hosts have these ranks. Raises RankLost if there is none; the run has then been aborted."""
         logger.warning("gives %s to other hosts: %s", ", ".join(map(rank_name, ranks)), reason)
         try:
-            places = reassign(ranks, look)
+            places = spares.reassigned(ranks, look)
         except RankLost as error:
             message = f"{reason}; {error}"
             self._scheduler.abort(ranks[0], message)
@@ -207,32 +253,32 @@ class HostWatch:
 
     def _doomed(self, look: Supervision) -> dict[int, str]:
         """Own ranks that run and must not, each with the reason as the end of a sentence."""
-        alive, doomed = self._alive(), dict[int, str]()
-        if time.monotonic() > self._grace_until:
+        now, alive, doomed = time.monotonic(), self._processes.alive, dict[int, str]()
+        if now > self._grace_until:
             stall = find_stall(look.activities, self._stall_seconds)
             if stall is not None and not stall.is_apart:
                 doomed[stall.suspect] = stall.reason
             doomed |= dict.fromkeys(look.expired, "stopped answering")
-        doomed |= dict.fromkeys(filter(self._is_late, set(alive) - set(look.members)), "did not take part in the next epoch")
+        for rank in set(alive) - set(look.members):
+            if now > max(self._since + _ENTER_SECONDS, self._started.get(rank, 0.0) + _START_SECONDS):
+                doomed[rank] = "did not take part in the next epoch"
         return {rank: reason for rank, reason in doomed.items() if rank in alive}
 
-    def _is_late(self, rank: int) -> bool:
-        """Whether a process that does not take part in the current epoch should have begun to."""
-        return time.monotonic() > max(self._since + _ENTER_SECONDS, self._started.get(rank, 0.0) + _START_SECONDS)
-
-    def _kill(self, look: Supervision, doomed: Mapping[int, str]) -> None:
+    def _kill(self, look: Supervision) -> None:
+        doomed = self._doomed(look)
         self._reasons |= doomed
         if doomed and not self._settings.recovers:  # the cause must be known before others see that they have lost a rank
             self._give_up(look, list(doomed), min(doomed))
+        activities = "; ".join(f"{rank} {activity}" for rank, activity in sorted(look.activities.items()))
         for rank, reason in doomed.items():
-            logger.warning("kills %s, which %s; the ranks: %s", rank_name(rank), reason, _activities(look))
+            logger.warning("kills %s, which %s; the ranks: %s", rank_name(rank), reason, activities)
             self._processes.end(rank)
 
     def _replace(self, look: Supervision) -> None:
         """Start every own rank that does not run; begin the next epoch if one of them took part in this one."""
         ended = self._processes.exit_statuses
-        given = [rank for rank, node in look.places.items() if node == self._node and rank not in self._processes.pids]
-        lost = sorted(rank for rank in ended if self._is_own(rank, look))
+        given = [rank for rank, node in look.places.items() if node == self._host.node and rank not in self._processes.pids]
+        lost = sorted(rank for rank in ended if self._host.has(rank, look))
         known = sorted(set(lost) & set(look.members))
         if not lost + given or (known and self._may_hear_more(ended)):
             return
@@ -250,7 +296,7 @@ class HostWatch:
             self._losses.forget(rank)
             self._reasons.pop(rank, None)
             self._started[rank] = time.monotonic()
-            self._start_rank(rank)
+            self._host.start_rank(rank)
             logger.warning("started %s again, process %d; %s", rank_name(rank), self._processes.pids[rank], self._restarts.used)
 
     def _causes(self, lost: Sequence[int], ended: Mapping[int, int]) -> list[int]:
@@ -275,8 +321,8 @@ class HostWatch:
         """Ranks that are no longer replaced here: another host may have them. Raises RankLost if none does."""
         message = self._describe(cause, look.ends) + self._restarts.refusal
         logger.error("replaces no more ranks: %s", message)
-        if self._reassign is not None:
-            self._move(self._reassign, look, lost, message)
+        if self._spares is not None:
+            self._move(self._spares, look, lost, message)
         else:
             self._scheduler.abort(cause, message)
             raise RankLost(message)
@@ -302,19 +348,3 @@ class HostWatch:
         """How a rank ended, as a sentence."""
         said = f": {ends[rank]}" if rank in ends else ""
         return f"{rank_name(rank)} {self._reasons.get(rank) or self._processes.describe_end(rank)}{said}"
-
-    def _alive(self) -> list[int]:
-        """Ranks whose process runs."""
-        return [rank for rank in self._processes.pids if rank not in self._processes.exit_statuses]
-
-    def _is_own(self, rank: int, look: Supervision) -> bool:
-        return look.places.get(rank, self._node) == self._node
-
-
-def _outcome(recovery: Recovery) -> str:
-    return "was not served" if recovery.seconds is None else f"was served after {recovery.seconds:.1f} s"
-
-
-def _activities(look: Supervision) -> str:
-    """The activity of every rank, and since when."""
-    return "; ".join(f"{rank} {activity}" for rank, activity in sorted(look.activities.items()))

@@ -10,15 +10,14 @@ import fcntl
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from pipedec import __version__
 from pipedec.checkpoints import content_digest, remember
+from pipedec.cluster.node import take_standard_streams
 from pipedec.core import PipedecError, UserError
 from pipedec.directories import cache_directory
 from pipedec.hardware import GIGA
@@ -60,32 +59,25 @@ class WantedFile:
 
 def main() -> None:
     """Entry point: ``python -m pipedec.cluster.inbox``."""
-    orders, news = sys.stdin.buffer, os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # other output is no news
+    orders, say = take_standard_streams()
     try:
-        _say(news, "hello", pipedec=__version__)
+        say("hello", pipedec=__version__)
         for line in orders:
-            _follow(json.loads(line), orders, news)
+            match json.loads(line):
+                case {"order": "compare", "files": files}:
+                    missing = [wanted for file in files if not (wanted := WantedFile(**file)).is_here()]
+                    _check_room(file for file in missing if file.digest is not None)
+                    say("compared", missing={file.path: file.bytes_here for file in missing})
+                case {"order": "take", "file": file, "offset": offset}:
+                    _take(WantedFile(**file), offset, orders)
+                    say("taken", path=file["path"])
     except PipedecError as error:
-        _say(news, "failed", message=str(error))
+        say("failed", message=str(error))
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        _say(news, "failed", message=f"{place}{error.strerror}: checkpoints must be where this user may write")
+        say("failed", message=f"{place}{error.strerror}: checkpoints must be where this user may write")
     except KeyboardInterrupt:
         return
-
-
-def _follow(order: dict[str, Any], orders: BinaryIO, news: Any) -> None:
-    match order:
-        case {"order": "compare", "files": files}:
-            wanted = [WantedFile(**file) for file in files]
-            missing = [file for file in wanted if not file.is_here()]
-            _check_room(file for file in missing if file.digest is not None)
-            _say(news, "compared", missing={file.path: file.bytes_here for file in missing})
-        case {"order": "take", "file": file, "offset": offset}:
-            wanted_file = WantedFile(**file)
-            _take(wanted_file, offset, orders)
-            _say(news, "taken", path=wanted_file.path)
 
 
 def _take(file: WantedFile, offset: int, stream: BinaryIO) -> None:
@@ -97,7 +89,11 @@ def _take(file: WantedFile, offset: int, stream: BinaryIO) -> None:
             other.unlink()  # of another content
     part.touch()
     with part.open("r+b") as output:
-        _lock(output)
+        try:
+            fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            shared = "if hosts share this directory, call pipedec distribute again when it is whole"
+            raise UserError(f"{part} is being written by another host or call: {shared}") from None
         output.seek(offset)
         output.truncate()
         left = file.num_bytes - offset
@@ -119,15 +115,6 @@ def _take(file: WantedFile, offset: int, stream: BinaryIO) -> None:
     remember(path, digests, cache_directory())
 
 
-def _lock(part: BinaryIO) -> None:
-    """Raises UserError if another process writes it."""
-    try:
-        fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        shared = "if hosts share this directory, call pipedec distribute again when it is whole"
-        raise UserError(f"{part.name} is being written by another host or call: {shared}") from None
-
-
 def _check_room(files: Iterable[WantedFile]) -> None:
     """Raises UserError if a file system has no room for what is missing there."""
     needed: dict[int, tuple[Path, int]] = {}
@@ -143,11 +130,6 @@ def _check_room(files: Iterable[WantedFile]) -> None:
         if num_bytes > free:
             left, missing = max(free, 0) / GIGA, num_bytes / GIGA
             raise UserError(f"{directory} has {left:.2f} GB left, but {missing:.2f} GB are missing: make room there")
-
-
-def _say(news: Any, name: str, **contents: Any) -> None:
-    with suppress(BrokenPipeError):  # the reader is gone: standard input ends, too
-        print(json.dumps({"news": name} | contents), file=news, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -17,14 +19,22 @@ from urllib.parse import urlsplit
 
 from msgspec import structs
 
-from pipedec.checkpoints import TensorDigests
-from pipedec.cluster.listed_weights import ListedWeights, proved_one
-from pipedec.cluster.node_rank import LaunchedRun
+from pipedec.checkpoints import (
+    COPY_AGAIN,
+    CheckpointPart,
+    TensorDigests,
+    check_trained_for,
+    first_difference,
+    has_weights,
+    part_digests,
+)
+from pipedec.cluster.node_run import LaunchedRun
 from pipedec.cluster.nodes import Nodes
-from pipedec.cluster.supervisor import TURN_SECONDS, StartProgress, Supervisor
+from pipedec.cluster.supervisor import StartProgress, Supervisor
 from pipedec.config import NONE, ClusterConfig, cluster_to_json
 from pipedec.core import PipedecError, RankLost, SchedulerLost, UserError
-from pipedec.gguf import is_named
+from pipedec.directories import cache_directory
+from pipedec.gguf import is_named, located, model_files
 from pipedec.hardware import MODEL_SHAPES
 from pipedec.plan.files import checkpoints_of
 from pipedec.plan.placement import rank_places, spare_places
@@ -32,6 +42,8 @@ from pipedec.topology import Topology, rank_name
 
 _THIS_MACHINE = (None, "localhost", "127.0.0.1", "::1")  # as hosts of a URL; None for a Unix socket
 
+TURN_SECONDS = 1.0  # of any wait
+LIST_SECONDS = 3600.0
 REPORT_SECONDS = 15.0  # after rank 0 reports that all are ready, for earlier reports of the others to arrive
 _END_SECONDS = 10.0
 
@@ -50,6 +62,8 @@ class LaunchedCluster(Supervisor):
         UserError: there is no such partition, or too few devices for it.
     """
 
+    outlives_supervisor = True
+
     def __init__(
         self, config: ClusterConfig, partition: str | None = None, run_id: str | None = None, log: Path | None = None,
         spares: int | None = None, given: Mapping[str, Any] | None = None,
@@ -61,6 +75,7 @@ class LaunchedCluster(Supervisor):
         self.nodes = Nodes(self.config, self.places, self.spares)
         cut = self.config.settings.cut
         super().__init__(Topology.even(cut.stages, cut.num_groups), run_id or f"launch-{secrets.token_hex(4)}", self.nodes)
+        self._owns_redis = self.redis_host is not None
         self._log_path = log
         self._log: IO[str] | None = None
         self._is_watched = False  # by the nodes
@@ -74,39 +89,27 @@ class LaunchedCluster(Supervisor):
         return None if self.config.redis.url else self.config.redis.host or self.places[0].host
 
     def _open_redis(self) -> str:
-        models = checkpoints_of(self.config)
-        self._check_redis()
+        models, wanted = checkpoints_of(self.config), self.config.redis
+        if wanted.url is not None and len(self.nodes.hosts) > 1 and urlsplit(wanted.url).hostname in _THIS_MACHINE:
+            raise UserError(f"redis: {wanted.url} is another server on each host: give an address that all hosts reach")
         hosts = {place.host for place in (*self.places, *self.spares)}
         self._listed, self._digests = ListedWeights(models) if len(hosts) > 1 else None, {}
         self._log = self._log_path.open("w", encoding="utf-8") if self._log_path else None
         self.nodes.connect(self._log)
-        if (url := self.config.redis.connection_url) is not None:
+        if (url := wanted.connection_url) is not None:
             return url
         assert self.redis_host is not None
-        wanted = self.config.redis
         return self.nodes.start_redis(self.redis_host, wanted.port, wanted.password or secrets.token_hex(24))
-
-    def _check_redis(self) -> None:
-        """Raises UserError for a Redis that is another one on each host."""
-        url = self.config.redis.url
-        if url is not None and len(self.nodes.hosts) > 1 and urlsplit(url).hostname in _THIS_MACHINE:
-            raise UserError(f"redis: {url} is another server on each host: give an address that all hosts reach")
-
-    @property
-    def _owns_redis(self) -> bool:
-        return self.redis_host is not None
 
     def _start_ranks(self) -> None:
         run = LaunchedRun(
-            config=cluster_to_json(_without_redis(self.config)),  # ranks get only the address
+            config=cluster_to_json(self.config.for_partition(given={"redis": {}})),  # ranks get only the address
             redis_url=self.address.redis_url,
             run_id=self.run_id,
             redis_host=self.redis_host,
             num_spares=len(self.spares),
         )
-        self.nodes.tell(run)
-        for rank in self.topology.ranks:
-            self.nodes.start_rank(rank)
+        self.nodes.start(run)
 
     def _start(self, progress: StartProgress | None) -> None:
         def note(rank: int, what: str, done: Any, total: int) -> None:
@@ -120,12 +123,7 @@ class LaunchedCluster(Supervisor):
         self._is_watched = True
 
     def _known_weights(self, note: StartProgress) -> dict[str, dict[str, str]]:
-        """Digests of all tensors of the run.
-
-        Raises:
-            UserError: a host has others than this machine.
-            PipedecError: a rank has reported none.
-        """
+        """Digests of all tensors. Raises UserError if a host has others, PipedecError if a rank has reported none."""
         if self._listed is None:
             return {}
 
@@ -140,36 +138,24 @@ class LaunchedCluster(Supervisor):
             self.check()
             for rank, report in self._ranks.read(TURN_SECONDS):
                 note(rank, *report)
-        return proved_one([(self.nodes.host_of(rank), digests) for rank, digests in self._digests.items()], listed)
-
-    @property
-    def outlives_supervisor(self) -> bool:
-        return True
+        return proved_one([(self.nodes.host_of[rank], digests) for rank, digests in self._digests.items()], listed)
 
     def check(self) -> None:
-        """Raise if the cluster has failed. Ranks and hosts that were lost and replaced are no failure.
-
-        Raises:
-            RankLost: says what has ended the run.
-            SchedulerLost: Redis is gone, and the nodes have ended.
-        """
+        """Raise RankLost, which says what has ended the run. Ranks and hosts that were lost and replaced are no failure."""
         if not self._is_watched:
-            super().check()
-            return
+            return super().check()
         self._take_news(0.0)
         lost = self.nodes.lost
         if not lost or self.scheduler is None:
             return
-        try:
+        failure, is_up = None, True
+        with suppress(SchedulerLost):
             status = self.scheduler.status()
-        except SchedulerLost:
-            if self.nodes.are_over:
-                raise RankLost(self.with_hosts(next(iter(lost.values())))) from None
-            return
-        if status.failure is not None:
-            raise RankLost(self.with_hosts(status.failure))
-        if status.state == "up" and self.nodes.are_over:
-            raise RankLost(self.with_hosts(next(iter(lost.values()))))
+            failure, is_up = status.failure, status.state == "up"
+        if failure is None and is_up and self.nodes.are_over:
+            failure = next(iter(lost.values()))
+        if failure is not None:
+            raise RankLost(self.with_hosts(failure))
 
     def wait(self, turn: Callable[[], None] = lambda: None) -> None:
         while not self.nodes.are_over:
@@ -178,7 +164,7 @@ class LaunchedCluster(Supervisor):
             self.check()
         self.check()
 
-    def _join_ranks(self) -> None:
+    def _wait_for_ends(self) -> None:
         deadline = time.monotonic() + _END_SECONDS
         while not self.nodes.are_over and (left := deadline - time.monotonic()) > 0:
             self._take_news(min(left, TURN_SECONDS))
@@ -195,11 +181,11 @@ class LaunchedCluster(Supervisor):
         super().kill()
 
     def with_hosts(self, message: str) -> str:
-        return re.sub(r"\brank (\d++)( \((draft|stage \d+)\))?+(?! on )", self._with_host, message)
+        def with_host(found: re.Match[str]) -> str:
+            rank = int(found[1])
+            return f"{found[0]} on {self.nodes.host_of[rank]}" if rank < len(self.places) else found[0]
 
-    def _with_host(self, found: re.Match[str]) -> str:
-        rank = int(found[1])
-        return f"{found[0]} on {self.nodes.host_of(rank)}" if rank < len(self.places) else found[0]
+        return re.sub(r"\brank (\d++)( \((draft|stage \d+)\))?+(?! on )", with_host, message)
 
     def _close(self) -> None:
         if self._listed is not None:
@@ -211,16 +197,81 @@ class LaunchedCluster(Supervisor):
             self._log = None
 
 
+class ListedWeights:
+    """The digests of all tensors that this machine has of a run's checkpoints, with which those of every host are compared.
+
+    They are computed in a thread while the hosts start.
+
+    Args:
+        models: directories or GGUF files by key; they need not be here.
+    """
+
+    def __init__(self, models: Mapping[str, str]) -> None:
+        self._models = {key: model for key, model in models.items() if _is_here(model)}
+        self._is_over = False
+        self._told = (0, 1)
+        self._thread = ThreadPoolExecutor(1, "weights")
+        self._future: Future[TensorDigests] = self._thread.submit(self._digests)
+
+    def wait(self, turn: Callable[[int, int], None]) -> TensorDigests:
+        """The digests by model and name. Calls ``turn`` about once a second until they are there, with those done and all.
+
+        Raises:
+            UserError: a file is damaged or cannot be read, or the BiTA is that of another target.
+            PipedecError: it takes too long.
+        """
+        deadline = time.monotonic() + LIST_SECONDS
+        while True:
+            try:
+                return self._future.result(TURN_SECONDS)
+            except NotYet:
+                if time.monotonic() > deadline:
+                    places = ", ".join(self._models.values())
+                    message = f"this machine has not digested {places} within {LIST_SECONDS:.0f} s"
+                    raise PipedecError(f"{message}: launch from one with a faster disk, or with none of it") from None
+                turn(*self._told)
+
+    def close(self) -> None:
+        """Give up what has not been digested."""
+        self._is_over = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _digests(self) -> TensorDigests:
+        if {"target", "bita"} <= self._models.keys():
+            check_trained_for(Path(self._models["bita"]), Path(self._models["target"]))  # the hosts cannot tell from their parts
+        parts = [CheckpointPart(key, model) for key, model in self._models.items()]
+        return part_digests(parts, cache_directory(), self._progress, whatever_is_here=True)
+
+    def _progress(self, done: int, total: int) -> None:
+        self._told = done, total
+        if self._is_over:
+            raise CancelledError
+
+
+def proved_one(told: Iterable[tuple[str, TensorDigests]], listed: TensorDigests) -> dict[str, dict[str, str]]:
+    """All digests that are known, by model and name: those that ranks have reported, each with its host, and this machine's.
+
+    Raises UserError if a host has another tensor than this machine.
+    """
+    known = {model: dict(tensors) for model, tensors in listed.items()}
+    for host, digests in told:
+        if difference := first_difference(digests, listed):
+            model, tensor = difference
+            raise UserError(f"{host} has other weights of the {model} than this machine ({tensor}): {COPY_AGAIN}")
+        for model, tensors in digests.items():
+            known.setdefault(model, {}).update(tensors)
+    return known
+
+
+def _is_here(model: str) -> bool:
+    try:
+        return located(model).exists() and has_weights(model_files(model))
+    except UserError:
+        return False
+
+
 def for_hosts(config: ClusterConfig) -> ClusterConfig:
     """With checkpoint directories that do not depend on where a rank runs."""
-    models = config.settings.models
-    paths = {key: _absolute(model) for key in ("target", "draft", "bita") if (model := getattr(models, key)) is not None}
-    return config.for_partition(given=paths)
-
-
-def _without_redis(config: ClusterConfig) -> ClusterConfig:
-    return config.for_partition(given={"redis": {}})
-
-
-def _absolute(model: str) -> str:
-    return model if model == NONE or model in MODEL_SHAPES or is_named(model) else str(Path(model).absolute())
+    named = {key: getattr(config.settings.models, key) for key in ("target", "draft", "bita")}
+    files = {key: model for key, model in named.items() if model not in (None, NONE, *MODEL_SHAPES) and not is_named(model)}
+    return config.for_partition(given={key: str(Path(model).absolute()) for key, model in files.items()})

@@ -1,4 +1,6 @@
-"""Which ranks are alive: each rank renews a lease in Redis. Also the claim to a run's name, before its ranks meet."""
+"""Which ranks are alive, and how they go on together: each renews a lease in Redis, and waits for the next epoch of the run
+where another one was lost. Also the claim to a run's name, before its ranks meet. Knows no weights.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
+from pipedec.cluster.place import RankPlace
 from pipedec.cluster.processes import FAILED, LOST_ANOTHER, leave
-from pipedec.core import EpochEnded, PipedecError, SchedulerLost, UserError
+from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerInterrupted, SchedulerLost, UserError
 from pipedec.engine.activity import Activity
 from pipedec.scheduler import BaseScheduler, RankScheduler, SupervisorScheduler
 from pipedec.scheduler.script_calls import LEASE_MS
@@ -21,8 +25,18 @@ LEASE_RENEWAL_SECONDS = 1.0
 GIVE_UP_SECONDS = 5.0
 RECOVERY_SECONDS = 20.0  # in which a rank must take part in the epoch after one that has ended, or reach Redis again
 BUSY_LEASE_MS = 30_000  # while a rank meets the others, loads weights or warms up, which may keep its other threads waiting
+PATIENCE_SECONDS = 1.5  # in which a supervisor sees that a process has ended
 _BUSY = ("meeting", "loading", "connecting")
+_POLL_SECONDS = 0.02
 logger = logging.getLogger(__name__)
+
+
+class Abortable(Protocol):
+    """The transfers of a rank, which wait for its peers (``transport.torch_distributed``)."""
+
+    can_rejoin: bool
+
+    def abort(self) -> None: ...
 
 
 class LeaseKeeper:
@@ -31,36 +45,25 @@ class LeaseKeeper:
     The thread also ends the process if the run has failed and the rank does not notice because it waits in a transfer for a peer
     that has stopped, or if the process itself was suspended for longer than its lease.
 
+    Where lost ranks are replaced (``place.recovers``), this rank judges no other one, waits for a Redis that is away, and
+    survives the end of an epoch.
+
     Args:
-        doing: what the rank does.
-        abort: lets a rank come loose that waits in a transfer, because the epoch has ended.
-        recovers: lost ranks are replaced. Then this rank judges no other one, waits for a Redis that is away, and survives
-            the end of an epoch.
-        survives: this process goes on when another rank is lost; if not, it ends, to be started again with all others.
+        activity: what the rank does.
+        transport: is aborted when the epoch has ended, so that the rank comes loose; where it cannot rejoin, as over NCCL, only
+            the end of this process does that.
         renewal_seconds: between two renewals.
         give_up_seconds: in which the rank itself may notice that the run has failed, before its process is ended.
-        leaves: whether nothing but the end of this process lets the rank come loose, as over NCCL.
     """
 
     def __init__(
-        self,
-        scheduler: RankScheduler,
-        rank: int,
-        activity: Activity | None = None,
-        abort: Callable[[], None] = lambda: None,
-        recovers: bool = False,
-        survives: bool = True,
-        renewal_seconds: float = LEASE_RENEWAL_SECONDS,
-        give_up_seconds: float = GIVE_UP_SECONDS,
-        leaves: Callable[[], bool] = lambda: False,
-    ) -> None:
+        self, scheduler: RankScheduler, place: RankPlace, activity: Activity | None = None, transport: Abortable | None = None,
+        renewal_seconds: float = LEASE_RENEWAL_SECONDS, give_up_seconds: float = GIVE_UP_SECONDS,
+    ) -> None:  # fmt: skip
         self._scheduler = scheduler
-        self._rank = rank
+        self._place = place
         self._activity = activity or Activity()
-        self._abort = abort
-        self._leaves = leaves
-        self._recovers = recovers
-        self._survives = survives
+        self._transport = transport
         self._renewal_seconds = renewal_seconds
         self._give_up_seconds = give_up_seconds
         self._lease_ms = scheduler.lease_ms
@@ -70,7 +73,7 @@ class LeaseKeeper:
         self._is_settled = False
         self._turned = time.monotonic()  # when the lease was renewed last, or Redis was seen to be away
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name=f"lease of rank {rank}", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name=f"lease of rank {place.rank}", daemon=True)
 
     def start(self) -> None:
         with suppress(EpochEnded):  # which the meeting will notice
@@ -96,25 +99,14 @@ class LeaseKeeper:
         """Give up the lease: this rank ends as planned."""
         self._ended.set()
         self._thread.join(timeout=2 * self._renewal_seconds)
-        self._scheduler.leave(self._rank)
+        self._scheduler.leave(self._place.rank)
 
     def _renew(self) -> None:
         report = self._activity.activity()
-        if self._recovers:
+        if self._place.recovers:
             is_busy = report.kind in _BUSY or (report.kind == "warming" and not self._is_settled)
             self._scheduler.lease_ms = BUSY_LEASE_MS if is_busy else self._lease_ms
-        self._scheduler.renew_lease(self._rank, report)
-
-    def _lost_peer(self) -> str | None:
-        """The ranks whose lease has expired, as a message; None if there are none, or if supervisors judge them. Aborts the
-        run, so that no rank waits for them, unless all are started again.
-        """
-        if (self._recovers and self._survives) or not (lost := self._scheduler.expired_ranks()):
-            return None
-        message = f"{', '.join(map(rank_name, lost))} stopped answering"
-        if not self._recovers:
-            self._scheduler.abort(self._rank, message)
-        return message
+        self._scheduler.renew_lease(self._place.rank, report)
 
     def _keep(self) -> None:
         failure: str | None = None
@@ -122,7 +114,8 @@ class LeaseKeeper:
             if self._ended.wait(self._renewal_seconds):
                 return
             failure = self._turn()
-        self._abort()
+        if self._transport is not None:
+            self._transport.abort()
         if not self._ended.wait(self._give_up_seconds):  # the rank's own loop notices and reports the same, unless it is stuck
             self._end(failure, FAILED)
 
@@ -130,43 +123,49 @@ class LeaseKeeper:
         """Renew the lease. Returns why the process must end, if it must."""
         late = time.monotonic() - self._turned
         suspension = f"was suspended for {late:.0f} s, longer than its lease" if late > self._scheduler.lease_ms / 1000 else None
-        if suspension and not self._recovers:
+        if suspension and not self._place.recovers:
             return suspension
         epoch, self._turned = self._scheduler.epoch, time.monotonic()
         try:
             self._renew()
-            self._check_run()
+            if self._place.recovers:
+                is_known = self._scheduler.current_epoch() is not None
+                if self._is_up and not is_known:  # which makes an end of the epoch, too
+                    raise EpochEnded("Redis lost the run: its keys were deleted")
+                self._is_up |= is_known
             self._trouble = None
             return self._scheduler.failure() or self._lost_peer()
         except EpochEnded as error:
             if suspension:  # another process may have its place
                 self._end(suspension, LOST_ANOTHER)
-            return self._outlive(epoch, error)
+            return self._outlive(epoch, error) if self._place.recovers else str(error)
         except SchedulerLost as error:
             self._turned = time.monotonic()
-            return self._wait(error) if self._recovers else str(error)
+            return self._wait(error) if self._place.recovers else str(error)
         except PipedecError as error:
             return str(error)
 
-    def _check_run(self) -> None:
-        """Raises EpochEnded if Redis has lost the run, which makes an end of the epoch, too."""
-        if self._recovers:
-            known = self._scheduler.current_epoch() is not None
-            if self._is_up and not known:
-                raise EpochEnded("Redis lost the run: its keys were deleted")
-            self._is_up |= known
+    def _lost_peer(self) -> str | None:
+        """The ranks whose lease has expired, as a message; None if there are none, or if supervisors judge them. Aborts the
+        run, so that no rank waits for them, unless all are started again.
+        """
+        if (self._place.recovers and self._place.survives) or not (lost := self._scheduler.expired_ranks()):
+            return None
+        message = f"{', '.join(map(rank_name, lost))} stopped answering"
+        if not self._place.recovers:
+            self._scheduler.abort(self._place.rank, message)
+        return message
 
     def _outlive(self, epoch: int, error: EpochEnded) -> str | None:
         """The epoch has ended; the rank must notice, or its process ends."""
-        if not self._recovers:
-            return str(error)
         with self._changing:
             if self._scheduler.epoch != epoch:
                 return None
-            if self._leaves():
+            if self._transport is not None and not self._transport.can_rejoin:
                 leave()
             self._activity.interrupt(error)
-            self._abort()
+            if self._transport is not None:
+                self._transport.abort()
         return self._wait(error)
 
     def _wait(self, error: PipedecError) -> str | None:
@@ -180,28 +179,67 @@ class LeaseKeeper:
     def _end(self, reason: str, status: int) -> None:
         logger.error("ends: %s", reason)
         with suppress(OSError):  # a full disk keeps no rank alive
-            print(f"pipedec rank {self._rank}: {reason}", file=sys.stderr, flush=True)
+            print(f"pipedec rank {self._place.rank}: {reason}", file=sys.stderr, flush=True)
         os._exit(status)
+
+
+def next_epoch(scheduler: RankScheduler, rank: int, error: PipedecError, restore: Callable[[], None]) -> int:
+    """Wait for the epoch after the one of ``scheduler``, which ``error`` has ended or will; begin it if no rank was lost.
+
+    Args:
+        restore: called when Redis has lost the run, for rank 0 to write it back.
+
+    Raises:
+        RankLost: the run has failed; or it is aborted, because there is no next epoch in time.
+    """
+    with suppress(EpochEnded, SchedulerLost):
+        scheduler.suspect(rank, str(error))
+    now = began = time.monotonic()
+    while now < began + RECOVERY_SECONDS:
+        patience = 0.0 if isinstance(error, SchedulerInterrupted) else PATIENCE_SECONDS
+        try:
+            if (epoch := _look(scheduler, error, now > began + patience, restore)) is not None:
+                recoveries = [recovery for recovery in scheduler.status().recoveries if recovery.epoch > scheduler.epoch]
+                if any(rank in recovery.lost for recovery in recoveries):  # this host was cut off, or the process suspended
+                    raise RankLost("another process has taken its place")
+                return epoch
+        except SchedulerLost as trouble:
+            error = trouble
+        time.sleep(_POLL_SECONDS)
+        now = time.monotonic()
+    message = f"{error}; the run did not recover within {RECOVERY_SECONDS:.0f} s"
+    with suppress(PipedecError):
+        scheduler.abort(rank, message)
+    raise RankLost(message)
+
+
+def _look(scheduler: RankScheduler, error: PipedecError, begins: bool, restore: Callable[[], None]) -> int | None:
+    """The run's epoch if it is another one, after this rank has begun it if it is to."""
+    if (failure := scheduler.failure()) is not None:
+        raise RankLost(failure)
+    epoch = scheduler.current_epoch()
+    if epoch is None:
+        restore()
+    elif epoch != scheduler.epoch:
+        return epoch
+    elif begins:
+        return scheduler.recover([], str(error))
+    return None
 
 
 def claim_run(scheduler: SupervisorScheduler) -> None:
     """Make sure that no other ranks serve under this run's name, and delete the keys that a dead run has left.
 
-    To be called before the ranks meet: until then no rank of this run has written any key.
-
-    Raises:
-        UserError: a run of this name is up.
+    To be called before the ranks meet: until then no rank of this run has written any key. Raises UserError if a run of this name
+    is up.
     """
     deadline = time.monotonic() + LEASE_MS / 1000 + LEASE_RENEWAL_SECONDS
-    while (run := _run_found(scheduler)).status().alive:
+    while True:
+        stages = max([scheduler.topology.num_stages, *scheduler.members()])  # a run that is up may have more ranks than ours
+        run = BaseScheduler(scheduler.client, scheduler.run_id, Topology.even(stages, 1))
+        if not run.status().alive:
+            return run.clear()
         if time.monotonic() > deadline:  # these are not just the last leases of dead ranks
             name = scheduler.run_id
             raise UserError(f"a run named {name!r} is already up on that Redis: stop it, or give another --run NAME")
         time.sleep(0.2)
-    run.clear()
-
-
-def _run_found(scheduler: SupervisorScheduler) -> BaseScheduler:
-    """The run that has this name now; it may have more ranks than ours will have."""
-    stages = max([scheduler.topology.num_stages, *scheduler.members()])
-    return BaseScheduler(scheduler.client, scheduler.run_id, Topology.even(stages, 1))

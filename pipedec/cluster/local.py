@@ -9,13 +9,14 @@ import secrets
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import wait
 
-from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.entry import run_rank
-from pipedec.cluster.host_watch import HostWatch
+from pipedec.cluster.host_watch import TURN_SECONDS, HostWatch, WatchedHost
 from pipedec.cluster.logs import WATCH, run_log
+from pipedec.cluster.place import RankPlace, RunAddress
 from pipedec.cluster.processes import RankProcesses, run_apart
-from pipedec.cluster.supervisor import TURN_SECONDS, StartProgress, Supervisor
+from pipedec.cluster.supervisor import StartProgress, Supervisor
 from pipedec.config import LogLevel, Settings
 from pipedec.core import SchedulerLost, UserError
 from pipedec.plan.spec import PipelineSpec
@@ -39,10 +40,7 @@ def _resolve(settings: Settings) -> PipelineSpec:
 class LocalCluster(Supervisor):
     """All ranks of a pipeline on this machine. Use as a context manager, or ``start`` and ``stop``.
 
-    Starts a Redis that belongs to this cluster unless the settings name one.
-
-    Args:
-        run_id: name of the run; None for a random one.
+    Starts a Redis that belongs to this cluster unless the settings name one. Without a ``run_id`` the run's name is random.
     """
 
     def __init__(self, spec: PipelineSpec, run_id: str | None = None) -> None:
@@ -51,17 +49,13 @@ class LocalCluster(Supervisor):
         self.spec = spec
         self._password = secrets.token_hex(24)
         self._server: EmbeddedServer | None = None
-        self._watching: _Watching | None = None
+        self._watching: _WatchThread | None = None
 
     def _open_redis(self) -> str:
         if (url := self.spec.settings.cluster.redis.connection_url) is not None:
             return url
-        self._server = EmbeddedServer(password=self._password)
+        self._server, self._owns_redis = EmbeddedServer(password=self._password), True
         return self._server.url
-
-    @property
-    def _owns_redis(self) -> bool:
-        return self._server is not None
 
     def _start_ranks(self) -> None:
         for rank in self.topology.ranks:
@@ -74,45 +68,37 @@ class LocalCluster(Supervisor):
 
     def _start(self, progress: StartProgress | None) -> None:
         super()._start(progress)
-        scheduler = self.address.scheduler(SupervisorScheduler, self.topology)
-        self._watching = _Watching(
-            scheduler,
-            HostWatch(
-                scheduler, _NODE, self._processes, self._start_rank, self.spec.settings.cluster, self._keep_redis,
-                lambda recovery: self.on_recovery(recovery),
-                timestep_ms=self.spec.emulation.timestep_ms if self.spec.emulation else 0.0,
-            ),
-            self.spec.settings.cluster.log_level,
-        )  # fmt: skip
+        settings, scheduler = self.spec.settings.cluster, self.address.scheduler(SupervisorScheduler, self.topology)
+        host = WatchedHost(
+            _NODE, self._processes, self._start_rank, self._keep_redis, lambda recovery: self.on_recovery(recovery)
+        )
+        watch = HostWatch(scheduler, host, settings, timestep_ms=self.spec.emulation.timestep_ms if self.spec.emulation else 0.0)
+        self._watching = _WatchThread(scheduler, watch, self._processes, settings.log_level)
+        self._watching.start()
 
     def _keep_redis(self) -> None:
         """Restart the embedded Redis if it has died: at the same address, and empty."""
-        server = self._server
-        if server is None or server.is_running:
-            return
-        with suppress(SchedulerLost, UserError):  # reported when it has failed for too long
-            self._server = EmbeddedServer(port=server.port, password=self._password)
+        if self._server is not None and not self._server.is_running:
+            with suppress(SchedulerLost, UserError):  # reported when it has failed for too long
+                self._server = EmbeddedServer(port=self._server.port, password=self._password)
 
     def check(self) -> None:
-        """Raise if the cluster has failed. Lost ranks that were replaced are not a failure.
-
-        Raises:
-            RankLost: names the rank that was lost, and how, or gives another reason for the end of the run.
-            SchedulerLost: Redis was away for too long.
+        """Raise if the cluster has failed; lost ranks that were replaced are no failure. RankLost names the lost rank, and how,
+        or another reason for the end of the run; SchedulerLost says that Redis was away for too long.
         """
         if self._watching is None:
             super().check()
-        elif (failure := self._watching.failure) is not None:
-            raise failure
+        elif self._watching.failure is not None:
+            raise self._watching.failure
 
     def wait(self, turn: Callable[[], None] = lambda: None) -> None:
-        while self._watching is not None and not self._watching.wait(TURN_SECONDS):
+        while self._watching is not None and not self._watching.over.wait(TURN_SECONDS):
             turn()
         self.check()
 
-    def _join_ranks(self) -> None:
+    def _wait_for_ends(self) -> None:
         if self._watching is not None:
-            self._watching.wait(_END_SECONDS)
+            self._watching.over.wait(_END_SECONDS)
 
     def _close(self) -> None:
         if self._server is not None:
@@ -120,47 +106,41 @@ class LocalCluster(Supervisor):
             self._server = None
 
     def kill(self) -> None:
-        watching, self._watching = self._watching, None
-        if watching is not None:
-            watching.end()
+        if self._watching is not None:
+            self._watching.end()
+            self._watching = None
         super().kill()
 
 
-class _Watching:
-    """A thread in which a host's watch runs.
+class _WatchThread(threading.Thread):
+    """A thread in which this machine's watch runs.
 
     Attributes:
+        over: set when the run has ended, normally or not.
         failure: the error that has ended it early.
     """
 
-    def __init__(self, scheduler: SupervisorScheduler, watch: HostWatch, level: LogLevel) -> None:
+    def __init__(self, scheduler: SupervisorScheduler, watch: HostWatch, processes: RankProcesses, level: LogLevel) -> None:
+        super().__init__(name="pipedec watch", daemon=True)
         self.failure: Exception | None = None
-        self._level: LogLevel = level
-        self._scheduler = scheduler
-        self._watch = watch
-        self._over, self._ending = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pipedec watch", daemon=True)
-        self._thread.start()
+        self.over, self._ending = threading.Event(), threading.Event()
+        self._scheduler, self._watch, self._processes, self._level = scheduler, watch, processes, level
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             with run_log(self._scheduler.run_id, WATCH, self._level, lambda: self._scheduler.epoch, own_process=False):
-                self._watch.run()
+                while self._watch.turn() and not self._ending.is_set():
+                    wait(self._processes.waitables(self._processes.alive), timeout=TURN_SECONDS)
         except Exception as error:
             self.failure = error
         finally:
-            self._over.set()
+            self.over.set()
         self._ending.wait()  # a Redis started by this thread ends with it
 
-    def wait(self, seconds: float) -> bool:
-        """Wait until the run has ended, normally or not. Returns whether it has."""
-        return self._over.wait(seconds)
-
     def end(self) -> None:
-        """Stop watching."""
-        self._watch.end()
+        """Stop watching soon; all processes go on."""
         self._ending.set()
-        self._thread.join()
+        self.join()
         self._scheduler.client.close()
 
 

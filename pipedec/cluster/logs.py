@@ -46,13 +46,21 @@ def run_log(run_id: str, name: str, level: LogLevel, epoch: Callable[[], int], o
     except (OSError, PipedecError):
         yield
         return
-    handler.setFormatter(_RankFormatter(name, epoch))
+    # Lines such as ``2026-11-25T15:43:07.123Z INFO rank-3 epoch 0 pipedec.cluster.rank: …``, in UTC.
+    formatter = logging.Formatter("%(asctime)s %(levelname)s %(source)s epoch %(epoch)d %(name)s: %(message)s")
+    formatter.converter = time.gmtime
+    formatter.default_time_format, formatter.default_msec_format = "%Y-%m-%dT%H:%M:%S", "%s.%03dZ"
+
+    def from_here(record: logging.LogRecord) -> bool:
+        record.source, record.epoch = name, epoch()
+        return own_process or record.thread == thread
+
+    thread = get_ident()
+    handler.addFilter(from_here)
+    handler.setFormatter(formatter)
     handler.setLevel(level.upper())
     if own_process:
         _PACKAGE.setLevel(level.upper())
-    else:
-        thread = get_ident()
-        handler.addFilter(lambda record: record.thread == thread)
     _PACKAGE.addHandler(handler)
     try:
         yield
@@ -76,21 +84,6 @@ class _LogFile(RotatingFileHandler):
         """The disk is full: the line is lost."""
 
 
-class _RankFormatter(logging.Formatter):
-    """Lines such as ``2026-11-25T15:43:07.123Z INFO rank-3 epoch 0 pipedec.cluster.rank: …``, in UTC."""
-
-    def __init__(self, name: str, epoch: Callable[[], int]) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(source)s epoch %(epoch)d %(name)s: %(message)s")
-        self._name, self._epoch = name, epoch
-
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
-        return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{record.msecs:03.0f}Z"
-
-    def format(self, record: logging.LogRecord) -> str:
-        record.source, record.epoch = self._name, self._epoch()
-        return super().format(record)
-
-
 def _opened(run_id: str) -> Path:
     """The directory of a run's logs, made if necessary; the oldest of other runs are removed."""
     directory = log_directory(run_id)
@@ -99,17 +92,16 @@ def _opened(run_id: str) -> Path:
     with suppress(OSError):  # another process removes them, too
         others.sort(key=lambda other: other.stat().st_mtime, reverse=True)
         for old in others[MOST_RUNS - 1 :]:
-            if not _is_open(old):
+            if not any(_is_open(path) for path in old.glob("*.log")):
                 shutil.rmtree(old)
     return directory
 
 
-def _is_open(directory: Path) -> bool:
-    """Whether a process writes to a log in this directory."""
-    for path in directory.glob("*.log"):
-        with path.open() as log:
-            try:
-                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
+def _is_open(path: Path) -> bool:
+    """Whether a process writes to this log."""
+    with path.open() as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False

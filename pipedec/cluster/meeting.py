@@ -1,5 +1,5 @@
 """How the ranks of a run meet before any of them loads weights: they compare versions and checkpoints, choose their network
-interfaces, make sure that their hosts can connect, and find one another.
+interfaces, make sure that their hosts can connect, agree on slots of KV memory, and find one another.
 
 They exchange cards and addresses on a stream in Redis. Does not know what a rank does afterwards.
 """
@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,15 +23,22 @@ from msgspec import structs
 
 from pipedec import __version__
 from pipedec.checkpoints import COPY_AGAIN, TensorDigests, combined, config_digest, first_difference, part_digests
-from pipedec.cluster.address import RankPlace
 from pipedec.cluster.lease import RECOVERY_SECONDS
-from pipedec.cluster.memory import RankMemory
-from pipedec.cluster.network import can_connect, interface_address, interface_of, is_loopback, machine_id, routed_address
-from pipedec.cluster.versions import installed_version
+from pipedec.cluster.network import (
+    can_connect,
+    installed_version,
+    interface_address,
+    interface_of,
+    is_loopback,
+    machine_id,
+    routed_address,
+)
+from pipedec.cluster.place import RankPlace
 from pipedec.config import configured_interface
 from pipedec.core import EpochEnded, PipedecError, RankLost, UserError
 from pipedec.directories import cache_directory
 from pipedec.engine.activity import Activity
+from pipedec.engine.devices import FREED_SECONDS, FreeMemory, free_memory, gpu_id, measured_tokens
 from pipedec.messages import AddressEvent, CardEvent, Event, LoadedEvent, RankDescription
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RankScheduler, read_description, scripts_digest
@@ -67,8 +74,8 @@ class Met:
 
     Attributes:
         digests: of the weights by model, if the ranks are on several hosts.
-        kv_slots: of every rank's KV pool, if ranks have measured their memory.
         own: digests of the tensors that this rank reads, by model and name, if there may be several hosts.
+        kv_slots: of every rank's KV pool, if ranks have measured their memory.
     """
 
     rendezvous: Rendezvous
@@ -78,36 +85,83 @@ class Met:
     kv_slots: int | None
 
 
+class RankMemory:
+    """The memory of one rank's device, until its weights are loaded. Each rank asks its GPU before any of them loads, and the
+    scarcest decides on how many slots of KV memory all agree. That number is the run's: a rank that is replaced takes it from
+    there, as those that are left have pools of that size.
+
+    Args:
+        free: asks a GPU for its memory.
+
+    Attributes:
+        gpu: identifies the GPU on which it is about to load; empty on a processor, and once it has loaded.
+    """
+
+    def __init__(
+        self, spec: PipelineSpec, place: RankPlace, device: torch.device, gpu: str | None = None,
+        free: FreeMemory = free_memory, patience_seconds: float = FREED_SECONDS,
+    ) -> None:  # fmt: skip
+        self.gpu = gpu_id(device) if gpu is None else gpu
+        self._spec, self._place, self._device = spec, place, device
+        self._free, self._patience_seconds = free, patience_seconds
+
+    def loaded(self) -> None:
+        """From now on its memory is taken."""
+        self.gpu = ""
+
+    def kv_bytes(self, ranks: Sequence[int], slots: int) -> int | None:
+        """Memory left for keys and values; None if their number does not depend on it.
+
+        Args:
+            ranks: that are about to load on the same GPU, this one included.
+            slots: on which the run has agreed in an earlier epoch; 0 if it has not.
+
+        Raises:
+            UserError: its GPU has too little memory for them, or for their weights.
+        """
+        if not self.gpu:
+            return None
+        spec = self._spec
+        settled = slots or (None if spec.measures_memory else spec.kv_slots)
+        who = f"{' and '.join(map(rank_name, ranks))} on {self._place.host}"
+        tokens = measured_tokens(spec, ranks, self._device, who, settled, self._free, self._patience_seconds)
+        return None if settled else tokens * spec.needs(self._place.rank).token_bytes
+
+    def agreed_slots(self, kv_bytes: Mapping[int, int], slots: int) -> int | None:
+        """Slots of every rank's KV pool, from the bytes of those that have measured them; None if that follows from the settings.
+        The same on every rank. Raises UserError if a rank has too little.
+        """
+        if slots or not kv_bytes:
+            return slots or None
+        return self._spec.agreed_budget(kv_bytes).tokens
+
+
 class Meeting:
     """One rank's part in the meetings of a run: there is one in each epoch in which its process takes part.
 
     Args:
-        host: the name of this host.
-        store: the store in which the process groups meet, if there is one already (torchrun's); None if rank 0 is to open it.
-        doing: what the rank does.
+        place: with the name of its host.
         memory: of its device; None if that is a processor.
+        store: the store in which the process groups meet, if there is one already (torchrun's); None if rank 0 is to open it.
+        activity: what the rank does.
         nccl_versions: what all stages must have alike that request NCCL; empty if this rank does not.
     """
 
     def __init__(
-        self, scheduler: RankScheduler, place: RankPlace, host: str, spec: PipelineSpec, store: Store | None = None,
-        activity: Activity | None = None, memory: RankMemory | None = None,
+        self, scheduler: RankScheduler, place: RankPlace, spec: PipelineSpec, memory: RankMemory | None = None,
+        store: Store | None = None, activity: Activity | None = None,
         nccl_versions: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self._scheduler = scheduler
         self._place = place
-        self._host = host
         self._spec = spec
         self._store = store
         self._activity = activity or Activity()
-        self._memory = memory or RankMemory(spec, place.rank, host, torch.device("cpu"))
+        self._memory = memory or RankMemory(spec, place, torch.device("cpu"))
         self._nccl_versions = nccl_versions
         self._digests: dict[str, dict[str, str]] | None = None  # of the tensors that this rank reads; once they were asked for
-        self._begin()
-
-    def _begin(self) -> None:
-        self._position = "0"
-        self._events: list[Event] = []
+        self._position = "0"  # in the stream of the present meeting
+        self._events: list[Event] = []  # that have come in it
 
     @contextmanager
     def hold(self, progress: Progress) -> Iterator[Met]:
@@ -118,7 +172,7 @@ class Meeting:
             RankLost: a rank did not come in time, or two hosts cannot connect.
             EpochEnded: the epoch has ended.
         """
-        self._begin()
+        self._position, self._events = "0", []
         own = structs.replace(self.card, gpu=self._memory.gpu)
         self._publish(own)
         cards = self._gather(CardEvent, MEETING_SECONDS)
@@ -126,28 +180,38 @@ class Meeting:
         check_nccl(own, cards[1:], self._nccl_versions)
         machines = {card.machine: card.host for card in cards}
         logger.info("all %d ranks have come; hosts: %s", len(cards), ", ".join(machines.values()))
-        interface = choose_interface(own, cards, self._configured_interface())
-        is_alone = {card.machine for card in cards} == {own.machine}
+        planned = next((server.interface for server in self._spec.servers if server.host == self._place.host), None)
+        interface = choose_interface(own, cards, configured_interface() or planned)
+        is_alone = machines.keys() == {own.machine}
         if not is_alone:
             use_interface(interface)
         server = StoreServer(interface.address) if own.rank == 0 and self._store is None else None
-        with socket.create_server((interface.address, 0), family=_family(interface.address)) as listener:
+        family = socket.AF_INET6 if ":" in interface.address else socket.AF_INET
+        with socket.create_server((interface.address, 0), family=family) as listener:
             port = server.port if server else int(listener.getsockname()[1])
             digests = self._own_digests(progress) if self._place.has_others_elsewhere else {}
             check_tensors(own, digests, "than the run began with", self._place.digests)
-            slots = self._run_slots()
+            # On which the run agreed in an earlier epoch.
+            run = read_description(self._scheduler.client, self._scheduler.run_id) if self._scheduler.epoch else None
+            slots = run.kv_slots if run else 0
             kv_bytes = self._memory.kv_bytes([card.rank for card in cards if card.gpu == own.gpu], slots)
             self._publish(AddressEvent(own.rank, interface.address, port, digests, kv_bytes))
             addresses = self._gather(AddressEvent, MEETING_SECONDS if is_alone else DIGEST_SECONDS)
             for card, address in zip(cards[: own.rank], addresses, strict=False):
                 check_tensors(own, digests, f"than {_name(card)}", address.digests)
-            self._probe(cards, addresses)
+            if self._place.local_rank == 0:
+                self._probe(own, cards, addresses)
             store = self._store or (server.store if server else join_store(addresses[0].address, addresses[0].port))
             store = store_of_epoch(store, self._scheduler.epoch)
             rendezvous = Rendezvous(own.rank, len(cards), store, MEETING_SECONDS, interface.name)
+            models: dict[str, dict[str, str]] = {}  # of the tensors that all ranks together read
+            for address in addresses:
+                for model, tensors in address.digests.items():
+                    models.setdefault(model, {}).update(tensors)
             measured = {one.rank: one.kv_bytes for one in addresses if one.kv_bytes is not None}
             agreed = self._memory.agreed_slots(measured, slots)
-            yield Met(rendezvous, interface, _of_models(address.digests for address in addresses), digests, agreed)
+            of_models = {model: combined(tensors) for model, tensors in models.items() if tensors}
+            yield Met(rendezvous, interface, of_models, digests, agreed)
 
     def loaded(self, description: RankDescription) -> None:
         """Tell rank 0 that this rank can serve."""
@@ -158,12 +222,6 @@ class Meeting:
         loaded = self._gather(LoadedEvent, seconds)
         self._scheduler.close_meeting()
         return [event.description for event in loaded]
-
-    def _run_slots(self) -> int:
-        """Slots of KV memory that the run agreed on in an earlier epoch; 0 if it has not."""
-        scheduler = self._scheduler
-        description = read_description(scheduler.client, scheduler.run_id) if scheduler.epoch else None
-        return description.kv_slots if description else 0
 
     def _publish(self, event: Event) -> None:
         self._scheduler.publish(self._scheduler.keys.meeting, event)
@@ -188,7 +246,7 @@ class Meeting:
             "weights of the draft": str(self._spec.largest_draft_weights),
             "KV slots": f"{self._spec.kv_slots:,} in blocks of {self._spec.kv_block}",
         }
-        return CardEvent(self._place.rank, self._host, machine_id(), address, versions, configs, settings)
+        return CardEvent(self._place.rank, str(self._place.host), machine_id(), address, versions, configs, settings)
 
     def _own_digests(self, progress: Progress) -> dict[str, dict[str, str]]:
         """Digests of the tensors that this rank reads, by model and name. The loading that follows then hits the page cache."""
@@ -200,27 +258,21 @@ class Meeting:
             logger.info("has the digests of %d tensors after %.1f s", num_tensors, time.monotonic() - began)
         return self._digests
 
-    def _configured_interface(self) -> str | None:
-        """From the environment, else from the plan."""
-        planned = next((server.interface for server in self._spec.servers if server.host == self._host), None)
-        return configured_interface() or planned
-
     def _gather(self, kind: type[_Kind], seconds: float) -> list[_Kind]:
-        """The event of this kind of every rank, by rank.
-
-        Raises:
-            RankLost: a rank has published none in time.
-            EpochEnded: the epoch has ended.
-            PipedecError: another rank has failed.
-        """
+        """The event of this kind of every rank, by rank. Raises RankLost if one has published none in time, and as ``_check``."""
         deadline = time.monotonic() + seconds
         while True:
-            found = {_rank_of(event): event for event in self._events if isinstance(event, kind)}
+            found = {
+                event.description.rank if isinstance(event, LoadedEvent) else event.rank: event
+                for event in self._events if isinstance(event, kind)
+            }  # fmt: skip
             missing = [rank for rank in range(self._place.world_size) if rank not in found]
             if not missing:
                 return [found[rank] for rank in sorted(found)]
             if time.monotonic() > deadline:
-                raise RankLost(f"{', '.join(map(self._planned_name, missing))} did not {_DONE[kind]} within {seconds:.0f} s")
+                places = self._spec.places
+                names = [rank_name(rank) + (f" on {places[rank].host}" if places else "") for rank in missing]
+                raise RankLost(f"{', '.join(names)} did not {_DONE[kind]} within {seconds:.0f} s")
             self._check()
             last = {self._scheduler.keys.meeting: self._position}
             for _, position, event in self._scheduler.read_answers(last, _POLL_SECONDS):
@@ -228,40 +280,28 @@ class Meeting:
                 self._events.append(event)
 
     def _check(self) -> None:
-        """Raises PipedecError if the meeting cannot go on."""
+        """Raises EpochEnded if the epoch has ended, and PipedecError if another rank has failed."""
         if failure := self._scheduler.failure():
             raise PipedecError(failure)
         if (epoch := self._scheduler.current_epoch()) not in (None, self._scheduler.epoch):
             raise EpochEnded(f"the run is in epoch {epoch}")
 
-    def _planned_name(self, rank: int) -> str:
-        return rank_name(rank) + (f" on {self._spec.places[rank].host}" if self._spec.places else "")
-
-    def _probe(self, cards: Sequence[CardEvent], addresses: Sequence[AddressEvent]) -> None:
-        """Make sure that this host can connect to every other one. Raises as ``_reach``."""
-        own = cards[self._place.rank]
-        others = {card.machine: card for card in reversed(cards) if card.machine != own.machine}  # the first rank of each
-        for card in others.values() if self._place.local_rank == 0 else ():
-            self._activity.begin("connecting", card.rank)
-            self._reach(own, card, addresses[card.rank])
-            self._activity.begin("meeting")
-
-    def _reach(self, own: CardEvent, card: CardEvent, address: AddressEvent) -> None:
-        """Connect to another host. One that could be reached in an earlier epoch is tried again, until the supervisors go on
-        without it, or without this one.
-
-        Raises:
-            RankLost: it cannot be reached; the message names both ends.
-            EpochEnded: the epoch has ended.
+    def _probe(self, own: CardEvent, cards: Sequence[CardEvent], addresses: Sequence[AddressEvent]) -> None:
+        """Make sure that this host can connect to every other one. One that could be reached in an earlier epoch is tried again,
+        until the supervisors go on without it, or without this one. Raises RankLost, which names both ends, and as ``_check``.
         """
-        deadline = time.monotonic() + (RECOVERY_SECONDS if self._scheduler.epoch else 0.0)
-        while reason := can_connect(address.address, address.port, PROBE_SECONDS):
-            if time.monotonic() > deadline:
-                raise RankLost(
-                    f"{_name(own)} cannot connect to {_name(card)} at {address.address}, port {address.port} ({reason}): open "
-                    "all TCP ports between the hosts, or set their interface in cluster.yaml"
-                )
-            self._check()
+        for card in {card.machine: card for card in reversed(cards) if card.machine != own.machine}.values():  # one of each
+            self._activity.begin("connecting", card.rank)
+            address = addresses[card.rank]
+            deadline = time.monotonic() + (RECOVERY_SECONDS if self._scheduler.epoch else 0.0)
+            while reason := can_connect(address.address, address.port, PROBE_SECONDS):
+                if time.monotonic() > deadline:
+                    raise RankLost(
+                        f"{_name(own)} cannot connect to {_name(card)} at {address.address}, port {address.port} ({reason}): "
+                        "open all TCP ports between the hosts, or set their interface in cluster.yaml"
+                    )
+                self._check()
+            self._activity.begin("meeting")
 
 
 _VERSION = "{own} has {name} {mine}, but {other} has {theirs}: install the same version on both"
@@ -300,15 +340,6 @@ def check_tensors(own: CardEvent, mine: TensorDigests, than: str, theirs: Tensor
         raise UserError(f"{_name(own)} has other weights of the {model} {than} ({tensor}): {COPY_AGAIN}")
 
 
-def _of_models(told: Iterable[TensorDigests]) -> dict[str, str]:
-    """The digest of each model, of the tensors that all ranks together read."""
-    models: dict[str, dict[str, str]] = {}
-    for digests in told:
-        for model, tensors in digests.items():
-            models.setdefault(model, {}).update(tensors)
-    return {model: combined(tensors) for model, tensors in models.items() if tensors}
-
-
 def choose_interface(
     own: CardEvent, cards: Sequence[CardEvent], configured: str | None, route_to: RouteTo = routed_address
 ) -> Interface:
@@ -342,13 +373,5 @@ def use_interface(interface: Interface) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.name}")
 
 
-def _rank_of(event: CardEvent | AddressEvent | LoadedEvent) -> int:
-    return event.description.rank if isinstance(event, LoadedEvent) else event.rank
-
-
 def _name(card: CardEvent) -> str:
     return f"{rank_name(card.rank)} on {card.host}"
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

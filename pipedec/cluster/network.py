@@ -1,4 +1,4 @@
-"""This machine in its network: its addresses and interfaces, the name it goes by, and what it can connect to.
+"""This machine and others: its name, addresses, interfaces and packages, what it can connect to, how far clocks are apart.
 
 Asks the operating system. Knows no rank, no plan and no Redis.
 """
@@ -9,7 +9,9 @@ import ipaddress
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,6 +19,7 @@ import psutil
 
 from pipedec.config import ServerConfig
 
+CLOCK_SAMPLES = 8
 _DISCARD_PORT = 9  # nothing is sent there: a route depends on an address alone
 
 
@@ -69,7 +72,7 @@ def is_this_host(server: ServerConfig) -> bool | None:
         if is_own_name(name):
             return True
         if addresses := addresses_of(name):
-            return any(map(_is_own, addresses))
+            return any(is_loopback(address) or interface_of(address) is not None for address in addresses)
     return None
 
 
@@ -92,23 +95,15 @@ def host_of_destination(destination: str) -> str:
 
 def can_connect(address: str, port: int, seconds: float) -> str | None:
     """None if a TCP connection can be opened in time, else why not, in words."""
-    deadline = time.monotonic() + seconds
     try:
-        candidates = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
+        socket.create_connection((address, port), seconds).close()
+    except (socket.gaierror, UnicodeError):
         return "unknown host name"
-    reason = f"no answer within {seconds:g} s"
-    for family, kind, protocol, _, place in candidates:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.settimeout(max(0.001, deadline - time.monotonic()))
-                probe.connect(place)
-                return None
-        except TimeoutError:
-            return f"no answer within {seconds:g} s"
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-    return reason
+    except TimeoutError:
+        return f"no answer within {seconds:g} s"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return None
 
 
 def machine_id() -> str:
@@ -124,5 +119,22 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _is_own(address: str) -> bool:
-    return is_loopback(address) or interface_of(address) is not None
+def measured_offset_us(their_clock_us: Callable[[], int]) -> int:
+    """The clock of another machine minus this one's, from the fastest of several round trips (a slow one is imprecise).
+    ``their_clock_us`` asks the other machine for its time, in microseconds since the epoch.
+    """
+    samples = []
+    for _ in range(CLOCK_SAMPLES):
+        before_us = time.time_ns() // 1000
+        theirs_us = their_clock_us()
+        after_us = time.time_ns() // 1000
+        samples.append((after_us - before_us, theirs_us - (before_us + after_us) // 2))
+    return min(samples)[1]
+
+
+def installed_version(package: str) -> str | None:
+    """The version of a package, which is not imported for that; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -15,23 +15,23 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pipedec import __version__
-from pipedec.cluster.node_output import relayed_output
-from pipedec.cluster.node_rank import LaunchedRun
+from pipedec.cluster.network import installed_version, interface_address, routed_address
 from pipedec.cluster.processes import RankProcesses, start_fork_server
-from pipedec.cluster.versions import installed_version
+from pipedec.config import state_directory
 from pipedec.core import PipedecError, SchedulerLost, UserError
 from pipedec.validation import validated
 
 if TYPE_CHECKING:
-    from pipedec.cluster.doctor.host import HostDoctor
+    from pipedec.cluster.doctor.checks import HostDoctor
     from pipedec.cluster.host_watch import HostWatch
     from pipedec.cluster.node_run import NodeRun
     from pipedec.scheduler import EmbeddedServer
@@ -42,13 +42,16 @@ LINGER_SECONDS = 5.0  # for which clients may still read the end of a run from a
 TURN_SECONDS = 0.5  # an end of a process is seen at once
 LINGER_TURN_SECONDS = 0.1
 IDLE_SECONDS = 60.0
+LOG_NAME = "node.log"
+MOST_LOG_BYTES = 20_000_000
+DRAIN_SECONDS = 0.5
 
 Say = Callable[..., None]  # the name of the news, and what it holds
 
 
 def main() -> None:
     """Entry point: ``python -m pipedec.cluster.node``."""
-    stdin, say = _take_standard_streams()
+    stdin, say = take_standard_streams()
     receiver, sender = Pipe(duplex=False)
     is_on_its_own = threading.Event()
     threading.Thread(target=_read_orders, args=(stdin, sender, is_on_its_own), daemon=True).start()
@@ -56,7 +59,7 @@ def main() -> None:
         Node(receiver, say, is_on_its_own).run()
 
 
-def _take_standard_streams() -> tuple[BinaryIO, Say]:
+def take_standard_streams() -> tuple[BinaryIO, Say]:
     """Keep standard input and output for orders and news: the ranks inherit /dev/null and standard error in their places."""
     stdin, stdout = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -87,6 +90,43 @@ def _read_orders(stdin: BinaryIO, orders: Connection, is_on_its_own: threading.E
         os._exit(1)
 
 
+@contextmanager
+def relayed_output() -> Iterator[None]:
+    """Standard output and error of this process and of those that it starts go through a thread of this one: to the launcher as
+    long as that reads, and afterwards into a file on the host.
+    """
+    usual = os.dup(2)
+    receiver, sender = os.pipe()
+    os.set_inheritable(sender, True)
+    for descriptor in (1, 2):
+        os.dup2(sender, descriptor)
+    os.close(sender)
+    thread = threading.Thread(target=_relay, args=(receiver, usual), name="output", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        for descriptor in (1, 2):
+            os.dup2(usual, descriptor)
+        thread.join(DRAIN_SECONDS)  # it ends when no process holds the other end
+
+
+def _relay(receiver: int, launcher: int) -> None:
+    log: int | None = None
+    written = 0
+    while text := os.read(receiver, 65536):
+        if log is None:
+            try:
+                os.write(launcher, text)
+                continue
+            except OSError:  # it reads no longer
+                log = os.open(state_directory() / LOG_NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        if written < MOST_LOG_BYTES:
+            written += len(text)
+            with suppress(OSError):  # the disk is full: the run goes on
+                os.write(log, text)
+
+
 class Node:
     """This host's ranks, and Redis if it is this host's.
 
@@ -107,14 +147,17 @@ class Node:
         self._run: NodeRun | None = None
         self._watch: HostWatch | None = None
         self._server: EmbeddedServer | None = None
-        self._restart_redis: Callable[[], EmbeddedServer] | None = None
+        self._new_server: Callable[..., EmbeddedServer] | None = None
         self._doctor: HostDoctor | None = None
 
     def run(self) -> None:
         """Follow orders and tell what the ranks report, until there are no more orders."""
         try:
-            self._say("hello", **describe_host())
-            while self._take_part():
+            self._say(
+                "hello", protocol=PROTOCOL, pipedec=__version__, torch=installed_version("torch"),
+                python=platform.python_version(), hostname=socket.gethostname(), pid=os.getpid(),
+            )  # fmt: skip
+            while self._start() if self._watch is None else self._watch_over(self._watch):
                 continue
         except PipedecError as error:
             self._say("failed", message=str(error), is_mistake=isinstance(error, UserError))
@@ -125,18 +168,15 @@ class Node:
             if self._run is not None:
                 self._run.close()
             if self._server is not None:
-                self._linger(self._server)
+                deadline = time.monotonic() + LINGER_SECONDS  # for clients elsewhere, unless the launcher wants an end
+                while self._is_on_its_own.is_set() and self._server.has_clients() and time.monotonic() < deadline:
+                    time.sleep(LINGER_TURN_SECONDS)
                 self._server.stop()
-
-    def _take_part(self) -> bool:
-        """Wait for an order or for a rank; False when there are no more orders, or the ranks have ended long ago."""
-        return self._start() if self._watch is None else self._watch_over(self._watch)
 
     def _watch_over(self, watch: HostWatch) -> bool:
         """A turn of a node whose run is up; False when that has ended."""
-        running = self._ranks.pids.keys() - self._ranks.exit_statuses.keys()
         orders = [] if self._orders is None else [self._orders]
-        if self._orders in wait([*orders, *self._ranks.waitables(running)], timeout=TURN_SECONDS) and not self._hear():
+        if self._orders in wait([*orders, *self._ranks.waitables(self._ranks.alive)], timeout=TURN_SECONDS) and not self._hear():
             return False
         if watch.turn():
             return True
@@ -144,7 +184,7 @@ class Node:
         return False
 
     def _start(self) -> bool:
-        """A turn of a node whose run is not up yet."""
+        """A turn of a node whose run is not up yet; False when there are no more orders, or the ranks have ended long ago."""
         assert self._orders is not None
         idle_seconds = self._idle_seconds if self._ranks.pids and not self._running else None
         if not (ready := wait([self._orders, *self._ranks.waitables(self._running)], timeout=idle_seconds)):
@@ -170,12 +210,6 @@ class Node:
             return self._is_on_its_own.is_set()
         return True
 
-    def _linger(self, server: EmbeddedServer) -> None:
-        """Let clients elsewhere read how a run has ended, until none is connected or the launcher wants an end."""
-        deadline = time.monotonic() + (LINGER_SECONDS if self._is_on_its_own.is_set() else 0.0)
-        while self._is_on_its_own.is_set() and server.has_clients() and time.monotonic() < deadline:
-            time.sleep(LINGER_TURN_SECONDS)
-
     def _follow(self, order: dict[str, Any]) -> None:
         match order.pop("order"):
             case "prepare":
@@ -184,90 +218,60 @@ class Node:
             case "redis":
                 self._start_redis(**order)
             case "join":
-                self._join(**order)
+                from pipedec.cluster.node_run import LaunchedRun, NodeRun
+
+                self._run = NodeRun(validated(LaunchedRun, order["run"]), order["host"], self._ranks, self._say)
+                self._say("joined")
             case "start":
-                self._start_rank(**order)
+                assert self._run is not None
+                self._run.start_rank(order["rank"])
+                self._running.add(order["rank"])
             case "watch":
-                self._begin_watch(**order)
-            case "examine":
-                self._examine(**order)
-            case "reach":
-                self._reach(**order)
-            case "measure":
-                self._measure(**order)
+                assert self._run is not None
+                self._run.digests = order["digests"]
+                self._watch = self._run.watch(self._keep_redis)
+                self._watch.turn()  # publishes which ranks are here
+                self._is_on_its_own.set()
+                self._say("watching")
+            case question:
+                self._answer_doctor(question, order)
 
-    def _examine(self, questions: dict[str, Any], environment: dict[str, str]) -> None:
+    def _answer_doctor(self, question: str, order: dict[str, Any]) -> None:
+        os.environ.update(order.pop("environment", {}))  # before torch is loaded
+        from pipedec.cluster.doctor.checks import HostDoctor, unreachable
         from pipedec.cluster.doctor.facts import Questions
-        from pipedec.cluster.doctor.host import HostDoctor
-
-        os.environ.update(environment)  # before torch is loaded
-        self._doctor = self._doctor or HostDoctor()
-        self._say("examined", report=asdict(self._doctor.examine(validated(Questions, questions))))
-
-    def _reach(self, places: dict[str, tuple[str, int]]) -> None:
-        from pipedec.cluster.doctor.host import unreachable
-
-        self._say("reached", unreachable=unreachable(places))
-
-    def _measure(self, address: str, port: int) -> None:
         from pipedec.cluster.doctor.links import measure
 
-        self._say("measured", link=asdict(measure(address, port)))
+        match question:
+            case "examine":
+                self._doctor = self._doctor or HostDoctor()
+                self._say("examined", report=asdict(self._doctor.examine(validated(Questions, order["questions"]))))
+            case "reach":
+                self._say("reached", unreachable=unreachable(order["places"]))
+            case "measure":
+                self._say("measured", link=asdict(measure(order["address"], order["port"])))
 
     def _start_redis(self, port: int | None, password: str, towards: list[str], interface: str | None) -> None:
         from pipedec.scheduler.server import ALL_ADDRESSES, LOOPBACK, EmbeddedServer
 
         address = own_address(towards, interface)
-        bind = ALL_ADDRESSES if address else LOOPBACK
-        server = self._server = EmbeddedServer(bind=bind, port=port, password=password)
-        self._restart_redis = lambda: EmbeddedServer(bind=bind, port=server.port, password=password)
+        self._new_server = partial(EmbeddedServer, bind=ALL_ADDRESSES if address else LOOPBACK, password=password)
+        self._server = self._new_server(port=port)
         self._say("redis", address=address or LOOPBACK, port=self._server.port)
 
     def _keep_redis(self) -> None:
         """Start Redis again if it has died: where it was, and empty."""
-        if self._server is None or self._restart_redis is None or self._server.is_running:
-            return
-        with suppress(SchedulerLost, UserError):  # reported when it has failed for too long
-            self._server = self._restart_redis()
-
-    def _join(self, run: dict[str, Any], host: str) -> None:
-        from pipedec.cluster.node_run import NodeRun
-
-        self._run = NodeRun(validated(LaunchedRun, run), host, self._ranks, self._say)
-        self._say("joined")
-
-    def _start_rank(self, rank: int) -> None:
-        assert self._run is not None
-        self._run.start_rank(rank)
-        self._running.add(rank)
-
-    def _begin_watch(self, digests: dict[str, dict[str, str]]) -> None:
-        assert self._run is not None
-        self._run.digests = digests
-        self._watch = self._run.watch(self._keep_redis)
-        self._watch.turn()  # publishes which ranks are here
-        self._is_on_its_own.set()
-        self._say("watching")
-
-
-def describe_host() -> dict[str, Any]:
-    """Facts about this host that the launcher compares before it goes on."""
-    return {
-        "protocol": PROTOCOL, "pipedec": __version__, "torch": installed_version("torch"),
-        "python": platform.python_version(), "hostname": socket.gethostname(), "pid": os.getpid(),
-    }  # fmt: skip
+        if self._server is not None and self._new_server is not None and not self._server.is_running:
+            with suppress(SchedulerLost, UserError):  # reported when it has failed for too long
+                self._server = self._new_server(port=self._server.port)
 
 
 def own_address(towards: list[str], interface: str | None) -> str | None:
     """The address at which other hosts reach this one; None if the launcher is on this host, and there are no others.
 
-    It is that of the configured interface, else of the route to one of ``towards``, else the one that ssh was given.
-
-    Raises:
-        PipedecError: there is no such address.
+    It is that of the configured interface, else of the route to one of ``towards``, else the one that ssh was given. Raises
+    PipedecError if there is no such address.
     """
-    from pipedec.cluster.network import interface_address, routed_address
-
     if interface is not None:
         if (address := interface_address(interface)) is None:
             raise PipedecError(f"there is no interface {interface} with an address: correct interface: in the file")

@@ -1,24 +1,31 @@
-"""The launcher's connection to the node of one host: a process of ssh, orders to it, news and complaints from it.
+"""The launcher's connection to the node of one host: a process of the user's own ssh, orders to it, news and complaints from it.
 
-Knows why a connection fails and says so in one line. What orders and news mean is the business of ``nodes``.
+The host ``localhost`` is this machine: programs are started there without ssh. Knows why a connection fails and says so in one
+line. What orders and news mean is the business of ``nodes``.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from queue import SimpleQueue
 from typing import IO, Any
 
-from pipedec.cluster.ssh import NO_DIRECTORY, SSH_FAILED, is_local, remote_command
-from pipedec.config import ServerConfig, ssh_program
+from pipedec.config import LaunchConfig, ServerConfig, ssh_program
 from pipedec.core import UserError
 
+CONNECT_SECONDS = 8
+NO_DIRECTORY = 101  # exit status of the remote command if its directory does not exist
+SSH_FAILED = 255  # exit status of ssh itself if it has no connection, or has lost it
+# A host that has vanished ends the connection after 15 seconds. ssh never asks for a password.
+_OPTIONS = ("BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "ServerAliveInterval=5", "ServerAliveCountMax=3")
 NO_PROGRAM = (126, 127)  # exit statuses of a shell that could not run a program
 NODE_MODULE = "pipedec.cluster.node"
 _LINE_CHARS = 500
@@ -28,12 +35,48 @@ _REASON_CHARS = 200
 News = tuple[str, "dict[str, Any] | None"]  # the host, and what its node says; None once the connection has ended
 
 
+def is_local(server: ServerConfig) -> bool:
+    """Whether this machine is meant."""
+    return server.ssh_destination == "localhost"
+
+
+def remote_command(server: ServerConfig, command: list[str], directory: str | None = None) -> list[str]:
+    """The command line, for this machine, that runs ``command`` on a host with the streams of the local process.
+
+    Args:
+        directory: where it runs; where it does not exist, the exit status is ``NO_DIRECTORY``. None for where the host's shell
+            starts.
+    """
+    enter = f"cd {shlex.quote(directory)} || exit {NO_DIRECTORY}; " if directory else ""
+    script = f"{enter}exec {shlex.join(command)}"
+    if is_local(server):
+        return ["sh", "-c", script]
+    return [*ssh_program(), *(word for option in _OPTIONS for word in ("-o", option)), server.ssh_destination, script]
+
+
+def node_python(server: ServerConfig, launch: LaunchConfig) -> str:
+    """The interpreter of a host: its own, else that of all hosts, else the path of the one that runs here."""
+    return server.python or launch.python or sys.executable
+
+
+def node_command(server: ServerConfig, launch: LaunchConfig, module: str = NODE_MODULE) -> list[str]:
+    """The command line that starts the node of a host."""
+    return remote_command(server, [node_python(server, launch), "-m", module], launch.directory)
+
+
+def end_links(links: Iterable[NodeLink], seconds: float) -> None:
+    """End several connections at once, after ``seconds`` by force."""
+    every, deadline = list(links), time.monotonic() + seconds
+    for link in every:
+        link.end()
+    for link in every:
+        link.wait(deadline)
+
+
 class NodeLink:
     """A node that is being started, or runs.
 
     Args:
-        python: the interpreter there.
-        directory: where it runs there; None for where the host's shell starts.
         news: gets what the node says.
         log: gets what the host prints, each line after the host's name; None to drop it.
         module: what runs there, and speaks as a node does.
@@ -43,26 +86,30 @@ class NodeLink:
     """
 
     def __init__(
-        self, server: ServerConfig, python: str, directory: str | None, news: SimpleQueue[News], log: IO[str] | None,
+        self, server: ServerConfig, launch: LaunchConfig, news: SimpleQueue[News], log: IO[str] | None = None,
         module: str = NODE_MODULE,
     ) -> None:  # fmt: skip
         self.server = server
-        self._python = python
-        self._directory = directory
-        self._module = module
+        self.python = node_python(server, launch)
+        self._directory = launch.directory
         self._news = news
         self._log = log
         self._printed: deque[str] = deque(maxlen=20)
-        self._process = self._spawn()
+        try:
+            # A session of its own keeps Ctrl-C from it: the supervisor ends it when the ranks have ended.
+            self._process = subprocess.Popen(
+                node_command(server, launch, module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            program = ssh_program()[0]
+            raise UserError(
+                f"cannot run {program} ({error.strerror}): install the client of OpenSSH, or set PIPEDEC_SSH"
+            ) from None
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._scribe = threading.Thread(target=self._write_down, daemon=True)
         self._scribe.start()
         self._listener.start()
-
-    @staticmethod
-    def command(server: ServerConfig, python: str, directory: str | None, module: str = NODE_MODULE) -> list[str]:
-        """The command line that starts the node of ``server``."""
-        return remote_command(server, [python, "-m", module], directory)
 
     def order(self, name: str, **contents: Any) -> None:
         """Give an order. One that does not arrive is no error: the end of the connection is news."""
@@ -85,7 +132,7 @@ class NodeLink:
 
     def reason_and_mend(self) -> tuple[str, str | None]:
         """Why a node that should run has ended, and what to do if that is known."""
-        status, last = self._process.wait(), self._last_line()
+        status, last = self._process.wait(), self.complaint()
         missing = next((found[1] for line in self._printed if (found := re.search(r"No module named '?([\w.]+)", line))), None)
         if status == SSH_FAILED and not is_local(self.server):
             reason = f"ssh failed: {last.removeprefix('ssh: ') or 'no reason given'}"
@@ -93,16 +140,16 @@ class NodeLink:
         if status == NO_DIRECTORY:
             return f"there is no directory {self._directory}", "create it, or correct launch.directory in the file"
         if status in NO_PROGRAM:
-            return f"there is no interpreter {self._python}", "set python: of this server, or of launch, in the file"
+            return f"there is no interpreter {self.python}", "set python: of this server, or of launch, in the file"
         if missing is not None and missing.startswith("pipedec"):
-            return f"{self._python} has no pipedec", "install it there, or set python: of this server in the file"
+            return f"{self.python} has no pipedec", "install it there, or set python: of this server in the file"
         if missing is not None:
-            return f"{self._python} has no module {missing}, which pipedec needs", "install pipedec there with pip"
+            return f"{self.python} has no module {missing}, which pipedec needs", "install pipedec there with pip"
         return f"the node ended with exit status {status}" + (f": {last}" if last else ""), None
 
-    def complaint(self) -> str | None:
-        """The last line that the host printed, or None."""
-        return self._last_line() or None
+    def complaint(self) -> str:
+        """The last line that the host printed; empty if it has printed none."""
+        return self._printed[-1][:_REASON_CHARS] if self._printed else ""
 
     def end(self) -> None:
         """Let the node end what it has started, by closing its standard input."""
@@ -113,7 +160,7 @@ class NodeLink:
             return
 
     def wait(self, deadline: float) -> None:
-        """Wait until the connection has ended; end it by force at ``deadline`` (of ``time.monotonic``)."""
+        """Wait until the connection has ended; end it by force at ``deadline`` (monotonic)."""
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -121,19 +168,6 @@ class NodeLink:
             self._process.wait()
         for thread in (self._listener, self._scribe):
             thread.join(1.0)
-
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        command = self.command(self.server, self._python, self._directory, self._module)
-        try:
-            # A session of its own keeps Ctrl-C from it: the supervisor ends it when the ranks have ended.
-            return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-            )
-        except OSError as error:
-            program = ssh_program()[0]
-            raise UserError(
-                f"cannot run {program} ({error.strerror}): install the client of OpenSSH, or set PIPEDEC_SSH"
-            ) from None
 
     def _listen(self) -> None:
         """Pass on the node's news, without the output of login shells."""
@@ -157,15 +191,10 @@ class NodeLink:
             texts = (text for line in lines if (text := line.decode(errors="replace").strip()))
             for number, text in enumerate(texts):
                 self._printed.append(text)
-                if self._log is not None and number < _LOG_LINES and not self._log.closed:
-                    self._log_line(f"{self.server.host}: {text[:_LINE_CHARS]}")
-
-    def _log_line(self, text: str) -> None:
-        try:
-            print(text, file=self._log, flush=True)
-        except OSError as error:
-            self._log = None
-            print(f"pipedec: what {self.server.host} prints is no longer logged: {error.strerror}", file=sys.stderr)
-
-    def _last_line(self) -> str:
-        return self._printed[-1][:_REASON_CHARS] if self._printed else ""
+                if self._log is None or number >= _LOG_LINES or self._log.closed:
+                    continue
+                try:
+                    print(f"{self.server.host}: {text[:_LINE_CHARS]}", file=self._log, flush=True)
+                except OSError as error:
+                    self._log = None
+                    print(f"pipedec: what {self.server.host} prints is no longer logged: {error.strerror}", file=sys.stderr)

@@ -1,20 +1,25 @@
-"""A node's part in a run: its ranks, their watch, and what a host does that takes over a rank of another one. Loads no torch."""
+"""A node's part in a run: its ranks, their watch, and what a host does that takes over a rank of another one. Loads no torch.
+
+Also the data of the run, which nodes receive and pass on to the processes of their ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import asdict
 
 from pipedec.checkpoints import CheckpointPart, check_here
-from pipedec.cluster.address import RunAddress
-from pipedec.cluster.host_watch import HostWatch
+from pipedec.cluster.entry import run_rank
+from pipedec.cluster.host_watch import HostWatch, WatchedHost
 from pipedec.cluster.logs import WATCH, run_log
-from pipedec.cluster.node_rank import LaunchedRank, LaunchedRun, serve_rank
+from pipedec.cluster.place import RankPlace, RunAddress
 from pipedec.cluster.processes import RankProcesses
 from pipedec.cluster.spares import Spares
-from pipedec.config import ClusterConfig, cluster_from_json
+from pipedec.config import cluster_from_json
 from pipedec.core import UserError
 from pipedec.messages import Recovery
 from pipedec.plan.files import checkpoints_of, host_parts
@@ -22,6 +27,26 @@ from pipedec.plan.partition import plan
 from pipedec.plan.placement import Placement, rank_places, spare_places
 from pipedec.scheduler import SupervisorScheduler
 from pipedec.topology import Topology
+
+if TYPE_CHECKING:
+    from pipedec.plan.spec import PipelineSpec
+
+
+@dataclass(frozen=True)
+class LaunchedRun:
+    """The data that every node has, so that each can start any rank.
+
+    Attributes:
+        config: the cluster.yaml with one partition, as JSON.
+        redis_host: the host on which Redis was started; None if it runs elsewhere.
+        num_spares: as --spares.
+    """
+
+    config: str = field(repr=False)
+    redis_url: str = field(repr=False)
+    run_id: str
+    redis_host: str | None
+    num_spares: int | None
 
 
 class NodeRun:
@@ -47,9 +72,8 @@ class NodeRun:
         self._config, self._settings = config, config.settings
         self.digests: Mapping[str, Mapping[str, str]] = {}
         self._spares = Spares(rank_places(config), spare_places(config, count=run.num_spares), run.redis_host)
-        check_here(
-            [CheckpointPart(key, model) for key, model in checkpoints_of(config).items()], "this host"
-        )  # the plan reads them
+        parts = [CheckpointPart(key, model) for key, model in checkpoints_of(config).items()]
+        check_here(parts, "this host")  # the plan reads them
         check_here(host_parts(config, self._spares.standing_by).get(host, ()), "this host")
         self._scheduler: SupervisorScheduler | None = None
         self._log = ExitStack()
@@ -68,8 +92,10 @@ class NodeRun:
         else:  # one rank of each host compares its checkpoints with those of rank 0
             local_rank = len(others) if rank else 0
             local_world_size = min(len(self._spares.devices(self._host)), most)
-        started = LaunchedRank(self._run, rank, world_size, local_rank, local_world_size, placed, self.digests)
-        self._processes.start(rank, serve_rank, started)
+        place = RankPlace(
+            rank, world_size, local_rank, local_world_size, placed.host, self._settings.cluster.recovers, digests=self.digests
+        )
+        self._processes.start(rank, serve_rank, self._run, place, placed)
         self._say("started", rank=rank, pid=self._processes.pids[rank])
 
     def watch(self, keep_redis: Callable[[], None]) -> HostWatch:
@@ -78,10 +104,16 @@ class NodeRun:
         topology = Topology.even(cut.stages, cut.num_groups)
         self._scheduler = scheduler = RunAddress(self._run.redis_url, self._run.run_id).scheduler(SupervisorScheduler, topology)
         self._log.enter_context(run_log(self._run.run_id, WATCH, cluster.log_level, lambda: scheduler.epoch))
-        return HostWatch(
-            self._scheduler, self._host, self._processes, self.start_rank, cluster, keep_redis, self._tell,
-            spares.reassigned if cluster.recovers else None, spares.host_to_leave, _planned_ms(self._config),
-        )  # fmt: skip
+
+        def say(recovery: Recovery) -> None:
+            self._say("recovery", recovery=asdict(recovery))
+
+        try:
+            timestep_ms = plan(self._config).timestep_ms
+        except UserError:  # the models are not on this host, as on a spare that is not ready
+            timestep_ms = 0.0
+        host = WatchedHost(self._host, self._processes, self.start_rank, keep_redis, say)
+        return HostWatch(scheduler, host, cluster, spares if cluster.recovers else None, timestep_ms)
 
     def close(self) -> None:
         """Close the connection to Redis, and the log."""
@@ -89,13 +121,19 @@ class NodeRun:
         if self._scheduler is not None:
             self._scheduler.client.close()
 
-    def _tell(self, recovery: Recovery) -> None:
-        self._say("recovery", recovery=asdict(recovery))
 
+def serve_rank(run: LaunchedRun, place: RankPlace, placed: Placement, report: Callable[[Any], None]) -> int:
+    """Serve in a rank's process, on the device ``placed`` (not always the planned one); returns its exit status."""
+    config = cluster_from_json(run.config)
+    cut = config.settings.cut
 
-def _planned_ms(config: ClusterConfig) -> float:
-    """The timestep of the plan; 0 where the models are not on this host, as on a spare that is not ready."""
-    try:
-        return plan(config).timestep_ms
-    except UserError:
-        return 0.0
+    def make_spec() -> PipelineSpec:
+        from pipedec.engine.build import resolve_partition
+
+        spec = resolve_partition(config)
+        assert spec.places is not None
+        places = [placed if rank == place.rank else planned for rank, planned in enumerate(spec.places)]
+        return replace(spec, places=tuple(places))
+
+    topology = Topology.even(cut.stages, cut.num_groups)
+    return run_rank(place, topology, make_spec, RunAddress(run.redis_url, run.run_id), lambda *told: report(told))

@@ -6,7 +6,6 @@ Knows which host each rank is on. Loads no torch.
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -16,11 +15,10 @@ from typing import IO, Any
 from pipedec import __version__
 from pipedec.cluster.network import host_of_destination
 from pipedec.cluster.node import PROTOCOL
-from pipedec.cluster.node_link import News, NodeLink
-from pipedec.cluster.node_rank import LaunchedRun
+from pipedec.cluster.node_link import News, NodeLink, end_links, is_local, node_command
+from pipedec.cluster.node_run import LaunchedRun
 from pipedec.cluster.processes import describe_exit
-from pipedec.cluster.ssh import is_local
-from pipedec.config import RANK_ENVIRONMENT, ClusterConfig, RedisConfig, ServerConfig, transport_environment
+from pipedec.config import RANK_ENVIRONMENT, ClusterConfig, RedisConfig, transport_environment
 from pipedec.core import PipedecError, UserError
 from pipedec.messages import Recovery
 from pipedec.plan.placement import Placement
@@ -40,12 +38,15 @@ class Nodes:
     Args:
         places: of ranks 0..n.
         spares: devices that stand by.
+
+    Attributes:
+        host_of: the host of each rank, as far as its node has reported it.
     """
 
     def __init__(self, config: ClusterConfig, places: Sequence[Placement], spares: Sequence[Placement] = ()) -> None:
         self._config = config
         self._spare_hosts = [place.host for place in spares]
-        self._host_of = {rank: place.host for rank, place in enumerate(places)}
+        self.host_of = {rank: place.host for rank, place in enumerate(places)}
         self._links: dict[str, NodeLink] = {}
         self._news: SimpleQueue[News] = SimpleQueue()
         self._pids: dict[int, int] = {}
@@ -59,29 +60,18 @@ class Nodes:
     def hosts(self) -> list[str]:
         """Hosts with a rank, a spare or Redis, in the order of their first ranks."""
         more = [self._config.redis.host] if self._config.redis.host else []
-        return list(dict.fromkeys([*self._host_of.values(), *self._spare_hosts, *more]))
-
-    def host_of(self, rank: int) -> str:
-        """The host of a rank, as far as its node has reported it."""
-        return self._host_of[rank]
+        return list(dict.fromkeys([*self.host_of.values(), *self._spare_hosts, *more]))
 
     def ranks_on(self, host: str) -> list[int]:
-        return [rank for rank, its_host in self._host_of.items() if its_host == host]
-
-    def server(self, host: str) -> ServerConfig:
-        return self._config.server(host)
-
-    def python(self, host: str) -> str:
-        """The interpreter of a host: its own, else that of all hosts, else the path of the one that runs here."""
-        return self.server(host).python or self._config.launch.python or sys.executable
+        return [rank for rank, its_host in self.host_of.items() if its_host == host]
 
     def command(self, host: str) -> list[str]:
         """The command line that starts the node of a host."""
-        return NodeLink.command(self.server(host), self.python(host), self._config.launch.directory)
+        return node_command(self._config.server(host), self._config.launch)
 
     def environment(self, host: str) -> dict[str, str]:
         """The variables that a host's ranks get: GPUs are counted as ``nvidia-smi`` does unless the file says otherwise."""
-        server, passed_on = self.server(host), transport_environment()
+        server, passed_on = self._config.server(host), transport_environment()
         if server.interface is not None:  # the file knows the host better than the launching shell does
             passed_on = {name: value for name, value in passed_on.items() if not name.endswith("_SOCKET_IFNAME")}
         return {
@@ -92,30 +82,28 @@ class Nodes:
         }
 
     def connect(self, log: IO[str] | None, seconds: float = CONNECT_SECONDS) -> None:
-        """Start all nodes at once, and compare their versions with this one's. Their ranks' imports begin.
-
-        Args:
-            seconds: in which every host must answer.
-
-        Raises:
-            UserError: names a host that cannot be used, why, and what to do.
+        """Start all nodes at once, and compare their versions with this one's. Their ranks' imports begin. Raises
+        PipedecError, which names a host that cannot be used or does not answer within ``seconds``, why, and what to do.
         """
         for host in self.hosts:
-            directory = self._config.launch.directory
-            link = NodeLink(self.server(host), self.python(host), directory, self._news, log)
-            self._links[host] = link
-            link.order("prepare", environment=self.environment(host))
+            self._links[host] = NodeLink(self._config.server(host), self._config.launch, self._news, log)
+            self._links[host].order("prepare", environment=self.environment(host))
         for host, hello in self._await("hello", self.hosts, seconds).items():
-            _check_versions(host, self.python(host), hello)
+            python = self._links[host].python
+            if hello["pipedec"] != __version__ or hello["protocol"] != PROTOCOL:
+                raise UserError(
+                    f"{host}: {python} has pipedec {hello['pipedec']} (protocol {hello['protocol']}), but here it is "
+                    f"{__version__} (protocol {PROTOCOL}): install the same version on every host"
+                )
+            if hello["torch"] is None:
+                raise UserError(f"{host}: {python} has no torch: install pipedec there with pip")
 
     def start_redis(self, host: str, port: int | None, password: str) -> str:
-        """Start Redis on a host; its URL, with the password, at an address that the other hosts reach.
-
-        Raises:
-            PipedecError: names the host and says why it did not start.
-        """
-        towards = [name for other in self.hosts if other != host for name in _names_of(self.server(other))]
-        interface = self.server(host).interface if towards or not is_local(self.server(host)) else None
+        """Start Redis on a host; its URL, with the password, as others reach it. Raises PipedecError, which names the host."""
+        own, others = self._config.server(host), [self._config.server(other) for other in self.hosts if other != host]
+        names = [(host_of_destination(other.ssh_destination), other.host, other.hostname) for other in others]
+        towards = [name for alternatives in names for name in alternatives if name is not None]
+        interface = own.interface if towards or not is_local(own) else None
         self._links[host].order("redis", port=port, password=password, towards=towards, interface=interface)
         started = self._await("redis", [host], REDIS_SECONDS)[host]
         address = f"[{started['address']}]" if ":" in started["address"] else started["address"]
@@ -123,27 +111,17 @@ class Nodes:
         assert url is not None
         return url
 
-    def tell(self, run: LaunchedRun) -> None:
-        """Tell all nodes of the run.
-
-        Raises:
-            UserError: a host lacks a part of the checkpoints.
-        """
+    def start(self, run: LaunchedRun) -> None:
+        """Describe the run to all nodes, and start its ranks. Raises UserError if a host lacks a part of the checkpoints."""
         for host, link in self._links.items():
             link.order("join", run=asdict(run), host=host)
         self._await("joined", self._links, JOIN_SECONDS)
-
-    def start_rank(self, rank: int) -> None:
-        self._links[self._host_of[rank]].order("start", rank=rank)
+        for rank, host in list(self.host_of.items()):
+            self._links[host].order("start", rank=rank)
 
     def watch(self, digests: Mapping[str, Mapping[str, str]]) -> None:
-        """Let every node watch its ranks: from now on they need this process no longer.
-
-        Args:
-            digests: of the tensors with which the run has begun, by model and name; later ranks must have the same.
-
-        Raises:
-            PipedecError: names a host that could not begin.
+        """Let every node watch its ranks: from now on they need this process no longer. Later ranks must have the same
+        ``digests`` of tensors, by model and name. Raises PipedecError, which names a host that could not begin.
         """
         for link in self._links.values():
             link.order("watch", digests=digests)
@@ -157,7 +135,7 @@ class Nodes:
     @property
     def are_over(self) -> bool:
         """Whether the part of all hosts with ranks in the run has ended; a spare may not have noticed yet."""
-        return set(self._host_of.values()) <= self._over | self._lost.keys()
+        return set(self.host_of.values()) <= self._over | self._lost.keys()
 
     def recoveries(self, seconds: float) -> list[Recovery]:
         """Wait up to ``seconds`` for news; the recoveries that nodes have reported since the last call."""
@@ -176,11 +154,11 @@ class Nodes:
         return dict(self._statuses)
 
     def describe_end(self, rank: int) -> str:
-        host = self._host_of[rank]
+        host = self.host_of[rank]
         if self._statuses[rank] == _LOST and host in self._lost:
             return f"was lost with its host: {self._lost[host]}"
         end = f"{describe_exit(self._statuses[rank])} on {host}"
-        printed = self._links[host].complaint() if self._statuses[rank] > 0 else None
+        printed = self._links[host].complaint() if self._statuses[rank] > 0 else ""
         return f"{end}: {printed.removeprefix('pipedec: ').removeprefix(f'rank {rank}: ')}" if printed else end
 
     def read(self, seconds: float) -> list[tuple[int, Any]]:
@@ -188,25 +166,11 @@ class Nodes:
         reports, self._reports = self._reports, []
         return reports
 
-    def wait_for_end(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not self._statuses and (left := deadline - time.monotonic()) > 0:
-            self._take(min(left, 1.0))  # another thread may take the news that ends this
-        return bool(self._statuses)
-
-    def join(self) -> None:
-        deadline = time.monotonic() + END_SECONDS
-        while self._statuses.keys() != self._pids.keys() and (left := deadline - time.monotonic()) > 0:
-            self._take(left)
-
     def kill(self) -> None:
         """End all nodes, and with them their ranks and Redis; forget them."""
         for link in self._links.values():
             link.order("end")
-            link.end()
-        deadline = time.monotonic() + END_SECONDS
-        for link in self._links.values():
-            link.wait(deadline)
+        end_links(self._links.values(), END_SECONDS)
         self._links, self._news = {}, SimpleQueue()
         for known in (self._pids, self._statuses, self._lost):
             known.clear()
@@ -244,7 +208,7 @@ class Nodes:
     def _note(self, host: str, news: dict[str, Any] | None) -> None:
         match news:
             case {"news": "started", "rank": rank, "pid": pid}:
-                self._pids[rank], self._host_of[rank] = pid, host
+                self._pids[rank], self.host_of[rank] = pid, host
                 self._statuses.pop(rank, None)
             case {"news": "recovery", "recovery": told}:
                 self._recoveries.append(validated(Recovery, told))
@@ -264,19 +228,3 @@ class Nodes:
         for rank in self.ranks_on(host):
             self._pids.setdefault(rank, 0)
             self._statuses.setdefault(rank, _LOST)
-
-
-def _names_of(server: ServerConfig) -> list[str]:
-    """Names by which another host may find this one."""
-    return [name for name in (host_of_destination(server.ssh_destination), server.host, server.hostname) if name is not None]
-
-
-def _check_versions(host: str, python: str, hello: dict[str, Any]) -> None:
-    """Raises UserError unless the node is of this version."""
-    if hello["pipedec"] != __version__ or hello["protocol"] != PROTOCOL:
-        raise UserError(
-            f"{host}: {python} has pipedec {hello['pipedec']} (protocol {hello['protocol']}), but here it is {__version__} "
-            f"(protocol {PROTOCOL}): install the same version on every host"
-        )
-    if hello["torch"] is None:
-        raise UserError(f"{host}: {python} has no torch: install pipedec there with pip")

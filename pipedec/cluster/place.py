@@ -1,32 +1,83 @@
-"""Compares where a rank runs with the plan: the host, and the kind and memory of its GPU. Loads nothing and sends nothing."""
+"""Where a rank runs and how it reaches its run: the data with which its process starts, and their comparison with the plan.
+
+Loads no torch, unless a GPU is to be checked.
+"""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pipedec.cluster.address import RankPlace
 from pipedec.cluster.network import is_this_host
 from pipedec.config import ServerConfig
 from pipedec.core import UserError
 from pipedec.hardware import DEVICES
 from pipedec.plan.placement import Placement
-from pipedec.topology import rank_name
+from pipedec.scheduler import BaseScheduler, connect
+from pipedec.topology import Topology, rank_name
 
 if TYPE_CHECKING:
     import torch
 
     from pipedec.plan.spec import PipelineSpec
 
+_Scheduler = TypeVar("_Scheduler", bound=BaseScheduler)
+
+# What the rank does, how many units are done, how many there are; or "digests", and those of what it reads, by model and name.
+Report = Callable[[str, Any, int], None]
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Which rank a process is.
+
+    Attributes:
+        local_rank, local_world_size: its number among the ranks of its host, and theirs.
+        host: the host of cluster.yaml on which it was started, if known.
+        recovers: whether lost ranks are replaced; if not, the loss of one ends the run.
+        survives: whether this process goes on when another rank is lost; if not, it ends and all ranks are started again.
+        digests: of the tensors with which the run began, by model and name, as far as they are known.
+        lists: whether it digests all tensors that its host has, so that the others are compared with them.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    host: str | None = None
+    recovers: bool = False
+    survives: bool = True
+    digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False, hash=False)
+    lists: bool = False
+
+    @property
+    def has_others_elsewhere(self) -> bool:
+        """Whether the run has ranks on other hosts, or may yet have."""
+        return self.local_world_size < self.world_size
+
+    @property
+    def speaks_for_host(self) -> bool:
+        """Whether it is the rank that compares its host with the others, if the run has ranks elsewhere."""
+        return self.local_rank == 0 and self.has_others_elsewhere
+
+
+@dataclass(frozen=True)
+class RunAddress:
+    """Where a run's scheduler is: a Redis URL (with its password: never print it) and the run's name."""
+
+    redis_url: str = field(repr=False)
+    run_id: str
+
+    def scheduler(self, kind: type[_Scheduler], topology: Topology) -> _Scheduler:
+        """The run's scheduler for a rank, a client or a supervisor. Raises SchedulerLost if Redis cannot be reached."""
+        return kind(connect(self.redis_url), self.run_id, topology)
+
 
 def checked_host(place: RankPlace, places: Sequence[Placement] | None, servers: Sequence[ServerConfig]) -> str:
-    """The name of this host: in the plan, else what the machine calls itself.
-
-    Args:
-        places: the planned place of every rank; None without a plan.
-        servers: the hosts of the plan.
+    """The name of this host: in the plan (``places`` of every rank, on ``servers``), else what the machine calls itself.
 
     Raises:
         UserError: the plan puts the rank on another host, or this host cannot be identified.

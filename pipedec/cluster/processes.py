@@ -13,8 +13,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -24,15 +24,12 @@ from typing import Any, NoReturn, TypeVar
 from pipedec.core import PipedecError
 
 Result = TypeVar("Result")
+_Spawned = tuple[ForkServerProcess, Connection]
 
+# Exit statuses of ranks.
 FAILED = 1
-"""Exit status of a rank that failed."""
-
-LOST_ANOTHER = 3
-"""Exit status of a rank that could not go on because another one had failed, ended or fallen silent."""
-
-ABORTED = -signal.SIGABRT
-"""Exit status of a rank that a library or the interpreter has aborted."""
+LOST_ANOTHER = 3  # it could not go on because another one had failed, ended or fallen silent
+ABORTED = -signal.SIGABRT  # by a library or the interpreter
 
 _PRELOAD = ["pipedec.cluster.fork_server"]
 _END_SECONDS = 10.0
@@ -53,15 +50,10 @@ class RankProcesses:
 
         ``body``, its arguments and what it reports must be picklable.
         """
-        context = start_fork_server()
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_run, args=(body, arguments, sender), name=f"pipedec rank {rank}")
-        with _without_main_module():
-            process.start()
-        sender.close()
-        self._close_pipes([pipe for pipe, its_rank in self._pipes.items() if its_rank == rank])
+        process, reports = _spawn(_run, f"pipedec rank {rank}", body, arguments)
+        self._close_pipe(rank)
         self._processes[rank] = process
-        self._pipes[receiver] = rank
+        self._pipes[reports] = rank
 
     def waitables(self, ranks: Iterable[int]) -> list[Connection | int]:
         """Objects that become readable when a rank reports or one of ``ranks`` ends (see ``multiprocessing.connection.wait``)."""
@@ -71,6 +63,11 @@ class RankProcesses:
     def pids(self) -> dict[int, int]:
         """Process ids by rank."""
         return {rank: process.pid for rank, process in self._processes.items() if process.pid is not None}
+
+    @property
+    def alive(self) -> list[int]:
+        """Ranks whose process runs."""
+        return [rank for rank, process in self._processes.items() if process.exitcode is None]
 
     @property
     def exit_statuses(self) -> dict[int, int]:
@@ -105,7 +102,7 @@ class RankProcesses:
 
     def forget(self, rank: int) -> None:
         """No longer know a rank that has ended: another host has it."""
-        self._close_pipes([pipe for pipe, its_rank in self._pipes.items() if its_rank == rank])
+        self._close_pipe(rank)
         del self._processes[rank]
 
     def exit_status(self, rank: int) -> int | None:
@@ -113,27 +110,20 @@ class RankProcesses:
         self._processes[rank].join(_END_SECONDS)
         return self._processes[rank].exitcode
 
-    def wait_for_end(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` until a rank ends; whether one has."""
-        return bool(wait([process.sentinel for process in self._processes.values()], timeout=seconds))
-
-    def join(self) -> None:
-        """Wait up to ten seconds until all ranks have ended."""
-        deadline = time.monotonic() + _END_SECONDS
-        for process in self._processes.values():
-            process.join(max(0.0, deadline - time.monotonic()))
-
     def kill(self) -> None:
-        """Kill the ranks that still run, and forget all of them."""
+        """Kill the ranks that still run, wait up to ten seconds for their ends, and forget all of them."""
         for process in self._processes.values():
             if process.exitcode is None:
                 process.kill()
-        self.join()
-        self._close_pipes(list(self._pipes))
+        deadline = time.monotonic() + _END_SECONDS
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+        for rank in self._processes:
+            self._close_pipe(rank)
         self._processes.clear()
 
-    def _close_pipes(self, pipes: Iterable[Connection]) -> None:
-        for pipe in pipes:
+    def _close_pipe(self, rank: int) -> None:
+        for pipe in [pipe for pipe, its_rank in self._pipes.items() if its_rank == rank]:
             del self._pipes[pipe]
             pipe.close()
 
@@ -143,21 +133,16 @@ def run_apart(body: Callable[..., Result], *arguments: Any) -> Result:
 
     ``body``, its arguments and its result must be picklable. Raises what it raises.
     """
-    context = start_fork_server()
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(body, arguments, sender), name=f"pipedec {body.__name__}")
-    with _without_main_module():
-        process.start()
-    sender.close()
+    process, answers = _spawn(_answer, f"pipedec {body.__name__}", body, arguments)
     try:
-        outcome = receiver.recv()
+        outcome = answers.recv()
     except EOFError:
         process.join(_END_SECONDS)
         raise PipedecError(f"the process that should {body.__name__} {describe_exit(process.exitcode or 0)}") from None
     finally:
         process.kill()
         process.join(_END_SECONDS)
-        receiver.close()
+        answers.close()
     if isinstance(outcome, Exception):
         raise outcome
     result: Result = outcome
@@ -198,46 +183,39 @@ def start_fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     resource_tracker.ensure_running()  # the fork server would start it, which would unblock SIGINT
-    usual = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        with _short_temporary_directory():
-            forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
-    return context
-
-
-@contextmanager
-def _short_temporary_directory() -> Iterator[None]:
-    """Makes multiprocessing put its socket into /tmp where the path below TMPDIR would be too long for a Unix socket.
-
-    multiprocessing chooses its directory once per process, and removes it when the process ends.
-    """
+    # multiprocessing puts its socket into the temporary directory that it chooses once per process.
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) + _SOCKET_NAME_BYTES > _SOCKET_PATH_BYTES:
         tempfile.tempdir = _SHORT_DIRECTORY
+    usual_signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        forkserver.ensure_running()
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual_signals)
         tempfile.tempdir = usual
+    return context
 
 
-@contextmanager
-def _without_main_module() -> Iterator[None]:
-    """Keeps multiprocessing from importing the program's main module in the rank, which needs nothing of it.
+def _spawn(main: Callable[..., None], name: str, body: Callable[..., Any], arguments: tuple[Any, ...]) -> _Spawned:
+    """A process that runs ``main(body, arguments, sender)``, and the other end of that pipe.
 
-    So a script that starts ranks needs no ``if __name__ == "__main__":``, and may be read from standard input.
+    multiprocessing would import the program's main module in the process, which needs nothing of it: so a script that starts
+    ranks needs no ``if __name__ == "__main__":``, and may be read from standard input.
     """
+    context = start_fork_server()
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=main, args=(body, arguments, sender), name=name)
     main_module = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
-        yield
+        process.start()
     finally:
         sys.modules["__main__"] = main_module
+    sender.close()
+    return process, receiver
 
 
 def _run(body: Callable[..., int], arguments: tuple[Any, ...], reports: Connection) -> None:
-    """The main function of a rank's process."""
     _begin_rank_process()
 
     def report(content: Any) -> None:
@@ -250,7 +228,6 @@ def _run(body: Callable[..., int], arguments: tuple[Any, ...], reports: Connecti
 
 
 def _answer(body: Callable[..., Any], arguments: tuple[Any, ...], answers: Connection) -> None:
-    """Body of the process that ``run_apart`` starts."""
     _begin_rank_process()
     try:
         outcome = body(*arguments)

@@ -10,22 +10,18 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from pipedec.checkpoints import check_here
-from pipedec.cluster.address import RankPlace, Report
-from pipedec.cluster.clock import measured_offset_us
-from pipedec.cluster.epochs import next_epoch
-from pipedec.cluster.lease import RECOVERY_SECONDS, LeaseKeeper
-from pipedec.cluster.meeting import Meeting
-from pipedec.cluster.memory import RankMemory
-from pipedec.cluster.place import check_device, checked_host
+from pipedec.cluster.lease import RECOVERY_SECONDS, LeaseKeeper, next_epoch
+from pipedec.cluster.meeting import Meeting, Met, RankMemory
+from pipedec.cluster.network import measured_offset_us
+from pipedec.cluster.place import RankPlace, Report, check_device, checked_host
 from pipedec.cluster.processes import leave
 from pipedec.config import AUTO, captures_graphs
 from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost
@@ -60,46 +56,24 @@ _SURVIVED = (RankLost, EpochEnded, SchedulerLost)  # end an epoch, but not this 
 _LARGE_OFFSET_US = 1_000_000
 
 
-def serve(
-    place: RankPlace, spec: PipelineSpec, scheduler: RankScheduler, report: Report, store: Store | None,
-    describe: Callable[[RankDescription], None],
-) -> None:  # fmt: skip
-    """Serve as one rank until the run is stopped. For the arguments see ``run_rank``.
+class Rank:
+    """A process that takes part in one epoch of the run after another, and loads its weights once.
 
-    Raises:
-        PipedecError: this rank cannot serve, or another one has failed and is not replaced.
+    For the arguments see ``run_rank``. Raises UserError if this host, its checkpoints or its GPU do not suit the rank.
     """
-    share = (os.cpu_count() or 1) // place.local_world_size
-    torch.set_num_threads(max(1, min(share, torch.get_num_threads())))  # OMP_NUM_THREADS may ask for fewer
-    scheduler.enter(scheduler.current_epoch() or 0)
-    _Rank(place, spec, scheduler, report, store, describe).live()
-
-
-@dataclass(frozen=True)
-class _Joined:
-    """A rank that has met the others in an epoch.
-
-    Attributes:
-        backend: of its transfers to the next stage.
-        digests: see ``Met``.
-    """
-
-    backend: Choice
-    interface: Choice
-    digests: Mapping[str, str]
-
-
-class _Rank:
-    """A process that takes part in one epoch of the run after another, and loads its weights once."""
 
     def __init__(
         self, place: RankPlace, spec: PipelineSpec, scheduler: RankScheduler, report: Report, store: Store | None,
         describe: Callable[[RankDescription], None],
     ) -> None:  # fmt: skip
-        self._place, self._spec, self._scheduler = place, spec, scheduler
+        share = (os.cpu_count() or 1) // place.local_world_size
+        torch.set_num_threads(max(1, min(share, torch.get_num_threads())))  # OMP_NUM_THREADS may ask for fewer
+        scheduler.enter(scheduler.current_epoch() or 0)
+        self._place = replace(place, host=checked_host(place, spec.places, spec.servers))
+        self._spec, self._scheduler = spec, scheduler
         self._report, self._describe = report, describe
-        self._host = checked_host(place, spec.places, spec.servers)
-        check_here(spec.parts(place.rank), f"{rank_name(place.rank)} on {self._host}")
+        self._name = f"{rank_name(place.rank)} on {self._place.host}"
+        check_here(spec.parts(place.rank), self._name)
         self._device = rank_device(spec, place.rank, place.local_rank)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -111,13 +85,12 @@ class _Rank:
             self._wanted.name, place.rank, hidden_size, DTYPES[spec.dtype], self._device, self._streams
         )
         self._activity = Activity()
-        self._lease = LeaseKeeper(
-            scheduler, place.rank, self._activity, self._transport.abort, place.recovers, place.survives,
-            leaves=lambda: not self._transport.can_rejoin,
-        )  # fmt: skip
-        self._memory = RankMemory(spec, place.rank, self._host, self._device)
-        self._meeting = Meeting(scheduler, place, self._host, spec, store, self._activity, self._memory, self._transport.versions)
+        self._lease = LeaseKeeper(scheduler, self._place, self._activity, self._transport)
+        self._memory = RankMemory(spec, self._place, self._device)
+        self._meeting = Meeting(scheduler, self._place, spec, self._memory, store, self._activity, self._transport.versions)
         self._first_epoch = scheduler.epoch
+        # Whether requests wait for this process, which can serve without its draft model.
+        self._loads_late = place.rank == 0 and scheduler.epoch > 0 and spec.draft is not None
         self._clock_offset_us = 0
         self._loop: DraftLoop | StageLoop | None = None  # once the weights are loaded
         self._cold: StageWorker | DraftModel | None = None  # loaded, and not warmed up yet
@@ -126,15 +99,17 @@ class _Rank:
         self._opened: RunDescription | None = None  # by rank 0
         self._submitted = 0  # requests, when it was
 
-    def live(self) -> None:
-        """Serve until the run is stopped, in any number of epochs. Raises as ``serve``."""
+    def serve(self) -> None:
+        """Serve in any number of epochs until the run is stopped. Raises PipedecError if this rank, or a lost one, ends it."""
         self._activity.meet_again()
         self._lease.start()  # before the meeting: digests of large checkpoints may take longer than the run's keys live
         while not self._serve_epoch():
             continue
         self._lease.stop()
         if self._place.rank == 0:
-            _wait_for_leavers(self._scheduler)
+            deadline = time.monotonic() + 10.0  # for the other ranks to leave; those that never do have died
+            while ((status := self._scheduler.status()).alive or status.expired) and time.monotonic() < deadline:
+                time.sleep(0.02)
             self._scheduler.clear()
         self._transport.close()
 
@@ -145,47 +120,42 @@ class _Rank:
             loop.serve(self._transport)
             return True
         except PipedecError as error:
-            if not self._place.recovers or not self._is_over(error):
+            if not self._place.recovers:
+                raise
+            is_over = isinstance(error, _SURVIVED) or self._scheduler.current_epoch() != self._scheduler.epoch
+            if not is_over:  # the epoch has not ended, and this is no consequence of that
                 raise
             self._outlive(error)
             return False
 
-    def _is_over(self, error: PipedecError) -> bool:
-        """Whether ``error`` means that the epoch has ended, or is a consequence of that."""
-        return isinstance(error, _SURVIVED) or self._scheduler.current_epoch() != self._scheduler.epoch
-
     def _take_part(self) -> DraftLoop | StageLoop:
         """Meet the others; load the weights and warm up, unless that is done. Returns the loop, ready to serve."""
         self._activity.begin("meeting")
-        joined = self._join()
+        met, backend = self._join()
         loop = self._loop = self._loop or self._load()
         if self._cold is not None:
             began = time.monotonic()
             self._cold.warm_up(self._usual, self._warming)
             logger.info("warmed up in %.1f s", time.monotonic() - began)
             self._cold = None
-        description = self._description(joined)
+        description = self._description(met, backend)
         if not self._has_served:
             self._describe(description)
-            logger.info("on %s: %s", self._host, description)
+            logger.info("on %s: %s", self._place.host, description)
         self._lease.settle()
         self._meeting.loaded(description)
-        if self._place.rank == 0:
-            self._open(joined)
+        if self._place.rank == 0:  # declares the run up when all ranks can serve
+            ranks = self._meeting.wait_for_all()
+            self._opened = self._spec.description(ranks, met.digests)
+            self._scheduler.open(self._opened, self._spec.duplex, self._place.recovers)
+            self._submitted = self._scheduler.status().submitted
+            logger.info("all %d ranks can serve: the run takes requests", len(ranks))
+            self._report("ready", 1, 1)
         self._has_served, self._apart = True, None
         return loop
 
-    def _open(self, joined: _Joined) -> None:
-        """Rank 0: wait until all ranks can serve, and declare the run up."""
-        ranks = self._meeting.wait_for_all()
-        self._opened = self._spec.description(ranks, joined.digests)
-        self._scheduler.open(self._opened, self._spec.duplex, self._place.recovers)
-        self._submitted = self._scheduler.status().submitted
-        logger.info("all %d ranks can serve: the run takes requests", len(ranks))
-        self._report("ready", 1, 1)
-
-    def _join(self) -> _Joined:
-        """Compare this place with the others', and connect to them."""
+    def _join(self) -> tuple[Met, Choice]:
+        """Compare this place with the others', and connect to them. Returns also the backend of transfers to the next stage."""
         with self._meeting.hold(lambda done, total: self._report("checking", done, total)) as met:
             if self._place.has_others_elsewhere and not self._has_served:
                 self._report("digests", met.own, 0)
@@ -200,13 +170,22 @@ class _Rank:
             )
             backend = Choice(self._transport.backend, why)
         logger.info("connected to the other ranks over %s (%s), interface %s", backend.name, backend.why, met.interface.name)
-        return _Joined(backend, Choice(met.interface.name, met.interface.why), met.digests)
+        return met, backend
 
     def _load(self) -> DraftLoop | StageLoop:
         self._activity.begin("loading")
         self._clock_offset_us = measured_offset_us(self._scheduler.clock_us)
         began = time.monotonic()
-        model = allocated(self._load_model, self._name)
+
+        def loading(done: int, total: int) -> None:
+            self._report("loading", done, total)
+
+        def load() -> StageWorker | DraftModel | None:
+            if self._place.rank > 0:
+                return load_stage(self._spec, self._place.rank, self._device, loading, self._timed_capture)
+            return None if self._loads_late else load_drafter(self._spec, self._device, loading, self._timed_capture)
+
+        model = allocated(load, self._name)
         self._memory.loaded()
         loop = self._new_loop(model)
         logger.info("loaded in %.1f s: %d KV slots, knee %d rows", time.monotonic() - began, self._spec.kv_slots, self._spec.knee)
@@ -214,80 +193,6 @@ class _Rank:
         gc.freeze()  # exclude loaded objects from garbage collection, which halts a timestep
         self._cold = model
         return loop
-
-    def _load_model(self) -> StageWorker | DraftModel | None:
-        if self._place.rank > 0:
-            return load_stage(self._spec, self._place.rank, self._device, self._loading, self._timed_capture)
-        return None if self._loads_late else load_drafter(self._spec, self._device, self._loading, self._timed_capture)
-
-    @property
-    def _loads_late(self) -> bool:
-        """Whether requests wait for this process, and it can serve without its draft model."""
-        return self._place.rank == 0 and self._first_epoch > 0 and self._spec.draft is not None
-
-    @property
-    def _usual(self) -> Usual:
-        return Usual(self._spec.knee if self._place.rank > 0 else DRAFT_KNEE, self._spec.max_context)
-
-    def _timed_capture(self, device: torch.device) -> Capture | None:
-        """How forwards are captured. Each capture counts as warming up whenever it happens."""
-        if (capture := device_capture(device)) is None:
-            return None
-
-        def told(run: Run) -> Run:
-            with self._activity.warming():
-                began = time.monotonic()
-                captured = capture(run)
-                logger.debug("captured a forward in %.2f s", time.monotonic() - began)
-                return captured
-
-        return told
-
-    def _new_loop(self, model: StageWorker | DraftModel | None) -> DraftLoop | StageLoop:
-        wiring = Wiring(
-            self._scheduler, self._transport, self._spec.topology,
-            tracer=Tracer(self._place.rank, clock_offset_us=self._clock_offset_us),
-            sequences=Sequences(self._spec.target),
-            place=self._device,
-            emulation=self._spec.emulation,
-            window=self._spec.window,
-            duplex=self._spec.duplex,
-            activity=self._activity,
-            device=self._streams,
-            turn=turn_of(self._spec.emulation, self._place.rank, self._scheduler.run_id),
-        )  # fmt: skip
-        if isinstance(model, StageWorker):
-            return StageLoop(model, self._place.rank, wiring)
-        return self._rank_zero(wiring, model)
-
-    def _rank_zero(self, wiring: Wiring, drafter: DraftModel | None) -> DraftLoop:
-        spec, limits, prompter = self._spec, self._spec.settings.limits, load_prompter(self._spec)
-        return DraftLoop(
-            wiring,
-            Admission(prompter, wiring.sequences, spec.topology.num_stages, limits.tree),
-            new_batch(spec, drafter, wiring.place),
-            limits.max_num_seqs,
-            load_drafter=self._load_late if self._loads_late else None,
-            make_feed=partial(LiveFeed, self._about(), prompter.text),
-        )
-
-    def _about(self) -> dict[str, Any]:
-        """The run, for the first frame of its live feed."""
-        spec = self._spec
-        return {
-            "epoch": 0,
-            "run": self._scheduler.run_id,
-            "target": spec.target.name,
-            "draft": None if spec.draft is None else spec.draft.name,
-            "method": None,
-            "emulated": None if spec.emulation is None else spec.emulation.preset,
-            "stages": spec.topology.num_stages,
-            "groups": spec.topology.num_groups,
-        }
-
-    @property
-    def _name(self) -> str:
-        return f"{rank_name(self._place.rank)} on {self._host}"
 
     def _load_late(self) -> Drafter:
         """Load the draft model in another thread."""
@@ -298,33 +203,86 @@ class _Rank:
         drafter.warm_up(self._usual)
         return drafter
 
-    def _loading(self, done: int, total: int) -> None:
-        self._report("loading", done, total)
+    @property
+    def _usual(self) -> Usual:
+        return Usual(self._spec.knee if self._place.rank > 0 else DRAFT_KNEE, self._spec.max_context)
 
     def _warming(self, done: int, total: int) -> None:
         self._activity.begin("warming")
         self._report("warming", done, total)
 
-    def _description(self, joined: _Joined) -> RankDescription:
+    def _timed_capture(self, device: torch.device) -> Capture | None:
+        """How forwards are captured. Each capture counts as warming up whenever it happens."""
+        if (capture := device_capture(device)) is None:
+            return None
+
+        def timed(run: Run) -> Run:
+            with self._activity.warming():
+                began = time.monotonic()
+                captured = capture(run)
+                logger.debug("captured a forward in %.2f s", time.monotonic() - began)
+                return captured
+
+        return timed
+
+    def _new_loop(self, model: StageWorker | DraftModel | None) -> DraftLoop | StageLoop:
+        spec = self._spec
+        wiring = Wiring(
+            self._scheduler, self._transport, spec.topology,
+            tracer=Tracer(self._place.rank, clock_offset_us=self._clock_offset_us),
+            sequences=Sequences(spec.target),
+            place=self._device,
+            emulation=spec.emulation,
+            window=spec.window,
+            duplex=spec.duplex,
+            activity=self._activity,
+            device=self._streams,
+            turn=turn_of(spec.emulation, self._place.rank, self._scheduler.run_id),
+        )  # fmt: skip
+        if isinstance(model, StageWorker):
+            return StageLoop(model, self._place.rank, wiring)
+        limits, prompter = spec.settings.limits, load_prompter(spec)
+        about = {  # for the first frame of the live feed
+            "epoch": 0,
+            "run": self._scheduler.run_id,
+            "target": spec.target.name,
+            "draft": None if spec.draft is None else spec.draft.name,
+            "method": None,
+            "emulated": None if spec.emulation is None else spec.emulation.preset,
+            "stages": spec.topology.num_stages,
+            "groups": spec.topology.num_groups,
+        }
+        return DraftLoop(
+            wiring,
+            Admission(prompter, wiring.sequences, spec.topology.num_stages, limits.tree),
+            new_batch(spec, model, wiring.place),
+            limits.max_num_seqs,
+            load_drafter=self._load_late if self._loads_late else None,
+            make_feed=partial(LiveFeed, about, prompter.text),
+        )
+
+    def _description(self, met: Met, backend: Choice) -> RankDescription:
         """The description of this rank for users."""
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
         weights, why = weights_on(self._spec, self._place.rank, self._device)
         attention = Choice(*described_attention(DTYPES[weights.dtype], self._device, captures_graphs()))
+        offset, remarks = self._clock_offset_us, list[str]()
+        if abs(offset) >= _LARGE_OFFSET_US:
+            order = "behind" if offset > 0 else "ahead of"
+            remarks.append(f"its clock is {abs(offset) / 1e6:.0f} s {order} Redis's: run NTP")
         return RankDescription(
-            self._place.rank, self._host, device,
+            self._place.rank, str(self._place.host), device,
             dtype=Choice(str(weights), why),
-            transport=joined.backend,
-            interface=joined.interface,
+            transport=backend,
+            interface=Choice(met.interface.name, met.interface.why),
             attention=attention,
-            remarks=_clock_remarks(self._clock_offset_us),
+            remarks=tuple(remarks),
             since_epoch=self._first_epoch,
         )  # fmt: skip
 
     def _outlive(self, error: PipedecError) -> None:
-        """The epoch has ended, or will: wait for the next one and take part in it. With NCCL, end this process.
-
-        Raises:
-            RankLost: there is no next epoch, the run has failed, or this process cannot take part in another one.
+        """The epoch has ended, or will: wait for the next one and take part in it. With NCCL, end this process. Raises RankLost
+        if there is no next epoch, the run has failed, or this process cannot take part in another one.
         """
         logger.warning("epoch %d is over: %s", self._scheduler.epoch, error)
         self._transport.abort()
@@ -338,8 +296,12 @@ class _Rank:
         if not self._place.survives:
             raise RankLost(f"left with the other ranks: {error}")
         self._transport.close()
-        while not self._enter(next_epoch(self._scheduler, self._place.rank, error, self._restore)):
-            continue
+        while True:
+            epoch = next_epoch(self._scheduler, self._place.rank, error, self._restore)
+            with suppress(*_SURVIVED):  # it has ended before this rank could enter it
+                self._lease.enter(epoch)
+                logger.info("takes part in epoch %d", epoch)
+                return
 
     def _check_apart(self, error: PipedecError) -> None:
         """Abort the run if its ranks, none of which was lost, do not meet again. Raises RankLost."""
@@ -351,15 +313,6 @@ class _Rank:
                 self._scheduler.abort(self._place.rank, message)
             raise RankLost(message)
 
-    def _enter(self, epoch: int) -> bool:
-        """Enter the epoch. Returns whether this rank could do so before it ended."""
-        try:
-            self._lease.enter(epoch)
-            logger.info("takes part in epoch %d", epoch)
-            return True
-        except _SURVIVED:
-            return False
-
     def _restore(self) -> None:
         """Redis has lost the run: if this is rank 0, write back its own copy."""
         if isinstance(self._loop, DraftLoop) and self._opened is not None:
@@ -368,19 +321,10 @@ class _Rank:
             self._scheduler.restore(self._opened, self._spec.duplex, number, remembered)
 
 
-def _clock_remarks(offset_us: int) -> tuple[str, ...]:
-    if abs(offset_us) < _LARGE_OFFSET_US:
-        return ()
-    return (f"its clock is {abs(offset_us) / 1e6:.0f} s {'behind' if offset_us > 0 else 'ahead of'} Redis's: run NTP",)
-
-
 def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> Choice:
-    """NCCL if every stage of this host has a GPU of its own, else gloo. Rank 0 does not count, and may share one.
+    """NCCL if every stage of this host has one of its ``gpus`` to itself, else gloo. Rank 0 does not count, and may share one.
 
     Without a plan the ranks of a host are consecutive, so rank 0 is on this host if this rank equals its local rank.
-
-    Args:
-        gpus: GPUs of this host.
     """
     if (given := spec.settings.cluster.transport) != AUTO:
         return Choice(given, "as given")
@@ -390,10 +334,3 @@ def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> Choice:
     if spec.places is None and gpus < stages:
         return Choice("gloo", f"{stages} stages share {gpus} GPUs of this host")
     return Choice("nccl", "every stage has a GPU of its own")
-
-
-def _wait_for_leavers(scheduler: RankScheduler) -> None:
-    """On rank 0, wait until the other ranks have left, because it deletes the run's keys; ranks that never leave have died."""
-    deadline = time.monotonic() + 10.0
-    while ((status := scheduler.status()).alive or status.expired) and time.monotonic() < deadline:
-        time.sleep(0.02)

@@ -55,11 +55,7 @@ class Spares:
         return free[-1]
 
     def reassigned(self, ranks: Sequence[int], look: Supervision) -> Mapping[int, str]:
-        """The hosts that take over ``ranks``: others than their present ones.
-
-        Raises:
-            RankLost: too few devices are free.
-        """
+        """The hosts that take over ``ranks``: others than their present ones. Raises RankLost if too few devices are free."""
         places = {rank: look.places.get(rank, place.host) for rank, place in enumerate(self.planned)}
         left = {places[rank] for rank in ranks}.union(look.lost_nodes)
         taken = Counter(host for _, host in {(self.planned[rank], host) for rank, host in places.items()})
@@ -80,13 +76,11 @@ class Spares:
         hosts = {place for rank, place in look.places.items() if rank in ends.difference(look.expired)}
         if len(hosts) < 2:
             return None
-        for host in sorted(hosts, key=lambda host: self._worth(host, look)):
+        held = Counter(look.places.values())
+        for host in sorted(hosts, key=lambda host: (host == self.redis_host, look.places.get(0) == host, held[host])):
             try:
                 self.reassigned([rank for rank, place in look.places.items() if place == host], look)
             except RankLost:
                 continue
             return host
         return None
-
-    def _worth(self, host: str, look: Supervision) -> tuple[bool, bool, int]:
-        return host == self.redis_host, look.places.get(0) == host, list(look.places.values()).count(host)

@@ -39,12 +39,7 @@ class RunningCluster:
     outlives_supervisor: bool = False
 
     def connect(self) -> ClientScheduler:
-        """The scheduler of the run, for a client.
-
-        Raises:
-            SchedulerLost: Redis cannot be reached or refuses the password.
-            UserError: there is no such run, or another version runs it.
-        """
+        """The run's scheduler for a client. Raises SchedulerLost, or UserError if there is no such run in this version."""
         client = connect(self.redis_url)
         description = read_description(client, self.run_id)
         if description is None:
@@ -52,11 +47,7 @@ class RunningCluster:
         return ClientScheduler(client, self.run_id, Topology(description.groups))
 
     def save(self) -> None:
-        """Make this the machine's running cluster.
-
-        Raises:
-            PipedecError: the file cannot be written.
-        """
+        """Make this the machine's running cluster. Raises PipedecError if the file cannot be written."""
         path = _state_file()
         partial = path.with_suffix(".partial")
         try:
@@ -98,10 +89,7 @@ class MachineLock:
     """Held by the one ``pipedec up`` or ``launch`` that may run under a state directory, from before it starts until it ends.
 
     The kernel releases the lock when the process that holds it ends for any reason. A detached process inherits the lock from
-    the command that started it, as an open file descriptor (``fileno``).
-
-    Args:
-        inherited: file descriptor of a lock that the parent process has taken.
+    the command that started it, as an open file descriptor (``fileno``, then ``inherited``).
 
     Raises:
         UserError: another process holds the lock, or the state file names a cluster that is alive.
@@ -134,11 +122,7 @@ class MachineLock:
 
 
 def find_run(redis_url: str | None, run_id: str | None) -> RunningCluster:
-    """The cluster named by the flags, else by the environment, else the one started here by ``pipedec up``.
-
-    Raises:
-        UserError: none is named and none is running here.
-    """
+    """The cluster named by flags, else by the environment, else the one started here. Raises UserError if there is none."""
     if (named := redis_url_from_environment(redis_url)) is not None:
         return RunningCluster(named, run_id or DEFAULT_RUN)
     state = read_state()

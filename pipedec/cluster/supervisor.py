@@ -10,18 +10,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Protocol, Self
 
-from pipedec.cluster.address import RunAddress
 from pipedec.cluster.lease import claim_run
+from pipedec.cluster.place import RunAddress
 from pipedec.cluster.processes import LOST_ANOTHER, killed_ranks
 from pipedec.core import PipedecError, RankLost, SchedulerLost
 from pipedec.messages import Recovery, RunDescription
 from pipedec.scheduler import ClientScheduler, SupervisorScheduler, read_description
 from pipedec.topology import Topology, rank_name
 
-TURN_SECONDS = 1.0  # of a wait for the end of the run
 _REPORT_SECONDS = 0.05
 _LATE_SECONDS = 3.0  # on a busy machine a killed rank is seen to end long after its neighbours
 
@@ -29,30 +27,19 @@ StartProgress = Callable[[int, str, int, int], None]  # rank, "checking", "loadi
 
 
 class Ranks(Protocol):
-    """The processes of a run's ranks, on this machine or on others."""
+    """The processes of a run's ranks, on this machine (``RankProcesses``, which see) or on others (``Nodes``)."""
 
     @property
-    def pids(self) -> dict[int, int]:
-        """Process ids by rank."""
+    def pids(self) -> dict[int, int]: ...
 
     @property
-    def exit_statuses(self) -> dict[int, int]:
-        """Exit statuses of the ranks that have ended; at most 0 if a rank could not say why it ended."""
+    def exit_statuses(self) -> dict[int, int]: ...
 
-    def describe_end(self, rank: int) -> str:
-        """How a rank ended that should still run, as the end of a sentence."""
+    def describe_end(self, rank: int) -> str: ...
 
-    def read(self, seconds: float) -> list[tuple[int, Any]]:
-        """Wait up to ``seconds`` for reports of ranks."""
+    def read(self, seconds: float) -> list[tuple[int, Any]]: ...
 
-    def wait_for_end(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` until a rank ends; whether one has."""
-
-    def join(self) -> None:
-        """Wait up to ten seconds until all ranks have ended."""
-
-    def kill(self) -> None:
-        """Kill the ranks that still run."""
+    def kill(self) -> None: ...
 
 
 class Supervisor(ABC):
@@ -60,7 +47,10 @@ class Supervisor(ABC):
 
     Attributes:
         on_recovery: called, perhaps in another thread, with every recovery when it is over.
+        outlives_supervisor: the cluster, once it is up, goes on if this process is killed.
     """
+
+    outlives_supervisor = False
 
     def __init__(self, topology: Topology, run_id: str, ranks: Ranks) -> None:
         self.topology = topology
@@ -69,16 +59,12 @@ class Supervisor(ABC):
         self.on_recovery: Callable[[Recovery], None] = lambda recovery: None
         self._ranks = ranks
         self._redis_url: str | None = None
+        self._owns_redis = False  # Redis, and every key in it, ends with this cluster
         self._is_up = False
 
     @abstractmethod
     def _open_redis(self) -> str:
         """The URL of the run's Redis, started if necessary."""
-
-    @property
-    @abstractmethod
-    def _owns_redis(self) -> bool:
-        """Whether Redis, and every key in it, ends with this cluster."""
 
     @abstractmethod
     def _start_ranks(self) -> None:
@@ -88,10 +74,13 @@ class Supervisor(ABC):
     def _close(self) -> None:
         """End what ``_open_redis`` and ``_start_ranks`` have started. May be called twice."""
 
-    @property
-    def outlives_supervisor(self) -> bool:
-        """Whether the cluster, once it is up, goes on if this process is killed."""
-        return False
+    @abstractmethod
+    def wait(self, turn: Callable[[], None] = lambda: None) -> None:
+        """Block until the run is stopped, and call ``turn`` at least once a second. Raises what that raises, and as ``check``."""
+
+    @abstractmethod
+    def _wait_for_ends(self) -> None:
+        """Wait up to ten seconds until all ranks have ended, as requested."""
 
     @property
     def address(self) -> RunAddress:
@@ -105,11 +94,7 @@ class Supervisor(ABC):
         return self._ranks.pids
 
     def start(self, progress: StartProgress | None = None) -> None:
-        """Start everything and return when the cluster takes requests.
-
-        Raises:
-            PipedecError: a rank could not start; everything has been stopped again.
-        """
+        """Start everything; return when the cluster takes requests. PipedecError if it cannot: all has been stopped again."""
         try:
             self._start(progress)
         except BaseException:
@@ -122,22 +107,17 @@ class Supervisor(ABC):
         claim_run(claiming)
         self.scheduler = ClientScheduler(claiming.client, self.run_id, self.topology)  # from here on its keys are ours to delete
         self._start_ranks()
-        self._wait_until_ready(progress)
-        self._is_up = True
-
-    def _wait_until_ready(self, progress: StartProgress | None) -> None:
-        """Pass on how far the ranks are, until rank 0 reports that all of them have."""
-        while True:
+        while not self._is_up:
             self.check()
             for rank, report in self._ranks.read(_REPORT_SECONDS):
                 match report:
-                    case "ready", _, _:
-                        return
+                    case "ready", _, _:  # rank 0 reports that all of them are
+                        self._is_up = True
                     case what, done, total if progress is not None:
                         progress(rank, what, done, total)
 
     def check(self) -> None:
-        """Raise if a rank has ended although the run was not stopped.
+        """Raise if a rank has ended although the run was not stopped. Subclasses have a check of their own once the run is up.
 
         Raises:
             RankLost: names the rank and how it ended. The run has been aborted, so the other ranks end, too.
@@ -145,7 +125,9 @@ class Supervisor(ABC):
         """
         if not self._ranks.exit_statuses or self.scheduler is None:
             return
-        ended = self._settled_ends()
+        deadline = time.monotonic() + _LATE_SECONDS  # where all have lost another, that one is given time to be seen to end
+        while set((ended := self._ranks.exit_statuses).values()) == {LOST_ANOTHER} and time.monotonic() < deadline:
+            time.sleep(_REPORT_SECONDS)
         # A rank that fails reports why. One that was killed cannot; the other ranks then only report that they lost it.
         killed = killed_ranks(ended)
         try:
@@ -159,23 +141,11 @@ class Supervisor(ABC):
             early = [rank for rank in failed if ended[rank] == 0]
             raise self._lost((killed or early or failed)[0], reports=not killed and not early)
 
-    def _settled_ends(self) -> dict[int, int]:
-        """Exit statuses of the ranks that have ended; where all of them lost another, it is given time to be seen to end."""
-        deadline = time.monotonic() + _LATE_SECONDS
-        while set((ended := self._ranks.exit_statuses).values()) == {LOST_ANOTHER} and time.monotonic() < deadline:
-            time.sleep(_REPORT_SECONDS)
-        return ended
-
     def _lost(self, rank: int, reports: bool = False) -> RankLost:
-        """The error that says why the run has failed; aborts the run, so that the other ranks end.
-
-        Args:
-            reports: whether ``rank`` itself may have reported why it ended.
-        """
-        end = self._ranks.describe_end(rank)
-        failure = None
+        """Why the run has failed, as ``rank`` itself may have reported; aborts the run, so that the other ranks end."""
+        end, failure = self._ranks.describe_end(rank), None
+        assert self.scheduler is not None
         with suppress(PipedecError):
-            assert self.scheduler is not None
             if (failure := self.scheduler.failure()) is None:
                 self.scheduler.abort(rank, end)
         return RankLost(self.with_hosts(failure) if failure and reports else f"{rank_name(rank)} {end}")
@@ -190,21 +160,6 @@ class Supervisor(ABC):
             raise PipedecError(f"the run {self.run_id!r} has been stopped")
         return found
 
-    def wait(self, turn: Callable[[], None] = lambda: None) -> None:
-        """Block until the run is stopped.
-
-        Args:
-            turn: called at least once a second meanwhile; what it raises ends the wait.
-
-        Raises:
-            RankLost, SchedulerLost: a rank or Redis died.
-        """
-        while not self._ranks.wait_for_end(TURN_SECONDS):
-            turn()
-        self.check()
-        self._ranks.join()
-        self.check()
-
     def stop(self) -> None:
         """Stop in order: cancel the running requests, wait for the ranks to end, delete the run's keys, stop Redis."""
         try:
@@ -213,13 +168,9 @@ class Supervisor(ABC):
                     self.scheduler.stop()
                     for number in self.scheduler.status().running:
                         self.scheduler.cancel(number)
-                self._join_ranks()
+                self._wait_for_ends()
         finally:
             self.kill()
-
-    def _join_ranks(self) -> None:
-        """Wait up to ten seconds until all ranks have ended, as requested."""
-        self._ranks.join()
 
     def kill(self) -> None:
         """Kill the ranks, stop Redis, and remove the run's keys and files."""
@@ -238,5 +189,5 @@ class Supervisor(ABC):
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.stop() if kind is None else self.kill()

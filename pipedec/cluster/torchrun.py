@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
-from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.entry import run_rank
 from pipedec.cluster.lease import claim_run
-from pipedec.cluster.place import checked_host
+from pipedec.cluster.place import RankPlace, RunAddress, checked_host
 from pipedec.cluster.processes import die_with_parent
 from pipedec.config import (
     ClusterConfig,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from pipedec.transport.rendezvous import Store
 
 _CLAIMED = "pipedec/claimed"
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PROGRAM = "torchrun … -m -- pipedec.cluster.torchrun"
 
 
@@ -65,36 +65,30 @@ def _run(arguments: list[str]) -> int:
         from pipedec.transport.rendezvous import MEETING_SECONDS, store_from_environment
 
         store = store_from_environment(MEETING_SECONDS)
-        _claim(job.place, job.address.scheduler(SupervisorScheduler, job.topology), store, _restarts())
+        _claim(job.place, job.address.scheduler(SupervisorScheduler, job.topology), store)
     except PipedecError as error:
         print(f"pipedec: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 1
     return run_rank(job.place, job.topology, job.spec, job.address, _print_report, store, _print_description)
 
 
-def _claim(place: RankPlace, scheduler: SupervisorScheduler, store: Store, restarts: int) -> None:
+def _claim(place: RankPlace, scheduler: SupervisorScheduler, store: Store) -> None:
     """Rank 0 claims the run's name; the others wait for that, because it deletes what a dead run has left.
 
     Ranks that torchrun has started again go on with the run that they served before: its requests are in Redis.
     """
     from pipedec.transport.rendezvous import MEETING_SECONDS, wait_for_key
 
-    claimed = f"{_CLAIMED}/{restarts}"  # torchrun's store may last longer than the ranks
+    claimed = f"{_CLAIMED}/{_restarts()}"  # torchrun's store may last longer than the ranks
     if place.rank == 0:
-        if restarts == 0 or not _takes_up(scheduler):
+        if _restarts() == 0 or (epoch := scheduler.current_epoch()) is None:
             claim_run(scheduler)
+        else:
+            scheduler.enter(epoch)
+            scheduler.recover(scheduler.topology.ranks, "a rank was lost, and torchrun has started all of them again")
         store.set(claimed, "yes")
     elif not wait_for_key(store, claimed, MEETING_SECONDS):
         raise RankLost("rank 0 (draft) ended before the ranks could meet: see what it says")
-
-
-def _takes_up(scheduler: SupervisorScheduler) -> bool:
-    """Begin the next epoch of the run that these ranks have served; whether there is one. PipedecError if it has failed."""
-    if (epoch := scheduler.current_epoch()) is None:
-        return False
-    scheduler.enter(epoch)
-    scheduler.recover(scheduler.topology.ranks, "a rank was lost, and torchrun has started all of them again")
-    return True
 
 
 def _restarts(count: str = "RESTART_COUNT") -> int:
@@ -116,11 +110,7 @@ class TorchrunOptions:
 
 @dataclass(frozen=True)
 class TorchrunJob:
-    """Parsed options and torchrun's environment. No checkpoint has been read yet.
-
-    Attributes:
-        config: with one partition, whose settings are ``settings``; None without a file.
-    """
+    """Options and environment of a rank; no checkpoint has been read yet. Without a file there is no ``config``."""
 
     place: RankPlace
     address: RunAddress
@@ -137,32 +127,35 @@ class TorchrunJob:
         if isinstance(parsed, int):  # --help
             raise SystemExit(parsed)
         options, given = parsed
-        redis_url = redis_url_from_environment(options.redis)
+        redis_url, config = redis_url_from_environment(options.redis), None
         if options.config is not None:
             config = load_cluster(options.config).for_partition(options.partition, given)
-            return cls._placed(options, redis_url or config.redis.connection_url, config.settings, config)
-        if options.partition is not None:
+            redis_url = redis_url or config.redis.connection_url
+        elif options.partition is not None:
             raise UserError("--partition names a partition of a file: give --config cluster.yaml with it")
-        return cls._placed(options, redis_url, Settings().parse(given), None)
-
-    @classmethod
-    def _placed(
-        cls, options: TorchrunOptions, redis_url: str | None, settings: Settings, config: ClusterConfig | None
-    ) -> TorchrunJob:
+        settings = Settings().parse(given) if config is None else config.settings
         if redis_url is None:
             raise UserError("torchrun ranks need a Redis that all hosts reach: give --redis URL or set PIPEDEC_REDIS_URL")
-        return cls(_torchrun_place(settings.cut.stages), RunAddress(redis_url, options.run), settings, config)
+        if any(name not in os.environ for name in _PLACE):
+            raise UserError("start this module with torchrun, or use pipedec up on one machine")
+        rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in _PLACE)
+        if world_size != (needed := settings.cut.stages + 1):
+            raise UserError(
+                f"{world_size} processes, but {needed - 1} stages and the draft rank make {needed}: "
+                f"let --nnodes × --nproc-per-node be {needed}, or change --stages"
+            )
+        recovers = _restarts() < _restarts("MAX_RESTARTS")
+        place = RankPlace(
+            rank, world_size, local_rank, local_world_size, recovers=recovers, survives=not recovers, lists=rank == 0
+        )
+        return cls(place, RunAddress(redis_url, options.run), settings, config)
 
     @property
     def topology(self) -> Topology:
         return Topology.even(self.settings.cut.stages, self.settings.cut.num_groups)
 
     def spec(self) -> PipelineSpec:
-        """The pipeline.
-
-        Raises:
-            UserError: this host is not the planned one, or something is wrong with the checkpoints or numbers.
-        """
+        """The pipeline. Raises UserError if this host is not the planned one, or for wrong checkpoints or numbers."""
         if self.config is not None:
             checked_host(self.place, rank_places(self.config), self.config.servers)  # before torch is loaded
         from pipedec.engine.build import resolve, resolve_partition
@@ -175,20 +168,6 @@ class TorchrunJob:
 @options_of(TorchrunOptions, "options")
 def _command(options: TorchrunOptions, given: dict[str, Any]) -> tuple[TorchrunOptions, dict[str, Any]]:
     return options, given
-
-
-def _torchrun_place(stages: int) -> RankPlace:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if any(name not in os.environ for name in names):
-        raise UserError("start this module with torchrun, or use pipedec up on one machine")
-    rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names)
-    if world_size != stages + 1:
-        raise UserError(
-            f"{world_size} processes, but {stages} stages and the draft rank make {stages + 1}: "
-            f"let --nnodes × --nproc-per-node be {stages + 1}, or change --stages"
-        )
-    recovers = _restarts() < _restarts("MAX_RESTARTS")
-    return RankPlace(rank, world_size, local_rank, local_world_size, recovers=recovers, survives=not recovers, lists=rank == 0)
 
 
 def _print_description(description: RankDescription) -> None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from pipedec.cluster.address import RunAddress
+from pipedec.cluster.place import RunAddress
 
 STOP_SECONDS = 20.0
 _HURRY_SECONDS = 2.0

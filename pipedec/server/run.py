@@ -21,7 +21,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from pipedec.client.async_client import AsyncClient
-from pipedec.cluster.address import RunAddress
+from pipedec.cluster.place import RunAddress
 from pipedec.config import context_length
 from pipedec.core import PipedecError, SchedulerLost, UserError
 from pipedec.server.cluster_process import ClusterEnded, ClusterProcess

@@ -18,7 +18,7 @@ from pipedec.cli.cluster import serve_cluster
 from pipedec.cli.show import console
 from pipedec.cluster.node_link import News, NodeLink
 from pipedec.cluster.state import RunningCluster
-from pipedec.config import ServerConfig
+from pipedec.config import LaunchConfig, ServerConfig
 from pipedec.core import PipedecError
 from pipedec.messages import Recovery
 
@@ -106,7 +106,7 @@ def test_hosts_are_heard_although_their_log_is_full(full: IO[str], tmp_path: Pat
     program.write_text('#!/bin/sh\nfor line in one two three; do echo $line >&2; done\necho \'{"news": "hello"}\'\ncat\n')
     program.chmod(0o700)
     news: SimpleQueue[News] = SimpleQueue()
-    link = NodeLink(ServerConfig("localhost", {"cpu": 1}), str(program), None, news, full)
+    link = NodeLink(ServerConfig("localhost", {"cpu": 1}, python=str(program)), LaunchConfig(), news, full)
     assert news.get(timeout=60) == ("localhost", {"news": "hello"})
     link.end()
     assert news.get(timeout=60) == ("localhost", None)

@@ -17,10 +17,17 @@ from support.hosts import Hosts
 from support.tiny_pair import Pair
 
 from pipedec.checkpoints import CheckpointPart, LayerSpan
-from pipedec.cluster.doctor.checkpoints import CheckpointFacts, MissingFile, checkpoint_facts
 from pipedec.cluster.doctor.checks import HostReport, examine
 from pipedec.cluster.doctor.comparison import HostAnswer, compare
-from pipedec.cluster.doctor.facts import HostFacts, NetworkFacts, Questions, RedisFacts
+from pipedec.cluster.doctor.facts import (
+    CheckpointFacts,
+    HostFacts,
+    MissingFile,
+    NetworkFacts,
+    Questions,
+    RedisFacts,
+    checkpoint_facts,
+)
 from pipedec.cluster.doctor.findings import Finding, has_problem, problem
 from pipedec.cluster.doctor.gpus import HELD_DOWN, TOO_HOT, Gpu, GpuFacts, GpuState, Holder
 from pipedec.cluster.doctor.needs import GpuNeed, HostNeeds
@@ -44,7 +51,7 @@ HEALTHY = HostFacts(
     gpus=GpuFacts("570.1", (GPU, GPU), (GPU, GPU), "12.8", nccl="2.27.5"),
     network=NETWORK, cpus=16, memory_bytes=128 * GB, available_memory_bytes=120 * GB,
     shared_memory_bytes=64 * GB, free_shared_memory_bytes=60 * GB,
-    open_files=1024, redis_server="/usr/bin/redis-server 7.2", redis_server_error=None,
+    open_files=1024, redis_server="/usr/bin/redis-server 7.2",
     redis=RedisFacts("alpha:6379", "7.2.1", 300), state_directory="/run/pipedec", state_directory_error=None, ssh="/usr/bin/ssh",
     checkpoints={"/models/a": CheckpointFacts(None, "c0ffee", {"model.safetensors": "140 f00"}, 140 * GB)},
 )  # fmt: skip

@@ -15,8 +15,7 @@ from support.tiny_pair import Pair
 
 from pipedec.cluster.doctor import links
 from pipedec.cluster.doctor.facts import NetworkFacts
-from pipedec.cluster.doctor.link_checks import link_findings
-from pipedec.cluster.doctor.links import LinkServer, MeasuredLink, measure
+from pipedec.cluster.doctor.links import LinkServer, MeasuredLink, link_findings, measure
 from pipedec.config import NetworkConfig
 
 FACTS = NetworkFacts(

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 from support.clock import Clock
@@ -15,10 +16,9 @@ from support.processes import wait_until
 from support.tiny_pair import Pair
 from support.whole_scheduler import WholeScheduler
 
-from pipedec.cluster.address import RankPlace
-from pipedec.cluster.epochs import PATIENCE_SECONDS, next_epoch
-from pipedec.cluster.lease import RECOVERY_SECONDS, LeaseKeeper
+from pipedec.cluster.lease import PATIENCE_SECONDS, RECOVERY_SECONDS, LeaseKeeper, next_epoch
 from pipedec.cluster.meeting import Meeting
+from pipedec.cluster.place import RankPlace
 from pipedec.cluster.processes import LOST_ANOTHER
 from pipedec.config import Settings
 from pipedec.core import EpochEnded, RankLost, SchedulerInterrupted
@@ -28,6 +28,7 @@ from pipedec.scheduler import EmbeddedServer, connect
 from pipedec.topology import Topology
 
 TOPOLOGY = Topology.even(2, 2)
+PLACE = RankPlace(1, 3, 1, 3, recovers=True)
 DESCRIPTION = RunDescription(Settings.of(target="null"), ((1,), (2,)), ((0, 1), (1, 2)))
 _names = itertools.count()
 
@@ -104,6 +105,12 @@ def _restored(zero: WholeScheduler) -> None:
     zero.restore(DESCRIPTION, "full", 7, [])
 
 
+@dataclass
+class Transfers:
+    abort: Callable[[], object]
+    can_rejoin: bool = True
+
+
 class CountedDoing(Activity):
     """Counts how often it was asked for the activity: once for each renewal of the lease."""
 
@@ -118,7 +125,7 @@ class CountedDoing(Activity):
 def test_the_lease_keeper_interrupts_a_rank_whose_epoch_has_ended(attach: Callable[[], WholeScheduler], ends: str) -> None:
     """Until it enters the next one, in which the keeper renews its lease."""
     scheduler, doing, aborted = attach(), CountedDoing(), threading.Event()
-    keeper = LeaseKeeper(scheduler, 1, doing, aborted.set, recovers=True, renewal_seconds=0.05)
+    keeper = LeaseKeeper(scheduler, PLACE, doing, Transfers(aborted.set), renewal_seconds=0.05)
     keeper.start()
     assert wait_until(lambda: doing.told > 2, 60), "with the second renewal the keeper has seen the run"
     if ends == "by a supervisor":
@@ -142,9 +149,8 @@ def test_the_lease_keeper_ends_a_process_that_nothing_else_lets_come_loose(
     happened: list[str | int] = []
     monkeypatch.setattr(os, "_exit", happened.append)
     scheduler, doing = attach(), CountedDoing()
-    keeper = LeaseKeeper(
-        scheduler, 1, doing, lambda: happened.append("abort"), recovers=True, renewal_seconds=0.05, leaves=lambda: True
-    )
+    transfers = Transfers(lambda: happened.append("abort"), can_rejoin=False)
+    keeper = LeaseKeeper(scheduler, PLACE, doing, transfers, renewal_seconds=0.05)
     keeper.start()
     assert wait_until(lambda: doing.told > 2, 60)
     assert not happened
@@ -162,7 +168,7 @@ def test_a_meeting_notices_the_next_epoch_at_once(server: EmbeddedServer, pair: 
     meetings, all_met = {}, threading.Barrier(3)
     for rank in (0, 1, 2):
         scheduler = WholeScheduler(connect(server.url), name, spec.topology)
-        meetings[rank] = scheduler, Meeting(scheduler, RankPlace(rank, 3, rank, 3, recovers=True), "here", spec)
+        meetings[rank] = scheduler, Meeting(scheduler, RankPlace(rank, 3, rank, 3, "here", recovers=True), spec)
 
     def meet(rank: int) -> int:
         scheduler, meeting = meetings[rank]

@@ -21,6 +21,7 @@ from support.whole_scheduler import WholeScheduler
 from pipedec.client.client import Client
 from pipedec.cluster.lease import LeaseKeeper
 from pipedec.cluster.local import LocalCluster
+from pipedec.cluster.place import RankPlace
 from pipedec.cluster.state import RunningCluster
 from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerLost
 from pipedec.messages import PromptRequest
@@ -199,7 +200,7 @@ def test_the_lease_keeper_ends_a_rank_that_is_stuck(
 ) -> None:
     with EmbeddedServer() as server:
         scheduler = WholeScheduler(connect(server.url), "stuck", Topology.even(2, 2), lease_ms=400)
-        keeper = LeaseKeeper(scheduler, 1, renewal_seconds=0.05, give_up_seconds=0.2)
+        keeper = LeaseKeeper(scheduler, RankPlace(1, 3, 1, 3), renewal_seconds=0.05, give_up_seconds=0.2)
         keeper.start()
         said = {
             "the run failed": "rank 2: went away",
@@ -220,7 +221,7 @@ def test_a_full_disk_keeps_no_rank_alive(give_up: Callable[[], list[int]], monke
     with EmbeddedServer() as server, open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(full, write_through=True))
         scheduler = WholeScheduler(connect(server.url), "full", Topology.even(2, 2), lease_ms=400)
-        keeper = LeaseKeeper(scheduler, 1, renewal_seconds=0.05, give_up_seconds=0.2)
+        keeper = LeaseKeeper(scheduler, RankPlace(1, 3, 1, 3), renewal_seconds=0.05, give_up_seconds=0.2)
         keeper.start()
         scheduler.abort(2, "went away")
         assert wait_until(lambda: give_up() == [1], 5)
@@ -229,7 +230,7 @@ def test_a_full_disk_keeps_no_rank_alive(give_up: Callable[[], list[int]], monke
 def test_the_lease_keeper_gives_the_lease_up_in_order(give_up: Callable[[], list[int]]) -> None:
     with EmbeddedServer() as server:
         scheduler = WholeScheduler(connect(server.url), "tidy", Topology.even(1, 1), lease_ms=400)
-        keeper = LeaseKeeper(scheduler, 1, renewal_seconds=0.05, give_up_seconds=0.2)
+        keeper = LeaseKeeper(scheduler, RankPlace(1, 3, 1, 3), renewal_seconds=0.05, give_up_seconds=0.2)
         keeper.start()
         assert not wait_until(lambda: scheduler.expired_ranks(), 0.8)  # renewed in time
         assert scheduler.members() == [1]

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,11 +17,14 @@ from msgspec import structs
 from support.clock import Clock
 from support.processes import wait_until
 
-from pipedec.cluster.host_watch import OUTAGE_SECONDS, HostWatch
+from pipedec.cluster.host_watch import OUTAGE_SECONDS, HostWatch, WatchedHost
 from pipedec.cluster.processes import FAILED, LOST_ANOTHER, RankProcesses
+from pipedec.cluster.spares import Spares
+from pipedec.cluster.stalls import Stall
 from pipedec.config import Cluster
 from pipedec.core import RankLost, SchedulerLost
 from pipedec.messages import ActivityReport, Recovery
+from pipedec.plan.placement import Placement
 from pipedec.scheduler import Supervision
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -63,14 +66,38 @@ class Run:
         return True
 
 
+@dataclass(frozen=True)
+class OneSpare(Spares):
+    """The host "spare", which takes over all that is lost; ``left`` is the host to leave when a link stalls."""
+
+    planned: tuple[Placement, ...] = ()
+    standing_by: tuple[Placement, ...] = ()
+    left: str | None = None
+
+    def reassigned(self, ranks: Sequence[int], look: Supervision) -> Mapping[int, str]:
+        return dict.fromkeys(ranks, "spare")
+
+    def host_to_leave(self, stall: Stall, look: Supervision) -> str | None:
+        return self.left
+
+
+class NoSpare(OneSpare):
+    def reassigned(self, ranks: Sequence[int], look: Supervision) -> Mapping[int, str]:
+        raise RankLost("there are no spares")
+
+
 class Host:
     """A host with three ranks that do nothing, and its watch."""
 
-    def __init__(self, run: Run, options: Cluster = OPTIONS, node: str = "here", **hooks: Any) -> None:
+    def __init__(
+        self, run: Run, options: Cluster = OPTIONS, node: str = "here", spares: Spares | None = None,
+        timestep_ms: float = 0.0, **hooks: Any,
+    ) -> None:  # fmt: skip
         self.run = run
         self.processes = RankProcesses()
         self.started: list[int] = []
-        self.watch = HostWatch(run, node, self.processes, self.start, options, **hooks)  # type: ignore[arg-type]
+        host = WatchedHost(node, self.processes, self.start, **hooks)
+        self.watch = HostWatch(run, host, options, spares, timestep_ms)  # type: ignore[arg-type]
 
     def start(self, rank: int) -> None:
         self.started.append(rank)
@@ -389,9 +416,9 @@ def test_every_recovery_is_told_once_it_is_over(run: Run) -> None:
 def test_ranks_of_a_host_that_is_gone_are_taken_over_by_another(run: Run) -> None:
     """The watch of whichever host sees it first gives them away; the host that gets them starts them."""
     run.look = replace(run.look, places={0: "here", 1: "there", 2: "there"}, lost_nodes=("there",))
-    spare, hooks = Host(run, node="spare"), {"reassign": lambda ranks, look: dict.fromkeys(ranks, "spare")}
+    spare = Host(run, node="spare")
     for _ in hosting(spare, ()):
-        for host in hosting(Host(run, **hooks), (0,)):
+        for host in hosting(Host(run, spares=OneSpare()), (0,)):
             assert host.watch.turn()
             assert run.recovered == [(0, (1, 2), "there stopped answering", {1: "spare", 2: "spare"})]
             assert spare.watch.turn() and spare.started == [1, 2] and host.started == []
@@ -399,19 +426,15 @@ def test_ranks_of_a_host_that_is_gone_are_taken_over_by_another(run: Run) -> Non
 
 def test_without_another_host_the_run_ends(run: Run) -> None:
     run.look = replace(run.look, places={0: "here", 1: "there"}, lost_nodes=("there",))
-    for host in hosting(Host(run, reassign=nobody), (0,)):
+    for host in hosting(Host(run, spares=NoSpare()), (0,)):
         with pytest.raises(RankLost, match="there stopped answering; there are no spares"):
             host.watch.turn()
         assert run.aborted == [(1, "there stopped answering; there are no spares")]
 
 
-def nobody(ranks: Sequence[int], look: Supervision) -> Mapping[int, str]:
-    raise RankLost("there are no spares")
-
-
 def test_ranks_that_are_replaced_too_often_move_to_another_host(run: Run) -> None:
     options = Cluster(max_restarts=1, restart_window=600)
-    for host in hosting(Host(run, options, reassign=lambda ranks, look: dict.fromkeys(ranks, "spare"))):
+    for host in hosting(Host(run, options, spares=OneSpare())):
         moved = []
         for _ in range(2):
             run.look = replace(run.look, members=(0, 1, 2))
@@ -425,8 +448,7 @@ def test_a_host_to_which_nothing_comes_is_left(run: Run) -> None:
     """Both ends of a link tell their supervisors what they do; no process of either is at fault."""
     waiting = {2: ActivityReport("waiting", 1, 9.0, 0.1), 1: ActivityReport("idle", None, 9.0, 0.1)}
     run.look = replace(run.look, places={0: "here", 1: "here", 2: "there"}, activities=waiting)
-    hooks = {"reassign": lambda ranks, look: dict.fromkeys(ranks, "spare"), "host_to_leave": lambda stall, look: "there"}
-    for host in hosting(Host(run, **hooks), (0, 1)):
+    for host in hosting(Host(run, spares=OneSpare(left="there")), (0, 1)):
         assert host.watch.turn() and not host.processes.exit_statuses
         ((_, lost, reason, places),) = run.recovered
         assert (lost, places) == (

@@ -27,10 +27,10 @@ from transformers import PreTrainedTokenizerBase
 from pipedec.client.client import Client
 from pipedec.cluster.launched import LaunchedCluster
 from pipedec.cluster.node import PROTOCOL, Node
-from pipedec.cluster.node_rank import LaunchedRank, LaunchedRun
-from pipedec.cluster.node_run import NodeRun
+from pipedec.cluster.node_link import remote_command
+from pipedec.cluster.node_run import LaunchedRun, NodeRun
 from pipedec.cluster.nodes import Nodes
-from pipedec.cluster.ssh import remote_command
+from pipedec.cluster.place import RankPlace
 from pipedec.cluster.state import RunningCluster
 from pipedec.config import (
     ClusterConfig,
@@ -42,7 +42,7 @@ from pipedec.config import (
 )
 from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
 from pipedec.messages import PromptRequest, Recovery
-from pipedec.plan.placement import rank_places
+from pipedec.plan.placement import Placement, rank_places
 from pipedec.scheduler import connect
 from pipedec.verify.reference import Reference
 
@@ -172,10 +172,10 @@ def test_a_node_whose_host_lacks_a_part_says_so_before_any_rank_is_started(pair:
 def test_ranks_that_start_later_are_told_the_weights_with_which_the_run_began(pair: Pair) -> None:
     class Processes:
         pids: ClassVar[dict[int, int]] = {1: 1, 2: 2}
-        started: ClassVar[list[LaunchedRank]] = []
+        started: ClassVar[list[RankPlace]] = []
 
-        def start(self, rank: int, serve: Any, started: LaunchedRank) -> None:
-            self.started.append(started)
+        def start(self, rank: int, serve: Any, run: LaunchedRun, place: RankPlace, placed: Placement) -> None:
+            self.started.append(place)
 
     run = LaunchedRun(cluster_to_json(on_localhost(pair)), "redis://127.0.0.1:1/0", "told", None, 0)
     node = NodeRun(run, "localhost", Processes(), lambda news, **contents: None)  # type: ignore[arg-type]

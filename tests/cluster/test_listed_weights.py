@@ -14,8 +14,8 @@ from support.processes import wait_until
 from support.tiny_pair import Pair
 
 from pipedec.checkpoints import combined, part_digests, rank_parts, weights_digest
-from pipedec.cluster import listed_weights
-from pipedec.cluster.listed_weights import ListedWeights, proved_one
+from pipedec.cluster import launched
+from pipedec.cluster.launched import ListedWeights, proved_one
 from pipedec.core import PipedecError, UserError
 
 LAYERS = [(0, 4), (4, 8)]
@@ -81,7 +81,7 @@ def test_a_list_that_nobody_wants_any_more_is_given_up(
     monkeypatch.setattr(os, "pread", slow)
     listed = ListedWeights({"target": str(pair.target)})
     assert begun.wait(30)
-    monkeypatch.setattr(listed_weights, "LIST_SECONDS", 0.0)
+    monkeypatch.setattr(launched, "LIST_SECONDS", 0.0)
     with pytest.raises(PipedecError, match=rf"^this machine has not digested {pair.target} within 0 s: launch from"):
         listed.wait(ignore)
     listed.close()

@@ -23,12 +23,20 @@ from support.tiny_pair import Pair
 from support.whole_scheduler import WholeScheduler
 
 from pipedec.checkpoints import weights_digest
-from pipedec.cluster.address import RankPlace, RunAddress
 from pipedec.cluster.local import serve_rank
-from pipedec.cluster.meeting import LOOPBACK, Interface, Meeting, Met, check_cards, check_nccl, choose_interface, use_interface
-from pipedec.cluster.memory import RankMemory
+from pipedec.cluster.meeting import (
+    LOOPBACK,
+    Interface,
+    Meeting,
+    Met,
+    RankMemory,
+    check_cards,
+    check_nccl,
+    choose_interface,
+    use_interface,
+)
 from pipedec.cluster.network import machine_id
-from pipedec.cluster.place import check_device, checked_host
+from pipedec.cluster.place import RankPlace, RunAddress, check_device, checked_host
 from pipedec.cluster.processes import RankProcesses
 from pipedec.config import ServerConfig
 from pipedec.core import PipedecError, RankLost, UserError
@@ -83,12 +91,12 @@ class Run:
         Args:
             gpu: on which it is about to load its weights.
         """
-        place = RankPlace(rank, 3, rank if local_rank is None else local_rank, local_world_size, **more)
+        place = RankPlace(rank, 3, rank if local_rank is None else local_rank, local_world_size, "here", **more)
         scheduler, memory = self.connect(), None
         scheduler.enter(epoch)
         if gpu is not None:
-            memory = RankMemory(self.spec, rank, "here", torch.device("cuda", 0), gpu.name, gpu.ask, patience_seconds=0)
-        return self.threads.submit(self._hold, Meeting(scheduler, place, "here", self.spec, memory=memory))
+            memory = RankMemory(self.spec, place, torch.device("cuda", 0), gpu.name, gpu.ask, patience_seconds=0)
+        return self.threads.submit(self._hold, Meeting(scheduler, place, self.spec, memory))
 
     @staticmethod
     def _hold(meeting: Meeting) -> Met:
@@ -104,7 +112,7 @@ class Run:
 
     def card(self, rank: int, **different: Any) -> CardEvent:
         """What a rank on another machine posts: the same as here, but for what is ``different``."""
-        own = Meeting(self.connect(), RankPlace(0, 3, 0, 1), "here", self.spec).card
+        own = Meeting(self.connect(), RankPlace(0, 3, 0, 1, "here"), self.spec).card
         return structs.replace(own, **{"rank": rank, "host": f"host-{rank}", "machine": f"machine-{rank}"} | different)
 
 
@@ -280,7 +288,7 @@ def test_without_nccl_builds_may_differ() -> None:
 
 def test_stages_that_request_nccl_tell_their_builds(run: Run, no_interface: None) -> None:
     mine = {"torch build": "2.13.0+cu126", "NCCL": "2.27.7"}
-    meeting = Meeting(run.connect(), RankPlace(2, 3, 2, 3), "here", run.spec, nccl_versions=mine)
+    meeting = Meeting(run.connect(), RankPlace(2, 3, 2, 3, "here"), run.spec, nccl_versions=mine)
     for rank in (0, 1):
         card = run.card(rank)
         theirs = structs.replace(card, versions={**card.versions, **mine, "torch build": "2.13.0+cu130"}) if rank else card

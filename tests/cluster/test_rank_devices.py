@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.tiny_pair import Pair
 
-from pipedec.cluster.address import RankPlace
+from pipedec.cluster.place import RankPlace
 from pipedec.cluster.rank import chosen_backend
 from pipedec.core import UserError
 from pipedec.engine.devices import rank_device

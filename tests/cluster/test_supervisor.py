@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,12 +37,6 @@ class EndingRanks:
     def read(self, seconds: float) -> list[tuple[int, Any]]:
         return []
 
-    def wait_for_end(self, seconds: float) -> bool:
-        return True
-
-    def join(self) -> None:
-        pass
-
     def kill(self) -> None:
         pass
 
@@ -50,11 +45,13 @@ class OfThree(Supervisor):
     def _open_redis(self) -> str:
         raise NotImplementedError
 
-    @property
-    def _owns_redis(self) -> bool:
-        return False
-
     def _start_ranks(self) -> None:
+        raise NotImplementedError
+
+    def wait(self, turn: Callable[[], None] = lambda: None) -> None:
+        raise NotImplementedError
+
+    def _wait_for_ends(self) -> None:
         raise NotImplementedError
 
     def _close(self) -> None:

@@ -22,7 +22,7 @@ from support.tiny_pair import CONTEXT, TARGET_LAYERS, Pair
 from transformers import PreTrainedTokenizerBase
 
 from pipedec.client.client import Client
-from pipedec.cluster.address import RankPlace, RunAddress
+from pipedec.cluster.place import RankPlace, RunAddress
 from pipedec.cluster.state import RunningCluster
 from pipedec.cluster.torchrun import TorchrunJob
 from pipedec.config import load_cluster

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-import pipedec.cluster.memory
+import pipedec.cluster.meeting
 
 TOTAL_BYTES = 4 * 10**9
 
@@ -21,7 +21,7 @@ def pretend(folder: Path) -> None:
         return free, TOTAL_BYTES
 
     torch.cuda.mem_get_info = mem_get_info  # type: ignore[assignment]
-    pipedec.cluster.memory.gpu_id = lambda device: f"GPU-{os.getpid()}"
+    pipedec.cluster.meeting.gpu_id = lambda device: f"GPU-{os.getpid()}"
 
 
 def free_file(folder: Path) -> Path:

@@ -16,6 +16,7 @@ import torch
 
 from pipedec.bench.overhead.null_stage import NullFinalStage, NullStage, Probe, ScriptedDraftLoop
 from pipedec.cluster.lease import LeaseKeeper
+from pipedec.cluster.place import RankPlace
 from pipedec.config import Settings
 from pipedec.engine.admission import Sequences
 from pipedec.engine.rank_tasks import Wiring
@@ -102,7 +103,7 @@ def _pipeline_samples(plan: RankPlan, run_id: str, transport: TorchTransport) ->
     scheduler = RankScheduler(connect(plan.redis_url), run_id, topology)
     sequences = Sequences(reference_pair() / "target")  # the answers of stages that compute nothing ignore them
     wiring = Wiring(scheduler, transport, topology, Tracer(plan.rank), sequences, window=DISPATCHES[plan.dispatch])
-    lease = LeaseKeeper(scheduler, plan.rank)
+    lease = LeaseKeeper(scheduler, RankPlace(plan.rank, plan.stages + 1, plan.rank, plan.stages + 1))
     lease.start()
     try:
         samples = (_drive if plan.rank == 0 else _follow)(plan, scheduler, wiring)

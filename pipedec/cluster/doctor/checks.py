@@ -1,21 +1,29 @@
-"""From the facts of one host to findings, one per row of the doctor's table. Measures nothing and compares with no other host."""
+"""The doctor on this host, for the command and for a node that is asked from elsewhere: facts become findings, the rows of the
+table. Compares with no other host, and knows those only as addresses.
+"""
 
 from __future__ import annotations
 
+import socket
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from pipedec.cluster.doctor.checkpoints import CheckpointFacts
-from pipedec.cluster.doctor.facts import HostFacts, NetworkFacts, Questions, RedisFacts
+from pipedec.cluster.doctor.facts import CheckpointFacts, HostFacts, NetworkFacts, Questions, RedisFacts, gather
 from pipedec.cluster.doctor.findings import Finding, gb, gib, note, ok, problem
-from pipedec.cluster.doctor.gpu_checks import gpu_findings
+from pipedec.cluster.doctor.gpus import gpu_findings
+from pipedec.cluster.doctor.links import LinkServer
 from pipedec.cluster.doctor.needs import HostNeeds
-from pipedec.cluster.network import is_loopback
+from pipedec.cluster.network import can_connect, is_loopback
 from pipedec.config import ServerConfig
 
 FEWEST_FILES = 256  # a rank has some dozens open; the node of a host, those of its ranks
 NCCL_SHARED_MEMORY_BYTES = 1 << 30  # what Docker gives (64 MiB) is too little for NCCL
 LARGEST_OFFSET_US = 1_000_000  # traces and time limits are aligned to Redis; logs and certificates are not
+REACH_SECONDS = 3.0
 NAMED = 3  # files whose names are listed
 DISTRIBUTE = "`pipedec distribute cluster.yaml`"
 
@@ -29,31 +37,66 @@ class HostReport:
     time_us: int
 
 
+class HostDoctor:
+    """Examines this host. Keeps a TCP port open until ``close``, which other hosts connect to and measure."""
+
+    def __init__(self) -> None:
+        self._listener: socket.socket | None = None
+        self._server: LinkServer | None = None
+
+    def examine(self, questions: Questions) -> HostReport:
+        """The facts and what they mean. Takes some seconds: torch is loaded."""
+        if self._listener is None:
+            with suppress(OSError):  # the system refuses
+                self._listener = socket.create_server(("", 0), backlog=64)
+                self._server = LinkServer(self._listener)
+        facts = gather(questions, self._listener.getsockname()[1] if self._listener else None)
+        return HostReport(facts, examine(facts, questions), time.time_ns() // 1000)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+
+def unreachable(places: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+    """Try to connect to all hosts at once, at their addresses and ports. Why some cannot be connected to, by name."""
+    with ThreadPoolExecutor(max(1, len(places))) as pool:
+        reasons = pool.map(lambda place: can_connect(place[0], place[1], REACH_SECONDS), places.values())
+        return {name: reason for name, reason in zip(places, reasons, strict=True) if reason is not None}
+
+
 def examine(facts: HostFacts, questions: Questions) -> tuple[Finding, ...]:
     """The findings about one host, in the order of the table."""
+    open_files = ok("open files", f"at most {facts.open_files}")
+    if facts.open_files < FEWEST_FILES:
+        open_files = problem("open files", f"at most {facts.open_files}", f"ulimit -n {16 * FEWEST_FILES}")
+    state = ok("state directory", str(facts.state_directory))
+    if facts.state_directory is None:
+        mend = "set PIPEDEC_STATE_DIR to a directory of your own"
+        state = problem("state directory", str(facts.state_directory_error), mend)
+    ssh = ok("ssh client", str(facts.ssh))
+    if facts.ssh is None:
+        ssh = note("ssh client", "none: `pipedec launch` cannot be used from this host", "install openssh-client")
     return (
-        *_packages(facts),
+        *(ok(name, str(facts.versions[name])) for name in ("pipedec", "python")),
+        *(_package(facts, name) for name in ("torch", "transformers")),
         *gpu_findings(facts.gpus, questions.needs.gpus if questions.needs else ()),
         _flash_attention(facts),
         *_network(facts.network, questions),
         _memory(facts, questions.needs),
         _shared_memory(facts),
-        _open_files(facts.open_files),
+        open_files,
         _redis_server(facts, questions),
         _redis(facts.redis),
-        _state_directory(facts),
-        _ssh(facts.ssh),
+        state,
+        ssh,
         *(_checkpoint(directory, found) for directory, found in facts.checkpoints.items()),
     )
 
 
-def _packages(facts: HostFacts) -> list[Finding]:
-    found = [ok(name, str(facts.versions[name])) for name in ("pipedec", "python")]
-    for name in ("torch", "transformers"):
-        version = facts.versions.get(name)
-        install = f"{facts.python} -m pip install {name}"
-        found.append(ok(name, version) if version else problem(name, "not installed", install))
-    return found
+def _package(facts: HostFacts, name: str) -> Finding:
+    version, install = facts.versions.get(name), f"{facts.python} -m pip install {name}"
+    return ok(name, version) if version else problem(name, "not installed", install)
 
 
 def _flash_attention(facts: HostFacts) -> Finding:
@@ -89,7 +132,16 @@ def _network(facts: NetworkFacts, questions: Questions) -> list[Finding]:
     port = ok("ports", "can be opened")
     if facts.port is None:
         port = problem("ports", "no TCP port can be opened", "let pipedec listen on TCP ports: check limits and security modules")
-    return [_host_name(facts, questions.server), _address(facts, questions), ok("interfaces", interfaces), port]
+    if facts.address is not None:
+        address = ok("address", f"{facts.address} on {facts.interface}")
+    elif questions.server is not None and questions.server.interface is not None:
+        mend = f"set interface: in the file to one of {', '.join(sorted(facts.interfaces))}"
+        address = problem("address", f"no interface {questions.server.interface}", mend)
+    elif questions.peers:
+        address = problem("address", "only loopback: other hosts are out of reach", "connect the host to the network")
+    else:
+        address = note("address", "only loopback: a cluster on this machine works")
+    return [_host_name(facts, questions.server), address, ok("interfaces", interfaces), port]
 
 
 def _host_name(facts: NetworkFacts, server: ServerConfig | None) -> Finding:
@@ -105,17 +157,6 @@ def _host_name(facts: NetworkFacts, server: ServerConfig | None) -> Finding:
     return ok("host name", f"{facts.host_name} → {addresses}")
 
 
-def _address(facts: NetworkFacts, questions: Questions) -> Finding:
-    if facts.address is not None:
-        return ok("address", f"{facts.address} on {facts.interface}")
-    if questions.server is not None and questions.server.interface is not None:
-        known = ", ".join(sorted(facts.interfaces))
-        return problem("address", f"no interface {questions.server.interface}", f"set interface: in the file to one of {known}")
-    if questions.peers:
-        return problem("address", "only loopback: other hosts are out of reach", "connect the host to the network")
-    return note("address", "only loopback: a cluster on this machine works")
-
-
 def _shared_memory(facts: HostFacts) -> Finding:
     name, total, free = "shared memory", facts.shared_memory_bytes, facts.free_shared_memory_bytes
     if total is None or free is None:
@@ -124,16 +165,9 @@ def _shared_memory(facts: HostFacts) -> Finding:
     if free >= NCCL_SHARED_MEMORY_BYTES:
         return ok(name, value)
     if len(facts.gpus.installed) > 1:
-        return problem(
-            name, f"{value}: too little for NCCL", "free /dev/shm, or start the container with --ipc=host or --shm-size=8g"
-        )
+        mend = "free /dev/shm, or start the container with --ipc=host or --shm-size=8g"
+        return problem(name, f"{value}: too little for NCCL", mend)
     return note(name, value)
-
-
-def _open_files(limit: int) -> Finding:
-    if limit < FEWEST_FILES:
-        return problem("open files", f"at most {limit}", f"ulimit -n {16 * FEWEST_FILES}")
-    return ok("open files", f"at most {limit}")
 
 
 def _redis_server(facts: HostFacts, questions: Questions) -> Finding:
@@ -155,18 +189,6 @@ def _redis(facts: RedisFacts | None) -> Finding:
     if abs(facts.clock_offset_us) > LARGEST_OFFSET_US:
         return note("Redis", value, "set the clocks of this host and of Redis by NTP")
     return ok("Redis", value)
-
-
-def _state_directory(facts: HostFacts) -> Finding:
-    if facts.state_directory is not None:
-        return ok("state directory", facts.state_directory)
-    return problem("state directory", str(facts.state_directory_error), "set PIPEDEC_STATE_DIR to a directory of your own")
-
-
-def _ssh(path: str | None) -> Finding:
-    if path is None:
-        return note("ssh client", "none: `pipedec launch` cannot be used from this host", "install openssh-client")
-    return ok("ssh client", path)
 
 
 def _checkpoint(directory: str, found: CheckpointFacts) -> Finding:

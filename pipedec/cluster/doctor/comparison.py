@@ -5,15 +5,14 @@ Judges answers that have been collected; sends nothing.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import mode
 
 from pipedec.cluster.doctor.checks import DISTRIBUTE, LARGEST_OFFSET_US, NAMED, HostReport
 from pipedec.cluster.doctor.findings import Finding, gb, note, ok, problem
-from pipedec.cluster.doctor.gpu_checks import TORCH_INDEX, gpu_list
-from pipedec.cluster.doctor.link_checks import link_findings
-from pipedec.cluster.doctor.links import MeasuredLink
+from pipedec.cluster.doctor.gpus import TORCH_INDEX, gpu_list
+from pipedec.cluster.doctor.links import MeasuredLink, link_findings
 from pipedec.config import ClusterConfig, ServerConfig
 from pipedec.hardware import DEVICES
 
@@ -50,28 +49,29 @@ def compare(
     A finding from the comparison replaces the host's own of the same name, unless that is a problem already.
     """
     reports = {host: answer.report for host, answer in answers.items() if answer.report is not None}
-    table = {host: _own(answer) for host, answer in answers.items()}
+    table = {}
+    for host, answer in answers.items():
+        own = [ok("ssh", "answers"), *answer.report.findings] if answer.report is not None else [answer.failure]
+        table[host] = {finding.name: finding for finding in own if finding is not None}
     for host, report in reports.items():
-        others = {other: theirs for other, theirs in reports.items() if other != host}
+        offset_us = answers[host].clock_offset_us
+        clock = ok("clock", f"{round(offset_us / 1e6, 1) + 0.0:+.1f} s")
+        if abs(offset_us) > LARGEST_OFFSET_US:
+            clock = note("clock", clock.value, "set the clocks of all hosts by NTP")
         for finding in (
             *_versions(report, reports),
             *_checkpoints(report, reports),
-            _clock(answers[host]),
+            clock,
             _devices(config.server(host), report),
-            *_reach(answers[host], len(others)),
+            *_reach(answers[host], len(reports) - 1),
             *link_findings(config.network, report.facts.network, answers[host].links),
             *_cuda(report, reports),
         ):
-            if (own := table[host].get(finding.name)) is None or own.level != "problem":
+            if (known := table[host].get(finding.name)) is None or known.level != "problem":
                 table[host][finding.name] = finding
     if unplanned is not None:
         next(iter(table.values()))[unplanned.name] = unplanned
     return table
-
-
-def _own(answer: HostAnswer) -> dict[str, Finding]:
-    findings = [answer.failure] if answer.report is None else [ok("ssh", "answers"), *answer.report.findings]
-    return {finding.name: finding for finding in findings if finding is not None}
 
 
 def _versions(report: HostReport, reports: Mapping[str, HostReport]) -> list[Finding]:
@@ -124,20 +124,13 @@ def _checkpoints(report: HostReport, reports: Mapping[str, HostReport]) -> list[
 
 def _usual(values: Iterable[str | None]) -> str | None:
     """The value that most hosts have; that of the first host if none is more frequent."""
-    counts = Counter(value for value in values if value is not None)
-    return counts.most_common(1)[0][0] if counts else None
+    known = [value for value in values if value is not None]
+    return mode(known) if known else None
 
 
 def _public(version: str | None) -> str | None:
     """Without what a build adds: 2.13.0+cpu and 2.13.0+cu128 understand each other."""
     return version.partition("+")[0] if version else None
-
-
-def _clock(answer: HostAnswer) -> Finding:
-    value = f"{round(answer.clock_offset_us / 1e6, 1) + 0.0:+.1f} s"
-    if abs(answer.clock_offset_us) > LARGEST_OFFSET_US:
-        return note("clock", value, "set the clocks of all hosts by NTP")
-    return ok("clock", value)
 
 
 def _devices(server: ServerConfig, report: HostReport) -> Finding:
@@ -156,8 +149,7 @@ def _devices(server: ServerConfig, report: HostReport) -> Finding:
 def _reach(answer: HostAnswer, num_others: int) -> list[Finding]:
     if answer.unreachable:
         reasons = "; ".join(f"{host}: {reason}" for host, reason in answer.unreachable.items())
-        mend = (
-            f"open all TCP ports of {', '.join(answer.unreachable)} to this host, or set interface: to a network that joins them"
-        )
+        targets = ", ".join(answer.unreachable)
+        mend = f"open all TCP ports of {targets} to this host, or set interface: to a network that joins them"
         return [problem("other hosts", reasons, mend)]
     return [ok("other hosts", f"{num_others} can be connected to")] if num_others else []

@@ -5,7 +5,9 @@ Judges nothing: ``checks`` and ``comparison`` interpret the facts. An unknown fa
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import os
 import platform
 import resource
@@ -13,26 +15,38 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from pipedec import __version__
-from pipedec.checkpoints import CheckpointPart
-from pipedec.cluster.clock import measured_offset_us
-from pipedec.cluster.doctor.checkpoints import CheckpointFacts, checkpoint_facts
-from pipedec.cluster.doctor.gpus import GpuFacts, first_line, gpu_facts
+from pipedec.checkpoints import INDEX_FILE, CheckpointPart, TensorFiles, config_digest, has_weights, weight_files
+from pipedec.cluster.doctor.findings import first_line
+from pipedec.cluster.doctor.gpus import GpuFacts, gpu_facts
 from pipedec.cluster.doctor.needs import HostNeeds
-from pipedec.cluster.network import addresses_of, interface_address, interface_of, is_loopback, is_this_host, routed_address
-from pipedec.cluster.versions import installed_version
+from pipedec.cluster.network import (
+    addresses_of,
+    installed_version,
+    interface_address,
+    interface_of,
+    is_loopback,
+    is_this_host,
+    measured_offset_us,
+    routed_address,
+)
 from pipedec.config import ServerConfig, state_directory
 from pipedec.core import PipedecError
+from pipedec.gguf import model_files
 from pipedec.scheduler import connect
 from pipedec.scheduler.client import address_of, translated_errors
 from pipedec.scheduler.server import find_server_binary, server_version
 
 ANYWHERE = "192.0.2.1"  # an address for documentation: no host has it, and only a default route leads there
+SAMPLES = 16  # pieces of a file that stand for all of it
+SAMPLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -92,6 +106,36 @@ class RedisFacts:
 
 
 @dataclass(frozen=True)
+class MissingFile:
+    """A file with weights that is not here; ``num_bytes`` is an estimate."""
+
+    name: str
+    num_bytes: int
+    only_for_spares: bool
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """A checkpoint directory.
+
+    Attributes:
+        error: what is wrong with it; None if nothing is but ``missing``.
+        config_digest: of configuration, tokenizer and index.
+        files: by the name of each file with weights that is here, its size and a digest of samples of it.
+        weight_bytes: of these files.
+        missing: files that the ranks of this host would read.
+        free_bytes: of the disk; None if unknown.
+    """
+
+    error: str | None
+    config_digest: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
+    weight_bytes: int = 0
+    missing: tuple[MissingFile, ...] = ()
+    free_bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class HostFacts:
     """All of it.
 
@@ -101,7 +145,7 @@ class HostFacts:
         flash_attention_error: why an installed flash-attn cannot be imported.
         memory_bytes, available_memory_bytes: RAM.
         shared_memory_bytes, free_shared_memory_bytes: of /dev/shm; None where there is none.
-        redis_server: path and version of the server binary, or ``redis_server_error``.
+        redis_server: path and version of the server binary; None without one.
     """
 
     python: str
@@ -116,7 +160,6 @@ class HostFacts:
     free_shared_memory_bytes: int | None
     open_files: int
     redis_server: str | None
-    redis_server_error: str | None
     redis: RedisFacts | None
     state_directory: str | None
     state_directory_error: str | None
@@ -127,45 +170,42 @@ class HostFacts:
 def gather(questions: Questions, port: int | None) -> HostFacts:
     """The facts of this host. Takes as long as importing torch, and some seconds more if Redis does not answer.
 
-    Args:
-        port: a TCP port that was opened on this host; None if none could be.
+    ``port`` is a TCP port that was opened on this host; None if none could be.
     """
-    server, server_error = _redis_server()
-    state, state_error = _state_directory()
-    total, free = _shared_memory()
+    server = state = state_error = total_shared = free_shared = None
+    with suppress(PipedecError):
+        binary = find_server_binary()
+        server = f"{binary} {'.'.join(map(str, server_version(binary)))}"
+    try:
+        state = str(state_directory())
+    except PipedecError as error:
+        state_error = str(error)
+    with suppress(OSError):
+        shared = shutil.disk_usage("/dev/shm")
+        total_shared, free_shared = shared.total, shared.free
+    parts = questions.needs.parts() if questions.needs else []
+    checkpoints = {model: checkpoint_facts(CheckpointPart("target", model, is_whole=True)) for model in questions.checkpoints}
+    packages = {package: installed_version(package) for package in ("torch", "transformers", "flash-attn")}
     memory = psutil.virtual_memory()
     return HostFacts(
         python=sys.executable,
-        versions=package_versions(),
+        versions={"pipedec": __version__, "python": platform.python_version()} | packages,
         flash_attention_error=_flash_attention_error(),
         gpus=gpu_facts(),
         network=_network(questions, port),
         cpus=os.cpu_count() or 1,
         memory_bytes=memory.total,
         available_memory_bytes=memory.available,
-        shared_memory_bytes=total,
-        free_shared_memory_bytes=free,
+        shared_memory_bytes=total_shared,
+        free_shared_memory_bytes=free_shared,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         redis_server=server,
-        redis_server_error=server_error,
         redis=_redis(questions.redis_url) if questions.redis_url else None,
         state_directory=state,
         state_directory_error=state_error,
         ssh=shutil.which("ssh"),
-        checkpoints=_checkpoints(questions),
+        checkpoints=checkpoints | {part.model: checkpoint_facts(part, spare) for part, spare in parts},
     )
-
-
-def package_versions() -> dict[str, str | None]:
-    """Versions of pipedec, python, and the packages on which results depend."""
-    packages = {package: installed_version(package) for package in ("torch", "transformers", "flash-attn")}
-    return {"pipedec": __version__, "python": platform.python_version(), **packages}
-
-
-def _checkpoints(questions: Questions) -> dict[str, CheckpointFacts]:
-    parts = questions.needs.parts() if questions.needs else []
-    found = {model: checkpoint_facts(CheckpointPart("target", model, is_whole=True)) for model in questions.checkpoints}
-    return found | {part.model: checkpoint_facts(part, spare) for part, spare in parts}
 
 
 def _flash_attention_error() -> str | None:
@@ -204,40 +244,55 @@ def _address_towards(questions: Questions) -> str | None:
     return candidates[0] if candidates else None
 
 
-def _shared_memory() -> tuple[int | None, int | None]:
-    try:
-        usage = shutil.disk_usage("/dev/shm")
-    except OSError:
-        return None, None
-    return usage.total, usage.free
-
-
-def _redis_server() -> tuple[str | None, str | None]:
-    try:
-        binary = find_server_binary()
-    except PipedecError as error:
-        return None, str(error)
-    return f"{binary} {'.'.join(map(str, server_version(binary)))}", None
-
-
 def _redis(url: str) -> RedisFacts:
     address = address_of(url)
     try:
         with connect(url) as client, translated_errors(address):
             info: Any = client.info("server")
             version = str(info.get("valkey_version") or info["redis_version"])
-            return RedisFacts(address, version, measured_offset_us(lambda: _microseconds(client.time())))
+
+            def clock_us() -> int:
+                seconds, microseconds = client.time()
+                return int(seconds) * 1_000_000 + int(microseconds)
+
+            return RedisFacts(address, version, measured_offset_us(clock_us))
     except PipedecError as error:
         return RedisFacts(address, error=str(error))
 
 
-def _microseconds(time: Any) -> int:
-    seconds, microseconds = time
-    return int(seconds) * 1_000_000 + int(microseconds)
-
-
-def _state_directory() -> tuple[str | None, str | None]:
+def checkpoint_facts(part: CheckpointPart, spare: CheckpointPart | None = None) -> CheckpointFacts:
+    """Whether the part of a checkpoint, or the prompt of a BiTA, is there that the ranks of this host read, and the part that
+    they may have to read when they take over others.
+    """
+    free: int | None = None
+    typical = 0  # bytes of a file with weights, by the index
+    with suppress(OSError):
+        path = Path(part.model).absolute()
+        free = shutil.disk_usage(next(one for one in (path, *path.parents) if one.exists())).free
     try:
-        return str(state_directory()), None
-    except PipedecError as error:
-        return None, str(error)
+        if not (directory := model_files(part.model)).is_dir():
+            return CheckpointFacts("no such directory", free_bytes=free)
+        if not has_weights(directory) and part.is_read:
+            TensorFiles(part.model)  # says what it lacks
+        present, lacking = weight_files(Path(part.model)), part.missing()
+        later = [file for file in (spare or part).missing() if file not in lacking]
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+            index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
+            typical = int(index["metadata"]["total_size"]) // len(set(index["weight_map"].values()))
+        return CheckpointFacts(
+            None, config_digest(Path(part.model)), {file.name: _sampled(file) for file in present},
+            sum(file.stat().st_size for file in present),
+            tuple(MissingFile(file.name, typical, file in later) for file in (*lacking, *later)), free,
+        )  # fmt: skip
+    except Exception as error:  # a damaged file, a disk that fails
+        return CheckpointFacts(first_line(error), free_bytes=free)
+
+
+def _sampled(file: Path) -> str:
+    """The size of a file and a digest of pieces of it: most of what could differ, in no time."""
+    size, total = file.stat().st_size, hashlib.sha256()
+    with file.open("rb") as opened:
+        for index in range(SAMPLES):
+            opened.seek(max(0, size - SAMPLE_BYTES) * index // (SAMPLES - 1))
+            total.update(opened.read(SAMPLE_BYTES))
+    return f"{size} {total.hexdigest()[:16]}"

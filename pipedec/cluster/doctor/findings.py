@@ -51,5 +51,11 @@ def gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.3g} GB"
 
 
+def first_line(error: Exception) -> str:
+    """An error's message, in one line of 200 characters."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]
+
+
 def has_problem(findings: Iterable[Finding]) -> bool:
     return any(finding.level == "problem" for finding in findings)

@@ -1,23 +1,36 @@
-"""The GPUs of this host: what the driver's own program and torch tell of them. Judges nothing."""
+"""The GPUs of a host: facts that the driver's own program and torch report, and what they mean for the ranks there."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+from pipedec.cluster.doctor.findings import Finding, first_line, gib, note, ok, problem
+from pipedec.cluster.doctor.needs import GpuNeed
 
 NVIDIA_SMI_SECONDS = 20.0
 MIB = 1 << 20
 HELD_DOWN = 0x2  # by application clocks that were set; bits of NVML's reasons for lower clocks
 TOO_HOT = 0x20 | 0x40  # software's and hardware's slowdown by temperature
 TOO_LITTLE_POWER = 0x8 | 0x80  # hardware's slowdown, which has other causes too, and its power brake
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # by the major version of CUDA
+TORCH_INDEX = "https://download.pytorch.org/whl"
+MOSTLY_FREE = 0.9  # of the memory: what a desktop takes does not matter
+WATTS = 1.0  # by which power limits may be rounded
 
 _STATE = (
     "memory.free", "power.limit", "power.default_limit", "clocks.sm", "clocks.max.sm", "clocks.max.memory", "persistence_mode",
     "compute_mode",
 )  # fmt: skip
 _REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # the name in newer drivers, and in older ones
+_SLOWDOWNS = (
+    (TOO_HOT, "slowed down by heat", "cool them: see their fans, dust and the air around them"),
+    (TOO_LITTLE_POWER, "slowed down by hardware", "see the power supply, its cables to the GPU, and the temperature"),
+    (HELD_DOWN, "set for applications", "sudo nvidia-smi -i {} -rac"),
+)
 
 
 @dataclass(frozen=True)
@@ -92,25 +105,20 @@ def gpu_facts() -> GpuFacts:
     try:
         import torch
 
-        cuda = torch.version.cuda
-        nccl = _nccl_version() if cuda else None
-        usable = _usable(listed) if cuda and (installed or torch.cuda.is_available()) else ()
+        if (cuda := torch.version.cuda) is not None:
+            try:
+                nccl = ".".join(map(str, torch.cuda.nccl.version()))
+            except AttributeError:  # a build without NCCL
+                nccl = None
+        usable = _seen_by_torch(listed) if cuda and (installed or torch.cuda.is_available()) else ()
         return GpuFacts(driver, installed or usable, usable, cuda, None, nccl, driver_error)
     except Exception as error:  # a torch that cannot be imported, a driver that is too old
         return GpuFacts(driver, installed, (), cuda, first_line(error), nccl, driver_error)
 
 
-def first_line(error: Exception) -> str:
-    """An error's message, in one line of 200 characters."""
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]
-
-
-def _usable(listed: dict[str, Gpu]) -> tuple[Gpu, ...]:
-    """The GPUs that torch can use. Passes on torch's exceptions when the driver does not suit it.
-
-    Args:
-        listed: those of the driver, by their UUID.
+def _seen_by_torch(listed: dict[str, Gpu]) -> tuple[Gpu, ...]:
+    """The GPUs that torch can use; ``listed`` are those of the driver, by their UUID. Passes on torch's exceptions when the
+    driver does not suit it.
     """
     import torch
 
@@ -124,15 +132,6 @@ def _usable(listed: dict[str, Gpu]) -> tuple[Gpu, ...]:
     )
 
 
-def _nccl_version() -> str | None:
-    import torch
-
-    try:
-        return ".".join(map(str, torch.cuda.nccl.version()))
-    except AttributeError:  # a build without NCCL
-        return None
-
-
 def _listed() -> tuple[str | None, dict[str, Gpu], str | None]:
     """The version of the driver, the GPUs that it lists by UUID (or position), and why it lists none."""
     try:
@@ -144,26 +143,24 @@ def _listed() -> tuple[str | None, dict[str, Gpu], str | None]:
         return None, {}, said[0][:200] if said else f"nvidia-smi ended with exit status {error.returncode}"
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None, {}, None
-    names, states = _states(len(gpus))
-    return driver, {name: replace(gpu, state=state) for name, gpu, state in zip(names, gpus, states, strict=True)}, None
+    states = _states(len(gpus)) or [(str(index), GpuState()) for index in range(len(gpus))]
+    return driver, {uuid: replace(gpu, state=state) for gpu, (uuid, state) in zip(gpus, states, strict=True)}, None
 
 
-def _states(count: int) -> tuple[list[str], list[GpuState]]:
-    """UUID and state of every GPU. Fields that a driver does not know leave others as they are."""
+def _states(count: int) -> list[tuple[str, GpuState]]:
+    """UUID and state of every GPU; empty where a driver does not know a field."""
     rows = _table("gpu", count, "uuid", *_STATE)
     reasons = next((found for name in _REASONS if (found := _table("gpu", count, name))), None)
-    if rows is None:
-        return [str(index) for index in range(count)], [GpuState()] * count
-    states, holders = [], _holders()
-    for index, (uuid, free, power, default_power, sm, max_sm, max_memory, persistence, mode) in enumerate(rows):
-        states.append(
-            GpuState(
-                _bytes(free), _number(power), _number(default_power), _whole(sm), _whole(max_sm), _whole(max_memory),
-                {"Enabled": True, "Disabled": False}.get(persistence), None if mode.startswith("[") else mode,
-                _bits(reasons[index][0]) if reasons else 0, tuple(holder for gpu, holder in holders if gpu == uuid),
-            )
+    states, holders = [], _holders() if rows else []
+    for index, (uuid, free, power, default_power, sm, max_sm, max_memory, persistence, mode) in enumerate(rows or ()):
+        bits = reasons[index][0] if reasons else ""
+        state = GpuState(
+            _whole(free, MIB), _number(power), _number(default_power), _whole(sm), _whole(max_sm), _whole(max_memory),
+            {"Enabled": True, "Disabled": False}.get(persistence), None if mode.startswith("[") else mode,
+            int(bits, 16) if bits.startswith("0x") else 0, tuple(holder for gpu, holder in holders if gpu == uuid),
         )  # fmt: skip
-    return [row[0] for row in rows], states
+        states.append((uuid, state))
+    return states
 
 
 def _holders() -> list[tuple[str, Holder]]:
@@ -171,7 +168,7 @@ def _holders() -> list[tuple[str, Holder]]:
     found = []
     try:
         for uuid, pid, *program, used in _asked("compute-apps", "gpu_uuid", "pid", "process_name", "used_memory"):
-            found.append((uuid, Holder(int(pid), os.path.basename(", ".join(program)), _bytes(used))))
+            found.append((uuid, Holder(int(pid), os.path.basename(", ".join(program)), _whole(used, MIB))))
     except (OSError, subprocess.SubprocessError, ValueError):
         return []
     return found
@@ -201,22 +198,113 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _whole(text: str) -> int | None:
-    return None if (number := _number(text)) is None else round(number)
+def _whole(text: str, unit: int = 1) -> int | None:
+    return None if (number := _number(text)) is None else round(number) * unit
 
 
-def _bytes(text: str) -> int | None:
-    return None if (number := _number(text)) is None else round(number) * MIB
+def gpu_findings(gpus: GpuFacts, needs: Sequence[GpuNeed] = ()) -> list[Finding]:
+    """Rows about GPUs: those that say that all is well, and all that is worth knowing, given what the ranks need."""
+    found = [_usable(gpus), _driver(gpus)]
+    every = gpus.usable or gpus.installed
+    if gpus.cuda is not None and every:
+        found.append(ok("NCCL", gpus.nccl) if gpus.nccl else note("NCCL", "none in this build of torch"))
+    by_index = {need.index: need for need in needs}
+    states = [(index, gpu.state) for index, gpu in enumerate(every)]
+    if without := [index for index, state in states if state.is_persistent is False]:
+        value = f"off for GPU {_numbers(without)}: the driver starts again for every first process"
+        persistence = note("GPU persistence", value, "sudo nvidia-smi -pm 1")
+    else:
+        persistence = None
+    more = (_memory(every, by_index), _power(every), _clocks(states), persistence, _compute_mode(states, by_index))
+    return found + [finding for finding in more if finding is not None]
 
 
-def _bits(text: str) -> int:
-    try:
-        return int(text, 16)
-    except ValueError:
-        return 0
+def gpu_list(gpus: Iterable[Gpu]) -> str:
+    """Like ``7 × NVIDIA GeForce RTX 3090, 24.0 GiB``."""
+    counts = Counter((gpu.name, gib(gpu.memory_bytes)) for gpu in gpus)
+    return "; ".join(f"{count} × {name}, {memory}" for (name, memory), count in counts.items()) or "none"
 
 
-def usual_state(gpus: Sequence[Gpu]) -> str:
+def _usable(gpus: GpuFacts) -> Finding:
+    name, installed, usable = "GPUs", gpus.installed, gpus.usable
+    if gpus.error and not gpus.installed:
+        return problem(name, gpus.error, "install torch again: `python -c 'import torch'` must work")
+    if gpus.driver_error and not installed:
+        mend = "see that `nvidia-smi` works by itself: after an update of the driver, restart the host"
+        return note(name, f"none that the driver lists: {gpus.driver_error}", mend)
+    if not installed:
+        return note(name, "none: ranks compute on the CPU")
+    if gpus.cuda is None and gpus.error is None:
+        return problem(name, f"{gpu_list(installed)}; torch has no CUDA", "install a build of torch with CUDA: see pytorch.org")
+    if gpus.error is not None:
+        mend = f"update the driver to one for CUDA {gpus.cuda}, or install torch for an older CUDA"
+        return problem(name, f"{gpu_list(installed)}; torch: {gpus.error}", mend)
+    if len(usable) < len(installed):
+        value = f"torch sees {len(usable)} of {len(installed)}: {gpu_list(usable)}"
+        return note(name, value, "unset CUDA_VISIBLE_DEVICES if pipedec may use all of them")
+    return ok(name, gpu_list(usable))
+
+
+def _driver(gpus: GpuFacts) -> Finding:
+    name = "NVIDIA driver"
+    if not gpus.driver:
+        return ok(name, "none")
+    value = f"{gpus.driver}, torch for CUDA {gpus.cuda or 'none'}"
+    oldest = OLDEST_DRIVERS.get(_major(gpus.cuda), 0)
+    if _major(gpus.driver) < oldest:
+        older = ", ".join(f"{version} (CUDA {cuda})" for cuda, version in OLDEST_DRIVERS.items() if version < oldest)
+        mend = f"update the driver to {oldest} or newer, or install torch for an older CUDA from {TORCH_INDEX}: {older}"
+        return problem(name, f"{value}, which needs {oldest} or newer", mend)
+    return ok(name, value)
+
+
+def _memory(gpus: Sequence[Gpu], needs: Mapping[int, GpuNeed]) -> Finding | None:
+    """Free memory against what the plan needs there, or against nearly all of it."""
+    known = [(index, gpu, free) for index, gpu in enumerate(gpus) if (free := gpu.state.free_bytes) is not None]
+    short, held = [], []
+    for index, gpu, free in known:
+        usual, need = MOSTLY_FREE * gpu.memory_bytes, needs.get(index)
+        if need is not None and free < need.least_bytes:
+            short.append((index, gpu, free))
+        elif free < (min(need.planned_bytes, usual) if need else usual) and (need or not needs):
+            held.append((index, gpu, free))
+    if not known:
+        return None
+    if not (short or held):
+        return ok("GPU memory", f"at least {gib(min(free for *_, free in known))} free")
+    value = "; ".join(_shortage(index, gpu, free, needs.get(index)) for index, gpu, free in short or held)
+    pids = sorted({holder.pid for _, gpu, _ in short or held for holder in gpu.state.holders})
+    end = f"end what uses it: kill {' '.join(map(str, pids))}" if pids else "end what uses it: `nvidia-smi` may name it"
+    if short:
+        return problem("GPU memory", value, f"{end}; or choose a partition with fewer layers there")
+    return note("GPU memory", value, f"{end}; what is held is missing for keys and values" if needs else end)
+
+
+def _shortage(index: int, gpu: Gpu, free: int, need: GpuNeed | None) -> str:
+    text = f"GPU {index}: {gib(free)} of {gib(gpu.memory_bytes)} free"
+    if need is not None:
+        who = f"rank {need.ranks[0]} needs" if len(need.ranks) == 1 else f"ranks {', '.join(map(str, need.ranks))} need"
+        text += f", {who} {gib(need.least_bytes if free < need.least_bytes else need.planned_bytes)}"
+    for holder in gpu.state.holders:
+        text += f", {holder.program} (pid {holder.pid}) holds {gib(holder.num_bytes) if holder.num_bytes is not None else 'some'}"
+    return text
+
+
+def _power(gpus: Sequence[Gpu]) -> Finding | None:
+    limited: dict[float, list[int]] = {}  # GPUs with a lower limit, by the default one
+    for index, gpu in enumerate(gpus):
+        watts, usual = gpu.state.power_watts, gpu.state.default_power_watts
+        if watts is not None and usual is not None and watts < usual - WATTS:
+            limited.setdefault(usual, []).append(index)
+    if not limited:
+        return ok("GPU power", value) if (value := _usual_state(gpus)) else None
+    pairs = sorted((index, usual) for usual, indices in limited.items() for index in indices)
+    value = ", ".join(f"GPU {index} {gpus[index].state.power_watts:.0f} of {usual:.0f} W" for index, usual in pairs)
+    commands = "; ".join(f"sudo nvidia-smi -i {_numbers(indices)} -pl {usual:.0f}" for usual, indices in limited.items())
+    return note("GPU power", f"limited: {value}", f"{commands}, unless the limit is meant: it slows down prompts most")
+
+
+def _usual_state(gpus: Sequence[Gpu]) -> str:
     """Power limits and highest clocks, as far as they are known: ``350 W, SM to 2100 MHz, memory to 9751 MHz``."""
     wanted = (("{:.0f} W", "power_watts"), ("SM to {} MHz", "max_sm_mhz"), ("memory to {} MHz", "max_memory_mhz"))
     parts = []
@@ -224,3 +312,42 @@ def usual_state(gpus: Sequence[Gpu]) -> str:
         values = {value for gpu in gpus if (value := getattr(gpu.state, name)) is not None}
         parts += [text.format(value) for value in sorted(values)]
     return ", ".join(parts)
+
+
+def _clocks(states: Sequence[tuple[int, GpuState]]) -> Finding | None:
+    values, mends = [], []
+    for bits, value, mend in _SLOWDOWNS:
+        if slow := [(index, state) for index, state in states if state.slowdown & bits]:
+            clocks = [f" at {one.sm_mhz} of {one.max_sm_mhz} MHz" if one.sm_mhz is not None else "" for _, one in slow]
+            gpus = (f"GPU {index}{clock}" for (index, _), clock in zip(slow, clocks, strict=True))
+            values.append(f"{value}: {', '.join(gpus)}")
+            mends.append(mend.format(_numbers(index for index, _ in slow)))
+    return note("GPU clocks", "; ".join(values), "; ".join(mends)) if values else None
+
+
+def _compute_mode(states: Sequence[tuple[int, GpuState]], needs: Mapping[int, GpuNeed]) -> Finding | None:
+    name, used = "GPU compute mode", [(index, state) for index, state in states if not needs or index in needs]
+    prohibited = [index for index, state in used if state.compute_mode == "Prohibited"]
+    exclusive = [index for index, state in used if (state.compute_mode or "").startswith("Exclusive")]
+    taken = [index for index, state in used if index in exclusive and state.holders]
+    shared = [index for index in exclusive if index in needs and len(needs[index].ranks) > 1]
+    mend = f"sudo nvidia-smi -i {_numbers(prohibited or exclusive)} -c DEFAULT"
+    if prohibited:
+        return problem(name, f"GPU {_numbers(prohibited)} takes no process", mend)
+    if shared:
+        return problem(name, f"GPU {_numbers(shared)} takes one process only, but several ranks are to share it", mend)
+    if taken:
+        return problem(name, f"GPU {_numbers(taken)} takes one process only, and has one", mend)
+    if exclusive and not needs:
+        return note(name, f"GPU {_numbers(exclusive)} takes one process only: ranks cannot share it", mend)
+    return None
+
+
+def _numbers(indices: Iterable[int]) -> str:
+    """As nvidia-smi takes them."""
+    return ",".join(map(str, indices))
+
+
+def _major(version: str | None) -> int:
+    number = (version or "").partition(".")[0]
+    return int(number) if number.isdecimal() else 0

@@ -1,7 +1,7 @@
-"""How fast the network between two hosts is, by plain TCP: one host serves, the other one measures.
+"""How fast the network between two hosts is, by plain TCP (one host serves, the other one measures), and what that means.
 
 The client sends a head, then messages that the server sends back, then as much as it can for some time, and gets the number of
-bytes that have arrived and how long that took. Everything has a deadline. Judges nothing.
+bytes that have arrived and how long that took. Everything has a deadline.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from statistics import median
 
+from pipedec.cluster.doctor.facts import NetworkFacts
+from pipedec.cluster.doctor.findings import Finding, note, ok
+from pipedec.config import NetworkConfig
 from pipedec.core import PipedecError
 
 ROUND_TRIPS = 100
@@ -24,6 +27,9 @@ STREAMS = 4  # one connection may be bound by a processor where the network is n
 SESSION_SECONDS = 15.0  # for a whole measurement, both sides
 MESSAGE_BYTES = 64
 BUFFER_BYTES = 1 << 18  # that may still be on the way when the time is over
+SLOWEST_SHARE = 0.8  # of the given bandwidth: headers and pauses take some
+SLOWEST_TIMES = 2.0  # the given latency, plus
+SPARE_US = 100.0  # what the interpreter adds to it on a busy host
 _HEAD = struct.Struct("!8sI")  # and the number of messages
 _RESULT = struct.Struct("!QQ")  # bytes, nanoseconds
 _MAGIC = b"pdlinks1"
@@ -64,7 +70,13 @@ def measure(address: str, port: int) -> MeasuredLink:
     deadline = time.monotonic() + SESSION_SECONDS
     try:
         with _connected(address, port, deadline) as connection:
-            latency_us = _round_trips(connection, deadline)
+            connection.sendall(_HEAD.pack(_MAGIC, ROUND_TRIPS))
+            round_trips = []
+            for _ in range(ROUND_TRIPS):
+                began = time.perf_counter()
+                connection.sendall(_CHUNK[:MESSAGE_BYTES])
+                _receive(connection, MESSAGE_BYTES, deadline)
+                round_trips.append(time.perf_counter() - began)
         with ThreadPoolExecutor(STREAMS) as pool:
             started = time.monotonic()
             results = list(pool.map(lambda _: _send(address, port, started + SEND_SECONDS, deadline), range(STREAMS)))
@@ -73,19 +85,7 @@ def measure(address: str, port: int) -> MeasuredLink:
     except (OSError, PipedecError) as error:
         return MeasuredLink(error=str(getattr(error, "strerror", None) or error).lower())
     seconds = max(nanoseconds for _, nanoseconds in results) / 1e9
-    return MeasuredLink(8e-9 * sum(num_bytes for num_bytes, _ in results) / seconds, latency_us)
-
-
-def _round_trips(connection: socket.socket, deadline: float) -> float:
-    """Half the median of all round trips, in microseconds."""
-    connection.sendall(_HEAD.pack(_MAGIC, ROUND_TRIPS))
-    times = []
-    for _ in range(ROUND_TRIPS):
-        started = time.perf_counter()
-        connection.sendall(_CHUNK[:MESSAGE_BYTES])
-        _receive(connection, MESSAGE_BYTES, deadline)
-        times.append(time.perf_counter() - started)
-    return median(times) / 2 * 1e6
+    return MeasuredLink(8e-9 * sum(num_bytes for num_bytes, _ in results) / seconds, median(round_trips) / 2 * 1e6)
 
 
 def _send(address: str, port: int, until: float, deadline: float) -> tuple[int, int]:
@@ -109,17 +109,12 @@ def _serve(connection: socket.socket) -> None:
             return
         for _ in range(min(messages, ROUND_TRIPS)):
             connection.sendall(_receive(connection, MESSAGE_BYTES, deadline))
-        connection.sendall(_RESULT.pack(*_drain(connection, deadline)))
-
-
-def _drain(connection: socket.socket, deadline: float) -> tuple[int, int]:
-    """Receive until the other side has sent all: bytes, and nanoseconds from the first to the last of them."""
-    buffer, num_bytes, started, ended = bytearray(len(_CHUNK)), 0, 0, 0
-    while count := _within(connection, deadline).recv_into(buffer):
-        ended = time.perf_counter_ns()
-        started = started or ended
-        num_bytes += count
-    return num_bytes, ended - started
+        buffer, num_bytes, started, ended = bytearray(len(_CHUNK)), 0, 0, 0
+        while count := _within(connection, deadline).recv_into(buffer):  # until the other side has sent all
+            ended = time.perf_counter_ns()
+            started = started or ended
+            num_bytes += count
+        connection.sendall(_RESULT.pack(num_bytes, ended - started))
 
 
 def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
@@ -152,3 +147,45 @@ def _prepare(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     connection.settimeout(SESSION_SECONDS)
+
+
+def link_findings(network: NetworkConfig, facts: NetworkFacts, links: Mapping[str, MeasuredLink] | None) -> list[Finding]:
+    """The row about the links of a host; empty without ranks.
+
+    Args:
+        facts: of the host from which it was measured.
+        links: by the host to which; None without ranks.
+    """
+    if not links:
+        return [] if links is None else [ok("links", "not measured: no rank here sends to another host")]
+    shown = {host: link.error or f"{_rounded(link.gbps)} Gbit/s, {link.latency_us:.0f} µs" for host, link in links.items()}
+    value = "; ".join(f"to {host}: {text}" for host, text in shown.items())
+    done = [link for link in links.values() if link.error is None]
+    mends = []
+    if len(done) < len(links):
+        mends.append("run the doctor again, and see that nothing between the hosts limits connections")
+    if done and (slowest := min(link.gbps for link in done)) < SLOWEST_SHARE * network.bandwidth_gbps:
+        mends.append(_bandwidth_mend(network, facts, slowest))
+    if done and (latest := max(link.latency_us for link in done)) > SLOWEST_TIMES * network.latency_us + SPARE_US:
+        mends.append(
+            f"the latency is given as {network.latency_us:g} µs: see what lies between the hosts, or set network: "
+            f"latency_us: {_rounded(latest)} in the file, so that the plan is right"
+        )
+    return [note("links", value, "; ".join(mends)) if mends else ok("links", value)]
+
+
+def _bandwidth_mend(network: NetworkConfig, facts: NetworkFacts, measured: float) -> str:
+    speeds = {name: mbps / 1000 for name, mbps in facts.speeds_mbps.items() if name in facts.interfaces}
+    own, fastest = speeds.get(facts.interface or "", 0), max(speeds, key=lambda name: speeds[name], default="")
+    given = f"bandwidth is given as {network.bandwidth_gbps:g} Gbit/s"
+    correct = f"set network: bandwidth_gbps: {_rounded(measured)} in the file, so that the plan is right"
+    if 0 < own < network.bandwidth_gbps:
+        given += f", and {facts.interface} has negotiated {own:g}"
+        if speeds[fastest] > own:
+            return f"{given}: set interface: {fastest} of this host in the file ({speeds[fastest]:g} Gbit/s)"
+        return f"{given}: see cable and switch, or {correct}"
+    return f"{given}: see what else uses the link, on both hosts, or {correct}"
+
+
+def _rounded(value: float) -> str:
+    return f"{value:.2g}" if value < 100 else f"{value:.0f}"

@@ -72,42 +72,30 @@ class HostNeeds:
 
 
 def host_needs(config: ClusterConfig, plan: Plan) -> dict[str, HostNeeds]:
-    """The needs of every host with a rank or a spare of the planned partition.
-
-    Raises:
-        UserError: as ``rank_places`` and ``model_shape``.
-    """
+    """The needs of every host with a rank or a spare of the plan. Raises UserError as ``rank_places`` and ``model_shape``."""
     config = config.for_partition(plan.partition)
     places = [place.host for place in rank_places(config)]
     spares = {place.host for place in spare_places(config)}
     links = list(dict.fromkeys(pair for pair in pairwise([*places, places[0]]) if pair[0] != pair[1]))
     layers = tuple((stage.layers.start, stage.layers.stop) for stage in plan.stages)
+    named = {"target": config.target, "draft": config.draft, "bita": config.bita}
+    models = {key: None if model == NONE or model in MODEL_SHAPES else checkpoint_path(model) for key, model in named.items()}
     found = {}
     for host in dict.fromkeys([*places, *spares]):
-        ranks = [rank for rank in _planned(plan) if rank.placement.host == host]
+        ranks = [rank for rank in (*([plan.draft] if plan.draft else []), *plan.stages) if rank.placement.host == host]
         idle = PROCESS_BYTES if plan.draft is None and host == places[0] else 0  # rank 0 without a draft
         found[host] = HostNeeds(
             tuple(rank for rank, its_host in enumerate(places) if its_host == host), host in spares, _gpus(config, plan, ranks),
             idle + sum(_loading_bytes(config, rank) for rank in ranks),
-            sum(_checkpoint_bytes(config, plan, rank) for rank in ranks), layers, _models(config),
+            sum(_checkpoint_bytes(config, plan, rank) for rank in ranks), layers, models,
             tuple(target for source, target in links if source == host),
         )  # fmt: skip
     return found
 
 
-def _models(config: ClusterConfig) -> dict[str, str | None]:
-    """The paths are the same on every host."""
-    named = {"target": config.target, "draft": config.draft, "bita": config.bita}
-    return {key: None if model == NONE or model in MODEL_SHAPES else checkpoint_path(model) for key, model in named.items()}
-
-
 def checkpoint_path(model: str) -> str:
     """The absolute path of a checkpoint, or the name of a model that is installed."""
     return model if is_named(model) else str(Path(model).absolute())
-
-
-def _planned(plan: Plan) -> list[StagePlan]:
-    return [*([plan.draft] if plan.draft else []), *plan.stages]
 
 
 def _gpus(config: ClusterConfig, plan: Plan, ranks: Sequence[StagePlan]) -> tuple[GpuNeed, ...]:

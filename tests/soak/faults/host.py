@@ -21,8 +21,8 @@ from typing import Any, Self
 import httpx2
 import psutil
 
-from pipedec.cluster.address import RunAddress
 from pipedec.cluster.local import LocalCluster
+from pipedec.cluster.place import RunAddress
 from pipedec.cluster.processes import die_with_parent
 from pipedec.cluster.state import RunningCluster
 from pipedec.config import AUTO, environment_with
