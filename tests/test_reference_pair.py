@@ -13,8 +13,8 @@ from pipedec.engine.local import LocalPipeline
 from pipedec.shipped import reference_pair
 from pipedec.text.prompt import Prompter
 from pipedec.train.continuations import Continuation
-from pipedec.train.draft.measuring import MeasuredDraft, on_policy_agreement
-from pipedec.train.report import CARDS, card
+from pipedec.train.measuring import MeasuredDraft, on_policy_agreement
+from pipedec.train.run import CARDS, card
 from pipedec.verify.reference import Reference
 from recipes.reference_models.pair import CARD
 

@@ -44,13 +44,6 @@ def config_digest(model: Path) -> str:
     return combined({path.name: file_digest(path) for path in files if path.is_file()})
 
 
-def quick_digest(model: Path) -> str:
-    """Digest configuration, tokenizer and the first row of every tensor, if all are here: most of what could differ, in no
-    time."""
-    rows = fingerprint(model) if TensorFiles(model).is_whole else ""
-    return hashlib.sha256(f"{config_digest(model)} {rows}".encode()).hexdigest()
-
-
 def weights_digest(model: Path, cache: Path | None) -> str:
     """Digest all tensors of a checkpoint, every byte (64 hex digits); see ``tensor_digests``. UserError if a file is missing."""
     files = TensorFiles(model)
@@ -150,25 +143,20 @@ def fingerprint(model: Path) -> str:
     files = TensorFiles(model)
     files.check_here(files.file_of)
     total = hashlib.sha256()
-    for name in sorted(files.places):
-        total.update(f"{name} {list(files.places[name].shape)}".encode())
-        total.update(_first_row(files, name))
+    for name, place in sorted(files.places.items()):
+        total.update(f"{name} {list(place.shape)}".encode())
+        if files.gguf is not None:
+            total.update(files.gguf.read(name, 0, 1).tobytes())
+            continue
+        rows = place.shape[0] if len(place.shape) > 1 else 1  # all of a vector
+        with place.file.open("rb", buffering=0) as file:
+            total.update(os.pread(file.fileno(), place.num_bytes // max(rows, 1), place.offset))
     return total.hexdigest()[:16]
 
 
 def weight_files(model: Path) -> list[Path]:
     """The files of a checkpoint that hold weights and are here."""
     return [located(model)] if is_gguf(model) else sorted(model.glob("*.safetensors"))
-
-
-def _first_row(files: TensorFiles, name: str) -> bytes:
-    """The first row of a matrix; all of a vector."""
-    place = files.places[name]
-    if files.gguf is not None:
-        return files.gguf.read(name, 0, 1).tobytes()
-    rows = place.shape[0] if len(place.shape) > 1 else 1
-    with place.file.open("rb", buffering=0) as file:
-        return os.pread(file.fileno(), place.num_bytes // max(rows, 1), place.offset)
 
 
 def _digest(tensor: StoredTensor) -> str:

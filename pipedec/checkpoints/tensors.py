@@ -65,7 +65,7 @@ class TensorFiles:
         elif (self.directory / SINGLE_FILE).exists():
             self._read_header(self.directory / SINGLE_FILE)
         elif (self.directory / INDEX_FILE).exists():
-            self._read_index(self.directory / INDEX_FILE)
+            self._read_shards(read_weight_map(self.directory / INDEX_FILE))
         elif any(self.directory.glob("*.bin")) or any(self.directory.glob("*.pth")):
             raise UserError(
                 f"{self.directory} holds only pickle weights; convert them to safetensors "
@@ -91,8 +91,7 @@ class TensorFiles:
     def _add(self, place: StoredTensor) -> None:
         self.file_of[place.name], self.places[place.name] = place.file, place
 
-    def _read_index(self, index: Path) -> None:
-        weight_map = read_weight_map(index)
+    def _read_shards(self, weight_map: dict[str, str]) -> None:
         for shard in sorted(set(weight_map.values())):
             if (self.directory / shard).is_file():
                 self._read_header(self.directory / shard)

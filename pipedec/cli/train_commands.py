@@ -13,12 +13,11 @@ from pipedec.core import UserError
 from pipedec.engine.build import resolve
 from pipedec.flags import Command, Help, given_values, option_fields, options_of, own_options, with_options
 from pipedec.shipped import reference_pair
-from pipedec.train.bita.evaluation import print_bita
-from pipedec.train.bita.training import BitaRecipe, train_bita
-from pipedec.train.draft.fresh import DraftShape
-from pipedec.train.draft.measuring import print_draft
-from pipedec.train.draft.training import DraftRecipe, train_draft
-from pipedec.train.invented import invented_set
+from pipedec.train.bita import BitaRecipe, print_bita, train_bita
+from pipedec.train.continuations import invented_set
+from pipedec.train.draft import DraftRecipe, train_draft
+from pipedec.train.measuring import print_draft
+from pipedec.train.new_draft import DraftShape
 from pipedec.train.options import (
     Compiled,
     DeviceFlags,

@@ -13,7 +13,8 @@ from pipedec.core import Completion, PipedecError, QueueFull, SchedulerBusy, Sch
 from pipedec.live.reading import READ_SECONDS, STATS_SECONDS, LiveReading
 from pipedec.live.view import Frame
 from pipedec.messages import AbortEvent, PromptRequest, ThreadNews
-from pipedec.scheduler.protocol import ClientCalls, RunStatus
+from pipedec.scheduler import ClientScheduler
+from pipedec.scheduler.protocol import RunStatus
 
 _CHECK_SECONDS = 0.25  # between two calls of ``check`` while no event arrives
 _QUIET_LOOK_SECONDS = 0.5  # between two checks of the run while no event arrives
@@ -34,7 +35,7 @@ class Client:
     """
 
     def __init__(
-        self, scheduler: ClientCalls, check: Callable[[], None] | None = None, silence_seconds: float = SILENCE_SECONDS
+        self, scheduler: ClientScheduler, check: Callable[[], None] | None = None, silence_seconds: float = SILENCE_SECONDS
     ) -> None:
         self._scheduler = scheduler
         self._check = check or (lambda: None)

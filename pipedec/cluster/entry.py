@@ -5,6 +5,7 @@ Loads torch and the models' code as late as possible: a wrong place or a missing
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -57,8 +58,10 @@ def run_rank(
                 __version__, os.getpid(), rank_name(place.rank), place.world_size,
             )  # fmt: skip
             try:
+                gc.disable()  # collections take a tenth of the time to load torch
                 from pipedec.cluster.rank import Rank
 
+                gc.enable()
                 Rank(place, spec, scheduler, report, store, describe).serve()
             except Exception as error:
                 if isinstance(error, PipedecError):

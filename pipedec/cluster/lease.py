@@ -18,7 +18,7 @@ from pipedec.cluster.processes import FAILED, LOST_ANOTHER, leave
 from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerInterrupted, SchedulerLost, UserError
 from pipedec.engine.activity import Activity
 from pipedec.scheduler import BaseScheduler, RankScheduler, SupervisorScheduler
-from pipedec.scheduler.script_calls import LEASE_MS
+from pipedec.scheduler.scripts import LEASE_MS
 from pipedec.topology import Topology, rank_name
 
 LEASE_RENEWAL_SECONDS = 1.0

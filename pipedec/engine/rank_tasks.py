@@ -22,7 +22,8 @@ from pipedec.engine.loop import Timestep
 from pipedec.engine.recorder import Pacer, Recorder, TimedSpan
 from pipedec.messages import Event, OverranEvent, TraceEvents
 from pipedec.plan.emulation import Emulation
-from pipedec.scheduler.protocol import RankCalls, RankMessage
+from pipedec.scheduler import RankScheduler
+from pipedec.scheduler.protocol import RankMessage
 from pipedec.scheduler.workflow import Planned, Task
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
@@ -35,7 +36,7 @@ POLL_SECONDS = 1.0
 class Wiring:
     """Everything that a rank needs in any role. ``turn`` is held while a rank computes that shares its emulated device."""
 
-    scheduler: RankCalls
+    scheduler: RankScheduler
     transport: Transport
     topology: Topology
     tracer: Tracer

@@ -22,8 +22,7 @@ from pipedec.engine.loop import Timestep
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.scheduler.paper import Facts, initial_tasks, post_process, results_of
 from pipedec.scheduler.protocol import SESSION_TRACE, TASKS_TRACE, Granted
-from pipedec.scheduler.transfers import checked_transfers
-from pipedec.scheduler.workflow import Planned, Task, after_window, initial_windows
+from pipedec.scheduler.workflow import Planned, Task, after_window, checked_transfers, initial_windows
 
 
 class _Driver:

@@ -28,7 +28,8 @@ from pipedec.messages import (
     ThreadNews,
     TokensEvent,
 )
-from pipedec.scheduler.protocol import Post, RankCalls, RankMessage, Remembered
+from pipedec.scheduler import RankScheduler
+from pipedec.scheduler.protocol import Post, RankMessage, Remembered
 
 Frame = dict[str, Any]  # of the live feed: a JSON object
 
@@ -93,7 +94,7 @@ class RequestQueue:
     calls that publish do not fail: a token must not be taken by some listeners and not by others.
     """
 
-    def __init__(self, scheduler: RankCalls) -> None:
+    def __init__(self, scheduler: RankScheduler) -> None:
         self.is_stopping = False  # the run was asked to stop; requests may still wait (see ``refuse``), but no more will come
         self.watcher = ""  # the name of the newest reader of the live feed; empty if there is none
         self._frames: deque[list[Frame]] = deque(maxlen=_FRAMES)  # of the live feed, not published yet

@@ -15,8 +15,7 @@ from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.messages import CacheSlotsEvent, StageStats, TraceEvents
 from pipedec.scheduler.paper import Facts, post_process, results_of
 from pipedec.scheduler.protocol import Granted, RankMessage
-from pipedec.scheduler.transfers import checked_transfers
-from pipedec.scheduler.workflow import Planned, Task
+from pipedec.scheduler.workflow import Planned, Task, checked_transfers
 from pipedec.stage import StageWorker
 from pipedec.stage.worker import SpanContext
 from pipedec.transport import Transport

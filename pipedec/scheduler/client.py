@@ -35,6 +35,7 @@ _REASONS = {
     "unable to persist to disk": "refuses writes because it cannot save its data to disk: see its log",
     "Multiple keys request during rehashing": "is moving keys to another node",
 }
+_CODES: dict[str, type[Exception]] = {"FAILED": RankLost, "STALE": EpochEnded, "FULL": QueueFull}
 
 _T = TypeVar("_T")
 
@@ -89,14 +90,17 @@ def _checked_address(url: str) -> str:
 
 
 def _options(url: str, reply_seconds: float) -> dict[str, Any]:
-    keepalive: dict[str, Any] = {"socket_keepalive": True, "socket_keepalive_options": _keepalive()}
-    return {
+    options: dict[str, Any] = {
         "protocol": 2,
         "retry": Retry(NoBackoff(), 0),
         "socket_connect_timeout": CONNECT_SECONDS,
         "socket_timeout": reply_seconds,
-        **({} if url.startswith("unix:") else keepalive),
     }
+    if not url.startswith("unix:"):  # detect a half-open connection within about 4 seconds, as far as the system supports it
+        wanted = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
+        found = {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}
+        options |= {"socket_keepalive": True, "socket_keepalive_options": found}
+    return options
 
 
 def _async_options(url: str, reply_seconds: float) -> dict[str, Any]:
@@ -230,23 +234,11 @@ def _script_error(address: str, text: str) -> Exception:
     if not text.startswith("PIPEDEC "):
         return SchedulerLost(f"Redis at {address} refused a command: {text[:300]}")
     _, code, message = text.split(" ", 2)
-    if code == "FAILED":
-        return RankLost(message)
     if code == "LOST":
         return SchedulerLost(f"Redis at {address} lost the run: {message}")
-    if code == "STALE":
-        return EpochEnded(message)
-    if code == "FULL":
-        return QueueFull(message)
-    return UserError(message)
+    return _CODES.get(code, UserError)(message)
 
 
 def _reason(text: str) -> str | None:
     """Why a server refuses commands temporarily; None if it does not."""
     return next((reason for sign, reason in _REASONS.items() if sign in text), None)
-
-
-def _keepalive() -> dict[int, int]:
-    """Socket options that detect a half-open connection within about 4 seconds, as far as the system supports them."""
-    wanted = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
-    return {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}

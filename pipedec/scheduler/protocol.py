@@ -1,17 +1,14 @@
-"""The interface of the scheduler: its records for ranks, clients and supervisors, and the calls of the engine and clients.
-
-``RankScheduler`` and ``ClientScheduler`` implement the calls; tests have a twin of them in Python.
-"""
+"""The records that the scheduler exchanges with ranks, clients and supervisors."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from pipedec.messages import ActivityReport, Event, Recovery, RunStats, StageStats, TokensEvent
-from pipedec.scheduler.workflow import Payload, Planned, Task
+from pipedec.scheduler.workflow import Payload, Task
 
 WATCH_SECONDS = 5.0  # duration of a viewer's lease
 SHOWN_BATCHES = 128  # of the live feed, that are kept
@@ -27,7 +24,7 @@ class Granted:
 
     Attributes:
         payload: see ``Planned``. A window also has ``transfers``, the order in which the rank takes part in transfers between
-            two timesteps (see ``transfers.checked_transfers``).
+            two timesteps (see ``workflow.checked_transfers``).
         active: for a dec, the entry ranks that are active in its timestep, ascending.
     """
 
@@ -217,68 +214,3 @@ class Supervision:
     places: Mapping[int, str]
     recoveries: tuple[Recovery, ...]
     lost_nodes: tuple[str, ...]
-
-
-class RankCalls(Protocol):
-    """Methods of ``RankScheduler`` that the engine calls."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    def status(self) -> RunStatus: ...
-
-    def clock_us(self) -> int: ...
-
-    def journal(self) -> list[RankMessage]: ...
-
-    def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None: ...
-
-    def report(
-        self,
-        rank: int,
-        done: Sequence[Task],
-        planned: Sequence[Planned],
-        timeout_seconds: float = 0.0,
-        trace_lines: int | None = None,
-    ) -> RankMessage | None: ...
-
-    def wait(self, rank: int, timeout_seconds: float) -> RankMessage | None: ...
-
-    def wait_request(self, timeout_seconds: float) -> RankMessage | None: ...
-
-    def take(self, limit: int) -> Taken: ...
-
-    def end_orphans(self) -> list[int]: ...
-
-    def publish(self, request_number: int, *events: Event) -> None: ...
-
-    def publish_all(self, posts: Sequence[Post], stats: RunStats | None = None) -> None: ...
-
-    def show(self, frames: Sequence[str]) -> None: ...
-
-    def tell(self, stats: StageStats) -> None: ...
-
-    def trace(self) -> list[GrantedTask]: ...
-
-
-class ClientCalls(Protocol):
-    """Methods of ``ClientScheduler`` that ``Client`` calls."""
-
-    @property
-    def run_id(self) -> str: ...
-
-    def status(self) -> RunStatus: ...
-
-    def submit(self, request_json: str, priority: int = 0, operation: str = "") -> int: ...
-
-    def cancel(self, request_number: int) -> bool: ...
-
-    def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]: ...
-
-    def close_answer(self, request_number: int) -> None: ...
-
-    def watch(self, begins: bool = False) -> None: ...
-
-    def live_position(self) -> str: ...
-
-    def read_live(self, last: str, timeout_seconds: float) -> list[FrameBatch]: ...

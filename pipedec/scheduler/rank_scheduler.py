@@ -1,4 +1,4 @@
-"""Redis calls of a run's ranks: tasks and messages, the queue of requests, answers, leases."""
+"""Redis calls of a run's ranks (tasks and messages, the queue of requests, answers, leases) and of its supervisors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import redis
 
-from pipedec.messages import ActivityReport, Event, RunDescription, RunStats, StageStats, to_json
-from pipedec.scheduler.base import BaseScheduler
+from pipedec.messages import ActivityReport, Event, Recovery, RunDescription, RunStats, StageStats, to_json
+from pipedec.scheduler.base import BaseScheduler, activity_of
 from pipedec.scheduler.client import BLOCK_SECONDS, DedicatedConnection
 from pipedec.scheduler.protocol import (
     RESTORED,
@@ -21,14 +21,16 @@ from pipedec.scheduler.protocol import (
     Post,
     RankMessage,
     Remembered,
+    Supervision,
     Taken,
     published_token_ids,
 )
-from pipedec.scheduler.script_calls import KEY_SECONDS, LEASE_MS, close_call
-from pipedec.scheduler.scripts import script_sha, script_text
-from pipedec.scheduler.transfers import groups_text
-from pipedec.scheduler.workflow import Planned, Task
+from pipedec.scheduler.scripts import KEY_SECONDS, LEASE_MS, close_call, script_sha, script_text
+from pipedec.scheduler.workflow import Planned, Task, groups_text
 from pipedec.topology import Topology
+from pipedec.validation import parse_json
+
+NODE_LEASE_MS = 3000  # of a supervisor
 
 
 class RankScheduler(BaseScheduler):
@@ -123,13 +125,9 @@ class RankScheduler(BaseScheduler):
         self._workflow = session
 
     def report(
-        self,
-        rank: int,
-        done: Sequence[Task],
-        planned: Sequence[Planned],
-        timeout_seconds: float = 0.0,
+        self, rank: int, done: Sequence[Task], planned: Sequence[Planned], timeout_seconds: float = 0.0,
         trace_lines: int | None = None,
-    ) -> RankMessage | None:
+    ) -> RankMessage | None:  # fmt: skip
         """Report tasks done and schedule ``planned``, in one atomic step; then ``wait``, in the same round trip.
 
         A transfer is reported by its receiver only (Algorithm 3). A repeated report changes nothing.
@@ -253,14 +251,11 @@ class RankScheduler(BaseScheduler):
 
     def suspect(self, rank: int, message: str) -> None:
         """Report to the supervisors that ``rank`` cannot continue, because another one does not answer."""
-        self._note(self.keys.suspects, rank, message)
+        self._run_script("note", [self.keys.run, self.keys.suspects], [KEY_SECONDS, rank, message, self.epoch])
 
     def note_end(self, rank: int, message: str) -> None:
         """Report to the supervisors why the process of ``rank`` ends."""
-        self._note(self.keys.ends, rank, message)
-
-    def _note(self, notes: str, rank: int, message: str) -> None:
-        self._run_script("note", [self.keys.run, notes], [KEY_SECONDS, rank, message, self.epoch])
+        self._run_script("note", [self.keys.run, self.keys.ends], [KEY_SECONDS, rank, message, self.epoch])
 
     def trace(self) -> list[GrantedTask]:
         """The trace of the latest session, as far as it is kept."""
@@ -301,3 +296,47 @@ class RankScheduler(BaseScheduler):
 
 def _encode(planned: Sequence[Planned]) -> str:
     return json.dumps([[plan.task.id, [task.id for task in plan.after], json.dumps(plan.payload)] for plan in planned])
+
+
+class SupervisorScheduler(BaseScheduler):
+    """The scheduler for a supervisor: who claims the name of a run, and starts and replaces its ranks."""
+
+    def supervise(self, node: str, ranks: Sequence[int] = ()) -> Supervision:
+        """For the supervisor ``node`` of a host, in one round trip: everything that its decisions need. Renews its lease.
+
+        Args:
+            ranks: ranks that run on this host; they are its own from now on, unless another host has them.
+        """
+        keys = self.keys
+        names = [keys.run, keys.members, keys.doing, keys.suspects, keys.ends, keys.places]
+        names += [keys.recoveries, keys.nodes, keys.node(node), *map(keys.alive, self.topology.ranks)]
+        about = [KEY_SECONDS, node, NODE_LEASE_MS, keys.node_prefix, json.dumps(list(ranks))]
+        return _supervision_of(self._run_script("supervise", names, about))
+
+    def members(self) -> list[int]:
+        """Ranks that have taken a lease and have not left, including expired ones and ranks beyond the topology."""
+        ranks: Any = self._ask(lambda: self.client.smembers(self.keys.members))
+        return sorted(int(rank) for rank in ranks)
+
+
+def _supervision_of(told: Sequence[Any]) -> Supervision:
+    """Read the reply of ``supervise.lua``."""
+    (failure, state, epoch), alive, expired, doing, suspects, ends, places, recoveries, lost, now_us = told
+    return Supervision(
+        epoch=None if epoch is None else int(epoch),
+        state=state.decode() if state is not None else "gone",
+        failure=failure.decode() if failure is not None else None,
+        members=tuple(sorted([*alive, *expired])),
+        expired=tuple(sorted(expired)),
+        activities={rank: activity_of(text, int(now_us)) for rank, text in _by_rank(doing).items()},
+        suspects=_by_rank(suspects),
+        ends=_by_rank(ends),
+        places=_by_rank(places),
+        recoveries=tuple(parse_json(Recovery, text, "the recovery") for text in recoveries),
+        lost_nodes=tuple(sorted(node.decode() for node in lost)),
+    )
+
+
+def _by_rank(pairs: Sequence[bytes]) -> dict[int, str]:
+    """A hash of texts by rank, as Redis returns it: fields and values alternate."""
+    return {int(rank): text.decode() for rank, text in zip(pairs[::2], pairs[1::2], strict=True)}

@@ -73,7 +73,6 @@ class EmbeddedServer:
     standard input: it appears in no command line and no file.
 
     Args:
-        unix_socket: listen on ``socket_path`` as well, in a temporary directory that ``stop`` removes.
         binary: the server to run; None for ``find_server_binary()``.
         bind: the addresses to listen on, ``LOOPBACK`` or ``ALL_ADDRESSES``.
         port: None for a free one.
@@ -86,21 +85,14 @@ class EmbeddedServer:
     """
 
     def __init__(
-        self,
-        unix_socket: bool = False,
-        binary: Path | None = None,
-        bind: str = LOOPBACK,
-        port: int | None = None,
-        password: str | None = None,
+        self, binary: Path | None = None, bind: str = LOOPBACK, port: int | None = None, password: str | None = None,
         settings: Sequence[str] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.binary = binary or find_server_binary()
         self._bind = bind
         self._given_port = port
         self._settings = settings
         self._password = password or secrets.token_hex(24)
-        self._directory = tempfile.mkdtemp(prefix="pipedec-redis-") if unix_socket else None
-        self.socket_path = str(Path(self._directory) / "redis.sock") if self._directory else None
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
         try:
@@ -113,13 +105,6 @@ class EmbeddedServer:
     def url(self) -> str:
         """``redis://:password@127.0.0.1:port/0``. Contains the password: pass it to ranks, never print it."""
         return f"redis://:{quote(self._password, safe='')}@{LOOPBACK}:{self.port}/0"
-
-    @property
-    def unix_url(self) -> str:
-        """The URL of the Unix socket, password included. Raises ValueError if the server was started without one."""
-        if self.socket_path is None:
-            raise ValueError("the server was started without a Unix socket")
-        return f"unix://:{quote(self._password, safe='')}@{self.socket_path}?db=0"
 
     @property
     def address(self) -> str:
@@ -145,7 +130,7 @@ class EmbeddedServer:
         return int(info["connected_clients"]) > 1
 
     def stop(self) -> None:
-        """Stop the server and remove its directory. May be called twice."""
+        """Stop the server. May be called twice."""
         process, self._process = self._process, None
         if process is not None:
             process.terminate()
@@ -154,9 +139,6 @@ class EmbeddedServer:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
 
     def __enter__(self) -> EmbeddedServer:
         return self
@@ -169,7 +151,11 @@ class EmbeddedServer:
         deadline = time.monotonic() + START_SECONDS
         last_line = ""
         for _ in range(_ATTEMPTS if self._given_port is None else 1):
-            self.port = _free_port() if self._given_port is None else self._checked_port(self._given_port)
+            if self._given_port is None:
+                self.port = _free_port()
+            else:
+                self.port = self._given_port
+                self._check_port()
             with tempfile.TemporaryFile() as log:
                 self._process = self._spawn(log)
                 if self._wait_until_ready(self._process, deadline):
@@ -181,16 +167,15 @@ class EmbeddedServer:
         reason = last_line or f"it did not answer within {START_SECONDS:.0f} s"
         raise SchedulerLost(f"the Redis server {self.binary} did not start: {reason}")
 
-    def _checked_port(self, port: int) -> int:
-        """``port``. Raises UserError if something listens there already."""
+    def _check_port(self) -> None:
+        """Raises UserError if something listens there already."""
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((LOOPBACK if self._bind == LOOPBACK else "", port))
+                probe.bind((LOOPBACK if self._bind == LOOPBACK else "", self.port))
             except OSError as error:
                 reason = "in use" if error.errno == errno.EADDRINUSE else f"not usable ({error.strerror})"
-                raise UserError(f"port {port} is {reason}: choose another port for Redis, or give the url of one") from None
-        return port
+                raise UserError(f"port {self.port} is {reason}: choose another port for Redis, or give the url of one") from None
 
     def _spawn(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
@@ -198,22 +183,17 @@ class EmbeddedServer:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            cwd=self._directory or tempfile.gettempdir(),
+            cwd=tempfile.gettempdir(),
             start_new_session=True,  # keeps Ctrl-C from the server: it ends when its owner stops it or dies
             preexec_fn=_die_with_parent(),
         )
-        if process.stdin is None:
-            raise AssertionError("Popen was asked for a pipe")
+        assert process.stdin is not None
+        quoted = "".join(f"\\x{byte:02x}" for byte in self._password.encode())
+        lines = [f"bind {self._bind}", f"port {self.port}", f'requirepass "{quoted}"']
+        lines += ['save ""', "appendonly no", "daemonize no", *self._settings, ""]
         with contextlib.suppress(BrokenPipeError), process.stdin as config:
-            config.write(self._config().encode())
+            config.write("\n".join(lines).encode())
         return process
-
-    def _config(self) -> str:
-        lines = [f"bind {self._bind}", f"port {self.port}", f"requirepass {_quoted(self._password)}"]
-        lines += ['save ""', "appendonly no", "daemonize no"]
-        if self.socket_path is not None:
-            lines += [f"unixsocket {self.socket_path}", "unixsocketperm 700"]
-        return "\n".join([*lines, *self._settings, ""])
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
         """True once the server answers, False if it exits or the deadline passes first."""
@@ -227,31 +207,22 @@ class EmbeddedServer:
         return False
 
 
-def _quoted(text: str) -> str:
-    """``text`` as one word of Redis's configuration."""
-    return '"' + "".join(f"\\x{byte:02x}" for byte in text.encode()) + '"'
-
-
 def _free_port() -> int:
     """A free port, if possible below those that the kernel assigns to connections and to listeners without a port of their own:
     should the server die, none of them can take its port before it is started again. (Not even a client that tries to reach
     the server: if a port may be assigned to connections, one in thousands of attempts to connect to it connects to itself.)
     """
+    first_given = 32768
+    with contextlib.suppress(OSError, ValueError):
+        first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for _ in range(_PORT_ATTEMPTS):
-        port = _FIRST_PORT + secrets.randbelow(max(_first_given_port() - _FIRST_PORT, 1))
+        port = _FIRST_PORT + secrets.randbelow(max(first_given - _FIRST_PORT, 1))
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
-
-
-def _first_given_port() -> int:
-    """The first port that the kernel assigns."""
-    with contextlib.suppress(OSError, ValueError):
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    return 32768
 
 
 def _die_with_parent() -> Callable[[], None] | None:

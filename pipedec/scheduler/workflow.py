@@ -1,15 +1,21 @@
-"""The workflow of a session as plain data: tasks and their dependencies.
+"""The workflow of a session as plain data: tasks, their dependencies, and the order of the transfers between two timesteps.
 
 Knows neither Redis nor processes nor tensors; the scheduler runs these tasks, tests simulate them, and traces show them. The
 successors of a task are determined by ``paper`` (Algorithm 4) or, for windows, here.
+
+Within a group a step is passed on inside the timestep; between two timesteps each group's last stage sends to the next group's
+first one, rank 0 to stage 1, and the last stage its result to rank 0. Redis grants the order (``lua/grant.lua``); a rank checks
+its grant.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import combinations
+from typing import Any, Literal, NamedTuple
 
-from pipedec.topology import Topology
+from pipedec.core import PipedecError
+from pipedec.topology import Topology, rank_name
 
 Payload = dict[str, Any]
 
@@ -107,7 +113,7 @@ def after_window(task: Task, topology: Topology, timesteps: int) -> list[Planned
     """The tasks that rank 0 schedules after its window: each rank's next, of ``timesteps`` timesteps; if 0, the session's end.
 
     The ranks run a window's timesteps without further grants. Its grant gives the order in which a rank takes part in the
-    transfers between two timesteps (see ``transfers``), so no two conflict. A window depends on its rank's current one only.
+    transfers between two timesteps (see ``checked_transfers``), so no two conflict. A window depends on its rank's current one.
     """
     windows = [Task.compute("window", rank, task.seq) for rank in topology.ranks]
     planned = [Planned(Task.finish_all(task.seq), tuple(windows))]
@@ -118,3 +124,77 @@ def after_window(task: Task, topology: Topology, timesteps: int) -> list[Planned
 
 def _window(rank: int, seq: int, timesteps: int, *after: Task) -> Planned:
     return Planned(Task.compute("window", rank, seq), after, {"timesteps": timesteps})
+
+
+class PlannedTransfer(NamedTuple):
+    """A message from rank ``source`` to rank ``target`` between two timesteps."""
+
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"{self.source}>{self.target}"
+
+
+Phase = tuple[PlannedTransfer, ...]  # transfers that may run at the same time
+
+
+def transfers_between_timesteps(topology: Topology) -> list[PlannedTransfer]:
+    """All transfers: the last stage's result, on which rank 0's next message depends, then from the last group to the first."""
+    ends = [0, *topology.exit_ranks]
+    forward = [PlannedTransfer(source, target) for source, target in zip(ends[:-1], topology.entry_ranks, strict=True)]
+    return [PlannedTransfer(topology.final_rank, 0), *reversed(forward)]
+
+
+def checked_transfers(granted: Any, rank: int, topology: Topology, duplex: str) -> tuple[Phase, ...]:
+    """The order of transfers that a window task grants to ``rank``.
+
+    Args:
+        granted: ``transfers`` in the task's payload, as it was received.
+        duplex: of the links, as the rank knows it.
+
+    Raises:
+        PipedecError: the grant does not order exactly this rank's transfers, or lets two conflict; the message names the mistake.
+    """
+    try:
+        phases = tuple(tuple(PlannedTransfer(*pair) for pair in phase) for phase in granted)
+    except TypeError:
+        mistake: str | None = "it is no list of phases of transfers"
+    else:
+        mistake = _mistake(phases, rank, topology, duplex)
+    if mistake is not None:
+        raise PipedecError(f"{rank_name(rank)} refuses the order of transfers that Redis granted: {mistake}")
+    return phases
+
+
+def _mistake(phases: tuple[Phase, ...], rank: int, topology: Topology, duplex: str) -> str | None:
+    """Why ``rank`` cannot follow this order; None if it can."""
+    transfers = [transfer for phase in phases for transfer in phase]
+    if not all(isinstance(end, int) for transfer in transfers for end in transfer):
+        return "its transfers are not between ranks"
+    own = [transfer for transfer in transfers_between_timesteps(topology) if rank in transfer]
+    for transfer in transfers:
+        if transfer not in own:
+            return f"{transfer} is no transfer of this rank"
+        if transfers.count(transfer) > 1:
+            return f"{transfer} is granted twice"
+    if missing := [transfer for transfer in own if transfer not in transfers]:
+        return f"{missing[0]} is missing"
+    for one, other in (pair for phase in phases for pair in combinations(phase, 2)):
+        if conflict(one, other, duplex):
+            return f"{one} and {other} at the same time, but the links are {duplex} duplex"
+    if rank == 0 and transfers[0].target != 0:
+        return f"{transfers[0]} before the result on which it depends"
+    return None
+
+
+def conflict(one: PlannedTransfer, other: PlannedTransfer, duplex: str) -> bool:
+    """Whether some rank cannot take part in both at the same time."""
+    if duplex == "half":
+        return bool(set(one) & set(other))
+    return one.source == other.source or one.target == other.target
+
+
+def groups_text(topology: Topology) -> str:
+    """The groups as ``lua/grant.lua`` reads them: first and last stage of each, ``1-2 3-3``."""
+    return " ".join(f"{group[0]}-{group[-1]}" for group in topology.groups)

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -71,6 +72,12 @@ class ChatTemplate:
         except Exception as error:  # anything that a program can do wrong: a type, a missing field, an endless recursion
             raise UserError(f"the chat template cannot render these messages: {_first_line(error)}") from None
         return "".join(pieces)
+
+
+@lru_cache(maxsize=8)
+def compiled(source: str) -> ChatTemplate:
+    """The template of a source, compiled once. Raises UserError as ``ChatTemplate``."""
+    return ChatTemplate(source)
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from pipedec.core import UserError
 from pipedec.gguf import model_files
 from pipedec.text.stream import TextStream
-from pipedec.text.tokenizer import Tokenizer
+from pipedec.text.tokenizer import Tokenizer, load_for_training
 
 
 class Prompter:
@@ -137,8 +138,10 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         UserError: there is none, or a damaged one.
     """
     directory = model_files(directory)
-    if (directory / "tokenizer.model").exists() and not (directory / "tokenizer.json").exists():
-        from pipedec.text.convert import converted
-
-        return converted(directory)
-    return Tokenizer(directory)
+    if not (directory / "tokenizer.model").exists() or (directory / "tokenizer.json").exists():
+        return Tokenizer(directory)
+    with tempfile.TemporaryDirectory(prefix="pipedec-") as written:
+        load_for_training(directory).save_pretrained(written)
+        tokenizer = Tokenizer(Path(written))
+    tokenizer.directory = directory
+    return tokenizer

@@ -18,17 +18,13 @@ class StopStrings:
         self._stop = stop
         self._held = ""
 
-    def add(self, token_ids: Sequence[int]) -> tuple[str, int | None]:
-        """Add tokens.
+    def add_pieces(self, pieces: Iterable[str]) -> tuple[str, int | None]:
+        """Add decoded tokens, one piece of text per token.
 
         Returns:
             The text that is now final, and the number of these tokens that belong to the answer if a stop string ends it,
             else None.
         """
-        return self.add_pieces(self._stream.add([token]) for token in token_ids)
-
-    def add_pieces(self, pieces: Iterable[str]) -> tuple[str, int | None]:
-        """As ``add``, for tokens that are already decoded: one piece of text per token."""
         for count, piece in enumerate(pieces, start=1):
             self._held += piece
             starts = [start for stop in self._stop if (start := self._held.find(stop)) >= 0]

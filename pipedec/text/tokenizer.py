@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint and its chat template, read from their files: no transformers, so no torch.
+"""The tokenizer of a checkpoint and its chat template, read from their files; without transformers, which loads torch.
 
 Owns the meaning of ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``: token ids and texts are those of
 transformers' ``AutoTokenizer``. Knows no models and no requests.
@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 
 from pipedec.core import UserError
 from pipedec.gguf import model_files
-from pipedec.text.chat_template import ChatTemplate
+from pipedec.text.chat_template import compiled
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPACES = [(" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't")]
@@ -38,8 +38,11 @@ class Tokenizer:
         self.directory = directory
         directory = model_files(directory)
         self._backend = _read_backend(directory)
-        config = _read_config(directory)
-        self.special_tokens: dict[str, str] = {name: _content(config[name]) for name in _NAMED if config.get(name)}
+        config = _read_json(directory / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # older checkpoints name their special tokens in a file of its own
+            config |= _read_json(directory / "special_tokens_map.json")
+        named = {name: config[name] for name in _NAMED if config.get(name)}
+        self.special_tokens = {name: str(one["content"]) if isinstance(one, dict) else one for name, one in named.items()}
         self._add_tokens(config)
         is_bpe = isinstance(self._backend.model, tokenizers.models.BPE)
         self._cleans_spaces = bool(config.get("clean_up_tokenization_spaces")) and not is_bpe
@@ -131,7 +134,13 @@ class Tokenizer:
         name = self._backend.id_to_token(token_id)
         if name is None:
             return b""
-        return name.encode() if token_id in self._added else self._spelling(name)
+        if token_id in self._added:
+            return name.encode()
+        if self._byte_of is not None and all(letter in self._byte_of for letter in name):
+            return bytes(self._byte_of[letter] for letter in name)
+        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+            return bytes([int(name[3:5], 16)])
+        return name.replace("▁", " ").encode() if _has(self._backend.decoder, "▁") else name.encode()
 
     def token(self, token_id: int) -> str:
         """The text of one token. Where it is a part of a character: ``bytes:`` and its bytes, as OpenAI's API writes it."""
@@ -151,8 +160,8 @@ class Tokenizer:
             raise UserError(f"{self.directory} has no chat template: send the prompt as it is (/v1/completions, --raw)")
         if not messages:
             raise UserError("messages is empty: give at least one message")
-        template = self._tool_template if options.get("tools") is not None else self._template
-        return template.render(messages, add_generation_prompt, **{**self.special_tokens, **options})
+        source = self._template_sources["default"] if options.get("tools") is None else self.tool_template
+        return compiled(source).render(messages, add_generation_prompt, **{**self.special_tokens, **options})
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
@@ -169,28 +178,17 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, add_generation_prompt, **options), add_special_tokens=False)
 
     @cached_property
-    def _template(self) -> ChatTemplate:
-        return ChatTemplate(self._template_sources["default"])
-
-    @cached_property
-    def _tool_template(self) -> ChatTemplate:
-        return ChatTemplate(self.tool_template)
-
-    @cached_property
     def _added(self) -> Mapping[int, AddedToken]:
         return self._backend.get_added_tokens_decoder()
 
     @cached_property
     def _byte_of(self) -> dict[str, int] | None:
-        """The byte that each letter stands for, where the tokenizer is byte-level; else None."""
-        return _byte_letters() if _has(self._backend.decoder, "ByteLevel") else None
-
-    def _spelling(self, name: str) -> bytes:
-        if self._byte_of is not None and all(letter in self._byte_of for letter in name):
-            return bytes(self._byte_of[letter] for letter in name)
-        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
-            return bytes([int(name[3:5], 16)])
-        return name.replace("▁", " ").encode() if _has(self._backend.decoder, "▁") else name.encode()
+        """The byte that each letter stands for, as in GPT-2's vocabulary; None if the tokenizer is not byte-level."""
+        if not _has(self._backend.decoder, "ByteLevel"):
+            return None
+        printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+        others = [byte for byte in range(256) if byte not in printable]
+        return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
 
     def _id_of(self, named: str) -> int | None:
         name = self.special_tokens.get(named)
@@ -221,12 +219,6 @@ def _read_backend(directory: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
-    """``tokenizer_config.json``; older checkpoints name their special tokens in ``special_tokens_map.json``."""
-    config = _read_json(directory / "tokenizer_config.json")
-    return config if "added_tokens_decoder" in config else config | _read_json(directory / "special_tokens_map.json")
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     """An object; an empty one if there is no file."""
     try:
@@ -248,10 +240,6 @@ def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str
     return {} if source is None else {"default": source}
 
 
-def _content(entry: str | Mapping[str, Any]) -> str:
-    return entry if isinstance(entry, str) else str(entry["content"])
-
-
 def _added(entry: Mapping[str, Any]) -> AddedToken:
     flags = {name: bool(entry[name]) for name in ("special", "normalized", "lstrip", "rstrip", "single_word") if name in entry}
     return AddedToken(entry["content"], **flags)
@@ -262,8 +250,14 @@ def _has(decoder: Any, part: str) -> bool:
     return decoder is not None and part in decoder.__getstate__().decode()
 
 
-def _byte_letters() -> dict[str, int]:
-    """The printable letter of each byte, as in GPT-2's vocabulary."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
+def load_for_training(directory: Path) -> Any:
+    """The tokenizer of transformers, which can be changed and saved. Raises UserError if there is none, or a damaged one."""
+    from transformers import AutoTokenizer  # which loads torch
+
+    directory = model_files(directory)
+    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        raise UserError(f"no tokenizer in {directory}: expected tokenizer.json beside config.json")
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # tokenizers raises a bare Exception for a corrupt file
+        raise UserError(f"the tokenizer in {directory} cannot be read: {str(error).splitlines()[0][:160]}") from error

@@ -43,19 +43,16 @@ class ToolFormat:
             is_single: exactly one call; else one or several.
         """
         schemas = [_NO_ARGUMENTS if schema is None else {"type": "object", **schema} for schema in tools.values()]
+        begin, end = (json.dumps(mark) if mark else "" for mark in (self.begin, self.end))
         lines = [
             "start: call" + ("" if is_single else f" ({json.dumps(self.separator)} call)*"),
-            f"call: {self._around(' | '.join(f'call_{index}' for index in range(len(tools))))}",
+            f"call: {begin} ({' | '.join(f'call_{index}' for index in range(len(tools)))}) {end}",
         ]
         for index, (name, schema) in enumerate(zip(tools, schemas, strict=True)):
             opening = f'{{"name": "{name}", "{self.arguments}": '
             lines.append(f'call_{index}: {json.dumps(opening)} arguments_{index} "}}"')
             lines.append(f"arguments_{index}: %json {json.dumps({**schema, 'x-guidance': _JSON_GUIDANCE})}")
         return "\n".join(lines)
-
-    def _around(self, calls: str) -> str:
-        parts = (json.dumps(self.begin) if self.begin else "", f"({calls})", json.dumps(self.end) if self.end else "")
-        return " ".join(filter(None, parts))
 
 
 HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>", "\n", "arguments")
@@ -121,7 +118,8 @@ class CallReader:
         self._held += text
         while self._step():
             pass
-        return self._taken()
+        parts, self._parts = self._parts, []
+        return parts
 
     def finish(self) -> list[str | CallPart]:
         """The text that was held back, when the answer has ended."""
@@ -130,9 +128,6 @@ class CallReader:
         elif self._step == self._outside and not (self.num_calls and not self._held.strip(_SEPARATORS)):
             self._say(self._held)
         self._held = ""
-        return self._taken()
-
-    def _taken(self) -> list[str | CallPart]:
         parts, self._parts = self._parts, []
         return parts
 

@@ -1,30 +1,41 @@
-"""The target's own greedy continuations of prompts: the text that drafts and BiTA learn to predict.
+"""The text that a target writes itself, from which drafts and BiTA learn: greedy continuations of prompts, and prompts.
 
-Owns their generation in large batches and the files that keep them, so that a killed run continues. It does not know where
-prompts come from, nor who learns.
+Owns their generation in large batches and the files that keep them, so that a killed run continues. A draft must be right where
+the target is asked what its users ask. A target that was tuned for chats knows such questions: it writes them where its chat
+template has the user speak (Magpie, Xu et al. 2024).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import track
+from rich.progress import Progress, track
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipedec.core import UserError
-from pipedec.train.prompts import SplitPrompts
+from pipedec.data.prompts import PromptSet
+from pipedec.model import load_transformers
+from pipedec.text.prompt import Prompter
+from pipedec.text.tokenizer import Tokenizer
+from pipedec.train.loop import COLUMNS
+from pipedec.train.prompts import SplitPrompts, split
+from pipedec.train.run import Run, replacing
 from pipedec.transport.replicas import ALONE, Replicas
 
 Model = Any  # a causal language model of transformers, whose classes share no usable type
 
 BATCH_PROMPTS = 96
 BATCH_TOKENS = 16_384
+NAME = "invented"  # of the set of prompts
+_LONGEST = 96  # tokens of an invented prompt
+_PLACE = "\N{WHITE SQUARE}\N{BLACK SQUARE}\N{WHITE SQUARE}"  # a text that no template has
 
 
 @dataclass(frozen=True)
@@ -88,7 +99,7 @@ def continue_greedily(
     paths = [store / f"{number:04}.safetensors" for number in range(len(batches))]
     for number, path in enumerate(track(paths, f"continuations: {store.name}", disable=not replicas.is_first)):
         if replicas.shares(number) and not path.exists():
-            _save(_generate(target, batches[number], new_tokens), path)
+            _save(list(_generate(target, batches[number], new_tokens)), path)
     replicas.wait()
     found: list[Continuation] = []
     for path, batch in zip(paths, batches, strict=True):
@@ -130,20 +141,75 @@ def end_tokens(target: Model) -> frozenset[int]:
     return frozenset() if named is None else frozenset(named) if isinstance(named, list) else frozenset([named])
 
 
-def _save(continuations: Iterator[Continuation], path: Path) -> None:
-    sequences = list(continuations)
+def _save(continuations: list[Continuation], path: Path) -> None:
     tensors = {
-        "ids": torch.tensor([token for sequence in sequences for token in sequence.ids]),
-        "lengths": torch.tensor([len(sequence.ids) for sequence in sequences]),
-        "prompt_lengths": torch.tensor([sequence.prompt_length for sequence in sequences]),
+        "ids": torch.tensor([token for one in continuations for token in one.ids]),
+        "lengths": torch.tensor([len(one.ids) for one in continuations]),
+        "prompt_lengths": torch.tensor([one.prompt_length for one in continuations]),
     }
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial)
-    partial.rename(path)
+    with replacing(path) as unfinished:
+        save_file(tensors, unfinished)
 
 
 def _load(path: Path) -> list[Continuation]:
     tensors = load_file(path)
-    pieces: tuple[Tensor, ...] = tensors["ids"].split(tensors["lengths"].tolist())
-    lengths = tensors["prompt_lengths"].tolist()
-    return [Continuation(ids.tolist(), length) for ids, length in zip(pieces, lengths, strict=True)]
+    pieces = tensors["ids"].split(tensors["lengths"].tolist())
+    return [Continuation(*pair) for pair in zip(map(Tensor.tolist, pieces), tensors["prompt_lengths"].tolist(), strict=True)]
+
+
+def invented_set(
+    target_path: Path, prompter: Prompter, count: int, new_tokens: int, run: Run, seed: int = 0
+) -> dict[str, SplitPrompts]:
+    """``count`` prompts that the target invents, as token ids. Raises UserError as ``invented_prompts``."""
+    if count < 1:
+        raise UserError(f"--invented must be at least 1, not {count}")
+    torch.set_num_threads(run.threads)
+    target = load_transformers(target_path, run.torch_dtype, run.device)
+    found = invented_prompts(target, prompter.tokenizer, count, seed, run.work / NAME, run.replicas)
+    return {NAME: split([list(prompter.token_ids(text, False, new_tokens)) for text in found.prompts])}
+
+
+def invented_prompts(
+    target: Model, tokenizer: Tokenizer, count: int, seed: int, store: Path, replicas: Replicas = ALONE
+) -> PromptSet:
+    """``count`` different prompts, drawn with temperature 1; ``store`` keeps one file per batch, from which a second run goes on.
+
+    Several processes take a batch each; all of them read ``store``.
+
+    Raises:
+        UserError: the target has no chat template, or more than nine in ten of its inventions are empty, endless or known.
+    """
+    store.mkdir(parents=True, exist_ok=True)
+    before, _, _ = tokenizer.render_chat([{"role": "user", "content": _PLACE}]).partition(_PLACE)
+    before_ids = tokenizer.encode(before, add_special_tokens=False)
+    found: dict[str, None] = {}
+    with Progress(*COLUMNS, disable=not replicas.is_first) as progress:
+        bar = progress.add_task(f"prompts: {NAME}", total=count)
+        for number in range(1 + 10 * count // BATCH_PROMPTS):
+            path = store / f"{number:04}.json"
+            if replicas.shares(number) and not path.exists():
+                texts = _invent(target, tokenizer, before_ids, seed * 1_000_003 + number)
+                with replacing(path) as unfinished:
+                    unfinished.write_text(json.dumps(texts, indent=1), encoding="utf-8")
+            if (number + 1) % replicas.size:
+                continue
+            replicas.wait()
+            for earlier in range(number + 1 - replicas.size, number + 1):
+                found |= dict.fromkeys(json.loads((store / f"{earlier:04}.json").read_text(encoding="utf-8")))
+            progress.update(bar, completed=min(len(found), count))
+            if len(found) >= count:
+                return PromptSet(NAME, tuple(found)[:count])
+    raise UserError(f"the target invented only {len(found)} prompts: give --prompts FILE instead")
+
+
+@torch.no_grad()
+def _invent(target: Model, tokenizer: Tokenizer, before: list[int], seed: int) -> list[str]:
+    """The prompts of one batch that came to an end."""
+    torch.manual_seed(seed)
+    ids = torch.tensor([before] * BATCH_PROMPTS, device=target.device)
+    how: dict[str, Any] = {"max_new_tokens": _LONGEST, "do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    how |= {"use_cache": True, "pad_token_id": target.config.pad_token_id or 0}
+    output = target.generate(ids, attention_mask=torch.ones_like(ids), **how)
+    ends = end_tokens(target)
+    rows = (row[: min(map(row.index, ends & set(row)))] for row in output[:, len(before) :].tolist() if ends & set(row))
+    return [text for row in rows if (text := tokenizer.decode(row).strip())]

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pipedec.core import UserError
+from pipedec.train.run import replacing
 from pipedec.transport.replicas import ALONE, Replicas
 
 COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()  # of a progress bar
@@ -45,15 +46,9 @@ class TrainingLoop:
     SAVE_EVERY = 20  # steps
 
     def __init__(
-        self,
-        name: str,
-        model: nn.Module,
-        optimizers: list[torch.optim.Optimizer],
-        work: Path,
-        identity: dict[str, Any],
-        max_norm: float | None = 1.0,
-        replicas: Replicas = ALONE,
-    ) -> None:
+        self, name: str, model: nn.Module, optimizers: list[torch.optim.Optimizer], work: Path, identity: dict[str, Any],
+        max_norm: float | None = 1.0, replicas: Replicas = ALONE,
+    ) -> None:  # fmt: skip
         self._name, self._model, self._optimizers = name, model, optimizers
         self._identity, self._max_norm, self._replicas = json.loads(json.dumps(identity)), max_norm, replicas
         self._checkpoint, self._log = work / f"{name}.safetensors", work / f"{name}.jsonl"
@@ -91,18 +86,17 @@ class TrainingLoop:
         for number, optimizer in enumerate(self._optimizers):
             for parameter, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"optimizer.{number}.{parameter}.{key}": torch.as_tensor(value) for key, value in state.items()}
-        partial = self._checkpoint.with_suffix(".partial")
-        metadata = {"step": str(step), "identity": json.dumps(self._identity)}
-        save_file({name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}, partial, metadata=metadata)
-        partial.rename(self._checkpoint)
+        tensors = {name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}
+        with replacing(self._checkpoint) as unfinished:
+            save_file(tensors, unfinished, metadata={"step": str(step), "identity": json.dumps(self._identity)})
 
     def _resume(self) -> int:
         """Load the checkpoint, if any, and drop log lines of later steps; returns the number of steps already done."""
         start = self._load() if self._checkpoint.exists() else 0
         if self._log.exists() and self._replicas.is_first:
             kept = self._log.read_text().splitlines(keepends=True)[:start]
-            self._log.with_suffix(".partial").write_text("".join(kept))
-            self._log.with_suffix(".partial").rename(self._log)
+            with replacing(self._log) as unfinished:
+                unfinished.write_text("".join(kept))
         return start
 
     def _load(self) -> int:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Container
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pipedec.core import UserError
-from pipedec.data.prompts import PromptSet, PromptSource
+from pipedec.data.prompts import PromptSource
 from pipedec.text.prompt import Prompter
 
 _HELD_OUT_ONE_IN = 20
@@ -25,12 +26,9 @@ class SplitPrompts:
 
 
 def file_prompts(
-    prompter: Prompter,
-    sources: tuple[PromptSource, ...],
-    new_tokens: int,
-    max_prompts: int | None = None,
+    prompter: Prompter, sources: tuple[PromptSource, ...], new_tokens: int, max_prompts: int | None = None,
     taken: Container[str] = (),
-) -> dict[str, SplitPrompts]:
+) -> dict[str, SplitPrompts]:  # fmt: skip
     """The prompts of files, through the chat template, by set.
 
     Args:
@@ -41,31 +39,25 @@ def file_prompts(
     Raises:
         UserError: a prompt file is unsound, two sets have one name, or no prompt of a set fits the target's context.
     """
-    found: dict[str, SplitPrompts] = {}
+    sets: dict[str, SplitPrompts] = {}
     for source in sources:
-        if source.name in found or source.name in taken:
+        if source.name in sets or source.name in taken:
             raise UserError(f"two sets of prompts are called {source.name}: name one of them, --prompts NAME={source.path}")
-        found[source.name] = split(_prompt_ids(prompter, source.read(), new_tokens, max_prompts))
-    return found
+        prompts = source.read()
+        found: list[list[int]] = []
+        for number in prompts.shuffled():  # with a fixed seed
+            if len(found) == max_prompts:
+                break
+            with suppress(UserError):  # it does not fit the context
+                found.append(list(prompter.token_ids(prompts.prompts[number], raw=False, max_tokens=new_tokens)))
+        if not found:
+            raise UserError(f"no prompt of {prompts.name} fits into the target's context: use shorter ones")
+        sets[source.name] = split(found)
+    return sets
 
 
 def split(prompts: list[list[int]]) -> SplitPrompts:
-    """Holds out one prompt in twenty (at least one of several), the same whatever their order."""
+    """Hold out one prompt in twenty (at least one of several), the same ones in any order."""
     shuffled = sorted(prompts, key=lambda ids: hashlib.sha256(str(ids).encode()).digest())
     num_held_out = max(len(prompts) // _HELD_OUT_ONE_IN, int(len(prompts) > 1))
     return SplitPrompts(shuffled[num_held_out:], shuffled[:num_held_out])
-
-
-def _prompt_ids(prompter: Prompter, prompts: PromptSet, new_tokens: int, max_prompts: int | None) -> list[list[int]]:
-    """Token ids of the prompts that fit the context; ``max_prompts`` of them, drawn with a fixed seed."""
-    found: list[list[int]] = []
-    for number in prompts.shuffled():
-        if max_prompts is not None and len(found) == max_prompts:
-            break
-        try:
-            found.append(list(prompter.token_ids(prompts.prompts[number], raw=False, max_tokens=new_tokens)))
-        except UserError:
-            continue
-    if not found:
-        raise UserError(f"no prompt of {prompts.name} fits into the target's context: use shorter ones")
-    return found

@@ -1,5 +1,36 @@
-"""Transfers between ranks. The only package that touches torch.distributed; knows steps, but not when or why they are sent."""
+"""Transfers between ranks. The only package that touches torch.distributed; knows envelopes, but not when or why they are
+sent."""
 
-from pipedec.transport.interface import Transport
+from __future__ import annotations
+
+from typing import Protocol
+
+from pipedec.core import StageMessage
+from pipedec.device import DeviceEvent
 
 __all__ = ["Transport"]
+
+
+class Transport(Protocol):
+    """Point-to-point transfer of envelopes."""
+
+    def send_envelope(self, envelope: StageMessage, dst: int) -> DeviceEvent:
+        """Send an envelope to rank ``dst``. Does not wait for the receiver.
+
+        Returns:
+            the end of the transfer of its activations, if a device sends them; otherwise the present moment.
+
+        Raises:
+            RankLost: the connection failed or timed out.
+            ValueError: the envelope is larger than any receiver accepts (see ``wire``).
+        """
+
+    def receive_envelope(self, src: int) -> StageMessage:
+        """Wait for the next envelope from rank ``src``; its activations may come later (see ``StageMessage.await_hidden``).
+
+        Raises:
+            RankLost: the connection failed or timed out, or the message is not an envelope.
+        """
+
+    def close(self) -> None:
+        """Leave the process groups and close their sockets."""

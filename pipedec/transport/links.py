@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,60 +24,29 @@ STEP_TAG = 0
 _POLL_SECONDS = 20e-6
 
 
-class Transfer(Protocol):
-    """A message that is being sent or received."""
+@dataclass(frozen=True)
+class HostTransfer:
+    """A message that is being sent or received through host memory.
 
-    @property
-    def message(self) -> Tensor:
-        """uint8. A received message may be read after ``wait``, or by the device's work after ``join``."""
+    Attributes:
+        message: uint8; a received one may be read after ``wait`` or ``join``.
+    """
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the message has left or arrived. Does not wait."""
+    message: Tensor
+    work: Work
+    timeout: timedelta
 
     def wait(self) -> None:
         """Wait on the host until the message has left or arrived. Raises RuntimeError if it cannot any more.
 
         Call either this or ``join``, once.
         """
-
-    def join(self) -> None:
-        """As ``wait``, but only for work queued on the device from now on, if the device carries out the transfer."""
-
-    def event(self) -> DeviceEvent:
-        """The end of the transfer; through host memory, whose transfers run by themselves, the present moment."""
-
-
-class Link(Protocol):
-    """One direction, or both, between this rank and a peer."""
-
-    @property
-    def place(self) -> torch.device:
-        """Where messages are."""
-
-    def send(self, message: Tensor, tag: int = STEP_TAG) -> Transfer:
-        """Begin to send ``message``, which must not change until the transfer has ended. Raises RuntimeError."""
-
-    def receive(self, num_bytes: int, tag: int = STEP_TAG) -> Transfer:
-        """Begin to receive a message of at most ``num_bytes``; over NCCL of exactly that size. Raises RuntimeError."""
-
-
-@dataclass(frozen=True)
-class _HostTransfer:
-    message: Tensor
-    work: Work
-    timeout: timedelta
-
-    @property
-    def has_ended(self) -> bool:
-        return bool(self.work.is_completed())
-
-    def wait(self) -> None:
         self.work.wait(self.timeout)
 
     join = wait
 
     def event(self) -> DeviceEvent:
+        """The present moment: these transfers run by themselves."""
         return HostEvent(time.perf_counter())
 
 
@@ -88,6 +57,7 @@ class HostLink:
     Attributes:
         peer: rank of the peer in the group.
         timeout: of every transfer.
+        place: where messages are.
     """
 
     group: Group
@@ -95,26 +65,24 @@ class HostLink:
     timeout: timedelta
     place: torch.device = HOST
 
-    def send(self, message: Tensor, tag: int = STEP_TAG) -> Transfer:
-        return _HostTransfer(message, self.group.send([message], self.peer, tag), self.timeout)
+    def send(self, message: Tensor, tag: int = STEP_TAG) -> HostTransfer:
+        """Begin to send ``message``, which must not change until the transfer has ended. Raises RuntimeError."""
+        return HostTransfer(message, self.group.send([message], self.peer, tag), self.timeout)
 
-    def receive(self, num_bytes: int, tag: int = STEP_TAG) -> Transfer:
+    def receive(self, num_bytes: int, tag: int = STEP_TAG) -> HostTransfer:
+        """Begin to receive a message of at most ``num_bytes``. Raises RuntimeError."""
         message = torch.empty(num_bytes, dtype=torch.uint8)
-        return _HostTransfer(message, self.group.recv([message], self.peer, tag), self.timeout)
+        return HostTransfer(message, self.group.recv([message], self.peer, tag), self.timeout)
 
 
 @dataclass(frozen=True)
-class _DeviceTransfer:
-    """A transfer on a stream of its own, with an event at its end."""
+class DeviceTransfer:
+    """A transfer on a stream of its own, with an event at its end; otherwise as ``HostTransfer``."""
 
     message: Tensor
     end: DeviceEvent
     timeout: timedelta
     is_aborted: Callable[[], bool]
-
-    @property
-    def has_ended(self) -> bool:
-        return self.end.has_passed
 
     def wait(self) -> None:
         deadline = time.monotonic() + self.timeout.total_seconds()
@@ -127,9 +95,11 @@ class _DeviceTransfer:
         self.join()
 
     def join(self) -> None:
+        """As ``wait``, but only for work that is queued on the device from now on."""
         self.end.join([self.message])
 
     def event(self) -> DeviceEvent:
+        """The end of the transfer."""
         return self.end
 
 
@@ -143,6 +113,7 @@ class DeviceLink:
     Attributes:
         peer: rank of the peer in the group.
         timeout: of every transfer.
+        place: where messages are.
         is_aborted: whether the groups were aborted, which ends all their transfers.
     """
 
@@ -153,16 +124,22 @@ class DeviceLink:
     device: Device
     is_aborted: Callable[[], bool]
 
-    def send(self, message: Tensor, tag: int = STEP_TAG) -> Transfer:
+    def send(self, message: Tensor, tag: int = STEP_TAG) -> DeviceTransfer:
+        """As ``HostLink.send``."""
         work = self.group.send([message], self.peer, tag)
         with self.device.beside("send"):
             return self._under_way(message, work)
 
-    def receive(self, num_bytes: int, tag: int = STEP_TAG) -> Transfer:
+    def receive(self, num_bytes: int, tag: int = STEP_TAG) -> DeviceTransfer:
+        """Begin to receive a message of exactly ``num_bytes``. Raises RuntimeError."""
         with self.device.beside("receive"):
             message = torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
             return self._under_way(message, self.group.recv([message], self.peer, tag))
 
-    def _under_way(self, message: Tensor, work: Work) -> Transfer:
+    def _under_way(self, message: Tensor, work: Work) -> DeviceTransfer:
         work.wait()  # the present stream waits, and the host does not
-        return _DeviceTransfer(message, self.device.record_event(), self.timeout, self.is_aborted)
+        return DeviceTransfer(message, self.device.record_event(), self.timeout, self.is_aborted)
+
+
+Transfer = HostTransfer | DeviceTransfer
+Link = HostLink | DeviceLink

@@ -9,16 +9,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import Store as Store
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
 from pipedec.core import PipedecError, RankLost
-
-__all__ = [
-    "MEETING_SECONDS", "AbortableStore", "Rendezvous", "Store", "StoreServer", "file_store", "join_store",
-    "store_from_environment", "store_of_epoch", "wait_for_key",
-]  # fmt: skip
 
 MEETING_SECONDS = 120.0  # for all ranks to join; also the longest duration of a single transfer
 CONNECT_SECONDS = 10.0

@@ -43,7 +43,7 @@ class Replicas:
     def wait(self) -> None:
         """Wait until all processes are here. Raises RankLost if one is not here after 30 minutes, or has ended."""
         if self.size > 1:
-            with _told():
+            with _reporting_losses():
                 dist.barrier()
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
@@ -52,7 +52,7 @@ class Replicas:
             return
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         together = torch.cat([gradient.flatten() for gradient in gradients])
-        with _told():
+        with _reporting_losses():
             dist.all_reduce(together)
         for gradient, summed in zip(gradients, together.split([gradient.numel() for gradient in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
@@ -61,7 +61,7 @@ class Replicas:
         """The sum of one number over all processes. Raises RankLost as ``wait``."""
         if self.size > 1:
             value = value.detach().clone()
-            with _told():
+            with _reporting_losses():
                 dist.all_reduce(value)
         return value.item()
 
@@ -84,7 +84,7 @@ def replicas(device_type: str) -> Iterator[Replicas]:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _reporting_losses() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

@@ -8,6 +8,7 @@ NCCL (several ranks on one GPU). The parts of an envelope that the host needs ne
 from __future__ import annotations
 
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroupGloo, ReduceOp
 
-from pipedec.core import EMPTY, ROW_ID_BYTES, RankLost, StageMessage, Step, UserError
+from pipedec.core import EMPTY, ROW_ID_BYTES, RankLost, StageMessage, UserError
 from pipedec.device import Device, DeviceEvent, device_of, to_device
 from pipedec.transport.links import DeviceLink, Group, HostLink, Link, Transfer
 from pipedec.transport.rendezvous import CONNECT_SECONDS, AbortableStore, Rendezvous
@@ -31,10 +32,8 @@ from pipedec.transport.wire import (
     Bytes,
     Prefix,
     message_bytes,
-    pack,
     pack_envelope,
     pack_hidden,
-    unpack,
     unpack_envelope,
     unpack_hidden,
     unpack_hidden_from,
@@ -51,6 +50,7 @@ _TRIAL_TAG = 3
 _AT_ONCE = timedelta(milliseconds=1)
 _INLINE_ROWS = 128  # of steps in an envelope's first message
 _SOURCE_LINE = re.compile(r"\[/\S+:\d+\] ")  # where in gloo's source an error was raised
+_VERDICT_VALUES = 4  # about the size of a verdict: number of accepted tokens, their ids, finish reason
 
 
 class ProcessGroups:
@@ -155,24 +155,17 @@ class TorchTransport:
 
     Attributes:
         backend: of the steps between stages, once the ranks have joined.
+        all_ranks: the group of all ranks, for measurements.
         can_rejoin: this process can join other ranks after ``abort``; with a communicator of NCCL only its successor can.
 
     Raises:
         UserError: the backend is unknown or does not work on ``place``.
     """
 
-    _all: Group
-
     def __init__(
-        self,
-        backend: str,
-        rank: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        place: torch.device,
-        device: Device | None = None,
+        self, backend: str, rank: int, hidden_size: int, dtype: torch.dtype, place: torch.device, device: Device | None = None,
         new_groups: type[ProcessGroups] = ProcessGroups,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if backend not in new_groups.places:
             raise UserError(f"unknown transport {backend!r}: choose one of {', '.join(new_groups.places)}")
         if rank > 0 and place.type not in new_groups.places[backend]:
@@ -186,6 +179,7 @@ class TorchTransport:
         self._timeout = timedelta()
         self._new_groups = new_groups
         self._groups: ProcessGroups | None = None
+        self.all_ranks: Group = None
         self._forget()
 
     def _forget(self) -> None:
@@ -194,7 +188,7 @@ class TorchTransport:
         self._pending_receives: dict[int, Transfer] = {}  # of envelopes, by sender
         self._received: dict[int, Transfer] = {}  # by sender, the receive of the last envelope
         self._arriving: dict[int, Transfer] = {}  # by sender, the last activations with a message of their own
-        self._host_links: dict[int, Link] = {}  # by peer
+        self._host_links: dict[int, HostLink] = {}  # by peer
         self._links: dict[int, Link] = {}  # of activations, by peer
 
     def join(self, rendezvous: Rendezvous) -> None:
@@ -207,12 +201,17 @@ class TorchTransport:
         self._timeout = timedelta(seconds=rendezvous.timeout_seconds)
         self._groups = groups = self._new_groups(rendezvous)
         try:
-            self._all = groups.connect()
+            self.all_ranks = groups.connect()
             uses_nccl = self._all_stages_request_nccl() and self._rank > 0
             self.backend = "nccl" if uses_nccl else "gloo"
             self.can_rejoin = not uses_nccl or rendezvous.world_size == 2  # a single stage has no neighbours
             pairs = groups.connect_neighbours(self._place) if uses_nccl else {}
-            self._connect_links(groups, pairs)
+            self._host_links = {peer: HostLink(self.all_ranks, peer, self._timeout) for peer in range(rendezvous.world_size)}
+            self._links = dict(self._host_links)
+            for peer, pair in pairs.items():
+                self._links[peer] = DeviceLink(
+                    pair, int(peer > self._rank), self._timeout, self._place, self._device, lambda: groups.is_aborted
+                )
             for peer in pairs:
                 self._try_link(peer)
         except (RuntimeError, ValueError) as error:
@@ -221,27 +220,13 @@ class TorchTransport:
     def _all_stages_request_nccl(self) -> bool:
         """Whether every stage requests NCCL: with ``auto``, stages on different hosts may choose differently. Rank 0 abstains."""
         votes = torch.tensor([self._rank == 0 or self._wanted == "nccl"], dtype=torch.uint8)
-        self._all.allreduce(votes, ReduceOp.MIN).wait(self._timeout)
+        self.all_ranks.allreduce(votes, ReduceOp.MIN).wait(self._timeout)
         return bool(votes.item())
 
     @property
     def versions(self) -> dict[str, str]:
         """Versions that must be equal on all ranks that request NCCL; empty if this rank does not. Rank 0 never uses it."""
         return self._new_groups.versions() if self._wanted == "nccl" and self._rank > 0 else {}
-
-    @property
-    def all_ranks(self) -> Group:
-        """The group of all ranks, for measurements."""
-        return self._all
-
-    def _connect_links(self, groups: ProcessGroups, pairs: dict[int, Group]) -> None:
-        """Links to all ranks; activations go over NCCL to and from the neighbours in ``pairs``."""
-        hosts: dict[int, Link] = {peer: HostLink(self._all, peer, self._timeout) for peer in range(self._all.size())}
-        devices: dict[int, Link] = {
-            peer: DeviceLink(group, int(peer > self._rank), self._timeout, self._place, self._device, lambda: groups.is_aborted)
-            for peer, group in pairs.items()
-        }
-        self._host_links, self._links = hosts, hosts | devices
 
     def _try_link(self, peer: int) -> None:
         """Exchange one message with a neighbour: NCCL makes a connection when it is first used, which takes seconds.
@@ -250,9 +235,8 @@ class TorchTransport:
         """
         link = self._links[peer]
         if peer > self._rank:
-            self._attempt(
-                "send to", peer, lambda: link.send(torch.zeros(1, dtype=torch.uint8, device=link.place), _TRIAL_TAG).wait()
-            )
+            message = torch.zeros(1, dtype=torch.uint8, device=link.place)
+            self._attempt("send to", peer, lambda: link.send(message, _TRIAL_TAG).wait())
         else:
             self._attempt("receive from", peer, lambda: link.receive(1, _TRIAL_TAG).wait())
 
@@ -267,32 +251,21 @@ class TorchTransport:
     def _message_bytes(self, num_rows: int, peer: int) -> int:
         return message_bytes(num_rows, self._hidden_size_from(peer), self._dtype)
 
-    def send(self, step: Step, dst: int) -> None:
-        link = self._links[dst]
-        self._attempt("send to", dst, lambda: link.send(pack(step, link.place)).wait())
-
-    def receive(self, num_rows: int, src: int) -> Step:
-        link = self._links[src]
-        transfer = self._attempt("receive from", src, lambda: link.receive(self._message_bytes(num_rows, src)))
-        self._attempt("receive from", src, transfer.wait)
-        step = unpack(transfer.message, num_rows, self._hidden_size_from(src), self._dtype)
-        return step if step.hidden is None else replace(step, hidden=to_device(step.hidden, self._place))
-
     def send_envelope(self, envelope: StageMessage, dst: int) -> DeviceEvent:
-        link = self._links[dst]
         first, head, hidden = pack_envelope(envelope, self._inline_rows(dst))
-        return self._attempt("send to", dst, lambda: self._send_all(first, head, hidden, dst, link))
+        host, link, pending = self._host_links[dst], self._links[dst], self._pending_sends
 
-    def _send_all(self, first: Tensor, head: Tensor | None, hidden: Tensor | None, dst: int, link: Link) -> DeviceEvent:
-        """Send the messages of an envelope. Returns the end of the last one."""
-        while len(self._pending_sends) >= _MAX_PENDING_SENDS:
-            self._pending_sends.popleft().wait()
-        self._pending_sends.append(self._host_links[dst].send(first, ENVELOPE_TAG))
-        if head is not None:
-            self._pending_sends.append(self._host_links[dst].send(head))
-        if hidden is not None:
-            self._pending_sends.append(link.send(pack_hidden(hidden, link.place)))
-        return self._pending_sends[-1].event()
+        def send() -> None:
+            while len(pending) >= _MAX_PENDING_SENDS:
+                pending.popleft().wait()
+            pending.append(host.send(first, ENVELOPE_TAG))
+            if head is not None:
+                pending.append(host.send(head))
+            if hidden is not None:
+                pending.append(link.send(pack_hidden(hidden, link.place)))
+
+        self._attempt("send to", dst, send)
+        return pending[-1].event()
 
     def receive_envelope(self, src: int) -> StageMessage:
         buffer = self._first_message(src)
@@ -357,7 +330,9 @@ class TorchTransport:
         try:
             return call()
         except RuntimeError as error:
-            raise self._rank_lost(peer, action, error) from error
+            assert self._groups is not None
+            reason = "the transfers were aborted" if self._groups.is_aborted else _reason(error)
+            raise RankLost(f"rank {self._rank} could not {action} rank {peer}: {reason}") from error
 
     def abort(self) -> None:
         """Close the connections to all ranks, from any thread: a waiting transfer ends with RankLost, on both sides.
@@ -369,15 +344,41 @@ class TorchTransport:
 
     def close(self) -> None:
         self._forget()
-        self._groups = None
-        self.__dict__.pop("_all", None)
-
-    def _rank_lost(self, peer: int, action: str, error: Exception) -> RankLost:
-        assert self._groups is not None
-        reason = "the transfers were aborted" if self._groups.is_aborted else _reason(error)
-        return RankLost(f"rank {self._rank} could not {action} rank {peer}: {reason}")
+        self._groups = self.all_ranks = None
 
 
 def _reason(error: Exception) -> str:
     """The message of a gloo error in one line."""
     return _SOURCE_LINE.sub("", str(error)).split(". ")[0].splitlines()[0][:160]
+
+
+def bare_timesteps(transport: TorchTransport, num_rows: int, hidden_size: int, dtype: torch.dtype, timesteps: int) -> list[float]:
+    """Pass a step from each rank to the next and broadcast a verdict, ``timesteps`` times.
+
+    Every rank except the last sends the bytes of a step of ``num_rows`` rows to the next rank (rank 0 without activations).
+    After receiving and sending, a rank joins the broadcast of an int64 tensor from the last rank. There is no other barrier: a
+    rank may start to send while others still wait for the broadcast.
+
+    Returns:
+        This rank's clock (seconds) after each broadcast.
+
+    Raises:
+        RankLost: a rank is gone or did not answer in time.
+    """
+    group = transport.all_ranks
+    rank, last = group.rank(), group.size() - 1
+    outgoing = torch.zeros(message_bytes(num_rows, hidden_size if rank else 0, dtype), dtype=torch.uint8)
+    incoming = torch.empty(message_bytes(num_rows, hidden_size if rank > 1 else 0, dtype), dtype=torch.uint8)
+    verdict = torch.zeros(_VERDICT_VALUES, dtype=torch.int64)
+    clock = []
+    try:
+        for _ in range(timesteps):
+            transfers = [group.recv([incoming], rank - 1, 0)] if rank > 0 else []
+            transfers += [group.send([outgoing], rank + 1, 0)] if rank < last else []
+            for work in transfers:
+                work.wait()
+            group.broadcast(verdict, last).wait()
+            clock.append(time.perf_counter())
+    except RuntimeError as error:
+        raise RankLost(f"rank {rank} lost its peers while the bare transport was measured: {str(error)[:160]}") from error
+    return clock

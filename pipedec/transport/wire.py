@@ -1,9 +1,9 @@
-"""Steps and envelopes as bytes.
+"""Envelopes as bytes.
 
-A step is its token ids, parents and threads, then its activations. An envelope is one message: a prefix with the lengths of
-the rest; the head, which always goes through host memory; and the activations of the rows of all updates. A receiver posts a
-buffer for the next envelope before it knows that one's lengths. So a head of more than INLINE_HEAD_BYTES, and the activations of
-more rows than the link takes inline, each follow in a message of their own, whose size the prefix gives.
+An envelope is one message: a prefix with the lengths of the rest; the head, which always goes through host memory; and the
+activations of the rows of all updates. A receiver posts a buffer for the next envelope before it knows that one's lengths. So a
+head of more than INLINE_HEAD_BYTES, and the activations of more rows than the link takes inline, each follow in a message of
+their own, whose size the prefix gives.
 
 The head has three parts: JSON (``messages.Head``: the updates without their rows; name, dtype and shape of each named tensor);
 token ids, parents and threads of the rows of all updates; and the elements of the named tensors, in the order of the JSON. Every
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -71,40 +71,8 @@ class Prefix(NamedTuple):
 
 
 def message_bytes(num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Size of a step in bytes: token ids, parents and threads first, then the activations, so that all are aligned."""
+    """Size of a step's rows in bytes: token ids, parents and threads, and the activations."""
     return num_rows * (ROW_ID_BYTES + hidden_size * dtype.itemsize)
-
-
-def _row_bytes(step: Step | None) -> int:
-    return 0 if step is None else ROW_ID_BYTES + (0 if step.hidden is None else step.hidden.shape[1] * step.hidden.itemsize)
-
-
-def pack(step: Step, device: torch.device) -> Tensor:
-    """The step as one message, uint8, on ``device``."""
-    if device == HOST:
-        return _message(_parts(step))
-    threads = torch.zeros_like(step.parents) if step.threads is None else step.threads
-    ids = torch.stack((step.token_ids, step.parents, threads)).flatten().to(device)
-    parts = [ids, *([] if step.hidden is None else [step.hidden.flatten()])]
-    return torch.cat([part.view(torch.uint8) for part in parts])
-
-
-def unpack(message: Tensor, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Step:
-    """The step in ``message``, its activations as a view. With ``hidden_size`` 0 the step has none."""
-    if message.device == HOST:
-        return unpack_from(message.numpy(), 0, num_rows, hidden_size, dtype)
-    split = num_rows * ROW_ID_BYTES
-    token_ids, parents, threads = message[:split].view(torch.int64).view(NUM_ROW_IDS, num_rows).cpu()
-    hidden = unpack_hidden(message[split:], num_rows, hidden_size, dtype) if hidden_size else None
-    return Step(token_ids, parents, hidden, threads)
-
-
-def unpack_from(buffer: Bytes, start: int, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Step:
-    """The step that begins at ``start``, as views of ``buffer``."""
-    token_ids, parents, threads = _unpack_ids(buffer, start, num_rows)
-    split = start + num_rows * ROW_ID_BYTES
-    hidden = unpack_hidden_from(buffer, split, num_rows, hidden_size, dtype) if hidden_size else None
-    return Step(token_ids, parents, hidden, threads)
 
 
 def _unpack_ids(buffer: Bytes, start: int, num_rows: int) -> Iterator[Tensor]:
@@ -136,11 +104,6 @@ def unpack_hidden_from(buffer: Bytes, start: int, num_rows: int, hidden_size: in
 
 def _message(parts: Iterable[Buffer]) -> Tensor:
     return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
-
-
-def _parts(step: Step) -> list[Buffer]:
-    """The bytes of a step, in order."""
-    return [*_id_parts(step), *([] if step.hidden is None else [_array(step.hidden)])]
 
 
 def _id_parts(step: Step) -> list[Buffer]:
@@ -179,40 +142,28 @@ def pack_envelope(envelope: StageMessage, inline_rows: int) -> Packed:
     """
     step = _merged([update.step for update in envelope.updates if update.step is not None])
     rows, hidden = (0, None) if step is None else (step.num_rows, step.hidden)
-    text = b""
-    if envelope.updates or envelope.tensors:
-        text = _padded(
-            _encoder.encode(StageMessageHead(tuple(map(_update_head, envelope.updates)), _tensor_heads(envelope.tensors)))
+    heads = tuple(
+        UpdateHead(
+            one.number, one.opening, one.verdict, 0 if one.step is None else one.step.num_rows, one.logprobs, one.slots,
+            one.prompt_logprobs,
         )
+        for one in envelope.updates
+    )  # fmt: skip
+    tensor_heads = tuple(
+        TensorHead(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in envelope.tensors.items()
+    )
+    _check_tensors(tensor_heads)
+    text = _padded(_encoder.encode(StageMessageHead(heads, tensor_heads))) if heads or tensor_heads else b""
     tensors = b"".join(_padded(_array(tensor)) for tensor in envelope.tensors.values())
     head: list[Buffer] = [text, *([] if step is None else _id_parts(step)), tensors]
     head_bytes = len(text) + rows * ROW_ID_BYTES + len(tensors)
-    prefix = Prefix(head_bytes, len(text), rows, _row_bytes(step), int(envelope.ends_session))
+    row_bytes = 0 if step is None else ROW_ID_BYTES + (0 if hidden is None else hidden.shape[1] * hidden.itemsize)
+    prefix = Prefix(head_bytes, len(text), rows, row_bytes, int(envelope.ends_session))
     _check(prefix)
     has_short_head, has_few_rows = prefix.head_bytes <= INLINE_HEAD_BYTES, rows <= inline_rows
     inline = [*(head if has_short_head else []), *([_array(hidden)] if hidden is not None and has_few_rows else [])]
     first = _message([_PREFIX.pack(PROTOCOL.encode(), *prefix), *inline])
     return Packed(first, None if has_short_head else _message(head), None if has_few_rows else hidden)
-
-
-def _update_head(update: RequestUpdate) -> UpdateHead:
-    return UpdateHead(
-        update.number,
-        update.opening,
-        update.verdict,
-        0 if update.step is None else update.step.num_rows,
-        update.logprobs,
-        update.slots,
-        update.prompt_logprobs,
-    )
-
-
-def _tensor_heads(tensors: Mapping[str, Tensor]) -> tuple[TensorHead, ...]:
-    if not tensors:
-        return ()
-    heads = [TensorHead(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in tensors.items()]
-    _check_tensors(heads)
-    return tuple(heads)
 
 
 def _check_tensors(heads: Sequence[TensorHead]) -> None:
@@ -271,16 +222,11 @@ def unpack_envelope(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> St
         steps = iter(_split(Step(token_ids, parents, hidden_RE, threads), [count for count in counts if count]))
     updates = tuple(
         RequestUpdate(
-            one.number,
-            one.opening,
-            one.verdict,
-            next(steps) if one.num_rows else None,
-            one.logprobs,
-            one.slots,
+            one.number, one.opening, one.verdict, next(steps) if one.num_rows else None, one.logprobs, one.slots,
             one.prompt_logprobs,
         )
         for one in said.updates
-    )
+    )  # fmt: skip
     tensors = _unpack_tensors(head, prefix.text_bytes + prefix.rows * ROW_ID_BYTES, said.tensors)
     return StageMessage(updates, ends_session, tensors=tensors)
 

@@ -11,10 +11,9 @@ from msgspec import Meta
 
 from pipedec.flags import Help, options_of, own_options, run_command
 from pipedec.shipped import reference_pair
-from pipedec.train.bita.evaluation import print_bita
-from pipedec.train.bita.training import BitaRecipe, train_bita
-from pipedec.train.draft.measuring import print_agreement, print_draft
-from pipedec.train.draft.training import DraftRecipe
+from pipedec.train.bita import BitaRecipe, print_bita, train_bita
+from pipedec.train.draft import DraftRecipe
+from pipedec.train.measuring import print_agreement, print_draft
 from pipedec.train.options import (
     Compiled,
     DeviceFlags,

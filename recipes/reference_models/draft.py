@@ -18,11 +18,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from pipedec.core import UserError
 from pipedec.model import ModelConfig
-from pipedec.text.convert import load_for_training
-from pipedec.train.draft.training import DraftRecipe, Text, train_draft
+from pipedec.text.tokenizer import load_for_training
+from pipedec.train.draft import DraftRecipe, Text, train_draft
 from pipedec.train.prompts import SplitPrompts
-from pipedec.train.report import card
-from pipedec.train.run import Run
+from pipedec.train.run import Run, card
 from recipes.reference_models import corpus, invented_prompts
 from recipes.reference_models.corpus import ASSISTANT, BEGIN, Document, conversation
 from recipes.reference_models.pair import CARD, HELD_OUT_ROWS, pack

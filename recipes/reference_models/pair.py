@@ -18,11 +18,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipedec.train.draft.measuring import MeasuredDraft, text_agreement
-from pipedec.train.draft.training import Loss, row_steps
+from pipedec.train.draft import Loss, row_steps
 from pipedec.train.loop import TrainingLoop, linear_decay, muon_and_adamw, warm_up
-from pipedec.train.report import card
-from pipedec.train.run import Run
+from pipedec.train.measuring import MeasuredDraft, text_agreement
+from pipedec.train.run import Run, card
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import ASSISTANT, BEGIN, END, USER, Document
 

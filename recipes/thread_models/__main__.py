@@ -17,7 +17,7 @@ from pipedec.flags import Command, Help, options_of, own_options, partial_of, ru
 from pipedec.shipped import reference_pair
 from pipedec.threads import load_dialect
 from pipedec.train.options import DeviceFlags, device_options
-from pipedec.train.report import print_table
+from pipedec.train.run import print_table
 from recipes.options import Problems, existing
 from recipes.thread_models.annotation import annotate as annotate_all
 from recipes.thread_models.annotation import by_kind, by_rule, choose

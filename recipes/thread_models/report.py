@@ -13,8 +13,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from pipedec.flags import Help
-from pipedec.train.report import CELLS, Row, card, change_cells, print_table
-from pipedec.train.run import Run
+from pipedec.train.run import CELLS, Row, Run, card, change_cells, print_table
 
 THREADS_CARD = Path(__file__).with_name("threads.md.jinja")
 PREFERENCE_CARD = Path(__file__).with_name("preference.md.jinja")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
 from pipedec.model import ModelConfig
-from pipedec.text.convert import load_for_training
+from pipedec.text.tokenizer import load_for_training
 from pipedec.threads import load_dialect
 from recipes.thread_models.rows import with_marker
 

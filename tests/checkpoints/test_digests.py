@@ -14,8 +14,8 @@ from support.checkpoints import save_tiny_llama
 from support.gguf_files import save_gguf
 from support.tiny_pair import Pair
 
-from pipedec.checkpoints import CheckpointPart, TensorFiles, merged, part_digests, rank_parts, tensor_digests
-from pipedec.checkpoints.digests import CONFIG_FILES, MAX_ENTRIES, config_digest, quick_digest, weights_digest
+from pipedec.checkpoints import CheckpointPart, TensorFiles, merged, part_digests, rank_parts
+from pipedec.checkpoints.digests import CONFIG_FILES, MAX_ENTRIES, config_digest, fingerprint, tensor_digests, weights_digest
 from pipedec.config import state_directory
 from pipedec.directories import cache_directory
 from pipedec.model import StageModel
@@ -54,13 +54,13 @@ def test_one_bit_makes_other_weights_but_the_same_configuration(checkpoint: Path
 
 
 def test_another_checkpoint_of_the_same_shape_is_told_without_reading_it_whole(checkpoint: Path) -> None:
-    quick = quick_digest(checkpoint)
-    assert quick_digest(checkpoint) == quick
+    quick = fingerprint(checkpoint)
+    assert fingerprint(checkpoint) == quick
     file = checkpoint / "model.safetensors"
     with safe_open(str(file), framework="pt") as opened:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - the handle is not a mapping
     save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, file)
-    assert quick_digest(checkpoint) != quick
+    assert fingerprint(checkpoint) != quick
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])

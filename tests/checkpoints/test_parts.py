@@ -9,7 +9,8 @@ import pytest
 from support.checkpoints import save_tiny_llama
 from support.tiny_pair import Pair
 
-from pipedec.checkpoints import TensorFiles, check_here, merged, missing_files, rank_parts
+from pipedec.checkpoints import TensorFiles, check_here, merged, rank_parts
+from pipedec.checkpoints.parts import missing_files
 from pipedec.checkpoints.tensors import INDEX_FILE
 from pipedec.core import UserError
 

@@ -26,8 +26,9 @@ from pipedec.messages import (
     ThreadNews,
     TokensEvent,
 )
-from pipedec.scheduler import RunStatus, Topology
+from pipedec.scheduler import RunStatus
 from pipedec.scheduler.protocol import Remembered
+from pipedec.topology import Topology
 
 DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),))
 REQUEST = PromptRequest("Hello", sampling=SamplingParams(1.0, max_tokens=4))

@@ -11,7 +11,8 @@ from click.testing import CliRunner, Result
 from support.checkpoints import save_tiny_llama
 from support.tiny_pair import TARGET_LAYERS, Pair
 
-from pipedec.checkpoints import TensorFiles, missing_files
+from pipedec.checkpoints import TensorFiles
+from pipedec.checkpoints.parts import missing_files
 from pipedec.cli.main import program
 from pipedec.cluster.distribution import Delivery, Sources
 from pipedec.cluster.inbox import WantedFile

@@ -14,9 +14,9 @@ from pipedec.engine.loop import Record, RequestEnded, RequestPool
 from pipedec.engine.request_queue import RequestQueue
 from pipedec.kv import KVManager
 from pipedec.messages import RunDescription
-from pipedec.scheduler import Topology
 from pipedec.scheduler.protocol import Taken
 from pipedec.threads import Sequence
+from pipedec.topology import Topology
 
 PROMPT = tuple(range(100))
 

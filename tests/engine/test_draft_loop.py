@@ -31,7 +31,9 @@ from pipedec.messages import (
     RunStats,
     TokensEvent,
 )
-from pipedec.scheduler import Granted, Planned, Post, RankMessage, Task
+from pipedec.scheduler import Task
+from pipedec.scheduler.protocol import Granted, Post, RankMessage
+from pipedec.scheduler.workflow import Planned
 from pipedec.text.prompt import Prompter
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer

@@ -13,7 +13,8 @@ from pipedec.config import Settings
 from pipedec.core import PipedecError, SchedulerLost
 from pipedec.engine.request_queue import RequestQueue
 from pipedec.messages import CancelledEvent, ErrorEvent, Event, RunDescription, RunStats, TokensEvent
-from pipedec.scheduler import Post, RankMessage, Topology
+from pipedec.scheduler.protocol import Post, RankMessage
+from pipedec.topology import Topology
 
 DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),))
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 from support.fake_cuda import FakeCuda
+from support.transfer_order import transfers_of
 
 from pipedec.core import Load, NewRequest, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
 from pipedec.device import DeviceEvent, GpuDevice
@@ -17,9 +18,8 @@ from pipedec.engine.admission import Sequences
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import Event, StageStats, TraceEvents
-from pipedec.scheduler import Granted, RankMessage, Task
-from pipedec.scheduler.protocol import RankCalls
-from pipedec.scheduler.transfers import transfers_of
+from pipedec.scheduler import RankScheduler, Task
+from pipedec.scheduler.protocol import Granted, RankMessage
 from pipedec.stage import StageWorker
 from pipedec.topology import Topology
 from pipedec.tracing import TraceEvent, Tracer
@@ -107,8 +107,8 @@ def served(envelopes: list[StageMessage], duplex: str = "full") -> tuple[OneWind
     device = GpuDevice(cuda=cuda, now=lambda: cuda.now)
     scheduler, transport = OneWindow(len(envelopes), duplex), LateTransport(cuda, device, envelopes, log)
     wiring = Wiring(
-        cast(RankCalls, scheduler), cast(Transport, transport), TOPOLOGY, Tracer(RANK), cast(Sequences, Path()), duplex=duplex,
-        window=len(envelopes), device=device,
+        cast(RankScheduler, scheduler), cast(Transport, transport), TOPOLOGY, Tracer(RANK), cast(Sequences, Path()),
+        duplex=duplex, window=len(envelopes), device=device,
     )  # fmt: skip
     StageLoop(cast(StageWorker, LateWorker(cuda, log)), RANK, wiring).serve(cast(Transport, transport))
     return scheduler, log

@@ -23,7 +23,7 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from pipedec.core import UserError
 from pipedec.gguf import model_files
-from pipedec.gguf.tokens import PRE_TOKENIZERS
+from pipedec.gguf.metadata import PRE_TOKENIZERS
 from pipedec.text.prompt import load_tokenizer, same_tokenizer
 from pipedec.text.tokenizer import Tokenizer
 

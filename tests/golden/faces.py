@@ -35,7 +35,7 @@ from pipedec.config.cluster import _ClusterDocument
 from pipedec.core import NewRequest, PipedecError, UserError
 from pipedec.flags import run_command
 from pipedec.messages import ActivityReport, Event, PromptRequest, Recovery, RunDescription, RunStats, StageStats
-from pipedec.scheduler import Keys
+from pipedec.scheduler.keys import Keys
 from pipedec.threads.dialect import Dialect
 
 PACKAGE = Path(pipedec.__file__).parent
@@ -143,11 +143,12 @@ def _schemas() -> Faces:
 
 def _redis_keys() -> Faces:
     keys = Keys("RUN")
-    for name, member in inspect.getmembers(Keys):
-        if isinstance(member, property) and isinstance(key := getattr(keys, name), str):
+    for name, key in sorted(vars(keys).items()):
+        if isinstance(key, str) and name != "run_id":
             yield f"redis key: {key}", []
-        elif _is_public_method(member) and not name.startswith("is_"):
-            yield f"redis key: {member(keys, 'WHICH')}", list(inspect.signature(member).parameters)[1:]
+    for name, method in inspect.getmembers(Keys, _is_public_method):
+        if not name.startswith("is_"):
+            yield f"redis key: {method(keys, 'WHICH')}", list(inspect.signature(method).parameters)[1:]
 
 
 def _lua() -> Faces:

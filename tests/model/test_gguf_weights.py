@@ -17,7 +17,7 @@ from support.stage_chain import StageChain
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pipedec.checkpoints.digests import config_digest, quick_digest, weights_digest
+from pipedec.checkpoints.digests import config_digest, fingerprint, weights_digest
 from pipedec.gguf import TensorIndex, model_files
 from pipedec.gguf.index import TYPES
 from pipedec.model import Checkpoint, ModelConfig, load_transformers
@@ -131,7 +131,7 @@ def test_digests_tell_files_apart_and_change_with_them(tmp_path, pair):
     for name, kind in (("a", "F32"), ("b", "F32"), ("c", "F16")):
         (tmp_path / name).mkdir()
         models.append(save_gguf(tmp_path / name / "model.gguf", pair.target, kind))
-    for digest in (quick_digest, lambda model: weights_digest(model, None)):
+    for digest in (fingerprint, lambda model: weights_digest(model, None)):
         first, same, other = map(digest, models)
         assert first == same != other
     assert len({config_digest(model) for model in models[:2]}) == 1

@@ -15,11 +15,11 @@ from support.toy_training import TOY, killed_in_step, small_library
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipedec.core import UserError
-from pipedec.text.convert import load_for_training
+from pipedec.text.tokenizer import load_for_training
 from pipedec.train.continuations import continue_greedily
-from pipedec.train.draft.measuring import MeasuredDraft, on_policy_agreement
-from pipedec.train.draft.training import DraftRecipe
+from pipedec.train.draft import DraftRecipe
 from pipedec.train.loop import TrainingLoop
+from pipedec.train.measuring import MeasuredDraft, on_policy_agreement
 from pipedec.train.run import Run
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import Document

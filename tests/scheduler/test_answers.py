@@ -12,7 +12,8 @@ from support.memory_scheduler import MemoryScheduler
 from support.simulated_pipeline import History, SimulatedPipeline
 from support.whole_scheduler import Scheduler, WholeScheduler
 
-from pipedec.scheduler import Granted, Task
+from pipedec.scheduler import Task
+from pipedec.scheduler.protocol import Granted
 from pipedec.topology import Topology
 
 TOPOLOGIES = [

@@ -12,8 +12,9 @@ from support.processes import wait_until
 from pipedec.config import Settings
 from pipedec.core import SchedulerLost
 from pipedec.messages import RunDescription
-from pipedec.scheduler import EmbeddedServer, Planned, RankScheduler, Task, connect, initial_windows
+from pipedec.scheduler import EmbeddedServer, RankScheduler, Task, connect
 from pipedec.scheduler.client import DedicatedConnection
+from pipedec.scheduler.workflow import Planned, initial_windows
 from pipedec.topology import Topology
 
 TWO = Topology.even(2, 2)

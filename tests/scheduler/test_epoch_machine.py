@@ -19,7 +19,8 @@ from support.whole_scheduler import Scheduler, WholeScheduler
 from pipedec.config import Settings
 from pipedec.core import EpochEnded
 from pipedec.messages import RunDescription, TokensEvent
-from pipedec.scheduler import RankMessage, Remembered, initial_windows
+from pipedec.scheduler.protocol import RankMessage, Remembered
+from pipedec.scheduler.workflow import initial_windows
 from pipedec.topology import Topology
 
 TWO = Topology.even(2, 2)

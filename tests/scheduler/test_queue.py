@@ -17,7 +17,10 @@ from support.whole_scheduler import Scheduler, WholeScheduler
 from pipedec.config import Settings
 from pipedec.core import RankLost, SchedulerLost, UserError
 from pipedec.messages import AbortEvent, CancelledEvent, ErrorEvent, Event, RunDescription, StageStats, TokensEvent
-from pipedec.scheduler import Post, RankMessage, Task, Topology, after_window, initial_windows
+from pipedec.scheduler import Task
+from pipedec.scheduler.protocol import Post, RankMessage
+from pipedec.scheduler.workflow import after_window, initial_windows
+from pipedec.topology import Topology
 
 MakeScheduler = Callable[[Topology], Scheduler]
 TWO = Topology.even(2, 2)

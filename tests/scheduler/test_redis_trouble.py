@@ -21,7 +21,8 @@ from support.whole_scheduler import WholeScheduler
 from pipedec.config import Settings
 from pipedec.core import EpochEnded, SchedulerBusy, SchedulerInterrupted, SchedulerLost
 from pipedec.messages import RunDescription, TokensEvent
-from pipedec.scheduler import AsyncRedisScheduler, EmbeddedServer, RunStatus, connect, initial_windows
+from pipedec.scheduler import AsyncRedisScheduler, EmbeddedServer, RunStatus, connect
+from pipedec.scheduler.workflow import initial_windows
 from pipedec.topology import Topology
 
 TWO = Topology.even(2, 2)

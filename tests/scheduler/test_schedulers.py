@@ -22,8 +22,10 @@ from pipedec.messages import (
     TokensEvent,
 )
 from pipedec.methods import LayerTreeOptions
-from pipedec.scheduler import Planned, Remembered, Task, read_description
+from pipedec.scheduler import Task, read_description
 from pipedec.scheduler.paper import initial_tasks
+from pipedec.scheduler.protocol import Remembered
+from pipedec.scheduler.workflow import Planned
 from pipedec.topology import Topology
 
 MakeScheduler = Callable[[Topology], Scheduler]

@@ -10,8 +10,10 @@ from support.whole_scheduler import Scheduler
 from pipedec.config import Settings
 from pipedec.core import RankLost, UserError
 from pipedec.messages import RunDescription
-from pipedec.scheduler import Granted, RankMessage, Task, Topology, after_window, initial_windows
-from pipedec.scheduler.protocol import SESSION_TRACE
+from pipedec.scheduler import Task
+from pipedec.scheduler.protocol import SESSION_TRACE, Granted, RankMessage
+from pipedec.scheduler.workflow import after_window, initial_windows
+from pipedec.topology import Topology
 
 MakeScheduler = Callable[[Topology], Scheduler]
 TWO = Topology.even(2, 2)

@@ -10,13 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.memory_scheduler import MemoryScheduler
+from support.transfer_order import DUPLEXES, transfer_phases, transfers_of
 from support.whole_scheduler import Scheduler, WholeScheduler
 
 from pipedec.config import Settings
 from pipedec.core import PipedecError
 from pipedec.messages import RunDescription
-from pipedec.scheduler import PlannedTransfer, Task, Topology, after_window, checked_transfers, initial_windows
-from pipedec.scheduler.transfers import DUPLEXES, Phase, transfer_phases, transfers_between_timesteps, transfers_of
+from pipedec.scheduler import Task
+from pipedec.scheduler.workflow import (
+    Phase,
+    PlannedTransfer,
+    after_window,
+    checked_transfers,
+    initial_windows,
+    transfers_between_timesteps,
+)
+from pipedec.topology import Topology
 
 DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),))
 FIVE = Topology.even(5, 5)

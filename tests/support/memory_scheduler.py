@@ -40,9 +40,9 @@ from pipedec.scheduler.protocol import (
     Taken,
     published_token_ids,
 )
-from pipedec.scheduler.transfers import transfers_of
 from pipedec.scheduler.workflow import Payload, Planned, Task
 from pipedec.topology import Topology, of_rank
+from support.transfer_order import transfers_of
 
 
 @dataclass

@@ -35,7 +35,7 @@ NOT_COMPUTING = (
     "pipedec.model.config",
     "pipedec.model.digest",
     "pipedec.model.draft_vocabulary",
-    "pipedec.train.report",
+    "pipedec.train.run",
     "pipedec.verify.divergence",
     "recipes.reference_models.corpus",
     "recipes.thread_models.annotation",

@@ -113,7 +113,7 @@ _stage_groups: dict[ProcessGroupGloo, str] = {}
 
 
 def _record_messages() -> None:
-    """Record the group of every message of a step's own."""
+    """Record the group of every message with activations of its own."""
     for name in ("send", "recv"):
         setattr(ProcessGroupGloo, name, _recording(name, getattr(ProcessGroupGloo, name)))
 
@@ -128,7 +128,7 @@ def _recording(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def messages(transport: TorchTransport) -> list[tuple[str, int, str]]:
-    """(call, peer, group) of all steps that were sent or received as a separate message."""
+    """(call, peer, group) of all activations that were sent or received as a separate message."""
     return _messages
 
 
@@ -144,14 +144,6 @@ def as_lists(step: Step) -> tuple[Any, ...]:
     """Ids, threads and activations. No threads are thread 0."""
     hidden, threads = step.hidden, [0] * step.num_rows if step.threads is None else step.threads.tolist()
     return step.token_ids.tolist(), step.parents.tolist(), threads, None if hidden is None else (hidden.dtype, hidden.tolist())
-
-
-def send(transport: TorchTransport, num_rows: int, dtype: torch.dtype | None, seed: int, dst: int) -> None:
-    transport.send(make_step(num_rows, dtype, seed), dst)
-
-
-def receive(transport: TorchTransport, num_rows: int, src: int) -> Any:
-    return as_lists(transport.receive(num_rows, src))
 
 
 def send_envelope(

@@ -42,7 +42,8 @@ class ScriptedAnswer:
             if not await self._may_go_on(place):
                 return
             tokens = list(burst)[: sampling.max_tokens - len(self._completion.token_ids)]
-            text, count = (stream.add(tokens), None) if stops is None else stops.add(tokens)
+            pieces = [stream.add([token]) for token in tokens]
+            text, count = ("".join(pieces), None) if stops is None else stops.add_pieces(pieces)
             yield self._delta(text, tokens[:count])
             if count is not None or len(self._completion.token_ids) == sampling.max_tokens:
                 break

@@ -5,9 +5,11 @@ from __future__ import annotations
 import redis
 
 from pipedec.messages import Event
-from pipedec.scheduler import ClientScheduler, Post, RankScheduler, SupervisorScheduler, Topology
+from pipedec.scheduler import ClientScheduler, RankScheduler, SupervisorScheduler
 from pipedec.scheduler.client import PATIENCE_SECONDS
-from pipedec.scheduler.script_calls import LEASE_MS, submit_call
+from pipedec.scheduler.protocol import Post
+from pipedec.scheduler.scripts import LEASE_MS, submit_call
+from pipedec.topology import Topology
 from support.memory_scheduler import MemoryScheduler
 
 

@@ -106,9 +106,10 @@ def test_a_model_without_a_template_gets_the_raw_prompt(prompter: Prompter, toke
 
 def stopped(prompter: Prompter, token_ids: list[int], stop: list[str], size: int) -> tuple[list[str], int | None]:
     """The pieces of text when tokens arrive in bursts of ``size``, and the answer's length if a stop string ends it."""
-    watched, pieces = StopStrings(prompter.stream(), stop), []
+    stream, pieces = prompter.stream(), []
+    watched = StopStrings(stream, stop)
     for start in range(0, len(token_ids), size):
-        text, count = watched.add(token_ids[start : start + size])
+        text, count = watched.add_pieces(stream.add([token]) for token in token_ids[start : start + size])
         pieces.append(text)
         if count is not None:
             return pieces, start + count

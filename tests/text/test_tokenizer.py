@@ -20,7 +20,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from pipedec.core import UserError
 from pipedec.shipped import reference_pair, reference_threads
 from pipedec.text.chat_template import MAX_CHARS, ChatTemplate
-from pipedec.text.convert import converted
 from pipedec.text.prompt import load_tokenizer
 from pipedec.text.tokenizer import Tokenizer
 
@@ -297,10 +296,9 @@ def test_a_tokenizer_in_another_format_is_converted(tmp_path: Path, monkeypatch:
     theirs = AutoTokenizer.from_pretrained(tmp_path / "written")
     (tmp_path / "tokenizer.model").write_bytes(b"a sentencepiece model")
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda directory: theirs)
-    for load in (load_tokenizer, converted):
-        ours = load(tmp_path)
-        assert ours.encode("Hello there") == theirs.encode("Hello there")
-        assert ours.directory == tmp_path
+    ours = load_tokenizer(tmp_path)
+    assert ours.encode("Hello there") == theirs.encode("Hello there")
+    assert ours.directory == tmp_path
 
 
 def test_no_torch_and_no_transformers_are_loaded(directories: dict[str, Path]) -> None:

@@ -28,12 +28,21 @@ from pipedec.data.prompts import PromptSource
 from pipedec.model import ModelConfig
 from pipedec.model.bita import BitaWeights, checked_bita
 from pipedec.text.prompt import Prompter
-from pipedec.train.bita.evaluation import evaluate, guess_figures
-from pipedec.train.bita.learned import Learned, folded, mask_pass, prompt_shape, token_pass
-from pipedec.train.bita.mask_rows import NO_LABEL, MaskRows, draw_places, mask_rows, places_of
-from pipedec.train.bita.training import BitaRecipe, MaskSteps, train_bita
+from pipedec.train.bita import BitaRecipe, MaskSteps, evaluate, guess_figures, train_bita
 from pipedec.train.continuations import Continuation, Continuations, continue_greedily
 from pipedec.train.loop import Figures, TrainingLoop
+from pipedec.train.mask_rows import (
+    NO_LABEL,
+    Learned,
+    MaskRows,
+    draw_places,
+    folded,
+    mask_pass,
+    mask_rows,
+    places_of,
+    prompt_shape,
+    token_pass,
+)
 from pipedec.train.prompts import SplitPrompts, file_prompts, split
 from pipedec.train.run import Run
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from pipedec.cli.train import train as command
 from pipedec.core import UserError
 from pipedec.train.continuations import Continuation, continue_greedily
-from pipedec.train.draft.distillation import DistillationRows, TargetMemory, mean_loss
-from pipedec.train.draft.training import DraftRecipe, pack_whole, train_draft
+from pipedec.train.distillation import DistillationRows, TargetMemory, mean_loss
+from pipedec.train.draft import DraftRecipe, pack_whole, train_draft
 from pipedec.train.loop import TrainingLoop
 from pipedec.train.prompts import SplitPrompts
 from pipedec.train.run import Run

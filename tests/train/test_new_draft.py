@@ -21,10 +21,10 @@ from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalPipeline
 from pipedec.model import DraftVocabulary, load_transformers
 from pipedec.text.prompt import Prompter
-from pipedec.train.draft.fresh import DraftShape
-from pipedec.train.draft.measuring import MeasuredDraft
-from pipedec.train.draft.training import DraftRecipe, train_draft
-from pipedec.train.invented import invented_prompts, invented_set
+from pipedec.train.continuations import invented_prompts, invented_set
+from pipedec.train.draft import DraftRecipe, train_draft
+from pipedec.train.measuring import MeasuredDraft
+from pipedec.train.new_draft import DraftShape
 from pipedec.train.prompts import SplitPrompts
 from pipedec.train.run import Run
 

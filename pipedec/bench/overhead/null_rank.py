@@ -27,9 +27,8 @@ from pipedec.scheduler import ClientScheduler, GrantedTask, RankScheduler, Task,
 from pipedec.shipped import reference_pair
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
-from pipedec.transport.bare_messages import bare_timesteps
 from pipedec.transport.rendezvous import Rendezvous, file_store
-from pipedec.transport.torch_distributed import TorchTransport
+from pipedec.transport.torch_distributed import TorchTransport, bare_timesteps
 
 WARM_UP = 5
 TRACED_TIMESTEPS = 20

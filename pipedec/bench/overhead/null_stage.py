@@ -36,8 +36,8 @@ from pipedec.engine.answer import RunningAnswer
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.model import KVCache, KVPool, KVShape, LaneRows, StageModel
-from pipedec.scheduler import GrantedTask
-from pipedec.scheduler.protocol import ClientCalls, RankMessage
+from pipedec.scheduler import ClientScheduler, GrantedTask
+from pipedec.scheduler.protocol import RankMessage
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.stage.final import FinalLane
 from pipedec.text.prompt import Prompter
@@ -246,7 +246,7 @@ class ScriptedAdmission:
 class ScriptedDraftLoop(DraftLoop):
     """Rank 0 without a draft model and a tokenizer, which submits its requests itself."""
 
-    def __init__(self, probe: Probe, client: ClientCalls, wiring: Wiring) -> None:
+    def __init__(self, probe: Probe, client: ClientScheduler, wiring: Wiring) -> None:
         admission = cast(Admission, ScriptedAdmission(wiring.topology.num_stages))
         super().__init__(wiring, admission, Batch(wiring.topology.num_groups))
         self._client = client

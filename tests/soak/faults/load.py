@@ -18,7 +18,8 @@ from pipedec.client.client import Client
 from pipedec.client.reply import Reply
 from pipedec.core import Completion, PipedecError, SamplingParams
 from pipedec.messages import PromptRequest, Recovery
-from pipedec.scheduler.protocol import ClientCalls, RunStatus
+from pipedec.scheduler import ClientScheduler
+from pipedec.scheduler.protocol import RunStatus
 from pipedec.threads import load_dialect
 from soak.faults.kinds import Fault
 
@@ -269,7 +270,7 @@ def recovery_row(recovery: Recovery, struck_at: float) -> Row:
     }  # fmt: skip
 
 
-def wait_until_idle(scheduler: ClientCalls, is_done: Callable[[RunStatus], bool], seconds: float) -> RunStatus | None:
+def wait_until_idle(scheduler: ClientScheduler, is_done: Callable[[RunStatus], bool], seconds: float) -> RunStatus | None:
     """The state of a run in which nothing runs or waits, and of which ``is_done`` is true; None if it does not come to that."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

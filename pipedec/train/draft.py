@@ -23,16 +23,15 @@ from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
 from pipedec.flags import Help, check_fields
 from pipedec.model import DraftVocabulary, load_transformers
-from pipedec.text.convert import load_for_training
 from pipedec.text.prompt import load_tokenizer
+from pipedec.text.tokenizer import load_for_training
 from pipedec.train.continuations import Continuation, Continuations, Model, answer
-from pipedec.train.draft.distillation import DistillationRows, TargetMemory, head_of, mean_loss, remember
-from pipedec.train.draft.fresh import DraftShape, frequent_tokens, new_draft
-from pipedec.train.draft.measuring import HeldOut
+from pipedec.train.distillation import DistillationRows, TargetMemory, head_of, mean_loss, remember
 from pipedec.train.loop import TrainingLoop, linear_decay, muon_and_adamw, warm_up
+from pipedec.train.measuring import HeldOut
+from pipedec.train.new_draft import DraftShape, frequent_tokens, new_draft
 from pipedec.train.prompts import SplitPrompts
-from pipedec.train.report import CARDS, card
-from pipedec.train.run import Run
+from pipedec.train.run import CARDS, Run, card
 from pipedec.transport.replicas import ALONE, Replicas
 
 # From a model and some rows to the mean loss of their tokens.
@@ -98,14 +97,9 @@ class Text:
 
 
 def train_draft(
-    target_path: Path,
-    start: Path | DraftShape,
-    prompts: dict[str, SplitPrompts],
-    recipe: DraftRecipe,
-    run: Run,
-    text: Text | None = None,
-    compiled: bool = True,
-) -> dict[str, Any]:
+    target_path: Path, start: Path | DraftShape, prompts: dict[str, SplitPrompts], recipe: DraftRecipe, run: Run,
+    text: Text | None = None, compiled: bool = True,
+) -> dict[str, Any]:  # fmt: skip
     """Train a draft and write it to ``run.out/draft`` (bfloat16, HF format); returns what was measured.
 
     Beside it goes ``training.json``, which continues the one beside the old draft if there is one. A draft with a vocabulary of
@@ -128,9 +122,12 @@ def train_draft(
     target = load_transformers(target_path, run.torch_dtype, run.device)
     answered = answer(target, prompts, recipe.new_tokens, run.work, run.replicas)
     draft_path = start if isinstance(start, Path) else _begin(target, target_path, start, answered, recipe.seed, run)
-    packed = {name: _packed(found, recipe.row_length(name), recipe.seed) for name, found in answered.training.items()}
     rows = {} if text is None else {"text": Rows(text.rows, torch.zeros_like(text.rows, dtype=torch.bool))}
-    rows |= {name: found for name, found in packed.items() if len(found.ids)}
+    for name, found in answered.training.items():
+        length = recipe.row_length(name)
+        packed = pack_whole([one for one in found if len(one.ids) <= length], length, recipe.seed)
+        if len(packed.ids):
+            rows[name] = packed
     draft, seen_tokens = learn(target_path, draft_path, rows, recipe, run, compiled)
     if not run.replicas.is_first:
         return {}
@@ -150,7 +147,7 @@ def train_draft(
 
 
 def _report(old: Path, target: Path, new: Path, continuation: dict[str, Any], held_out: HeldOut) -> dict[str, Any]:
-    """What is known of the new draft: it continues what stands beside the old one."""
+    """The contents of ``training.json``, which continue those beside the old draft."""
     earlier = old.parent / "training.json"
     report = json.loads(earlier.read_text()) if earlier.is_file() else {}
     report |= {"target": target.name, "target_fingerprint": fingerprint(target), **held_out.measure(new)}
@@ -201,7 +198,8 @@ def learn(
     shares: dict[str, Any] = {"greedy_share": recipe.greedy_share, "replicas": run.replicas}
     loss = partial(mean_loss, short=short, long=long, num_long=num_long, **shares)
     optimizers = muon_and_adamw(draft, recipe.learning_rate, recipe.weight_decay)
-    names = {"target": fingerprint(target_path), "draft": fingerprint(draft_path), "rows": _digest([short, long])}
+    digest = hashlib.sha256(short.ids.numpy().tobytes() + long.ids.numpy().tobytes()).hexdigest()[:16]
+    names = {"target": fingerprint(target_path), "draft": fingerprint(draft_path), "rows": digest}
     loop = TrainingLoop("draft", draft, optimizers, run.work, asdict(recipe) | names, replicas=run.replicas)
     loop.run(recipe.steps, recipe.rate, row_steps(draft, order, loss, run.device.type, compiled, run.replicas))
     draft.config.use_cache = draft.generation_config.use_cache = True
@@ -210,12 +208,7 @@ def learn(
 
 
 def row_steps(
-    model: Model,
-    rows: Tensor,
-    loss_of: Loss,
-    device: str = "cpu",
-    compiled: bool = False,
-    replicas: Replicas = ALONE,
+    model: Model, rows: Tensor, loss_of: Loss, device: str = "cpu", compiled: bool = False, replicas: Replicas = ALONE
 ) -> Callable[[int], dict[str, float]]:
     """Steps on rows, ``rows[step]`` in each, computed in bfloat16: each leaves the gradients of the mean loss in the model.
 
@@ -238,7 +231,7 @@ def row_steps(
 def _lesson(
     target: Model, rows: dict[str, Rows], length: int, recipe: DraftRecipe, run: Run, vocabulary: DraftVocabulary | None
 ) -> DistillationRows:
-    """All rows of one length, with what the target says at their tokens."""
+    """All rows of one length, with the target's predictions at their tokens."""
     head = head_of(target, vocabulary)
     found = {name: part for name, part in rows.items() if recipe.row_length(name) == length}
     if not found:
@@ -257,18 +250,6 @@ def _shuffled(num_rows: int, steps: int, batch: int, generator: torch.Generator)
     passes = math.ceil(steps * batch / max(num_rows, 1))
     order = [torch.randperm(num_rows, generator=generator) for _ in range(passes)] or [torch.empty(0, dtype=torch.int64)]
     return torch.cat(order)[: steps * batch].view(steps, batch)
-
-
-def _packed(answered: list[Continuation], length: int, seed: int) -> Rows:
-    """Rows of the prompts that fit a row with their answers."""
-    return pack_whole([found for found in answered if len(found.ids) <= length], length, seed)
-
-
-def _digest(lessons: list[DistillationRows]) -> str:
-    total = hashlib.sha256()
-    for lesson in lessons:
-        total.update(lesson.ids.numpy().tobytes())
-    return total.hexdigest()[:16]
 
 
 @dataclass(frozen=True)

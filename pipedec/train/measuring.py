@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from pipedec.model import DraftVocabulary, load_transformers
 from pipedec.train.continuations import Continuation, Model
-from pipedec.train.report import Row, print_table, top_k_cells
+from pipedec.train.run import Row, print_table, top_k_cells
 
 TOP_K = (1, 2, 4, 8, 16)
 DEPTHS = (1, 2, 4, 8)
-_AGREEMENT_COLUMNS = ("target loss", "draft loss", "top 1", "top 4", "top 16")
 
 
 class MeasuredDraft:
@@ -31,7 +30,7 @@ class MeasuredDraft:
         return cls(load_transformers(directory, torch.float32, device), DraftVocabulary.load(directory, device))
 
     def logits(self, token_ids: Tensor) -> Tensor:
-        """[B, T, D], behind each of the target's tokens, int64 [B, T]."""
+        """[B, T, D], after each of the target's tokens, int64 [B, T]."""
         logits_BTD: Tensor = self._model(input_ids=self.ids(token_ids)).logits.float()
         return logits_BTD
 
@@ -75,12 +74,15 @@ def text_agreement(target: Model, draft: MeasuredDraft, rows_by_family: dict[str
 def on_policy_agreement(draft: MeasuredDraft, answered: dict[str, list[Continuation]], device: str = "cpu") -> dict[str, dict]:
     """How often the draft's top k holds the next token of the target's greedy continuation, by set.
 
-    ``chains`` has, by k, the share of positions behind which the next 1, 2, 4 and 8 tokens are all among the top k: what a tree
-    of that width accepts at that depth.
+    ``chains`` has, by k, the share of positions after which the next 1, 2, 4 and 8 tokens are all among the top k: what a tree of
+    that width accepts at that depth.
     """
     report: dict[str, dict] = {}
     for name, continuations in answered.items():
-        ranks = [_ranks(draft, continuation, device) for continuation in continuations]
+        ranks = []  # of each token of an answer, among the draft's predictions
+        for continuation in continuations:
+            ids, first = torch.tensor([continuation.ids], device=device), continuation.prompt_length
+            ranks.append(draft.top_ranks(draft.logits(ids)[:, first - 1 : -1], ids[:, first:])[0].cpu())
         found = torch.cat(ranks) if ranks else torch.empty(0)
         if not len(found):
             continue
@@ -91,14 +93,8 @@ def on_policy_agreement(draft: MeasuredDraft, answered: dict[str, list[Continuat
     return report
 
 
-def _ranks(draft: MeasuredDraft, continuation: Continuation, device: str) -> Tensor:
-    """Of each token of the answer, among the draft's predictions."""
-    ids, first = torch.tensor([continuation.ids], device=device), continuation.prompt_length
-    return draft.top_ranks(draft.logits(ids)[:, first - 1 : -1], ids[:, first:])[0].cpu()
-
-
 def _runs(ranks: list[Tensor], k: int, depth: int) -> Tensor:
-    """For each position that has ``depth`` tokens behind it, whether all of them are among the top k: bool."""
+    """For each position that ``depth`` tokens follow, whether all of them are among the top k: bool."""
     windows = [(of_answer < k).unfold(0, depth, 1).all(-1) for of_answer in ranks if len(of_answer) >= depth]
     return torch.cat(windows) if windows else torch.zeros(0, dtype=torch.bool)
 
@@ -109,7 +105,7 @@ def _share(hits: Tensor) -> float:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What a draft is measured on, before and after training: rows of text by family, and answered prompts by set."""
+    """Measures a draft, before and after training, on rows of text by family and on answered prompts by set."""
 
     target: Any
     rows: dict[str, Tensor]
@@ -136,12 +132,12 @@ def print_draft(report: dict[str, Any]) -> None:
 
 def print_agreement(title: str, rows: dict[str, Row]) -> None:
     """Print losses and agreement by family of text; nothing if there are none."""
-    if rows:
-        print_table(title, ("text", *_AGREEMENT_COLUMNS), [(family, *_agreement_cells(row)) for family, row in rows.items()])
-
-
-def _agreement_cells(row: Row) -> list[str]:
-    return [*(f"{row[key]:.3f}" if key in row else "" for key in ("target_loss", "draft_loss")), *top_k_cells(row)]
+    lines = []
+    for family, row in rows.items():
+        losses = [f"{row[key]:.3f}" if key in row else "" for key in ("target_loss", "draft_loss")]
+        lines.append((family, *losses, *top_k_cells(row)))
+    if lines:
+        print_table(title, ("text", "target loss", "draft loss", "top 1", "top 4", "top 16"), lines)
 
 
 def _print_chains(title: str, rows: dict[str, Row]) -> None:

@@ -1,4 +1,4 @@
-"""What a draft learns from its frozen target: the target's distribution at every token of fixed rows.
+"""The distribution of a frozen target at every token of fixed rows, from which its draft learns.
 
 The target's last hidden states are computed once and kept on disk (the part of the head that makes logits of the draft's tokens
 is cheap), so that a draft can see the rows several times. Shapes: R rows, T tokens of a row, B rows of a step, E hidden size of
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pipedec.core import UserError
 from pipedec.model import DraftVocabulary
 from pipedec.train.continuations import Model
+from pipedec.train.run import replacing
 from pipedec.transport.replicas import ALONE, Replicas
 
 _HIDDEN_ROWS = 64  # per file
@@ -27,7 +28,7 @@ _HIDDEN_ROWS = 64  # per file
 
 @dataclass(frozen=True)
 class TargetMemory:
-    """What a target says at each token of some rows.
+    """The predictions of a target at each token of some rows.
 
     Attributes:
         hidden: [R, T, E], last hidden states.
@@ -41,13 +42,13 @@ class TargetMemory:
 
     @classmethod
     def joined(cls, parts: Sequence[TargetMemory]) -> TargetMemory:
-        """The rows of several, one behind the other."""
+        """The rows of several, in order."""
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in ("hidden", "totals", "greedy")))
 
 
 @dataclass(frozen=True)
 class DistillationRows:
-    """Rows of tokens, what the target says at each of them, and the head that makes the logits of the draft's tokens.
+    """Rows of tokens, the target's predictions at each of them, and the head that makes the logits of the draft's tokens.
 
     Attributes:
         ids: int64 [R, T], of the target.
@@ -105,14 +106,9 @@ def head_of(target: Model, vocabulary: DraftVocabulary | None) -> Tensor:
 
 
 def mean_loss(
-    model: Callable[..., Any],
-    rows: Tensor,
-    short: DistillationRows,
-    long: DistillationRows,
-    num_long: int,
-    greedy_share: float,
+    model: Callable[..., Any], rows: Tensor, short: DistillationRows, long: DistillationRows, num_long: int, greedy_share: float,
     replicas: Replicas = ALONE,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """This process's part of the weighted mean loss of the tokens of ``rows``: the last ``num_long`` are rows of ``long``, the
     others of ``short``. The parts of all processes add up to the mean.
     """
@@ -125,7 +121,7 @@ def mean_loss(
 
 @torch.no_grad()
 def remember(target: Model, ids_RT: Tensor, store: Path, replicas: Replicas = ALONE) -> TargetMemory:
-    """What the target says at all tokens of the rows; ``store`` keeps one file per 64 rows, which several processes share.
+    """The target's predictions at all tokens of the rows; ``store`` keeps one file per 64 rows, which several processes share.
 
     Raises:
         UserError: ``store`` holds other rows, or files of an earlier version.
@@ -134,9 +130,9 @@ def remember(target: Model, ids_RT: Tensor, store: Path, replicas: Replicas = AL
     pieces = [(store / f"{number:04}.safetensors", ids) for number, ids in enumerate(ids_RT.split(_HIDDEN_ROWS))]
     for number, (path, ids) in enumerate(track(pieces, f"hidden states: {store.name}", disable=not replicas.is_first)):
         if replicas.shares(number) and not path.exists():
-            found = TargetMemory.joined([_said(target, part) for part in ids.split(8)])
-            save_file({"ids": ids.clone(), **vars(found)}, path.with_suffix(".partial"))
-            path.with_suffix(".partial").rename(path)
+            found = TargetMemory.joined([_predictions(target, part) for part in ids.split(8)])
+            with replacing(path) as unfinished:
+                save_file({"ids": ids.clone(), **vars(found)}, unfinished)
     replicas.wait()
     parts = []
     for path, ids in pieces:
@@ -147,12 +143,11 @@ def remember(target: Model, ids_RT: Tensor, store: Path, replicas: Replicas = AL
     return TargetMemory.joined(parts)
 
 
-def _said(target: Model, ids_BT: Tensor) -> TargetMemory:
-    hidden = target.get_decoder()(input_ids=ids_BT.to(target.device), use_cache=False).last_hidden_state
-    rows = [_totals_and_greedy(target.get_output_embeddings()(row).float()) for row in hidden]  # one by one: V is large
-    totals, greedy = (torch.stack(found) for found in zip(*rows, strict=True))
-    return TargetMemory(hidden.cpu(), totals.cpu(), greedy.cpu())
-
-
-def _totals_and_greedy(logits_TV: Tensor) -> tuple[Tensor, Tensor]:
-    return logits_TV.logsumexp(-1), logits_TV.argmax(-1)
+def _predictions(target: Model, ids_BT: Tensor) -> TargetMemory:
+    hidden_BTE = target.get_decoder()(input_ids=ids_BT.to(target.device), use_cache=False).last_hidden_state
+    totals, greedy = [], []
+    for hidden_TE in hidden_BTE:  # one by one: V is large
+        logits_TV = target.get_output_embeddings()(hidden_TE).float()
+        totals.append(logits_TV.logsumexp(-1))
+        greedy.append(logits_TV.argmax(-1))
+    return TargetMemory(hidden_BTE.cpu(), torch.stack(totals).cpu(), torch.stack(greedy).cpu())

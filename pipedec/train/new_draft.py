@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from msgspec import Meta
@@ -55,7 +55,14 @@ def new_draft(target: Model, shape: DraftShape, vocabulary: DraftVocabulary | No
     torch.manual_seed(seed)
     embedding_VE: Tensor = target.get_input_embeddings().weight.detach().float()
     embedding_DE = embedding_VE if vocabulary is None else embedding_VE[vocabulary.tokens.clamp(min=0)]
-    config = _config(target.config, shape, len(embedding_DE))
+    heads = shape.hidden_size // HEAD_DIM
+    config = LlamaConfig(
+        vocab_size=len(embedding_DE), hidden_size=shape.hidden_size,
+        intermediate_size=-(-shape.hidden_size * 8 // 3 // 32) * 32, num_hidden_layers=shape.layers,
+        num_attention_heads=heads, num_key_value_heads=heads, head_dim=HEAD_DIM,
+        max_position_embeddings=target.config.max_position_embeddings, rope_parameters=_ROPE, tie_word_embeddings=True,
+        initializer_range=_STD, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
     draft = LlamaForCausalLM(config)
     draft.get_input_embeddings().weight.data.copy_(_main_directions(embedding_DE, shape.hidden_size))
     draft.generation_config.eos_token_id = target.generation_config.eos_token_id
@@ -63,16 +70,6 @@ def new_draft(target: Model, shape: DraftShape, vocabulary: DraftVocabulary | No
     if vocabulary is not None:
         vocabulary.save(out)
     return out
-
-
-def _config(target: Any, shape: DraftShape, vocab_size: int) -> LlamaConfig:
-    heads = shape.hidden_size // HEAD_DIM
-    return LlamaConfig(
-        vocab_size=vocab_size, hidden_size=shape.hidden_size, intermediate_size=-(-shape.hidden_size * 8 // 3 // 32) * 32,
-        num_hidden_layers=shape.layers, num_attention_heads=heads, num_key_value_heads=heads, head_dim=HEAD_DIM,
-        max_position_embeddings=target.max_position_embeddings, rope_parameters=_ROPE, tie_word_embeddings=True,
-        initializer_range=_STD, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
 
 
 def _main_directions(embedding_DE: Tensor, size: int) -> Tensor:

@@ -1,1 +1,0 @@
-"""Continued training of a draft against its frozen target."""
