@@ -34,7 +34,6 @@ class Help:
     """How a field is shown as an option. Stands in the annotation of the field.
 
     Attributes:
-        text: what ``--help`` says about it.
         metavar: the name of its value; by default N for an integer and X for any other number.
         flag: the option, where it is not the field's name: ``--no-prefix-cache`` of ``prefix_cache`` is derived. A switch may
             have two: ``--compile/--no-compile``.
@@ -54,11 +53,7 @@ class Help:
 
 
 def options_of(kind: type, parameter: str, only: Collection[str] | None = None) -> Callable[[Command], Command]:
-    """Decorate a command with an option for each field of the dataclass ``kind``; it gets one ``kind`` as ``parameter``.
-
-    Args:
-        only: the names of the fields that become options; the others keep their defaults. None for all.
-    """
+    """Decorate a command with options for the fields of a dataclass (those in ``only``); it gets a ``kind`` as ``parameter``."""
 
     def decorate(command: Command) -> Command:
         return with_options(command, option_fields(kind, only), lambda values: {parameter: kind(**values)})
@@ -106,10 +101,9 @@ def given_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def option_fields(kind: type, only: Collection[str] | None = None, shows_defaults: bool = True) -> dict[str, Option]:
-    """The options of a dataclass by field: of those with a ``Help``, in the order of the fields.
+    """The options of a dataclass by field: of those with a ``Help`` (and in ``only``), in the order of the fields.
 
-    Args:
-        shows_defaults: False if what is not given comes from elsewhere, for example from a file.
+    ``shows_defaults`` is False if what is not given comes from elsewhere, for example from a file.
     """
     hints = get_type_hints(kind, include_extras=True)
     found = {}
@@ -146,11 +140,7 @@ def option(name: str, hint: Any, note: Help, default: Any) -> Option:
 
 
 def check_fields(values: Any) -> None:
-    """Check the fields of a dataclass against the ranges and choices of their annotations; None passes.
-
-    Raises:
-        UserError: names the option, and says what is allowed.
-    """
+    """Raise UserError, with the option, for a field that is not None and outside the ranges and choices of its annotation."""
     hints = get_type_hints(type(values), include_extras=True)
     for field in fields(values):
         note, value = next(_notes(hints[field.name], Help), Help("")), getattr(values, field.name)

@@ -98,18 +98,15 @@ class WeightFormat:
         return self.element_bytes if self.quantize is None else 1
 
     def read_bytes(self, layer_weights: int, head_weights: int, device: DeviceSpec) -> float:
-        """Memory traffic of one pass. On a GPU weights are widened to ``dtype`` in its memory, written there and read again, but
-        for 4 bits in bfloat16, which a kernel of torch reads as they are. A processor widens them in its cache."""
+        """Memory traffic of one pass. On a GPU weights are widened to ``dtype`` in its memory, written there and read again,
+        unless a kernel reads them as they are. A processor widens them in its cache."""
         widened = 2 * self.element_bytes if self.quantize is not None and device.is_gpu else 0
-        layers = self.layer_bytes + (0 if self._widens_in_kernel else widened)
+        layers = self.layer_bytes + (0 if self.widens_in_kernel else widened)
         return layer_weights * layers + head_weights * (self.table_bytes + widened)
 
-    def reread_bytes(self, layer_weights: int, device: DeviceSpec) -> float:
-        """Memory traffic of each further ``INT4_KERNEL_ROWS`` rows of a pass. A matrix is larger than a GPU's cache."""
-        return layer_weights * self.layer_bytes if self._widens_in_kernel and device.is_gpu else 0
-
     @property
-    def _widens_in_kernel(self) -> bool:
+    def widens_in_kernel(self) -> bool:
+        """Whether torch's kernel for a GPU reads the weights of layers as they are."""
         return self.quantize == "int4" and self.dtype == "bfloat16"
 
 
@@ -131,8 +128,6 @@ class DeviceSpec:
     """A GPU according to its data sheet, or a processor. Rates are dense, without sparsity.
 
     Attributes:
-        memory_gb: memory in GB by the data sheet.
-        bandwidth_gb_per_s: memory bandwidth in GB/s.
         float32_tflops: peak rate of plain float32, without TF32.
         bfloat16_tflops: peak tensor core rate for 16-bit operands with float32 accumulation.
         source: where the figures come from.
@@ -158,16 +153,8 @@ class DeviceSpec:
         """All of it; of a GPU as its driver reports it."""
         return round(self.reported_gib * 2**30) if self.is_gpu else round(self.memory_gb * GIGA)
 
-    def usable_bytes(self, utilization: float) -> int:
-        """Memory that ranks may take: of a GPU the share that ``gpu_memory_utilization`` gives."""
-        return round(self.memory_bytes * utilization) if self.is_gpu else self.memory_bytes
-
     def difference(self, name: str, memory_bytes: int) -> str | None:
-        """How a GPU differs from this kind, as the end of a sentence; None if it does not.
-
-        Args:
-            name, memory_bytes: of the GPU, as its driver reports them.
-        """
+        """How a GPU, as its driver reports it, differs from this kind, as the end of a sentence; None if it does not."""
         if re.search(self.reported, name) is None:
             return f"a {name}, but the plan has a {self.name} there"
         if memory_bytes < _SMALLEST_SHARE * self.memory_bytes:
@@ -181,27 +168,24 @@ class DeviceSpec:
     def pass_time(
         self, layer_weights: int, head_weights: int, layers: int, weights: WeightFormat, cache_values: int = 0
     ) -> PassTime:
-        """One forward pass through ``layers`` layers.
+        """One forward pass through ``layers`` layers, which have ``layer_weights`` together, and ``head_weights`` of a head.
 
-        Args:
-            layer_weights, head_weights: of all these layers together; of the head, if it is there.
-            weights: how they are kept.
-            cache_values: elements of one token in the KV cache of one layer.
+        ``cache_values`` are the elements of one token in the KV cache of one layer.
         """
         byte_ms = 1000 / (self.bandwidth_gb_per_s * GIGA)
         read_ms = weights.read_bytes(layer_weights, head_weights, self) * byte_ms
         row_seconds = 2 * (layer_weights + head_weights) / self.peak_flops(weights.dtype)
         launch_ms = layers * LAUNCH_US_PER_LAYER / 1000
         past_ms = layers * cache_values * weights.element_bytes * byte_ms
-        reread_ms = weights.reread_bytes(layer_weights, self) * byte_ms
-        return PassTime(read_ms, 1000 * row_seconds, launch_ms, past_ms, reread_ms)
+        reread_bytes = layer_weights * weights.layer_bytes if weights.widens_in_kernel and self.is_gpu else 0
+        return PassTime(read_ms, 1000 * row_seconds, launch_ms, past_ms, reread_bytes * byte_ms)
 
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 Size = Annotated[int, Meta(ge=1, le=10_000_000)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptionalWeights:
     """Which weights a layer has that others lack.
 
@@ -210,26 +194,15 @@ class OptionalWeights:
         qk_norm: RMS norms of the queries and keys of each head.
     """
 
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-
-
-def optional_weights(model_type: str, attention_bias: bool, mlp_bias: bool) -> OptionalWeights:
-    """Those of a model, from its type and these two keys of its ``config.json``, which not every type obeys."""
-    attention_bias = attention_bias and model_type in ("llama", "qwen3")
-    mlp_bias = mlp_bias and model_type == "llama"
-    return OptionalWeights(attention_bias or model_type == "qwen2", attention_bias, mlp_bias, model_type == "qwen3")
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a model of a supported type, under the names of its Hugging Face ``config.json``.
-
-    Attributes:
-        qkv_bias, output_bias, mlp_bias, qk_norm: see ``OptionalWeights``.
-    """
+class ModelShape(OptionalWeights):
+    """The sizes of a model of a supported type, under the names of its Hugging Face ``config.json``."""
 
     hidden_size: Size
     intermediate_size: Size
@@ -239,10 +212,6 @@ class ModelShape:
     vocab_size: Size
     tie_word_embeddings: bool = False
     head_dim: Size | None = None
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
 
     @property
     def head_size(self) -> int:

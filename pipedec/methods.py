@@ -119,10 +119,7 @@ class MethodEntry:
 
     Attributes:
         help: one sentence.
-        options: the class of its options.
         implementation: module and class (a ``decoding.method.Method``), imported when it is first used.
-        draft: whether it uses a draft model.
-        needs_bita: whether the target must have a trained BiTA.
     """
 
     name: str
@@ -191,11 +188,9 @@ def possible_methods(has_draft: bool, has_bita: bool) -> list[str]:
 
 
 def make_options(name: str, given: Mapping[str, Any] | None = None, tree: LayerTreeOptions | None = None) -> MethodOptions:
-    """The options of one request.
+    """The options of one request to method ``name``; what is not ``given`` takes its default.
 
     Args:
-        name: of the method.
-        given: what the request sets; the rest takes its default.
         tree: a cluster's own defaults for methods whose trees grow by layers.
 
     Raises:

@@ -15,10 +15,7 @@ class Topology:
     """The groups of stages (PipeDec §3.1): ``groups[i]`` lists the stage ranks of the paper's G_{i+1}, in order.
 
     Rank 0 is the draft rank (the paper's S); stages are ranks 1..n. Within a timestep the stages of a group run one after
-    another, and the groups run in parallel.
-
-    Raises:
-        UserError: a group is empty, or the groups do not list the ranks 1..n in order.
+    another, and the groups run in parallel. UserError if a group is empty or the ranks 1..n are not listed in order.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -32,11 +29,7 @@ class Topology:
 
     @classmethod
     def even(cls, stages: int, groups: int) -> Topology:
-        """``stages`` stages in ``groups`` groups whose sizes differ by at most one, the larger groups first.
-
-        Raises:
-            UserError: there are no stages, or fewer stages than groups.
-        """
+        """``stages`` stages in ``groups`` groups whose sizes differ by at most one, the larger first. Raises UserError."""
         if stages < 1:
             raise UserError(f"stages must be at least 1, not {stages}")
         if not 1 <= groups <= stages:

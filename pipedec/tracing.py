@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 SCHEDULER_TRACK = -1
 
 
-@dataclass(frozen=True)
-class TraceEvent:
+class TraceEvent(NamedTuple):
     """One task on the track of ``rank`` (SCHEDULER_TRACK for the scheduler). Times are µs since the epoch."""
 
     rank: int
@@ -24,10 +24,6 @@ class TraceEvent:
     category: str
     start_us: int
     end_us: int
-
-    def as_row(self) -> tuple[int, str, str, int, int]:
-        """The event as it travels, which ``TraceEvent(*row)`` turns back into the event."""
-        return self.rank, self.label, self.category, self.start_us, self.end_us
 
 
 @dataclass
@@ -44,11 +40,6 @@ class Tracer:
         offset_us = self.clock_offset_us + time.time_ns() // 1000 - round(time.perf_counter() * 1e6)
         start_us, end_us = round(began * 1e6) + offset_us, round(ended * 1e6) + offset_us
         self.events.append(TraceEvent(self.rank, label, category, start_us, end_us))
-
-    def drain(self) -> list[TraceEvent]:
-        """Return the events recorded so far and clear them."""
-        events, self.events = self.events, []
-        return events
 
 
 def chrome_trace(events: Iterable[TraceEvent], track_names: dict[int, str]) -> dict[str, object]:
@@ -71,9 +62,5 @@ def chrome_trace(events: Iterable[TraceEvent], track_names: dict[int, str]) -> d
 
 
 def write_trace(path: Path, events: Iterable[TraceEvent], track_names: dict[int, str]) -> None:
-    """Write ``chrome_trace`` to ``path``.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write ``chrome_trace`` to ``path``. Raises OSError."""
     path.write_text(json.dumps(chrome_trace(events, track_names)) + "\n", encoding="utf-8")

@@ -1,4 +1,6 @@
-"""From plain values (YAML, JSON) to a dataclass or a msgspec Struct, with types and ranges checked by msgspec.
+"""From files and plain values (YAML, JSON) to a dataclass or a msgspec Struct, with types and ranges checked by msgspec.
+
+Files are read strictly: with limits of size and depth, without duplicate keys.
 
 Every mistake is a UserError of one line that begins with the path of the key and says what is allowed there. Ranges stand in
 the annotations (``msgspec.Meta``), rules among several fields in ``__post_init__``, as a BadValue. Messages of msgspec have
@@ -11,10 +13,12 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import msgspec
+import yaml
 from msgspec import inspect
 
 from pipedec.core import LARGEST, BadValue, UserError
@@ -35,14 +39,73 @@ _NAMES = {
 }  # fmt: skip
 
 
+MAX_FILE_BYTES = 1_000_000
+MAX_YAML_DEPTH = 20
+
+
+def read_text(path: Path) -> str:
+    """Raises UserError unless it is a UTF-8 file of at most MAX_FILE_BYTES."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise UserError(f"{path}: larger than {MAX_FILE_BYTES:,} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: not a UTF-8 text file") from None
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Plain YAML without aliases, duplicate keys and deep nesting."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise yaml.MarkedYAMLError(problem="anchors and aliases are not allowed", problem_mark=event.start_mark)
+        if self.depth == MAX_YAML_DEPTH:
+            raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=event.start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node)
+            if not isinstance(key, str):
+                raise yaml.MarkedYAMLError(problem="keys must be strings: quote it", problem_mark=key_node.start_mark)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"duplicate key {shortened(key)!r}", problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str, source: str) -> object:
+    """Plain values of a YAML document. Raises UserError of one line, with the line's number where it is known."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if "\t" in line[: len(line) - len(line.lstrip())]:
+            raise UserError(f"{source}:{number}: tab in the indentation: use spaces")
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except yaml.MarkedYAMLError as error:
+        line_number = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UserError(f"{source}:{line_number}: {shortened(error.problem or 'not valid YAML')}") from None
+    except (yaml.YAMLError, ValueError):
+        raise UserError(f"{source}: not valid YAML") from None
+
+
 def parse_json(kind: type[Config], text: str | bytes, source: str = "") -> Config:
     """The object of class ``kind`` from the text of a JSON object whose keys are its fields.
 
-    Args:
-        source: what an error message begins with, for example the path of the file.
-
-    Raises:
-        UserError: one line.
+    A mistake is a UserError of one line that begins with ``source``, for example the path of the file.
     """
     try:
         document = json.loads(text, object_pairs_hook=_unique_keys)
@@ -215,11 +278,7 @@ def shortened(value: object) -> str:
 
 
 def byte_size(text: str, name: str) -> int:
-    """The bytes that ``text`` says, like ``4GiB``, ``512MB`` or ``1000000``; at least 1.
-
-    Raises:
-        BadValue: it says none; the message begins with ``name``.
-    """
+    """A number of bytes like ``4GiB``, ``512MB`` or ``1000000``. Raises BadValue, which begins with ``name``, for other texts."""
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?([A-Za-z]*)", text, re.ASCII)
     size = int(float(found[1]) * _BYTES[found[2]]) if found and found[2] in _BYTES else 0
     if size < 1:

@@ -9,21 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import FAMILIES, save_tiny
 
-from pipedec.config import (
-    ClusterConfig,
-    RedisConfig,
-    cluster_from_json,
-    cluster_to_json,
-    load_cluster,
-    model_shape,
-    redis_config,
-    redis_url_from_environment,
-    state_directory,
-)
+from pipedec.config import ClusterConfig, RedisConfig, load_cluster, model_shape, state_directory
+from pipedec.config.cluster import cluster_from_json, cluster_to_json
+from pipedec.config.redis import redis_config
 from pipedec.core import UserError
 from pipedec.hardware import DEVICES, MODEL_SHAPES, SUPPORTED_MODEL_TYPES, WeightFormat
 from pipedec.methods import LayerTreeOptions
-from pipedec.model import ModelConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 GOOD = """\
@@ -291,13 +282,13 @@ def test_password_never_shows() -> None:
 
 
 def test_connection_url_holds_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert redis_url_from_environment() is None
+    assert redis_config().connection_url is None
     monkeypatch.setenv("PIPEDEC_REDIS_PASSWORD", "p@ss/:%")
-    assert redis_url_from_environment("redis://user@host:1/0") == "redis://user:p%40ss%2F%3A%25@host:1/0"
-    assert redis_url_from_environment("redis://:own@host:1/0") == "redis://:own@host:1/0"
-    assert redis_url_from_environment("unix://:own@/run/redis.sock?db=0") == "unix://:own@/run/redis.sock?db=0"
+    assert redis_config("redis://user@host:1/0").connection_url == "redis://user:p%40ss%2F%3A%25@host:1/0"
+    assert redis_config("redis://:own@host:1/0").connection_url == "redis://:own@host:1/0"
+    assert redis_config("unix://:own@/run/redis.sock?db=0").connection_url == "unix://:own@/run/redis.sock?db=0"
     monkeypatch.setenv("PIPEDEC_REDIS_URL", "unix:///run/redis.sock")
-    connection = redis_url_from_environment()
+    connection = redis_config().connection_url
     assert connection == "unix://:p%40ss%2F%3A%25@/run/redis.sock"
     assert redis_config(connection) == RedisConfig("unix:///run/redis.sock", "p@ss/:%")
 
@@ -349,10 +340,10 @@ def test_bad_checkpoint_shape(tmp_path: Path, text: str, expected: str) -> None:
 )
 def test_the_shape_of_a_checkpoint_counts_all_its_parameters(family: str, changes: dict[str, object], tmp_path: Path) -> None:
     model = save_tiny(family, tmp_path, layers=3, **changes)
-    shape, config = model_shape(str(tmp_path)), ModelConfig.from_directory(tmp_path)
+    shape = model_shape(str(tmp_path))
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert shape.layer_parameters == config.num_layer_parameters
-    assert shape.cache_values_per_token == config.num_cache_elements_per_row
+    projection = model.model.layers[0].self_attn.k_proj
+    assert shape.cache_values_per_token == 2 * projection.out_features, "a key and a value"
 
 
 def test_every_model_type_that_runs_can_be_planned() -> None:

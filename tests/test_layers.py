@@ -10,11 +10,9 @@ from support.afternoon import listed
 CLIENTS = [
     "pipedec",
     "pipedec.cli.main",
-    "pipedec.cli.submit",
+    "pipedec.cli.answers",
     "pipedec.cli.cluster",
     "pipedec.cli.launch",
-    "pipedec.cli.distribute",
-    "pipedec.cli.plan",
     "pipedec.cli.serve",
     "pipedec.cli.top",
     "pipedec.server.app",

@@ -47,6 +47,7 @@ from pipedec.messages import (
 )
 from pipedec.methods import LayerTreeOptions
 from pipedec.threads import load_dialect
+from pipedec.tracing import TraceEvent
 from pipedec.validation import parse_json, validated
 
 FULL = SamplingParams(
@@ -171,7 +172,7 @@ THREADS = {"threads": [{"path": [0], "text": "a"}], "metrics": {"parallelism": 1
         TokensEvent([], "", [ThreadNews((), "a", "waiting", 3), ThreadNews((0, 1), "b", "ended", 0)]),
         LogprobsEvent([[(5, -0.5), (7, -9999.0)], []]),
         PromptLogprobsEvent([[(5, -0.5)], [(7, -9999.0), (5, -1.0)]]),
-        TraceEvents([(-1, "1F1", "dec", 1_763_800_000_000_000, 1_763_800_000_000_001)]),
+        TraceEvents([TraceEvent(-1, "1F1", "dec", 1_763_800_000_000_000, 1_763_800_000_000_001)]),
         OverranEvent([1, 5]),
         CacheSlotsEvent(2, 1024),
         PausedEvent(),

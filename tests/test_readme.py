@@ -24,7 +24,7 @@ from support.programs import Started, programs
 from support.serving import Serving
 
 from pipedec.cli.main import program
-from pipedec.shipped import reference_pair
+from pipedec.directories import reference_pair
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

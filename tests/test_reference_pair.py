@@ -8,9 +8,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from pipedec.config import Settings
 from pipedec.core import Request, SamplingParams
+from pipedec.directories import reference_pair
 from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalPipeline
-from pipedec.shipped import reference_pair
 from pipedec.text.prompt import Prompter
 from pipedec.train.continuations import Continuation
 from pipedec.train.measuring import MeasuredDraft, on_policy_agreement

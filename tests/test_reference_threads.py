@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipedec.shipped import reference_pair, reference_threads
+from pipedec.directories import reference_pair, reference_threads
 from pipedec.text.prompt import Prompter, load_tokenizer, same_tokenizer
 from pipedec.threads import Sequence, load_dialect
 from recipes.thread_models.answers import ModelAnswers, SeededPrompt

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from support.tiny_pair import Pair
 
 import pipedec
-from pipedec.config import Settings, cluster_from_json, cluster_to_json, given_settings, load_cluster, settings_options
+from pipedec.config import Settings, load_cluster, settings_options
+from pipedec.config.cluster import cluster_from_json, cluster_to_json
 from pipedec.config.redis import RedisConfig
-from pipedec.config.settings import GROUPS
+from pipedec.config.settings import GROUPS, given_settings
 from pipedec.core import UserError
 from pipedec.messages import RunDescription, to_json
 from pipedec.methods import LayerTreeOptions

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipedec.messages import TraceEvents, event_from_json, to_json
 from pipedec.tracing import SCHEDULER_TRACK, TraceEvent, Tracer, chrome_trace, write_trace
 
 EVENTS = [
@@ -21,12 +22,11 @@ def test_times_are_on_the_schedulers_clock(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("time.perf_counter", lambda: 7.0)
     tracer = Tracer(3, clock_offset_us=-400)
     tracer.add("3>4@2", "transfer", 6.0, 6.0025)
-    assert [event.as_row() for event in tracer.drain()] == [(3, "3>4@2", "transfer", 98_999_600, 99_002_100)]
-    assert tracer.drain() == []
+    assert tracer.events == [(3, "3>4@2", "transfer", 98_999_600, 99_002_100)]
 
 
 def test_rows_travel_as_json() -> None:
-    assert [TraceEvent(*json.loads(json.dumps(event.as_row()))) for event in EVENTS] == EVENTS
+    assert event_from_json(to_json(TraceEvents(EVENTS))) == TraceEvents(EVENTS)
 
 
 def test_chrome_trace_file(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pipedec.cli.options import PromptField
 from pipedec.cli.show import console
 from pipedec.config import Settings
 from pipedec.core import UserError
-from pipedec.data.prompts import read_prompts
+from pipedec.data import read_prompts
 from pipedec.engine.build import resolve
 from pipedec.flags import Help, options_of, own_options, run_command
 

@@ -160,11 +160,11 @@ def _figures(config: LayersConfig, operations: OperationsConfig, roofline: Roofl
     stage = _random_stage(config, operations.torch_dtype, device)
     for past in config.past:
         for rows in config.rows:
-            yield _measure_forward(stage, replace(operations, past=past), 1, rows, roofline, device)
+            yield _measure_forward(stage, config.shape, replace(operations, past=past), 1, rows, roofline, device)
         for lanes in config.lanes:
             of_one, of_many = (
-                _measure_forward(stage, replace(operations, past=past), *shape, roofline, device)
-                for shape in ((1, lanes), (lanes, 1))
+                _measure_forward(stage, config.shape, replace(operations, past=past), *sizes, roofline, device)
+                for sizes in ((1, lanes), (lanes, 1))
             )
             yield of_many | {"one_lane_time_us": of_one["time_us"], "over_one_lane": _ratio(of_many, of_one)}
     del stage
@@ -189,8 +189,9 @@ def _ratio(one: Row, other: Row) -> float:
 
 
 def _measure_forward(
-    stage: StageModel, operations: OperationsConfig, lanes: int, rows: int, roofline: Roofline, device: torch.device
-) -> Row:
+    stage: StageModel, shape: ModelShape, operations: OperationsConfig, lanes: int, rows: int, roofline: Roofline,
+    device: torch.device,
+) -> Row:  # fmt: skip
     """One step through all layers, of ``rows`` tree rows of each of ``lanes`` requests, and its lower bound."""
     past, config, num_rows = operations.past, stage.config, lanes * rows
     tree, _ = grown_tree(operations, rows, device)
@@ -207,10 +208,10 @@ def _measure_forward(
 
     stopwatch = Stopwatch(device, operations.repeats)
     time_us = stopwatch.time_us(drop_rows, lambda entering: stage.forward(hidden_RE, entering))
-    cached = lanes * len(stage.layers) * (past + rows) * config.num_cache_elements_per_row
+    cached = lanes * len(stage.layers) * (past + rows) * shape.cache_values_per_token
     num_bytes = stage.weights.num_bytes + cached * stage.dtype.itemsize
     attention = 4 * len(stage.layers) * num_rows * (past + rows) * config.num_heads * config.head_dim
-    flops = 2 * num_rows * len(stage.layers) * config.num_layer_parameters + attention
+    flops = 2 * num_rows * len(stage.layers) * shape.layer_parameters + attention
     bound_ms, bound_by = roofline.bound_ms(num_bytes, flops)
     return {
         "operation": "forward", "past": past, "lanes": lanes, "rows": num_rows, "time_us": time_us, "bytes": num_bytes,

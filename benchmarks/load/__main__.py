@@ -22,7 +22,7 @@ from pipedec.bench.options import Drawing
 from pipedec.bench.record import ROWS_FILE, append_rows
 from pipedec.cli.benchmarks.load import LoadFlags, LoadPipelineFlags
 from pipedec.cli.benchmarks.shared import BenchPromptFlags, ProgressBar, check_directory, print_files, question_options
-from pipedec.cli.running import refuse_flags
+from pipedec.cli.options import refuse_flags
 from pipedec.core import UserError
 from pipedec.flags import Help, options_of, own_options, partial_of, run_command
 from pipedec.messages import PromptRequest

@@ -26,7 +26,7 @@ from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated, pair_diges
 from pipedec.bench.sweep.runners import OneProcess
 from pipedec.config import ClusterConfig, Settings
 from pipedec.core import Request, SamplingParams, UserError
-from pipedec.data.prompts import PromptSet
+from pipedec.data import PromptSet
 from pipedec.decoding import Drafter
 from pipedec.decoding.controller import CHILDREN
 from pipedec.engine.build import load_drafter, resolve

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from pipedec.bench.record import key_of, write_json
 from pipedec.core import SamplingParams, UserError
-from pipedec.data.prompts import PromptSet
+from pipedec.data import PromptSet
 from pipedec.messages import PromptRequest
 
 

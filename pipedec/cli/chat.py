@@ -13,11 +13,10 @@ import click
 from msgspec import structs
 from rich.table import Table
 
-from pipedec.cli.options import MinP, StructureFlags, Temperature, TopK, TopP
-from pipedec.cli.running import RunningFlags, refuse_flags, running_options
-from pipedec.cli.show import console, loading_bars, metrics_table
+from pipedec.cli.answers import figures_table, metrics_table, shown_ms, started
+from pipedec.cli.options import MinP, RunningFlags, StructureFlags, Temperature, TopK, TopP, refuse_flags, running_options
+from pipedec.cli.show import console
 from pipedec.client.chat import ChatAnswer, ClusterPartner, HttpPartner, Message, Partner
-from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster, resolve_apart
 from pipedec.config import Settings, settings_options
 from pipedec.config.settings import OPTIONS
@@ -112,100 +111,78 @@ def _partner(settings: Settings, place: RunningFlags, asked: ChatFlags) -> Itera
         running = place.connect()
         yield ClusterPartner(running.client, running.description, request, asked.tokenizer)
         return
-    with _own_cluster(settings, request, asked.tokenizer) as partner:
-        yield partner
-
-
-@contextmanager
-def _own_cluster(settings: Settings, request: PromptRequest, tokenizer: Path | None) -> Iterator[Partner]:
     cluster = LocalCluster(resolve_apart(settings))
-    try:
-        with loading_bars({f"{len(cluster.topology.ranks)} ranks": cluster.topology.ranks}) as progress:
-            cluster.start(progress)
-        assert cluster.scheduler is not None
-        yield ClusterPartner(Client(cluster.scheduler, cluster.check), cluster.description(), request, tokenizer)
-    except BaseException:
-        cluster.kill()
-        raise
-    cluster.stop()
+    with started(cluster) as client:
+        yield ClusterPartner(client, cluster.description(), request, asked.tokenizer)
 
 
 class Conversation:
-    """The messages so far. Reads lines of standard input until it ends.
-
-    Args:
-        system: a message that leads the conversation; None for none.
-    """
+    """The messages so far, led by a ``system`` message if there is one. Reads lines of standard input until it ends."""
 
     def __init__(self, partner: Partner, system: str | None) -> None:
         self._partner = partner
         self._leading: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._leading)
-        self._told: list[ChatAnswer] = []
+        self._answers: list[ChatAnswer] = []
 
     def run(self) -> None:
         """Raises PipedecError if there will be no more answers."""
         with suppress(ImportError):
             import readline  # noqa: F401 - lines can be edited, and those before come back
         while (line := _read_line()) is not None:
-            match line.strip().split(maxsplit=1):
-                case []:
+            word = next(iter(line.split()), "")
+            match word:
+                case "":
                     continue
-                case ["/exit" | "/quit"]:
+                case "/exit" | "/quit":
                     return
-                case [str(word), *_] if word.startswith("/"):
-                    self._command(word)
+                case "/reset":
+                    self._messages = list(self._leading)
+                    console.print("The conversation begins anew.", style="dim")
+                case "/stats":
+                    self._show_stats()
+                case "/help":
+                    console.print(HELP, style="dim", markup=False)
+                case _ if word.startswith("/"):
+                    console.print(f"There is no {word}: /help shows what there is.", style="dim", markup=False)
                 case _:
                     self._ask(line)
 
-    def _command(self, word: str) -> None:
-        match word:
-            case "/reset":
-                self._messages = list(self._leading)
-                console.print("The conversation begins anew.", style="dim")
-            case "/stats":
-                self._show_stats()
-            case "/help":
-                console.print(HELP, style="dim", markup=False)
-            case _:
-                console.print(f"There is no {word}: /help shows what there is.", style="dim", markup=False)
-
     def _ask(self, line: str) -> None:
         """Ask for an answer. The part of a cancelled answer is kept; a message that is refused is forgotten."""
-        said: list[str] = []
+        pieces: list[str] = []
         messages = [*self._messages, {"role": "user", "content": line}]
         try:
-            self._told.append(self._partner.answer(messages, lambda text: _write(text, said)))
+            self._answers.append(self._partner.answer(messages, lambda text: _write(text, pieces)))
         except KeyboardInterrupt:
             console.print(" (cancelled)", style="dim", end="")
         except UserError as error:
             console.print(str(error), style="red", markup=False, soft_wrap=True)
             return
         _write("\n", [])
-        if said:
-            self._messages = [*messages, {"role": "assistant", "content": "".join(said)}]
+        if pieces:
+            self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
     def _show_stats(self) -> None:
-        if not self._told:
+        if not self._answers:
             console.print("There is no answer yet.", style="dim")
             return
-        last, known = self._told[-1], [told.tokens for told in self._told if told.tokens is not None]
+        last, known = self._answers[-1], [answer.tokens for answer in self._answers if answer.tokens is not None]
         console.print(metrics_table(last.completion) if last.completion is not None else stats_table(last))
-        console.print(f"{len(self._told)} answers with {sum(known)} tokens, {len(self._messages)} messages", style="dim")
+        console.print(f"{len(self._answers)} answers with {sum(known)} tokens, {len(self._messages)} messages", style="dim")
 
 
-def stats_table(told: ChatAnswer) -> Table:
+def stats_table(answer: ChatAnswer) -> Table:
     """Figures of an answer over HTTP."""
-    table = Table(show_header=False)
-    table.add_column(style="dim")
-    table.add_column(justify="right")
-    table.add_row("prompt tokens", "-" if told.prompt_tokens is None else str(told.prompt_tokens))
-    table.add_row("tokens", f"{'-' if told.tokens is None else told.tokens} ({told.finish_reason})")
-    if told.ttft_seconds is not None:
-        table.add_row("TTFT", f"{1000 * told.ttft_seconds:.1f} ms")
-        if told.tokens is not None and told.tokens > 1:
-            table.add_row("TPOT", f"{1000 * (told.seconds - told.ttft_seconds) / (told.tokens - 1):.1f} ms")
-    return table
+    tpot_seconds = None
+    if answer.ttft_seconds is not None and answer.tokens is not None and answer.tokens > 1:
+        tpot_seconds = (answer.seconds - answer.ttft_seconds) / (answer.tokens - 1)
+    return figures_table({
+        "prompt tokens": "-" if answer.prompt_tokens is None else answer.prompt_tokens,
+        "tokens": f"{'-' if answer.tokens is None else answer.tokens} ({answer.finish_reason})",
+        "TTFT": shown_ms(answer.ttft_seconds),
+        "TPOT": shown_ms(tpot_seconds),
+    })  # fmt: skip
 
 
 def _read_line() -> str | None:
@@ -219,7 +196,7 @@ def _read_line() -> str | None:
             console.print("\nCtrl-D or /exit leaves.", style="dim")
 
 
-def _write(text: str, said: list[str]) -> None:
+def _write(text: str, pieces: list[str]) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-    said.append(text)
+    pieces.append(text)

@@ -12,23 +12,23 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import click
-from rich.table import Table
+from rich.table import Column, Table
 
-from pipedec.cli.interrupts import Interrupts
 from pipedec.cli.options import cluster_options
-from pipedec.cli.show import console, loading_bars
+from pipedec.cli.show import Interrupts, console, loading_bars
 from pipedec.cluster.local import LocalCluster, resolve_apart
 from pipedec.cluster.logs import log_directory
 from pipedec.cluster.processes import die_with_parent
 from pipedec.cluster.state import DEFAULT_RUN, MachineLock, RunningCluster, find_run, process_start, read_state
 from pipedec.cluster.supervisor import Supervisor
-from pipedec.config import Settings, redis_config, settings_options, state_directory
+from pipedec.config import Settings, settings_options, state_directory
+from pipedec.config.redis import redis_config
 from pipedec.core import PipedecError, SchedulerLost, UserError
 from pipedec.flags import Help, own_options
-from pipedec.messages import RankDescription, Recovery, RunDescription
+from pipedec.messages import Recovery, RunDescription
 from pipedec.scheduler import ClientScheduler, read_description
 from pipedec.topology import rank_name
 
@@ -54,7 +54,8 @@ def up(
     The cluster loads its weights once and serves `pipedec submit` until `pipedec down` or Ctrl-C.
     """
     if for_parent:
-        _tie_to_parent()
+        die_with_parent()  # raises BrokenPipeError if it has ended already
+        print(json.dumps({"pid": os.getpid()}), flush=True)
     lock = MachineLock(lock_fd)
     try:
         if detach:
@@ -64,51 +65,31 @@ def up(
         spec = resolve_apart(settings.replaced(redis=server))
         cluster = LocalCluster(spec, run or (DEFAULT_RUN if server.url else None))
         bars = {f"{len(cluster.topology.ranks)} ranks": cluster.topology.ranks}
-        serve_cluster(cluster, bars, _tell_parent if for_parent else _announce)
+        serve_cluster(cluster, bars, _announce_to_parent if for_parent else _announce)
     finally:
         lock.release()
 
 
-def _tie_to_parent() -> None:
-    """End when the parent ends, however that happens. Raises BrokenPipeError if it has ended already."""
-    die_with_parent()
-    _write_line({"pid": os.getpid()})
-
-
-def _tell_parent(running: RunningCluster, description: RunDescription) -> None:
+def _announce_to_parent(running: RunningCluster, description: RunDescription) -> None:
     """Where the cluster is, for the parent alone: with the password of Redis."""
-    _write_line({"redis_url": running.redis_url, "run_id": running.run_id})
-
-
-def _write_line(news: Mapping[str, Any]) -> None:
-    print(json.dumps(news), flush=True)
+    print(json.dumps({"redis_url": running.redis_url, "run_id": running.run_id}), flush=True)
 
 
 def _announce(running: RunningCluster, description: RunDescription) -> None:
-    """Say what runs where."""
+    """Print what runs where."""
     for rank in description.ranks:
         console.print(f"{rank_name(rank.rank)} on {rank.host}: {rank}", soft_wrap=True)
     stages, groups = len(description.layers), len(description.groups)
     models = f"target {description.target}, draft {description.draft or 'none'}"
     console.print(f"{stages} stages in {groups} groups, {models}.", soft_wrap=True)
     console.print(f"The logs of each host's ranks are in {log_directory(running.run_id)} there.", soft_wrap=True)
-    next_step = "Next: pipedec submit --prompt …; stop it with pipedec down."
-    console.print(f"Cluster {running.run_id} is up. {next_step}", soft_wrap=True)
+    console.print(f"Cluster {running.run_id} is up. Next: pipedec submit --prompt …; stop it with pipedec down.", soft_wrap=True)
 
 
-def serve_cluster(
-    cluster: Supervisor,
-    bars: Mapping[str, Collection[int]],
-    announce: Announce = _announce,
-) -> None:
-    """Start the cluster, and supervise it until the run is stopped, a rank dies, or a signal arrives.
-
-    Args:
-        bars: see ``loading_bars``.
-        announce: called when the cluster is up; by default it prints a message.
-    """
+def serve_cluster(cluster: Supervisor, bars: Mapping[str, Collection[int]], announce: Announce = _announce) -> None:
+    """Start the cluster, announce it, and supervise it until the run is stopped, a rank dies, or a signal arrives."""
     interrupts = Interrupts()
-    cluster.on_recovery = _say_recovered
+    cluster.on_recovery = _print_recovery
     running: RunningCluster | None = None
     try:
         with loading_bars(bars) as progress:
@@ -119,9 +100,9 @@ def serve_cluster(
         announce(running, cluster.description())
         cluster.wait(interrupts.raise_missed)
         cluster.stop()
-        _say("Cluster stopped.")
+        _print_line("Cluster stopped.")
     except KeyboardInterrupt:
-        _say("Stopping the cluster.")
+        _print_line("Stopping the cluster.")
         cluster.stop()
     except BaseException:
         if running is not None:
@@ -133,12 +114,12 @@ def serve_cluster(
             running.forget()
 
 
-def _say_recovered(recovery: Recovery) -> None:
-    _say(described_recovery(recovery))
+def _print_recovery(recovery: Recovery) -> None:
+    _print_line(described_recovery(recovery))
 
 
-def _say(text: str) -> None:
-    """Tell the user; where it goes to a file on a full disk, the cluster goes on without."""
+def _print_line(text: str) -> None:
+    """Print a line; if it goes to a file on a full disk, the cluster goes on without."""
     with suppress(OSError):
         console.print(text, soft_wrap=True)
 
@@ -183,18 +164,15 @@ def status(redis: str | None, run: str | None) -> None:
     scheduler = found.connect()
     current = scheduler.status()
     state = "recovering" if current.is_recovering else current.state
-    table = Table(title=f"run {found.run_id}: {state}, epoch {current.epoch}", title_justify="left")
-    table.add_column("rank", justify="right")
-    table.add_column("role")
-    table.add_column("alive")
-    table.add_column("host")
-    table.add_column("device")
-    table.add_column("since epoch", justify="right")
+    headings = Column("rank", justify="right"), "role", "alive", "host", "device", Column("since epoch", justify="right")
+    table = Table(*headings, title=f"run {found.run_id}: {state}, epoch {current.epoch}", title_justify="left")
     description = read_description(scheduler.client, found.run_id)
     described = {rank.rank: rank for rank in description.ranks} if description else {}
     for rank in scheduler.topology.ranks:
         role = "draft" if rank == 0 else f"stage {rank} (group {scheduler.topology.group_of(rank) + 1})"
-        table.add_row(str(rank), role, "yes" if rank in current.alive else "no", *_where(described.get(rank)))
+        one = described.get(rank)
+        where = ("", "", "") if one is None else (one.host, one.device, str(one.since_epoch))
+        table.add_row(str(rank), role, "yes" if rank in current.alive else "no", *where)
     console.print(table)
     doing = "; ".join(f"rank {rank} {activity}" for rank, activity in sorted(scheduler.activities().items()))
     console.print(f"Now: {doing}.", soft_wrap=True)
@@ -213,11 +191,6 @@ def status(redis: str | None, run: str | None) -> None:
     for recovery in current.recoveries:
         at = datetime.fromtimestamp(recovery.at_us / 1e6).isoformat(" ", "seconds")
         console.print(f"  {at} {described_recovery(recovery)}", soft_wrap=True)
-
-
-def _where(rank: RankDescription | None) -> tuple[str, str, str]:
-    """Where a rank is, and since which epoch its process has its weights."""
-    return ("", "", "") if rank is None else (rank.host, rank.device, str(rank.since_epoch))
 
 
 def _hosts(scheduler: ClientScheduler) -> str:

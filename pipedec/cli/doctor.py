@@ -21,7 +21,8 @@ from pipedec.cluster.doctor.comparison import compare
 from pipedec.cluster.doctor.facts import Questions
 from pipedec.cluster.doctor.findings import Finding, Level, has_problem
 from pipedec.cluster.survey import Survey
-from pipedec.config import load_cluster, redis_url_from_environment
+from pipedec.config import load_cluster
+from pipedec.config.redis import redis_config
 from pipedec.core import PipedecError, UserError
 from pipedec.flags import Help, own_options
 
@@ -50,26 +51,21 @@ def doctor(
     """
     if partition is not None and cluster is None:
         raise UserError("--partition needs the file: give --cluster cluster.yaml, too")
-    table = _this_host() if cluster is None else _hosts_of(cluster, partition)
+    if cluster is None:
+        redis_url = redis_config().connection_url
+        with progress.status("Examining this host"), closing(HostDoctor()) as host:
+            report = host.examine(Questions(redis_url, starts_redis=redis_url is None))
+        table: Mapping[str, Findings] = {report.facts.network.host_name: {finding.name: finding for finding in report.findings}}
+    else:
+        config = load_cluster(cluster)
+        with progress.status(f"Examining {len(config.servers)} hosts"), Survey(config, partition) as survey:
+            table = compare(config, survey.answers(), survey.unplanned)
     if as_json:
         print(json.dumps({host: [asdict(finding) for finding in findings.values()] for host, findings in table.items()}))
     else:
         show(table, Console(width=None if Console().is_terminal else _PAPER, highlight=False))
     if ill := [host for host, findings in table.items() if has_problem(findings.values())]:
         raise PipedecError(f"there are problems on {', '.join(ill)}")
-
-
-def _this_host() -> Mapping[str, Findings]:
-    redis_url = redis_url_from_environment()
-    with progress.status("Examining this host"), closing(HostDoctor()) as host:
-        report = host.examine(Questions(redis_url, starts_redis=redis_url is None))
-    return {report.facts.network.host_name: {finding.name: finding for finding in report.findings}}
-
-
-def _hosts_of(file: Path, partition: str | None) -> Mapping[str, Findings]:
-    config = load_cluster(file)
-    with progress.status(f"Examining {len(config.servers)} hosts"), Survey(config, partition) as survey:
-        return compare(config, survey.answers(), survey.unplanned)
 
 
 def show(table: Mapping[str, Findings], console: Console) -> None:
@@ -81,26 +77,17 @@ def show(table: Mapping[str, Findings], console: Console) -> None:
     for name in dict.fromkeys(name for findings in table.values() for name in findings):
         shown.add_row(name, *(_cell(findings.get(name)) for findings in table.values()))
     console.print(shown)
-    for (level, name, mend), hosts in _mends(table).items():
-        line = f"{_MARKS[level]}{', '.join(hosts)}: {name}: {mend}"
-        console.print(line, style=_STYLES[level], markup=False, soft_wrap=True)
-    console.print(_summary(table))
-
-
-def _mends(table: Mapping[str, Findings]) -> dict[tuple[Level, str, str], list[str]]:
-    """The hosts by what is to be done on them."""
-    found: dict[tuple[Level, str, str], list[str]] = {}
+    mends: dict[tuple[Level, str, str], list[str]] = {}  # with the hosts on which they are to be done
     for host, findings in table.items():
         for finding in findings.values():
             if finding.mend is not None:
-                found.setdefault((finding.level, finding.name, finding.mend), []).append(host)
-    return found
-
-
-def _summary(table: Mapping[str, Findings]) -> str:
+                mends.setdefault((finding.level, finding.name, finding.mend), []).append(host)
+    for (level, name, mend), hosts in mends.items():
+        line = f"{_MARKS[level]}{', '.join(hosts)}: {name}: {mend}"
+        console.print(line, style=_STYLES[level], markup=False, soft_wrap=True)
     levels = [finding.level for findings in table.values() for finding in findings.values()]
     counts = {"host": len(table), "problem": levels.count("problem"), "note": levels.count("note")}
-    return ", ".join(f"{count} {noun}{'s' if count != 1 else ''}" for noun, count in counts.items())
+    console.print(", ".join(f"{count} {noun}{'s' if count != 1 else ''}" for noun, count in counts.items()))
 
 
 def _cell(finding: Finding | None) -> str:

@@ -1,26 +1,43 @@
-"""``pipedec launch``: a resident cluster on the hosts of a cluster.yaml."""
+"""Commands on a cluster.yaml: ``pipedec launch``, ``node`` (which it starts on every host), ``distribute`` and ``plan``."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import click
 from msgspec import Meta
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from pipedec.cli.cluster import Detach, LockFd, detach_cluster, serve_cluster
 from pipedec.cli.options import RunName
 from pipedec.cli.show import console
-from pipedec.cluster.launched import LaunchedCluster
+from pipedec.cluster.distribution import Delivery, Missing, Sources
+from pipedec.cluster.launched import LaunchedCluster, for_hosts
+from pipedec.cluster.node import main as watch_ranks
 from pipedec.cluster.state import DEFAULT_RUN, MachineLock
-from pipedec.config import given_settings, load_cluster, state_directory
+from pipedec.config import load_cluster, state_directory
+from pipedec.config.settings import given_settings
 from pipedec.core import PipedecError, UserError
 from pipedec.flags import Help, own_options
-from pipedec.plan.partition import plan
+from pipedec.gguf import is_named
+from pipedec.hardware import GIGA
+from pipedec.plan.files import checkpoints_of, host_parts, needed_files
+from pipedec.plan.partition import plan as make_plan
+from pipedec.plan.placement import spare_places
+from pipedec.plan.table import files_table, plan_table
 from pipedec.topology import rank_name
 
 _SECRET_WORDS = ("PASSWORD", "SECRET", "TOKEN", "KEY", "CREDENTIAL")
+_MAX_HOSTS = 4  # that get files at once: they share this machine's disk and network
+
+Result = TypeVar("Result")
 
 
 @click.command()
@@ -60,45 +77,36 @@ def launch(
     try:
         if detach:
             detach_cluster(lock)
-        else:
-            _serve(cluster, log)
-    finally:
-        lock.release()
-
-
-def _serve(cluster: LaunchedCluster, log: Path) -> None:
-    hosts = ", ".join(cluster.nodes.hosts)
-    console.print(f"Starting {len(cluster.places)} ranks on {hosts}; what they print goes to {log}.", soft_wrap=True)
-    bars = {f"{rank_name(rank)} on {place.host}": [rank] for rank, place in enumerate(cluster.places)}
-    try:
-        serve_cluster(cluster, bars)
+            return
+        hosts = ", ".join(cluster.nodes.hosts)
+        console.print(f"Starting {len(cluster.places)} ranks on {hosts}; what they print goes to {log}.", soft_wrap=True)
+        serve_cluster(cluster, {f"{rank_name(rank)} on {place.host}": [rank] for rank, place in enumerate(cluster.places)})
     except PipedecError:
-        if "Traceback" in log.read_text():
+        if not detach and "Traceback" in log.read_text():
             console.print(f"See {log} for what the hosts have printed.", soft_wrap=True)
         raise
+    finally:
+        lock.release()
 
 
 def planned_start(cluster: LaunchedCluster) -> list[str]:
     """The processes that would be started, line by line, without secrets."""
     lines = [f"Partition {cluster.partition}: {len(cluster.places)} ranks, run {cluster.run_id}"]
-    layers = _layers_of(cluster)
+    try:
+        stages = make_plan(cluster.config).stages
+        layers = ["", *(f", layers {stage.layers.start}-{stage.layers.stop - 1}" for stage in stages)]
+    except UserError:  # the target's configuration is not on this machine
+        layers = [""] * len(cluster.places)
     for host in cluster.nodes.hosts:
         lines += ["", f"{host}: {shlex.join(cluster.nodes.command(host))}"]
         for rank in cluster.nodes.ranks_on(host):
             place = cluster.places[rank]
             lines.append(f"  {rank_name(rank)} on {place.device} #{place.index}{layers[rank]}")
         lines += [f"  a spare on {place.device} #{place.index}" for place in cluster.spares if place.host == host]
-        lines += [f"  {name}={_shown(name, value)}" for name, value in cluster.nodes.environment(host).items()]
+        for name, value in cluster.nodes.environment(host).items():
+            is_secret = any(word in name.upper() for word in _SECRET_WORDS)
+            lines.append(f"  {name}={'***' if is_secret else shlex.quote(value)}")
     return [*lines, "", _redis_line(cluster)]
-
-
-def _layers_of(cluster: LaunchedCluster) -> list[str]:
-    """The layers of each rank, as the end of a line; nothing where the target's configuration is not on this machine."""
-    try:
-        stages = plan(cluster.config).stages
-    except UserError:
-        return [""] * len(cluster.places)
-    return ["", *(f", layers {stage.layers.start}-{stage.layers.stop - 1}" for stage in stages)]
 
 
 def _redis_line(cluster: LaunchedCluster) -> str:
@@ -110,5 +118,100 @@ def _redis_line(cluster: LaunchedCluster) -> str:
     return f"Redis: to be started on {cluster.redis_host}, {port}, {password} password"
 
 
-def _shown(name: str, value: str) -> str:
-    return "***" if any(word in name.upper() for word in _SECRET_WORDS) else shlex.quote(value)
+@click.command()
+def node() -> None:
+    """Start, watch and replace the ranks of this host, as `pipedec launch` orders on standard input, in JSON.
+
+    Once the cluster is up it needs the launcher no longer, and ends with the run. You need not call it yourself.
+    """
+    watch_ranks()
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path), default=Path("cluster.yaml"))
+@own_options
+def distribute(
+    file: Path,
+    partition: Annotated[str | None, Help("Partition to prepare (default: the one that the file names).", "NAME")] = None,
+    spares: Annotated[Annotated[int, Meta(ge=0)] | None, Help("As for launch (default: all spares: of the file).")] = None,
+    source: Annotated[
+        Path | None, Help("Folder in which this machine has the checkpoints, under the same names.", "DIR", flag="--from")
+    ] = None,
+) -> None:
+    """Copy to every host what it lacks of the checkpoints, over ssh.
+
+    FILE is a cluster.yaml. A host gets the files that its ranks read, and all of them if it has spares. A copy that was
+    interrupted goes on where it stopped; files that are there with the same content are left alone.
+    """
+    config = for_hosts(load_cluster(file).for_partition(partition))
+    models = checkpoints_of(config)
+    here = config if source is None else config.for_partition(given={key: _under(source, model) for key, model in models.items()})
+    parts, sources = host_parts(here, spare_places(here, count=spares)), Sources(models)
+    with console.status("Reading the checkpoints") as status:
+        wanted = {
+            host: sources.wanted(found, lambda path: status.update(f"Checking {path.name}")) for host, found in parts.items()
+        }
+    with ThreadPoolExecutor(_MAX_HOSTS) as threads, ExitStack() as stack:
+        deliveries = {host: stack.enter_context(Delivery(config, host, files)) for host, files in wanted.items()}
+        with console.status("Asking the hosts what they lack"):
+            missing = _of_all(threads, {host: delivery.compare for host, delivery in deliveries.items()})
+        _send(threads, deliveries, missing)
+
+
+def _under(folder: Path, model: str) -> str:
+    if is_named(model):
+        return model
+    found = folder / Path(model).name
+    if not found.exists():
+        raise UserError(f"{found} does not exist: --from names a folder that holds {found.name}")
+    return str(found.absolute())
+
+
+def _send(threads: ThreadPoolExecutor, deliveries: Mapping[str, Delivery], missing: Mapping[str, Missing]) -> None:
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+
+        def send(host: str, bar: TaskID) -> None:
+            found, sent = missing[host], "nothing is missing"
+            if found.files:
+                deliveries[host].send(lambda num_bytes: progress.advance(bar, num_bytes))
+                sent = f"{found.files} files, {(found.num_bytes - found.bytes_there) / GIGA:.2f} GB"
+            console.print(f"{host}: {sent}", soft_wrap=True)
+
+        bars = {
+            host: progress.add_task(host, total=found.num_bytes, completed=found.bytes_there) for host, found in missing.items()
+        }
+        _of_all(threads, {host: partial(send, host, bar) for host, bar in bars.items()})
+
+
+def _of_all(threads: ThreadPoolExecutor, calls: Mapping[str, Callable[[], Result]]) -> dict[str, Result]:
+    """The result of each host's call, once all have ended. UserError with the complaints of all that failed."""
+    futures = {host: threads.submit(call) for host, call in calls.items()}
+    complaints = [str(error) for future in futures.values() if isinstance(error := future.exception(), PipedecError)]
+    if complaints:
+        raise UserError("; ".join(complaints))
+    return {host: future.result() for host, future in futures.items()}
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path), default=Path("cluster.yaml"))
+@own_options
+def plan(
+    file: Path,
+    partition: Annotated[str | None, Help("Partition to plan (default: the default of the file).", "NAME")] = None,
+    files: Annotated[bool, Help("Print the files of the checkpoints that each host needs instead.")] = False,
+) -> None:
+    """Print the layers, memory and expected time of every rank, and the expected time per token.
+
+    FILE is a cluster.yaml. Nothing is started. Exits with status 1 if the model does not fit into the devices' memory.
+    """
+    page = Console(width=100 if not Console().is_terminal else None)
+    if files:
+        config = load_cluster(file).for_partition(partition)
+        parts = host_parts(config, spare_places(config))
+        page.print(files_table(parts.keys(), needed_files(parts)))
+        return
+    made = make_plan(load_cluster(file), partition)
+    page.print(plan_table(made))
+    if made.problems:
+        raise PipedecError("it does not fit: " + "; ".join(made.problems))

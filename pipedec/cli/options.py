@@ -1,25 +1,26 @@
-"""Options of requests, and annotated types of options that several commands share.
-
-The options of the methods' options come from the table in ``pipedec.methods``.
-"""
+"""Options of requests and of running clusters, and annotated types of options that several commands share."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import click
+from click.core import ParameterSource
 from msgspec import structs
 
 from pipedec.client.resumption import Resumption
+from pipedec.client.running import Running
+from pipedec.cluster.state import find_run
 from pipedec.core import DEFAULT_METHOD, SamplingParams, StructuredOutputs, UserError
-from pipedec.data.prompts import PromptSource
-from pipedec.flags import Help, Option, option, option_fields, with_options
+from pipedec.data import PromptSource
+from pipedec.flags import Help, Option, option, option_fields, options_of, with_options
 from pipedec.grammar import check
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHOD_NAMES, METHODS, make_options, option_rules
@@ -64,6 +65,40 @@ class ClusterFlags:
 
 
 @dataclass(frozen=True)
+class RunningFlags(ClusterFlags):
+    """Which running cluster to use, if any."""
+
+    running: Annotated[
+        bool,
+        Help("Use the running cluster that --redis and --run name, or the one that pipedec up started here; either implies it."),
+    ] = False
+
+    @property
+    def are_given(self) -> bool:
+        return self.running or self.redis is not None or self.run is not None
+
+    def connect(self) -> Running:
+        """Raises UserError if no such cluster is running."""
+        found = find_run(self.redis, self.run)
+        return Running.of(found.connect(), found.run_id)
+
+
+running_options = options_of(RunningFlags, "place")
+
+
+def refuse_flags(names: Iterable[str], reason: str) -> None:
+    """Raise UserError if the current command was called with one of these parameters; ``reason`` says why and what to do."""
+    context, wanted = click.get_current_context(), set(names)
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name in wanted and context.get_parameter_source(parameter.name) is not ParameterSource.DEFAULT
+    ]
+    if given:
+        raise UserError(f"{', '.join(given)}: {reason}")
+
+
+@dataclass(frozen=True)
 class StructureFlags:
     """The required form of an answer: one of them, or none."""
 
@@ -87,8 +122,8 @@ class StructureFlags:
 
 
 @dataclass(frozen=True)
-class _PromptFlags:
-    """The prompt of a request."""
+class _QuestionFlags:
+    """The prompt of a request, and how it is answered."""
 
     prompt: Annotated[
         tuple[str, ...],
@@ -100,12 +135,6 @@ class _PromptFlags:
     field: PromptField = None
     priority: Annotated[int, Help("Requests with a lower value are served first.")] = 0
     raw_prompt: RawPrompt = False
-
-
-@dataclass(frozen=True)
-class _SamplingFlags:
-    """How it is answered."""
-
     method: Annotated[
         str | None,
         Help(
@@ -130,7 +159,7 @@ class _SamplingFlags:
 
 
 @dataclass(frozen=True)
-class RequestFlags(StructureFlags, _SamplingFlags, _PromptFlags):
+class RequestFlags(StructureFlags, _QuestionFlags):
     """The flags of a request, and how its answer is shown. ``options`` holds those of the method that were given, by name."""
 
     threads: Threads = None
@@ -160,25 +189,22 @@ class RequestFlags(StructureFlags, _SamplingFlags, _PromptFlags):
         make_options(self.method or DEFAULT_METHOD, self.options)
         if self.show_threads and (self.threads is None or self.json):
             raise UserError("--show-threads goes with --threads, and without --json")
-        sampling = self._sampling()
-        if self.threads is not None and sampling.structured_outputs is not None:
+        structure = self.structure()
+        if self.threads is not None and structure is not None:
             raise UserError("--threads goes without --json-schema, --regex, --choice and --grammar")
+        values = {field.name: getattr(self, field.name) for field in structs.fields(SamplingParams) if hasattr(self, field.name)}
+        bias = dict(map(_token_bias, self.logit_bias)) or None
         return PromptRequest(
             prompt="",
             raw=self.raw_prompt,
             method=self.method,
-            sampling=sampling,
+            sampling=SamplingParams(**values | {"logit_bias": bias, "structured_outputs": structure}),
             options=self.options,
             trace=self.trace is not None,
             threads=None if self.threads is None else load_dialect(self.threads).to_json(),
             show_threads=self.show_threads,
             priority=self.priority,
         )
-
-    def _sampling(self) -> SamplingParams:
-        values = {field.name: getattr(self, field.name) for field in structs.fields(SamplingParams) if hasattr(self, field.name)}
-        bias = dict(map(_token_bias, self.logit_bias)) or None
-        return SamplingParams(**values | {"logit_bias": bias, "structured_outputs": self.structure()})
 
     def _check_trace(self) -> None:
         if self.trace is None:
@@ -200,7 +226,9 @@ class RequestFlags(StructureFlags, _SamplingFlags, _PromptFlags):
         for source in self.prompts:
             texts += PromptSource.parse(source).read(self.field).prompts
         if not texts:
-            texts.append(_piped_text())
+            if sys.stdin.isatty():
+                raise UserError("no prompt: give --prompt TEXT, --prompt-file FILE, or text on standard input")
+            texts.append(_decoded(sys.stdin.buffer.read(), "standard input"))
         if not all(text.strip() for text in texts):
             raise UserError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
         return texts
@@ -217,12 +245,6 @@ def _token_bias(text: str) -> tuple[int, float]:
 def _json_text(given: str) -> str:
     """A JSON schema as text: what is given itself, or what stands in a file of this name."""
     return given if given.lstrip().startswith(("{", "[")) or given.strip() in ("true", "false") else _file_text(Path(given))
-
-
-def _piped_text() -> str:
-    if sys.stdin.isatty():
-        raise UserError("no prompt: give --prompt TEXT, --prompt-file FILE, or text on standard input")
-    return _decoded(sys.stdin.buffer.read(), "standard input")
 
 
 def _file_text(path: Path) -> str:

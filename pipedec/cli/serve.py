@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -15,18 +14,20 @@ import click
 import uvloop
 from msgspec import Meta
 
-from pipedec.cli.running import RunningFlags, refuse_flags, running_options
+from pipedec.cli.options import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
 from pipedec.cluster.place import RunAddress
 from pipedec.cluster.state import find_run
-from pipedec.config import Settings, optional_secret, settings_options
+from pipedec.config import Settings, settings_options
+from pipedec.config.environment import optional_secret
 from pipedec.config.settings import OPTIONS
 from pipedec.core import UserError
+from pipedec.directories import reference_pair, shipped_name
 from pipedec.flags import Help, options_of
 from pipedec.scheduler import read_description
 from pipedec.server.app import create_app
 from pipedec.server.cluster_process import ClusterEnded, ClusterProcess
-from pipedec.server.defaults import SamplingDefaults, sampling_defaults
+from pipedec.server.defaults import sampling_defaults
 from pipedec.server.front import Front
 from pipedec.server.listening import Address
 from pipedec.server.logs import LogFormat, log, written_log
@@ -35,7 +36,6 @@ from pipedec.server.observer import Observers
 from pipedec.server.request_log import RequestLog
 from pipedec.server.run import RunOptions, ServerProcess, add_metrics
 from pipedec.server.settings import ServerSettings
-from pipedec.shipped import reference_pair, shipped_name
 
 _KEY_VARIABLE = "PIPEDEC_API_KEY"
 _EVERY = '["*"]'
@@ -46,7 +46,7 @@ class HttpFlags:
     """The flags of the server itself, named as vLLM's where it has them."""
 
     host: Annotated[str, Help("Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
-    port: Annotated[Annotated[int, Meta(ge=0, le=65535)], Help("Port; 0 for a free one.")] = 8000
+    port: Annotated[int, Meta(ge=0, le=65535), Help("Port; 0 for a free one.")] = 8000
     uds: Annotated[Path | None, Help("Listen on a Unix socket instead.", "PATH")] = None
     ssl_keyfile: Annotated[Path | None, Help("Private key of the certificate, in PEM format.", "FILE")] = None
     ssl_certfile: Annotated[Path | None, Help("Certificate: serve https.", "FILE")] = None
@@ -71,9 +71,9 @@ class HttpFlags:
     enable_log_requests: Annotated[bool, Help("Log prompts and parameters of requests.")] = False
     max_log_len: Annotated[Annotated[int, Meta(ge=0)] | None, Help("Characters of a prompt in the log.")] = None
     shutdown_timeout: Annotated[
-        Annotated[float, Meta(ge=0)], Help("Time for running answers to finish when the server is stopped.", "SECONDS")
+        float, Meta(ge=0), Help("Time for running answers to finish when the server is stopped.", "SECONDS")
     ] = 60.0
-    timeout_keep_alive: Annotated[Annotated[int, Meta(ge=0)], Help("How long idle connections are kept open.", "SECONDS")] = 75
+    timeout_keep_alive: Annotated[int, Meta(ge=0), Help("How long idle connections are kept open.", "SECONDS")] = 75
 
     def address(self) -> Address:
         """Raises UserError for a certificate that cannot be used."""
@@ -96,27 +96,13 @@ class HttpFlags:
     def settings(self, keys: tuple[str, ...], target: str) -> ServerSettings:
         """Raises UserError for a list that is none."""
         return ServerSettings(
-            served_model_names=self.served_model_name or (served_name(target),),
+            served_model_names=self.served_model_name or (shipped_name(target) or target,),
             api_keys=keys,
             allowed_origins=names(self.allowed_origins, "--allowed-origins"),
             allowed_methods=names(self.allowed_methods, "--allowed-methods"),
             allowed_headers=names(self.allowed_headers, "--allowed-headers"),
             allow_credentials=self.allow_credentials,
         )
-
-    def defaults(self, target: str) -> SamplingDefaults:
-        """Raises UserError for a generation_config.json that cannot be used."""
-        return sampling_defaults(self.generation_config, target)
-
-    def run_options(self, defaults: SamplingDefaults) -> RunOptions:
-        return RunOptions(
-            self.tokenizer, defaults, self.shutdown_timeout, self.timeout_keep_alive, self.ssl_keyfile, self.ssl_certfile
-        )
-
-
-def served_name(target: str) -> str:
-    """The API's name of a target: as it was given, and the shipped ones as their directories."""
-    return shipped_name(target) or target
 
 
 def _keys_of(path: Path) -> list[str]:
@@ -156,18 +142,32 @@ def serve(settings: Settings, place: RunningFlags, http: HttpFlags) -> None:
         reason = "a running cluster is served as it is: leave this out, or leave out --redis, --run and --running"
         refuse_flags(OPTIONS, reason)
     address, keys = http.address(), http.keys()
-    running = _running(place) if place.are_given else None
-    target = str(settings.models.target or reference_pair() / "target") if running is None else running[1]
-    served, defaults = http.settings(keys, target), http.defaults(target)
+    cluster: Settings | RunAddress = settings
+    if place.are_given:
+        cluster, target = _running(place)
+    else:
+        target = str(settings.models.target or reference_pair() / "target")
+    served, defaults = http.settings(keys, target), sampling_defaults(http.generation_config, target)
     with address.listening() as listener, written_log(sys.stdout.fileno(), keys, http.log_format):
         url = address.url(listener)
         through = "" if http.uds is None else f" through the Unix socket {http.uds}"
         where = f"API  {url}/v1   live page  {url}/live{through}   loading {served.model_name}"
         log("listening", text=where, url=url, model=served.model_name)
         log("sampling_defaults", source=defaults.source, **defaults.values, max_tokens=defaults.max_tokens)
-        options = http.run_options(defaults)
-        process = _process(served, http, options, listener, url, settings if running is None else running[0])
-        _run(process)
+        options = RunOptions(
+            http.tokenizer, defaults, http.shutdown_timeout, http.timeout_keep_alive, http.ssl_keyfile, http.ssl_certfile
+        )
+        metrics = ServerMetrics(served.model_name)
+        observers = Observers([metrics, RequestLog(http.enable_log_requests, http.max_log_len)])
+        front = Front(served, observers, int(time.time()))
+        app = create_app(front)
+        add_metrics(app, metrics)
+        backend = ClusterProcess(cluster.arguments()) if isinstance(cluster, Settings) else cluster
+        process = ServerProcess(app, front, metrics, listener, backend, options, lambda: _announce(served, http, url))
+        try:
+            uvloop.run(process.run())
+        except ClusterEnded as end:  # its own process has printed the reason
+            raise click.exceptions.Exit(end.status) from None
 
 
 def _running(place: RunningFlags) -> tuple[RunAddress, str]:
@@ -180,27 +180,8 @@ def _running(place: RunningFlags) -> tuple[RunAddress, str]:
     return RunAddress(found.redis_url, found.run_id), description.target
 
 
-def _process(
-    settings: ServerSettings, http: HttpFlags, options: RunOptions, listener: socket.socket, url: str,
-    cluster: Settings | RunAddress,
-) -> ServerProcess:  # fmt: skip
-    metrics = ServerMetrics(settings.model_name)
-    front = Front(settings, Observers([metrics, RequestLog(http.enable_log_requests, http.max_log_len)]), int(time.time()))
-    app = create_app(front)
-    add_metrics(app, metrics)
-    behind = ClusterProcess(cluster.arguments()) if isinstance(cluster, Settings) else cluster
-    return ServerProcess(app, front, metrics, listener, behind, options, lambda: _announce(settings, http, url))
-
-
-def _run(process: ServerProcess) -> None:
-    try:
-        uvloop.run(process.run())
-    except ClusterEnded as end:  # its own process has printed the reason
-        raise click.exceptions.Exit(end.status) from None
-
-
 def _announce(settings: ServerSettings, http: HttpFlags, url: str) -> None:
-    """Tell that requests are taken, and how to make one."""
+    """Announce that requests are taken, and how to make one."""
     log("ready", url=url, model=settings.model_name)
     key = ["-H", "Authorization: Bearer YOUR_KEY"] if settings.api_keys else []
     through = [] if http.uds is None else ["--unix-socket", str(http.uds)]

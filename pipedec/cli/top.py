@@ -6,8 +6,8 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import click
 from rich.console import Console
 
-from pipedec.cli.interrupts import Interrupts
 from pipedec.cli.options import Redis
+from pipedec.cli.show import Interrupts
 from pipedec.client.running import Running
 from pipedec.client.watch import RunWatch, is_away
 from pipedec.cluster.state import RunningCluster, find_run
@@ -27,8 +27,7 @@ from pipedec.live.panels import panel
 from pipedec.live.reading import RecordedFrames
 from pipedec.live.terminal import REDRAW_SECONDS, Screen, Source, shows_colour
 from pipedec.live.view import Frame, RunView, ShownRun
-from pipedec.messages import RunDescription
-from pipedec.scheduler import ClientScheduler, RunStatus
+from pipedec.scheduler import ClientScheduler
 
 _AGAIN_SECONDS = 0.5  # until the state is asked for again, or a feed that has broken
 _FIRST_SECONDS = 5.0  # that --once waits for figures
@@ -61,27 +60,20 @@ def top(asked: TopFlags) -> None:
     if not (asked.once or asked.json or sys.stdout.isatty()):
         raise UserError("standard output is no terminal: give --once for one picture, or --json for all frames")
     raise_missed = Interrupts().raise_missed
-    with suppress(KeyboardInterrupt), _sources(asked) as sources:
+    with suppress(KeyboardInterrupt), ExitStack() as opened:
+        sources: list[Source] = []
+        if asked.recording is not None:
+            sources.append(RecordedFrames(asked.recording, asked.once or asked.json))
+        else:
+            sources += [RunSource(find_run(*_place(asked.redis, name))) for name in asked.runs or (None,)]
+        for source in sources:
+            opened.enter_context(closing(source))
         if asked.once:
             _print_once(sources, asked.json)
         elif asked.json:
             _print_frames(sources, raise_missed)
         else:
             Screen(sources, Console(highlight=False)).run(raise_missed)
-
-
-@contextmanager
-def _sources(asked: TopFlags) -> Iterator[list[Source]]:
-    sources: list[Source] = []
-    try:
-        if asked.recording is not None:
-            sources.append(RecordedFrames(asked.recording, asked.once or asked.json))
-        else:
-            sources += [RunSource(find_run(*_place(asked.redis, name))) for name in asked.runs or (None,)]
-        yield sources
-    finally:
-        for source in sources:
-            source.close()
 
 
 def _place(redis: str | None, run: str | None) -> tuple[str | None, str | None]:
@@ -126,14 +118,8 @@ def described(shown: ShownRun) -> dict[str, Any]:
     run = shown.run
     about = {name: run.about.get(name) for name in ("epoch", "stages", "groups", "target", "draft", "emulated", "method")}
     requests = [
-        {
-            "number": request.number,
-            "method": request.method,
-            "tokens": request.tokens,
-            "text": request.text,
-            "end": request.reason,
-        }
-        for request in run.requests.values()
+        {"number": one.number, "method": one.method, "tokens": one.tokens, "text": one.text, "end": one.reason}
+        for one in run.requests.values()
     ]
     ranks = None if shown.ranks is None else {"alive": shown.ranks[0], "all": shown.ranks[1]}
     state = {"run": run.name, "state": shown.state, "note": shown.note or None, "ranks": ranks}
@@ -143,15 +129,17 @@ def described(shown: ShownRun) -> dict[str, Any]:
 class RunSource:
     """A run in a cluster, which two threads follow until it ends: one its feed, one its state.
 
-    Raises:
-        UserError: there is no such run, or another version runs it.
-        SchedulerLost: Redis cannot be reached.
+    UserError if there is no such run, or another version runs it; SchedulerLost if Redis cannot be reached.
     """
 
     def __init__(self, found: RunningCluster) -> None:
         running = Running.of(found.connect(), found.run_id)
         shown = ShownRun(RunView(found.run_id))
-        shown.run.about = _about(running.description)
+        about = running.description
+        shown.run.about = {
+            "stages": len(about.layers), "groups": len(about.groups), "target": about.target, "draft": about.draft,
+            "emulated": about.emulation, "epoch": 0,
+        }  # fmt: skip
         self.runs = [shown]
         self._running = running
         self._watch = RunWatch()
@@ -191,13 +179,16 @@ class RunSource:
                     return
 
     def _follow_state(self, scheduler: ClientScheduler) -> None:
-        try:
-            self._show_state(scheduler.status())
-        except PipedecError as error:
-            self._bear(error)
-
-    def _show_state(self, status: RunStatus) -> None:
         shown = self.runs[0]
+        try:
+            status = scheduler.status()
+        except PipedecError as error:  # Redis, or the run in it, is away, perhaps for good
+            shown.note = str(error)
+            try:
+                self._watch.outage(error)
+            except PipedecError:
+                shown.state = "ended"
+            return
         shown.ranks = len(status.alive), len(self._running.topology.ranks)
         try:
             self._watch.check(status)
@@ -205,19 +196,3 @@ class RunSource:
             shown.state, shown.note = "ended", "the run was stopped" if status.state == "gone" else str(error)
         else:
             shown.state, shown.note = "recovering" if is_away(status) else status.state, ""
-
-    def _bear(self, error: PipedecError) -> None:
-        """Redis, or the run in it, is away, perhaps for good."""
-        self.runs[0].note = str(error)
-        try:
-            self._watch.outage(error)
-        except PipedecError:
-            self.runs[0].state = "ended"
-
-
-def _about(description: RunDescription) -> dict[str, Any]:
-    """The description of a run before its first frame."""
-    return {
-        "stages": len(description.layers), "groups": len(description.groups), "target": description.target,
-        "draft": description.draft, "emulated": description.emulation, "epoch": 0,
-    }  # fmt: skip

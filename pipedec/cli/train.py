@@ -1,17 +1,96 @@
-"""``pipedec train``: the table of its commands."""
+"""``pipedec train draft`` and ``pipedec train bita``."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated, Any
+
 import click
 
-from pipedec.cli.lazy_group import LazyGroup
+from pipedec.cli.main import moved_flags
+from pipedec.config import Settings
+from pipedec.core import UserError
+from pipedec.directories import reference_pair
+from pipedec.engine.build import resolve
+from pipedec.flags import Command, Help, given_values, option_fields, options_of, own_options, with_options
+from pipedec.train.bita import BitaRecipe, print_bita, train_bita
+from pipedec.train.continuations import invented_set
+from pipedec.train.draft import DraftRecipe, train_draft
+from pipedec.train.measuring import print_draft
+from pipedec.train.new_draft import DraftShape
+from pipedec.train.options import (
+    Compiled,
+    DeviceFlags,
+    DraftStart,
+    PartialRun,
+    Target,
+    TrainingPromptFlags,
+    bita_options,
+    chosen_pair,
+    device_options,
+    prompter_of,
+    run_options,
+)
+from pipedec.transport.replicas import replicas
 
-COMMANDS = {
-    "draft": ("pipedec.cli.train_commands", "Train a draft for a target, on the target's own greedy answers."),
-    "bita": ("pipedec.cli.train_commands", "Train BiTA for a frozen target: masks and a prompt that predict tokens ahead."),
-}
+_RECIPE = "in a checkout of pipedec, use python -m recipes.reference_models"
 
 
-@click.group(cls=LazyGroup, lazy_commands=COMMANDS)
-def train() -> None:
-    """Train drafts and BiTA for a target."""
+def shape_options(command: Command) -> Command:
+    """Add the size of a new draft; the command gets what is given of it as ``shape``."""
+    return with_options(command, option_fields(DraftShape), lambda values: {"shape": given_values(values)})
+
+
+@click.command()
+@options_of(TrainingPromptFlags, "asked")
+@run_options
+@options_of(DraftRecipe, "recipe")
+@shape_options
+@device_options
+@moved_flags({"--problems": True}, f"has moved: {_RECIPE} draft")
+@own_options
+def draft(
+    asked: TrainingPromptFlags,
+    run: PartialRun,
+    recipe: DraftRecipe,
+    shape: dict[str, Any],
+    device: DeviceFlags,
+    target: Target = None,
+    start: DraftStart = None,
+    invented: Annotated[int | None, Help("So many prompts that the target invents itself.")] = None,
+    compiled: Compiled = True,
+) -> None:
+    """Train a draft for a target, on the target's own greedy answers to prompts: a new one, or one that is continued."""
+    if invented is None or asked.prompts:
+        asked.check(f", --invented COUNT (the shipped draft: {_RECIPE} draft)")
+    target, begun = chosen_start(target, start, shape)
+    prompter = prompter_of(target, recipe.long_length)
+    prompts = asked.read(prompter, recipe.new_tokens) if asked.prompts else {}
+    with replicas(device.chosen()["device"].type) as together:
+        where = run(**device.chosen(), replicas=together)
+        if invented is not None:
+            prompts |= invented_set(target, prompter, invented, recipe.new_tokens, where, recipe.seed)
+        report = train_draft(target, begun, prompts, recipe.with_long_sets(prompts), where, compiled=compiled)
+    if report:
+        print_draft(report)
+
+
+def chosen_start(target: Path | None, draft: Path | None, shape: dict[str, Any]) -> tuple[Path, Path | DraftShape]:
+    """The target, and the draft to continue or the size of a new one. Raises UserError if they do not fit each other."""
+    if draft is not None and shape:
+        raise UserError("--draft continues a draft, whose size is given: leave out --hidden-size, --layers and --vocabulary")
+    if draft is not None or (target is None and not shape):
+        return chosen_pair(target, draft)
+    return resolve(Settings.of(target=target, draft="none", stages=1)).target, DraftShape(**shape)
+
+
+@click.command()
+@bita_options
+@moved_flags({"--library": False, "--problems": True}, f"has moved: {_RECIPE} bita")
+@own_options
+def bita(asked: TrainingPromptFlags, run: PartialRun, recipe: BitaRecipe, device: DeviceFlags, target: Target = None) -> None:
+    """Train BiTA for a frozen target: masks and a prompt that predict tokens ahead, learned from its own greedy answers."""
+    asked.check()
+    target = target or reference_pair() / "target"
+    prompts = asked.read(prompter_of(target), recipe.new_tokens)
+    print_bita(train_bita(target, prompts, recipe, run(**device.chosen())))

@@ -1,28 +1,37 @@
-"""``pipedec verify``: compare a pipeline's tokens with those of ``transformers``; on a running cluster, with those of ``pp``."""
+"""``pipedec verify``: compare a pipeline's tokens with those of ``transformers``; on a running cluster, with those of ``pp``.
+
+Verifying a running cluster needs no torch: what does is imported where pipelines are started.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import click
 from msgspec import Meta, structs
+from rich.console import Console
+from rich.table import Column, Table
 
-from pipedec.cli.options import MaxTokens, PromptField, RawPrompt, Threads
-from pipedec.cli.running import RunningFlags, refuse_flags, running_options
+from pipedec.cli.options import MaxTokens, PromptField, RawPrompt, RunningFlags, Threads, refuse_flags, running_options
 from pipedec.cli.show import console
-from pipedec.cli.verify_report import ComparedAnswer, Report, Shape, answers_of
+from pipedec.client.client import Client
 from pipedec.client.running import Running
+from pipedec.cluster.local import LocalCluster
 from pipedec.config import Settings, settings_options
 from pipedec.config.settings import OPTIONS
-from pipedec.core import Completion, SamplingParams, UserError
-from pipedec.data.prompts import read_prompts
+from pipedec.core import Completion, PipedecError, Request, SamplingParams, UserError
+from pipedec.data import read_prompts
 from pipedec.flags import Help, options_of, own_options
 from pipedec.messages import PromptRequest
-from pipedec.methods import find_method
-from pipedec.threads import load_dialect
-from pipedec.verify.divergence import measured_divergence
+from pipedec.methods import find_method, make_options, possible_methods
+from pipedec.plan.spec import PipelineSpec
+from pipedec.threads import Dialect, load_dialect
+from pipedec.verify.divergence import Divergence, first_difference, measured_divergence
+
+Shape = tuple[int, int]  # stages, groups
 
 
 @dataclass(frozen=True)
@@ -86,9 +95,7 @@ def verify(
         _compare_running(place.connect(), list(methods), requests, asked.concurrency)
         return
     compared = settings if asked.threads is None else settings.for_threads()
-    from pipedec.cli.verify_started import compare_started  # needs torch, which verifying a running cluster does not
-
-    compare_started(compared, _shapes(settings, shapes), list(methods), requests, local, asked.concurrency)
+    _compare_started(compared, _shapes(settings, shapes), list(methods), requests, local, asked.concurrency)
 
 
 def _compare_running(cluster: Running, methods: list[str], requests: list[PromptRequest], concurrency: int) -> None:
@@ -114,11 +121,7 @@ def _compare_running(cluster: Running, methods: list[str], requests: list[Prompt
 
 
 def _accepted(cluster: Running, requests: list[PromptRequest]) -> list[tuple[PromptRequest, Completion]]:
-    """The requests that the cluster accepts, with its answers by ``pp``; one line for each that it refuses.
-
-    Raises:
-        UserError: it refuses all of them.
-    """
+    """The requests that the cluster accepts, with its answers by ``pp``; a line for each that it refuses, or UserError."""
     accepted = []
     for index, request in enumerate(requests):
         try:
@@ -140,3 +143,131 @@ def _shapes(settings: Settings, shapes: str | None) -> list[Shape]:
         return [(pair[0], pair[-1]) for pair in pairs]
     except ValueError:
         raise UserError(f"--shapes {shapes}: expected STAGES or STAGESxOPTIONS, separated by commas, like 1,4,14,14x7") from None
+
+
+def _compare_started(
+    settings: Settings, shapes: list[Shape], methods: list[str], requests: list[PromptRequest], local: bool, concurrency: int
+) -> None:
+    """Compare pipelines that are started here with the target in transformers."""
+    from pipedec.engine.build import load_prompter, resolve  # loads torch, which verifying a running cluster does not need
+    from pipedec.verify.reference import Reference
+
+    spec = resolve(settings)
+    methods = methods or possible_methods(spec.draft is not None, spec.bita is not None)
+    prompter = load_prompter(spec)
+    prompt_ids = []
+    for request in requests:
+        dialect = None if request.threads is None else Dialect.from_json(request.threads).name
+        prompt_ids.append(prompter.token_ids(request.prompt, request.raw, request.sampling.max_tokens, dialect))
+    reference = Reference(spec)
+    with console.status("Generating the reference answers with transformers"):
+        expected = [
+            reference.generate(ids, request.sampling.max_tokens)
+            if request.threads is None
+            else reference.generate_threads(ids, request.threads, request.sampling)
+            for ids, request in zip(prompt_ids, requests, strict=True)
+        ]
+
+    def outcome(index: int, found: list[int], timesteps: int) -> ComparedAnswer:
+        if requests[index].threads is not None:
+            return ComparedAnswer(first_difference(expected[index], found), len(found), timesteps)
+        return ComparedAnswer(reference.compare(prompt_ids[index], expected[index], found), len(found), timesteps)
+
+    report = Report(f"{len(requests)} prompts against transformers", spec.dtype)
+    for shape in shapes:
+        for method in methods:
+            shaped = resolve(settings.replaced(stages=shape[0], groups=shape[1]))
+            if local:
+                answers = _local_answers(shaped, method, requests, prompt_ids, concurrency)
+            else:
+                answers = _cluster_answers(shaped, method, requests, concurrency)
+            report.add(shape, method, (outcome(index, *answer) for index, answer in enumerate(answers)))
+    report.finish()
+
+
+def _cluster_answers(
+    spec: PipelineSpec, method: str, requests: list[PromptRequest], concurrency: int
+) -> Iterator[tuple[list[int], int]]:
+    """Yields the output token ids and the number of timesteps of each answer."""
+    cluster = LocalCluster(spec)
+    try:
+        cluster.start()
+        assert cluster.scheduler is not None
+        for completion in answers_of(Client(cluster.scheduler, cluster.check), method, requests, concurrency):
+            yield completion.token_ids, completion.metrics.timesteps
+    finally:
+        cluster.stop()
+
+
+def _local_answers(
+    spec: PipelineSpec, method: str, requests: list[PromptRequest], prompt_ids: list[tuple[int, ...]], concurrency: int
+) -> Iterator[tuple[list[int], int]]:
+    """As ``_cluster_answers``, of a pipeline in this process."""
+    from pipedec.engine.local import LocalPipeline
+
+    pipeline: LocalPipeline = LocalPipeline.load(spec)
+    numbered = [
+        Request(number % concurrency, ids, asked.sampling, method, make_options(method, asked.options), threads=asked.threads)
+        for number, (ids, asked) in enumerate(zip(prompt_ids, requests, strict=True))
+    ]
+    for first in range(0, len(numbered), concurrency):
+        together = numbered[first : first + concurrency]
+        for _ in pipeline.run_all({1: together}):
+            continue
+        for request in together:
+            answer = pipeline.answers[request.number]
+            yield [token.token_id for token in answer.sequence.document()], answer.metrics.timesteps
+
+
+@dataclass(frozen=True)
+class ComparedAnswer:
+    """One answer: how it differs from the expected one, and what it took."""
+
+    divergence: Divergence | None
+    num_tokens: int
+    timesteps: int
+
+
+class Report:
+    """The results of a comparison: a line and a table row per method and pipeline; near ties and differences."""
+
+    def __init__(self, title: str, dtype: str) -> None:
+        self._dtype = dtype
+        self._differences: list[str] = []
+        names = ("stages", "groups", "method", "equal", "near ties", "tokens", "timesteps per token")
+        columns = (Column(name, justify="left" if name == "method" else "right") for name in names)
+        self._table = Table(*columns, title=f"{title}, {dtype}", title_justify="left")
+
+    def add(self, shape: Shape, method: str, outcomes: Iterable[ComparedAnswer]) -> None:
+        """The outcomes of the prompts in their order."""
+        outcomes = list(outcomes)
+        found = [(index, outcome.divergence) for index, outcome in enumerate(outcomes) if outcome.divergence is not None]
+        ties = 0
+        for index, divergence in found:
+            line = f"{shape[0]} stages, {method}, prompt {index}: {divergence}"
+            if divergence.is_near_tie(self._dtype):
+                ties += 1
+                console.print(f"{line}: a near tie in {self._dtype}")
+            else:
+                self._differences.append(line)
+        equal, tokens = len(outcomes) - len(found), sum(outcome.num_tokens for outcome in outcomes)
+        per_token = sum(outcome.timesteps for outcome in outcomes) / max(1, tokens - len(outcomes))
+        share = f"{equal}/{len(outcomes)}"
+        self._table.add_row(str(shape[0]), str(shape[1]), method, share, str(ties), str(tokens), f"{per_token:.2f}")
+        console.print(
+            f"{shape[0]} stages in {shape[1]} groups, {method}: {share} equal" + (f", near ties: {ties}" if ties else "")
+        )
+
+    def finish(self) -> None:
+        """Print the table. Raises PipedecError if answers differ."""
+        Console(width=None if Console().is_terminal else 110).print(self._table)
+        if self._differences:
+            raise PipedecError("; ".join(self._differences[:3]))
+
+
+def answers_of(client: Client, method: str, requests: list[PromptRequest], concurrency: int) -> Iterator[Completion]:
+    """The answers in order; ``concurrency`` requests are in the pipeline at the same time."""
+    for first in range(0, len(requests), concurrency):
+        asked = [structs.replace(request, method=method) for request in requests[first : first + concurrency]]
+        for reply in client.ask_all(asked):
+            yield reply.completed()

@@ -17,7 +17,7 @@ import httpx2
 from msgspec.structs import replace
 
 from pipedec.client.client import Client
-from pipedec.config import context_length
+from pipedec.config.model import context_length
 from pipedec.core import Completion, UserError
 from pipedec.messages import PromptRequest, RunDescription
 from pipedec.text.tokenizer import Tokenizer

@@ -165,7 +165,7 @@ class Reply:
                 self._epochs |= set() if epoch is None else {epoch}
                 self._tell()
             case TraceEvents(rows):
-                self.trace += [TraceEvent(*row) for row in rows]
+                self.trace += rows
             case CacheSlotsEvent(rank, slots):
                 self.cache_slots[rank] = slots
             case OverranEvent(timesteps):

@@ -18,7 +18,7 @@ from pipedec import __version__
 from pipedec.cluster.logs import run_log
 from pipedec.cluster.place import RankPlace, Report, RunAddress
 from pipedec.cluster.processes import FAILED, LOST_ANOTHER
-from pipedec.config import set_rank_environment
+from pipedec.config.environment import set_rank_environment
 from pipedec.core import PipedecError, RankLost
 from pipedec.scheduler import RankScheduler
 from pipedec.topology import Topology, of_rank, rank_name

@@ -12,7 +12,7 @@ die_with_parent()
 if os.getsid(os.getppid()) != os.getsid(0):  # the supervisor ended before the line above: this process has another parent
     os._exit(1)
 
-from pipedec.config import set_rank_environment  # noqa: E402
+from pipedec.config.environment import set_rank_environment  # noqa: E402
 
 set_rank_environment()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pipedec.cluster.processes import ABORTED, LOST_ANOTHER, RankProcesses, killed_ranks
 from pipedec.cluster.spares import Spares
 from pipedec.cluster.stalls import find_stall, stall_limit
-from pipedec.config import Cluster
+from pipedec.config.settings import Cluster
 from pipedec.core import PipedecError, RankLost, SchedulerLost
 from pipedec.messages import Recovery
 from pipedec.scheduler import Supervision, SupervisorScheduler

@@ -31,7 +31,8 @@ from pipedec.checkpoints import (
 from pipedec.cluster.node_run import LaunchedRun
 from pipedec.cluster.nodes import Nodes
 from pipedec.cluster.supervisor import StartProgress, Supervisor
-from pipedec.config import NONE, ClusterConfig, cluster_to_json
+from pipedec.config import NONE, ClusterConfig
+from pipedec.config.cluster import cluster_to_json
 from pipedec.core import PipedecError, RankLost, SchedulerLost, UserError
 from pipedec.directories import cache_directory
 from pipedec.gguf import is_named, located, model_files

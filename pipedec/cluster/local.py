@@ -17,7 +17,8 @@ from pipedec.cluster.logs import WATCH, run_log
 from pipedec.cluster.place import RankPlace, RunAddress
 from pipedec.cluster.processes import RankProcesses, run_apart
 from pipedec.cluster.supervisor import StartProgress, Supervisor
-from pipedec.config import LogLevel, Settings
+from pipedec.config import Settings
+from pipedec.config.settings import LogLevel
 from pipedec.core import SchedulerLost, UserError
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer, SupervisorScheduler

@@ -18,7 +18,8 @@ from pathlib import Path
 from threading import get_ident
 from urllib.parse import quote
 
-from pipedec.config import LogLevel, state_directory
+from pipedec.config import state_directory
+from pipedec.config.settings import LogLevel
 from pipedec.core import PipedecError
 
 MOST_BYTES = 10_000_000  # of a file, and of the older one that is kept beside it

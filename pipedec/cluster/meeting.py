@@ -34,7 +34,7 @@ from pipedec.cluster.network import (
     routed_address,
 )
 from pipedec.cluster.place import RankPlace
-from pipedec.config import configured_interface
+from pipedec.config.environment import configured_interface
 from pipedec.core import EpochEnded, PipedecError, RankLost, UserError
 from pipedec.directories import cache_directory
 from pipedec.engine.activity import Activity

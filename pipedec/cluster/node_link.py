@@ -18,7 +18,9 @@ from collections.abc import Iterable
 from queue import SimpleQueue
 from typing import IO, Any
 
-from pipedec.config import LaunchConfig, ServerConfig, ssh_program
+from pipedec.config import ServerConfig
+from pipedec.config.cluster import LaunchConfig
+from pipedec.config.environment import ssh_program
 from pipedec.core import UserError
 
 CONNECT_SECONDS = 8

@@ -19,7 +19,7 @@ from pipedec.cluster.logs import WATCH, run_log
 from pipedec.cluster.place import RankPlace, RunAddress
 from pipedec.cluster.processes import RankProcesses
 from pipedec.cluster.spares import Spares
-from pipedec.config import cluster_from_json
+from pipedec.config.cluster import cluster_from_json
 from pipedec.core import UserError
 from pipedec.messages import Recovery
 from pipedec.plan.files import checkpoints_of, host_parts

@@ -18,7 +18,8 @@ from pipedec.cluster.node import PROTOCOL
 from pipedec.cluster.node_link import News, NodeLink, end_links, is_local, node_command
 from pipedec.cluster.node_run import LaunchedRun
 from pipedec.cluster.processes import describe_exit
-from pipedec.config import RANK_ENVIRONMENT, ClusterConfig, RedisConfig, transport_environment
+from pipedec.config import ClusterConfig, RedisConfig
+from pipedec.config.environment import RANK_ENVIRONMENT, transport_environment
 from pipedec.core import PipedecError, UserError
 from pipedec.messages import Recovery
 from pipedec.plan.placement import Placement

@@ -23,7 +23,8 @@ from pipedec.cluster.meeting import Meeting, Met, RankMemory
 from pipedec.cluster.network import measured_offset_us
 from pipedec.cluster.place import RankPlace, Report, check_device, checked_host
 from pipedec.cluster.processes import leave
-from pipedec.config import AUTO, captures_graphs
+from pipedec.config import AUTO
+from pipedec.config.environment import captures_graphs
 from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost
 from pipedec.decoding import Drafter
 from pipedec.decoding.batch import DRAFT_KNEE

@@ -13,7 +13,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipedec.config import redis_url_from_environment, state_directory
+from pipedec.config import state_directory
+from pipedec.config.redis import redis_config
 from pipedec.core import PipedecError, SchedulerLost, UserError
 from pipedec.scheduler import ClientScheduler, connect, read_description
 from pipedec.topology import Topology
@@ -123,7 +124,7 @@ class MachineLock:
 
 def find_run(redis_url: str | None, run_id: str | None) -> RunningCluster:
     """The cluster named by flags, else by the environment, else the one started here. Raises UserError if there is none."""
-    if (named := redis_url_from_environment(redis_url)) is not None:
+    if (named := redis_config(redis_url).connection_url) is not None:
         return RunningCluster(named, run_id or DEFAULT_RUN)
     state = read_state()
     if state is None or run_id not in (None, state.run_id) or not state.goes_on():

@@ -20,14 +20,10 @@ from pipedec.cluster.entry import run_rank
 from pipedec.cluster.lease import claim_run
 from pipedec.cluster.place import RankPlace, RunAddress, checked_host
 from pipedec.cluster.processes import die_with_parent
-from pipedec.config import (
-    ClusterConfig,
-    Settings,
-    given_settings,
-    load_cluster,
-    redis_url_from_environment,
-    set_rank_environment,
-)
+from pipedec.config import ClusterConfig, Settings, load_cluster
+from pipedec.config.environment import set_rank_environment
+from pipedec.config.redis import redis_config
+from pipedec.config.settings import given_settings
 from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.flags import Help, options_of
 from pipedec.messages import RankDescription
@@ -127,7 +123,7 @@ class TorchrunJob:
         if isinstance(parsed, int):  # --help
             raise SystemExit(parsed)
         options, given = parsed
-        redis_url, config = redis_url_from_environment(options.redis), None
+        redis_url, config = redis_config(options.redis).connection_url, None
         if options.config is not None:
             config = load_cluster(options.config).for_partition(options.partition, given)
             redis_url = redis_url or config.redis.connection_url

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from msgspec import Meta, json
 
-from pipedec.config.files import parse_yaml, read_text
 from pipedec.config.redis import RedisConfig, redis_config
 from pipedec.config.settings import NONE, SETTINGS, Settings, Text
 from pipedec.core import BadValue, UserError
 from pipedec.gguf import is_named
 from pipedec.hardware import DEVICES, LINKS, MODEL_SHAPES
-from pipedec.validation import joined, parse_json, shortened, unknown_name, validated
+from pipedec.validation import joined, parse_json, parse_yaml, read_text, shortened, unknown_name, validated
 
 Name = Annotated[
-    str,
-    Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,252}\Z", description="a name of letters, digits, '.', '_' and '-'"),
+    str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,252}\Z", description="a name of letters, digits, '.', '_' and '-'")
 ]
 Environment = Mapping[str, str]
 
@@ -33,7 +32,6 @@ class NetworkConfig:
     Attributes:
         latency_us: one way, between servers.
         bandwidth_gbps: Gbit/s between servers.
-        within_server: the link between the devices of one server.
         duplex: ``half`` if a rank takes part in one transfer at a time (Algorithm 2's rule), ``full`` if it sends and receives
             at the same time.
     """
@@ -53,9 +51,8 @@ class ServerConfig:
     """A host and how many devices of each kind it has, in the order in which stages take them.
 
     Attributes:
-        host: its name in this file.
         devices: number of devices by kind. GPUs in the order of their PCI bus; ``cpu`` is a rank that computes on the processor.
-        ssh: where ``pipedec launch`` connects to, as one would tell ssh; ``host`` if not given.
+        ssh: where ``pipedec launch`` connects to, as an argument of ssh; ``host`` if not given.
         hostname: what the machine calls itself, where that is not ``host``.
         interface: network interface of its transfers; the one that routes to the other hosts if not given.
         python: the interpreter that has pipedec there; that of ``launch`` if not given.
@@ -85,13 +82,7 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How ``pipedec launch`` starts nodes on every host.
-
-    Attributes:
-        python: the interpreter that has pipedec; the one that runs ``pipedec launch`` if not given.
-        directory: working directory of the ranks; the user's home if not given.
-        environment: variables for all ranks.
-    """
+    """How ``pipedec launch`` starts nodes on every host: by default with its own interpreter, in the user's home."""
 
     python: Text | None = None
     directory: Text | None = None
@@ -138,7 +129,6 @@ class PartitionConfig:
     Attributes:
         settings: those of the file, with the partition's own in their place.
         servers: hosts whose devices the stages take in this order; all servers when neither this nor ``devices`` is given.
-        devices: the devices one by one, instead of ``servers``.
         draft_device: the device of the draft model, which no stage takes unless it is ``shared``. Without a draft model rank 0
             computes nothing, and runs on this host or on that of stage 1.
     """
@@ -165,10 +155,7 @@ class ClusterConfig:
 
     Attributes:
         settings: of all partitions that do not have their own.
-        network: for plans and emulation.
-        servers: the hosts.
         spares: devices that stand by, without weights, for ranks whose hosts are lost; no stage takes them.
-        launch: how ranks are started on the hosts.
         partition: the partition to use if none is named; not needed if there is only one.
     """
 
@@ -195,7 +182,11 @@ class ClusterConfig:
             raise BadValue(f"redis.host: {unknown_name('host', self.redis.host, hosts)}")
         named_in = [(f"spares[{index}].host", entry.host) for index, entry in enumerate(self.spares)]
         for name, partition in self.partitions.items():
-            named_in += [(f"partitions.{name}.{key}", named) for key, named in _hosts_of(partition)]
+            path = f"partitions.{name}"
+            named_in += [(f"{path}.servers[{index}]", host) for index, host in enumerate(partition.servers)]
+            named_in += [(f"{path}.devices[{index}].host", entry.host) for index, entry in enumerate(partition.devices)]
+            if partition.draft_device:
+                named_in.append((f"{path}.draft_device.host", partition.draft_device.host))
         for key, named in named_in:
             if named not in hosts:
                 raise BadValue(f"{key}: {unknown_name('host', named, hosts)}")
@@ -230,13 +221,9 @@ class ClusterConfig:
         return chosen, self.partitions[chosen]
 
     def for_partition(self, name: str | None = None, given: Mapping[str, Any] | None = None) -> ClusterConfig:
-        """With one partition alone, whose settings become the file's.
+        """With one partition alone, whose settings become the file's; those that are ``given`` by name take precedence.
 
-        Args:
-            given: settings by name that take precedence, for example those of the command line.
-
-        Raises:
-            UserError: as ``find_partition`` and ``Settings.parse``.
+        Raises UserError as ``find_partition`` and ``Settings.parse``.
         """
         name, partition = self.find_partition(name)
         settings = partition.settings.parse(given or {})
@@ -245,14 +232,6 @@ class ClusterConfig:
     def server(self, host: str) -> ServerConfig:
         """The entry of a host that the file lists."""
         return next(server for server in self.servers if server.host == host)
-
-
-def _hosts_of(partition: PartitionConfig) -> list[tuple[str, str]]:
-    named = [(f"servers[{index}]", host) for index, host in enumerate(partition.servers)]
-    named += [(f"devices[{index}].host", entry.host) for index, entry in enumerate(partition.devices)]
-    if partition.draft_device:
-        named.append(("draft_device.host", partition.draft_device.host))
-    return named
 
 
 def paper_cluster() -> ClusterConfig:
@@ -272,7 +251,9 @@ def load_cluster(path: str | Path) -> ClusterConfig:
     config = cluster_from(parse_yaml(read_text(path), str(path)), str(path))
 
     def completed(settings: Settings) -> Settings:
-        return _with_paths(settings, path.parent).replaced(redis=redis_config(base=settings.cluster.redis))
+        models = {key: getattr(settings.models, key) for key in ("target", "draft", "bita")}
+        paths = {key: _relative_to(path.parent, model) for key, model in models.items() if model is not None}
+        return settings.replaced(**paths, redis=redis_config(base=settings.cluster.redis))
 
     partitions = {name: replace(one, settings=completed(one.settings)) for name, one in config.partitions.items()}
     return replace(config, partitions=partitions, settings=completed(config.settings))
@@ -281,38 +262,36 @@ def load_cluster(path: str | Path) -> ClusterConfig:
 def cluster_from(document: object, source: str = "") -> ClusterConfig:
     """The configuration that plain values describe, keys as in cluster.yaml.
 
-    Args:
-        source: what an error message begins with.
-
-    Raises:
-        UserError: one line with the path of the key.
+    A mistake is a UserError of one line that begins with ``source`` and the path of the key.
     """
-    file: Any = validated(_ClusterDocument, document, source)
-    settings = _overlaid(_DEFAULTS, file, source)
-    if settings.models.target is None:
-        raise UserError(joined(source, "target: missing"))
-    partitions = {}
-    for name, keys in file.partitions.items():
-        path = f"{joined(source, 'partitions')}.{name}"
-        if keys.stages is None and file.stages is None:
-            raise UserError(f"{path}.stages: missing")
-        try:
-            own = _overlaid(settings, keys, "")
-            partitions[name] = PartitionConfig(own, **{key: getattr(keys, key) for key in _PARTITION_KEYS})
-        except UserError as error:
-            raise UserError(f"{path}.{error}") from None
+    with _located(source):
+        file: Any = validated(_ClusterDocument, document)
+        settings = _overlaid(_DEFAULTS, file)
+        if settings.models.target is None:
+            raise UserError("target: missing")
+        partitions = {}
+        for name, keys in file.partitions.items():
+            if keys.stages is None and file.stages is None:
+                raise UserError(f"partitions.{name}.stages: missing")
+            with _located(f"partitions.{name}", "."):
+                own = _overlaid(settings, keys)
+                partitions[name] = PartitionConfig(own, **{key: getattr(keys, key) for key in _PARTITION_KEYS})
+        config = ClusterConfig(partitions=partitions, settings=settings, **{key: getattr(file, key) for key in _FILE_KEYS})
+    return config
+
+
+@contextmanager
+def _located(source: str, separator: str = ": ") -> Iterator[None]:
+    """Errors inside begin with ``source``."""
     try:
-        return ClusterConfig(partitions=partitions, settings=settings, **{key: getattr(file, key) for key in _FILE_KEYS})
+        yield
     except UserError as error:
-        raise UserError(joined(source, str(error))) from None
+        raise UserError(joined(source, str(error), separator)) from None
 
 
-def _overlaid(settings: Settings, keys: Any, source: str) -> Settings:
+def _overlaid(settings: Settings, keys: Any) -> Settings:
     """Settings with those in place that a mapping of the file gives."""
-    try:
-        return settings.replaced(**{name: getattr(keys, name) for name in SETTINGS if getattr(keys, name) is not None})
-    except UserError as error:
-        raise UserError(joined(source, str(error))) from None
+    return settings.replaced(**{name: getattr(keys, name) for name in SETTINGS if getattr(keys, name) is not None})
 
 
 def cluster_from_json(text: str) -> ClusterConfig:
@@ -348,12 +327,6 @@ def _document(name: str, kind: type, keys: Iterable[str], more: Mapping[str, Any
 
 _PartitionDocument: Any = _document("PartitionDocument", PartitionConfig, _PARTITION_KEYS, {})
 _ClusterDocument = _document("ClusterDocument", ClusterConfig, _FILE_KEYS, {"partitions": Mapping[Name, _PartitionDocument]})
-
-
-def _with_paths(settings: Settings, folder: Path) -> Settings:
-    """With checkpoint directories that count from ``folder``."""
-    models = {key: getattr(settings.models, key) for key in ("target", "draft", "bita")}
-    return settings.replaced(**{key: _relative_to(folder, model) for key, model in models.items() if model is not None})
 
 
 def _relative_to(folder: Path, model: str) -> str:

@@ -22,25 +22,12 @@ RANK_ENVIRONMENT: Mapping[str, str] = MappingProxyType({
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # no wait for dumps of the flight recorder
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # each group has one pair and one direction: nothing to overlap
 })  # fmt: skip
-"""What the processes of ranks find in their environment unless it says otherwise."""
-
-
-def secret_from_environment(name: str) -> str:
-    """The value of the environment variable ``name``. Raises UserError if it is not set or empty."""
-    secret = optional_secret(name)
-    if secret is None:
-        raise UserError(f"the environment variable {name} is not set, or empty: it should hold the key")
-    return secret
+"""What the processes of ranks find in their environment unless it sets another value."""
 
 
 def optional_secret(name: str) -> str | None:
     """The value of the environment variable ``name``; None if it is not set or empty."""
     return os.environ.get(name) or None
-
-
-def environment_with(**values: str) -> dict[str, str]:
-    """The environment of a child process: this one's, with these changes."""
-    return {**os.environ, **values}
 
 
 def set_rank_environment() -> None:
@@ -73,10 +60,7 @@ def ssh_program() -> list[str]:
 
 
 def transport_environment() -> dict[str, str]:
-    """The variables of this process that configure the transports, to be set on other hosts as well.
-
-    Those whose names begin with ``NCCL_``, ``TORCH_NCCL_`` or ``GLOO_``.
-    """
+    """The variables of this process that configure the transports, to be set on other hosts as well."""
     return {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_"))}
 
 

@@ -1,23 +1,22 @@
-"""Reads the ``config.json`` of a checkpoint, and knows the sizes of well-known models by name.
+"""The shape of a model from the ``config.json`` of its checkpoint; that of a well-known model by its name.
 
-transformers could read the file, too, but importing it takes every process two seconds.
+transformers could read the file, too, but importing it takes every process two seconds. Knows nothing of weights or devices.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from pipedec.config.files import read_text
 from pipedec.core import BadValue, UserError
 from pipedec.gguf import model_files
-from pipedec.hardware import MODEL_SHAPES, SUPPORTED_MODEL_TYPES, ModelShape, OptionalWeights, Size, optional_weights
-from pipedec.validation import shortened, validated
+from pipedec.hardware import MODEL_SHAPES, SUPPORTED_MODEL_TYPES, ModelShape, OptionalWeights, Size
+from pipedec.validation import read_text, shortened, validated
 
 # Of keys that a file leaves out, where a family's defaults are not LLaMA's, which ``ModelJson`` has; all as in transformers.
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "eos_token_id": None, "sliding_window": 4096}
@@ -28,6 +27,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {**_QWEN, "head_dim": 128},
 }
 _DEFAULT_THETA = 10_000.0
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope types whose keys depend on the length of the prompt
 _STRETCHED = ("llama3", "yarn", "longrope")  # rope types with an original context length
 _LLAMA3_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -86,7 +86,13 @@ class ModelJson:
 
     @property
     def optional_weights(self) -> OptionalWeights:
-        return optional_weights(self.model_type, self.attention_bias, self.mlp_bias)
+        """Not every type obeys these two keys."""
+        attention_bias = self.attention_bias and self.model_type in ("llama", "qwen3")
+        mlp_bias = self.mlp_bias and self.model_type == "llama"
+        return OptionalWeights(
+            qkv_bias=attention_bias or self.model_type == "qwen2", output_bias=attention_bias, mlp_bias=mlp_bias,
+            qk_norm=self.model_type == "qwen3",
+        )  # fmt: skip
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
@@ -125,9 +131,7 @@ class ModelJson:
 def model_json(directory: str | Path) -> ModelJson:
     """Read and check the ``config.json`` of a Hugging Face checkpoint, or its equivalent in a GGUF file.
 
-    Raises:
-        UserError: there is no such directory or file, it is no JSON object, a size is missing or impossible, or the model type is
-            not supported.
+    UserError for anything else, a size that is missing or impossible, or a model type that is not supported.
     """
     files = model_files(directory)
     if not files.is_dir():
@@ -144,36 +148,104 @@ def model_json(directory: str | Path) -> ModelJson:
     return validated(ModelJson, _DEFAULTS[model_type] | known, str(path))
 
 
-def model_shape(name: str) -> ModelShape:
-    """The sizes of a known model, or of the checkpoint in directory ``name``.
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a LLaMA-family model.
 
-    Raises:
-        UserError: neither, or as ``model_json``.
+    Attributes:
+        attention_bias: whether the query, key and value projections have a bias.
+        output_bias, mlp_bias, qk_norm: see ``OptionalWeights``.
+        max_positions: the model's context length.
+        eos_token_ids: tokens that end an answer; generation_config.json takes precedence over config.json.
+        sliding_windows: for each layer, the number of positions that a row sees, its own included; None for all.
+        rope: parameters of the rotary embedding, as ``rope_parameters`` of transformers.
+        directory: of ``config.json``.
     """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    hidden_act: str
+    tie_word_embeddings: bool
+    attention_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    sliding_windows: tuple[int | None, ...]
+    rope: Mapping[str, Any] = field(hash=False)
+    directory: Path = field(compare=False, repr=False)
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> ModelConfig:
+        """Read ``config.json`` (and ``generation_config.json``) of a Hugging Face checkpoint directory, or of a GGUF file.
+
+        Raises UserError as ``model_json``, or if the weights are quantized.
+        """
+        stated = model_json(path)
+        if stated.quantization_config:
+            raise UserError(
+                f"{path} holds weights quantized by {stated.quantization_config.get('quant_method')}, which are not supported: "
+                "give the unquantized checkpoint and --quantize int8 or int4"
+            )
+        optional = stated.optional_weights
+        return cls(
+            model_type=stated.model_type,
+            vocab_size=stated.vocab_size,
+            hidden_size=stated.hidden_size,
+            intermediate_size=stated.intermediate_size,
+            num_layers=stated.num_hidden_layers,
+            num_heads=stated.num_attention_heads,
+            num_kv_heads=stated.kv_heads,
+            head_dim=stated.head_dim or stated.hidden_size // stated.num_attention_heads,
+            rms_norm_eps=stated.rms_norm_eps,
+            hidden_act=stated.hidden_act,
+            tie_word_embeddings=stated.tie_word_embeddings,
+            attention_bias=optional.qkv_bias,
+            output_bias=optional.output_bias,
+            mlp_bias=optional.mlp_bias,
+            qk_norm=optional.qk_norm,
+            max_positions=stated.max_position_embeddings,
+            eos_token_ids=_eos_token_ids(model_files(path), stated.eos_token_id),
+            sliding_windows=stated.sliding_windows,
+            rope=stated.rope,
+            directory=model_files(path),
+        )
+
+
+def _eos_token_ids(directory: Path, in_config: int | list[int] | None) -> tuple[int, ...]:
+    """End tokens, from generation_config.json if it has any, else from config.json. Either may hold an int, a list or null."""
+    file = directory / "generation_config.json"
+    eos = json_object(file).get("eos_token_id") if file.exists() else None
+    eos = in_config if eos is None else eos
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (int(eos),)
+
+
+def model_shape(name: str) -> ModelShape:
+    """The sizes of a known model, or of the checkpoint in directory ``name``. UserError for neither, or as ``model_json``."""
     if name in MODEL_SHAPES:
         return MODEL_SHAPES[name]
     _check_known(name)
     stated = model_json(name)
-    return ModelShape(
-        stated.hidden_size,
-        stated.intermediate_size,
-        stated.num_hidden_layers,
-        stated.num_attention_heads,
-        stated.kv_heads,
-        stated.vocab_size,
-        stated.tie_word_embeddings,
-        stated.head_dim,
-        **asdict(stated.optional_weights),
-    )
+    optional = asdict(stated.optional_weights)
+    own = {item.name: getattr(stated, item.name) for item in fields(ModelShape) if item.name not in optional}
+    return ModelShape(**own | optional | {"num_key_value_heads": stated.kv_heads})
 
 
 def checkpoint_dtype(name: str | Path) -> str:
     """The dtype in which a model was published: the known ones in bfloat16, a checkpoint as its ``config.json`` has it.
 
-    A file that names none counts as float32. So does a GGUF file, whose weights are de-quantised in float32.
-
-    Raises:
-        UserError: there is no such model.
+    A file that names none counts as float32. So does a GGUF file, whose weights are de-quantised in float32. UserError if there
+    is no such model.
     """
     if name in MODEL_SHAPES:
         return "bfloat16"
@@ -200,18 +272,13 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def context_length(directory: Path, max_model_len: int | None = None) -> int:
-    """Tokens of a prompt and its answer together.
+    """Tokens of a prompt and its answer together: the cluster's own limit, or what the ``config.json`` in ``directory`` has.
 
-    Args:
-        directory: of the checkpoint, or of its tokenizer if its ``config.json`` is there, too.
-        max_model_len: the cluster's own limit; None for none.
-
-    Raises:
-        UserError: neither is known.
+    UserError if neither is known.
     """
     try:
-        positions = json.loads(read_text(model_files(directory) / "config.json"))["max_position_embeddings"]
-    except (UserError, ValueError, KeyError, TypeError, RecursionError):
+        positions = json_object(model_files(directory) / "config.json").get("max_position_embeddings")
+    except UserError:
         positions = None
     known = [limit for limit in (max_model_len, positions) if isinstance(limit, int)]
     if not known:

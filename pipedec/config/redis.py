@@ -19,9 +19,7 @@ class RedisConfig:
     Attributes:
         url: ``redis://host:port/database``, ``rediss://…`` (TLS) or ``unix:///path``, without a password; None if none is known.
         password: PIPEDEC_REDIS_PASSWORD takes precedence.
-        tls: encrypt the connection; the same as writing ``rediss://``.
-        host: instead of ``url``, the host on which ``pipedec launch`` starts a server.
-        port: the port of that server; None for a free one.
+        host, port: instead of ``url``, where ``pipedec launch`` starts a server; a free port if none is given.
     """
 
     url: Annotated[str, Meta(min_length=1)] | None = None
@@ -81,8 +79,3 @@ def redis_config(url: str | None = None, base: RedisConfig | None = None) -> Red
     except UserError as error:
         source = "--redis" if url else "PIPEDEC_REDIS_URL"
         raise UserError(f"{source}: {str(error).removeprefix('url: ')}") from None
-
-
-def redis_url_from_environment(url: str | None = None) -> str | None:
-    """The URL to connect to, with the password: ``url`` (a flag), else PIPEDEC_REDIS_URL; None if neither is given."""
-    return redis_config(url).connection_url

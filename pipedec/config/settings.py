@@ -17,9 +17,9 @@ from msgspec import Meta, to_builtins
 
 from pipedec.config.redis import RedisConfig
 from pipedec.core import MAX_NUM_SEQS, MAX_WAITING, BadValue, MethodOptions
+from pipedec.directories import reference_threads
 from pipedec.flags import Command, Help, arguments_of, given_values, option_fields, with_options
 from pipedec.methods import LayerTreeOptions
-from pipedec.shipped import reference_threads
 from pipedec.validation import byte_size, joined, unknown_name, validated
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -85,19 +85,16 @@ class Limits:
     max_model_len: Annotated[
         Tokens | None, Help("Maximum tokens of a prompt and its answer (default: the target's context; 4096 in a cluster.yaml).")
     ] = None
-    max_num_seqs: Annotated[
-        Annotated[int, Meta(ge=1, le=65_536)], Help("Maximum number of requests in the pipeline at the same time.")
-    ] = MAX_NUM_SEQS
-    max_waiting: Annotated[Annotated[int, Meta(ge=0, le=10_000_000)], Help("Queue limit; requests beyond it are refused.")] = (
-        MAX_WAITING
+    max_num_seqs: Annotated[int, Meta(ge=1, le=65_536), Help("Maximum number of requests in the pipeline at the same time.")] = (
+        MAX_NUM_SEQS
     )
+    max_waiting: Annotated[int, Meta(ge=0, le=10_000_000), Help("Queue limit; requests beyond it are refused.")] = MAX_WAITING
     kv_cache_memory: Annotated[
         Text | Bytes | None,
         Help("KV cache memory of each rank, like 512MiB (default: what weights leave on GPUs, else 2GiB).", "SIZE"),
     ] = None
     gpu_memory_utilization: Annotated[
-        Annotated[float, Meta(gt=0, le=1)],
-        Help("Maximum share of a GPU's memory in use, by the ranks and by other programs."),
+        float, Meta(gt=0, le=1), Help("Maximum share of a GPU's memory in use, by the ranks and by other programs.")
     ] = 0.9
     prefix_cache: Annotated[bool, Help("Do not share the KV cache of equal prefixes between requests.")] = True
     tree: LayerTreeOptions | None = None  # of pipedec and stpp; None for their own defaults
@@ -133,10 +130,11 @@ class Cluster:
     ] = "auto"
     dispatch: Dispatch = "windows"
     max_restarts: Annotated[
-        Annotated[int, Meta(ge=0)],
+        int,
+        Meta(ge=0),
         Help("Lost ranks that may be replaced within --restart-window; one more ends the run. 0: the first loss ends it."),
     ] = 5
-    restart_window: Annotated[Annotated[float, Meta(gt=0)], Help("Time in which --max-restarts counts.", "SECONDS")] = 300.0
+    restart_window: Annotated[float, Meta(gt=0), Help("Time in which --max-restarts counts.", "SECONDS")] = 300.0
     stall_timeout: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Help(
@@ -174,11 +172,7 @@ class Settings:
     def parse(self, values: Mapping[str, Any], source: str = "") -> Settings:
         """These settings, with others in place of those that ``values`` gives by name.
 
-        Args:
-            source: what an error message begins with, for example the path of a file.
-
-        Raises:
-            UserError: one line: an unknown name, or a value of a wrong type or outside its range.
+        A mistake is a UserError of one line that begins with ``source``, for example the path of a file.
         """
         for name in values:
             if name not in GROUPS:

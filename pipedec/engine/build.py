@@ -9,9 +9,12 @@ from pathlib import Path
 import torch
 
 from pipedec.checkpoints import has_weights
-from pipedec.config import AUTO, NONE, ClusterConfig, Models, Settings, checkpoint_dtype, model_shape
+from pipedec.config import AUTO, NONE, ClusterConfig, Settings, model_shape
+from pipedec.config.model import checkpoint_dtype
+from pipedec.config.settings import Models
 from pipedec.core import KNEE_ROWS, UserError
 from pipedec.decoding import Batch, Drafter, LaneSizes
+from pipedec.directories import reference_pair, shipped_draft
 from pipedec.drafting import DraftModel
 from pipedec.engine.admission import Sequences
 from pipedec.engine.devices import arithmetic_of, chosen_device, gpu_names, num_gpus
@@ -29,13 +32,11 @@ from pipedec.model import (
     device_capture,
 )
 from pipedec.plan.costs import ModelCosts
-from pipedec.plan.dtypes import GIVEN, Arithmetic, chosen_dtypes, draft_dtype
-from pipedec.plan.layers import even_layers, explicit_layers
+from pipedec.plan.dtypes import GIVEN, Arithmetic, draft_dtype, target_dtype
 from pipedec.plan.partition import plan as make_plan
 from pipedec.plan.partition import room_of
-from pipedec.plan.placement import Placement, rank_places
+from pipedec.plan.placement import Placement, even_layers, explicit_layers, rank_places
 from pipedec.plan.spec import PipelineSpec
-from pipedec.shipped import reference_pair, shipped_draft
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.text.prompt import Prompter, fits_vocabulary, load_tokenizer, same_tokenizer, vocabulary_digest
 
@@ -88,7 +89,8 @@ def _resolved(settings: Settings, places: tuple[Placement, ...] | None, in_parts
         drafts_on = arithmetic_of(torch.device("cuda" if device == "cuda" or (device == AUTO and num_gpus()) else "cpu"))
         computes_on = [drafts_on]
     numbers = settings.numbers
-    chosen, drafting = chosen_dtypes((numbers.dtype, numbers.draft_dtype), checkpoint_dtype(target), drafts_on, computes_on)
+    chosen = target_dtype(numbers.dtype, checkpoint_dtype(target), computes_on)
+    drafting = draft_dtype(numbers.draft_dtype, chosen.name, drafts_on)
     layers, num_layers = settings.cut.layers, ModelConfig.from_directory(target).num_layers
     parts = explicit_layers(layers, num_layers) if isinstance(layers, tuple) else even_layers(num_layers, settings.cut.stages)
     is_open = not drafts_on.is_gpu  # rank 0 asks its own processor

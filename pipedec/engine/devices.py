@@ -15,7 +15,8 @@ from typing import TypeVar
 
 import torch
 
-from pipedec.config import AUTO, onednn_limit
+from pipedec.config import AUTO
+from pipedec.config.environment import onednn_limit
 from pipedec.core import UserError
 from pipedec.hardware import DEVICES, GIGA
 from pipedec.plan.costs import CONTEXT_BYTES

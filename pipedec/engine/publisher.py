@@ -12,8 +12,8 @@ from pipedec.engine.answer import RunningAnswer
 from pipedec.engine.loop import Interrupted, PromptScored, Record, RequestClosed, RequestEnded, RequestOpened, Waits
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.engine.request_queue import RequestQueue
-from pipedec.messages import CompletionEvent, ErrorEvent, PausedEvent, PromptLogprobsEvent, ResumedEvent, TraceEvents, TraceRow
-from pipedec.tracing import SCHEDULER_TRACK
+from pipedec.messages import CompletionEvent, ErrorEvent, PausedEvent, PromptLogprobsEvent, ResumedEvent, TraceEvents
+from pipedec.tracing import SCHEDULER_TRACK, TraceEvent
 
 
 @dataclass(slots=True)
@@ -99,6 +99,6 @@ class Publisher:
             self._queue.put(ended.number, *answer.take(Verdict((), ended.reason))[1])
         return answer.completed()
 
-    def _scheduler_rows(self, began_us: int) -> list[TraceRow]:
+    def _scheduler_rows(self, began_us: int) -> list[TraceEvent]:
         since = [granted for granted in self._scheduler.trace() if granted.finished_us >= began_us]
-        return [(SCHEDULER_TRACK, one.task.label, one.task.kind, one.granted_us, one.finished_us) for one in since]
+        return [TraceEvent(SCHEDULER_TRACK, one.task.label, one.task.kind, one.granted_us, one.finished_us) for one in since]

@@ -139,13 +139,13 @@ class RankTasks:
         if watched.traced:
             self.recorder.await_spans()
             self._trace(self.recorder.take_spans())
-            events.append(TraceEvents([event.as_row() for event in tracer.events[watched.first_event :]]))
+            events.append(TraceEvents(tracer.events[watched.first_event :]))
         if overran := self._overran[watched.first_overran :]:
             events.append(OverranEvent(overran))
         tracer.enabled = any(other.traced for other in self._watched.values())
         if not self._watched:
             self._overran.clear()
-            tracer.drain()
+            tracer.events.clear()
         return events
 
     def send(self, envelope: StageMessage, target: int, number: int) -> DeviceEvent:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipedec.config import captures_graphs
+from pipedec.config.environment import captures_graphs
 from pipedec.core import UserError
 from pipedec.hardware import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.model.attention import LaneRows, LayersShape, Rectangles, RowAttention, fill_indices, in_window

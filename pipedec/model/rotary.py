@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pipedec.config import LENGTH_DEPENDENT, ModelConfig
+from pipedec.config import ModelConfig
+from pipedec.config.model import LENGTH_DEPENDENT
 from pipedec.core import UserError
 
 _KEPT_LENGTHS = 4096  # whose frequencies are cached

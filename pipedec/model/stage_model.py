@@ -80,7 +80,7 @@ class StageModel:
         self._rotary = Rotary(config, dtype, self.device)
         self._activation = _activation(config.hidden_act)
         windows = tuple(config.sliding_windows[layer] for layer in layers)
-        self._shape = LayersShape(windows, config.queries_per_kv_head, config.hidden_size, dtype)
+        self._shape = LayersShape(windows, config.num_heads // config.num_kv_heads, config.hidden_size, dtype)
         self.weights = StageWeights(config, layers, dtype, self.device, quantize)
         self._bita: BitaWeights | None = None
 

@@ -31,7 +31,6 @@ class RankTiming:
     """Compute and transfer times of one rank, by the data sheets of its device and link.
 
     Attributes:
-        compute: one pass through its layers.
         link: the connection to the next rank; from the last stage, to rank 0.
         row_bytes: bytes sent for one row: ids, and activations from a stage; 0 from the last stage, which sends a verdict.
     """
@@ -60,8 +59,9 @@ class ModelCosts:
     utilization: float = 1.0
 
     def memory_bytes(self, device: str) -> int:
-        """Memory of a device that ranks may take."""
-        return DEVICES[device].usable_bytes(self.utilization)
+        """Memory of a device that ranks may take: of a GPU the share that ``gpu_memory_utilization`` gives."""
+        spec = DEVICES[device]
+        return round(spec.memory_bytes * self.utilization) if spec.is_gpu else spec.memory_bytes
 
     @property
     def layer_kv_bytes(self) -> int:

@@ -9,22 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pipedec.config import AUTO
 from pipedec.hardware import DEVICES
 from pipedec.messages import Choice
 
-AUTO = "auto"
 _16_BITS = ("bfloat16", "float16")
 GIVEN = "as given"
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The 16-bit formats that a device computes with instructions of its own.
-
-    Attributes:
-        is_gpu: all GPUs have them for float16; a processor is not asked for it.
-        has_bfloat16: those of bfloat16.
-    """
+    """The 16-bit formats that a device has instructions for: all GPUs for float16; a processor is not asked for that."""
 
     is_gpu: bool
     has_bfloat16: bool
@@ -35,24 +30,11 @@ class Arithmetic:
         return cls(DEVICES[device].is_gpu, DEVICES[device].is_gpu)
 
 
-def chosen_dtypes(
-    given: tuple[str, str], checkpoint: str, draft: Arithmetic, stages: Iterable[Arithmetic]
-) -> tuple[Choice, Choice]:
-    """The dtypes of target and draft. ``given`` are both, ``draft`` and ``stages`` their devices; else as ``target_dtype``."""
-    target = target_dtype(given[0], checkpoint, stages)
-    return target, draft_dtype(given[1], target.name, draft)
-
-
 def target_dtype(given: str, checkpoint: str, stages: Iterable[Arithmetic]) -> Choice:
-    """The dtype of the target on all of its stages.
+    """The dtype of the target on all of its ``stages``: as ``given``, unless that is ``auto``.
 
     On GPUs it is the checkpoint's, or float16 if one of them has no bfloat16. With a stage on a CPU it is float32, in which all
     methods give the same tokens on every processor.
-
-    Args:
-        given: a dtype, which is taken as it is, or ``auto``.
-        checkpoint: in which the checkpoint was published.
-        stages: their devices.
     """
     devices = list(stages)
     if given != AUTO:
@@ -67,13 +49,7 @@ def target_dtype(given: str, checkpoint: str, stages: Iterable[Arithmetic]) -> C
 
 
 def draft_dtype(given: str, target: str, device: Arithmetic) -> Choice:
-    """The dtype of the draft: 16 bits where its device has instructions for them, the target's if that has 16.
-
-    Args:
-        given: a dtype, which is taken as it is, or ``auto``.
-        target: the target's dtype.
-        device: on which the draft runs.
-    """
+    """The dtype of the draft: as ``given``; for ``auto`` 16 bits where its device computes them, as the target's if it has 16."""
     if given != AUTO:
         return Choice(given, GIVEN)
     if not device.is_gpu:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from pipedec.config import AUTO, ClusterConfig, DeviceConfig, PartitionConfig, RedisConfig, ServerConfig
+from pipedec.config import AUTO, ClusterConfig, DeviceConfig, RedisConfig, ServerConfig
+from pipedec.config.cluster import PartitionConfig
 from pipedec.core import Load, UserError
 from pipedec.plan.costs import RankTiming
 from pipedec.plan.partition import Plan, knee_of
@@ -22,11 +23,9 @@ class Emulation:
     """The emulated times of every rank of a pipeline.
 
     Attributes:
-        preset: the partition it comes from.
         slow_motion: every emulated time is stretched by this factor, so that the fixed cost of this machine weighs less.
             Benchmarks divide the times that they report by it.
         draft: rank 0; None without a draft model.
-        stages: ranks 1..n.
         duplex: of the links, ``half`` or ``full``. Counts for computed times; a real rank waits for what it sends alone.
         kv_tokens: tokens of all running requests together for which the devices have memory; None for no limit, as for devices
             that are too small even for the weights.
@@ -83,7 +82,11 @@ def with_stages(config: ClusterConfig, name: str, stages: int) -> ClusterConfig:
     last stage's.
     """
     name, partition = config.find_partition(name)
-    device = partition.devices[0].device if partition.devices else next(iter(_servers(config, partition)[0].devices))
+    if partition.devices:
+        device = partition.devices[0].device
+    else:
+        first = next(server for server in config.servers if not partition.servers or server.host in partition.servers)
+        device = next(iter(first.devices))
     servers = [
         ServerConfig(f"server-{index + 1}", {device: min(GPUS_PER_SERVER, stages - index * GPUS_PER_SERVER)})
         for index in range(ceil(stages / GPUS_PER_SERVER))
@@ -98,7 +101,3 @@ def with_stages(config: ClusterConfig, name: str, stages: int) -> ClusterConfig:
     settings = partition.settings.replaced(stages=stages, groups=None, layers=AUTO, redis=RedisConfig())
     cut = PartitionConfig(settings, hosts, draft_device=draft_device)
     return replace(config, servers=tuple(servers), partitions={name: cut}, partition=name)
-
-
-def _servers(config: ClusterConfig, partition: PartitionConfig) -> list[ServerConfig]:
-    return [server for server in config.servers if not partition.servers or server.host in partition.servers]

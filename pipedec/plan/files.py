@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipedec.checkpoints import CheckpointPart, LayerSpan, TensorFiles, has_weights, merged, rank_parts, span_shapes
-from pipedec.config import NONE, ClusterConfig, ModelConfig, checkpoint_dtype
+from pipedec.config import NONE, ClusterConfig, ModelConfig
+from pipedec.config.model import checkpoint_dtype
 from pipedec.core import UserError
 from pipedec.gguf import model_files
 from pipedec.hardware import DTYPE_BYTES, MODEL_SHAPES
@@ -31,11 +32,7 @@ def checkpoints_of(config: ClusterConfig) -> dict[str, str]:
 def host_parts(config: ClusterConfig, spares: Sequence[Placement] = ()) -> dict[str, list[CheckpointPart]]:
     """The parts of each checkpoint that each host with a rank or a spare needs, in the order of its first rank.
 
-    Args:
-        config: with one partition.
-
-    Raises:
-        UserError: as ``plan.plan`` and ``checkpoints_of``.
+    ``config`` has one partition. Raises UserError as ``plan.plan`` and ``checkpoints_of``.
     """
     models = checkpoints_of(config)
     layers = [(stage.layers.start, stage.layers.stop) for stage in plan(config).stages]
@@ -51,9 +48,7 @@ def host_parts(config: ClusterConfig, spares: Sequence[Placement] = ()) -> dict[
 class NeededFile:
     """A file with weights, and who needs it.
 
-    Attributes:
-        num_bytes: its size; an estimate from its tensors' shapes if it is not on this machine, None if that is impossible.
-        is_here: whether it is on this machine.
+    ``num_bytes`` is an estimate from its tensors' shapes if it is not on this machine, None if that is impossible.
     """
 
     key: str
@@ -64,11 +59,7 @@ class NeededFile:
 
 
 def needed_files(parts: Mapping[str, Sequence[CheckpointPart]]) -> list[NeededFile]:
-    """Every file with weights that a host needs. The index of a checkpoint is enough; its shards need not be here.
-
-    Args:
-        parts: those of each host.
-    """
+    """Every file with weights that a host needs, by the ``parts`` of each. An index is enough; its shards need not be here."""
     hosts: dict[tuple[str, Path], list[str]] = {}
     for host, its_parts in parts.items():
         for part in its_parts:

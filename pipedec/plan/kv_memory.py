@@ -22,11 +22,7 @@ CUDA_BLOCK = 256  # that flash-attention with block tables needs
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """The memory of a GPU, in bytes.
-
-    Attributes:
-        free: of all processes, at the moment.
-    """
+    """The memory of a GPU, in bytes: what is free of all processes at the moment, and all of it."""
 
     free: int
     total: int
@@ -38,12 +34,7 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class RankNeeds:
-    """Memory that one rank allocates on its GPU, in bytes.
-
-    Attributes:
-        fixed_bytes: weights and workspace, without the CUDA context.
-        token_bytes: of one token in all of its layers.
-    """
+    """Bytes that one rank allocates on its GPU: weights and workspace without the CUDA context; a token in all of its layers."""
 
     fixed_bytes: int
     token_bytes: int
@@ -57,12 +48,7 @@ def tokens_beside(usable: int, needs: Iterable[RankNeeds]) -> int:
 
 @dataclass(frozen=True)
 class RankBudget:
-    """Memory that one rank may use for keys and values.
-
-    Attributes:
-        num_bytes: for keys and values.
-        token_bytes: of one token in all of its layers.
-    """
+    """Bytes that one rank may use for keys and values, and those of one token in all of its layers."""
 
     rank: int
     num_bytes: int
@@ -80,7 +66,6 @@ class KVBudget:
     Attributes:
         ranks: those that have KV caches: the stages, and rank 0 if it has a draft model.
         context: the most tokens of a request: its prompt and its answer.
-        max_num_seqs: the most requests at the same time.
         groups: timesteps of a passage.
         block: slots that are handed out together.
     """
@@ -116,14 +101,11 @@ class KVBudget:
         return self._whole_blocks(LEAST_TOKENS if max_model_len is None else max_model_len + rows)
 
     def check(self, max_model_len: int | None, rows: int) -> None:
-        """Refuse a budget that is too small to work with.
+        """Raise UserError if one request of ``max_model_len`` does not fit, or not even a few hundred tokens do.
 
         Args:
             max_model_len: the configured limit of a request, if there is one.
             rows: that enter at once.
-
-        Raises:
-            UserError: one request of ``max_model_len`` does not fit, or not even a few hundred tokens do.
         """
         needed, scarcest = self.needed(max_model_len, rows), self.scarcest
         if scarcest.tokens // self.block * self.block >= needed:

@@ -10,15 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor
 
-from pipedec.config import PLANNED_MODEL_LEN, ClusterConfig, Cut, Settings, checkpoint_dtype, model_shape
+from pipedec.config import ClusterConfig, model_shape
+from pipedec.config.cluster import PLANNED_MODEL_LEN
+from pipedec.config.model import checkpoint_dtype
+from pipedec.config.settings import Cut
 from pipedec.core import KNEE_ROWS, ROW_ID_BYTES, Load, UserError
 from pipedec.hardware import CAPTURED_ROWS, DEVICES, GIGA, LINKS, DeviceSpec, LinkSpec, PassTime, WeightFormat
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.costs import ModelCosts, RankTiming
-from pipedec.plan.dtypes import Arithmetic, chosen_dtypes
+from pipedec.plan.dtypes import Arithmetic, draft_dtype, target_dtype
 from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget
-from pipedec.plan.layers import balance, explicit_layers
-from pipedec.plan.placement import Placement, place_stages
+from pipedec.plan.placement import Placement, balance, explicit_layers, place_stages
 from pipedec.topology import Topology
 
 
@@ -28,13 +30,11 @@ class StagePlan:
 
     Attributes:
         group: the group G_i of the stage, from 1.
-        layers: transformer layers, counted from 0.
         weight_bytes, kv_bytes, workspace_bytes: the memory it takes; KV for all that the plan gives it, and at least for one
             request of the whole context and the rows of its tree.
         memory_bytes: what ranks may take of the device's memory, or this rank's part of it.
         kv_token_bytes: one token in the KV caches of its layers.
-        timing: compute and transfer times for any number of rows.
-        rows: rows of a full tree layer.
+        rows: of a full tree layer.
         shared: whether rank 0 and a stage share the device.
         compute_ms: one pass of ``rows`` rows through the stage, alone on its device.
         transfer_ms: sending its output: rows to the next rank, from the last stage the verdict to rank 0.
@@ -81,15 +81,9 @@ class Plan:
     """A partition with its expected times.
 
     Attributes:
-        weights: how the target's numbers are kept.
         rows: rows per timestep, the tree's width.
         draft: rank 0; None without a draft model.
         duplex: of the links, ``half`` or ``full``.
-        timestep_ms: the slowest group (or the draft), then the transfers of the slowest rank between groups (paper §3.1). On a
-            shared device the passes of both ranks add up.
-        pipeline_ms: one token through all groups, timestep by timestep: what a miss costs.
-        pp_token_ms: plain pipeline parallelism, for comparison: one row through every stage and the token back.
-        kv: how many tokens of all running requests together every rank has memory for.
         problems: why the plan cannot run, in whole sentences; empty if it can.
     """
 
@@ -101,9 +95,6 @@ class Plan:
     draft: StagePlan | None
     stages: tuple[StagePlan, ...]
     duplex: str
-    timestep_ms: float
-    pipeline_ms: float
-    pp_token_ms: float
     kv: KVBudget
     problems: tuple[str, ...]
 
@@ -126,9 +117,25 @@ class Plan:
         """Rows that may enter at a timestep (see ``room_of``): as many as the default method sends, at most."""
         return room_of((DEVICES[stage.placement.device], stage.timing.compute) for stage in self.stages)
 
+    @property
+    def timestep_ms(self) -> float:
+        """The slowest group (or the draft), then the transfers of the slowest rank between groups (paper §3.1). On a shared
+        device the passes of both ranks add up."""
+        return self.timestep_with(self.rows)
+
     def timestep_with(self, rows: int) -> float:
         """As ``timestep_ms``, with so many rows."""
         return _timestep_ms(self.draft, self.stages, self.duplex, Load(rows))
+
+    @property
+    def pipeline_ms(self) -> float:
+        """One token through all groups, timestep by timestep: what a miss costs."""
+        return self.timestep_ms * self.num_groups
+
+    @property
+    def pp_token_ms(self) -> float:
+        """Plain pipeline parallelism, for comparison: one row through every stage and the token back."""
+        return self.tpot_ms(0)
 
     @property
     def kv_tokens(self) -> int:
@@ -172,20 +179,15 @@ def room_of(stages: Iterable[tuple[DeviceSpec, PassTime]]) -> int:
     On a GPU this is the largest power of two up to the knee, since captured forwards have a power of two of rows and compute as
     many. The figures of a processor are nominal: ``KNEE_ROWS``.
     """
-    return min(_captured_rows(time.knee_rows) if device.is_gpu else KNEE_ROWS for device, time in stages)
-
-
-def _captured_rows(knee: float) -> int:
-    """The most rows of a captured forward that are no more than ``knee``."""
-    return min(CAPTURED_ROWS, 1 << max(floor(knee), 1).bit_length() - 1)
+    rooms = []
+    for device, time in stages:
+        power_of_two = 1 << max(floor(time.knee_rows), 1).bit_length() - 1
+        rooms.append(min(CAPTURED_ROWS, power_of_two) if device.is_gpu else KNEE_ROWS)
+    return min(rooms)
 
 
 def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
-    """The plan of one partition of ``config``. Stages that do not fit are listed in ``problems``.
-
-    Raises:
-        UserError: the configuration is wrong.
-    """
+    """The plan of one partition of ``config``. Stages that do not fit are listed in ``problems``. UserError for mistakes."""
     name, partition = config.find_partition(partition_name)
     config = config.for_partition(name)
     settings, cut = config.settings, config.settings.cut
@@ -195,39 +197,48 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     draft_place, places = place_stages(config, name, partition)
     weights, draft_weights = _weights(config, draft_place, places)
     costs = ModelCosts(target, weights, width, max_model_len, cut.num_groups, settings.limits.gpu_memory_utilization)
-    link = draft_place and _link(config, draft_place, places[0])
-    draft = _plan_draft(config.draft, draft_weights, costs, draft_place, link) if draft_place and link else None
+    draft = None
+    if draft_place is not None:
+        draft_costs = replace(costs, shape=model_shape(config.draft), weights=draft_weights)
+        draft_layers, link = range(draft_costs.shape.num_hidden_layers), _link(config, draft_place, places[0])
+        draft = _plan_rank(draft_costs, 0, draft_place, 0, draft_layers, link, ROW_ID_BYTES, is_last=True)
     layers, problems = _split(costs, cut, places, draft)
     topology, back = Topology.even(cut.stages, cut.num_groups), draft_place if draft_place in places else None
+    row_bytes = ROW_ID_BYTES + target.hidden_size * weights.element_bytes
     stages = tuple(
-        _plan_stage(costs, config, rank, topology.group_of(rank) + 1, layers, places, back) for rank in range(1, cut.stages + 1)
-    )
+        _plan_rank(
+            costs, rank, place, topology.group_of(rank) + 1, own, _link(config, place, following),
+            row_bytes if rank < cut.stages else 0, is_last=rank == cut.stages,
+        )
+        for rank, (place, following, own) in enumerate(zip(places, [*places[1:], back], layers, strict=True), start=1)
+    )  # fmt: skip
     draft, stages = _with_shares(draft, stages)
-    kv = _kv_budget(settings, max_model_len, ([draft] if draft else []) + list(stages))
+    ranks = [*([draft] if draft else []), *stages]
+    given, gpus = settings.limits.kv_cache_bytes, any(DEVICES[rank.placement.device].is_gpu for rank in ranks)
+    budgets = [RankBudget(rank.rank, rank.kv_room if given is None else given, rank.kv_token_bytes) for rank in ranks]
+    block = CUDA_BLOCK if gpus else CPU_BLOCK
+    kv = KVBudget(budgets, max_model_len, settings.limits.max_num_seqs, cut.num_groups, block)
     draft, stages = draft and _with_kv(draft, kv), tuple(_with_kv(stage, kv) for stage in stages)
-    advice = _advice(weights)
     for stage in stages:
         if not stage.fits:
-            problems.append(f"stage {stage.rank} {_shortage(stage)}: {advice}")
+            problems.append(f"stage {stage.rank} {_shortage(stage)}: {_advice(weights)}")
     if draft and not draft.fits:
         problems.append(f"the draft {_shortage(draft)}: use a larger device or a smaller draft")
     try:
         kv.check(max_model_len, max(costs.rows, room_of((DEVICES[one.placement.device], one.timing.compute) for one in stages)))
     except UserError as error:
         problems = problems or [str(error)]
-    timestep = _timestep_ms(draft, stages, config.network.duplex, Load(width))
-    return Plan(
-        name, config.target, weights, max_model_len, width, draft, stages, config.network.duplex,
-        timestep, timestep * cut.num_groups, _pp_token_ms(stages), kv, tuple(problems),
-    )  # fmt: skip
+    duplex = config.network.duplex
+    return Plan(name, config.target, weights, max_model_len, width, draft, stages, duplex, kv, tuple(problems))
 
 
 def _weights(config: ClusterConfig, draft: Placement | None, stages: Sequence[Placement]) -> tuple[WeightFormat, WeightFormat]:
     """Formats of target and draft. The draft's processor is unknown here: ``auto`` counts as float32, its largest."""
-    numbers, checkpoint = config.settings.numbers, checkpoint_dtype(config.target)
-    on = Arithmetic.planned(draft.device if draft else "cpu"), [Arithmetic.planned(stage.device) for stage in stages]
-    target, drafting = chosen_dtypes((numbers.dtype, numbers.draft_dtype), checkpoint, *on)
-    return WeightFormat(target.name, numbers.quantize), WeightFormat(drafting.name, numbers.draft_quantize)
+    numbers = config.settings.numbers
+    stage_arithmetics = [Arithmetic.planned(stage.device) for stage in stages]
+    target = target_dtype(numbers.dtype, checkpoint_dtype(config.target), stage_arithmetics).name
+    drafting = draft_dtype(numbers.draft_dtype, target, Arithmetic.planned(draft.device if draft else "cpu")).name
+    return WeightFormat(target, numbers.quantize), WeightFormat(drafting, numbers.draft_quantize)
 
 
 def _split(costs: ModelCosts, cut: Cut, places: Sequence[Placement], draft: StagePlan | None) -> tuple[list[range], list[str]]:
@@ -257,35 +268,15 @@ def _split(costs: ModelCosts, cut: Cut, places: Sequence[Placement], draft: Stag
         return explicit_layers(unlimited, num_layers), [str(error)]
 
 
-def _plan_stage(
-    costs: ModelCosts, config: ClusterConfig, rank: int, group: int, layers: Sequence[range], places: Sequence[Placement],
-    back: Placement | None,
-) -> StagePlan:  # fmt: skip
-    first, last = rank == 1, rank == len(places)
-    count, place = len(layers[rank - 1]), places[rank - 1]
-    device = DEVICES[place.device]
-    timing = RankTiming(
-        costs.pass_time(device, count, last),
-        _link(config, place, back if last else places[rank]),
-        0 if last else ROW_ID_BYTES + costs.shape.hidden_size * costs.weights.element_bytes,
-    )
+def _plan_rank(
+    costs: ModelCosts, rank: int, place: Placement, group: int, layers: range, link: LinkSpec, row_bytes: int, is_last: bool
+) -> StagePlan:
+    """Rank 0 with the whole draft, or a stage. ``row_bytes`` as of ``RankTiming``; ``is_last``: it has the head."""
+    count, device = len(layers), DEVICES[place.device]
     return StagePlan(
-        rank, place, group, layers[rank - 1], costs.weight_bytes(count, first, last), count * costs.layer_kv_bytes,
-        costs.workspace_bytes(device.name), costs.memory_bytes(device.name), count * costs.layer_token_bytes, timing, costs.rows,
-    )  # fmt: skip
-
-
-def _plan_draft(model: str, weights: WeightFormat, target: ModelCosts, place: Placement, link: LinkSpec) -> StagePlan:
-    costs = replace(target, shape=model_shape(model), weights=weights)
-    device, layers = DEVICES[place.device], costs.shape.num_hidden_layers
-    timing = RankTiming(
-        costs.pass_time(device, layers, True),
-        link,
-        ROW_ID_BYTES,
-    )
-    return StagePlan(
-        0, place, 0, range(layers), costs.weight_bytes(layers, True, True), layers * costs.layer_kv_bytes,
-        costs.workspace_bytes(device.name), costs.memory_bytes(device.name), layers * costs.layer_token_bytes, timing, costs.rows,
+        rank, place, group, layers, costs.weight_bytes(count, rank <= 1, is_last), count * costs.layer_kv_bytes,
+        costs.workspace_bytes(device.name), costs.memory_bytes(device.name), count * costs.layer_token_bytes,
+        RankTiming(costs.pass_time(device, count, is_last), link, row_bytes), costs.rows,
     )  # fmt: skip
 
 
@@ -300,14 +291,6 @@ def _with_shares(draft: StagePlan | None, stages: tuple[StagePlan, ...]) -> tupl
     part = fixed + left * draft.kv_token_bytes // (draft.kv_token_bytes + stage.kv_token_bytes)
     shared = replace(stage, memory_bytes=stage.memory_bytes - part, shared=True)
     return replace(draft, memory_bytes=part, shared=True), tuple(shared if one is stage else one for one in stages)
-
-
-def _kv_budget(settings: Settings, max_model_len: int, ranks: Sequence[StagePlan]) -> KVBudget:
-    given, gpus = settings.limits.kv_cache_bytes, any(DEVICES[rank.placement.device].is_gpu for rank in ranks)
-    budgets = [RankBudget(rank.rank, rank.kv_room if given is None else given, rank.kv_token_bytes) for rank in ranks]
-    return KVBudget(
-        budgets, max_model_len, settings.limits.max_num_seqs, settings.cut.num_groups, CUDA_BLOCK if gpus else CPU_BLOCK
-    )
 
 
 def _with_kv(rank: StagePlan, kv: KVBudget) -> StagePlan:
@@ -363,11 +346,6 @@ def slowest_transfers_ms(sent_ms: Mapping[int, float], num_stages: int, duplex: 
         return max(sent_ms.values(), default=0.0)
     ranks = range(num_stages + 1)
     return max(sent_ms.get(rank, 0.0) + sent_ms.get(rank - 1 if rank else num_stages, 0.0) for rank in ranks)
-
-
-def _pp_token_ms(stages: Sequence[StagePlan]) -> float:
-    """One row through every stage, and the token back to rank 0."""
-    return sum(stage.timing.compute_ms(Load(1)) + stage.timing.send_ms(1) for stage in stages)
 
 
 def _advice(weights: WeightFormat) -> str:

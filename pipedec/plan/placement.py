@@ -1,10 +1,17 @@
-"""Which device of which host each rank takes. Does not know whether the models fit there."""
+"""Which device of which host each rank takes, and how many layers each stage: even, explicit, or balanced by speed and memory.
+
+Does not know whether the models fit there.
+"""
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipedec.config import NONE, ClusterConfig, DeviceConfig, PartitionConfig, ServerConfig
+from pipedec.config import NONE, ClusterConfig, DeviceConfig, ServerConfig
+from pipedec.config.cluster import PartitionConfig
 from pipedec.core import UserError
 from pipedec.hardware import DEVICES
 
@@ -21,8 +28,7 @@ class Placement:
 def rank_places(config: ClusterConfig, partition_name: str | None = None) -> tuple[Placement, ...]:
     """The devices of ranks 0..n, of which rank 0 may share a stage's. It computes on a processor if there is no draft model.
 
-    Raises:
-        UserError: there is no such partition, or it needs more devices than the hosts have.
+    UserError if there is no such partition, or it needs more devices than the hosts have.
     """
     name, partition = config.find_partition(partition_name)
     draft, stages = place_stages(config.for_partition(name), name, partition)
@@ -33,11 +39,7 @@ def rank_places(config: ClusterConfig, partition_name: str | None = None) -> tup
 def spare_places(config: ClusterConfig, partition_name: str | None = None, count: int | None = None) -> tuple[Placement, ...]:
     """The devices that stand by for a partition: those that the file names, else ``count`` of those that the partition leaves.
 
-    Args:
-        count: how many, those of hosts without a rank first; None for all that the file names.
-
-    Raises:
-        UserError: there are fewer.
+    ``count`` devices, those of hosts without a rank first; None for all that the file names. UserError if there are fewer.
     """
     taken = rank_places(config, partition_name)
     hosts = {place.host for place in taken}
@@ -74,15 +76,12 @@ def place_stages(config: ClusterConfig, name: str, partition: PartitionConfig) -
     if len(places) < stages:
         raise UserError(f"partitions.{name}.stages: {stages} stages need as many devices, but {len(places)} are free")
     if for_draft and for_draft.shared:
-        draft = _shared(places[:stages], for_draft, path)
+        kind, host = for_draft.device, for_draft.host
+        found = [place for place in places[:stages] if (place.host, place.device) == (host, kind)]
+        if not found:
+            raise UserError(f"{path}: no stage takes a {kind} on {host}: name a stage's device, or leave shared out")
+        draft = found[-1]
     return draft, places[:stages]
-
-
-def _shared(stages: list[Placement], wanted: DeviceConfig, path: str) -> Placement:
-    found = [place for place in stages if (place.host, place.device) == (wanted.host, wanted.device)]
-    if not found:
-        raise UserError(f"{path}: no stage takes a {wanted.device} on {wanted.host}: name a stage's device, or leave shared out")
-    return found[-1]
 
 
 def _devices_of(server: ServerConfig) -> list[Placement]:
@@ -103,3 +102,50 @@ def _take(free: list[Placement], wanted: DeviceConfig, path: str, last: bool = F
     chosen = found[-1 if last else 0]
     free.remove(chosen)
     return chosen
+
+
+def even_layers(num_layers: int, stages: int) -> list[range]:
+    """The layers of each stage, as equal as possible; the first stages take the remainder. UserError for too many stages."""
+    if stages > num_layers:
+        raise UserError(f"{stages} stages, but the target has {num_layers} layers: use at most {num_layers}")
+    if stages < 1:
+        raise UserError(f"stages must be at least 1, not {stages}")
+    size, longer = divmod(num_layers, stages)
+    starts = [stage * size + min(stage, longer) for stage in range(stages + 1)]
+    return [range(start, stop) for start, stop in itertools.pairwise(starts)]
+
+
+def explicit_layers(counts: Sequence[int], num_layers: int) -> list[range]:
+    """The layers of each stage from their numbers. UserError unless they are positive and add up to ``num_layers``."""
+    if any(count < 1 for count in counts):
+        raise UserError("every stage needs at least 1 layer")
+    if sum(counts) != num_layers:
+        raise UserError(f"layers sum to {sum(counts)}, the target has {num_layers}")
+    starts = [sum(counts[:stage]) for stage in range(len(counts))]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def balance(num_layers: int, layer_ms: Sequence[float], extra_ms: Sequence[float], room: Sequence[int]) -> list[int]:
+    """The number of layers of each stage, at least 1, that makes the slowest stage as fast as possible.
+
+    Stage i takes ``extra_ms[i] + layers · layer_ms[i]`` and holds at most ``room[i]`` layers. Each further layer goes to the
+    stage that is fastest with it (of equals the first). This is exact: it takes the cheapest of all (stage, number of layers)
+    steps, so no other split has a lower maximum. UserError if the layers do not fit.
+    """
+    stages = len(layer_ms)
+    if stages > num_layers:
+        raise UserError(f"{stages} stages, but the target has {num_layers} layers: use at most {num_layers}")
+    for stage, layers in enumerate(room, start=1):
+        if layers < 1:
+            raise UserError(f"stage {stage} has no room for a single layer")
+    if sum(room) < num_layers:
+        raise UserError(f"the {stages} stages have room for {sum(room)} layers, the target has {num_layers}")
+    counts = [1] * stages
+    queue = [(extra_ms[stage] + 2 * layer_ms[stage], stage) for stage in range(stages) if room[stage] > 1]
+    heapq.heapify(queue)
+    for _ in range(num_layers - stages):
+        _, stage = heapq.heappop(queue)
+        counts[stage] += 1
+        if counts[stage] < room[stage]:
+            heapq.heappush(queue, (extra_ms[stage] + (counts[stage] + 1) * layer_ms[stage], stage))
+    return counts

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pipedec.checkpoints import CheckpointPart, rank_parts
-from pipedec.config import AUTO, LENGTH_DEPENDENT, NONE, ModelConfig, ServerConfig, Settings, model_shape
+from pipedec.config import AUTO, NONE, ModelConfig, ServerConfig, Settings, model_shape
+from pipedec.config.model import LENGTH_DEPENDENT
 from pipedec.core import KNEE_ROWS
 from pipedec.hardware import DEVICES, WeightFormat
 from pipedec.kv import KVManager
@@ -35,11 +36,9 @@ class PipelineSpec:
             the draft is, the processor of rank 0 decides when it loads the draft.
         layers: for each stage, its first layer of the target and the layer after its last.
         dtype_why, draft_dtype_why: why the target and the draft have their dtypes.
-        trained_bita: what the BiTA holds; None without one.
         num_gpus: GPUs of the machine on which the ranks run; of no meaning with ``places``.
         emulation: makes every rank's work take as long as on the devices that it names; None to run at full speed.
         places: the host and device of every rank, by the partition of a cluster.yaml; None if the supervisor decides.
-        servers: the hosts of ``places``.
         duplex: of the links between the ranks: ``half`` if a rank takes part in one transfer at a time, else ``full``.
         kv_room: for each rank, from 0, the bytes for keys and values that a cluster.yaml leaves; None without one.
         agreed_slots: of every rank's KV pool, once ranks on GPUs have measured their memory; None before, and where none does.
@@ -169,37 +168,32 @@ class PipelineSpec:
         return budget
 
     def kv_budget(self, measured: Mapping[int, int] | None = None) -> KVBudget:
-        """The memory of every rank for keys and values, and what a token takes of it.
-
-        Args:
-            measured: bytes of ranks that know better than the plan, by rank.
-        """
-        target, limits = self._target_config, self.settings.limits
-        layers = [stop - start for start, stop in self.layers]
-        measured = measured or {}
-        ranks = [self._rank_budget(rank, target, count, self.weights, measured) for rank, count in enumerate(layers, start=1)]
+        """The memory of every rank for keys and values, in bytes as ``measured`` by rank, else as planned."""
+        limits, target = self.settings.limits, self._costs(1)
+        token_bytes = {rank: (stop - start) * target.layer_token_bytes for rank, (start, stop) in enumerate(self.layers, start=1)}
         if self.draft is not None:
-            draft = ModelConfig.from_directory(self.draft)
-            ranks.insert(0, self._rank_budget(0, draft, draft.num_layers, self.largest_draft_weights, measured))
+            draft = self._costs(0)
+            token_bytes = {0: draft.shape.num_hidden_layers * draft.layer_token_bytes, **token_bytes}
+        ranks = []
+        for rank, per_token in token_bytes.items():
+            planned = DEFAULT_BYTES if self.kv_room is None else self.kv_room[rank]
+            ranks.append(RankBudget(rank, limits.kv_cache_bytes or (measured or {}).get(rank, planned), per_token))
         return KVBudget(ranks, self.max_context, limits.max_num_seqs, self.topology.num_groups, self.kv_block)
 
     def needs(self, rank: int) -> RankNeeds:
         """Memory that a rank with a model allocates on a GPU. Weights are counted by their shapes, as in a plan."""
-        limits = self.settings.limits
-        path, weights = (self.draft, self.largest_draft_weights) if rank == 0 else (self.target, self.weights)
-        costs = ModelCosts(model_shape(str(path)), weights, self.knee, limits.max_model_len or 0, self.topology.num_groups)
+        costs = self._costs(rank)
         start, stop = (0, costs.shape.num_hidden_layers) if rank == 0 else self.layers[rank - 1]
         token_bytes = (stop - start) * costs.layer_token_bytes
         held = costs.weight_bytes(stop - start, rank <= 1, rank in (0, len(self.layers)))
-        behind_the_slots = self.kv_block * token_bytes  # of the pool: a learned prompt, and unused slots
-        return RankNeeds(held + costs.rank_bytes + behind_the_slots, token_bytes)
+        beyond_the_slots = self.kv_block * token_bytes  # of the pool: a learned prompt, and unused slots
+        return RankNeeds(held + costs.rank_bytes + beyond_the_slots, token_bytes)
 
-    def _rank_budget(
-        self, rank: int, config: ModelConfig, layers: int, weights: WeightFormat, measured: Mapping[int, int]
-    ) -> RankBudget:
-        room = DEFAULT_BYTES if self.kv_room is None else self.kv_room[rank]
-        num_bytes = self.settings.limits.kv_cache_bytes or measured.get(rank, room)
-        return RankBudget(rank, num_bytes, layers * config.num_cache_elements_per_row * weights.element_bytes)
+    def _costs(self, rank: int) -> ModelCosts:
+        """The costs of the model of a rank."""
+        path, weights = (self.draft, self.largest_draft_weights) if rank == 0 else (self.target, self.weights)
+        max_model_len = self.settings.limits.max_model_len or 0
+        return ModelCosts(model_shape(str(path)), weights, self.knee, max_model_len, self.topology.num_groups)
 
     @property
     def _target_config(self) -> ModelConfig:
@@ -217,15 +211,9 @@ class PipelineSpec:
         """The description of the run that clients read."""
         preset = self.emulation.preset if self.emulation else None
         return RunDescription(
-            self.settings.without_secrets(),
-            self.topology.groups,
-            self.layers,
-            preset,
-            tuple(ranks),
-            digests or {},
-            self.trained_bita,
-            self.agreed_slots or 0,
-        )
+            self.settings.without_secrets(), self.topology.groups, self.layers, preset, tuple(ranks), digests or {},
+            self.trained_bita, self.agreed_slots or 0,
+        )  # fmt: skip
 
     @property
     def trained_masks(self) -> int:

@@ -73,28 +73,28 @@ def _ranks(plan: Plan) -> Table:
     return table
 
 
-def _sharing(plan: Plan) -> list[str]:
-    if (stage := plan.shared_stage) is None:
-        return []
-    return [
-        f"* Rank 0 and stage {stage} share this device. Its memory is divided so that both hold the same tokens;",
+def _summary(plan: Plan) -> str:
+    """In lines of at most 100 columns."""
+    sharing = [
+        f"* Rank 0 and stage {plan.shared_stage} share this device. Its memory is divided so that both hold the same tokens;",
         "  ms are of each alone, and a timestep counts with their sum.",
         "",
     ]
-
-
-def _summary(plan: Plan) -> str:
-    """In lines of at most 100 columns."""
+    hop_ms = max(stage.timing.send_ms(plan.room) for stage in plan.stages)
+    sizes = sorted(plan.kv_tokens * rank.token_bytes / GIGA for rank in plan.kv.ranks)
+    kv_gb = f"{sizes[0]:.1f}" if sizes[0] == sizes[-1] else f"{sizes[0]:.1f} to {sizes[-1]:.1f}"
+    reserve = _reserve(plan)
     lines = [
-        *_sharing(plan),
+        *([] if plan.shared_stage is None else sharing),
         f"Expected with {plan.rows} rows per timestep:",
         f"  timestep             {plan.timestep_ms:7.1f} ms   per token, as long as every token is a hit",
-        f"{f'  timestep, {plan.room} rows':<21}  {plan.timestep_with(plan.room):7.1f} ms   {_most_rows(plan)}",
+        f"{f'  timestep, {plan.room} rows':<21}  {plan.timestep_with(plan.room):7.1f} ms   as many as the default method sends, "
+        f"a hop in {hop_ms:.1f} ms",
         f"  whole pipeline       {plan.pipeline_ms:7.1f} ms   per miss: one pass through all groups",
         f"  plain pipeline (pp)  {plan.pp_token_ms:7.1f} ms   per token, without speculation",
         f"  knee                 {plan.knee:7,} rows per timestep, up to which a further row costs nothing",
-        f"  KV capacity          {plan.kv_tokens:7,} tokens of all running requests together, {_kv_bytes(plan)}",
-        *([f"  GPU memory reserve   {reserve}"] if (reserve := _reserve(plan)) else []),
+        f"  KV capacity          {plan.kv_tokens:7,} tokens of all running requests together, {kv_gb} GB per rank",
+        *([f"  GPU memory reserve   {reserve}"] if reserve else []),
         "",
         f"Requests that have memory at the same time ({plan.kv.max_num_seqs:,} may run, of up to {plan.max_model_len:,} tokens):",
         _line("tokens of each", [f"{tokens:,}" for tokens in _REQUEST_TOKENS]),
@@ -110,19 +110,8 @@ def _summary(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _most_rows(plan: Plan) -> str:
-    hop_ms = max(stage.timing.send_ms(plan.room) for stage in plan.stages)
-    return f"as many as the default method sends, a hop in {hop_ms:.1f} ms"
-
-
 def _line(name: str, values: list[str]) -> str:
     return f"  {name:<17}" + "".join(f"{value:>9}" for value in values)
-
-
-def _kv_bytes(plan: Plan) -> str:
-    """KV memory on each rank."""
-    sizes = sorted(plan.kv_tokens * rank.token_bytes / GIGA for rank in plan.kv.ranks)
-    return f"{sizes[0]:.1f} GB per rank" if sizes[0] == sizes[-1] else f"{sizes[0]:.1f} to {sizes[-1]:.1f} GB per rank"
 
 
 def _reserve(plan: Plan) -> str:

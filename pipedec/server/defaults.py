@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipedec.config import json_object
+from pipedec.config.model import json_object
 from pipedec.core import SamplingParams, UserError
 from pipedec.gguf import model_files
 from pipedec.validation import shortened

@@ -22,7 +22,7 @@ from fastapi.responses import Response
 
 from pipedec.client.async_client import AsyncClient
 from pipedec.cluster.place import RunAddress
-from pipedec.config import context_length
+from pipedec.config.model import context_length
 from pipedec.core import PipedecError, SchedulerLost, UserError
 from pipedec.server.cluster_process import ClusterEnded, ClusterProcess
 from pipedec.server.connection import LimitedConnection

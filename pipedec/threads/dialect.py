@@ -15,8 +15,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from pipedec.config import load_json, parse_json
 from pipedec.core import UserError
+from pipedec.validation import parse_json, read_text
 
 DIALECTS = ("apar", "pasta", "parallel")
 _MAX_DIGITS = 9  # of a stated length
@@ -138,12 +138,10 @@ def load_dialect(name_or_path: str | Path) -> Dialect:
     Raises:
         UserError: there is no such dialect or file, or the file does not describe a dialect.
     """
-    if name_or_path in DIALECTS:
-        return load_json(Dialect, _DIRECTORY / f"{name_or_path}.json")
-    path = Path(name_or_path)
+    path = _DIRECTORY / f"{name_or_path}.json" if name_or_path in DIALECTS else Path(name_or_path)
     if path.suffix != ".json" and not path.exists():
         raise UserError(f"unknown dialect {str(name_or_path)!r}: give one of {', '.join(DIALECTS)}, or the path of a JSON file")
-    return load_json(Dialect, path)
+    return parse_json(Dialect, read_text(path), str(path))
 
 
 @dataclass(frozen=True)

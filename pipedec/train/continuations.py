@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipedec.core import UserError
-from pipedec.data.prompts import PromptSet
+from pipedec.data import PromptSet
 from pipedec.model import load_transformers
 from pipedec.text.prompt import Prompter
 from pipedec.text.tokenizer import Tokenizer

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from pipedec.config import Settings
-from pipedec.config.model_config import ModelConfig
+from pipedec.config.model import ModelConfig
 from pipedec.core import UserError
-from pipedec.data.prompts import PromptSource
+from pipedec.data import PromptSource
 from pipedec.engine.build import resolve
 from pipedec.engine.devices import chosen_device
 from pipedec.flags import Command, Help, given_values, option_fields, options_of, partial_of, with_options

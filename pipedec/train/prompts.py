@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pipedec.core import UserError
-from pipedec.data.prompts import PromptSource
+from pipedec.data import PromptSource
 from pipedec.text.prompt import Prompter
 
 _HELD_OUT_ONE_IN = 20

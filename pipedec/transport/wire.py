@@ -5,7 +5,7 @@ activations of the rows of all updates. A receiver posts a buffer for the next e
 head of more than INLINE_HEAD_BYTES, and the activations of more rows than the link takes inline, each follow in a message of
 their own, whose size the prefix gives.
 
-The head has three parts: JSON (``messages.Head``: the updates without their rows; name, dtype and shape of each named tensor);
+The head has three parts: JSON (``StageMessageHead``: the updates without their rows; name, dtype and shape of each named tensor);
 token ids, parents and threads of the rows of all updates; and the elements of the named tensors, in the order of the JSON. Every
 part, and every tensor, is padded to a multiple of 8 bytes. A head is empty if there are neither updates nor tensors.
 """
@@ -15,17 +15,30 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
+from msgspec import Meta
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipedec.core import NUM_ROW_IDS, ROW_ID_BYTES, RequestUpdate, StageMessage, Step, UserError
+from pipedec.core import (
+    NUM_ROW_IDS,
+    ROW_ID_BYTES,
+    Int64,
+    NewRequest,
+    Record,
+    RequestUpdate,
+    SlotRuns,
+    StageMessage,
+    Step,
+    TokenLogprobs,
+    UserError,
+    Verdict,
+)
 from pipedec.device import HOST, to_host
-from pipedec.messages import StageMessageHead, TensorHead, UpdateHead
 
 MAX_ROWS = 65_536  # of an envelope; a prefix that announces more is refused
 MAX_HEAD_BYTES = 2**26
@@ -43,6 +56,38 @@ _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 }
+
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class UpdateHead(Record, frozen=True, array_like=True):
+    """A ``RequestUpdate``, with the number of its rows for its step."""
+
+    number: Int64
+    opening: NewRequest | None
+    verdict: Verdict | None
+    num_rows: Count
+    logprobs: TokenLogprobs
+    slots: SlotRuns
+    prompt_logprobs: TokenLogprobs
+
+
+class TensorHead(Record, frozen=True, array_like=True):
+    """A named tensor of an envelope."""
+
+    name: str
+    dtype: str
+    shape: tuple[Count, ...]
+
+
+class StageMessageHead(Record, frozen=True, array_like=True):
+    """The updates of an envelope, in order, and its tensors in the order in which their bytes follow."""
+
+    updates: tuple[UpdateHead, ...]
+    tensors: tuple[TensorHead, ...] = ()
+
+
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(StageMessageHead)
 

@@ -1,11 +1,19 @@
-"""Compares a pipeline's answer with the one that the target generates in ``transformers``, token by token."""
+"""Compares a pipeline's answer with the one that the target generates in ``transformers``, token by token.
+
+The reference for answers in decode threads is a separate forward pass for every token, over exactly the tokens it sees: no cache,
+no tree, no pipeline, but explicit mask and positions.
+
+Shapes: T tokens that a row sees (the prompt and the row's own token included), V vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from pipedec.core import SamplingParams
 from pipedec.engine.admission import Sequences
@@ -13,8 +21,12 @@ from pipedec.engine.build import DTYPES
 from pipedec.engine.devices import chosen_device
 from pipedec.model import load_transformers, rounded
 from pipedec.plan.spec import PipelineSpec
+from pipedec.sampling import Sampler
+from pipedec.threads import Context, DecodeThread, State
+from pipedec.threads import Sequence as ThreadSequence
 from pipedec.verify.divergence import Divergence, first_difference
-from pipedec.verify.threads import naive_threads
+
+Choose = Callable[[list[DecodeThread]], DecodeThread]
 
 
 class Reference:
@@ -23,8 +35,10 @@ class Reference:
     def __init__(self, spec: PipelineSpec) -> None:
         self._device = chosen_device(spec.settings.cut.device)
         self._model = load_transformers(spec.target, DTYPES[spec.dtype], self._device, attn_implementation="sdpa")
-        if spec.settings.numbers.quantize is not None:
-            _round(self._model, spec.settings.numbers.quantize)
+        if (quantize := spec.settings.numbers.quantize) is not None:
+            for name, weight in self._model.named_parameters():
+                if weight.dim() == 2:  # the matrices of the layers, and in 8 bits embedding and head, which may be one tensor
+                    weight.data.copy_(rounded(weight.data, quantize if ".layers." in name else "int8"))
         self._eos_token_ids = self._model.generation_config.eos_token_id
         self._sequences = Sequences(spec.target)
 
@@ -61,9 +75,77 @@ class Reference:
         return replace(divergence, margin=float(margin))
 
 
-@torch.no_grad()
-def _round(model: torch.nn.Module, quantize: str) -> None:
-    """The matrices of the layers to ``quantize``, embedding and head to 8 bits; a tied head is one tensor with the embedding."""
-    for name, weight in model.named_parameters():
-        if weight.dim() == 2:
-            weight.copy_(rounded(weight, quantize if ".layers." in name else "int8"))
+def shortest(running: list[DecodeThread]) -> DecodeThread:
+    """The thread with the fewest tokens, the oldest if several have as few: the threads advance side by side."""
+    return min(running, key=lambda thread: thread.num_tokens)
+
+
+@torch.inference_mode()
+def naive_threads(
+    model: PreTrainedModel,
+    sequence: ThreadSequence,
+    prompt_ids: Iterable[int],
+    sampling: SamplingParams,
+    choose: Choose = shortest,
+) -> None:
+    """Decode the target's answer with all the threads that it opens, one token of one thread at a time.
+
+    Args:
+        model: in evaluation mode. A sliding window, if it has one, is not applied.
+        sequence: a new sequence, to which the answer is added. It decides when the answer ends; ``max_tokens``,
+            ``stop_token_ids``, ``ignore_eos`` and ``stop`` of ``sampling`` are ignored.
+        choose: selects the running thread that generates the next token. The answer does not depend on it.
+
+    Raises:
+        ValueError: ``sampling`` is stochastic but has no seed.
+    """
+    prompt = list(prompt_ids)
+    while sequence.finished is None:
+        thread = choose([thread for thread in sequence.threads if thread.state is State.RUNNING])
+        sequence.accept(thread.number, _next_token(model, sequence, thread, prompt, sampling))
+
+
+def _next_token(
+    model: PreTrainedModel, sequence: ThreadSequence, thread: DecodeThread, prompt: list[int], sampling: SamplingParams
+) -> int:
+    """Sample the token after a thread's last one; for a main thread without tokens, the one after the prompt."""
+    device = model.device
+    visible = _visible_tokens(sequence, thread)
+    answer = [sequence.threads[number].token_ids[index] for number, index in visible]
+    positions = [sequence.threads[number].positions[index] for number, index in visible]
+    logits_TV = model(
+        input_ids=torch.tensor([[*prompt, *answer]], device=device),
+        position_ids=torch.tensor([[*range(len(prompt)), *positions]], device=device),
+        attention_mask=_attention_bias(sequence, visible).to(device, model.dtype)[None, None],
+        use_cache=False,
+    ).logits[0]
+
+    vocab_size = logits_TV.shape[-1]
+    sampler = Sampler(sampling, vocab_size, device, stream=thread.noise_stream)
+    sampler.add_prompt(torch.tensor(prompt, dtype=torch.int64, device=device))
+    logits_TV[-1, list(sequence.banned(thread.number))] = -torch.inf
+    token = sampler.choose(
+        logits_TV[-1:],
+        torch.tensor([thread.next_position], device=device),
+        torch.ones(1, len(answer), dtype=torch.bool, device=device),
+        torch.tensor(answer, dtype=torch.int64, device=device),
+    )
+    return int(token)
+
+
+def _visible_tokens(sequence: ThreadSequence, thread: DecodeThread) -> list[tuple[int, int]]:
+    """(thread number, index) of every token of the answer that the thread's last token sees, ending with that token."""
+    context: Context = sequence.sees(thread.number, thread.num_tokens - 1) if thread.num_tokens else ()
+    parts = sorted(context, key=lambda part: (part[0] == thread.number, sequence.threads[part[0]].path))
+    return [(number, index) for number, count in parts for index in range(count)]
+
+
+def _attention_bias(sequence: ThreadSequence, visible: list[tuple[int, int]]) -> Tensor:
+    """[T, T], to be added to the scores: 0 where a token sees another, else −inf. The prompt is causal and visible to all."""
+    start = sequence.prompt_length
+    visible_TT = torch.ones(start + len(visible), start + len(visible), dtype=torch.bool).tril()
+    visible_TT[start:, start:] = False
+    columns = {token: column for column, token in enumerate(visible, start=start)}
+    for row, (number, index) in enumerate(visible, start=start):
+        visible_TT[row, [columns[other, past] for other, count in sequence.sees(number, index) for past in range(count)]] = True
+    return torch.zeros(visible_TT.shape).masked_fill(~visible_TT, -torch.inf)

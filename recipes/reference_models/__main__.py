@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import click
 from msgspec import Meta
 
+from pipedec.directories import reference_pair
 from pipedec.flags import Help, options_of, own_options, run_command
-from pipedec.shipped import reference_pair
 from pipedec.train.bita import BitaRecipe, print_bita, train_bita
 from pipedec.train.draft import DraftRecipe
 from pipedec.train.measuring import print_agreement, print_draft

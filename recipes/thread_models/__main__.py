@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 import click
 from msgspec import Meta
 
-from pipedec.config import secret_from_environment
+from pipedec.config.environment import optional_secret
 from pipedec.core import UserError
-from pipedec.data.prompts import PromptSource
+from pipedec.data import PromptSource
+from pipedec.directories import reference_pair
 from pipedec.flags import Command, Help, options_of, own_options, partial_of, run_command
-from pipedec.shipped import reference_pair
 from pipedec.threads import load_dialect
 from pipedec.train.options import DeviceFlags, device_options
 from pipedec.train.run import print_table
@@ -50,7 +50,9 @@ class EndpointFlags:
 
     def endpoint(self, url: str, model: str, role: str) -> ChatEndpoint:
         """The server at ``url``. Raises UserError if the address or a value is wrong, or the key is not set."""
-        api_key = secret_from_environment(self.api_key_env) if self.api_key_env else None
+        api_key = optional_secret(self.api_key_env) if self.api_key_env else None
+        if self.api_key_env and api_key is None:
+            raise UserError(f"the environment variable {self.api_key_env} is not set, or empty: it should hold the key")
         return ChatEndpoint(url, model, api_key, self.timeout, self.tries, role=role)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedec.core import UserError
-from pipedec.data.records import read_rows
+from pipedec.data import read_rows
 from recipes.thread_models import pasta_language
 from recipes.thread_models.structure import Fork, JoinPoint, Piece, plain_text
 

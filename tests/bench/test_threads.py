@@ -23,7 +23,7 @@ from pipedec.bench.threads.summary import combinations, document, markdown, quar
 from pipedec.cli.main import program
 from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
-from pipedec.data.prompts import PromptSet
+from pipedec.data import PromptSet
 from pipedec.threads import measure
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 from click.testing import CliRunner
-from support.checkpoints import save_tiny_llama
+from support.checkpoints import save_tiny_llama, stage_parameters
 from support.refusals import refusal
 
 from benchmarks.kernels import layers
@@ -89,7 +89,7 @@ def test_random_layers_compute_finite_numbers(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path)
     config = ModelConfig.from_directory(tmp_path)
     stage = StageModel.random(config, range(0, 4), torch.float32, "cpu")
-    assert stage.weights.num_bytes == 4 * config.num_stage_parameters(range(4))
+    assert stage.weights.num_bytes == 4 * stage_parameters(tmp_path, range(4))
     tokens = torch.arange(5)
     cache = KVCache(stage.make_pool(16), ((0, 16),))
     hidden = stage.forward(tokens, [LaneRows(tokens, cache)])

@@ -17,8 +17,8 @@ from benchmarks.kernels.__main__ import kernels
 from benchmarks.kernels.operations import OperationsConfig, filled_cache, grown_tree, measure_operations
 from benchmarks.kernels.stopwatch import Stopwatch, check_memory, device_named
 from pipedec.core import UserError
+from pipedec.directories import reference_pair
 from pipedec.model import ModelConfig
-from pipedec.shipped import reference_pair
 
 CPU = torch.device("cpu")
 TOY: dict[str, Any] = {"past": 5, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "device": "cpu", "repeats": 2}

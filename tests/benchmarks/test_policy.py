@@ -19,7 +19,7 @@ from pipedec.bench.sweep.config import SweepConfig, TreeGrid, TuningGrid
 from pipedec.bench.sweep.pipelines import ModelPair as Models
 from pipedec.config import paper_cluster
 from pipedec.core import SamplingParams, UserError
-from pipedec.data.prompts import PromptSet
+from pipedec.data import PromptSet
 from pipedec.engine.local import LocalPipeline
 
 PROMPTS = [

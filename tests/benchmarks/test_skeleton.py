@@ -27,12 +27,12 @@ from pipedec.bench.threads.figures import draw_threads
 from pipedec.bench.threads.summary import anomalies, combinations, markdown, read_frame, speeds, structures
 from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
-from pipedec.data.prompts import PromptSet
+from pipedec.data import PromptSet
+from pipedec.directories import reference_threads
 from pipedec.engine.build import load_prompter
 from pipedec.engine.local import LocalPipeline
 from pipedec.messages import PromptRequest
 from pipedec.plan.spec import PipelineSpec
-from pipedec.shipped import reference_threads
 from pipedec.text.prompt import Prompter
 from pipedec.threads import NO_DIALECT
 from pipedec.threads import Sequence as ThreadSequence

@@ -15,7 +15,7 @@ from benchmarks.policy.summary import PolicyFigures
 from pipedec.bench.load.offered import Policy
 from pipedec.config import paper_cluster
 from pipedec.core import SamplingParams
-from pipedec.data.prompts import PromptSet
+from pipedec.data import PromptSet
 
 QUESTIONS = {
     "modules": (

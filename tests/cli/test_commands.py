@@ -19,7 +19,7 @@ from support.processes import MARK, marked_processes, wait_until
 from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
-from pipedec.cli.moved import MOVED
+from pipedec.cli.main import MOVED
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster, read_state
 from pipedec.core import PipedecError

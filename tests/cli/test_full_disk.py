@@ -18,7 +18,8 @@ from pipedec.cli.cluster import serve_cluster
 from pipedec.cli.show import console
 from pipedec.cluster.node_link import News, NodeLink
 from pipedec.cluster.state import RunningCluster
-from pipedec.config import LaunchConfig, ServerConfig
+from pipedec.config import ServerConfig
+from pipedec.config.cluster import LaunchConfig
 from pipedec.core import PipedecError
 from pipedec.messages import Recovery
 

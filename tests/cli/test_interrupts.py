@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pipedec.cli.interrupts import Interrupts
+from pipedec.cli.show import Interrupts
 
 
 @pytest.fixture

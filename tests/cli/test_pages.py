@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from pipedec.cli import show
-from pipedec.cli.show import Pages, loading_bars
+from pipedec.cli.answers import Pages
+from pipedec.cli.show import loading_bars
 
 
 def test_the_first_answer_that_has_not_ended_is_printed_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from pipedec.cli.answers import submit
 from pipedec.cli.serve import serve
-from pipedec.cli.submit import submit
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text()
 

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from pipedec.cli.threads_view import ThreadsView
+from pipedec.cli.answers import ThreadsView
 from pipedec.messages import ThreadNews
 
 

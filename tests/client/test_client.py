@@ -49,7 +49,7 @@ def test_events_become_text_news_logprobs_and_metrics() -> None:
         TokensEvent([5], "a"),
         LogprobsEvent([[(5, -0.5), (7, -1.0)], [(6, -0.25)], [(9, -2.0)]]),
         TokensEvent([6], "b", news, 1, 1),
-        TraceEvents([(1, "1F1", "dec", 3, 4)]),
+        TraceEvents([TraceEvent(1, "1F1", "dec", 3, 4)]),
         OverranEvent([2, 3]),
         CacheSlotsEvent(1, 256),
         CompletionEvent(Completion("pp", 1, 3, [5, 6], "ab", "stop")),

@@ -16,7 +16,7 @@ from support.tiny_pair import Pair
 from pipedec.cluster.doctor import links
 from pipedec.cluster.doctor.facts import NetworkFacts
 from pipedec.cluster.doctor.links import LinkServer, MeasuredLink, link_findings, measure
-from pipedec.config import NetworkConfig
+from pipedec.config.cluster import NetworkConfig
 
 FACTS = NetworkFacts(
     "alpha", True, ("10.0.0.1",), {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"}, "10.0.0.1", "eth0", 40000,

@@ -21,7 +21,7 @@ from pipedec.cluster.host_watch import OUTAGE_SECONDS, HostWatch, WatchedHost
 from pipedec.cluster.processes import FAILED, LOST_ANOTHER, RankProcesses
 from pipedec.cluster.spares import Spares
 from pipedec.cluster.stalls import Stall
-from pipedec.config import Cluster
+from pipedec.config.settings import Cluster
 from pipedec.core import RankLost, SchedulerLost
 from pipedec.messages import ActivityReport, Recovery
 from pipedec.plan.placement import Placement

@@ -32,14 +32,8 @@ from pipedec.cluster.node_run import LaunchedRun, NodeRun
 from pipedec.cluster.nodes import Nodes
 from pipedec.cluster.place import RankPlace
 from pipedec.cluster.state import RunningCluster
-from pipedec.config import (
-    ClusterConfig,
-    DeviceConfig,
-    LaunchConfig,
-    RedisConfig,
-    ServerConfig,
-    cluster_to_json,
-)
+from pipedec.config import ClusterConfig, DeviceConfig, RedisConfig, ServerConfig
+from pipedec.config.cluster import LaunchConfig, cluster_to_json
 from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
 from pipedec.messages import PromptRequest, Recovery
 from pipedec.plan.placement import Placement, rank_places
@@ -308,7 +302,7 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from pipedec.cluster.launched import LaunchedCluster
-from pipedec.config import cluster_from_json
+from pipedec.config.cluster import cluster_from_json
 cluster = LaunchedCluster(cluster_from_json(sys.stdin.readline()), run_id="without")
 if sys.argv[1] == "up":
     cluster.start()

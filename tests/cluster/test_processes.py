@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pipedec.cluster.processes import RankProcesses, describe_exit
-from pipedec.config import RANK_ENVIRONMENT
+from pipedec.config.environment import RANK_ENVIRONMENT
 
 # A process of its own: the fork server of this one is running already.
 _PROGRAM = """

@@ -12,10 +12,10 @@ from support.memory_scheduler import MemoryScheduler
 from pipedec.client.client import Client
 from pipedec.config import Settings
 from pipedec.core import Accepted, Request, SamplingParams, StructuredOutputs, UserError, Verdict
+from pipedec.directories import reference_pair
 from pipedec.engine.admission import Sequences
 from pipedec.engine.answer import RunningAnswer
 from pipedec.messages import CompletionEvent, Event, LogprobsEvent, PromptRequest, RunDescription, ThreadNews
-from pipedec.shipped import reference_pair
 from pipedec.text.prompt import Prompter
 from pipedec.threads import ThreadedSequence, bind, load_dialect
 from pipedec.topology import Topology

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from pipedec.client.reply import Delta, Reply
 from pipedec.core import Accepted, Request, SamplingParams, TokenLogprobs, UserError, Verdict
+from pipedec.directories import reference_pair
 from pipedec.engine.admission import Sequences
 from pipedec.engine.answer import EarlierOutput, RunningAnswer
 from pipedec.messages import CompletionEvent, Event, LogprobsEvent, ThreadNews
 from pipedec.scheduler.protocol import published_token_ids
-from pipedec.shipped import reference_pair
 from pipedec.text.prompt import Prompter
 from pipedec.threads import load_dialect
 

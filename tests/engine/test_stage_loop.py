@@ -22,7 +22,7 @@ from pipedec.scheduler import RankScheduler, Task
 from pipedec.scheduler.protocol import Granted, RankMessage
 from pipedec.stage import StageWorker
 from pipedec.topology import Topology
-from pipedec.tracing import TraceEvent, Tracer
+from pipedec.tracing import Tracer
 from pipedec.transport import Transport
 
 TOPOLOGY = Topology.even(3, 3)
@@ -137,7 +137,7 @@ def test_the_trace_of_a_request_has_the_times_of_the_device() -> None:
     ends = RequestUpdate(1, verdict=Verdict((), "stop"))
     scheduler, _ = served([StageMessage((begins,)), StageMessage((goes_on,)), StageMessage((ends,), True)])
     [trace] = [event for event in scheduler.events if isinstance(event, TraceEvents)]
-    lasting = {event.label: (event.end_us - event.start_us) / 1e6 for event in (TraceEvent(*row) for row in trace.rows)}
+    lasting = {event.label: (event.end_us - event.start_us) / 1e6 for event in trace.rows}
     assert lasting["2F1"] == pytest.approx(COMPUTE_SECONDS, abs=NEAR)
     assert lasting["2F2"] == pytest.approx(COMPUTE_SECONDS, abs=NEAR)
     assert lasting["2>3@1"] == pytest.approx(SEND_SECONDS, abs=NEAR), "a transfer ends when the rows have left"

@@ -21,12 +21,12 @@ from benchmarks.structured.benchmark import Case, load_cases
 from pipedec.config import Settings
 from pipedec.core import MethodOptions, Request, SamplingParams, StructuredOutputs
 from pipedec.decoding import LaneSizes
+from pipedec.directories import reference_pair
 from pipedec.engine.admission import Sequences
 from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import METHODS, BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
 from pipedec.plan.spec import PipelineSpec
-from pipedec.shipped import reference_pair
 from pipedec.text.prompt import Prompter
 
 SLOW = pytest.mark.slow

@@ -13,7 +13,7 @@ from support.tiny_pair import SENTENCES, Pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipedec import LLM, SamplingParams
-from pipedec.config import Models
+from pipedec.config.settings import Models
 from pipedec.core import UserError
 from pipedec.engine.build import checked_models
 from pipedec.gguf import NAMED_MODELS, located

@@ -25,7 +25,7 @@ from pipedec.model import load_transformers
 from pipedec.sampling.filters import History, tempered
 from pipedec.sampling.noise import gumbel
 from pipedec.threads import DecodeThread, Sequence
-from pipedec.verify.threads import Choose, naive_threads, shortest
+from pipedec.verify.reference import Choose, naive_threads, shortest
 
 LEAST = 1e-3
 transformers_logging.disable_progress_bar()

@@ -13,10 +13,10 @@ import torch
 from pipedec.bench.sweep.pipelines import ModelPair, emulated
 from pipedec.config import paper_cluster
 from pipedec.decoding import Batch, LaneSizes
+from pipedec.directories import reference_pair, reference_threads
 from pipedec.engine.build import load_drafter, load_stage
 from pipedec.engine.local import LocalPipeline
 from pipedec.kv import KVManager
-from pipedec.shipped import reference_pair, reference_threads
 
 PLAIN = ModelPair()
 THREADS = ModelPair(reference_threads() / "target", str(reference_threads() / "draft"))

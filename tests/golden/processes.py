@@ -30,10 +30,10 @@ from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import Settings
 from pipedec.core import Completion, SamplingParams
+from pipedec.directories import reference_pair
 from pipedec.engine.build import resolve
 from pipedec.messages import PromptRequest
 from pipedec.plan.spec import PipelineSpec
-from pipedec.shipped import reference_pair
 
 STAGES = 4
 KINDS: dict[str, Callable[[PipelineSpec], PipelineSpec]] = {

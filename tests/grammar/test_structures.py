@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from pipedec.core import SamplingParams, StructuredOutputs, UserError
+from pipedec.directories import reference_pair
 from pipedec.grammar import Vocabulary, check
-from pipedec.shipped import reference_pair
 from pipedec.text.tokenizer import Tokenizer
 
 DEEP = {"properties": {"a/b": {"anyOf": [{"type": "string"}, {"items": {"type": "objekt"}}]}}}

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from pipedec.core import StructuredOutputs
+from pipedec.directories import reference_pair
 from pipedec.grammar import NOTHING, Bitmask, Grammar, Vocabulary
-from pipedec.shipped import reference_pair
 from pipedec.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(reference_pair() / "target")

@@ -19,7 +19,7 @@ from support.random_requests import Requests
 from torch import Tensor, _dynamo
 from torch._dynamo.utils import counters
 
-from pipedec.config import captures_graphs
+from pipedec.config.environment import captures_graphs
 from pipedec.core import UserError
 from pipedec.hardware import CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, StageModel, described_attention, device_capture

@@ -11,7 +11,7 @@ from support.checkpoints import save_tiny_llama
 from support.stage_chain import lone_cache
 
 from pipedec.checkpoints.parts import EMBEDDING, FINAL_NORM, HEAD
-from pipedec.config.model_config import ModelConfig
+from pipedec.config.model import ModelConfig
 from pipedec.core import UserError
 from pipedec.model.attention import LaneRows
 from pipedec.model.checkpoint import Checkpoint

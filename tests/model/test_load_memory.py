@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from pipedec.config.model_config import ModelConfig
+from pipedec.config.model import ModelConfig
 from pipedec.model.matrices import linear, pack
 from pipedec.model.stage_model import StageModel
 

@@ -17,7 +17,7 @@ from support.checkpoints import FAMILIES, save_tiny, save_tiny_llama, save_tiny_
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pipedec.config.model_config import ModelConfig
+from pipedec.config.model import ModelConfig
 from pipedec.core import UserError
 from pipedec.model.rotary import Rotary
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipedec.core import KNEE_ROWS
+from pipedec.directories import reference_pair
 from pipedec.model import KVCache, LaneRows, ModelConfig, StageModel
 from pipedec.model.matrices import SMALLEST_PACKED, linear, pack
 from pipedec.model.stage_model import PADDED_ROWS
-from pipedec.shipped import reference_pair
 
 TARGET = reference_pair() / "target"
 ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")

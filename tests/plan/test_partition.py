@@ -18,9 +18,8 @@ from pipedec.core import KNEE_ROWS, ROW_ID_BYTES, UserError
 from pipedec.hardware import DEVICES, MODEL_SHAPES, WIDENED_VALUES, WeightFormat
 from pipedec.model.captured_graphs import Bucket
 from pipedec.plan.costs import CONTEXT_BYTES, CUBLAS_BYTES, NCCL_BYTES, ModelCosts
-from pipedec.plan.layers import balance, even_layers, explicit_layers
 from pipedec.plan.partition import Plan, delay_by_sharing_ms, plan, room_of
-from pipedec.plan.placement import Placement, rank_places, spare_places
+from pipedec.plan.placement import Placement, balance, even_layers, explicit_layers, rank_places, spare_places
 from pipedec.plan.table import plan_table
 from pipedec.transport.wire import message_bytes
 

@@ -13,8 +13,8 @@ from support.http_server import Site
 from support.streams import CHAT, COMPLETIONS, ask
 
 from pipedec.core import SamplingParams, UserError
+from pipedec.directories import reference_pair, reference_threads
 from pipedec.server.defaults import SamplingDefaults, sampling_defaults
-from pipedec.shipped import reference_pair, reference_threads
 
 RECOMMENDED = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
 BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

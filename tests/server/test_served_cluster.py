@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from pipedec.client.async_client import AsyncClient
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
-from pipedec.config import context_length
+from pipedec.config.model import context_length
 from pipedec.core import Completion, SamplingParams
 from pipedec.messages import PromptRequest
 from pipedec.server.front import Front, ServedRun

@@ -21,17 +21,17 @@ from msgspec import Meta
 from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
+from support.checkpoints import stage_parameters
 
 from pipedec.bench.record import Row, append_rows, check_writable, header, pipeline_row
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
-from pipedec.config import Settings, settings_options
+from pipedec.config import Settings, model_shape, settings_options
 from pipedec.core import PipedecError, RankLost, SamplingParams
 from pipedec.engine.build import DTYPES, resolve, weights_on
 from pipedec.engine.devices import chosen_device
 from pipedec.flags import Help, check_fields, options_of, own_options, run_command
 from pipedec.messages import PromptRequest
-from pipedec.model import ModelConfig
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import ClientScheduler
 
@@ -183,12 +183,8 @@ def _weight_bytes(spec: PipelineSpec) -> dict[int, int]:
     """Bytes of each rank's own weights."""
     draft_weights, _ = weights_on(spec, 0, chosen_device(spec.settings.cut.device))
     size, draft_size = DTYPES[spec.dtype].itemsize, DTYPES[draft_weights.dtype].itemsize
-    target = ModelConfig.from_directory(spec.target)
-    weights = {
-        rank: size * target.num_stage_parameters(range(*spec.layers[rank - 1])) for rank in range(1, spec.settings.cut.stages + 1)
-    }
-    draft = ModelConfig.from_directory(spec.draft) if spec.draft is not None else None
-    return {0: draft_size * draft.num_stage_parameters(range(draft.num_layers)) if draft else 0, **weights}
+    weights = {rank: size * stage_parameters(spec.target, range(*layers)) for rank, layers in enumerate(spec.layers, start=1)}
+    return {0: 0 if spec.draft is None else draft_size * model_shape(str(spec.draft)).parameters, **weights}
 
 
 @click.command()

@@ -9,10 +9,10 @@ import torch
 from lane_scripts import LIKELY, Script, run, sequences
 
 from pipedec.core import SamplingParams
+from pipedec.directories import reference_pair
 from pipedec.model import ModelConfig, StageModel, stage_model
 from pipedec.model.matrices import linear, pack
 from pipedec.model.stage_model import PADDED_ROWS
-from pipedec.shipped import reference_pair
 from pipedec.stage import FinalStageWorker, StageWorker
 
 TARGET = reference_pair() / "target"

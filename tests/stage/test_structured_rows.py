@@ -11,10 +11,10 @@ from support.examples import examples
 from torch import Tensor
 
 from pipedec.core import SamplingParams, StructuredOutputs, Verdict
+from pipedec.directories import reference_pair
 from pipedec.grammar import NOTHING, Bitmask, Vocabulary
 from pipedec.grammar.masks import allowed_tokens, mask_logits
 from pipedec.sampling import Sampler
-from pipedec.shipped import reference_pair
 from pipedec.stage.verification import TokenChooser
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.threads import Sequence

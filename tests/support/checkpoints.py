@@ -18,6 +18,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from pipedec.config import model_shape
+from pipedec.hardware import WeightFormat
+from pipedec.plan.costs import ModelCosts
+
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
@@ -80,3 +84,10 @@ def save_tiny_mistral(path: Path, **kwargs: Any) -> PreTrainedModel:
 def save_tiny_qwen2(path: Path, **kwargs: Any) -> PreTrainedModel:
     """A random Qwen2, which has biases on queries, keys and values."""
     return save_tiny("qwen2", path, **kwargs)
+
+
+def stage_parameters(directory: Path, layers: range) -> int:
+    """Parameters of a stage with these layers, as a plan counts them by the shape of the checkpoint."""
+    shape = model_shape(str(directory))
+    costs = ModelCosts(shape, WeightFormat("float32"), rows=0, max_model_len=0, groups=1)
+    return costs.weight_bytes(len(layers), layers.start == 0, layers.stop == shape.num_hidden_layers) // 4

@@ -10,7 +10,8 @@ from typing import Any
 from msgspec import structs
 
 from pipedec.client.running import Running
-from pipedec.config import ClusterConfig, ServerConfig, cluster_from
+from pipedec.config import ClusterConfig, ServerConfig
+from pipedec.config.cluster import cluster_from
 
 
 def clustered(servers: Iterable[ServerConfig], partitions: Mapping[str, Mapping[str, Any]], **keys: Any) -> ClusterConfig:

@@ -8,7 +8,7 @@ from typing import Any
 from pipedec.config import Settings
 from pipedec.messages import BitaDescription
 from pipedec.model import BitaConfig
-from pipedec.plan.layers import even_layers
+from pipedec.plan.placement import even_layers
 from pipedec.plan.spec import PipelineSpec
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipedec.config.model_config import ModelConfig
+from pipedec.config.model import ModelConfig
 from pipedec.model.attention import LaneRows
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import KVCache

@@ -19,10 +19,10 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from pipedec.core import SamplingParams
+from pipedec.directories import reference_pair
 from pipedec.plan.spec import PipelineSpec
-from pipedec.shipped import reference_pair
 from pipedec.threads import BoundDialect, Dialect, Sequence, ThreadedSequence, bind, load_dialect
-from pipedec.verify.threads import Choose, naive_threads, shortest
+from pipedec.verify.reference import Choose, naive_threads, shortest
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny_llama
 from support.specs import bare_spec

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipedec.core import UserError
-from pipedec.shipped import reference_pair, reference_threads
+from pipedec.directories import reference_pair, reference_threads
 from pipedec.text.chat_template import MAX_CHARS, ChatTemplate
 from pipedec.text.prompt import load_tokenizer
 from pipedec.text.tokenizer import Tokenizer

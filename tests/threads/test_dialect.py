@@ -12,7 +12,7 @@ from support.toy_dialects import IDS, TEXTS, ThreadOpened, events_of, toy
 from tokenizers import Tokenizer
 
 from pipedec.core import UserError
-from pipedec.shipped import reference_pair
+from pipedec.directories import reference_pair
 from pipedec.threads import DIALECTS, Dialect, ThreadedSequence, bind, load_dialect
 
 MINIMAL = {"name": "mine", "opener": "[Fork]", "child_start": "[Child]"}

@@ -22,9 +22,9 @@ from support.tiny_pair import Pair
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from pipedec.cli.train import train as command
+from pipedec.cli.main import train as command
 from pipedec.core import UserError
-from pipedec.data.prompts import PromptSource
+from pipedec.data import PromptSource
 from pipedec.model import ModelConfig
 from pipedec.model.bita import BitaWeights, checked_bita
 from pipedec.text.prompt import Prompter

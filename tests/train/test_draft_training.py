@@ -15,7 +15,7 @@ from support.tiny_pair import Pair
 from support.toy_training import killed_in_step
 from transformers import AutoModelForCausalLM
 
-from pipedec.cli.train import train as command
+from pipedec.cli.main import train as command
 from pipedec.core import UserError
 from pipedec.train.continuations import Continuation, continue_greedily
 from pipedec.train.distillation import DistillationRows, TargetMemory, mean_loss

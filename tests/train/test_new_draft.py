@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from support.refusals import refusal
 from support.tiny_pair import Pair
 
-from pipedec.cli.train import train as command
+from pipedec.cli.main import train as command
 from pipedec.config import Settings
 from pipedec.core import Request, SamplingParams, UserError
 from pipedec.engine.build import resolve

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 from pipedec.core import SamplingParams
 from pipedec.threads import BoundDialect, DecodeThread, Sequence, Start, ThreadedSequence, measure, replay
-from pipedec.verify.threads import Choose
+from pipedec.verify.reference import Choose
 from recipes.thread_models.rows import IGNORED, TrainingRow, tree_row
 
 ORDERS: dict[str, Choose] = {

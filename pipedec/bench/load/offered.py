@@ -16,7 +16,7 @@ from msgspec import structs
 from pipedec.bench.prompts import DrawnPrompt, Tokenizes, draw
 from pipedec.bench.record import Row, plain
 from pipedec.core import MethodOptions, UserError
-from pipedec.data.prompts import PromptSet
+from pipedec.data import PromptSet
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHODS, make_options
 

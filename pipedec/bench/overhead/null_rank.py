@@ -18,13 +18,13 @@ from pipedec.bench.overhead.null_stage import NullFinalStage, NullStage, Probe, 
 from pipedec.cluster.lease import LeaseKeeper
 from pipedec.cluster.place import RankPlace
 from pipedec.config import Settings
+from pipedec.directories import reference_pair
 from pipedec.engine.admission import Sequences
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import RunDescription
 from pipedec.plan.spec import DISPATCHES
 from pipedec.scheduler import ClientScheduler, GrantedTask, RankScheduler, Task, connect
-from pipedec.shipped import reference_pair
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
 from pipedec.transport.rendezvous import Rendezvous, file_store

@@ -23,7 +23,7 @@ from pipedec.bench.sweep.pipelines import Measurable
 from pipedec.bench.sweep.rows import BITA, SCHEMA
 from pipedec.bench.sweep.runners import MakeRunner, MeasuredAnswer, OneProcess, RealProcesses, Runner, runner_of
 from pipedec.core import DEFAULT_METHOD, MethodOptions, PipedecError, SamplingParams
-from pipedec.data.prompts import PromptSet
+from pipedec.data import PromptSet
 from pipedec.messages import PromptRequest
 from pipedec.methods import BitaOptions, StaticTreeOptions
 from pipedec.verify.divergence import TIE_BOUNDS, Divergence, is_explained, measured_divergence

@@ -15,7 +15,8 @@ from pipedec.bench.record import Row, key_of
 from pipedec.bench.sweep.rows import BITA, SMALL_MODEL
 from pipedec.checkpoints import weights_digest
 from pipedec.client.running import Running
-from pipedec.config import NONE, ClusterConfig, PartitionConfig, ServerConfig, Settings
+from pipedec.config import NONE, ClusterConfig, ServerConfig, Settings
+from pipedec.config.cluster import PartitionConfig
 from pipedec.directories import cache_directory
 from pipedec.engine.build import resolve
 from pipedec.messages import BitaDescription, RunDescription

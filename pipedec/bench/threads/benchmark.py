@@ -24,7 +24,7 @@ from pipedec.bench.report.style import BASELINE
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated
 from pipedec.config import ClusterConfig
 from pipedec.core import DEFAULT_METHOD, Request, SamplingParams, UserError
-from pipedec.data.prompts import PromptSet
+from pipedec.data import PromptSet
 from pipedec.engine.build import load_prompter
 from pipedec.engine.local import LocalPipeline
 from pipedec.flags import Help, check_fields

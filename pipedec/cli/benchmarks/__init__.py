@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pipedec.cli.lazy_group import LazyGroup
+from pipedec.cli.main import LazyGroup
 
 BENCHMARKS = {
     "sweep": ("pipedec.cli.benchmarks.sweep", "Methods × stage counts × trees × prompt sets, one JSONL row per answer."),

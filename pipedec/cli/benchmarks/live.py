@@ -12,7 +12,7 @@ from pipedec.bench.options import Preset, StageCount
 from pipedec.bench.record import check_writable
 from pipedec.bench.sweep.pipelines import emulated
 from pipedec.cli.benchmarks.shared import EmulatedClusterFlags
-from pipedec.cli.moved import moved_flags
+from pipedec.cli.main import moved_flags
 from pipedec.cli.show import console
 from pipedec.flags import Help, options_of, own_options
 from pipedec.live.recorder import RecordingConfig, record, write_recording

@@ -16,8 +16,8 @@ from pipedec.bench.options import Drawing, Preset, StageCount
 from pipedec.bench.record import ROWS_FILE, append_rows
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated
 from pipedec.cli.benchmarks import shared
-from pipedec.cli.moved import moved_flags
-from pipedec.cli.running import RunningFlags, refuse_flags, running_options
+from pipedec.cli.main import moved_flags
+from pipedec.cli.options import RunningFlags, refuse_flags, running_options
 from pipedec.config import ClusterConfig
 from pipedec.config.settings import Dispatch
 from pipedec.core import UserError

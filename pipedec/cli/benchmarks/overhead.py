@@ -9,7 +9,7 @@ from pipedec.bench.overhead.benchmark import OverheadConfig, RunningOverheadConf
 from pipedec.bench.record import Row, check_writable
 from pipedec.bench.report.style import terminal_table
 from pipedec.cli.benchmarks.shared import AS_IT_IS, Out, append, print_table
-from pipedec.cli.running import RunningFlags, refuse_flags, running_options
+from pipedec.cli.options import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
 from pipedec.flags import options_of, own_options
 

@@ -12,7 +12,7 @@ import pandas as pd
 from pipedec.bench.report.figures import FIGURES, Draw, draw_figures
 from pipedec.bench.report.frames import read_answers, studies
 from pipedec.cli.benchmarks.shared import print_files
-from pipedec.cli.moved import moved_flags
+from pipedec.cli.main import moved_flags
 from pipedec.cli.show import console
 from pipedec.core import UserError
 from pipedec.flags import Help, own_options

@@ -18,7 +18,7 @@ from pipedec.cli.options import MaxTokens, PromptField, Prompts, Temperature, To
 from pipedec.cli.show import console
 from pipedec.config import ClusterConfig, load_cluster, paper_cluster
 from pipedec.core import SamplingParams, UserError
-from pipedec.data.prompts import PromptSet, PromptSource
+from pipedec.data import PromptSet, PromptSource
 from pipedec.flags import Help, options_of
 
 Out = Annotated[Path | None, Help("Append the results to this JSONL file.", "FILE")]

@@ -15,7 +15,7 @@ from pipedec.bench.report.style import terminal_table
 from pipedec.bench.sweep.benchmark import sweep as run_sweep
 from pipedec.bench.sweep.config import SweepConfig, TreeGrid
 from pipedec.cli.benchmarks import shared
-from pipedec.cli.running import RunningFlags, refuse_flags, running_options
+from pipedec.cli.options import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
 from pipedec.config import NONE, load_cluster
 from pipedec.core import UserError

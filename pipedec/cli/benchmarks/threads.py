@@ -13,8 +13,8 @@ from pipedec.bench.threads.figures import draw_threads
 from pipedec.bench.threads.summary import document, markdown, read_frame
 from pipedec.cli.benchmarks import shared
 from pipedec.cli.show import console
+from pipedec.directories import reference_threads
 from pipedec.flags import own_options, partial_of
-from pipedec.shipped import reference_threads
 
 
 @click.command()

@@ -18,7 +18,7 @@ from statistics import median
 
 from pipedec.cluster.doctor.facts import NetworkFacts
 from pipedec.cluster.doctor.findings import Finding, note, ok
-from pipedec.config import NetworkConfig
+from pipedec.config.cluster import NetworkConfig
 from pipedec.core import PipedecError
 
 ROUND_TRIPS = 100

@@ -11,7 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from pipedec.checkpoints import CheckpointPart, merged, rank_parts
-from pipedec.config import NONE, ClusterConfig, checkpoint_dtype, model_shape
+from pipedec.config import NONE, ClusterConfig, model_shape
+from pipedec.config.model import checkpoint_dtype
 from pipedec.gguf import is_named
 from pipedec.hardware import DEVICES, DTYPE_BYTES, MODEL_SHAPES
 from pipedec.plan.partition import Plan, StagePlan

@@ -8,7 +8,7 @@ import pytest
 
 from pipedec.bench.load.offered import AtTimes, Pattern, Policy, continued_text, drawn_in_turn, led_by, parse_policies
 from pipedec.core import MethodOptions, UserError
-from pipedec.data.prompts import PromptSet
+from pipedec.data import PromptSet
 from pipedec.messages import PromptRequest
 from pipedec.methods import BestFirstOptions, PlainOptions, StaticTreeOptions
 

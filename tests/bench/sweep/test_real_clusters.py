@@ -32,7 +32,7 @@ from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import NONE, ClusterConfig, DeviceConfig, ServerConfig
 from pipedec.core import PipedecError, SamplingParams, UserError
-from pipedec.data.prompts import PromptSet
+from pipedec.data import PromptSet
 from pipedec.messages import PromptRequest
 from pipedec.verify.divergence import TIE_BOUNDS
 

@@ -25,7 +25,7 @@ from pipedec.bench.sweep.runners import MeasuredAnswer, OneProcess
 from pipedec.cli.main import program
 from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
-from pipedec.data.prompts import PromptSet
+from pipedec.data import PromptSet
 from pipedec.messages import PromptRequest
 from pipedec.plan.spec import PipelineSpec
 from pipedec.verify.divergence import TIE_BOUNDS

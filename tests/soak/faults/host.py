@@ -25,7 +25,7 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.place import RunAddress
 from pipedec.cluster.processes import die_with_parent
 from pipedec.cluster.state import RunningCluster
-from pipedec.config import AUTO, environment_with
+from pipedec.config import AUTO
 from pipedec.core import PipedecError
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import ClientScheduler
@@ -164,7 +164,7 @@ class FrontEnd:
     def __init__(self, address: RunAddress) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pipedec.cli", "serve", "--run", address.run_id, "--port", "0"],
-            env=environment_with(PIPEDEC_REDIS_URL=address.redis_url), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            env={**os.environ, "PIPEDEC_REDIS_URL": address.redis_url}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         self._readers: list[threading.Thread] = []
         self._url = self._ready_url()

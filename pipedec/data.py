@@ -5,14 +5,18 @@ Knows how to select and sample prompts, but nothing of models or of the use of t
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
+import json
 import random
+import zlib
 from collections.abc import Container
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pipedec.core import UserError
-from pipedec.data.records import read_rows
 
 # The fields in which well-known data sets keep their prompt, tried in this order if no field is given.
 _USUAL_FIELDS = ("prompt", "question", "turns", "request", "text", "instruction")
@@ -46,11 +50,7 @@ class PromptSource:
 
     @classmethod
     def parse(cls, text: str) -> PromptSource:
-        """Parse ``[NAME=]FILE[#KEY=VALUE,…]``. The name defaults to the value if there is exactly one, else to the file's name.
-
-        Raises:
-            UserError: ``text`` does not have this form.
-        """
+        """Parse ``[NAME=]FILE[#KEY=VALUE,…]`` or raise UserError. The name defaults to a single value, else to the file's."""
         location, has_filter, condition = text.partition("#")
         name, has_name, path = location.rpartition("=")
         key, has_value, values = condition.partition("=")
@@ -72,7 +72,7 @@ def read_prompts(path: Path, field: str | None = None, key: str | None = None, v
         key, values: select the records whose field ``key`` is one of ``values``; None for all records.
 
     Raises:
-        UserError: the file is missing, empty or not in one of these formats, a record has no prompt, or none is selected.
+        UserError: the file cannot be read as one of these formats, a record has no prompt, or none is selected.
     """
     rows = read_rows(path)
     if not rows:
@@ -93,3 +93,28 @@ def read_prompts(path: Path, field: str | None = None, key: str | None = None, v
             raise UserError(f"{path}, record {number}: the field {chosen!r} holds no text")
         prompts.append(text)
     return PromptSet(path.name.split(".")[0], tuple(prompts))
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSONL, JSONL.gz or CSV file, in the file's order. Raises UserError for any other file."""
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, EOFError, zlib.error):
+        raise UserError(f"{path} is neither UTF-8 text nor a complete gzip file of UTF-8 text") from None
+    if path.suffix == ".csv":
+        return list(csv.DictReader(io.StringIO(text)))
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            raise UserError(f"{path}, line {number}: not a JSON document") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, line {number}: not a JSON object with fields")
+        rows.append(row)
+    return rows

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipedec.core import UserError
-from pipedec.data.prompts import PromptSet, PromptSource, read_prompts
+from pipedec.data import PromptSet, PromptSource, read_prompts
 
 
 def write(path: Path, rows: list[object]) -> Path:
