@@ -6,8 +6,7 @@ from pipedec.core import Completion, SamplingParams, StructuredOutputs
 from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
 
 if TYPE_CHECKING:
-    from pipedec.client.async_llm import AsyncLLM
-    from pipedec.client.llm import LLM
+    from pipedec.llm import LLM, AsyncLLM
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,12 +24,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """``LLM`` and ``AsyncLLM`` are loaded when they are first used, because they need torch and a client does not."""
-    if name == "LLM":
-        from pipedec.client.llm import LLM
+    if name not in ("LLM", "AsyncLLM"):
+        raise AttributeError(f"module 'pipedec' has no attribute {name!r}")
+    from pipedec import llm
 
-        return LLM
-    if name == "AsyncLLM":
-        from pipedec.client.async_llm import AsyncLLM
-
-        return AsyncLLM
-    raise AttributeError(f"module 'pipedec' has no attribute {name!r}")
+    return getattr(llm, name)

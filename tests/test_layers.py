@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from support.afternoon import listed
 
+PACKAGE = Path(__file__).parents[1] / "pipedec"
 CLIENTS = [
     "pipedec",
     "pipedec.cli.main",
@@ -15,8 +17,6 @@ CLIENTS = [
     "pipedec.cli.launch",
     "pipedec.cli.serve",
     "pipedec.cli.top",
-    "pipedec.server.app",
-    "pipedec.server.run",
     "pipedec.cluster.launched",
     "pipedec.cluster.node",
     "pipedec.cluster.torchrun",
@@ -24,6 +24,11 @@ CLIENTS = [
     "pipedec.cluster.survey",
     "pipedec.cluster.doctor.comparison",
     "pipedec.methods",
+    *(
+        f"pipedec.{path.parent.name}.{path.stem}"
+        for side in ("client", "server")
+        for path in sorted((PACKAGE / side).glob("*.py"))
+    ),
 ]
 
 COMMANDS = [

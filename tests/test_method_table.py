@@ -21,8 +21,8 @@ from support.tiny_pair import Pair
 import pipedec
 from pipedec import LLM, PipeDecOptions
 from pipedec.cli.options import OPTION_NAMES, RequestFlags, request_options
-from pipedec.client.resident import named_options
 from pipedec.core import DEFAULT_METHOD, MethodOptions, Request, UserError
+from pipedec.llm import named_options
 from pipedec.methods import (
     MAX_ROWS,
     METHOD_NAMES,

@@ -36,7 +36,7 @@ NEW_SETTING = """    prefetch: Annotated[Annotated[int, Meta(ge=0, le=9)], Help(
 ENTRANCES = """
 import inspect, json, sys
 import click
-from pipedec.client.resident import Resident
+from pipedec.llm import Resident
 from pipedec.cli.main import program
 from pipedec.config import Settings, load_cluster
 from pipedec.cluster import torchrun

@@ -26,16 +26,12 @@ from pipedec.directories import reference_pair, shipped_name
 from pipedec.flags import Help, options_of
 from pipedec.scheduler import read_description
 from pipedec.server.app import create_app
-from pipedec.server.cluster_process import ClusterEnded, ClusterProcess
 from pipedec.server.defaults import sampling_defaults
-from pipedec.server.front import Front
+from pipedec.server.front import Front, ServerSettings
 from pipedec.server.listening import Address
-from pipedec.server.logs import LogFormat, log, written_log
+from pipedec.server.logs import LogFormat, RequestLog, log, written_log
 from pipedec.server.metrics import ServerMetrics
-from pipedec.server.observer import Observers
-from pipedec.server.request_log import RequestLog
-from pipedec.server.run import RunOptions, ServerProcess, add_metrics
-from pipedec.server.settings import ServerSettings
+from pipedec.server.run import ClusterEnded, ClusterProcess, RunOptions, ServerProcess
 
 _KEY_VARIABLE = "PIPEDEC_API_KEY"
 _EVERY = '["*"]'
@@ -158,10 +154,8 @@ def serve(settings: Settings, place: RunningFlags, http: HttpFlags) -> None:
             http.tokenizer, defaults, http.shutdown_timeout, http.timeout_keep_alive, http.ssl_keyfile, http.ssl_certfile
         )
         metrics = ServerMetrics(served.model_name)
-        observers = Observers([metrics, RequestLog(http.enable_log_requests, http.max_log_len)])
-        front = Front(served, observers, int(time.time()))
-        app = create_app(front)
-        add_metrics(app, metrics)
+        front = Front(served, [metrics, RequestLog(http.enable_log_requests, http.max_log_len)], int(time.time()))
+        app = create_app(front, metrics)
         backend = ClusterProcess(cluster.arguments()) if isinstance(cluster, Settings) else cluster
         process = ServerProcess(app, front, metrics, listener, backend, options, lambda: _announce(served, http, url))
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -32,12 +32,10 @@ class AsyncReply:
 
     Attributes:
         reply: the answer so far.
-        request: as it was submitted.
     """
 
     def __init__(self, scheduler: AsyncRedisScheduler, number: int, request: PromptRequest, arrivals: TokenArrivals) -> None:
-        self.reply = Reply(number, self._add, arrivals=arrivals)
-        self.request = request
+        self.reply = Reply(number, self._add, request, arrivals=arrivals)
         self._scheduler = scheduler
         self._news: Delta | None = None
         self._changed = asyncio.Event()
@@ -47,7 +45,6 @@ class AsyncReply:
 
     @property
     def number(self) -> int:
-        """The number of the request."""
         return self.reply.number
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
@@ -106,17 +103,18 @@ class AsyncClient:
         description: of the run.
         scheduler: the connection; counts its round trips.
         last_status: the latest report of the run, a second or two old; None before the first.
+        failure: why there are no more answers: a rank or Redis is lost, the run was stopped, or this client was closed.
     """
 
     def __init__(self, scheduler: AsyncRedisScheduler, description: RunDescription, check: Callable[[], None]) -> None:
         self.scheduler = scheduler
         self.description = description
         self.last_status: RunStatus | None = None
+        self.failure: PipedecError | None = None
         self._check = check
         self._open: dict[int, AsyncReply] = {}
         self._run = RunWatch()
         self._is_reading = False  # Redis is being read for all open answers
-        self._failure: PipedecError | None = None
         self._tasks: set[asyncio.Task[Any]] = set()  # short ones
         self._following = [asyncio.create_task(self._until_lost(work)) for work in (self._follow(), self._watch())]
 
@@ -140,11 +138,6 @@ class AsyncClient:
             raise no_such_run(run_id)
         return cls(scheduler, scheduler.description, check)
 
-    @property
-    def failure(self) -> PipedecError | None:
-        """Why there are no more answers: a rank or Redis is lost, the run was stopped, or this client was closed."""
-        return self._failure
-
     async def submit(self, request: PromptRequest) -> AsyncReply:
         """Submit a request. If the task that awaits this is cancelled, so is the request.
 
@@ -153,13 +146,18 @@ class AsyncClient:
             UserError: it takes no requests.
             RankLost, SchedulerLost: it died or stopped answering.
         """
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         submitting = self._begin(self._submit(request))
         try:
             return await asyncio.shield(submitting)
         except asyncio.CancelledError:
-            self._begin(self._forget(submitting))
+
+            async def forget() -> None:
+                with suppress(PipedecError):
+                    await (await submitting).cancel()
+
+            self._begin(forget())
             raise
 
     async def status(self) -> RunStatus:
@@ -174,11 +172,11 @@ class AsyncClient:
             RankLost, SchedulerLost: the run has ended, or stopped answering.
         """
         reading, position, renewed = LiveReading(self.scheduler.run_id), "", -STATS_SECONDS
-        while self._failure is None:
+        while self.failure is None:
             try:
                 if not position:
                     position = await self.scheduler.live_position()
-                    await self.watch_anew()
+                    await self.scheduler.watch(begins=True)
                 if time.monotonic() > renewed + STATS_SECONDS:
                     renewed = time.monotonic()
                     await self.scheduler.watch()
@@ -187,16 +185,12 @@ class AsyncClient:
                     position = shown.position
                     gap = reading.missed(shown)
                     if gap is not None:
-                        await self.watch_anew()
+                        await self.scheduler.watch(begins=True)
                     yield [*([] if gap is None else [gap]), *reading.take(shown)]
             except SchedulerLost as error:
                 await self._bear(error)
                 position = ""
-        raise self._failure
-
-    async def watch_anew(self) -> None:
-        """Ask rank 0 to send the live feed's state from the start. Raises SchedulerLost."""
-        await self.scheduler.watch(begins=True)
+        raise self.failure
 
     async def aclose(self) -> None:
         """Cancel open requests and delete everything in Redis that only this client needs. May be called twice."""
@@ -218,8 +212,8 @@ class AsyncClient:
         request = request.seeded()
         number = await self._queue(request)
         reply = self._open[number] = AsyncReply(self.scheduler, number, request, arrivals)
-        if self._failure is not None:
-            reply.end(self._failure)
+        if self.failure is not None:
+            reply.end(self.failure)
         elif self._is_reading:
             self._is_reading = False
             await self.scheduler.wake()
@@ -240,10 +234,6 @@ class AsyncClient:
                     raise
                 await self._bear(error)
 
-    async def _forget(self, submitting: asyncio.Task[AsyncReply]) -> None:
-        with suppress(PipedecError):
-            await (await submitting).cancel()
-
     async def _give_up(self, number: int) -> None:
         await self.scheduler.cancel(number)
         await self.scheduler.close_answer(number)
@@ -256,28 +246,29 @@ class AsyncClient:
 
     async def _follow(self) -> None:
         """Pass the events of all open answers to their readers."""
-        while self._failure is None:
+        while self.failure is None:
             self._is_reading = True
             positions = {number: reply.reply.position for number, reply in self._open.items()}
             try:
-                await self._read(positions)
+                for number, position, event in await self.scheduler.read_answers(positions, _READ_SECONDS):
+                    if (reply := self._open.get(number)) is not None:
+                        reply.reply.take(position, event)
             except SchedulerLost as error:
                 await self._bear(error)
             self._is_reading = False
-            self._take_ended()
-
-    async def _read(self, positions: Mapping[int, str]) -> None:
-        for number, position, event in await self.scheduler.read_answers(positions, _READ_SECONDS):
-            if (reply := self._open.get(number)) is not None:
-                reply.reply.take(position, event)
+            for number in [number for number, reply in self._open.items() if reply.reply.has_ended]:
+                self._open.pop(number).end()
+                self._begin(self._until_lost(self.scheduler.close_answer(number)))
 
     async def _watch(self) -> None:
         """Renew the owner's lease, and check whether the run still answers."""
-        renewed: float | None = time.monotonic()
-        while self._failure is None:
+        renewed: float | None = time.monotonic()  # None if Redis was away since the last renewal
+        while self.failure is None:
             await asyncio.sleep(_RENEW_SECONDS)
             try:
-                has_lapsed = await self._renew_owner(renewed)
+                had_lease = await self.scheduler.renew_owner()
+                is_late = renewed is not None and time.monotonic() > renewed + self.scheduler.lease_seconds
+                has_lapsed = renewed is not None and (is_late or not had_lease)
                 renewed = time.monotonic()
                 self._check()
                 await self._look(has_lapsed)
@@ -285,30 +276,26 @@ class AsyncClient:
                 renewed = None
                 await self._bear(error)
 
-    async def _renew_owner(self, renewed: float | None) -> bool:
-        """Whether the lease had lapsed; ``renewed`` is None if Redis was away since the last renewal."""
-        had_lease = await self.scheduler.renew_owner()
-        return renewed is not None and (not had_lease or time.monotonic() > renewed + self.scheduler.lease_seconds)
-
     async def _look(self, has_lapsed: bool) -> None:
         status = self.last_status = await self.scheduler.status()
         self._run.check(status)
         if has_lapsed and not self._run.is_forgotten(status):
-            self._take_lapsed()
-        replies = {reply.reply.number: reply.reply for reply in self._open.values()}
-        for reply in replies.values():
-            reply.run_recovers(is_away(status))
-        for lost in self._run.lost(status, replies.values()):
-            await self._submit_again(self._open.pop(lost.number))
+            suspended = "this process did not run for some seconds, and the cluster has cancelled its requests"
+            while self._open:
+                number, reply = self._open.popitem()
+                reply.end(SchedulerLost(suspended))
+                self._begin(self._until_lost(self._give_up(number)))
+        replies = [reply.reply for reply in self._open.values()]
+        for one in replies:
+            one.run_recovers(is_away(status))
+        for lost in self._run.lost(status, replies):
+            reply = self._open.pop(lost.number)
+            assert lost.request is not None
+            await self._give_up(lost.number)
+            lost.submitted_again(await self._queue(lost.request))
+            self._open[lost.number] = reply
+            await self.scheduler.wake()
         check_silence(status, [reply.reply for reply in self._open.values()], SILENCE_SECONDS)
-
-    async def _submit_again(self, reply: AsyncReply) -> None:
-        """Submit a request again that Redis has lost."""
-        await self._give_up(reply.number)
-        number = await self._queue(reply.request)
-        reply.reply.submitted_again(number)
-        self._open[number] = reply
-        await self.scheduler.wake()
 
     async def _bear(self, error: PipedecError) -> None:
         """Redis, or the run in it, is away: wait before the next attempt. Raises ``error`` if that has lasted for too long."""
@@ -318,21 +305,9 @@ class AsyncClient:
             reply.reply.run_recovers(True)
         await asyncio.sleep(_RETRY_SECONDS)
 
-    def _take_ended(self) -> None:
-        for number in [number for number, reply in self._open.items() if reply.reply.has_ended]:
-            self._open.pop(number).end()
-            self._begin(self._until_lost(self.scheduler.close_answer(number)))
-
-    def _take_lapsed(self) -> None:
-        """Handle a suspension of this process that was so long that the cluster has ended its requests."""
-        while self._open:
-            number, reply = self._open.popitem()
-            reply.end(SchedulerLost("this process did not run for some seconds, and the cluster has cancelled its requests"))
-            self._begin(self._until_lost(self._give_up(number)))
-
     def _lose(self, error: PipedecError) -> None:
         """End all answers: no more events arrive."""
-        self._failure = self._failure or error
+        self.failure = self.failure or error
         for reply in self._open.values():
             reply.end(error)
 

@@ -79,7 +79,12 @@ class ClusterPartner:
         self.name = Path(description.target).name
         self._client = client
         self._asked = asked
-        self._tokenizer = _tokenizer(directory)
+        try:
+            self._tokenizer = Tokenizer(directory)
+        except UserError as error:
+            raise UserError(f"{error}; give --tokenizer DIR if it is elsewhere") from None
+        if not self._tokenizer.has_chat_template:
+            raise UserError(f"{directory} has no chat template: use `pipedec generate` or `pipedec submit` with this model")
         self._context = context_length(directory, description.settings.limits.max_model_len)
 
     def answer(self, messages: Sequence[Message], on_text: Callable[[str], None]) -> ChatAnswer:
@@ -94,16 +99,6 @@ class ClusterPartner:
             str(completion.finish_reason), completion.prompt_tokens, len(completion.token_ids), metrics.ttft_seconds,
             metrics.e2e_seconds or 0.0, completion,
         )  # fmt: skip
-
-
-def _tokenizer(directory: Path) -> Tokenizer:
-    try:
-        found = Tokenizer(directory)
-    except UserError as error:
-        raise UserError(f"{error}; give --tokenizer DIR if it is elsewhere") from None
-    if not found.has_chat_template:
-        raise UserError(f"{directory} has no chat template: use `pipedec generate` or `pipedec submit` with this model")
-    return found
 
 
 class HttpPartner:
@@ -125,7 +120,14 @@ class HttpPartner:
         self._url = url.rstrip("/")
         self._http = httpx2.Client(headers=headers, timeout=_TIMEOUT)
         self._body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        self.name = model if model is not None else self._first_model()
+        if model is None:
+            with self._exchange("GET", "models") as response:
+                response.read()
+                models = _object(response.text).get("data") or []
+            if not models:
+                raise UserError(f"{self._url}/models lists no model: give --model NAME")
+            model = str(models[0]["id"])
+        self.name = model
 
     def answer(self, messages: Sequence[Message], on_text: Callable[[str], None]) -> ChatAnswer:
         began, first, finish = time.perf_counter(), None, "stop"
@@ -141,11 +143,7 @@ class HttpPartner:
 
     def _chunks(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """The objects of a stream. Raises UserError for an error in place of the stream or in it."""
-        with (
-            self._speaking(),
-            self._http.stream("POST", f"{self._url}/chat/completions", json=body) as response,
-        ):
-            self._check(response)
+        with self._exchange("POST", "chat/completions", json=body) as response:
             for line in response.iter_lines():
                 name, _, data = line.partition(":")
                 if name != "data" or data.strip() == "[DONE]":
@@ -155,26 +153,17 @@ class HttpPartner:
                     raise UserError(f"{self._url}: {_message(chunk)}")
                 yield chunk
 
-    def _first_model(self) -> str:
-        with self._speaking():
-            response = self._http.get(f"{self._url}/models")
-            self._check(response)
-        models = _object(response.text).get("data") or []
-        if not models:
-            raise UserError(f"{self._url}/models lists no model: give --model NAME")
-        return str(models[0]["id"])
-
     @contextmanager
-    def _speaking(self) -> Iterator[None]:
+    def _exchange(self, method: str, path: str, **body: Any) -> Iterator[httpx2.Response]:
+        """A response that is not read yet. Raises UserError for an error, and if the server cannot be reached."""
         try:
-            yield
+            with self._http.stream(method, f"{self._url}/{path}", **body) as response:
+                if response.status_code >= 400:
+                    response.read()
+                    raise UserError(f"{self._url} answers {response.status_code}: {_message(_object(response.text))}")
+                yield response
         except httpx2.HTTPError as error:
             raise UserError(f"{self._url} cannot be reached: {str(error) or type(error).__name__}") from None
-
-    def _check(self, response: httpx2.Response) -> None:
-        if response.status_code >= 400:
-            response.read()
-            raise UserError(f"{self._url} answers {response.status_code}: {_message(_object(response.text))}")
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -6,15 +6,15 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
-from pipedec.client.reply import Delta, OnDelta, Reply
+from pipedec.client.reply import Delta, OnDelta, Reply, TokenArrivals
 from pipedec.client.watch import LOOK_SECONDS, SILENCE_SECONDS, RunWatch, check_silence, is_away
 from pipedec.core import Completion, PipedecError, QueueFull, SchedulerBusy, SchedulerLost, UserError
 from pipedec.live.reading import READ_SECONDS, STATS_SECONDS, LiveReading
 from pipedec.live.view import Frame
 from pipedec.messages import AbortEvent, PromptRequest, ThreadNews
 from pipedec.scheduler import ClientScheduler
-from pipedec.scheduler.protocol import RunStatus
 
 _CHECK_SECONDS = 0.25  # between two calls of ``check`` while no event arrives
 _QUIET_LOOK_SECONDS = 0.5  # between two checks of the run while no event arrives
@@ -23,6 +23,9 @@ _RETRY_SECONDS = 0.1  # between two attempts to reach Redis
 OnText = Callable[[str], None]
 OnThreads = Callable[[list[ThreadNews]], None]
 OnPause = Callable[[bool], None]  # whether the answer is paused from now on
+
+
+def _ignore(news: object) -> None: ...
 
 
 class Client:
@@ -42,16 +45,11 @@ class Client:
         self._waits_seconds = LOOK_SECONDS if check is None else _CHECK_SECONDS
         self._silence_seconds = silence_seconds
         self._open: dict[int, Reply] = {}
-        self._asked: dict[int, PromptRequest] = {}
         self._watch = RunWatch()
         self._looked = 0.0
 
     def ask(
-        self,
-        request: PromptRequest,
-        on_text: OnText = lambda text: None,
-        on_threads: OnThreads = lambda news: None,
-        on_pause: OnPause = lambda is_paused: None,
+        self, request: PromptRequest, on_text: OnText = _ignore, on_threads: OnThreads = _ignore, on_pause: OnPause = _ignore
     ) -> Completion:
         """Submit a request and wait for its completion. If it resumes an answer, callbacks receive only the new part.
 
@@ -69,11 +67,7 @@ class Client:
         return self.follow(request, on_text, on_threads, on_pause).completed()
 
     def follow(
-        self,
-        request: PromptRequest,
-        on_text: OnText = lambda text: None,
-        on_threads: OnThreads = lambda news: None,
-        on_pause: OnPause = lambda is_paused: None,
+        self, request: PromptRequest, on_text: OnText = _ignore, on_threads: OnThreads = _ignore, on_pause: OnPause = _ignore
     ) -> Reply:
         """As ``ask``, but returns everything that was received; a refusal is the reply's ``error``."""
         with self.cancelling():
@@ -88,7 +82,7 @@ class Client:
         on_text: Callable[[int, str], None] = lambda index, text: None,
         on_end: Callable[[int], None] = lambda index: None,
     ) -> list[Reply]:
-        """Submit all requests at once and wait until every answer has ended, in any order.
+        """Submit all requests at once and wait until every answer has ended, in any order. Returns the replies in their order.
 
         A request that is refused or cancelled has an ``error``; the others continue. An exception in a callback cancels all.
 
@@ -96,17 +90,20 @@ class Client:
             on_text: receives the index of a request and the text of its answer in pieces.
             on_end: receives the index of a request whose answer has ended, or that was refused.
 
-        Returns:
-            the replies in the order of the requests.
-
         Raises:
             RankLost, SchedulerLost: the cluster died or stopped answering.
         """
         with self.cancelling():
-            replies = [self._submit_or_refuse(request, index, on_text) for index, request in enumerate(requests)]
-            indices = {id(reply): index for index, reply in enumerate(replies) if not reply.has_ended}
-            for index in set(range(len(requests))) - set(indices.values()):
-                on_end(index)
+            replies: list[Reply] = []
+            for index, request in enumerate(requests):
+                try:
+                    replies.append(self.submit(request, partial(on_text, index)))
+                except UserError as error:  # the queue is full
+                    replies.append(Reply(-1, error=error))
+            indices = {id(reply): index for index, reply in enumerate(replies)}
+            for index, reply in enumerate(replies):
+                if reply.has_ended:
+                    on_end(index)
             while self._open:
                 for reply in self.read():
                     on_end(indices[id(reply)])
@@ -136,28 +133,20 @@ class Client:
                 yield from reading.take(shown)
 
     def submit(
-        self,
-        request: PromptRequest,
-        on_text: OnText = lambda text: None,
-        on_threads: OnThreads = lambda news: None,
-        on_pause: OnPause = lambda is_paused: None,
+        self, request: PromptRequest, on_text: OnText = _ignore, on_threads: OnThreads = _ignore, on_pause: OnPause = _ignore
     ) -> Reply:
         """Submit a request; ``read`` then follows its answer. Raises UserError if the run takes no requests."""
-        arrivals = Reply(-1).arrivals  # the clock starts before the request is sent
+        arrivals = TokenArrivals()  # the clock starts before the request is sent
         request = request.seeded()
         number = self._submit(request)
-        reply = Reply(number, _calling(on_text, on_threads, on_pause), arrivals=arrivals)
-        self._open[number], self._asked[number] = reply, request
+        reply = self._open[number] = Reply(number, _calling(on_text, on_threads, on_pause), request, arrivals=arrivals)
         return reply
 
     def read(self, timeout_seconds: float | None = None) -> list[Reply]:
-        """Wait for events of any open answer and handle them.
+        """Wait for events of any open answer and handle them. Returns the replies that have ended.
 
         Args:
             timeout_seconds: wait at most this long; None to wait until the next check is due.
-
-        Returns:
-            the replies that have ended.
 
         Raises:
             RankLost, SchedulerLost: the cluster died or stopped answering.
@@ -179,7 +168,11 @@ class Client:
             self._check()
         if time.monotonic() > self._looked + (LOOK_SECONDS if events else _QUIET_LOOK_SECONDS):
             self._look()
-        return self._take_ended()
+        ended = [reply for reply in self._open.values() if reply.has_ended]
+        for reply in ended:
+            del self._open[reply.number]
+            self._scheduler.close_answer(reply.number)
+        return ended
 
     def cancel(self, reply: Reply) -> None:
         """End a request; its answer continues until the cluster has ended it."""
@@ -202,7 +195,6 @@ class Client:
             raise
         finally:
             self._open.clear()
-            self._asked.clear()
 
     def _submit(self, request: PromptRequest) -> int:
         """Submit the request and return its number; repeat the call if it may not have arrived."""
@@ -219,44 +211,25 @@ class Client:
                     raise
                 self._bear(error)
 
-    def _submit_or_refuse(self, request: PromptRequest, index: int, on_text: Callable[[int, str], None]) -> Reply:
-        try:
-            return self.submit(request, lambda text: on_text(index, text))
-        except UserError as error:  # the queue is full
-            return Reply(-1, error=error)
-
-    def _take_ended(self) -> list[Reply]:
-        ended = [reply for reply in self._open.values() if reply.has_ended]
-        for reply in ended:
-            del self._open[reply.number], self._asked[reply.number]
-            self._scheduler.close_answer(reply.number)
-        return ended
-
     def _look(self) -> None:
         """Raises RankLost if the cluster has failed or ended, or an answer has been silent for too long without waiting."""
         self._check()
         try:
-            self._take_status(self._scheduler.status())
+            status = self._scheduler.status()
+            self._watch.check(status)
+            for reply in self._open.values():
+                reply.run_recovers(is_away(status))
+            for reply in self._watch.lost(status, list(self._open.values())):
+                assert reply.request is not None
+                del self._open[reply.number]
+                self._scheduler.cancel(reply.number)
+                self._scheduler.close_answer(reply.number)
+                reply.submitted_again(self._submit(reply.request))
+                self._open[reply.number] = reply
+            check_silence(status, self._open.values(), self._silence_seconds)
         except SchedulerLost as error:
             self._bear(error)
         self._looked = time.monotonic()
-
-    def _take_status(self, status: RunStatus) -> None:
-        self._watch.check(status)
-        for reply in self._open.values():
-            reply.run_recovers(is_away(status))
-        for reply in self._watch.lost(status, list(self._open.values())):
-            self._submit_again(reply)
-        check_silence(status, self._open.values(), self._silence_seconds)
-
-    def _submit_again(self, reply: Reply) -> None:
-        """Submit a request again that Redis has lost."""
-        del self._open[reply.number]
-        self._scheduler.cancel(reply.number)
-        self._scheduler.close_answer(reply.number)
-        request = self._asked.pop(reply.number)
-        reply.submitted_again(self._submit(request))
-        self._open[reply.number], self._asked[reply.number] = reply, request
 
     def _bear(self, error: PipedecError) -> None:
         """Redis, or the run in it, is away: wait before the next attempt. Raises ``error`` if that has lasted for too long."""

@@ -25,6 +25,7 @@ from pipedec.messages import (
     OverranEvent,
     PausedEvent,
     PromptLogprobsEvent,
+    PromptRequest,
     ResumedEvent,
     ThreadNews,
     TokensEvent,
@@ -53,15 +54,10 @@ class Delta:
     arrived: float = field(default_factory=time.perf_counter)
 
     def __add__(self, later: Delta) -> Delta:
-        """The two as one."""
         return Delta(
-            self.text + later.text,
-            self.token_ids + later.token_ids,
-            self.logprobs + later.logprobs,
-            self.threads + later.threads,
-            later.is_paused,
-            later.arrived,
-        )
+            self.text + later.text, self.token_ids + later.token_ids, self.logprobs + later.logprobs,
+            self.threads + later.threads, later.is_paused, later.arrived,
+        )  # fmt: skip
 
 
 OnDelta = Callable[[Delta], None]
@@ -107,6 +103,7 @@ class Reply:
 
     Attributes:
         number: of the request.
+        request: as it was submitted; None if it never was.
         on_delta: receives the delta of every event.
         completion: the answer; None until it is complete.
         error: why it was refused, or that it was cancelled before it began; else None.
@@ -119,6 +116,7 @@ class Reply:
 
     number: int
     on_delta: OnDelta = lambda delta: None
+    request: PromptRequest | None = None
     completion: Completion | None = None
     error: UserError | None = None
     trace: list[TraceEvent] = field(default_factory=list)

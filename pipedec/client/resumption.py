@@ -29,20 +29,14 @@ class Resumption:
 
     @classmethod
     def of(cls, answer: Completion | Sequence[int]) -> Resumption:
-        """Build from a completion or from token ids."""
         if not isinstance(answer, Completion):
             return cls(tuple(answer))
         return cls(tuple(answer.token_ids), answer.seed, None if answer.logprobs is None else tuple(answer.logprobs))
 
     @classmethod
     def from_json(cls, text: str, source: str) -> Resumption:
-        """Build from a completion as ``--json`` prints it, or from an object with only its ``token_ids`` and ``seed``.
-
-        Args:
-            source: the beginning of error messages.
-
-        Raises:
-            UserError: it is neither.
+        """Build from a completion as ``--json`` prints it, or from an object with only its ``token_ids`` and ``seed``. Raises
+        UserError, which begins with ``source``, if it is neither.
         """
         try:
             document = json.loads(text)
@@ -59,9 +53,8 @@ class Resumption:
         return replace(request, resume=self.token_ids, sampling=replace(request.sampling, seed=seed))
 
     def complete(self, completion: Completion) -> None:
-        """Put the log-probabilities of the earlier tokens into the completion of a request that asked for some.
-
-        Unknown ones stay empty.
+        """Add the log-probabilities of the earlier tokens to the completion of a request that asked for some; unknown ones are
+        empty.
         """
         known = (self.logprobs or ())[: len(completion.token_ids)]
         found = completion.logprobs or [{} for _ in completion.token_ids]

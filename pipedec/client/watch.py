@@ -22,9 +22,7 @@ class RunWatch:
     def __init__(self) -> None:
         self._recovers = False
         self._gone_since: float | None = None
-        self._restored: int | None = (
-            None  # the last epoch that has begun because Redis had lost the run; None before the first look
-        )
+        self._restored: int | None = None  # the last epoch that began because Redis had lost the run; None before the first look
         self._unreachable_since: float | None = None
 
     def check(self, status: RunStatus) -> None:

@@ -35,17 +35,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipedec.core import DEFAULT_METHOD, Step, Verdict
+from pipedec.engine import loop
 from pipedec.engine.loop import (
-    Advanced,
-    Drained,
-    Interrupted,
-    Record,
-    RequestClosed,
-    RequestEnded,
-    RequestOpened,
     RequestPool,
-    Timestep,
-    Waits,
 )
 from pipedec.live.view import VERSION, Frame
 from pipedec.threads import Sequence as ThreadSequence
@@ -116,61 +108,61 @@ class LiveFeed:
             self._frames.append(self._run_frame())
             self._complete()
 
-    def note(self, record: Record) -> None:
+    def note(self, record: loop.Record) -> None:
         match record:
-            case Timestep():
+            case loop.Timestep():
                 self._begin(record)
-            case RequestOpened():
+            case loop.RequestOpened():
                 self._requests.setdefault(record.number, _WatchedRequest()).open(record)
                 self._frames.append(self._open_frame(record))
-            case Advanced():
+            case loop.Advanced():
                 self._advance(record.number, record.verdict)
-            case Waits():
+            case loop.Waits():
                 self._leave(record.number, "paused")
-            case Interrupted():
+            case loop.Interrupted():
                 self._leave(record.number, "interrupted")
-            case RequestEnded():
+            case loop.RequestEnded():
                 self._leave(record.number, record.reason, {"hits": record.hits, "misses": record.misses})
-            case RequestClosed():
+            case loop.RequestClosed():
                 self._requests.pop(record.number, None)
-            case Drained():
+            case loop.Drained():
                 self._complete()
 
-    def _begin(self, timestep: Timestep) -> None:
+    def _begin(self, timestep: loop.Timestep) -> None:
         """Begin a timestep whose rows have entered; its verdicts follow."""
-        steps = [(update.number, update.step) for update in timestep.entered.updates if update.step is not None]
-        entered = [self._entered(number, step) for number, step in steps]
+        entered: list[Frame] = []
+        for update in timestep.entered.updates:
+            if update.step is not None:
+                request = self._requests[update.number]
+                chunk = update.step.num_rows if request.is_prefilling else 0
+                rows = [] if request.is_prefilling else request.enter(update.step)
+                described = [self._described(row, request.has_threads) for row in rows]
+                entered.append({"r": update.number, "chunk": chunk, "rows": described})
         self._complete()
         self._timestep += 1
         seconds = None if timestep.timing is None else round(1000 * timestep.timing.seconds, 3)
         self._present = self._frame("step", ms=seconds) | {"in": entered, "out": []}
 
-    def _entered(self, number: int, step: Step) -> Frame:
-        one = self._requests[number]
-        if one.is_prefilling:
-            return {"r": number, "chunk": step.num_rows, "rows": []}
-        return {"r": number, "chunk": 0, "rows": [self._described(row, one) for row in one.enter(step)]}
-
-    def _described(self, row: _EnteredRow, one: _WatchedRequest) -> list[Any]:
+    def _described(self, row: _EnteredRow, has_threads: bool) -> list[Any]:
         chance = None if row.chance is None else round(row.chance, 4)
         described = [row.id, row.parent, row.token, self._token_text(row.token), chance]
-        return [*described, row.thread] if one.has_threads else described
+        return [*described, row.thread] if has_threads else described
 
     def _advance(self, number: int, verdict: Verdict) -> None:
-        one = self._requests[number]
-        one.is_prefilling = False
+        request = self._requests[number]
+        request.is_prefilling = False
         if not verdict.tokens:
             return
         assert self._present is not None
-        rows, pruned, is_hit = one.accept(verdict)
+        rows, pruned, is_hit = request.accept(verdict)
         text = self._said(number)
-        news, one.num_said = text[one.num_said :], len(text)
-        one.latest = {
+        news, request.num_said = text[request.num_said :], len(text)
+        request.latest = {
             "r": number,
             "tokens": [[token, self._token_text(token), row] for token, row in zip(verdict.tokens, rows, strict=True)],
             "text": news, "hit": is_hit, "late": 0, "pruned": pruned, "end": verdict.finished,
         }  # fmt: skip
-        self._present["out"].append(one.latest)
+        self._present["out"].append(request.latest)
 
     def _leave(self, number: int, reason: str, metrics: Mapping[str, Any] | None = None) -> None:
         """Report that a request has ended, or waits."""
@@ -191,7 +183,7 @@ class LiveFeed:
     def _run_frame(self) -> Frame:
         return {"k": "run", "v": VERSION, **self._about, "us": self._now_us()}
 
-    def _open_frame(self, opened: RequestOpened) -> Frame:
+    def _open_frame(self, opened: loop.RequestOpened) -> Frame:
         request, opening, said = opened.request, opened.opening, self._said(opened.number)
         self._requests[opened.number].num_said = len(said)
         prompt = self._text(request.prompt_token_ids[:_PROMPT])[:_PROMPT]
@@ -221,22 +213,21 @@ class _WatchedRequest:
     def __init__(self) -> None:
         self.has_lane = False
         self.is_prefilling = True
+        self.has_threads = False
         self.latest: Frame | None = None
         self.num_said = 0
+        self._is_default = False  # decoded by the default method
         self._num_rows = 0  # that are in frames
         self._trees: dict[int, _Tree] | None = None  # by thread; None while the rows in flight are not known
         self._sequence: ThreadSequence | None = None  # of the threads of ``_trees``
 
-    def open(self, opened: RequestOpened, is_seen: bool = True) -> None:
+    def open(self, opened: loop.RequestOpened, is_seen: bool = True) -> None:
         """Note a new lane; ``is_seen`` if none of its rows have entered before."""
         self.has_lane, self.is_prefilling = True, opened.is_prefilling
-        self._opened = opened
+        self.has_threads = opened.request.threads is not None
+        self._is_default = opened.request.method == DEFAULT_METHOD
         self._trees = {} if is_seen else None
         self._sequence = opened.new_sequence() if is_seen and self.has_threads else None
-
-    @property
-    def has_threads(self) -> bool:
-        return self._opened.request.threads is not None
 
     def enter(self, step: Step) -> list[_EnteredRow]:
         """Rows enter the first stage."""
@@ -252,43 +243,34 @@ class _WatchedRequest:
             if self._trees is not None:
                 self._trees.setdefault(thread, _Tree()).enter(row, parent, log_prob)
             entered.append(row)
-        self._note_late(entered)
-        return entered
-
-    def _note_late(self, entered: Sequence[_EnteredRow]) -> None:
-        """Mark an accepted token that enters with guesses below it: it was proposed, but had not entered in time."""
         latest, self.latest = self.latest, None
-        is_default = self._opened.request.method == DEFAULT_METHOD
-        if latest is not None and not latest["hit"] and is_default and entered[0].parent < 0:
+        if latest is not None and not latest["hit"] and self._is_default and entered[0].parent < 0:
+            # guesses enter below an accepted token: it was proposed, but had not entered in time
             latest["late"] = int(any(row.chance is not None and row.chance < 1 for row in entered[1:]))
+        return entered
 
     def accept(self, verdict: Verdict) -> tuple[list[int | None], list[int], bool]:
         """Follow a verdict. Returns for each token the id of the row that carried it, the ids of the rows that are void now, and
         whether the last token was in flight; True while that is unknown.
         """
+        count = len(verdict.tokens)
         if self._trees is None:
-            return [None] * len(verdict.tokens), [], True
-        carried, pruned = self._follow(verdict, self._trees)
-        carried += [None] * (len(verdict.tokens) - len(carried))
-        del carried[len(verdict.tokens) :]
-        return carried, pruned, carried[-1] is not None
-
-    def _follow(self, verdict: Verdict, trees: dict[int, _Tree]) -> tuple[list[int | None], list[int]]:
-        """The ids of the rows that carried tokens, and of those that are void now."""
+            return [None] * count, [], True
         changes = ThreadChanges(accepted={part.thread: part.tokens for part in verdict.accepted})
         if self._sequence is not None:
             changes = apply_verdict(self._sequence, verdict)
         carried, pruned = list[int | None](), list[int]()
         for thread, tokens in changes.accepted.items():
-            rows, voided = trees.setdefault(thread, _Tree()).advance(tokens)
+            rows, voided = self._trees.setdefault(thread, _Tree()).advance(tokens)
             carried += rows
             pruned += voided
         for thread, remaining in changes.remaining.items():
-            if remaining is not Remaining.SUBTREE and (tree := trees.get(thread)) is not None:
+            if remaining is not Remaining.SUBTREE and (tree := self._trees.get(thread)) is not None:
                 pruned += tree.keep(1 if remaining is Remaining.ROOT else 0)
         if verdict.finished is not None:
-            pruned += [id for tree in trees.values() for id in tree.keep(0) if id not in carried[-1:]]
-        return carried, pruned
+            pruned += [id for tree in self._trees.values() for id in tree.keep(0) if id not in carried[-1:]]
+        carried = [*carried, *[None] * count][:count]
+        return carried, pruned, carried[-1] is not None
 
 
 @dataclass(slots=True)
@@ -326,8 +308,8 @@ class _Tree:
         self.rows.append(row)
 
     def advance(self, tokens: Sequence[int]) -> tuple[list[int | None], list[int]]:
-        """Follow accepted tokens: the last one's row becomes the root. Returns the ids of the rows that carried them, None for
-        those that no row did, and of the rows that are void now.
+        """Follow accepted tokens: the last one's row becomes the root, which is certain. Returns the ids of the rows that carried
+        them, None for those that no row did, and of the rows that are void now.
         """
         place = self.rows[0] if self.rows else None
         carried: list[int | None] = []
@@ -335,7 +317,7 @@ class _Tree:
         for token in tokens:
             if place is not None:
                 path.add(place.id)
-                place = self._child(place, token)
+                place = next((row for row in self.rows if row.parent == place.id and row.token == token), None)
             carried.append(None if place is None else place.id)
         kept = set() if place is None else {place.id}
         subtree = []
@@ -345,20 +327,13 @@ class _Tree:
                 subtree.append(row)
         pruned = [row.id for row in self.rows if row.id not in kept and row.id not in path]
         self.rows = subtree
-        if self.rows:
-            self._make_root(self.rows[0])
+        if place is not None:
+            place.parent, certain = -1, place.chance
+            for row in subtree:
+                row.chance = None if row.chance is None or not certain else min(row.chance / certain, 1.0)
         return carried, pruned
 
     def keep(self, count: int) -> list[int]:
         """Keep the first ``count`` rows. Returns the ids of the others."""
         dropped, self.rows = self.rows[count:], self.rows[:count]
         return [row.id for row in dropped]
-
-    def _child(self, parent: _EnteredRow, token: int) -> _EnteredRow | None:
-        return next((row for row in self.rows if row.parent == parent.id and row.token == token), None)
-
-    def _make_root(self, root: _EnteredRow) -> None:
-        """It was accepted, so that it is certain now."""
-        root.parent, certain = -1, root.chance
-        for row in self.rows:
-            row.chance = None if row.chance is None or not certain else min(row.chance / certain, 1.0)

@@ -31,7 +31,6 @@ class GoingOn:
         self._open: dict[int, Frame] = {}
 
     def clear(self) -> None:
-        """Reading has ended."""
         self._run = None
         self._open.clear()
 
@@ -40,7 +39,6 @@ class GoingOn:
         return [] if self._run is None else [self._run, *self._open.values()]
 
     def note(self, frames: Sequence[Frame]) -> None:
-        """These frames have come."""
         for frame in frames:
             match frame["k"]:
                 case "run":
@@ -53,21 +51,14 @@ class GoingOn:
                 case "close":
                     self._open.pop(frame["r"], None)
                 case "step":
-                    self._add_text(frame["out"])
-
-    def _add_text(self, verdicts: Sequence[Frame]) -> None:
-        for verdict in verdicts:
-            opened = self._open.get(verdict["r"])
-            if opened is not None and verdict["text"]:
-                self._open[verdict["r"]] = {**opened, "said": opened["said"] + verdict["text"]}
+                    for verdict in frame["out"]:
+                        opened = self._open.get(verdict["r"])
+                        if opened is not None and verdict["text"]:
+                            self._open[verdict["r"]] = {**opened, "said": opened["said"] + verdict["text"]}
 
 
 class Viewer:
-    """One reader of the feed, and the batches that wait for it.
-
-    Args:
-        going_on: the frames that it gets first, and again when it has lost frames.
-    """
+    """One reader of the feed, and the batches that wait for it. It gets ``going_on`` first, and again when it has lost frames."""
 
     def __init__(self, going_on: GoingOn) -> None:
         self._going_on = going_on
@@ -100,14 +91,7 @@ class Viewer:
 
 
 class Hub:
-    """Reads the feed of a run for as long as there are viewers.
-
-    Args:
-        is_ending: whether the server ends.
-
-    Attributes:
-        going_on: for the next viewer.
-    """
+    """Reads the feed of a run for as long as there are viewers; ``is_ending``: whether the server ends."""
 
     def __init__(self, is_ending: Callable[[], bool]) -> None:
         self._is_ending = is_ending
@@ -116,11 +100,7 @@ class Hub:
         self._reading: asyncio.Task[None] | None = None
 
     async def events(self, feed: Feed, viewer: Viewer) -> AsyncIterator[bytes]:
-        """The feed for one viewer, as server-sent events, until the server or the run ends.
-
-        Args:
-            feed: opens that of the run, if nothing reads it yet.
-        """
+        """Server-sent events for one viewer, until the server or the run ends. Opens ``feed`` if nothing reads it yet."""
         self._viewers.add(viewer)
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read(feed))

@@ -86,7 +86,9 @@ def _figures(shown: ShownRun) -> list[str]:
         figures.append(f"{shown.ranks[0]} of {shown.ranks[1]} ranks alive")
     if stats is None:
         return figures if shown.state == "recording" else [*figures, "waiting for its figures"]
-    figures += [f"{stats.running} running", f"{stats.waiting} waiting", f"KV {_bar(stats.kv)} {stats.kv:.0%}"]
+    filled = round(8 * min(1.0, max(0.0, stats.kv)))
+    bar = "█" * filled + "░" * (8 - filled)
+    figures += [f"{stats.running} running", f"{stats.waiting} waiting", f"KV {bar} {stats.kv:.0%}"]
     figures.append(f"{stats.tokens_per_s:.1f} tokens/s")
     figures += [
         f"{name} {value:.0f} ms" for name, value in (("TTFT", stats.ttft_ms), ("TPOT", stats.tpot_ms)) if value is not None
@@ -123,11 +125,10 @@ def _incidents(shown: ShownRun, width: int) -> list[Text]:
 
 def _grid(shown: ShownRun, width: int, lines: int, halves: bool) -> list[Text]:
     """Stages × timesteps, the newest at the right, and a line of verdicts; at most ``lines`` of them."""
-    run, shared = shown.run, 1
+    run = shown.run
     if not run.groups or lines < 2:
         return []
-    if run.groups > lines - 1 and halves:
-        shared = 2
+    shared = 2 if run.groups > lines - 1 and halves else 1  # stages in a line
     name = "stage" if run.about.get("stages") == run.groups else "group"
     label = len(f"{name} {run.groups}-{run.groups} " if shared == 2 else f"{name} {run.groups} ")
     timesteps = range(run.timestep - max(1, width - label) + 1, run.timestep + 1)
@@ -146,9 +147,8 @@ def _line(name: str, label: int, cells: Iterable[tuple[str, str]]) -> Text:
 
 
 def _part(shown: ShownRun, timestep: int, group: int) -> tuple[str, str]:
-    """How a stage group looks at a timestep: its letter and its colour.
-
-    Of several requests it is the chosen one, or else one after the other, the same in all stages.
+    """The letter and the colour of a stage group at a timestep. Of several requests it is the chosen one, or else one after the
+    other, the same in all stages.
     """
     shares = shown.run.cell(timestep, group)
     if not shares:
@@ -189,19 +189,15 @@ def _requests(shown: ShownRun, width: int, lines: int) -> list[Text]:
     others.sort(key=lambda other: (other.reason is not None, other.number if other.reason is None else -other.number))
     answer = min(_ANSWER_LINES, max(1, lines - 1 - len(others)))
     drawn = [_cropped(_described(full), width, f"bold {_colour(full.number)}"), *_answer(full, width, answer)]
-    return [*drawn, *(_one_line(other, width) for other in others[: max(0, lines - len(drawn))])]
+    for other in others[: max(0, lines - len(drawn))]:
+        head = f"  {other.number}  " + ("" if other.reason is None else f"{other.reason}  ")
+        drawn.append(Text().append(head, _style(other)).append_text(_tail(other, width - cell_len(head))))
+    return drawn
 
 
 def _described(request: RequestView) -> str:
     hits = f"hits {request.hits / request.judged:.0%}" if request.judged else ""
-    parts = [
-        f"▸ {request.number}",
-        request.method,
-        f"{request.tokens} tokens",
-        hits,
-        request.reason or "",
-        printable(request.prompt),
-    ]
+    parts = [f"▸ {request.number}", request.method, f"{request.tokens} tokens", hits, request.reason, printable(request.prompt)]
     return "  ".join(part for part in parts if part)
 
 
@@ -214,33 +210,23 @@ def _answer(request: RequestView, width: int, lines: int) -> list[Text]:
     return [*_wrapped(said.append_text(ahead), width)][-lines:]
 
 
-def _one_line(request: RequestView, width: int) -> Text:
-    head = f"  {request.number}  " + ("" if request.reason is None else f"{request.reason}  ")
-    return Text().append(head, _style(request)).append_text(_tail(request, width - cell_len(head)))
-
-
 def _tail(request: RequestView, width: int) -> Text:
     """The last ``width`` columns of an answer; tokens that were in flight before they were accepted have its colour."""
     kept: list[tuple[str, str]] = []
     for span in reversed(request.spans):
         text = printable(span.text)
-        end = _last_cells(text, width)
-        kept.append((end, _style(request) if span.was_in_flight else ""))
-        width -= cell_len(end)
-        if len(end) < len(text):
+        start = len(text)
+        while start > 0 and (cells := cell_len(text[start - 1])) <= width:
+            start -= 1
+            width -= cells
+        kept.append((text[start:], _style(request) if span.was_in_flight else ""))
+        if start > 0:
             break
     return Text.assemble(*reversed(kept))
 
 
 def _style(request: RequestView) -> str:
     return "dim" if request.reason is not None else _colour(request.number)
-
-
-def _last_cells(text: str, width: int) -> str:
-    start, room = len(text), width
-    while start > 0 and (room := room - cell_len(text[start - 1])) >= 0:
-        start -= 1
-    return text[start:]
 
 
 def _wrapped(text: Text, width: int) -> Iterable[Text]:
@@ -271,11 +257,6 @@ def _cropped(text: str, width: int, style: str = "") -> Text:
     line = Text(printable(text), style, no_wrap=True)
     line.truncate(width, overflow="ellipsis")
     return line
-
-
-def _bar(share: float) -> str:
-    filled = round(8 * min(1.0, max(0.0, share)))
-    return "█" * filled + "░" * (8 - filled)
 
 
 def _colour(number: int) -> str:

@@ -10,11 +10,11 @@ import json
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipedec.core import UserError
-from pipedec.live.view import Frame, LiveView, RunView, ShownRun
+from pipedec.live.view import Frame, RunView, ShownRun
 from pipedec.scheduler import FrameBatch, RunStatus
 
 STATS_SECONDS = 1.0  # between two frames of figures, and two renewals of the watcher's lease
@@ -43,26 +43,24 @@ class LiveReading:
         return None if shown.number == expected else {"k": "gap", "run": self._run, "dropped": shown.number - expected}
 
     def take(self, shown: FrameBatch) -> list[Frame]:
-        """The frames of a batch."""
         frames: list[Frame] = json.loads(shown.frames)
         self.note(frames)
         return frames
 
     def note(self, frames: Sequence[Frame]) -> None:
-        """Use new frames for the figures."""
         for frame in frames:
             self._last = self._last or (frame["us"], 0)
             if frame["k"] == "open":
                 self._opened[frame["r"]] = frame["us"]
-            elif frame["k"] == "step":
-                self._count(frame)
             elif frame["k"] == "close":
                 self._opened.pop(frame["r"], None)
                 self._first.pop(frame["r"], None)
+            elif frame["k"] == "step":
+                self._count(frame["out"], frame["us"])
 
-    def _count(self, step: Frame) -> None:
-        for verdict in step["out"]:
-            number, now, tokens = verdict["r"], step["us"], verdict["tokens"]
+    def _count(self, verdicts: Sequence[Frame], now: int) -> None:
+        for verdict in verdicts:
+            number, tokens = verdict["r"], verdict["tokens"]
             self._tokens += len(tokens)
             if number not in self._first:
                 self._first[number] = now, 0
@@ -86,14 +84,11 @@ class LiveReading:
             "tokens_per_s": round(rate, 1), "ttft_ms": self._ttft_ms, "tpot_ms": self._tpot_ms,
             "acceptance": [] if stats is None else [count / max(stats.drafts, 1) for count in stats.accepted_per_pos],
             "hit_rate": sum(self._hits) / len(self._hits) if self._hits else None, "epoch": status.epoch,
-            "recovering": status.is_recovering, "recoveries": _recoveries(status),
+            "recovering": status.is_recovering, "recoveries": [
+                {"epoch": one.epoch, "lost": list(one.lost), "reason": one.reason, "seconds": one.seconds}
+                for one in status.recoveries
+            ],
         }  # fmt: skip
-
-
-def _recoveries(status: RunStatus) -> Sequence[Frame]:
-    return [
-        {"epoch": one.epoch, "lost": list(one.lost), "reason": one.reason, "seconds": one.seconds} for one in status.recoveries
-    ]
 
 
 class RecordedFrames:
@@ -104,19 +99,26 @@ class RecordedFrames:
     """
 
     def __init__(self, path: Path, at_once: bool = False) -> None:
-        self._frames = sorted(_timed(read_recording(path)), key=lambda timed: timed[0])
-        self._view = LiveView()
+        frames = read_recording(path)
+        begins = min((frame["us"] for frame in frames if "us" in frame and frame["k"] != "run"), default=0)
+        now: dict[str, float] = {}  # seconds since the first step of all; a frame without a time comes with the one before it
+        timed = []
+        for frame in frames:
+            if "us" in frame and frame["k"] != "run":
+                now[frame["run"]] = (frame["us"] - begins) / 1e6
+            timed.append((now.get(frame["run"], 0.0), frame))
+        self._frames = sorted(timed, key=lambda timed: timed[0])
         self._played = 0
         self._began = -float("inf") if at_once else time.monotonic()
-        for name in dict.fromkeys(frame["run"] for _, frame in self._frames):
-            self._view.runs[name] = RunView(name)
-        self.runs = [ShownRun(run, "recording") for run in self._view.runs.values()]
+        self._views = {name: RunView(name) for name in dict.fromkeys(frame["run"] for _, frame in self._frames)}
+        self.runs = [ShownRun(run, "recording") for run in self._views.values()]
 
     def take(self) -> list[Frame]:
         """See ``Source``. Raises UserError for frames of another version."""
         now, first = time.monotonic() - self._began, self._played
         while self._played < len(self._frames) and self._frames[self._played][0] <= now:
-            self._view.take(self._frames[self._played][1])
+            frame = self._frames[self._played][1]
+            self._views[frame["run"]].take(frame)
             self._played += 1
         return [frame for _, frame in self._frames[first : self._played]]
 
@@ -126,8 +128,7 @@ class RecordedFrames:
     def has_ended(self) -> bool:
         return self._played == len(self._frames)
 
-    def close(self) -> None:
-        """It holds nothing."""
+    def close(self) -> None: ...
 
 
 def read_recording(path: Path) -> list[Frame]:
@@ -143,13 +144,3 @@ def read_recording(path: Path) -> list[Frame]:
     if not frames or not all(isinstance(frame, dict) and "k" in frame and "run" in frame for frame in frames):
         raise UserError(f"--recording {path} is no recording: save one on the page /live, or with pipedec top --json")
     return frames
-
-
-def _timed(frames: Sequence[Frame]) -> Iterator[tuple[float, Frame]]:
-    """Frames and when they come, in seconds since the first step of all; one without a time comes with the one before it."""
-    begins = min((frame["us"] for frame in frames if "us" in frame and frame["k"] != "run"), default=0)
-    now: dict[str, float] = {}
-    for frame in frames:
-        if "us" in frame and frame["k"] != "run":
-            now[frame["run"]] = (frame["us"] - begins) / 1e6
-        yield now.get(frame["run"], 0.0), frame

@@ -21,7 +21,6 @@ from pipedec.live.reading import LiveReading
 from pipedec.live.view import Frame
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RunStatus
-from pipedec.text.prompt import Prompter
 
 PROMPT = (
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did Natalia "
@@ -80,18 +79,13 @@ def _record_one(config: RecordingConfig, spec: PipelineSpec, about: Mapping[str,
         reading.note(new)
 
     def said(number: int) -> str:
-        """The answer, but for an unfinished character at its end."""
         return prompter.text(pipeline.answers[number].token_ids).rstrip("\ufffd")
 
     LiveFeed(about, prompter.text, said, keep, now_us).follow("recording", pipeline.pool, 0)
     last_us = 0
-    for _ in pipeline.run(_request(config, prompter, method)):
+    token_ids = prompter.token_ids(config.prompt, False, config.max_tokens)
+    for _ in pipeline.run(Request(0, token_ids, SamplingParams(max_tokens=config.max_tokens), method)):
         if now_us() >= last_us + _STATS_US:
             last_us = now_us()
             frames.append(figures(running=1))
     return [*frames, figures(running=0)]
-
-
-def _request(config: RecordingConfig, prompter: Prompter, method: str) -> Request:
-    token_ids = prompter.token_ids(config.prompt, False, config.max_tokens)
-    return Request(0, token_ids, SamplingParams(max_tokens=config.max_tokens), method)

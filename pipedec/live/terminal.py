@@ -15,7 +15,6 @@ import tty
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from itertools import cycle, islice
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -32,11 +31,7 @@ _ARROWS = {"A": "up", "B": "down", "C": "right", "D": "left"}  # by the last let
 
 
 class Source(Protocol):
-    """Where frames come from.
-
-    Attributes:
-        runs: what there is to draw of them.
-    """
+    """Where frames come from; ``runs`` is what there is to draw of them."""
 
     runs: list[ShownRun]
 
@@ -68,21 +63,14 @@ class Screen:
         with _keys() as pressed, Live(console=self._console, screen=True, auto_refresh=False) as live:
             while True:
                 raise_missed()
-                if self._take():
+                has_news = any([source.take() for source in self._sources]) and self._stopped is None
+                if has_news or time.monotonic() >= self._drawn + _LOOK_SECONDS:
+                    self._drawn = time.monotonic()
                     live.update(self._picture(), refresh=True)
                 for key in pressed(REDRAW_SECONDS):
                     if key == "q":
                         return
                     self._press(key)
-
-    def _take(self) -> bool:
-        """Take what has come, also while the picture is stopped; whether it is time to draw."""
-        has_news = any([source.take() for source in self._sources]) and self._stopped is None
-        now = time.monotonic()
-        if not has_news and now < self._drawn + _LOOK_SECONDS:
-            return False
-        self._drawn = now
-        return True
 
     def _picture(self) -> Group:
         width, height = self._console.size
@@ -102,15 +90,10 @@ class Screen:
         elif key in ("left", "right"):
             self._chosen = (self._chosen + (1 if key == "right" else -1)) % len(self._shown())
         elif key in ("up", "down"):
-            _choose_next(self._shown()[self._chosen], key == "up")
-
-
-def _choose_next(shown: ShownRun, backwards: bool) -> None:
-    """Show another request of the run in full."""
-    present = shown.request()
-    if present is not None:
-        numbers = list(shown.run.requests)[:: -1 if backwards else 1]
-        shown.chosen = next(islice(cycle(numbers), numbers.index(present.number) + 1, None))
+            shown = self._shown()[self._chosen]
+            if (present := shown.request()) is not None:
+                numbers = list(shown.run.requests)[:: -1 if key == "up" else 1]
+                shown.chosen = numbers[(numbers.index(present.number) + 1) % len(numbers)]
 
 
 def shows_colour(console: Console) -> bool:
@@ -121,7 +104,12 @@ def shows_colour(console: Console) -> bool:
 def _keys() -> Iterator[Callable[[float], list[str]]]:
     """Yields a function that waits for keys, for so many seconds at most. The terminal is as it was afterwards."""
     if not sys.stdin.isatty():
-        yield _no_keys
+
+        def wait(seconds: float) -> list[str]:
+            time.sleep(seconds)
+            return []
+
+        yield wait
         return
     descriptor = sys.stdin.fileno()
     usual = termios.tcgetattr(descriptor)
@@ -130,11 +118,6 @@ def _keys() -> Iterator[Callable[[float], list[str]]]:
         yield lambda seconds: _pressed(descriptor, seconds)
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, usual)
-
-
-def _no_keys(seconds: float) -> list[str]:
-    time.sleep(seconds)
-    return []
 
 
 def _pressed(descriptor: int, seconds: float) -> list[str]:

@@ -5,7 +5,7 @@ Knows the frames (docs/live.md), but neither their source nor how they are drawn
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -139,7 +139,6 @@ class LiveStats:
     Attributes:
         kv: share of the KV memory in use, 0 to 1.
         acceptance: rate at which tokens are accepted, by their position below the root, from 1.
-        recoveries: the latest ones.
     """
 
     running: int = 0
@@ -156,10 +155,9 @@ class LiveStats:
     @classmethod
     def of(cls, frame: Frame) -> LiveStats:
         """Build from a frame; fields that it lacks keep their defaults."""
-        names = {known.name for known in fields(cls)}
-        given: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in frame.items() if name in names
-        }
+        given: dict[str, Any] = {known.name: frame[known.name] for known in fields(cls) if known.name in frame}
+        for name in ("acceptance", "recoveries"):
+            given[name] = tuple(given.get(name, ()))
         return cls(**given)
 
 
@@ -210,16 +208,15 @@ class RunView:
         return shares
 
     def take(self, frame: Frame) -> None:
-        """Take the next frame of this source. Frames of an unknown kind are ignored."""
+        """Take the next frame; those of an unknown kind are ignored."""
         taken = getattr(self, f"_take_{frame.get('k')}", None)
         if taken is not None:
             taken(frame)
 
     def _take_run(self, frame: Frame) -> None:
         if frame.get("v") != VERSION:
-            raise UserError(
-                f"run {self.name}: frames of version {frame.get('v')}, but this pipedec reads {VERSION}: install another"
-            )
+            version = f"frames of version {frame.get('v')}"
+            raise UserError(f"run {self.name}: {version}, but this pipedec reads {VERSION}: install another")
         self.about = frame
         self._forget_rows()
 
@@ -241,8 +238,11 @@ class RunView:
             self._enter(column, entered)
         for verdict in frame.get("out", ()):
             self._judge(column, timestep, verdict)
-        while next(iter(self.columns)) <= timestep - _TIMESTEPS - self.groups:
-            self._forget(self.columns.pop(next(iter(self.columns))))
+        while (oldest := next(iter(self.columns))) <= timestep - _TIMESTEPS - self.groups:
+            for number, rows in self.columns.pop(oldest).rows.items():
+                if (request := self.requests.get(number)) is not None:
+                    for row in rows:
+                        request.rows.pop(row.id, None)
 
     def _enter(self, column: Column, entered: Frame) -> None:
         request = self._request(entered["r"])
@@ -259,11 +259,15 @@ class RunView:
     def _judge(self, column: Column, timestep: int, verdict: Frame) -> None:
         request, tokens = self._request(verdict["r"]), verdict.get("tokens", ())
         request.void(timestep, None if verdict.get("end") is not None else verdict.get("pruned", ()))
-        has_begun = bool(request.spans)
-        _add_tokens(request, verdict.get("text", ""), tokens)
+        text, has_begun = verdict.get("text", ""), bool(request.spans)
+        hits = sum(row is not None for _, _, row in tokens)
+        if "".join(piece for _, piece, _ in tokens) == text:  # each token is marked separately
+            for _, piece, row in tokens:
+                request.add(piece, row is not None)
+        else:
+            request.add(text, hits > 0)
         if not tokens:
             return
-        hits = sum(row is not None for _, _, row in tokens)
         is_known = hits > 0 or not verdict.get("hit")  # a new watcher does not know the rows in flight
         if is_known and has_begun:  # the first token of an answer is neither hit nor miss
             column.hits[request.number] = bool(verdict.get("hit"))
@@ -299,35 +303,6 @@ class RunView:
         for request in self.requests.values():
             request.rows.clear()
             request.root = None
-
-    def _forget(self, column: Column) -> None:
-        for number, rows in column.rows.items():
-            if (request := self.requests.get(number)) is not None:
-                for row in rows:
-                    request.rows.pop(row.id, None)
-
-
-def _add_tokens(request: RequestView, text: str, tokens: Sequence[Sequence[Any]]) -> None:
-    """Add a verdict's text to an answer, token by token if their texts make it up, so that each is marked separately."""
-    if "".join(token[1] for token in tokens) == text:
-        for _, piece, row in tokens:
-            request.add(piece, row is not None)
-    else:
-        request.add(text, any(row is not None for _, _, row in tokens))
-
-
-class LiveView:
-    """Any number of sources, by name, in the order of their first frames."""
-
-    def __init__(self) -> None:
-        self.runs: dict[str, RunView] = {}
-
-    def take(self, frame: Frame) -> None:
-        """Take the next frame of any source. Raises UserError for frames of another version."""
-        name = frame.get("run", "")
-        if name not in self.runs:
-            self.runs[name] = RunView(name)
-        self.runs[name].take(frame)
 
 
 @dataclass

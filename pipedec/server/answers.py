@@ -6,17 +6,17 @@ Knows no HTTP and no shape of a response.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pipedec.client.async_client import AsyncReply
 from pipedec.client.reply import Delta
 from pipedec.core import Completion, UserError
 from pipedec.messages import ThreadNews
-from pipedec.server.engine import AnswerStream
 from pipedec.server.front import Front
-from pipedec.server.logprobs import TokenLogprob
 from pipedec.server.observer import Generation
 
+TokenLogprob = tuple[int, Mapping[int, float] | None]  # token id, log-probabilities by token id with the chosen one first
 _REASONS = {"cancelled": "abort", "cache_full": "length", None: "abort"}
 _INCOMPLETE = "\ufffd"
 
@@ -41,7 +41,6 @@ class AnswerPart:
 
     @property
     def finish_reason(self) -> str | None:
-        """In OpenAI's words; ``abort`` for an answer that was cancelled."""
         return None if self.completion is None else finish_reason(self.completion)
 
 
@@ -51,6 +50,7 @@ def text_of(completion: Completion) -> str:
 
 
 def finish_reason(completion: Completion) -> str:
+    """In OpenAI's words; ``abort`` for an answer that was cancelled."""
     reason = completion.finish_reason
     return _REASONS.get(reason) or str(reason)
 
@@ -81,19 +81,15 @@ class _Reader:
         if not final and not delta.threads:
             return None
         self.num_characters += len(final)
-        return AnswerPart(self.index, final, self._tokens(), delta.threads, self.generation.output_tokens)
+        tokens: list[TokenLogprob] = list(zip(self.token_ids, self.logprobs, strict=False))
+        del self.token_ids[: len(tokens)], self.logprobs[: len(tokens)]
+        self.num_sent += len(tokens)
+        return AnswerPart(self.index, final, tokens, delta.threads, self.generation.output_tokens)
 
     def finish(self, completion: Completion) -> AnswerPart:
         rest = text_of(completion)[self.num_characters :]
         tokens = list(zip(completion.token_ids, completion.logprobs or (), strict=False))[self.num_sent :]
         return AnswerPart(self.index, rest, tokens, (), len(completion.token_ids), completion)
-
-    def _tokens(self) -> list[TokenLogprob]:
-        count = min(len(self.token_ids), len(self.logprobs))
-        tokens: list[TokenLogprob] = list(zip(self.token_ids[:count], self.logprobs[:count], strict=True))
-        del self.token_ids[:count], self.logprobs[:count]
-        self.num_sent += count
-        return tokens
 
 
 class Generations:
@@ -102,7 +98,7 @@ class Generations:
     def __init__(self, front: Front, generations: Sequence[Generation]) -> None:
         self.front = front
         self.generations = generations
-        self._answers: list[AnswerStream] = []
+        self._answers: list[AsyncReply] = []
         self._ended: set[int] = set()
 
     async def submit(self) -> None:
@@ -112,8 +108,9 @@ class Generations:
                 answer = await self.front.require().engine.submit(generation.request)
                 generation.number = answer.number
                 self._answers.append(answer)
-                self.front.opened(generation, answer)
-                self.front.observer.began(generation)
+                self.front.open[generation] = answer
+                for observer in self.front.observers:
+                    observer.began(generation)
         except BaseException:
             self.close()
             raise
@@ -153,7 +150,10 @@ class Generations:
         reader = _Reader(index, generation)
         try:
             async for delta in answer:
-                self._note(generation, delta)
+                if count := len(delta.token_ids):
+                    generation.output_tokens += count
+                    for observer in self.front.observers:
+                        observer.tokens(generation, count, delta.arrived)
                 part = reader.take(delta)
                 if part is not None:
                     yield part
@@ -164,7 +164,7 @@ class Generations:
         self._end(index, finish_reason(completion), completion)
         yield reader.finish(completion)
 
-    async def _completed(self, generation: Generation, answer: AnswerStream) -> Completion:
+    async def _completed(self, generation: Generation, answer: AsyncReply) -> Completion:
         try:
             return await answer.completed()
         except UserError:
@@ -172,14 +172,9 @@ class Generations:
                 raise
             return Completion(generation.request.method or "", 0, generation.prompt_tokens, finish_reason="cancelled")
 
-    def _note(self, generation: Generation, delta: Delta) -> None:
-        count = len(delta.token_ids)
-        if count:
-            generation.output_tokens += count
-            self.front.observer.tokens(generation, count, delta.arrived)
-
     def _end(self, index: int, reason: str, completion: Completion | None) -> None:
         if index not in self._ended:
             self._ended.add(index)
-            self.front.closed(self.generations[index])
-            self.front.observer.ended(self.generations[index], reason, completion)
+            self.front.open.pop(self.generations[index])
+            for observer in self.front.observers:
+                observer.ended(self.generations[index], reason, completion)

@@ -1,27 +1,39 @@
-"""The HTTP API as one ASGI application."""
+"""The HTTP API as one ASGI application: the routes that are about no answer, and what is around all routes."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Path
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 import pipedec
+from pipedec.client.watch import is_away
 from pipedec.core import PipedecError
-from pipedec.server.chat import chat_router
-from pipedec.server.completions import completions_router
-from pipedec.server.errors import on_engine_error, on_http_error, on_internal_error, on_invalid
+from pipedec.live.page import POLICY, Hub, Viewer, page
+from pipedec.server.completions import chat_router, completions_router
+from pipedec.server.errors import bad_request, on_error, on_internal_error
 from pipedec.server.front import Front
-from pipedec.server.health import health_router
-from pipedec.server.live import live_router
+from pipedec.server.metrics import ServerMetrics
 from pipedec.server.middleware import ApiKeys, BodyLimits, RequestNotes
-from pipedec.server.models import models_router
-from pipedec.server.tokens import tokens_router
-
-_TITLE = "pipedec: an OpenAI-compatible API"
+from pipedec.server.prompts import check_token_ids, rendered, tokenized
+from pipedec.server.protocol import (
+    BODY_ERRORS,
+    DetokenizeBody,
+    DetokenizeResponse,
+    HealthResponse,
+    ModelCard,
+    ModelList,
+    TokenizeBody,
+    TokenizeResponse,
+    VersionResponse,
+    error_responses,
+)
+from pipedec.server.responses import EventStream
+from pipedec.server.tools import shown
 
 
 class Api(FastAPI):
@@ -37,23 +49,18 @@ class Api(FastAPI):
         return document
 
 
-def create_app(front: Front) -> FastAPI:
-    """All routes and what is around them. ``front`` may change its state at any time."""
-    app = Api(title=_TITLE, version=pipedec.__version__, redoc_url=None)
+def create_app(front: Front, metrics: ServerMetrics | None = None) -> FastAPI:
+    """All routes and what is around them. ``front`` may change its state at any time. ``metrics`` are at ``/metrics``."""
+    app = Api(title="pipedec: an OpenAI-compatible API", version=pipedec.__version__, redoc_url=None)
     for make_router in (completions_router, chat_router, tokens_router, models_router, health_router, live_router):
         app.include_router(make_router(front))
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(RequestValidationError, on_invalid)
-    app.add_exception_handler(PipedecError, on_engine_error)
+    if metrics is not None:
+        app.add_api_route("/metrics", metrics.response, include_in_schema=False, response_model=None)
+    for kind in (HTTPException, RequestValidationError, PipedecError):
+        app.add_exception_handler(kind, on_error)
     app.add_exception_handler(Exception, on_internal_error)
-    _add_middleware(app, front)
-    return app
-
-
-def _add_middleware(app: FastAPI, front: Front) -> None:
-    """The last one is the outermost."""
     settings = front.settings
-    app.add_middleware(BodyLimits, settings=settings)
+    app.add_middleware(BodyLimits, settings=settings)  # the last one is the outermost
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
     if settings.allowed_origins:
@@ -65,4 +72,107 @@ def _add_middleware(app: FastAPI, front: Front) -> None:
             allow_credentials=settings.allow_credentials,
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(RequestNotes, observer=front.observer)
+    app.add_middleware(RequestNotes, observers=front.observers)
+    return app
+
+
+def tokens_router(front: Front) -> APIRouter:
+    """``/tokenize`` and ``/detokenize``, as vLLM has them."""
+    router = APIRouter(tags=["tokens"])
+
+    @router.post("/tokenize", response_model_exclude_unset=True, responses=BODY_ERRORS)
+    async def tokenize(body: TokenizeBody) -> TokenizeResponse:
+        """Token ids of a prompt, or of messages after the chat template."""
+        served = front.require()
+        front.settings.check_model(body.model)
+        if body.prompt is not None and body.messages is None:
+            [prompt] = await tokenized(body.prompt, served, 1, body.add_special_tokens is not False)
+        elif body.messages is not None and body.prompt is None:
+            begins_answer = body.add_generation_prompt is not False
+            tools = shown(body.tools) if body.tools else None
+            prompt = await rendered(body.messages, served, begins_answer, body.chat_template_kwargs or {}, tools)
+        else:
+            raise bad_request("give either prompt or messages", "prompt")
+        tokens = list(prompt.token_ids)
+        found: dict[str, Any] = {"count": len(tokens), "max_model_len": served.max_model_len, "tokens": tokens}
+        if body.return_token_strs:
+            found["token_strs"] = [served.tokenizer.token(token) for token in tokens]
+        return TokenizeResponse(**found)
+
+    @router.post("/detokenize", responses=BODY_ERRORS)
+    async def detokenize(body: DetokenizeBody) -> DetokenizeResponse:
+        """The text of token ids."""
+        served = front.require()
+        front.settings.check_model(body.model)
+        check_token_ids(body.tokens, served.tokenizer, "tokens")
+        return DetokenizeResponse(prompt=served.tokenizer.decode(body.tokens, skip_special_tokens=False))
+
+    return router
+
+
+def models_router(front: Front) -> APIRouter:
+    """``/v1/models`` and ``/version``: what is served, also while it is loading."""
+    router = APIRouter(tags=["models"])
+
+    def card(name: str) -> ModelCard:
+        served = front.served
+        root, context = (None, None) if served is None else (served.description.target, served.max_model_len)
+        return ModelCard(id=name, object="model", created=front.created, owned_by="pipedec", root=root, max_model_len=context)
+
+    @router.get("/v1/models", responses=error_responses(401))
+    async def list_models() -> ModelList:
+        """All names by which the model can be asked for."""
+        return ModelList(object="list", data=[card(name) for name in front.settings.served_model_names])
+
+    @router.get("/v1/models/{model:path}", responses=error_responses(400, 401, 404))
+    async def retrieve_model(model: Annotated[str, Path(description="A served name.")]) -> ModelCard:
+        """One of them."""
+        return card(front.settings.check_model(model))
+
+    @router.get("/version")
+    async def show_version() -> VersionResponse:
+        """The version of pipedec."""
+        return VersionResponse(version=pipedec.__version__)
+
+    return router
+
+
+def health_router(front: Front) -> APIRouter:
+    """``/health`` and ``/ready``, for load balancers: neither needs a key."""
+    router = APIRouter(tags=["health"])
+
+    def answer(is_ready: bool) -> HealthResponse:
+        status = front.require(is_ready).engine.last_status
+        if status is None:
+            return HealthResponse(status="ok")
+        return HealthResponse(status="recovering" if is_away(status) else "ok", epoch=status.epoch)
+
+    @router.get("/health", responses=error_responses(503))
+    async def check_health() -> HealthResponse:
+        """Whether the cluster lives: 503 while it is loading, and when it was lost for good."""
+        return answer(is_ready=False)
+
+    @router.get("/ready", responses=error_responses(503))
+    async def check_ready() -> HealthResponse:
+        """Whether requests are taken: as /health, and 503 while the server shuts down."""
+        return answer(is_ready=True)
+
+    return router
+
+
+def live_router(front: Front) -> APIRouter:
+    """The live page and the feed that it reads (docs/live.md)."""
+    router, hub = APIRouter(tags=["live"]), Hub(lambda: front.is_ending)
+
+    @router.get("/live", include_in_schema=False)
+    async def show_page() -> Response:
+        """The page, which needs no key; the feed that it reads does."""
+        return HTMLResponse(page(), headers={"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"})
+
+    @router.get("/live/feed", include_in_schema=False)  # it never ends, which OpenAPI cannot say
+    async def follow() -> EventStream:
+        """The live feed as server-sent events."""
+        engine, viewer = front.require().engine, Viewer(hub.going_on)
+        return EventStream(hub.events(engine.live, viewer), front.settings, lambda: hub.leave(viewer))
+
+    return router

@@ -1,4 +1,4 @@
-"""``/v1/completions``."""
+"""``/v1/completions`` and ``/v1/chat/completions``: from a body to answers, and from answers to choices."""
 
 from __future__ import annotations
 
@@ -10,27 +10,23 @@ from msgspec.structs import asdict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pipedec.core import Completion
-from pipedec.server.answers import AnswerPart, finish_reason, text_of
-from pipedec.server.asking import Asking, check_model
+from pipedec.core import MAX_LOGPROBS, Completion
+from pipedec.server.answers import AnswerPart, TokenLogprob, finish_reason, text_of
 from pipedec.server.errors import bad_request
 from pipedec.server.front import Front, ServedRun
-from pipedec.server.logprobs import LogprobWriter, TokenLogprob
-from pipedec.server.prompts import Prompt, tokenized
-from pipedec.server.protocol import BODY_ERRORS, STREAMED, CompletionBody, CompletionResponse
-from pipedec.server.responses import ChoiceWriter, respond
+from pipedec.server.prompts import Prompt, rendered, tokenized
+from pipedec.server.protocol import BODY_ERRORS, STREAMED, ChatBody, ChatResponse, CompletionBody, CompletionResponse
+from pipedec.server.responses import ChoiceWriter, LogprobWriter, ResponseHead, answers_of, respond
 from pipedec.server.sampling import asked_of
 from pipedec.server.structures import structure_of
+from pipedec.server.tools import CallWriter, ToolUse, tool_use_of
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_ROLE = {"role": "assistant"}
 
 
 class CompletionWriter(ChoiceWriter):
-    """Choices of ``/v1/completions``.
-
-    Args:
-        prompts: of all choices, in their order.
-    """
+    """Choices of ``/v1/completions``; ``prompts`` are those of all choices, in their order."""
 
     kind = chunk_kind = "text_completion"
 
@@ -39,7 +35,7 @@ class CompletionWriter(ChoiceWriter):
         self._echoes = bool(body.echo)
         self._has_logprobs = body.logprobs is not None
         self._waits = self._echoes and self._has_logprobs  # those of the prompt come with the completion
-        self.num_dropped = 1 if is_empty(body) else 0
+        self.num_dropped = 1 if body.echo and body.max_tokens_asked == 0 else 0  # the client wants its prompt and no answer
         as_ids = bool(body.return_tokens_as_token_ids)
         self._writers = [LogprobWriter(served.tokenizer, body.logprobs or 0, as_ids) for _ in prompts]
         self._has_begun = [False] * len(prompts)
@@ -72,27 +68,105 @@ class CompletionWriter(ChoiceWriter):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def is_empty(body: CompletionBody) -> bool:
-    """Whether the client wants its prompt and no answer."""
-    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return bool(body.echo) and wanted == 0
-
-
 def completions_router(front: Front) -> APIRouter:
     router = APIRouter(tags=["completions"])
 
     @router.post("/v1/completions", response_model=CompletionResponse, responses={**STREAMED, **BODY_ERRORS})
     async def create_completion(body: CompletionBody, request: Request) -> Response:
         """Continue prompts."""
-        served, model = front.require(), check_model(body.model, front.settings)
+        served, model = front.require(), front.settings.check_model(body.model)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise bad_request("best_of is not supported: leave it out, or give the same as n", "best_of")
-        asked = await asked_of(body, served, body.logprobs, bool(body.echo), structure_of(body))
-        asking = Asking(front, request, model, "cmpl")
+        asked = await asked_of(body, served, body.logprobs, _DEFAULT_MAX_TOKENS, bool(body.echo), structure_of(body))
+        head = ResponseHead("cmpl", model)
         add_special_tokens = body.add_special_tokens is not False
         prompts = await tokenized(body.prompt, served, front.settings.max_prompts, add_special_tokens)
-        answers = asking.answers(prompts, asked, served, bool(body.stream), _DEFAULT_MAX_TOKENS)
+        answers = answers_of(front, request, head, prompts, asked, bool(body.stream))
         writer = CompletionWriter(body, [prompt for prompt in prompts for _ in range(asked.n)], served)
-        return await respond(request, answers, body, asking.head, writer)
+        return await respond(request, answers, body, head, writer)
+
+    return router
+
+
+class ChatWriter(ChoiceWriter):
+    """Choices of ``/v1/chat/completions``; ``use``: what answers may call."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, body: ChatBody, n: int, served: ServedRun, use: ToolUse | None) -> None:
+        self._has_logprobs = bool(body.logprobs)
+        as_ids = bool(body.return_tokens_as_token_ids)
+        self._writers = [LogprobWriter(served.tokenizer, body.top_logprobs or 0, as_ids) for _ in range(n)]
+        self._calls = [None if use is None else CallWriter(use) for _ in range(n)]
+        self._has_begun = [False] * n
+
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        tokens = list(zip(completion.token_ids, completion.logprobs or (), strict=False))
+        text, calls = text_of(completion), self._calls[index]
+        choice = {
+            "index": index,
+            "message": _ROLE | ({"content": text, "refusal": None} if calls is None else calls.message(text)),
+            "logprobs": self._writers[index].chat(tokens) if self._has_logprobs else None,
+            "finish_reason": self._finish_reason(index, finish_reason(completion)),
+        }
+        return choice if completion.threads is None else choice | {"threads": completion.threads}
+
+    def chunk(self, part: AnswerPart) -> dict[str, Any] | None:
+        tokens, calls = part.tokens if self._has_logprobs else (), self._calls[part.index]
+        if calls is not None:
+            delta = calls.delta(part.text, part.completion is not None)
+        else:
+            delta = {"content": part.text} if part.text else {}
+        if not delta and not tokens and part.completion is None and not part.threads:
+            return None
+        if not self._has_begun[part.index]:
+            self._has_begun[part.index] = True
+            delta = _ROLE | {"content": None if "tool_calls" in delta else ""} | delta
+        choice = {
+            "index": part.index,
+            "delta": delta,
+            "logprobs": self._writers[part.index].chat(tokens) if tokens else None,
+            "finish_reason": self._finish_reason(part.index, part.finish_reason),
+        }
+        return choice | {"threads": [asdict(news) for news in part.threads]} if part.threads else choice
+
+    def _finish_reason(self, index: int, reason: str | None) -> str | None:
+        calls = self._calls[index]
+        return "tool_calls" if reason == "stop" and calls is not None and calls.has_called else reason
+
+
+def _num_logprobs(body: ChatBody) -> int | None:
+    most_probable = body.top_logprobs or 0
+    if not 0 <= most_probable <= MAX_LOGPROBS:
+        raise bad_request(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {most_probable}", "top_logprobs")
+    if most_probable and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+    return most_probable if body.logprobs else None
+
+
+def chat_router(front: Front) -> APIRouter:
+    router = APIRouter(tags=["chat"])
+
+    @router.post("/v1/chat/completions", response_model=ChatResponse, responses={**STREAMED, **BODY_ERRORS})
+    async def create_chat_completion(body: ChatBody, request: Request) -> Response:
+        """Answer the last message of a conversation."""
+        served, model = front.require(), front.settings.check_model(body.model)
+        if (body.model_extra or {}).get("echo"):
+            raise bad_request("echo is not supported here: use /v1/completions", "echo")
+        use, logprobs, structure = tool_use_of(body, served.tokenizer), _num_logprobs(body), structure_of(body)
+        if structure is not None and use is not None:
+            raise bad_request(f"{structure.field} goes without tools, or with tool_choice none", structure.field)
+        asked = await asked_of(
+            body, served, logprobs, served.defaults.max_tokens, structure=structure if use is None else use.structure
+        )
+        head = ResponseHead("chatcmpl", model)
+        variables = dict(body.chat_template_kwargs or {})
+        own = {"threads": asked.dialect and asked.dialect.name, "reasoning_effort": body.reasoning_effort}
+        variables |= {name: value for name, value in own.items() if value is not None}
+        tools = None if use is None else use.shown
+        prompt = await rendered(body.messages, served, body.add_generation_prompt is not False, variables, tools)
+        answers = answers_of(front, request, head, [prompt], asked, bool(body.stream))
+        return await respond(request, answers, body, head, ChatWriter(body, asked.n, served, use))
 
     return router

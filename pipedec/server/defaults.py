@@ -22,10 +22,9 @@ _MAX_TOKENS = "max_new_tokens"  # transformers' name
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Values of the parameters that a request does not set.
+    """Values of the parameters of ``SamplingParams`` that a request does not set.
 
     Attributes:
-        values: parameters of ``SamplingParams``, by name.
         max_tokens: of a chat; None for all that fits into the context.
         source: the file that they come from; ``vllm`` for vLLM's and OpenAI's own defaults.
     """

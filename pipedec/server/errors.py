@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,16 +32,13 @@ _SEVERAL_TYPES = {
 }
 _MAX_MESSAGE = 1000  # characters
 _MAX_MISTAKES = 10
+_UNION_MEMBER = re.compile(r"\[|^(str|int|NamedTool)$")
 _RETRY_AFTER_SECONDS = 1
 _BODY_FAULTS = {400: "the body cannot be read: it must be JSON in UTF-8", 404: "there is no such page", 405: "wrong method"}
 
 
 class ApiError(HTTPException):
-    """A refusal.
-
-    Args:
-        param: the field of the request that it is about.
-    """
+    """A refusal; ``param`` is the field of the request that it is about."""
 
     def __init__(self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None) -> None:
         writable = message[:_MAX_MESSAGE].encode(errors="backslashreplace").decode()  # it may quote half a surrogate pair
@@ -79,25 +77,18 @@ def error_response(error: ApiError) -> Response:
     return Response(json.dumps(error.body()), error.status_code, error.headers, "application/json")
 
 
-async def on_http_error(request: Request, error: Exception) -> Response:
-    """Also what Starlette and FastAPI raise themselves: no such path, a wrong method, a body that is not text."""
-    if not isinstance(error, ApiError):
-        assert isinstance(error, HTTPException)
+async def on_error(request: Request, error: Exception) -> Response:
+    """Refusals, mistakes in a body, errors of the engine, and what Starlette and FastAPI raise themselves."""
+    if isinstance(error, RequestValidationError):
+        error = invalid(error.errors())
+    elif isinstance(error, HTTPException) and not isinstance(error, ApiError):
         message = _BODY_FAULTS.get(error.status_code, error.detail)
         if error.status_code in (404, 405):
             message = f"{message}: {request.method} {shortened(request.url.path)}; /docs lists all"
         error = ApiError(error.status_code, message, headers=error.headers)
-    request.state.error = error.detail
-    return error_response(error)
-
-
-async def on_invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return await on_http_error(request, invalid(error.errors()))
-
-
-async def on_engine_error(request: Request, error: Exception) -> Response:
-    return await on_http_error(request, api_error(error))
+    refusal = api_error(error)
+    request.state.error = refusal.detail
+    return error_response(refusal)
 
 
 async def on_internal_error(request: Request, error: Exception) -> Response:
@@ -114,17 +105,16 @@ def invalid(mistakes: Sequence[Mapping[str, Any]]) -> ApiError:
     if (field := _field(first)) in _SEVERAL_TYPES and (first["type"] != "missing" or len(first["loc"]) > 2):
         deepest = max(mistakes[:_MAX_MISTAKES], key=lambda mistake: len(mistake["loc"]))
         return bad_request(f"{field} must be {_SEVERAL_TYPES[field]}: {_finding(deepest)}", field)
-    lines = dict.fromkeys(map(_mistake, mistakes[: 10 * _MAX_MISTAKES]))
-    shown = list(lines)[:_MAX_MISTAKES]
-    more = [] if len(mistakes) <= len(shown) else [f"… ({len(mistakes)} mistakes)"]
-    return bad_request("; ".join([*shown, *more]), _field(first))
+    lines = list(dict.fromkeys(map(_mistake, mistakes[: 10 * _MAX_MISTAKES])))[:_MAX_MISTAKES]
+    if len(mistakes) > len(lines):
+        lines.append(f"… ({len(mistakes)} mistakes)")
+    return bad_request("; ".join(lines), field)
 
 
 def _mistake(mistake: Mapping[str, Any]) -> str:
     if mistake["type"] == "missing":
         return _finding(mistake)
-    reason = mistake["msg"].removeprefix("Input ")
-    return f"{_place(mistake)}: {reason}, not {_shown(mistake.get('input'))}"
+    return f"{_place(mistake)}: {mistake['msg'].removeprefix('Input ')}, not {_shown(mistake.get('input'))}"
 
 
 def _finding(mistake: Mapping[str, Any]) -> str:
@@ -132,16 +122,13 @@ def _finding(mistake: Mapping[str, Any]) -> str:
 
 
 def _place(mistake: Mapping[str, Any]) -> str:
-    """Like ``messages.0.content``."""
-    return ".".join(shortened(part) for part in mistake["loc"][1:5] if not _is_union_member(part))
+    """Like ``messages.0.content``, without the members of unions."""
+    parts = [part for part in mistake["loc"][1:5] if not isinstance(part, str) or not _UNION_MEMBER.search(part)]
+    return ".".join(map(shortened, parts))
 
 
 def _field(mistake: Mapping[str, Any]) -> str | None:
     return shortened(mistake["loc"][1]) if len(mistake["loc"]) > 1 else None
-
-
-def _is_union_member(part: object) -> bool:
-    return isinstance(part, str) and ("[" in part or part in ("str", "int", "NamedTool"))
 
 
 def _shown(value: object) -> str:

@@ -1,18 +1,23 @@
-"""Where the server listens: its sockets and its certificate, taken and checked before anything is loaded."""
+"""Where the server listens: its sockets and its certificate, taken and checked before anything is loaded; and its connections."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
 import ssl
-import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
 from pipedec.core import UserError
+
+MAX_HEAD_BYTES = 64 * 1024
+_HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 BACKLOG = 2048
 UNSENT_SECONDS = 120.0  # after which the kernel gives up a connection whose other end takes nothing, or is gone
@@ -99,24 +104,21 @@ def _tcp_socket(host: str, port: int) -> socket.socket:
 
 def _unix_socket(path: Path) -> socket.socket:
     """Replace a socket on which no process listens any more."""
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        _remove_stale(path)
-        listener.bind(str(path))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise UserError(f"--uds {path}: {error.strerror or error}") from None
-    except UserError:
-        listener.close()
-        raise
-    return listener
+    with ExitStack() as opened:
+        listener = opened.enter_context(socket.socket(socket.AF_UNIX))
+        try:
+            if path.exists():
+                _remove_stale(path)
+            listener.bind(str(path))
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise UserError(f"--uds {path}: {error.strerror or error}") from None
+        opened.pop_all()
+        return listener
 
 
 def _remove_stale(path: Path) -> None:
-    if not path.exists():
-        return
-    if not stat.S_ISSOCK(path.stat().st_mode):
+    if not path.is_socket():
         raise UserError(f"--uds {path}: there is a file of that name, which is no socket: choose another path")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
@@ -125,3 +127,45 @@ def _remove_stale(path: Path) -> None:
             path.unlink()
             return
     raise UserError(f"--uds {path}: another program listens there: choose another path")
+
+
+class LimitedConnection(HttpToolsProtocol):
+    """uvicorn's, with limits on a request's head: answers 431 to one of more than ``MAX_HEAD_BYTES``; closes the connection if it
+    is not there in ``head_seconds``.
+
+    Without these, a head without end would fill the memory, and connections that send a byte now and then would use up the
+    descriptors. Bodies have their limits in the app.
+    """
+
+    head_seconds = 30.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._begin_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._in_head or self.transport.is_closing():
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self.transport.write(_HEAD_TOO_LARGE)
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_timer.cancel()
+        self._begin_head()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_timer.cancel()
+        super().on_headers_complete()
+
+    def _begin_head(self) -> None:
+        self._in_head, self._head_bytes = True, 0
+        self._head_timer = self.loop.call_later(self.head_seconds, self.transport.close)

@@ -13,10 +13,16 @@ import queue
 import re
 import sys
 import threading
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
+
+from msgspec import to_builtins
+
+from pipedec.core import Completion, SamplingParams
+from pipedec.server.observer import Generation, HttpExchange, Observer
 
 LOGGER = logging.getLogger("pipedec.server")
 LogFormat = Literal["auto", "json", "text"]
@@ -25,7 +31,11 @@ _LAST_SECONDS = 1.0
 _PASSWORD_IN_URL = re.compile(r"([a-z]+://[^/@\s\"]*:)[^@/\s\"]+@")
 _WORD = re.compile(r"[^\s\"'=]+")
 _HIDDEN = "***"
-_UVICORN = "uvicorn.error"
+_POLLED = ("/health", "/ready", "/metrics")
+_POLL_ANSWERS = (200, 503)
+_ID_CHARS = 200
+_TRACEBACKS = logging.Formatter()
+_DEFAULTS = to_builtins(SamplingParams())
 
 
 class _RedactingFormatter(logging.Formatter):
@@ -33,43 +43,38 @@ class _RedactingFormatter(logging.Formatter):
 
     Args:
         secrets: texts that no line may contain, besides passwords in URLs.
+        line_of: returns the line of a record.
     """
 
-    def __init__(self, secrets: Collection[str] = ()) -> None:
+    def __init__(self, secrets: Collection[str], line_of: Callable[[logging.LogRecord], str]) -> None:
         super().__init__()
         forms = {form for secret in secrets for form in (secret, _quoted(secret)[1:-1], json.dumps(secret)[1:-1])}
         self._secrets = sorted(forms, key=len, reverse=True)
+        self._line_of = line_of
 
     def format(self, record: logging.LogRecord) -> str:
-        line = self._line(record)
+        line = self._line_of(record)
         for secret in self._secrets:
             line = line.replace(secret, _HIDDEN)
         return _PASSWORD_IN_URL.sub(rf"\1{_HIDDEN}@", line)
 
-    def _line(self, record: logging.LogRecord) -> str:
-        raise NotImplementedError
 
-
-class JsonFormatter(_RedactingFormatter):
+def _json_line(record: logging.LogRecord) -> str:
     """One JSON object: time, level, event, and the fields of ``extra={"fields": …}``."""
-
-    def _line(self, record: logging.LogRecord) -> str:
-        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line: dict[str, object] = {"time": when, "level": record.levelname.lower(), "event": record.getMessage()}
-        line |= getattr(record, "fields", {})
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+    when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+    line: dict[str, object] = {"time": when, "level": record.levelname.lower(), "event": record.getMessage()}
+    line |= getattr(record, "fields", {})
+    if record.exc_info:
+        line["traceback"] = _TRACEBACKS.formatException(record.exc_info)
+    return json.dumps(line, default=str)
 
 
-class TextFormatter(_RedactingFormatter):
+def _text_line(record: logging.LogRecord) -> str:
     """A line for people: time, level, event and ``key=value``; or the text that the event has for them."""
-
-    def _line(self, record: logging.LogRecord) -> str:
-        when = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
-        fields = "".join(f" {name}={_shown(value)}" for name, value in getattr(record, "fields", {}).items())
-        line = f"{when} {record.levelname:<7} {getattr(record, 'text', None) or record.getMessage() + fields}"
-        return line if not record.exc_info else f"{line}\n{self.formatException(record.exc_info)}"
+    when = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+    fields = "".join(f" {name}={_shown(value)}" for name, value in getattr(record, "fields", {}).items())
+    line = f"{when} {record.levelname:<7} {getattr(record, 'text', None) or record.getMessage() + fields}"
+    return f"{line}\n{_TRACEBACKS.formatException(record.exc_info)}" if record.exc_info else line
 
 
 def _shown(value: object) -> str:
@@ -149,11 +154,11 @@ def written_log(descriptor: int, secrets: Collection[str] = (), form: LogFormat 
         form: ``auto`` is ``text`` on a terminal, and ``json`` everywhere else.
     """
     is_text = os.isatty(descriptor) if form == "auto" else form == "text"
-    formatter = TextFormatter(secrets) if is_text else JsonFormatter(secrets)
+    formatter = _RedactingFormatter(secrets, _text_line if is_text else _json_line)
     handler = _LossyQueue()
     thread = threading.Thread(target=handler.write_to, args=(_Writer(descriptor, formatter),), name="log", daemon=True)
     thread.start()
-    loggers = [(LOGGER, logging.INFO), (logging.getLogger(_UVICORN), logging.WARNING)]
+    loggers = [(LOGGER, logging.INFO), (logging.getLogger("uvicorn.error"), logging.WARNING)]
     for logger, level in loggers:
         logger.addHandler(handler)
         logger.setLevel(level)
@@ -167,10 +172,53 @@ def written_log(descriptor: int, secrets: Collection[str] = (), form: LogFormat 
 
 
 def log(event: str, level: int = logging.INFO, text: str | None = None, **fields: object) -> None:
-    """Write one line; fields that are None are left out.
-
-    Args:
-        text: what people read instead of the event and its fields.
-    """
+    """Write one line; fields that are None are left out. People read ``text`` instead of the event and its fields."""
     known = {name: value for name, value in fields.items() if value is not None}
     LOGGER.log(level, event, extra={"fields": known, "text": text})
+
+
+class RequestLog(Observer):
+    """Writes a line when an answer begins and ends, and one for each HTTP response but those to polls.
+
+    What polls of ``/health`` and ``/ready`` find, 503 included, is logged once, when it changes, by the process that changes it.
+
+    Args:
+        with_prompts: log prompts, parameters, and messages of refusals, which quote requests.
+        max_length: characters of a prompt; None for all of it.
+    """
+
+    def __init__(self, with_prompts: bool = False, max_length: int | None = None) -> None:
+        self._with_prompts = with_prompts
+        self._max_length = max_length
+
+    def began(self, generation: Generation) -> None:
+        request, asked = generation.request, dict[str, Any]()
+        if self._with_prompts:
+            sampling = {name: value for name, value in to_builtins(request.sampling).items() if value != _DEFAULTS[name]}
+            asked = {"prompt": generation.prompt_text[: self._max_length], "sampling": sampling, "method": request.method}
+        log(
+            "request", **_ids(generation), endpoint=generation.endpoint, model=generation.model, stream=generation.stream,
+            prompt_tokens=generation.prompt_tokens, max_tokens=request.sampling.max_tokens, **asked,
+        )  # fmt: skip
+
+    def ended(self, generation: Generation, reason: str, completion: Completion | None) -> None:
+        metrics: dict[str, Any] = {} if completion is None else {"cached_tokens": completion.metrics.cached_tokens}
+        log(
+            "answer", **_ids(generation), finish_reason=reason, prompt_tokens=generation.prompt_tokens,
+            output_tokens=generation.output_tokens, seconds=round(time.perf_counter() - generation.started, 6), **metrics,
+        )  # fmt: skip
+
+    def responded(self, exchange: HttpExchange) -> None:
+        if exchange.route in _POLLED and exchange.status in _POLL_ANSWERS:
+            return
+        log(
+            "response", logging.ERROR if exchange.status == 500 else logging.INFO, request_id=exchange.request_id[:_ID_CHARS],
+            method=exchange.method, route=exchange.route, status=exchange.status, seconds=round(exchange.seconds, 6),
+            client=exchange.client, error=exchange.error if self._with_prompts or exchange.status >= 500 else None,
+        )  # fmt: skip
+
+
+def _ids(generation: Generation) -> dict[str, Any]:
+    return {
+        "request_id": generation.request_id[:_ID_CHARS], "response_id": generation.response_id, "number": generation.number,
+    }  # fmt: skip

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import accumulate
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from starlette.responses import Response
 
 from pipedec.core import Completion, PipedecError
+from pipedec.messages import Histogram as HistogramCounts
+from pipedec.messages import RunStats, StageStats
 from pipedec.scheduler.protocol import RunStatus
-from pipedec.server.cluster_metrics import ClusterMetrics
 from pipedec.server.observer import Generation, HttpExchange, Observer
 
 ENGINE = "0"  # vLLM numbers the engines of a server; a cluster is one
@@ -36,7 +40,7 @@ _REQUEST_SECONDS = (
 _TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
 _CHOICES = (1, 2, 5, 10, 20)
 
-Metric = TypeVar("Metric", Counter, Histogram)
+Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 StatusOf = Callable[[], Awaitable[RunStatus]]
 
 
@@ -66,11 +70,16 @@ class ServerMetrics(Observer):
         self._now = now
         self._asked = -math.inf
         self._times: dict[Generation, _Times] = {}
-        self._make_latencies()
-        self._make_counts()
-        self._make_http()
+        self._make_answers()
+        self._exchanges = Counter(
+            "pipedec:http_requests", "HTTP requests that were answered.", ["method", "handler", "status"], registry=self._registry
+        )
+        self._exchange_seconds = Histogram(
+            "pipedec:http_request_duration_seconds", "Until the response had ended.", ["handler"], buckets=_REQUEST_SECONDS,
+            registry=self._registry,
+        )  # fmt: skip
 
-    def _make_latencies(self) -> None:
+    def _make_answers(self) -> None:
         self._ttft = self._histogram("time_to_first_token_seconds", "Time to first token.", _TTFT_SECONDS)
         self._between = self._histogram("inter_token_latency_seconds", "Time between arrivals of tokens.", _TOKEN_SECONDS)
         self._between_old = self._histogram(
@@ -84,8 +93,6 @@ class ServerMetrics(Observer):
         self._prefill = self._histogram("request_prefill_time_seconds", "Prefill.", _REQUEST_SECONDS)
         self._decode = self._histogram("request_decode_time_seconds", "From the first token to the last.", _REQUEST_SECONDS)
         self._inference = self._histogram("request_inference_time_seconds", "Prefill and decode.", _REQUEST_SECONDS)
-
-    def _make_counts(self) -> None:
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests whose answers have begun.")
         self._generation_tokens = self._counter("generation_tokens", "Generated tokens.")
         self._prompt_lengths = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
@@ -99,23 +106,12 @@ class ServerMetrics(Observer):
         for reason in REASONS:
             self._success.labels(**self._labels, finished_reason=reason)
 
-    def _make_http(self) -> None:
-        self._exchanges = Counter(
-            "pipedec:http_requests", "HTTP requests that were answered.", ["method", "handler", "status"], registry=self._registry
-        )
-        self._exchange_seconds = Histogram(
-            "pipedec:http_request_duration_seconds", "Until the response had ended.", ["handler"], buckets=_REQUEST_SECONDS,
-            registry=self._registry,
-        )  # fmt: skip
-
     def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
-        return self._labelled(Histogram("vllm:" + name, text, list(self._labels), buckets=bounds, registry=self._registry))
+        metric = Histogram("vllm:" + name, text, list(self._labels), buckets=bounds, registry=self._registry)
+        return metric.labels(**self._labels)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return self._labelled(Counter("vllm:" + name, text, list(self._labels), registry=self._registry))
-
-    def _labelled(self, metric: Metric) -> Metric:
-        return metric.labels(**self._labels)
+        return Counter("vllm:" + name, text, list(self._labels), registry=self._registry).labels(**self._labels)
 
     def attach(self, status: StatusOf) -> None:
         """From now on the cluster is asked for its state."""
@@ -165,3 +161,91 @@ class ServerMetrics(Observer):
             except PipedecError:
                 self._cluster.status = None
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class ClusterMetrics(Collector):
+    """A cluster's counters as metrics: read from its last status, never counted here.
+
+    Attributes:
+        status: the last one; None to say nothing.
+    """
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = labels
+        self.status: RunStatus | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        if self.status is not None:
+            yield from self._of_requests(self.status)
+            if self.status.stats is not None:
+                yield from self._of_stats(self.status.stats)
+            yield from self._of_stages(self.status.stages)
+            yield from self._of_recoveries(self.status)
+
+    def _of_requests(self, status: RunStatus) -> Iterator[Metric]:
+        for_memory = 0 if status.stats is None else min(status.stats.waiting, len(status.running))
+        yield self._gauge("vllm:num_requests_running", "Requests in the pipeline.", len(status.running) - for_memory)
+        yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", status.waiting + for_memory)
+        yield self._gauge("pipedec:ranks_alive", "Ranks with a valid lease.", len(status.alive))
+
+    def _of_stats(self, stats: RunStats) -> Iterator[Metric]:
+        kv = stats.kv
+        yield self._gauge("vllm:kv_cache_usage_perc", "KV memory in use; 1 is all of it.", kv.used / kv.capacity)
+        yield self._counter("vllm:prefix_cache_queries", "Tokens that might have been cached.", kv.queried_tokens)
+        yield self._counter("vllm:prefix_cache_hits", "Those of them that were.", kv.cached_tokens)
+        yield self._counter("vllm:num_preemptions", "Answers that were paused for want of KV memory.", kv.pauses)
+        slots = {"used": kv.used, "kept": kv.kept, "free": kv.capacity - kv.used - kv.kept}
+        yield self._by("state", GaugeMetricFamily, "pipedec:kv_slots", "Slots of each stage's KV pool.", slots)
+        prefix = "vllm:spec_decode_num_"
+        yield self._counter(prefix + "drafts", "Roots that entered an empty pipeline.", stats.drafts)
+        yield self._counter(prefix + "draft_tokens", "Rows that entered as guesses.", stats.draft_rows)
+        yield self._counter(prefix + "accepted_tokens", "Guesses that were right.", stats.accepted_tokens)
+        positions = {str(position): count for position, count in enumerate(stats.accepted_per_pos)}
+        text = "Right guesses by their depth below the root that entered."
+        yield self._by("position", CounterMetricFamily, prefix + "accepted_tokens_per_pos", text, positions)
+        yield self._counter("vllm:corrupted_requests", "Requests for which a stage computed NaN or infinity.", stats.corrupted)
+        yield self._counter("pipedec:timesteps", "Timesteps of the pipeline.", stats.timesteps)
+        yield self._histogram("pipedec:timestep_seconds", "Duration of a timestep.", stats.timestep_seconds)
+        yield self._histogram("vllm:iteration_tokens_total", "Rows that entered in a timestep.", stats.rows_per_timestep)
+        rows = {"prompt": stats.prompt_rows, "root": stats.root_rows, "draft": stats.draft_rows, "mask": stats.mask_rows}
+        yield self._by("kind", CounterMetricFamily, "pipedec:rows", "Rows that entered the pipeline.", rows)
+
+    def _of_stages(self, stages: Sequence[StageStats]) -> Iterator[Metric]:
+        for name, text, value_of in (
+            ("rows", "Rows that a stage has computed.", lambda stage: stage.rows),
+            ("pruned_rows", "Rows that a stage has dropped without their being accepted.", lambda stage: stage.pruned_rows),
+            ("compute_seconds", "Time in which a stage computed.", lambda stage: stage.compute_seconds),
+            ("wait_seconds", "Time in which a stage waited for rows.", lambda stage: stage.wait_seconds),
+        ):
+            values = {str(stage.rank): value_of(stage) for stage in stages}
+            yield self._by("stage", CounterMetricFamily, f"pipedec:stage_{name}", text, values)
+
+    def _of_recoveries(self, status: RunStatus) -> Iterator[Metric]:
+        yield self._gauge("pipedec:epoch", "Of the run: it begins a new one when ranks, or Redis, are lost.", status.epoch)
+        yield self._counter("pipedec:recoveries", "Epochs that have begun because something was lost.", status.num_recoveries)
+        served = [(one.at_us, one.served_us) for one in status.recoveries if one.served_us is not None]
+        seconds = (served[-1][1] - served[-1][0]) / 1e6 if served else 0.0
+        yield self._gauge("pipedec:recovery_seconds", "How long the last recovery took until ranks served again.", seconds)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _by(self, label: str, kind: Family, name: str, text: str, values: Mapping[str, float]) -> Metric:
+        """A family with a further label."""
+        family = kind(name, text, labels=[*self._labels, label])
+        for value, count in values.items():
+            family.add_metric([*self._labels.values(), value], count)
+        return family
+
+    def _histogram(self, name: str, text: str, counts: HistogramCounts) -> Metric:
+        bounds = [*map(floatToGoString, counts.bounds), "+Inf"]
+        family = HistogramMetricFamily(name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), list(zip(bounds, accumulate(counts.counts), strict=True)), counts.total)
+        return family

@@ -18,8 +18,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipedec.server.errors import CLIENT_CLOSED_REQUEST, ApiError, error_response
+from pipedec.server.front import ServerSettings
 from pipedec.server.observer import HttpExchange, Observer
-from pipedec.server.settings import ServerSettings
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _CLOSE = {"Connection": "close"}
@@ -33,14 +33,11 @@ class RequestNotes:
     The id is the client's ``X-Request-Id`` if it has one; nothing is ever found by it, so two requests may have the same.
     """
 
-    def __init__(self, app: ASGIApp, observer: Observer) -> None:
+    def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
         self._app = app
-        self._observer = observer
+        self._observers = observers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
@@ -59,13 +56,12 @@ class RequestNotes:
             status = 500
             raise
         finally:
-            self._observer.responded(_exchange(scope, request_id, status, time.perf_counter() - started))
-
-
-def _exchange(scope: Scope, request_id: str, status: int, seconds: float) -> HttpExchange:
-    route = getattr(scope.get("route"), "path", "other")
-    client = (scope.get("client") or ("",))[0]
-    return HttpExchange(request_id, scope["method"], route, status, seconds, client, scope["state"].get("error"))
+            route, client = getattr(scope.get("route"), "path", "other"), (scope.get("client") or ("",))[0]
+            exchange = HttpExchange(
+                request_id, scope["method"], route, status, time.perf_counter() - started, client, scope["state"].get("error")
+            )
+            for observer in self._observers:
+                observer.responded(exchange)
 
 
 class ApiKeys:
@@ -73,10 +69,12 @@ class ApiKeys:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] == "OPTIONS" or not _is_guarded(scope) or self._is_allowed(scope):
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        is_guarded = any(path == guarded or path.startswith(f"{guarded}/") for guarded in _GUARDED)
+        if scope["method"] == "OPTIONS" or not is_guarded or self._is_allowed(scope):
             await self._app(scope, receive, send)
             return
         error = ApiError(401, "give a valid API key: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"})
@@ -85,18 +83,9 @@ class ApiKeys:
 
     def _is_allowed(self, scope: Scope) -> bool:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = _digest(key.strip().encode("latin-1", "replace"))
+        given = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
         known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all of them, whichever is the right one
         return scheme.lower() == "bearer" and any(known)
-
-
-def _is_guarded(scope: Scope) -> bool:
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    return any(path == guarded or path.startswith(f"{guarded}/") for guarded in _GUARDED)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 class BodyLimits:
@@ -107,9 +96,6 @@ class BodyLimits:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         body = _Body(receive, send, self._settings)
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdecimal() and int(declared) > self._settings.max_body_bytes:

@@ -5,7 +5,6 @@ Times are seconds of ``time.perf_counter``. Observers are called on the event lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipedec.core import Completion
@@ -22,8 +21,6 @@ class Generation:
         endpoint: path of the route, ``/v1/chat/completions`` for example.
         model: the served name.
         n: choices per prompt that the HTTP request asked for.
-        stream: whether it is streamed.
-        request: as the engine gets it: token ids of the prompt, sampling parameters, method, priority.
         prompt_tokens: their number.
         prompt_text: the prompt as the client gave it, messages as JSON.
         started: when the HTTP request's body had arrived.
@@ -88,26 +85,3 @@ class Observer:
 
     def responded(self, exchange: HttpExchange) -> None:
         """An HTTP request was answered; a refusal, for example 503, is one, too."""
-
-
-@dataclass(frozen=True)
-class Observers(Observer):
-    """All of these."""
-
-    members: Sequence[Observer] = ()
-
-    def began(self, generation: Generation) -> None:
-        for member in self.members:
-            member.began(generation)
-
-    def tokens(self, generation: Generation, count: int, arrived: float) -> None:
-        for member in self.members:
-            member.tokens(generation, count, arrived)
-
-    def ended(self, generation: Generation, reason: str, completion: Completion | None) -> None:
-        for member in self.members:
-            member.ended(generation, reason, completion)
-
-    def responded(self, exchange: HttpExchange) -> None:
-        for member in self.members:
-            member.responded(exchange)

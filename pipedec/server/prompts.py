@@ -35,32 +35,23 @@ async def tokenized(given: Prompts, served: ServedRun, max_prompts: int, add_spe
     Raises:
         ApiError: a prompt is empty or too long, or a token is not in the vocabulary.
     """
-    prompts: Sequence[Any] = given if isinstance(given, list) and not _is_token_ids(given) else [given]
-    if not 1 <= len(prompts) <= max_prompts:
+    is_list = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+    prompts: Sequence[Any] = given if is_list else [given]
+    if len(prompts) > max_prompts:
         raise bad_request(f"prompt must be 1 to {max_prompts} prompts, not {len(prompts)}", "prompt")
+    context = served.max_model_len
     for prompt in prompts:
-        _check(prompt, served)
-    long = sum(len(prompt) for prompt in prompts) > _LONG_CHARACTERS
-    return (
-        await asyncio.to_thread(_prompts, prompts, served, add_special_tokens)
-        if long
-        else _prompts(prompts, served, add_special_tokens)
-    )
-
-
-def _is_token_ids(given: Sequence[Any]) -> bool:
-    return not given or isinstance(given[0], int)
-
-
-def _check(prompt: str | Sequence[int], served: ServedRun) -> None:
-    if not prompt:
-        raise bad_request("prompt is empty: give text or token ids", "prompt")
-    if isinstance(prompt, str):
-        _check_length(prompt, served, "prompt")
-        return
-    if len(prompt) >= served.max_model_len:
-        raise bad_request(f"the prompt has {len(prompt)} tokens, but the model's context is {served.max_model_len}", "prompt")
-    check_token_ids(prompt, served.tokenizer, "prompt")
+        if not prompt:
+            raise bad_request("prompt is empty: give text or token ids", "prompt")
+        if isinstance(prompt, str):
+            _check_length(prompt, served, "prompt")
+        elif len(prompt) >= context:
+            raise bad_request(f"the prompt has {len(prompt)} tokens, but the model's context is {context}", "prompt")
+        else:
+            check_token_ids(prompt, served.tokenizer, "prompt")
+    if sum(map(len, prompts)) > _LONG_CHARACTERS:
+        return await asyncio.to_thread(_prompts, prompts, served.tokenizer, add_special_tokens)
+    return _prompts(prompts, served.tokenizer, add_special_tokens)
 
 
 def check_token_ids(token_ids: Iterable[int], tokenizer: Tokenizer, field: str) -> None:
@@ -77,23 +68,20 @@ def _check_length(text: str, served: ServedRun, param: str) -> None:
         raise bad_request(str(error), param) from None
 
 
-def _prompts(prompts: Sequence[str | Sequence[int]], served: ServedRun, add_special_tokens: bool) -> list[Prompt]:
-    return [
-        _of_text(prompt, served, add_special_tokens)
-        if isinstance(prompt, str)
-        else Prompt(prompt, served.tokenizer.decode(prompt))
-        for prompt in prompts
-    ]
-
-
-def _of_text(text: str, served: ServedRun, add_special_tokens: bool) -> Prompt:
-    try:
-        token_ids = served.tokenizer.encode(text, add_special_tokens)
-    except UserError as error:
-        raise bad_request(str(error), "prompt") from None
-    if not token_ids:
-        raise bad_request("prompt has no tokens: give more text", "prompt")
-    return Prompt(token_ids, text)
+def _prompts(prompts: Sequence[str | Sequence[int]], tokenizer: Tokenizer, add_special_tokens: bool) -> list[Prompt]:
+    found = []
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            found.append(Prompt(prompt, tokenizer.decode(prompt)))
+            continue
+        try:
+            token_ids = tokenizer.encode(prompt, add_special_tokens)
+        except UserError as error:
+            raise bad_request(str(error), "prompt") from None
+        if not token_ids:
+            raise bad_request("prompt has no tokens: give more text", "prompt")
+        found.append(Prompt(token_ids, prompt))
+    return found
 
 
 async def rendered(
@@ -129,15 +117,13 @@ async def rendered(
 
 
 def _document(index: int, message: ConversationMessage, has_tools: bool) -> dict[str, Any]:
-    """For the template: content as text, fields that are not given left out.
-
-    Args:
-        has_tools: the template knows tools.
-    """
-    path = f"messages[{index}]"
-    if message.role == "function" or (unsupported := _first(_UNSUPPORTED_FIELDS, message.model_extra)):
-        what = "the role function" if message.role == "function" else unsupported
-        raise bad_request(f"{path}: {what} is not supported: send text, tool_calls and the role tool", "messages")
+    """For the template, which may know tools: content as text, fields that are not given left out."""
+    path, extra = f"messages[{index}]", message.model_extra or {}
+    unsupported = (
+        ["the role function"] if message.role == "function" else [name for name in _UNSUPPORTED_FIELDS if extra.get(name)]
+    )
+    if unsupported:
+        raise bad_request(f"{path}: {unsupported[0]} is not supported: send text, tool_calls and the role tool", "messages")
     if not has_tools and (message.role == "tool" or message.tool_calls):
         raise bad_request(f"{path} is of a tool, but this model's chat template knows none: send text", "messages")
     content = message.content
@@ -147,12 +133,7 @@ def _document(index: int, message: ConversationMessage, has_tools: bool) -> dict
         "role": message.role, "content": content, "name": message.name, "tool_call_id": message.tool_call_id,
         "tool_calls": [_call(call, f"{path}.tool_calls[{place}]") for place, call in enumerate(message.tool_calls or ())] or None,
     }  # fmt: skip
-    return {name: value for name, value in (known | (message.model_extra or {})).items() if value is not None}
-
-
-def _first(names: Iterable[str], given: Mapping[str, Any] | None) -> str | None:
-    """The first name that has a value."""
-    return next((name for name in names if (given or {}).get(name)), None)
+    return {name: value for name, value in (known | extra).items() if value is not None}
 
 
 def _call(call: GivenCall, path: str) -> dict[str, Any]:

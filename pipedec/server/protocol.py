@@ -123,6 +123,10 @@ class GenerationBody(Body):
     threads: str | None = Field(None, description="Dialect in which the model may open decode threads.")
 
     @property
+    def max_tokens_asked(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
     def includes_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 

@@ -3,43 +3,113 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
+import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from sse_starlette import EventSourceResponse
+from sse_starlette.sse import AppStatus, SendTimeoutError
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from pipedec.core import Completion
-from pipedec.server.answers import AnswerPart, Generations
+from pipedec.server.answers import AnswerPart, Generations, TokenLogprob
 from pipedec.server.errors import CLIENT_CLOSED_REQUEST, api_error
+from pipedec.server.front import Front, ServerSettings
+from pipedec.server.observer import Generation
+from pipedec.server.prompts import Prompt
 from pipedec.server.protocol import GenerationBody
-from pipedec.server.sse import DONE, EventStream, event
+from pipedec.server.sampling import GenerationParams
+from pipedec.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 
-
-class ClientGone(Exception):
-    """The client has gone before its response."""
+AppStatus.disable_automatic_graceful_drain()  # a stream goes on while the server drains; ``Front.abort`` ends it
 
 
-@dataclass(frozen=True)
 class ResponseHead:
     """The first fields of every document of a response.
 
+    Args:
+        prefix: of the id.
+        model: the served name that the client asked for.
+
     Attributes:
-        created: seconds since 1970.
+        started: when the request's body had arrived, in seconds of ``time.perf_counter``.
     """
 
-    id: str
-    created: int
-    model: str
+    def __init__(self, prefix: str, model: str) -> None:
+        self.started = time.perf_counter()
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.model = model
+        self._created = int(time.time())
 
     def document(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return {"id": self.id, "object": kind, "created": self._created, "model": self.model, "choices": choices}
+
+
+class LogprobWriter:
+    """Writes the log-probabilities of one answer, piece by piece, in the two shapes of OpenAI's API.
+
+    Args:
+        most_probable: how many tokens to show besides the chosen one.
+        as_ids: show tokens as ``token_id:ID``.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, most_probable: int, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._most_probable = most_probable
+        self._as_ids = as_ids
+        self._offset = 0  # characters of the response's text before the next token
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def completion(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """As ``/v1/completions`` shows them. The first token of a prompt has none."""
+        best: list[dict[str, float] | None] = []
+        offsets = []
+        for chosen, known in tokens:
+            offsets.append(self._offset)  # of a token that ends a character, where that character begins
+            self._offset += len(self._characters.decode(self._tokenizer.token_bytes(chosen)))
+            if known is None:
+                best.append(None)
+                continue
+            values: dict[str, float] = {}  # of tokens that look alike, the more probable one
+            for token, value in [(chosen, known[chosen]), *self._best(known)]:
+                values.setdefault(self._name(token), value)
+            best.append(values)
+        return {
+            "tokens": [self._name(token) for token, _ in tokens],
+            "token_logprobs": [None if known is None else known[token] for token, known in tokens],
+            "top_logprobs": best,
+            "text_offset": offsets,
+        }
+
+    def chat(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """As ``/v1/chat/completions`` shows them."""
+        return {
+            "content": [
+                self._entry(token, known[token]) | {"top_logprobs": [self._entry(*one) for one in self._best(known)]}
+                for token, known in tokens
+                if known is not None
+            ]
+        }
+
+    def _best(self, known: Mapping[int, float]) -> list[tuple[int, float]]:
+        """The most probable tokens, best first; the chosen one is among them only if it is one of them."""
+        is_among = len(known) <= self._most_probable
+        return sorted(list(known.items())[0 if is_among else 1 :], key=lambda pair: -pair[1])
+
+    def _entry(self, token: int, value: float) -> dict[str, Any]:
+        return {"token": self._name(token), "logprob": value, "bytes": list(self._tokenizer.token_bytes(token))}
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self._as_ids else self._tokenizer.token(token)
 
 
 class ChoiceWriter(ABC):
@@ -64,11 +134,7 @@ class ChoiceWriter(ABC):
 
 
 class _Counter:
-    """The tokens that a response is charged for.
-
-    Args:
-        n: choices of each prompt.
-    """
+    """The tokens that a response is charged for, with ``n`` choices of each prompt."""
 
     def __init__(self, answers: Generations, n: int, num_dropped: int) -> None:
         self._prompt_tokens = sum(generation.prompt_tokens for generation in answers.generations[::n])
@@ -92,40 +158,46 @@ class _Counter:
         }
 
 
+def answers_of(
+    front: Front, request: Request, head: ResponseHead, prompts: Sequence[Prompt], asked: GenerationParams, is_streamed: bool
+) -> Generations:
+    """Not yet submitted; the choices of each prompt are together. Raises ApiError if one does not fit into the context."""
+    generations = [
+        Generation(
+            head.id, request.state.request_id, request.scope["route"].path, head.model, asked.n, is_streamed, one,
+            len(prompt.token_ids), prompt.text, head.started,
+        )
+        for prompt in prompts
+        for one in asked.requests(prompt.token_ids)
+    ]  # fmt: skip
+    return Generations(front, generations)
+
+
 async def respond(
     request: Request, answers: Generations, body: GenerationBody, head: ResponseHead, writer: ChoiceWriter
 ) -> Response:
-    """Submit the requests and answer the client.
-
-    Raises:
-        ApiError, PipedecError: before anything was sent.
-    """
+    """Submit the requests and answer the client. Raises ApiError or PipedecError before anything was sent."""
     await answers.submit()
     counter = _Counter(answers, body.n or 1, writer.num_dropped)
     if body.stream:
         return EventStream(_events(answers, body, head, writer, counter), answers.front.settings, answers.close)
+
+    async def complete() -> list[dict[str, Any]]:
+        choices = {}
+        async for part in answers.parts():
+            if part.completion is not None:
+                counter.count(part)
+                choices[part.index] = writer.choice(part.index, part.completion)
+        return [choice for _, choice in sorted(choices.items())]
+
     try:
-        parts = await unless_gone(request, _last_parts(answers))
-    except ClientGone:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+        choices = await _unless_gone(request, complete())
     finally:
         answers.close()
-    return _document(parts, head, writer, counter)
-
-
-def _document(parts: Sequence[AnswerPart], head: ResponseHead, writer: ChoiceWriter, counter: _Counter) -> Response:
-    choices = []
-    for part in parts:
-        counter.count(part)
-        assert part.completion is not None
-        choices.append(writer.choice(part.index, part.completion))
+    if choices is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     document = head.document(writer.kind, choices) | {"usage": counter.usage()}
     return Response(json.dumps(document, separators=(",", ":")), media_type="application/json")
-
-
-async def _last_parts(answers: Generations) -> list[AnswerPart]:
-    parts = [part async for part in answers.parts() if part.completion is not None]
-    return sorted(parts, key=lambda part: part.index)
 
 
 async def _events(
@@ -139,29 +211,51 @@ async def _events(
             choice = writer.chunk(part)
             if choice is not None:
                 usage = {"usage": counter.usage()} if body.has_continuous_usage else extra
-                yield event(head.document(writer.chunk_kind, [choice]) | usage)
+                yield _event(head.document(writer.chunk_kind, [choice]) | usage)
         if body.includes_usage:
-            yield event(head.document(writer.chunk_kind, []) | {"usage": counter.usage()})
+            yield _event(head.document(writer.chunk_kind, []) | {"usage": counter.usage()})
     except Exception as error:
-        yield event(api_error(error).body())
-    yield DONE
+        yield _event(api_error(error).body())
+    yield b"data: [DONE]\n\n"
 
 
-async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """Do the work while the client waits for it. Raises ClientGone as soon as it does not."""
-    working, going = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+def _event(document: dict[str, Any]) -> bytes:
+    """Pure ASCII: some clients take further characters for ends of lines."""
+    return b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(EventSourceResponse):
+    """A stream of ready-made events: sse-starlette pings, notices that the client goes away, and waits for no slow reader.
+
+    Args:
+        close: called when the stream is not read any more, whether it was begun or not, and however it ends.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], settings: ServerSettings, close: Callable[[], None]) -> None:
+        super().__init__(events, ping=settings.ping_seconds, send_timeout=settings.send_seconds, sep="\n")
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(SendTimeoutError):  # the server closes the connection, since the response is not complete
+                await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result | None:
+    """Do the work while the client waits for it. None as soon as it does not."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, going = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait((working, going), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGone
+        return working.result() if working.done() else None
     finally:
         for task in (working, going):
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await task
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -7,27 +7,27 @@ end when the thread that started it ends. Knows signals, uvicorn and the order o
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi import FastAPI
 
 from pipedec.client.async_client import AsyncClient
 from pipedec.cluster.place import RunAddress
 from pipedec.config.model import context_length
 from pipedec.core import PipedecError, SchedulerLost, UserError
-from pipedec.server.cluster_process import ClusterEnded, ClusterProcess
-from pipedec.server.connection import LimitedConnection
 from pipedec.server.defaults import SamplingDefaults
 from pipedec.server.front import Front, ServedRun
+from pipedec.server.listening import LimitedConnection
 from pipedec.server.logs import log
 from pipedec.server.metrics import ServerMetrics
 from pipedec.text.tokenizer import Tokenizer
@@ -35,6 +35,80 @@ from pipedec.text.tokenizer import Tokenizer
 _LOOK_SECONDS = 0.1
 _CAUSE_SECONDS = 15.0  # for the supervisor to find out why the cluster is lost
 _WRITING_SECONDS = 5.0  # for answers that have ended to be written, at the end
+_STOP_SECONDS = 20.0  # for our own cluster to end in order
+_HURRY_SECONDS = 2.0
+_ANNOUNCEMENT_BYTES = 1 << 16
+
+
+class ClusterEnded(Exception):
+    """The cluster has ended, and has printed the reason on standard error.
+
+    Attributes:
+        status: exit status of its process, 0 if it was asked to stop; 128 + N if signal N ended it, as in a shell. Ctrl-C
+            may do so in the moment in which the process is started, before it has left the terminal's process group.
+    """
+
+    def __init__(self, returncode: int) -> None:
+        self.status = returncode if returncode >= 0 else 128 - returncode
+        super().__init__(f"the cluster has ended with status {self.status}")
+
+
+class ClusterProcess:
+    """The cluster that the server starts for itself: ``pipedec up`` in a child process, which has torch; the server has not.
+
+    The child runs in a session of its own, so that Ctrl-C does not take the cluster from answers that are still being finished.
+    It ends with the *thread* that started it, however that ends: start it from the main thread, which runs the event loop.
+
+    Args:
+        arguments: of ``pipedec up``.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = arguments
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> RunAddress:
+        """Start it; return when the cluster takes requests. Raises ClusterEnded if it ends instead."""
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "pipedec.cli", "up", "--for-parent", *self._arguments,
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+            limit=_ANNOUNCEMENT_BYTES,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            news = json.loads(line)
+            if "run_id" in news:
+                return RunAddress(news["redis_url"], news["run_id"])
+        raise ClusterEnded(await self._process.wait())
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process is not None and self._process.returncode is not None
+
+    async def raise_cause(self) -> None:
+        """Wait for the supervisor, which prints why the cluster has ended. Raises ClusterEnded unless it was to end."""
+        assert self._process is not None
+        try:
+            status = await asyncio.wait_for(self._process.wait(), _CAUSE_SECONDS)
+        except TimeoutError:
+            raise SchedulerLost("the cluster is lost, and its supervisor does not say why") from None
+        if status != 0:
+            raise ClusterEnded(status)
+
+    async def stop(self, hurry: asyncio.Event) -> None:
+        """End the cluster in order; by force after ``_STOP_SECONDS``, or soon after ``hurry`` is set. May be called twice."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        in_order, in_hurry = asyncio.ensure_future(process.wait()), asyncio.ensure_future(hurry.wait())
+        await _first(in_order, in_hurry, seconds=_STOP_SECONDS)
+        in_hurry.cancel()
+        await asyncio.wait([in_order], timeout=_HURRY_SECONDS)
+        if not in_order.done():
+            with suppress(ProcessLookupError):
+                process.kill()
+        await in_order
 
 
 @dataclass(frozen=True)
@@ -95,8 +169,15 @@ class ServerProcess:
         on_ready: Callable[[], None],
     ) -> None:
         self._front, self._metrics, self._listener = front, metrics, listener
+        self._own = cluster if isinstance(cluster, ClusterProcess) else None
         self._cluster, self._options, self._on_ready = cluster, options, on_ready
-        self._server = _Server(_configuration(app, options))
+        self._server = _Server(
+            uvicorn.Config(
+                app, http=LimitedConnection, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+                timeout_keep_alive=options.timeout_keep_alive, timeout_graceful_shutdown=int(_WRITING_SECONDS),
+                ssl_keyfile=options.ssl_keyfile, ssl_certfile=options.ssl_certfile,
+            )
+        )  # fmt: skip
         self._client: AsyncClient | None = None
 
     async def run(self) -> None:
@@ -122,24 +203,26 @@ class ServerProcess:
 
     async def _live(self) -> None:
         """From the start of the cluster to its end. Raises as ``run``."""
-        cluster = self._cluster
-        address = await cluster.start() if isinstance(cluster, ClusterProcess) else cluster
-        self._client = await AsyncClient.connect(address.redis_url, address.run_id)
-        await self._attach(self._client)
-        while (failure := self._client.failure) is None and not _has_ended(cluster):
+        address = self._cluster if isinstance(self._cluster, RunAddress) else await self._cluster.start()
+        client = self._client = await AsyncClient.connect(address.redis_url, address.run_id)
+        await self._attach(client)
+        while client.failure is None and not (self._own is not None and self._own.has_ended):
             await asyncio.sleep(_LOOK_SECONDS)
-        reason = str(failure or "it has ended")
+        reason = str(client.failure or "it has ended")
         log("lost", logging.WARNING, reason=reason)
         self._front.lose(reason)
-        if isinstance(cluster, ClusterProcess):
-            await _raise_cause(cluster)
-        elif failure is not None:
-            raise failure
+        if self._own is not None:
+            await self._own.raise_cause()
+        elif client.failure is not None:
+            raise client.failure
 
     async def _attach(self, client: AsyncClient) -> None:
         description = client.description
         directory = self._options.tokenizer or Path(description.target)
-        tokenizer = await asyncio.to_thread(_tokenizer, directory)
+        try:
+            tokenizer = await asyncio.to_thread(Tokenizer, directory)
+        except UserError as error:
+            raise UserError(f"{error}: give --tokenizer DIR, a directory with the target's tokenizer") from None
         context = context_length(directory, description.settings.limits.max_model_len)
         self._front.attach(ServedRun(client, tokenizer, description, context, self._options.defaults))
         self._metrics.attach(client.status)
@@ -178,56 +261,10 @@ class ServerProcess:
             if self._client is not None:
                 with suppress(PipedecError):
                     await self._client.aclose()
-            if isinstance(self._cluster, ClusterProcess):
-                await self._cluster.stop(hurry)
+            if self._own is not None:
+                await self._own.stop(hurry)
 
 
-def _configuration(app: FastAPI, options: RunOptions) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=LimitedConnection,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=options.timeout_keep_alive,
-        timeout_graceful_shutdown=int(_WRITING_SECONDS),
-        ssl_keyfile=options.ssl_keyfile,
-        ssl_certfile=options.ssl_certfile,
-    )
-
-
-def _tokenizer(directory: Path) -> Tokenizer:
-    """Raises UserError if there is none."""
-    try:
-        return Tokenizer(directory)
-    except UserError as error:
-        raise UserError(f"{error}: give --tokenizer DIR, a directory with the target's tokenizer") from None
-
-
-async def _first(*tasks: asyncio.Task[Any], seconds: float | None = None) -> None:
+async def _first(*tasks: asyncio.Future[Any], seconds: float | None = None) -> None:
     """Wait until one of the tasks has ended."""
     await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-
-
-def _has_ended(cluster: ClusterProcess | RunAddress) -> bool:
-    return isinstance(cluster, ClusterProcess) and cluster.has_ended
-
-
-async def _raise_cause(cluster: ClusterProcess) -> None:
-    """Wait for the supervisor, which prints why the cluster has ended. Raises ClusterEnded unless it was stopped on request."""
-    try:
-        status = await asyncio.wait_for(cluster.ended(), _CAUSE_SECONDS)
-    except TimeoutError:
-        raise SchedulerLost("the cluster is lost, and its supervisor does not say why") from None
-    if status != 0:
-        raise ClusterEnded(status)
-
-
-def add_metrics(app: FastAPI, metrics: ServerMetrics) -> None:
-    """The route ``/metrics``."""
-
-    @app.get("/metrics", include_in_schema=False)
-    async def exposition(request: Request) -> Response:
-        return await metrics.response()

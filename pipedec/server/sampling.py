@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from pipedec.core import DEFAULT_METHOD, SamplingParams, UserError
 from pipedec.messages import PromptRequest, RunDescription
 from pipedec.methods import find_method, make_options
-from pipedec.server.errors import ApiError, bad_request
+from pipedec.server.errors import bad_request
 from pipedec.server.front import ServedRun
 from pipedec.server.prompts import check_token_ids
 from pipedec.server.protocol import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOPS, GenerationBody
@@ -34,60 +34,53 @@ class GenerationParams:
     """The parameters of a body, besides its prompts.
 
     Attributes:
-        sampling: of the first choice; ``max_tokens`` counts only if ``max_tokens`` is given.
+        sampling: of the first choice, but for ``max_tokens``.
+        context: of the model, in tokens.
         max_tokens: None if the body does not say; 0 for the prompt alone.
+        default_max_tokens: if the body does not say; None for all that fits.
         n: choices per prompt.
     """
 
     sampling: SamplingParams
+    context: int
     max_tokens: int | None
-    n: int = 1
-    method: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    dialect: Dialect | None = None
-    shows_threads: bool = False
-    priority: int = 0
+    default_max_tokens: int | None
+    n: int
+    method: str | None
+    options: Mapping[str, Any]
+    dialect: Dialect | None
+    shows_threads: bool
+    priority: int
 
-    def requests(self, prompt: Sequence[int], served: ServedRun, default_max_tokens: int | None = None) -> list[PromptRequest]:
-        """One request for each choice.
-
-        Args:
-            default_max_tokens: if the body does not say; None for all that fits.
+    def requests(self, prompt: Sequence[int]) -> list[PromptRequest]:
+        """One request for each choice, whose seed is one more than that of the choice before it.
 
         Raises:
             ApiError: prompt and answer do not fit into the context.
         """
-        max_tokens = self._max_tokens(len(prompt), served.max_model_len, default_max_tokens)
-        threads = None if self.dialect is None else self.dialect.to_json()
+        room = self.context - len(prompt)
+        max_tokens = max(1, min(room, self.default_max_tokens or room) if self.max_tokens is None else self.max_tokens)
+        if max_tokens > room:
+            raise bad_request(
+                f"the prompt has {len(prompt)} tokens and max_tokens asks for {max_tokens} more, but the model's context is "
+                f"{self.context}: shorten the prompt or lower max_tokens",
+                "prompt" if room <= 0 else "max_tokens",
+            )
+        threads, seed = None if self.dialect is None else self.dialect.to_json(), self.sampling.seed
+        seeds = [None if seed is None else (seed + index) % _SEEDS for index in range(self.n)]
         return [
             PromptRequest(
-                tuple(prompt), raw=True, method=self.method, sampling=self._of_choice(index, max_tokens), options=self.options,
-                threads=threads, show_threads=self.shows_threads, priority=self.priority,
+                tuple(prompt), raw=True, method=self.method, sampling=replace(self.sampling, max_tokens=max_tokens, seed=own),
+                options=self.options, threads=threads, show_threads=self.shows_threads, priority=self.priority,
             )
-            for index in range(self.n)
+            for own in seeds
         ]  # fmt: skip
-
-    def _max_tokens(self, prompt_tokens: int, context: int, default: int | None) -> int:
-        room = context - prompt_tokens
-        wanted = default if self.max_tokens is None else self.max_tokens
-        asked = max(1, min(room, wanted or room) if self.max_tokens is None else self.max_tokens)
-        if asked > room:
-            raise bad_request(
-                f"the prompt has {prompt_tokens} tokens and max_tokens asks for {asked} more, but the model's context is "
-                f"{context}: shorten the prompt or lower max_tokens",
-                "prompt" if prompt_tokens >= context else "max_tokens",
-            )
-        return asked
-
-    def _of_choice(self, index: int, max_tokens: int) -> SamplingParams:
-        """Choice ``index``: its seed is one more than that of the choice before it."""
-        seed = self.sampling.seed
-        return replace(self.sampling, max_tokens=max_tokens, seed=None if seed is None else (seed + index) % _SEEDS)
 
 
 async def asked_of(
-    body: GenerationBody, served: ServedRun, logprobs: int | None, echoes: bool = False, structure: Structure | None = None
-) -> GenerationParams:
+    body: GenerationBody, served: ServedRun, logprobs: int | None, default_max_tokens: int | None, echoes: bool = False,
+    structure: Structure | None = None,
+) -> GenerationParams:  # fmt: skip
     """Read the parameters of a body. Raises ApiError, with the field, for values that are out of range or not supported.
 
     Args:
@@ -96,19 +89,18 @@ async def asked_of(
         structure: of every answer; None for free text.
     """
     body.refuse_unsupported()
-    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    if max_tokens is not None and max_tokens < (0 if echoes else 1):
-        raise bad_request(f"max_tokens must be at least 1, or 0 with echo, not {max_tokens}", "max_tokens")
+    if body.max_tokens_asked is not None and body.max_tokens_asked < (0 if echoes else 1):
+        raise bad_request(f"max_tokens must be at least 1, or 0 with echo, not {body.max_tokens_asked}", "max_tokens")
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MAX_CHOICES:
         raise bad_request(f"n must be between 1 and {MAX_CHOICES}, not {n}", "n")
     dialect = _dialect(body.threads, served.tokenizer)
     if structure is not None:
         await require_possible(structure, body)
-    sampling = _sampling(body, served, logprobs, echoes, structure)
     return GenerationParams(
-        sampling, max_tokens, n, _method(body, served.description),
-        body.method_options or {}, dialect, dialect is not None and bool(body.stream), body.priority or 0,
+        _sampling(body, served, logprobs, echoes, structure), served.max_model_len, body.max_tokens_asked, default_max_tokens, n,
+        _method(body, served.description), body.method_options or {}, dialect, dialect is not None and bool(body.stream),
+        body.priority or 0,
     )  # fmt: skip
 
 
@@ -116,24 +108,23 @@ def _sampling(
     body: GenerationBody, served: ServedRun, logprobs: int | None, echoes: bool, structure: Structure | None
 ) -> SamplingParams:
     given = {name: value for name in _AS_THEY_ARE if (value := getattr(body, name)) is not None}
+    seed = body.seed
+    if seed is not None and -_SEEDS // 2 <= seed < 0:
+        seed += _SEEDS  # as in two's complement
     try:
         sampling = SamplingParams(
-            seed=_seed(body.seed), stop=_stop(body), logprobs=logprobs, prompt_logprobs=logprobs if echoes else None,
+            seed=seed, stop=_stop(body), logprobs=logprobs, prompt_logprobs=logprobs if echoes else None,
             structured_outputs=None if structure is None else structure.outputs,
             **(served.defaults.values | given),
         )  # fmt: skip
     except UserError as error:
-        raise field_error(error, body) from None
+        name = str(error).split(" ", 1)[0]  # messages about a value begin with its field
+        raise bad_request(str(error), name if name in type(body).model_fields else None) from None
     check_token_ids(sampling.logit_bias or (), served.tokenizer, "logit_bias")
     check_token_ids(sampling.stop_token_ids, served.tokenizer, "stop_token_ids")
     if body.min_tokens and (not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids):
         raise bad_request("min_tokens is not supported: use ignore_eos without stop, or leave it out", "min_tokens")
     return sampling
-
-
-def _seed(seed: int | None) -> int | None:
-    """Negative ones count from the end, as in two's complement."""
-    return seed if seed is None or not -_SEEDS // 2 <= seed < 0 else seed % _SEEDS
 
 
 def _stop(body: GenerationBody) -> tuple[str, ...]:
@@ -171,9 +162,3 @@ def _dialect(name: str | None, tokenizer: Tokenizer) -> Dialect | None:
     if lacking:
         raise bad_request(f"the model does not know the dialect {name}: its vocabulary has no token {lacking[0]!r}", "threads")
     return dialect
-
-
-def field_error(error: UserError, body: GenerationBody) -> ApiError:
-    """Messages about a value begin with its field."""
-    name = str(error).split(" ", 1)[0]
-    return bad_request(str(error), name if name in type(body).model_fields else None)

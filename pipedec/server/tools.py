@@ -12,7 +12,7 @@ from typing import Any
 
 from pipedec.core import StructuredOutputs, UserError
 from pipedec.server.errors import bad_request
-from pipedec.server.protocol import MAX_TOOLS, ChatBody, NamedTool
+from pipedec.server.protocol import MAX_TOOLS, ChatBody, NamedTool, Tool
 from pipedec.server.structures import Structure, refusal
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.text.tool_calls import PLAIN, CallPart, CallReader, ToolFormat, knows_tools, tool_format
@@ -42,40 +42,40 @@ def tool_use_of(body: ChatBody, tokenizer: Tokenizer) -> ToolUse | None:
         if choice in ("none", "auto"):
             return None
         raise bad_request("tool_choice needs tools to choose from", "tool_choice")
-    _check(body)
+    _check(body, body.tools)
     if choice == "none":
         return None
-    template = tokenizer.tool_template
-    form = _known_form(tokenizer)
-    is_single = body.parallel_tool_calls is False or isinstance(choice, NamedTool)
-    if choice == "auto" and form is None:
-        raise bad_request(_why_not_auto(template), "tools")
-    structure = None if choice == "auto" else _structure(body, form or PLAIN, is_single)
-    names = frozenset(tool.function.name for tool in body.tools)
-    return ToolUse(form or PLAIN, names, shown(body.tools) if knows_tools(template) else None, structure, is_single)
-
-
-def _known_form(tokenizer: Tokenizer) -> ToolFormat | None:
-    """None also where the marks of calls are special tokens, which no text has."""
+    has_template = knows_tools(tokenizer.tool_template)
     form = tool_format(tokenizer.tool_template)
-    is_special = form is not None and tokenizer.token_id(form.begin.strip()) in tokenizer.all_special_ids
-    return None if is_special else form
+    if form is not None and tokenizer.token_id(form.begin.strip()) in tokenizer.all_special_ids:
+        form = None  # no text has the marks of calls
+    is_single = body.parallel_tool_calls is False or isinstance(choice, NamedTool)
+    if choice != "auto":
+        structure = _structure(body, form or PLAIN, is_single)
+    elif form is not None:
+        structure = None
+    elif has_template:
+        advice = "set tool_choice to required or to a function"
+        raise bad_request(f"how this model writes calls is not known here: {advice}", "tools")
+    else:
+        advice = "set tool_choice to required or to a function, or leave tools out"
+        raise bad_request(f"this model's chat template knows no tools: {advice}", "tools")
+    names = frozenset(tool.function.name for tool in body.tools)
+    return ToolUse(form or PLAIN, names, shown(body.tools) if has_template else None, structure, is_single)
 
 
-def shown(tools: Sequence[Any]) -> list[dict[str, Any]]:
+def shown(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """The tools as they were given."""
     return [tool.model_dump(exclude_unset=True) for tool in tools]
 
 
-def _check(body: ChatBody) -> None:
-    names = [tool.function.name for tool in body.tools or ()]
+def _check(body: ChatBody, tools: Sequence[Tool]) -> None:
+    names = [tool.function.name for tool in tools]
     if len(names) > MAX_TOOLS:
         raise bad_request(f"tools must be at most {MAX_TOOLS}, not {len(names)}", "tools")
-    wrong = (
-        index for index, tool in enumerate(body.tools or ()) if (tool.function.parameters or {}).get("type", "object") != "object"
-    )
-    if (index := next(wrong, None)) is not None:
-        raise bad_request(f"tools[{index}].function.parameters must be of the type object", "tools")
+    for index, tool in enumerate(tools):
+        if (tool.function.parameters or {}).get("type", "object") != "object":
+            raise bad_request(f"tools[{index}].function.parameters must be of the type object", "tools")
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise bad_request(f"tools has two functions {twice}: give each a name of its own", "tools")
     if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in names:
@@ -84,30 +84,22 @@ def _check(body: ChatBody) -> None:
         raise bad_request("tools go without threads: leave one of them out", "tools")
 
 
-def _why_not_auto(template: str) -> str:
-    if knows_tools(template):
-        return "how this model writes calls is not known here: set tool_choice to required or to a function"
-    return "this model's chat template knows no tools: set tool_choice to required or to a function, or leave tools out"
-
-
 def _structure(body: ChatBody, form: ToolFormat, is_single: bool) -> Structure:
     """Calls, and nothing else."""
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
-    functions = {index: tool.function for index, tool in enumerate(body.tools or ()) if named in (None, tool.function.name)}
-    parts = tuple(
-        _part(f"tools[{index}].function.parameters", function.parameters)
-        for index, function in functions.items()
-        if function.parameters
-    )
-    grammar = form.grammar({function.name: function.parameters for function in functions.values()}, is_single)
-    return Structure(StructuredOutputs(grammar=grammar), "tools", parts)
-
-
-def _part(place: str, schema: dict[str, Any]) -> tuple[str, StructuredOutputs]:
-    try:
-        return place, StructuredOutputs(json=schema)
-    except UserError as error:
-        raise refusal(error, place, "tools") from None
+    parameters: dict[str, dict[str, Any] | None] = {}
+    parts = []
+    for index, function in enumerate(tool.function for tool in body.tools or ()):
+        if named not in (None, function.name):
+            continue
+        parameters[function.name] = function.parameters
+        if function.parameters:
+            place = f"tools[{index}].function.parameters"
+            try:
+                parts.append((place, StructuredOutputs(json=function.parameters)))
+            except UserError as error:
+                raise refusal(error, place, "tools") from None
+    return Structure(StructuredOutputs(grammar=form.grammar(parameters, is_single)), "tools", tuple(parts))
 
 
 class CallWriter:
@@ -122,18 +114,18 @@ class CallWriter:
         return self._reader.num_calls > 0
 
     def delta(self, text: str, is_last: bool) -> dict[str, Any]:
-        """``content`` and ``tool_calls``, as far as there is something new.
-
-        Args:
-            text: what is new of the answer.
-            is_last: it is complete.
-        """
+        """``content`` and ``tool_calls`` of the next piece of the answer, as far as there are any."""
         parts = self._reader.add(text) + (self._reader.finish() if is_last else [])
         content = "".join(part for part in parts if isinstance(part, str))
         calls: dict[int, dict[str, Any]] = {}
         for part in parts:
-            if isinstance(part, CallPart) and not (self._is_single and part.index > 0):
-                _add(calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}}), part)
+            if not isinstance(part, CallPart) or (self._is_single and part.index > 0):
+                continue
+            call = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
+            if part.name is not None:
+                call |= {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
+                call["function"] = {"name": part.name, "arguments": ""}
+            call["function"]["arguments"] += part.arguments
         return ({"content": content} if content else {}) | ({"tool_calls": list(calls.values())} if calls else {})
 
     def message(self, text: str) -> dict[str, Any]:
@@ -142,10 +134,3 @@ class CallWriter:
         calls = [{name: value for name, value in call.items() if name != "index"} for call in delta.get("tool_calls", ())]
         content = delta.get("content", None if calls else "")
         return {"content": content, "refusal": None} | ({"tool_calls": calls} if calls else {})
-
-
-def _add(call: dict[str, Any], part: CallPart) -> None:
-    if part.name is not None:
-        call |= {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
-        call["function"] = {"name": part.name, "arguments": ""}
-    call["function"]["arguments"] += part.arguments

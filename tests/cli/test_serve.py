@@ -30,7 +30,7 @@ from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import SamplingParams
 from pipedec.messages import PromptRequest
-from pipedec.server.cluster_process import ClusterEnded, ClusterProcess
+from pipedec.server.run import ClusterEnded, ClusterProcess
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -12,10 +12,10 @@ from support.thread_models import BIASES, LETTERS, PROMPTS, THREAD_DIALECTS, Thr
 from support.tiny_pair import SENTENCES, Pair
 
 from pipedec.client.client import Client
-from pipedec.client.llm import LLM
 from pipedec.client.resumption import Resumption
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import Completion, SamplingParams, UserError
+from pipedec.llm import LLM
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHOD_NAMES
 

@@ -106,7 +106,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters of a constructor; of ``Resident``'s if it passes everything on to that."""
     found = list(inspect.signature(function).parameters.values())
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in found):
-        from pipedec.client.resident import Resident
+        from pipedec.llm import Resident
 
         return _parameters(Resident.__init__)
     written: dict[str, Any] = {}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipedec.core import UserError
-from pipedec.live.view import LiveView, RunView, Share
+from pipedec.live.reading import RecordedFrames
+from pipedec.live.view import RunView, Share
 
 ABOUT = {"k": "run", "v": 1, "run": "a", "epoch": 0, "stages": 3, "groups": 3, "target": "t", "draft": None, "us": 0}
 
@@ -31,10 +34,10 @@ def verdict(
 
 
 def view_of(*frames: dict[str, Any]) -> RunView:
-    view = LiveView()
+    view = RunView("a")
     for frame in (ABOUT, *frames):
         view.take(frame)
-    return view.runs["a"]
+    return view
 
 
 def speculating(*more: dict[str, Any]) -> RunView:
@@ -142,15 +145,19 @@ def test_memory_is_bounded() -> None:
     assert run.requests[0].tokens == 3000
 
 
-def test_several_sources_and_frames_of_other_kinds() -> None:
-    view = LiveView()
-    for name in ("b", "a"):
-        view.take(ABOUT | {"run": name})
-    view.take(opened(3) | {"run": "b"})
-    view.take({"k": "weather", "run": "a", "sun": True})
-    assert list(view.runs) == ["b", "a"] and list(view.runs["b"].requests) == [3] and view.runs["a"].requests == {}
+def test_several_sources_and_frames_of_other_kinds(tmp_path: Path) -> None:
+    frames = [
+        *(ABOUT | {"run": name} for name in ("b", "a")),
+        opened(3) | {"run": "b"},
+        {"k": "weather", "run": "a", "sun": True},
+    ]
+    (tmp_path / "recording").write_text("\n".join(map(json.dumps, frames)))
+    recorded = RecordedFrames(tmp_path / "recording", at_once=True)
+    assert recorded.take() == frames
+    b, a = (shown.run for shown in recorded.runs)
+    assert (b.name, a.name) == ("b", "a") and list(b.requests) == [3] and a.requests == {}
 
 
 def test_frames_of_another_version_are_refused() -> None:
     with pytest.raises(UserError, match="version 2"):
-        LiveView().take(ABOUT | {"v": 2})
+        RunView("a").take(ABOUT | {"v": 2})

@@ -10,8 +10,7 @@ from support.tiny_pair import CONTEXT
 
 from pipedec.config import Settings
 from pipedec.messages import RunDescription
-from pipedec.server.front import Front, ServedRun
-from pipedec.server.settings import ServerSettings
+from pipedec.server.front import Front, ServedRun, ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 
 

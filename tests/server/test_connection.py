@@ -11,8 +11,7 @@ from typing import Any
 
 import uvicorn
 
-from pipedec.server.connection import MAX_HEAD_BYTES, LimitedConnection
-from pipedec.server.listening import Address
+from pipedec.server.listening import MAX_HEAD_BYTES, Address, LimitedConnection
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:

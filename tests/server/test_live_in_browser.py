@@ -14,8 +14,7 @@ from support.tiny_pair import CONTEXT, Pair
 
 from pipedec.client.async_client import AsyncClient
 from pipedec.cluster.local import LocalCluster
-from pipedec.server.front import Front, ServedRun
-from pipedec.server.settings import ServerSettings
+from pipedec.server.front import Front, ServedRun, ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

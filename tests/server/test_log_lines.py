@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 from support.http_server import Site, served
 
-from pipedec.server.front import Front
-from pipedec.server.logs import LogFormat, log, written_log
-from pipedec.server.request_log import RequestLog
-from pipedec.server.settings import ServerSettings
+from pipedec.server.front import Front, ServerSettings
+from pipedec.server.logs import LogFormat, RequestLog, log, written_log
 
 
 def written(folder: Path, *secrets: str, form: LogFormat = "auto", **fields: object) -> str:
@@ -104,7 +102,7 @@ def test_a_reader_that_stalls_costs_lines_and_nothing_else(capsys: pytest.Captur
 @pytest.fixture
 def loading_site() -> Iterator[Site]:
     """A server that logs requests, and whose cluster loads."""
-    with served(Front(ServerSettings(), RequestLog())) as loading:
+    with served(Front(ServerSettings(), [RequestLog()])) as loading:
         yield loading
 
 

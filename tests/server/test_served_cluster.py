@@ -26,8 +26,7 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.config.model import context_length
 from pipedec.core import Completion, SamplingParams
 from pipedec.messages import PromptRequest
-from pipedec.server.front import Front, ServedRun
-from pipedec.server.settings import ServerSettings
+from pipedec.server.front import Front, ServedRun, ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow

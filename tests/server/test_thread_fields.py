@@ -12,8 +12,7 @@ from support.streams import CHAT, COMPLETIONS, ask, stream, text_of
 from pipedec.config import Settings
 from pipedec.directories import reference_threads
 from pipedec.messages import RunDescription
-from pipedec.server.front import Front, ServedRun
-from pipedec.server.settings import ServerSettings
+from pipedec.server.front import Front, ServedRun, ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.threads import load_dialect
 

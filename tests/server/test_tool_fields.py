@@ -16,8 +16,7 @@ from support.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEM
 
 from pipedec.config import Settings
 from pipedec.messages import RunDescription
-from pipedec.server.front import Front, ServedRun
-from pipedec.server.settings import ServerSettings
+from pipedec.server.front import Front, ServedRun, ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
