@@ -11,10 +11,8 @@ from rich.table import Table
 
 from benchmarks.kernels.layers import LayersConfig, measure_layers
 from benchmarks.kernels.operations import OperationsConfig, measure_operations
-from benchmarks.machine import machine_text
+from benchmarks.output import Out, append, console, machine_text, titled_table
 from pipedec.bench.record import check_writable
-from pipedec.cli.benchmarks.shared import Out, append
-from pipedec.cli.show import console
 from pipedec.flags import options_of, own_options, run_command
 from pipedec.hardware import GIGA
 
@@ -46,39 +44,30 @@ def operations(config: OperationsConfig, out: Out = None) -> None:
     check_writable(out)
     with console.status("measuring") as status:
         measured = measure_operations(config, lambda row: status.update(f"measured {row['operation']}, {row['tree_rows']} rows"))
-    Console().print(_operations_table(measured, _operations_caption(measured[0])))
+    settings = measured[0]["config"]
+    caption = (
+        f"Median (90th percentile). {machine_text(measured[0])}. {settings['dtype']}; tokens before the tree: "
+        f"{settings['past']}. Attention and its mask: {settings['heads']} heads, {settings['kv_heads']} key-value heads of "
+        f"{settings['head_dim']}, one layer, the last {settings['width']} rows. Pruning also commits the accepted row; the cache "
+        f"is that of {settings['layers']} layers. A hit keeps the largest subtree, a miss nothing."
+    )
+    Console().print(_operations_table(measured, caption))
     append(out, measured)
 
 
 def _operations_table(rows: list[dict[str, Any]], caption: str) -> Table:
     """One line per operation, one column per tree size; below them the number of rows that a hit keeps."""
-    table = Table(title="Time of one operation in µs, by rows in the tree", caption=caption)
-    table.title_justify = table.caption_justify = "left"
     sizes = sorted({row["tree_rows"] for row in rows})
-    for name in ("", *map(str, sizes)):
-        table.add_column(name, justify="right" if name else "left", overflow="fold")
-    times = {(row["operation"], row["verdict"], row["tree_rows"]): _spread_us(row["time_us"]) for row in rows}
-    measured = {(row["operation"], row["verdict"]) for row in rows}
-    for key in [key for key in _LABELS if key in measured]:
-        table.add_row(_LABELS[key], *(times.get((*key, size), "-") for size in sizes))
+    table = titled_table("Time of one operation in µs, by rows in the tree", ("", *map(str, sizes)), caption)
+    measured = {(row["operation"], row["verdict"], row["tree_rows"]): row["time_us"] for row in rows}
+    times = {key: f"{time_us['median']:.0f} ({time_us['p90']:.0f})" for key, time_us in measured.items()}
+    for operation, label in _LABELS.items():
+        if any(key[:2] == operation for key in times):
+            table.add_row(label, *(times.get((*operation, size), "-") for size in sizes))
     kept = {row["tree_rows"]: str(row["kept_rows"]) for row in rows if row["verdict"] == "hit"}
     table.add_section()
     table.add_row("rows that the hit keeps", *(kept.get(size, "-") for size in sizes))
     return table
-
-
-def _spread_us(figures: dict[str, float]) -> str:
-    return f"{figures['median']:.0f} ({figures['p90']:.0f})"
-
-
-def _operations_caption(row: dict[str, Any]) -> str:
-    config = row["config"]
-    return (
-        f"Median (90th percentile). {machine_text(row)}. {config['dtype']}; tokens before the tree: "
-        f"{config['past']}. Attention and its mask: {config['heads']} heads, {config['kv_heads']} key-value heads of "
-        f"{config['head_dim']}, one layer, the last {config['width']} rows. Pruning also commits the accepted row; the cache "
-        f"is that of {config['layers']} layers. A hit keeps the largest subtree, a miss nothing."
-    )
 
 
 @kernels.command()
@@ -104,11 +93,16 @@ def layers(config: LayersConfig, out: Out = None) -> None:
 
 
 def _forward_table(rows: list[dict[str, Any]]) -> Table:
-    config = rows[0]["config"]
+    first, config, roofline = rows[0], rows[0]["config"], rows[0]["roofline"]
+    driver = f", driver {first['driver']}" if first["driver"] else ""
+    caption = (
+        f"Median (90th percentile). {machine_text(first)}{driver}. Bound: weights and cache read once at "
+        f"{roofline['bytes_per_second'] / GIGA:.0f} GB/s, or all products at {roofline['flops_per_second'] / 1e12:.3g} TFLOP/s, "
+        f"whichever takes longer ({roofline['source']}). GB/s: weights and cache by measured time."
+    )
     title = f"Stage of {config['model']}, {config['dtype']}, layers: {config['layers']}; one step"
-    table = Table(title=title, caption=_layers_caption(rows[0]), title_justify="left", caption_justify="left")
-    for name in ("past", "rows", "measured ms", "bound ms", "set by", "of the bound", "GB/s"):
-        table.add_column(name, justify="left" if name == "set by" else "right")
+    columns = ("past", "rows", "measured ms", "bound ms", "set by", "of the bound", "GB/s")
+    table = titled_table(title, columns, caption, left=("set by",))
     for past, steps in groupby(rows, key=lambda row: row["past"]):
         for row in steps:
             reached = row["bytes"] / (row["time_us"]["median"] / 1e6) / GIGA
@@ -120,9 +114,8 @@ def _forward_table(rows: list[dict[str, Any]]) -> Table:
 
 def _lanes_table(rows: list[dict[str, Any]]) -> Table:
     caption = "Median (90th percentile). One request: a step with as many rows, all of one request."
-    table = Table(title="One row of each of many requests", caption=caption, title_justify="left", caption_justify="left")
-    for name in ("past", "requests", "measured ms", "bound ms", "one request ms", "ratio"):
-        table.add_column(name, justify="right")
+    columns = ("past", "requests", "measured ms", "bound ms", "one request ms", "ratio")
+    table = titled_table("One row of each of many requests", columns, caption)
     for row in rows:
         bound, ratio = f"{row['bound_us'] / 1000:.2f}", f"{row['over_one_lane']:.2f}"
         of_one = _spread_ms(row["one_lane_time_us"])
@@ -132,16 +125,6 @@ def _lanes_table(rows: list[dict[str, Any]]) -> Table:
 
 def _spread_ms(time_us: dict[str, float]) -> str:
     return f"{time_us['median'] / 1000:.2f} ({time_us['p90'] / 1000:.2f})"
-
-
-def _layers_caption(row: dict[str, Any]) -> str:
-    roofline = row["roofline"]
-    driver = f", driver {row['driver']}" if row["driver"] else ""
-    return (
-        f"Median (90th percentile). {machine_text(row)}{driver}. Bound: weights and cache read once at "
-        f"{roofline['bytes_per_second'] / GIGA:.0f} GB/s, or all products at {roofline['flops_per_second'] / 1e12:.3g} TFLOP/s, "
-        f"whichever takes longer ({roofline['source']}). GB/s: weights and cache by measured time."
-    )
 
 
 if __name__ == "__main__":

@@ -40,15 +40,10 @@ _NVIDIA_SMI_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class LayersConfig:
-    """The layers to measure, and the steps.
+    """The layers to measure, and the steps. Raises UserError for a number below 1, or an unknown model, dtype or device.
 
-    Attributes:
-        rows, past: steps of each number of rows after each number of accepted tokens.
-        lanes: steps with one row of each of that many requests, compared with as many rows of one request.
-        runs: of slots in which each KV cache lies; a CPU reads one run in place and joins several layer by layer.
-
-    Raises:
-        UserError: a number below 1, or an unknown model, dtype or device.
+    Steps have each number of ``rows`` after each number of accepted tokens, ``past``. A CPU reads a KV cache that lies in one run
+    of slots in place, and joins several ``runs`` layer by layer.
     """
 
     model: Annotated[str, Help(f"Model shape: {', '.join(MODEL_SHAPES)}.", "NAME")] = "llama-3.1-70b"
@@ -123,8 +118,7 @@ class Roofline:
 def measure_layers(config: LayersConfig, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
     """JSONL rows: ``operation`` ``forward`` for each past and number of rows or lanes, then those of ``measure_bookkeeping``.
 
-    Raises:
-        UserError: there is no such device, or the layers do not fit into its memory.
+    Raises UserError if there is no such device, or the layers do not fit into its memory.
     """
     device = device_named(config.device)
     operations = config.operations(device)
@@ -166,7 +160,8 @@ def _figures(config: LayersConfig, operations: OperationsConfig, roofline: Roofl
                 _measure_forward(stage, config.shape, replace(operations, past=past), *sizes, roofline, device)
                 for sizes in ((1, lanes), (lanes, 1))
             )
-            yield of_many | {"one_lane_time_us": of_one["time_us"], "over_one_lane": _ratio(of_many, of_one)}
+            ratio = float(of_many["time_us"]["median"] / of_one["time_us"]["median"])
+            yield of_many | {"one_lane_time_us": of_one["time_us"], "over_one_lane": ratio}
     del stage
     for size in config.tree_rows:
         yield from measure_bookkeeping(operations, size, device)
@@ -181,11 +176,6 @@ def _random_stage(config: LayersConfig, dtype: torch.dtype, device: torch.device
     stage = StageModel.random(model_config, range(1, config.layers + 1), dtype, device)
     stage.capture = device_capture(device)
     return stage
-
-
-def _ratio(one: Row, other: Row) -> float:
-    """The ratio of median times."""
-    return float(one["time_us"]["median"] / other["time_us"]["median"])
 
 
 def _measure_forward(

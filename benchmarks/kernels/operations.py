@@ -1,6 +1,7 @@
 """The time of single operations on the prediction tree, the KV cache and tree attention, by tree size.
 
-Owns trees grown to a size and caches filled to a length. Knows neither weights nor pipelines.
+Owns trees grown to a size, caches filled to a length, and attention as the paper writes it (Algorithm 1), with which the fast one
+is compared. Knows neither weights nor pipelines.
 
 Shape legend: R rows of the last layer, P past tokens, N rows in the tree, S = P + N, H query heads, K key-value heads, D head
 size.
@@ -11,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from operator import methodcaller
 from typing import Annotated, Literal
 
 import torch
+from torch import Tensor
 
-from benchmarks.kernels.reference_attention import reference_attention
 from benchmarks.kernels.stopwatch import Stopwatch, check_memory, device_named
 from pipedec.bench.options import Counts, Device, Positive
 from pipedec.bench.record import Row, header
@@ -24,7 +26,7 @@ from pipedec.engine.build import DTYPES
 from pipedec.flags import Help, check_fields
 from pipedec.model import KVCache, KVPool, KVShape
 from pipedec.model.attention import AttentionPlan, tree_attention
-from pipedec.tree import Advance, Candidates, PredictionTree, Visibility
+from pipedec.tree import Advance, Candidates, PredictionTree, Visibility, visible_slots
 
 _BLOCK = 256  # of a KV pool, as flash-attention needs it
 
@@ -33,12 +35,7 @@ _BLOCK = 256  # of a KV pool, as flash-attention needs it
 class OperationsConfig:
     """The shape and the sizes to measure; the default shape is six layers of the shipped target.
 
-    Attributes:
-        width, children: how trees grow.
-        runs: of slots in which each KV cache lies.
-
-    Raises:
-        UserError: a number below 1, heads that are no multiple of kv_heads, or an unknown dtype or device.
+    Raises UserError for a number below 1, heads that are no multiple of kv_heads, or an unknown dtype or device.
     """
 
     sizes: Annotated[Counts, Help("Tree sizes in rows.")] = (32, 128, 512, 1024)
@@ -52,7 +49,7 @@ class OperationsConfig:
     repeats: Annotated[Positive, Help("Number of timed runs per operation.")] = 100
     width: int = 32
     children: int = 16
-    runs: int = 1
+    runs: int = 1  # of slots in which each KV cache lies
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -77,8 +74,7 @@ class OperationsConfig:
 def measure_operations(config: OperationsConfig, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
     """One JSONL row for every operation at every size; ``on_row`` gets each as soon as it is known.
 
-    Raises:
-        UserError: there is no such device, or its memory is too small.
+    Raises UserError if there is no such device, or its memory is too small.
     """
     device, largest = device_named(config.device), max(config.sizes)
     what = f"a tree of {largest} rows after {config.past} tokens"
@@ -107,7 +103,8 @@ def measure_bookkeeping(config: OperationsConfig, size: int, device: torch.devic
     for verdict, token in verdicts.items():
         advance = deepcopy(tree).advance([token])
         kept = {"verdict": verdict, "kept_rows": len(advance.kept)}
-        yield _figures("prune tree", size, _time_tree(stopwatch, tree, token)) | kept
+        tree_us = stopwatch.time_us(lambda: deepcopy(tree), methodcaller("advance", [token]))
+        yield _figures("prune tree", size, tree_us) | kept
         yield _figures("prune cache", size, _time_cache(stopwatch, cache, advance)) | kept
 
 
@@ -157,18 +154,17 @@ def _measure_attention(config: OperationsConfig, size: int, device: torch.device
         visibility, group = Visibility(mask_RN, config.past, lambda: positions_N), config.heads // config.kv_heads
         return AttentionPlan.for_tree(visibility, positions_N[-config.width :], (None,), group, dtype)
 
+    def as_written() -> Tensor:
+        seen_RS = visible_slots(mask_RN, mask_RN.new_zeros(len(mask_RN)), 0, config.past)
+        return reference_attention(q_RHD, keys_KSD, values_KSD, config.past, seen_RS)
+
     plan = make_plan()
     attention = stopwatch.time_us(lambda: None, lambda _: tree_attention(q_RHD, keys_KSD, values_KSD, plan, None))
-    reference = stopwatch.time_us(lambda: None, lambda _: reference_attention(q_RHD, keys_KSD, values_KSD, config.past, mask_RN))
     return [
         _figures("attention plan", size, stopwatch.time_us(lambda: None, lambda _: make_plan())),
         _figures("tree attention", size, attention),
-        _figures("reference attention", size, reference),
+        _figures("reference attention", size, stopwatch.time_us(lambda: None, lambda _: as_written())),
     ]
-
-
-def _time_tree(stopwatch: Stopwatch, tree: PredictionTree, token: int) -> dict[str, float]:
-    return stopwatch.time_us(lambda: deepcopy(tree), lambda one: one.advance([token]))
 
 
 def _time_cache(stopwatch: Stopwatch, cache: KVCache, advance: Advance) -> dict[str, float]:
@@ -200,3 +196,16 @@ def _largest_subtree_token(tree: PredictionTree) -> int:
 
 def _figures(operation: str, size: int, time_us: dict[str, float]) -> Row:
     return {"operation": operation, "tree_rows": size, "time_us": time_us, "verdict": None, "kept_rows": None}
+
+
+def reference_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, past_length: int, seen_RS: Tensor) -> Tensor:
+    """Paper Algorithm 1 as written: two score blocks, one softmax, two weighted sums. Slow."""
+    group = q_RHD.shape[1] // keys_KSD.shape[0]
+    keys_HSD, values_HSD = keys_KSD.repeat_interleave(group, 0), values_KSD.repeat_interleave(group, 0)
+    scores_HRS = torch.einsum("rhd,hsd->hrs", q_RHD, keys_HSD) / q_RHD.shape[2] ** 0.5
+    past_HRP = scores_HRS[:, :, :past_length].masked_fill(~seen_RS[:, :past_length], -torch.inf)
+    tree_HRN = scores_HRS[:, :, past_length:].masked_fill(~seen_RS[:, past_length:], -torch.inf)
+    probs_HRS = torch.cat((past_HRP, tree_HRN), dim=-1).softmax(-1)
+    out_past = torch.einsum("hrp,hpd->rhd", probs_HRS[:, :, :past_length], values_HSD[:, :past_length])
+    out_tree = torch.einsum("hrn,hnd->rhd", probs_HRS[:, :, past_length:], values_HSD[:, past_length:])
+    return out_past + out_tree

@@ -51,11 +51,7 @@ class Stopwatch:
 
 
 def device_named(name: str) -> torch.device:
-    """The device for ``--device``; ``auto`` is CUDA if available.
-
-    Raises:
-        UserError: there is no such device here.
-    """
+    """The device for ``--device``; ``auto`` is CUDA if available. Raises UserError if there is no such device here."""
     check_known("device", name, DEVICES)
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:

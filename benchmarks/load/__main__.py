@@ -2,30 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import click
 from rich.console import Console
 
-from benchmarks.load.beside import POLICY, OnLlamaCpp
-from benchmarks.load.disturbance import ReplayedLoadConfig, disturbance_text, disturbed
-from benchmarks.load.fill import fill_figure
-from benchmarks.load.random_prompts import random_prompts
-from benchmarks.load.replayed import OnReplay
+from benchmarks.llama_cpp import POLICY, OnLlamaCpp
+from benchmarks.load.replayed import OnReplay, ReplayedLoadConfig, disturbance_text, disturbed, random_prompts
 from pipedec.bench.load.benchmark import bench_load
 from pipedec.bench.load.offered import Conversation, drawn_in_turn, led_by
-from pipedec.bench.load.results import draw, load_figure, load_table, row_name
+from pipedec.bench.load.results import draw, load_figure, load_table, provenance, row_name
 from pipedec.bench.options import Drawing
-from pipedec.bench.record import ROWS_FILE, append_rows
+from pipedec.bench.record import ROWS_FILE, Row, append_rows
+from pipedec.bench.report.style import FAINT, FULL_WIDTH, TEXT, TICK_POINTS, dress, finish, legend_above, new_figure
 from pipedec.cli.benchmarks.load import LoadFlags, LoadPipelineFlags
 from pipedec.cli.benchmarks.shared import BenchPromptFlags, ProgressBar, check_directory, print_files, question_options
 from pipedec.cli.options import refuse_flags
 from pipedec.core import UserError
 from pipedec.flags import Help, options_of, own_options, partial_of, run_command
 from pipedec.messages import PromptRequest
+
+if TYPE_CHECKING:
+    import numpy
+    from matplotlib.figure import Figure
+
+_REQUEST_COLORS = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#6A4C9C", "#8C6D31", "#1B2A41", "#F0B323",
+)  # fmt: skip
+_CELL = 12  # columns of the picture per timestep
+_FILL_TIMESTEPS = 72
+
+
+def fill_figure(fill: Sequence[Sequence[dict[int, int]]], row: Row, title: str | None = None) -> Figure | None:
+    """Who occupies which stage at which timestep: a column for each timestep, a line for each group, divided among requests by
+    their rows. None without a record of it."""
+    if not fill:
+        return None
+    shown = fill[:_FILL_TIMESTEPS]
+    requests = sorted({number for groups in shown for here in groups for number in here})
+    figure = new_figure(FULL_WIDTH, 0.9 + 0.13 * len(shown[0]))
+    axes = figure.add_subplot()
+    frame = (0.5, len(shown) + 0.5, len(shown[0]) + 0.5, 0.5)
+    axes.imshow(_picture(shown, requests), aspect="auto", interpolation="nearest", extent=frame)
+    dress(axes, "timestep", "stage" if row["cluster"]["groups"] == row["cluster"]["stages"] else "group", grid="x")
+    axes.set_axisbelow(False)
+    axes.grid(False)
+    axes.set_yticks(range(1, len(shown[0]) + 1), [str(group) if group % 2 else "" for group in range(1, len(shown[0]) + 1)])
+    for number in requests[: len(_REQUEST_COLORS)]:
+        axes.plot([], [], marker="s", linestyle="", color=_color(number), label=f"request {number + 1}")
+    if len(requests) > len(_REQUEST_COLORS):
+        axes.plot([], [], marker="s", linestyle="", color=FAINT, label=f"{len(requests) - len(_REQUEST_COLORS)} more")
+    legend_above(figure, axes)
+    axes.tick_params(labelsize=TICK_POINTS, colors=TEXT)
+    notes = [f"{row['policy']}, {provenance([row])}", "A cell is divided among requests by their rows in it; white: idle"]
+    return finish(figure, notes, title)
+
+
+def _picture(fill: Sequence[Sequence[dict[int, int]]], requests: Sequence[int]) -> numpy.ndarray:
+    """The cells as an image [groups, timesteps × _CELL, 3]."""
+    import numpy
+    from matplotlib.colors import to_rgb
+
+    picture = numpy.ones((len(fill[0]), len(fill) * _CELL, 3))
+    for timestep, groups in enumerate(fill):
+        for group, here in enumerate(groups):
+            column, total = float(timestep * _CELL), sum(here.values())
+            for number in requests:
+                if number in here:
+                    after = column + (_CELL - 1) * here[number] / total  # the last column stays white, between two timesteps
+                    picture[group, round(column) : round(after)] = to_rgb(_color(number))
+                    column = after
+    return picture
+
+
+def _color(number: int) -> str:
+    return _REQUEST_COLORS[number] if number < len(_REQUEST_COLORS) else FAINT
+
 
 _OF_THE_REPLAY = (
     "preset", "stages", "recording", "methods", "target", "draft", "cluster", "own_work", "intruder", "random_tokens", "turns",
@@ -70,7 +125,13 @@ def load(
     check_directory(out)
     out.mkdir(parents=True, exist_ok=True)
     request = config.request(drawing.raw_prompts)
-    place = _place(where, asked, drawing.own_work, request)
+    if where.llama_cpp is None and where.preset is None:
+        raise UserError("where? give --preset NAME, or --llama-cpp FILE")
+    if where.llama_cpp is not None:
+        refuse_flags(_OF_THE_REPLAY, "--llama-cpp is a place of its own: leave this out")
+        place: OnReplay | OnLlamaCpp = OnLlamaCpp(where.llama_cpp)
+    else:
+        place = OnReplay(where.shape(asked.config, asked.pair, own_work=drawing.own_work), where.recording, request)
     conversations, intruder = _conversations(where, offered, asked, config, place, request)
     loads = []
     with ProgressBar() as bar:
@@ -88,15 +149,6 @@ def load(
     fullest = max(loads, key=lambda one: one.row["tokens_per_timestep"] or 0.0)
     files = draw({"load": load_figure(rows), "fill": fill_figure(fullest.outcome.fill, fullest.row)}, out)
     print_files(out / ROWS_FILE, *files)
-
-
-def _place(where: ReplayFlags, asked: BenchPromptFlags, own_work: bool, request: PromptRequest) -> OnReplay | OnLlamaCpp:
-    if where.llama_cpp is not None:
-        refuse_flags(_OF_THE_REPLAY, "--llama-cpp is a place of its own: leave this out")
-        return OnLlamaCpp(where.llama_cpp)
-    if where.preset is None:
-        raise UserError("where? give --preset NAME, or --llama-cpp FILE")
-    return OnReplay(where.shape(asked.config, asked.pair, own_work=own_work), where.recording, request)
 
 
 def _conversations(

@@ -1,7 +1,7 @@
 """Load on recorded answers: they pass through an emulated pipeline that computes nothing, in computed time.
 
-``offer`` brings requests to the replay as they arrive. ``OnReplay`` makes these requests of conversations, and records answers
-that are missing.
+``OnReplay`` makes requests of conversations, recording answers that are missing, and ``offer`` brings them to the replay as they
+arrive. ``disturbed`` offers a load once more, with one long prompt.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 import gc
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
+from typing import Annotated
 
 import torch
 
-from benchmarks.load.random_prompts import RANDOM, continued, random_tokens
-from benchmarks.policy.drafter import RecordedDrafter
-from benchmarks.policy.recording import AnswerRecording, DraftMemo
+from benchmarks.policy.recording import AnswerRecording, DraftMemo, RecordedDrafter
 from benchmarks.policy.replay import ReplayedAnswer, ReplayedPipeline, WatchedExperience
-from pipedec.bench.load.benchmark import Place
-from pipedec.bench.load.offered import Arrivals, Conversation, OfferedLoad, Policy
+from pipedec.bench.load.benchmark import LoadConfig, MeasuredLoad, Place
+from pipedec.bench.load.offered import Arrivals, AtTimes, Conversation, OfferedLoad, Pattern, Policy
 from pipedec.bench.load.results import LoadOutcome, ServedRequest
+from pipedec.bench.options import Positive
 from pipedec.bench.prompts import DrawnPrompt
 from pipedec.bench.record import Row, plain
 from pipedec.bench.sweep.pipelines import Shape, pair_digest
@@ -32,10 +33,97 @@ from pipedec.decoding import Drafter
 from pipedec.decoding.controller import CHILDREN
 from pipedec.engine.build import load_drafter, load_prompter, resolve
 from pipedec.engine.local import LocalPipeline
+from pipedec.flags import Help
 from pipedec.kv import KVManager
 from pipedec.messages import PromptRequest
 from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter
+
+
+@dataclass(frozen=True)
+class ReplayedLoadConfig(LoadConfig):
+    """A load on recorded answers. Raises UserError as ``LoadConfig``, or if the number of other requests is not fixed.
+
+    With ``intruder`` each load is offered a second time, with that prompt; the row then has the field ``intruder``.
+    """
+
+    intruder: Annotated[
+        Positive | None, Help("One more prompt of N random tokens arrives when all others have begun.")
+    ] = None  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.intruder is not None and self.turns > 1:
+            raise UserError("--intruder needs others that are submitted once: leave out --turns")
+        if self.intruder is not None and any(pattern.concurrency is None for pattern in self.patterns):
+            raise UserError("--intruder needs a fixed number of others: give --concurrency, and no --rate")
+
+    def count(self, pattern: Pattern) -> int:
+        """Conversations of a load; with an intruder, those beside it."""
+        return super().count(pattern) if self.intruder is None else pattern.concurrency or 1
+
+    @property
+    def runs(self) -> int:
+        """Answers of all loads."""
+        if self.intruder is None:
+            return super().runs
+        return sum(2 * self.count(pattern) + 1 for pattern in self.patterns) * len(self.policies) * len(self.max_num_seqs)
+
+
+def disturbed(measured: MeasuredLoad, place: Place, intruder: Conversation) -> Row:
+    """Offer the same load once more, with the intruder. Returns the row's field ``intruder``."""
+    others = measured.load.conversations
+    begun = max(one.events[0][0] for one in measured.outcome.served)
+    load = replace(measured.load, conversations=[*others, intruder], arrivals=AtTimes([0.0] * len(others) + [begun]))
+    return disturbance(measured.outcome, place.offer(load))
+
+
+def disturbance(alone: LoadOutcome, disturbed: LoadOutcome) -> Row:
+    """The time per token in ms of the other requests of ``disturbed`` while the last one is prefilled, and of those ``alone``."""
+    *others, late = disturbed.served
+    window = late.submitted, late.events[0][0]
+    during, without = (fmean(_tpot_within(one.events, window) for one in several) for several in (others, alone.served))
+    times_ms = {"ttft_ms": late.ttft, "tpot_ms": during, "tpot_without_ms": without}
+    rounded = {name: round(1000 * seconds, 3) for name, seconds in times_ms.items()}
+    return {"prompt_tokens": late.prompt_tokens, **rounded, "ratio": round(during / without, 4)}
+
+
+def disturbance_text(late: Row) -> str:
+    """The field ``intruder`` of a row as a sentence."""
+    return (
+        f"while {late['prompt_tokens']} prompt tokens are prefilled ({late['ttft_ms']:.0f} ms), the others take "
+        f"{late['tpot_ms']:.1f} ms per token, {late['ratio']:.2f} × the {late['tpot_without_ms']:.1f} ms without it"
+    )
+
+
+def _tpot_within(events: Sequence[tuple[float, int]], window: tuple[float, float]) -> float:
+    """Seconds per token from the last event before a window, or on its edge, to the first one after it."""
+    first = max((at for at, _ in events if at <= window[0]), default=window[0])
+    last = min((at for at, _ in events if at >= window[1]), default=window[1])
+    return (last - first) / max(1, sum(tokens for at, tokens in events if first < at <= last))
+
+
+RANDOM = "random"  # the name of their prompt set
+
+
+def random_prompts(
+    tokens: int, vocabulary: int, asked: PromptRequest, count: int, seed: int, turns: int = 1
+) -> list[Conversation]:
+    """``count`` conversations whose prompts are ``tokens`` random tokens each."""
+    source = random.Random(seed)
+    prompts = [DrawnPrompt(RANDOM, index, asked, random_tokens(source, tokens, vocabulary)) for index in range(count * turns)]
+    return [tuple(prompts[first : first + turns]) for first in range(0, len(prompts), turns)]
+
+
+def random_tokens(source: random.Random, tokens: int, vocabulary: int) -> tuple[int, ...]:
+    return tuple(source.randrange(vocabulary) for _ in range(tokens))
+
+
+def continued(before: DrawnPrompt, answer: tuple[int, ...], following: DrawnPrompt, bos_token_id: int | None) -> DrawnPrompt:
+    """The prompt of the next turn: the whole conversation, token for token, and what the user says next."""
+    says = following.token_ids[1:] if following.token_ids[:1] == (bos_token_id,) else following.token_ids
+    return replace(following, token_ids=(*before.token_ids, *answer, *says))
+
 
 UNLIMITED = 2**40  # slots, where the emulated devices are too small even for the weights
 _RECORDED_AT_ONCE = 16
@@ -43,19 +131,13 @@ _RECORDED_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class OfferedRequest:
-    """A request to offer, and the answer that the target gives.
-
-    Attributes:
-        request: its number is replaced by that of its submission.
-        turn: of the conversation, from 1.
-        following: the next turn, which is submitted when this one is answered.
-    """
+    """A request to offer, and the answer that the target gives."""
 
     prompt: DrawnPrompt
-    request: Request
+    request: Request  # its number is replaced by that of its submission
     answer: tuple[int, ...]
-    turn: int = 1
-    following: OfferedRequest | None = None
+    turn: int = 1  # of the conversation, from 1
+    following: OfferedRequest | None = None  # the next turn, which is submitted when this one is answered
 
 
 @dataclass
@@ -71,18 +153,13 @@ class _SubmittedRequest:
 
 @dataclass
 class _WaitingLine:
-    """Requests between the client and the pipeline: those that arrive wait until there is a place for them.
-
-    Attributes:
-        max_num_seqs: places. Those that have one may still wait for memory.
-        on_submit: called with the number of each request.
-    """
+    """Requests between the client and the pipeline: those that arrive wait until there is a place for them."""
 
     pipeline: ReplayedPipeline
     arrivals: Arrivals
     jobs: deque[OfferedRequest]
-    max_num_seqs: int
-    on_submit: Callable[[int, OfferedRequest], None]
+    max_num_seqs: int  # places. Those that have one may still wait for memory
+    on_submit: Callable[[int, OfferedRequest], None]  # called with the number of each request
     submitted: dict[int, _SubmittedRequest] = field(default_factory=dict)
     served: dict[int, ServedRequest] = field(default_factory=dict)
     rows: int = 0
@@ -111,13 +188,9 @@ class _WaitingLine:
             submitted.ttft_timesteps = self.pipeline.timesteps - submitted.timestep
         if answer.finished is None:
             return False
-        self._end(answer, submitted)
-        return True
-
-    def _end(self, answer: ReplayedAnswer, submitted: _SubmittedRequest) -> None:
-        number, metrics, job = answer.request.number, answer.metrics, submitted.job
+        metrics, job = answer.metrics, submitted.job
         self.rows += answer.rows
-        self.served[number] = ServedRequest(
+        self.served[answer.request.number] = ServedRequest(
             job.prompt.prompt_set, job.prompt.index, len(job.prompt.token_ids), submitted.seconds, tuple(answer.events),
             self.pipeline.clock.seconds(), answer.began - submitted.seconds, metrics.timesteps, metrics.hits, metrics.misses,
             metrics.draft_tokens, turn=job.turn, cached_tokens=metrics.cached_tokens, pauses=metrics.pauses,
@@ -125,6 +198,7 @@ class _WaitingLine:
         )  # fmt: skip
         if job.following is not None:
             self._following.append(job.following)
+        return True
 
     def _submit_due(self) -> None:
         """The next turns of answered conversations, then new ones."""
@@ -162,9 +236,7 @@ def offer(
 ) -> LoadOutcome:
     """Offer ``jobs``, in their order, as ``arrivals`` says, and the turns that follow them. Numbers count submissions.
 
-    Args:
-        on_submit: called with the number of each request before it begins.
-        on_end: called after each answer.
+    ``on_submit`` is called with the number of each request before it begins, ``on_end`` after each answer.
     """
     line = _WaitingLine(pipeline, arrivals, deque(jobs), max_num_seqs, on_submit)
     while arrivals.left or line.unfinished:
@@ -194,16 +266,13 @@ def kv_use(slots: Sequence[int], capacity: int, slot_bytes: int) -> Row:
 class OnReplay(Place):
     """Recorded answers through an emulated pipeline, in computed time. Missing answers are recorded by the target itself.
 
-    Args:
-        shape: the emulated pipeline.
-        recording: where answers and the draft's candidates are kept; None keeps nothing, for random prompts.
+    ``recording`` keeps answers and the draft's candidates; None keeps nothing, for random prompts.
     """
 
     clock = "computed"
 
     def __init__(self, shape: Shape, recording: Path | None, asked: PromptRequest) -> None:
-        self._shape = shape
-        self._spec = shape.spec
+        self._shape, self._spec = shape, shape.spec
         self._recording = None
         if recording is not None:
             self._recording = AnswerRecording(recording, pair_digest(self._spec), plain(asked.sampling))
@@ -230,8 +299,12 @@ class OnReplay(Place):
         assert emulation is not None
         jobs = self._jobs(load.conversations, load.policy)
         memos: dict[int, DraftMemo] = {}
-        kv, draft_kv = self._kv_manager(), self._kv_manager()
-        drafter, experience = self._drafter(load.policy, memos, draft_kv), WatchedExperience(self._spec.topology.num_groups)
+        kv, draft_kv = (
+            KVManager(emulation.kv_tokens or UNLIMITED, self._spec.kv_block, self._spec.shares_prefixes) for _ in range(2)
+        )  # slots for the KV memory of the emulated devices
+        most = max(CHILDREN[-1], load.policy.limits.get("children") or 0)
+        drafter = RecordedDrafter(memos.__getitem__, lambda: self._draft, most, draft_kv) if self._spec.draft else None
+        experience = WatchedExperience(self._spec.topology.num_groups)
         pipeline = ReplayedPipeline(emulation, self._spec.topology, drafter, experience, kv)
 
         def on_submit(number: int, job: OfferedRequest) -> None:
@@ -240,43 +313,33 @@ class OnReplay(Place):
         gc.collect()
         gc.freeze()  # rank 0 of a cluster has no recordings: to look for garbage among them is no work of its own
         outcome = offer(pipeline, jobs, load.arrivals, load.max_num_seqs, on_submit, load.on_end)
-        self._keep_memos()
+        for prompt, memo in self._memos.values():
+            if self._recording is not None and prompt.prompt_set != RANDOM:
+                self._recording.keep(prompt, memo)
         return replace(outcome, kv=kv_use(pipeline.kv_slots, kv.capacity, emulation.kv_token_bytes))
-
-    def _kv_manager(self) -> KVManager:
-        """Slots for the KV memory of the emulated devices."""
-        assert self._spec.emulation is not None
-        return KVManager(self._spec.emulation.kv_tokens or UNLIMITED, self._spec.kv_block, self._spec.shares_prefixes)
-
-    def _drafter(self, policy: Policy, memos: Mapping[int, DraftMemo], kv: KVManager) -> RecordedDrafter | None:
-        max_children = max(CHILDREN[-1], policy.limits.get("children") or 0)
-        return RecordedDrafter(memos.__getitem__, lambda: self._draft, max_children, kv) if self._spec.draft else None
 
     def _jobs(self, conversations: Sequence[Conversation], policy: Policy) -> list[OfferedRequest]:
         """The first turns, each with those that follow it. Answers that are not known are recorded, turn by turn; what is
         recorded of the draft model is read."""
         asked: list[list[tuple[DrawnPrompt, tuple[int, ...]]]] = [[] for _ in conversations]
         for turn in range(max(map(len, conversations), default=0)):
-            prompts = [self._prompt(before, says[turn]) for before, says in zip(asked, conversations, strict=True)]
+            prompts = [says[turn] for says in conversations]
+            if turn > 0:
+                bos = None if prompts[0].prompt_set == RANDOM else self.prompter.tokenizer.bos_token_id
+                prompts = [continued(*before[-1], says, bos) for before, says in zip(asked, prompts, strict=True)]
             self._record(prompts)
             for before, prompt in zip(asked, prompts, strict=True):
                 before.append((prompt, self._answer(prompt)))
                 self._memo(prompt)
-        return [self._job(turns, policy) for turns in asked]
-
-    def _prompt(self, before: Sequence[tuple[DrawnPrompt, tuple[int, ...]]], says: DrawnPrompt) -> DrawnPrompt:
-        if not before:
-            return says
-        bos = None if says.prompt_set == RANDOM else self.prompter.tokenizer.bos_token_id
-        return continued(*before[-1], says, bos)
-
-    def _job(self, turns: Sequence[tuple[DrawnPrompt, tuple[int, ...]]], policy: Policy) -> OfferedRequest:
-        following: OfferedRequest | None = None
-        for turn, (prompt, answer) in reversed(list(enumerate(turns, start=1))):
-            request = Request(0, prompt.token_ids, prompt.request.sampling, policy.method, policy.options)
-            following = OfferedRequest(prompt, request, answer, turn, following)
-        assert following is not None
-        return following
+        jobs = []
+        for turns in asked:
+            following: OfferedRequest | None = None
+            for turn, (prompt, answer) in reversed(list(enumerate(turns, start=1))):
+                request = Request(0, prompt.token_ids, prompt.request.sampling, policy.method, policy.options)
+                following = OfferedRequest(prompt, request, answer, turn, following)
+            assert following is not None
+            jobs.append(following)
+        return jobs
 
     def _answer(self, prompt: DrawnPrompt) -> tuple[int, ...]:
         if prompt.prompt_set == RANDOM:
@@ -294,11 +357,6 @@ class OnReplay(Place):
             recording = None if prompt.prompt_set == RANDOM else self._recording
             self._memos[prompt.token_ids] = prompt, recording.memo(prompt) if recording else DraftMemo()
         return self._memos[prompt.token_ids][1]
-
-    def _keep_memos(self) -> None:
-        for prompt, memo in self._memos.values():
-            if self._recording is not None and prompt.prompt_set != RANDOM:
-                self._recording.keep(prompt, memo)
 
     def _record(self, prompts: Sequence[DrawnPrompt]) -> None:
         """Let the target answer the prompts whose answers are not recorded, several at once."""

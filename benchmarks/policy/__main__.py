@@ -12,8 +12,8 @@ from pandas import DataFrame
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.policy.study import PolicyConfig, Study
-from benchmarks.policy.summary import PolicyFigures, compare, document
+from benchmarks.output import titled_table
+from benchmarks.policy.study import PolicyConfig, PolicyFigures, Study, compare, document
 from pipedec.bench.load.offered import Policy
 from pipedec.bench.record import ROWS_FILE, check_writable, read_records
 from pipedec.bench.sweep.rows import SCHEMA, read_rows
@@ -75,9 +75,9 @@ def policy(
 
 
 def _summary(figures: PolicyFigures, pipeline: str) -> Table:
-    table = _table(f"Policies on {pipeline}, emulated", "Means over prompt sets, geometric for times and ratios.")
-    for name in ("timesteps/token", "ms/token", "hit rate", "timesteps/miss", "over the first"):
-        table.add_column(name, justify="right")
+    columns = ("policy", "timesteps/token", "ms/token", "hit rate", "timesteps/miss", "over the first")
+    caption = "Means over prompt sets, geometric for times and ratios."
+    table = titled_table(f"Policies on {pipeline}, emulated", columns, caption)
     for policy, one in figures.means.iterrows():
         per_miss = one["timesteps_per_miss"]
         table.add_row(
@@ -94,37 +94,25 @@ def _losses(figures: PolicyFigures) -> Table:
         "row before it; late: the row entered more than one timestep after that row, but before the token was accepted; miss: it "
         "entered after the token was accepted, which a draft source had proposed or not."
     )
-    table = _table("Timesteps per token by cause", caption)
-    for name in ("together", *_CAUSES.values()):
-        table.add_column(name, justify="right")
+    table = titled_table("Timesteps per token by cause", ("policy", "together", *_CAUSES.values()), caption)
     for policy, causes in figures.causes_per_token.iterrows():
         table.add_row(str(policy), f"{causes['together']:.1%}", *(f"{causes[cause]:.3f}" for cause in _CAUSES))
     return table
 
 
 def _by_set(figures: PolicyFigures) -> Table:
-    table = _table("Emulated ms/token by prompt set")
-    for name in figures.totals.index.unique("prompt_set"):
-        table.add_column(name, justify="right")
+    table = titled_table("Emulated ms/token by prompt set", ("policy", *figures.totals.index.unique("prompt_set")))
     for policy, sets in figures.totals["tpot_ms"].groupby(level="policy", observed=True):
         table.add_row(str(policy), *(f"{ms_per_token:.1f}" for ms_per_token in sets))
     return table
 
 
 def _checked(comparisons: DataFrame) -> Table:
-    table = _table("Compared with a sweep: ms/token of the answers in both")
-    for name in ("clock", "slow motion", "answers", "predicted", "sweep", "predicted / sweep"):
-        table.add_column(name, justify="right")
+    columns = ("policy", "clock", "slow motion", "answers", "predicted", "sweep", "predicted / sweep")
+    table = titled_table("Compared with a sweep: ms/token of the answers in both", columns)
     for one in comparisons.to_dict("records"):
         figures = f"{one['predicted']:.2f}", f"{one['found']:.2f}", f"{one['ratio']:.4f}"
         table.add_row(one["policy"], one["clock"], f"{one['slow_motion']:g}", str(one["answers"]), *figures)
-    return table
-
-
-def _table(title: str, caption: str | None = None) -> Table:
-    table = Table(title=title, caption=caption, min_width=len(title))
-    table.title_justify = table.caption_justify = "left"
-    table.add_column("policy", overflow="fold")
     return table
 
 

@@ -1,23 +1,25 @@
 """Requests through stages that compute nothing: their answers are known, and with them the timestep of every verdict.
 
-Owns the known answers, the emulated time, and where the timesteps of an answer went: for each token, how much later its row
-entered than the row before it, and why. All else is real: loop, pool, batch, methods, and the stages' lanes.
+Owns the last stage, which knows the answers, the emulated time, and where the timesteps of an answer went: for each token, how
+much later its row entered than the row before it, and why. All else is real: loop, pool, batch, methods, and the stages' lanes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
+import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from benchmarks.policy.answering_stage import AnsweringStage, KnownAnswer
-from benchmarks.policy.drafter import RecordedDrafter
+from benchmarks.policy.recording import RecordedDrafter
 from pipedec.bench.overhead.null_stage import no_layers, sequence_of
-from pipedec.core import Metrics, NewRequest, Request, StageMessage
+from pipedec.core import Metrics, NewRequest, Request, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
 from pipedec.decoding import Batch, Experience
 from pipedec.decoding.acceptance import AcceptanceModel, Choices
 from pipedec.engine.counters import Counters
@@ -25,41 +27,109 @@ from pipedec.engine.local import LocalStages
 from pipedec.engine.loop import Advanced, Record, RequestEnded, RequestOpened, RequestPool, Timestep, decode
 from pipedec.engine.recorder import EmulatedClock, Pacer, Recorder
 from pipedec.kv import KVManager
+from pipedec.model import KVCache
 from pipedec.plan.emulation import Emulation
 from pipedec.stage import StageWorker
+from pipedec.stage.final import FinalLane, FinalStageWorker, SlotTokens
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.topology import Topology
+from pipedec.tree import Advance
+from pipedec.tree.forest import ThreadChanges
+
+
+@dataclass
+class KnownAnswer:
+    """An answer in one thread, without an end token, and the timesteps in which its rows arrived at the last stage."""
+
+    token_ids: Sequence[int]
+    prefilled: int | None = None  # that of the whole prompt; None before it
+    arrivals: list[int] = field(default_factory=list)  # those of the accepted tokens, in their order
+
+
+AnswerOf = Callable[[int, NewRequest], KnownAnswer]
+
+
+class _NoTokens(SlotTokens):
+    """Remembers nothing: without penalties, past tokens are not needed."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def read(self, slots: Iterable[range]) -> Tensor:
+        return torch.zeros(0, dtype=torch.int64)
+
+    def write(self, slots: Iterable[range], token_ids: Tensor) -> None:
+        """Do nothing."""
+
+
+class _AnsweringLane(FinalLane):
+    """Returns after each row the answer's token for the next position; rows off the answer's path are dropped anyway."""
+
+    def __init__(self, answer: KnownAnswer, now: Callable[[], int], opening: NewRequest, cache: KVCache, stage: int) -> None:
+        plain = replace(opening, sampling=SamplingParams())
+        super().__init__(plain, sequence_of(opening, len(answer.token_ids)), cache, "cpu", 1, _NoTokens(), stage)
+        self._answer = answer
+        self._now = now
+        self._arrivals: list[int] = []  # of each row of the tree
+
+    def say(self) -> list[int]:
+        """The tokens after the rows that entered last."""
+        token_ids, last = self._answer.token_ids, len(self._answer.token_ids) - 1
+        positions = self._entered.positions[self._entered.num_rows - self.num_judged :].tolist()
+        if self._entered.visibility is not None:
+            self._arrivals += [self._now()] * len(positions)
+        elif positions and not self._answer.arrivals:
+            self._answer.prefilled = self._now()
+        return [token_ids[min(position + 1 - self._prompt_length, last)] for position in positions]
+
+    def sync(self, verdict: Verdict) -> tuple[Advance, ThreadChanges] | None:
+        if (replayed := super().sync(verdict)) is not None:
+            advance, _ = replayed
+            self._answer.arrivals += [self._arrivals[row] for row in advance.committed.tolist()]
+            self._arrivals = [self._arrivals[row] for row in advance.kept.tolist()]
+        return replayed
+
+
+class AnsweringStage(FinalStageWorker):
+    """A last stage that knows the answers: ``answer_of`` returns that of a request, ``now`` the present timestep.
+
+    It is a real worker, so rows, verdicts and slots are treated as everywhere. Sampling parameters are ignored.
+    """
+
+    def __init__(self, answer_of: AnswerOf, now: Callable[[], int], slots: int, block: int = 16, stage: int = 1) -> None:
+        super().__init__(no_layers(), sequence_of, slots=slots, block=block, stage=stage)
+        self._answer_of = answer_of
+        self._now = now
+
+    def _new_lane(self, number: int, opening: NewRequest, cache: KVCache) -> FinalLane:
+        return _AnsweringLane(self._answer_of(number, opening), self._now, opening, cache, self._stage)
+
+    def _reply(
+        self, updates: tuple[RequestUpdate, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
+    ) -> tuple[RequestUpdate, ...]:
+        """The results in the order in which their lanes were opened, after those of lanes that have ended."""
+        places = {number: place for place, number in enumerate(self._lanes)}
+        results = super()._reply(updates, steps, activations, is_finite)
+        return tuple(sorted(results, key=lambda result: places.get(result.number, -1)))
+
+    def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> list[list[int]]:
+        return [cast(_AnsweringLane, lane).say() for lane, _ in computed]
 
 
 @dataclass(frozen=True)
 class TimestepLosses:
-    """Timesteps of decoded tokens by cause; all except ``together`` add up to the timesteps of the answer.
+    """Timesteps of decoded tokens by cause; all except ``together`` add up to the timesteps of the answer."""
 
-    Attributes:
-        together: tokens (not timesteps) whose row entered in the same timestep as the row before it.
-        first: until the first decoded token is verified; no method can shorten it.
-        tokens: one for each further token whose row entered later than the row before it.
-        late: beyond that one, for rows that entered before their token was accepted.
-        named: beyond that one, for rows that entered after their token was accepted although a draft source had proposed it.
-        unnamed: the same, for tokens that no draft source had proposed.
-    """
-
-    together: int = 0
-    first: int = 0
-    tokens: int = 0
-    late: int = 0
-    named: int = 0
-    unnamed: int = 0
+    together: int = 0  # tokens (not timesteps) whose row entered in the same timestep as the row before it
+    first: int = 0  # until the first decoded token is verified; no method can shorten it
+    tokens: int = 0  # one for each further token whose row entered later than the row before it
+    late: int = 0  # beyond that one, for rows that entered before their token was accepted
+    named: int = 0  # beyond that one, for rows that entered after it although a draft source had proposed the token
+    unnamed: int = 0  # the same, for tokens that no draft source had proposed
 
     @property
     def timesteps(self) -> int:
         return self.first + self.tokens + self.late + self.named + self.unnamed
-
-    @classmethod
-    def total(cls, several: Iterable[TimestepLosses]) -> TimestepLosses:
-        """The sums over several answers."""
-        columns = zip(*(asdict(losses).values() for losses in several), strict=True)
-        return cls(*(sum(column) for column in columns))
 
 
 def losses(entries: Sequence[int], is_proposed: Sequence[bool], passage: int) -> TimestepLosses:
@@ -72,19 +142,15 @@ def losses(entries: Sequence[int], is_proposed: Sequence[bool], passage: int) ->
     """
     if not entries:
         return TimestepLosses()
-    found = TimestepLosses(first=entries[0] - 1 + passage)
-    steps = [after - before for before, after in pairwise(entries)]
-    return TimestepLosses.total(
-        [found, *(_of_token(step, named, passage) for step, named in zip(steps, is_proposed[1:], strict=True))]
-    )
-
-
-def _of_token(step: int, is_proposed: bool, passage: int) -> TimestepLosses:
-    if step == 0:
-        return TimestepLosses(together=1)
-    if step < passage:
-        return TimestepLosses(tokens=1, late=step - 1)
-    return TimestepLosses(tokens=1, named=step - 1) if is_proposed else TimestepLosses(tokens=1, unnamed=step - 1)
+    lost = Counter(first=entries[0] - 1 + passage)
+    for (before, after), was_proposed in zip(pairwise(entries), is_proposed[1:], strict=True):
+        step = after - before
+        if step == 0:
+            lost["together"] += 1
+        else:
+            cause = "late" if step < passage else "named" if was_proposed else "unnamed"
+            lost.update({"tokens": 1, cause: step - 1})
+    return TimestepLosses(**lost)
 
 
 @dataclass(frozen=True)
@@ -144,27 +210,16 @@ class _WatchedAcceptance(AcceptanceModel):
 
 @dataclass
 class ReplayedAnswer:
-    """A request whose answer is known, and what becomes of it. All times are seconds of the emulated clock.
-
-    Attributes:
-        answer: the tokens that the target generates.
-        began: when its first row entered the pipeline, or at first when it arrived there.
-        metrics: its counters; their seconds are emulated.
-        events: when tokens were accepted, and how many.
-        rows: of the request that have entered.
-        is_proposed: for each token whether a draft source had proposed it before it was accepted.
-        drafted: the same for tokens that a draft model has proposed, when the answer has ended; empty without one.
-        known: ``answer``, and when its rows passed the last stage.
-    """
+    """A request whose answer is known, and what becomes of it. All times are seconds of the emulated clock."""
 
     request: Request
-    answer: tuple[int, ...]
-    began: float
-    metrics: Metrics = field(default_factory=Metrics)
-    events: list[tuple[float, int]] = field(default_factory=list)
-    rows: int = 0
-    is_proposed: list[bool] = field(default_factory=list)
-    drafted: list[bool] = field(default_factory=list)
+    answer: tuple[int, ...]  # the tokens that the target generates
+    began: float  # when its first row entered the pipeline, or at first when it arrived there
+    metrics: Metrics = field(default_factory=Metrics)  # its counters; their seconds are emulated
+    events: list[tuple[float, int]] = field(default_factory=list)  # when tokens were accepted, and how many
+    rows: int = 0  # of the request that have entered
+    is_proposed: list[bool] = field(default_factory=list)  # for each token: by a draft source, before it was accepted
+    drafted: list[bool] = field(default_factory=list)  # by a draft model, when the answer has ended; empty without one
     finished: str | None = None
     has_opened: bool = False
 
@@ -185,17 +240,8 @@ class ReplayedAnswer:
 class ReplayedPipeline:
     """Replays requests through the groups of ``topology``; they may come at any time.
 
-    Args:
-        drafter: None without a draft model.
-        experience: what earlier answers have taught; it learns on.
-        kv: the devices' KV memory; None for no limit.
-
-    Attributes:
-        clock: the emulated time.
-        timesteps: so far.
-        own_seconds: rank 0's own work in them, as measured on this machine, without the draft's forwards.
-        fill: by timestep, for each group the requests and their numbers of rows there.
-        kv_slots: by timestep, the slots of running requests; empty without ``kv``.
+    ``experience`` is what earlier answers have taught; it learns on. ``drafter`` is None without a draft model, ``kv``, the
+    devices' KV memory, for no limit.
     """
 
     def __init__(
@@ -208,13 +254,11 @@ class ReplayedPipeline:
     ) -> None:
         self.clock = EmulatedClock(emulation, topology)
         self.timesteps = 0
-        self.own_seconds = 0.0
-        self.fill: list[list[dict[int, int]]] = []
-        self.kv_slots: list[int] = []
-        self._kv = kv
+        self.own_seconds = 0.0  # rank 0's own work in them, as measured on this machine, without the draft's forwards
+        self.fill: list[list[dict[int, int]]] = []  # by timestep, for each group the requests and their numbers of rows there
+        self.kv_slots: list[int] = []  # by timestep, those of running requests; empty without ``kv``
+        self._kv, self._drafter, self._experience = kv, drafter, experience
         self._groups = topology.num_groups
-        self._drafter = drafter
-        self._experience = experience
         recorder = Recorder(Pacer(None, 0))
         batch = Batch(self._groups, drafter, knee=emulation.knee, experience=experience, kv=kv)
         batch.time_forward = recorder.drafting
@@ -235,11 +279,7 @@ class ReplayedPipeline:
         return len(self._pool.running)
 
     def begin(self, request: Request, answer: tuple[int, ...]) -> ReplayedAnswer:
-        """Let ``request`` enter, to which the target generates ``answer``.
-
-        Raises:
-            UserError: as ``check``.
-        """
+        """Let ``request`` enter, to which the target generates ``answer``. Raises UserError as ``check``."""
         self.check(request)
         replayed = ReplayedAnswer(request, answer, self.clock.seconds())
         self._pool.open(request, partial(ThreadSequence, len(request.prompt_token_ids), (), len(answer)))
@@ -250,8 +290,7 @@ class ReplayedPipeline:
     def run(self, admit: Callable[[], None] = lambda: None) -> Iterator[ReplayedAnswer]:
         """Decode until no request is running; yields each whose tokens were accepted, after every verdict.
 
-        Args:
-            admit: called before every timestep; may ``begin`` requests, and let time pass while none is running.
+        ``admit`` is called before every timestep; it may ``begin`` requests, and let time pass while none is running.
         """
         for number, verdict in decode(self._pool, self._stages, admit):
             replayed = self._answers[number]
@@ -271,7 +310,14 @@ class ReplayedPipeline:
     def _note(self, record: Record) -> None:
         match record:
             case Timestep():
-                self._note_timestep(record)
+                assert record.load is not None
+                self.timesteps += 1
+                self.own_seconds += record.load.deciding_seconds + record.load.beside_seconds
+                self.fill.append(list(map(_rows_of, self._stages.arrived)))
+                for number, rows in _rows_of(record.entered).items():
+                    self._answers[number].rows += rows
+                if self._kv is not None:
+                    self.kv_slots.append(self._kv.used_slots)
             case RequestOpened() if not self._answers[record.number].has_opened:
                 replayed = self._answers[record.number]
                 replayed.has_opened, replayed.began = True, self.clock.seconds()
@@ -282,16 +328,6 @@ class ReplayedPipeline:
                     replayed.drafted = self._drafter.proposed(record.number, replayed.answer)  # before the method closes it
             case RequestEnded():
                 self._answers[record.number].finished = record.reason
-
-    def _note_timestep(self, timestep: Timestep) -> None:
-        assert timestep.load is not None
-        self.timesteps += 1
-        self.own_seconds += timestep.load.deciding_seconds + timestep.load.beside_seconds
-        self.fill.append(list(map(_rows_of, self._stages.arrived)))
-        for number, rows in _rows_of(timestep.entered).items():
-            self._answers[number].rows += rows
-        if self._kv is not None:
-            self.kv_slots.append(self._kv.used_slots)
 
 
 def _rows_of(message: StageMessage) -> dict[int, int]:

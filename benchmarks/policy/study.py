@@ -1,27 +1,34 @@
 """Speculation policies compared offline: recorded answers replayed through the real methods, timestep by timestep.
 
-Owns the order of work. Answers are recorded once (``recording``), the draft model runs only for contexts that no
-earlier policy needed (``drafter``), and no stage computes anything (``replay``).
+Answers are recorded once, the draft model runs only for contexts that no earlier policy needed (``recording``), and no stage
+computes anything (``replay``). A figure of a prompt set is a ratio of totals; over prompt sets it is the mean: geometric for
+times and speed-ups, arithmetic for the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from math import isnan
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from msgspec.structs import replace
+from pandas import Categorical, DataFrame
 
-from benchmarks.policy.drafter import RecordedDrafter
-from benchmarks.policy.recording import AnswerRecording, DraftMemo
-from benchmarks.policy.replay import Replayed, ReplayedPipeline, WatchedExperience
+from benchmarks.policy.recording import AnswerRecording, DraftMemo, RecordedDrafter
+from benchmarks.policy.replay import Replayed, ReplayedPipeline, TimestepLosses, WatchedExperience
 from pipedec.bench.grid import SweepProgress
-from pipedec.bench.load.offered import Policy
+from pipedec.bench.load.offered import LIMITS, Policy
 from pipedec.bench.options import Drawing, Preset, StageCount
 from pipedec.bench.prompts import DrawnPrompt, draw
-from pipedec.bench.record import Row, plain
+from pipedec.bench.record import Row, header, plain
+from pipedec.bench.report.frames import SUMS, totals
+from pipedec.bench.sweep.config import TUNED
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated, pair_digest
 from pipedec.bench.sweep.runners import OneProcess
 from pipedec.config import ClusterConfig, Settings
@@ -38,18 +45,13 @@ from pipedec.text.prompt import Prompter
 
 @dataclass(frozen=True)
 class PolicyConfig(Drawing):
-    """The policies to compare, and the answers on which.
+    """The policies to compare, and the answers on which. With a temperature, ``seed`` also seeds the target's tokens.
 
-    Attributes:
-        preset: emulated times are those of its devices.
-        sampling: how the target decodes; with a temperature, ``seed`` also seeds the tokens.
-
-    Raises:
-        UserError: a number below 1, two equal policies, or no such preset.
+    Raises UserError for a number below 1, two equal policies, or an unknown preset.
     """
 
     cluster: ClusterConfig
-    preset: Preset
+    preset: Preset  # emulated times are those of its devices
     policies: tuple[Policy, ...]
     stages: StageCount = None
     sampling: SamplingParams = SamplingParams(max_tokens=64)
@@ -92,14 +94,12 @@ class PolicyAnswer:
 class Study:
     """All policies on pipelines of one shape. A policy keeps what it learns from prompt to prompt, as in a sweep.
 
-    Raises:
-        UserError: no prompt of a set fits into the context, a policy cannot run with this pair of models, or ``directory``
-            contains another recording.
+    Raises UserError if no prompt of a set fits into the context, a policy cannot run with this pair of models, or ``directory``
+    contains another recording.
     """
 
     def __init__(self, config: PolicyConfig, prompt_sets: Iterable[PromptSet], directory: Path) -> None:
-        self._config = config
-        self._spec = config.shape.spec
+        self._config, self._spec = config, config.shape.spec
         self._memos: list[DraftMemo] = []  # by request number
         self._pipelines = {policy: self._pipeline(policy) for policy in config.policies}
         self._recording = AnswerRecording(directory, **config.origin)
@@ -141,3 +141,115 @@ class Study:
 
     def _request(self, policy: Policy, number: int, prompt: tuple[int, ...]) -> Request:
         return Request(number, prompt, self._config.request.sampling, policy.method, policy.options)
+
+
+SCHEMA = "pipedec.policy/1"
+_SETS = ["policy", "prompt_set"]
+_CAUSES = [field.name for field in fields(TimestepLosses)]
+
+
+@dataclass(frozen=True)
+class PolicyFigures:
+    """Data frames of all policies, in the order of the answers.
+
+    ``means`` are by policy, over prompt sets: ms_per_token, timesteps_per_token, hit_rate, timesteps_per_miss (beyond one per
+    hit; NaN without misses) and speedup over the first policy. So are ``causes_per_token``: timesteps per decoded token by cause,
+    which add up to timesteps_per_token; ``together`` is a share of tokens and not part of the sum.
+    """
+
+    totals: DataFrame  # by policy and prompt set, as ``report.statistics.totals``; times are emulated
+    causes: DataFrame  # by policy and prompt set, the fields of ``TimestepLosses``
+    means: DataFrame
+    causes_per_token: DataFrame
+
+    @classmethod
+    def of(cls, answers: Iterable[PolicyAnswer]) -> PolicyFigures:
+        """The figures of ``answers``; those of a single token are left out, since nothing is decoded.
+
+        Raises UserError if no answer has more than one token.
+        """
+        decoded = [one for one in answers if one.replayed.tokens]
+        if not decoded:
+            raise UserError("every answer has a single token, so nothing is decoded: use other prompts or more --max-tokens")
+        sums = _frame(decoded, lambda replayed: {name: getattr(replayed, name) for name in SUMS})
+        losses = _frame(decoded, lambda replayed: asdict(replayed.losses))
+        table, causes = totals(sums, _SETS), losses.groupby(_SETS, observed=True)[_CAUSES].sum()
+        means = (
+            table[["timesteps_per_token"]].assign(hit_rate=table["hit_rate"].fillna(0.0)).groupby("policy", observed=True).mean()
+        )
+        means["ms_per_token"] = np.exp(np.log(table["tpot_ms"]).groupby("policy", observed=True).mean())
+        means["timesteps_per_miss"] = totals(sums, "policy")["timesteps_per_miss"]
+        means["speedup"] = means["ms_per_token"].iloc[0] / means["ms_per_token"]
+        return cls(table, causes, means, causes.div(table["tokens"], axis=0).groupby("policy", observed=True).mean())
+
+
+def _frame(answers: list[PolicyAnswer], record: Callable[[Replayed], Row]) -> DataFrame:
+    """One row per answer; policies and prompt sets in the order of the answers."""
+    frame = DataFrame({"policy": one.policy.name, "prompt_set": one.prompt.prompt_set, **record(one.replayed)} for one in answers)
+    for key in _SETS:
+        frame[key] = Categorical(frame[key], frame[key].unique(), ordered=True)
+    return frame
+
+
+def document(config: PolicyConfig, figures: PolicyFigures, comparisons: DataFrame) -> Row:
+    """Everything as one JSON document."""
+    pipeline = {"preset": config.preset, "cluster": config.shape.cluster}
+    described = {**pipeline, **config.origin, "samples": config.samples, "seed": config.seed}
+    policies = []
+    for policy in config.policies:
+        means, causes_per_token = (frame.loc[policy.name].to_dict() for frame in (figures.means, figures.causes_per_token))
+        frames = (frame.loc[[policy.name]].droplevel("policy") for frame in (figures.totals[SUMS], figures.causes))
+        totals, causes = (frame.to_dict("index") for frame in frames)
+        policies.append({
+            "policy": policy.name, "method": policy.method, "limits": policy.limits,
+            **{name: means[name] for name in ("ms_per_token", "timesteps_per_token", "hit_rate")},
+            "timesteps_per_miss": None if isnan(means["timesteps_per_miss"]) else means["timesteps_per_miss"],
+            "timesteps_per_token_by_cause": causes_per_token,
+            "sets": {name: {**totals[name], "timesteps_by_cause": causes[name]} for name in totals},
+        })  # fmt: skip
+    return {"schema": SCHEMA, **header("policy", described), "policies": policies, "check": comparisons.to_dict("records")}
+
+
+def compare(config: PolicyConfig, answers: Iterable[PolicyAnswer], rows: Iterable[Row]) -> DataFrame:
+    """Compare with ``rows`` of a sweep under single tasks, whose stages prune at once like those of the replay: answers of equal
+    pipeline, models, sampling, policy and prompt.
+
+    One row per policy and the sweep's clock and slow_motion. Columns: answers, their number; predicted and found, milliseconds
+    per token of the replay and the sweep; ratio, predicted / found.
+    """
+    pipeline = config.preset, config.shape.dispatched("tasks").cluster, *config.origin.values()
+    known = {_case(one, *pipeline): one for one in answers if one.replayed.tokens}
+    pairs = [(known[case], row) for row in rows if (case := _case_of_row(row)) in known]
+    names = ["policy", "clock", "slow_motion"]
+    found = DataFrame(
+        [
+            (config.policies.index(one.policy), row["clock"], row["slow_motion"], one.replayed.tokens, one.replayed.decode_ms,
+             row["decode_ms"])
+            for one, row in pairs
+        ],
+        columns=[*names, "tokens", "predicted", "found"],
+    )  # fmt: skip
+    sums = found.assign(answers=1).groupby(names, as_index=False).sum()
+    return DataFrame({
+        "policy": [config.policies[number].name for number in sums["policy"]],
+        **sums[["clock", "slow_motion", "answers"]],
+        "predicted": sums["predicted"] / sums["tokens"],
+        "found": sums["found"] / sums["tokens"],
+        "ratio": sums["predicted"] / sums["found"],
+    })  # fmt: skip
+
+
+def _case(one: PolicyAnswer, *pipeline: Any) -> str:
+    """Everything that must be equal in a sweep's row of the same answer."""
+    policy, prompt = one.policy, one.prompt
+    lengths = len(prompt.token_ids), len(one.token_ids)
+    return json.dumps([*pipeline, policy.method, policy.limits, prompt.prompt_set, prompt.index, *lengths], sort_keys=True)
+
+
+def _case_of_row(row: Row) -> str:
+    method = "stpp" if row["method"] == TUNED else row["method"]
+    limits = {name: (row["tree"] or {}).get(name) for name in LIMITS.get(method, ())}
+    sampling = {**plain(SamplingParams()), **row["sampling"]}  # rows of earlier versions have fewer parameters
+    pipeline = row["preset"], row["cluster"], row["pair"].get("digest"), sampling
+    question = row["prompt_set"], row["prompt_index"], row.get("prompt_tokens"), row["output_tokens"]
+    return json.dumps([*pipeline, method, limits, *question], sort_keys=True)

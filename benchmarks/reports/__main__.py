@@ -7,29 +7,21 @@ from typing import Annotated
 
 import click
 
-from benchmarks.reports.figures import (
-    accuracy_figure,
-    masks_figure,
-    misses_figure,
-    prompt_tokens_figure,
-    stochastic_figure,
-    tree_figure,
-)
+from benchmarks.reports import figures
 from benchmarks.reports.tables import tables
 from pipedec.bench.report.figures import FIGURES as SWEEP_FIGURES
 from pipedec.bench.report.figures import Draw, of_greedy, of_methods
 from pipedec.cli.benchmarks.plot import OutDirectory, Title, answers_of, draw_all, sources_argument
-from pipedec.cli.benchmarks.shared import print_files
 from pipedec.flags import Help, own_options, run_command
 
 FIGURES: dict[str, Draw] = {
     **SWEEP_FIGURES,
-    "accuracy": of_methods(of_greedy(accuracy_figure)),
-    "stochastic": of_methods(stochastic_figure),
-    "tree": of_greedy(tree_figure),
-    "misses": of_greedy(misses_figure),
-    "prompt-tokens": of_greedy(prompt_tokens_figure),
-    "mask-tokens": of_greedy(masks_figure),
+    "accuracy": of_methods(of_greedy(figures.accuracy_figure)),
+    "stochastic": of_methods(figures.stochastic_figure),
+    "tree": of_greedy(figures.tree_figure),
+    "misses": of_greedy(figures.misses_figure),
+    "prompt-tokens": of_greedy(figures.prompt_tokens_figure),
+    "mask-tokens": of_greedy(figures.masks_figure),
 }
 
 
@@ -51,7 +43,7 @@ def reports(
     if with_tables:
         document = tables(answers)
         (out / "tables.md").write_text(document, encoding="utf-8")
-        print_files(out / "tables.md")
+        click.echo(out / "tables.md", err=True)
         print(document, end="")
     chosen = {name: draw for name, draw in FIGURES.items() if not only or name in only}
     draw_all(answers, out, chosen, title, may_be_none=with_tables)

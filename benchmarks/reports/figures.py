@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from benchmarks.reports.ablations import Ablation, by_masks, by_prompt_tokens, fixed_text
-from benchmarks.reports.decoding import BothWays, greedy_and_stochastic
+from benchmarks.reports.compared import Ablation, BothWays, by_masks, by_prompt_tokens, fixed_text, greedy_and_stochastic
 from pipedec.bench.report.figures import colors, draw_by_method, fits_text, labels, provenance, stages_text, tree_text
 from pipedec.bench.report.frames import (
     REFERENCE_GROUPS,

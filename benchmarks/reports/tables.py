@@ -1,20 +1,21 @@
-"""The results of a sweep as Markdown tables, beside the paper's; and measured beside computed times.
+"""The results of a sweep as Markdown tables, beside the papers'; and measured beside computed times.
 
-Owns the paper's numbers. Needs no matplotlib.
+Owns the papers' numbers. Needs no matplotlib.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 
 import pandas as pd
 
-from benchmarks.reports.ablation_tables import bita_parts
-from benchmarks.reports.decoding import greedy_and_stochastic
+from benchmarks.reports import compared
+from benchmarks.reports.compared import Ablation, Value
 from pipedec.bench.report.figures import provenance
 from pipedec.bench.report.frames import (
+    PAPER_TREE,
     NoFigure,
     Variant,
     at,
@@ -23,11 +24,13 @@ from pipedec.bench.report.frames import (
     means,
     one_bita,
     one_tree_each,
+    prompt_sets,
     select,
     spread,
     variants,
 )
 from pipedec.bench.report.style import BASELINE, PROMPT_SETS, markdown_table, method_looks
+from pipedec.bench.sweep.rows import Tree
 
 STATIC = ("stpp", "stpp-tuned")
 BASELINES = (BASELINE, *STATIC)
@@ -64,14 +67,14 @@ def tables(studies: Mapping[str, pd.DataFrame]) -> str:
     end measured beside computed latency. Of several BiTA the first and the last tables show one.
     """
     parts = [_ABOUT]
-    compared = {timing: one_bita(answers) for timing, answers in studies.items()}
-    for timing, answers in compared.items():
+    studied = {timing: one_bita(answers) for timing, answers in studies.items()}
+    for timing, answers in studied.items():
         title = "measured, nothing emulated" if timing == "machine" else timing
         parts += _methods_part(one_tree_each(greedy(answers)), title)
         parts += _stochastic_part(answers, title)
         parts += bita_parts(greedy(studies[timing]), title)
-    if "measured" in compared:
-        parts += _computed_part(one_tree_each(greedy(compared["measured"])))
+    if "measured" in studied:
+        parts += _computed_part(one_tree_each(greedy(studied["measured"])))
     return "\n\n".join(parts) + "\n"
 
 
@@ -107,7 +110,7 @@ def _table(lines: Iterable[list[str]]) -> str:
 def _stochastic_part(answers: pd.DataFrame, timing: str) -> list[str]:
     """Heading, small print and table of the methods that decoded both ways; nothing if none did."""
     try:
-        both = greedy_and_stochastic(answers)
+        both = compared.greedy_and_stochastic(answers)
     except NoFigure:
         return []
     lines = {way: _way_lines(found, way) for way, found in both.ways.items()}
@@ -184,3 +187,76 @@ def _range(answers: pd.DataFrame, column: str, form: str) -> str:
 def _hit_rate(one: Variant, rate: float) -> str:
     """A method without a tree has none."""
     return "–" if isnan(rate) or one.tree is None else f"{rate:.1%}"
+
+
+# "BiTA: Bi-Directional Tuning for Lossless Acceleration in Large Language Models": lowest and highest speed-up over greedy
+# decoding of XSum, MT-Bench, CIP and HumanEval-X; of all models in Table 1, of LLaMA-2-7B in the others (3, 4, 8 and 9).
+BITA_SPEEDUP = "2.10–3.31×"
+BITA_PROMPTINGS = {"none": "1.94–2.12×", "shallow": "2.01–2.31×", "deep": "2.19–2.73×"}
+BITA_TREES = {
+    ("straightforward", 1): "1.63–2.06×",
+    ("full", 1): "1.81–2.39×",
+    ("full", 2): "2.02–2.58×",
+    ("full", 3): "1.93–2.29×",
+    ("full", 4): "1.50–1.79×",
+    PAPER_TREE: "2.19–2.73×",
+}
+_BITA_ABOUT = (
+    "Tokens per pass: decoded tokens over passes of the pipeline. Over PP: ratio of TPOT (time per output token). Both over "
+    "prompts that all lines and PP answered; means are geometric over prompt sets. Paper: range over its four data sets"
+)
+
+
+def bita_parts(answers: pd.DataFrame, timing: str) -> Iterator[str]:
+    """Headings, small print and tables of what the answers contain: BiTA against plain pipelines, by prompting, by tree."""
+    pairs = compared.against_baseline(answers)
+    if pairs:
+        answered = pd.concat([pair.answers for pair in pairs])
+        lines = [line for pair in pairs for line in _lines(pair, prompt_sets(answered), str, lambda _: BITA_SPEEDUP)]
+        yield from _part("BiTA against PP", pairs, lines, "cluster", timing)
+    yield from _ablation(compared.by_prompting, answers, "BiTA by prompting", str, lambda name: BITA_PROMPTINGS[name], timing)
+
+    def label(tree: Tree) -> str:
+        return compared.tree_name(tree) if tree.shape == "straightforward" else f"{compared.tree_name(tree)}, k = {tree.children}"
+
+    def paper(tree: Tree) -> str:
+        return BITA_TREES.get((tree.shape or "", tree.children or 0), "")
+
+    yield from _ablation(compared.by_tree, answers, "BiTA by tree", label, paper, timing)
+
+
+def _ablation(
+    choose: Callable[[pd.DataFrame], Ablation[Value]], answers: pd.DataFrame, heading: str,
+    name: Callable[[Value], str], paper: Callable[[Value], str], timing: str,
+) -> Iterator[str]:  # fmt: skip
+    try:
+        found = choose(answers)
+    except NoFigure:
+        return
+    yield from _part(heading, [found], _lines(found, prompt_sets(found.answers), name, paper), heading.split()[-1], timing)
+
+
+def _part(
+    heading: str, ablations: Sequence[Ablation[Value]], lines: Iterable[list[str]], first: str, timing: str
+) -> Iterator[str]:
+    answers = pd.concat([one.answers for one in ablations])
+    names = [PROMPT_SETS.get(name, name) for name in prompt_sets(answers)]
+    yield f"## {heading}, {timing}"
+    fixed = compared.fixed_text(point for one in ablations for point in one.points.values())
+    yield f"{provenance(answers, 'line')}. {fixed}. {_BITA_ABOUT}."
+    yield markdown_table([first, "quantity", *names, "mean", "paper"], lines, left=(0, 1))
+
+
+def _lines(
+    ablation: Ablation[Value], names: Sequence[str], name: Callable[[Value], str], paper: Callable[[Value], str]
+) -> Iterator[list[str]]:
+    """Two lines for each point: tokens per pass, and speed-up with the paper's beside it."""
+    table = by_prompt_set(ablation.answers, [BASELINE])
+    mean = means(table)
+    for value, point in ablation.points.items():
+        for title, column, form, beside in (
+            ("tokens/pass", "tokens_per_pass", "{:.2f}", ""), ("over PP", f"over {BASELINE}", "{:.2f}×", paper(value)),
+        ):  # fmt: skip
+            by_set = at(table[column], point)
+            cells = (form.format(by_set[each]) if each in by_set.index else "–" for each in names)
+            yield [name(value), title, *cells, form.format(at(mean, point)[column]), beside]

@@ -11,26 +11,15 @@ from msgspec import Meta
 
 from pipedec.directories import reference_pair
 from pipedec.flags import Help, options_of, own_options, run_command
+from pipedec.train import options
 from pipedec.train.bita import BitaRecipe, print_bita, train_bita
 from pipedec.train.draft import DraftRecipe
 from pipedec.train.measuring import print_agreement, print_draft
-from pipedec.train.options import (
-    Compiled,
-    DeviceFlags,
-    DraftStart,
-    PartialRun,
-    Target,
-    TrainingPromptFlags,
-    bita_options,
-    chosen_pair,
-    prompter_of,
-    run_options,
-)
-from recipes.options import Problems, existing
 from recipes.reference_models.draft import DRAFT_RECIPE, bita_prompts, continue_library_draft
-from recipes.reference_models.exchanged_prompts import write_prompts
+from recipes.reference_models.invented_prompts import write_prompts
 from recipes.reference_models.library_questions import write_questions
 from recipes.reference_models.pair import Recipe, train_pair
+from recipes.thread_models.records import Problems, existing
 
 
 @click.group()
@@ -39,13 +28,13 @@ def reference_models() -> None:
 
 
 @reference_models.command()
-@run_options
+@options.run_options
 @own_options
 def pair(
-    run: PartialRun,
+    run: options.PartialRun,
     problems: Problems = None,
     steps_scale: Annotated[float, Meta(gt=0), Help("Factor on all step counts; 0.01 is a try-out.")] = 1.0,
-    compiled: Compiled = True,
+    compiled: options.Compiled = True,
 ) -> None:
     """Train target and draft on the Python standard library and word problems."""
     existing(problems)
@@ -59,39 +48,39 @@ def pair(
 
 
 @reference_models.command()
-@run_options
+@options.run_options
 @options_of(DraftRecipe, "recipe")
 @own_options
 def draft(
-    run: PartialRun,
+    run: options.PartialRun,
     recipe: DraftRecipe,
     problems: Problems = None,
-    target: Target = None,
-    start: DraftStart = None,
-    compiled: Compiled = True,
+    target: options.Target = None,
+    start: options.DraftStart = None,
+    compiled: options.Compiled = True,
 ) -> None:
     """Continue the draft of a trained pair, on text of the library and on its target's answers to prompts made of it."""
     existing(problems)
     chosen = replace(recipe, long_sets=DRAFT_RECIPE.long_sets)
-    print_draft(continue_library_draft(chosen_pair(target, start), problems, chosen, run(), compiled=compiled))
+    print_draft(continue_library_draft(options.chosen_pair(target, start), problems, chosen, run(), compiled=compiled))
 
 
 @reference_models.command()
-@bita_options
+@options.bita_options
 @own_options
 def bita(
-    asked: TrainingPromptFlags,
-    run: PartialRun,
+    asked: options.TrainingPromptFlags,
+    run: options.PartialRun,
     recipe: BitaRecipe,
-    device: DeviceFlags,
+    device: options.DeviceFlags,
     problems: Problems = None,
-    target: Target = None,
+    target: options.Target = None,
 ) -> None:
     """Train the shipped target's BiTA, on its own greedy answers to the draft's prompts and to those of --prompts."""
     existing(problems)
     target = target or reference_pair() / "target"
     library = bita_prompts(target, problems, recipe.new_tokens, asked.max_prompts)
-    prompts = library | asked.read(prompter_of(target), recipe.new_tokens, tuple(library))
+    prompts = library | asked.read(options.prompter_of(target), recipe.new_tokens, tuple(library))
     print_bita(train_bita(target, prompts, recipe, run(**device.chosen())))
 
 

@@ -5,7 +5,6 @@ tokenizers, models or optimisers.
 """
 
 import ast
-import hashlib
 import inspect
 import json
 import random
@@ -15,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics as pydoc_topics
 
-from recipes.thread_models.records import without_calculator_notes
+from recipes.thread_models.records import is_held_out, without_calculator_notes
 
 BEGIN, USER, ASSISTANT, END = "<|begin|>", "<|user|>", "<|assistant|>", "<|end|>"
 
 # Tables, vendored grammars and generated files are no use as training text.
 _EXCLUDED_PARTS = {"site-packages", "test", "tests", "encodings", "__pycache__", "lib2to3", "idle_test", "ensurepip"}
-_HELD_OUT_ONE_IN = 40
 _MAX_CODE_CHARACTERS = 1600
 _MAX_ANSWER_CHARACTERS = 1200
 _TOPIC_PARAGRAPHS = 4
@@ -36,8 +34,7 @@ class Document:
 
     @property
     def held_out(self) -> bool:
-        digest = hashlib.sha256(self.text.encode()).digest()
-        return int.from_bytes(digest[:4], "big") % _HELD_OUT_ONE_IN == 0
+        return is_held_out(self.text)
 
 
 def conversation(question: str, answer: str) -> str:
@@ -48,12 +45,11 @@ def conversation(question: str, answer: str) -> str:
 def standard_library_files() -> list[Path]:
     """The library's own Python sources (no tests, no tables), in a fixed order."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = (path for path in root.rglob("*.py") if not _EXCLUDED_PARTS & set(path.relative_to(root).parts))
-    return sorted(files)
+    return sorted(path for path in root.rglob("*.py") if not _EXCLUDED_PARTS & set(path.relative_to(root).parts))
 
 
-def library_documents() -> Iterator[Document]:
-    """Raw source, function completions and docstring questions from the standard library."""
+def library_modules() -> Iterator[tuple[str, str, ast.Module]]:
+    """Name, source and syntax tree of the standard library's modules."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in standard_library_files():
         try:
@@ -61,12 +57,16 @@ def library_documents() -> Iterator[Document]:
             tree = ast.parse(source)
         except (UnicodeDecodeError, SyntaxError):
             continue
-        if len(source) < 200:
-            continue
-        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        yield Document("source", f"{BEGIN}{source}{END}")
-        yield from _functions(source, tree)
-        yield from _questions(module, tree)
+        yield ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"), source, tree
+
+
+def library_documents() -> Iterator[Document]:
+    """Raw source, function completions and docstring questions from the standard library."""
+    for module, source, tree in library_modules():
+        if len(source) >= 200:
+            yield Document("source", f"{BEGIN}{source}{END}")
+            yield from _functions(source, tree)
+            yield from _questions(module, tree)
 
 
 def word_problem_documents(path: Path) -> Iterator[Document]:

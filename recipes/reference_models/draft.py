@@ -7,13 +7,12 @@ words. It does not know the target's answers.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from pipedec.core import UserError
@@ -28,7 +27,7 @@ from recipes.reference_models.pair import CARD, HELD_OUT_ROWS, pack
 
 LONG_FAMILY = "passages"
 _CHARACTERS_PER_TOKEN = 4  # an upper bound of the mean
-_MAX_PROMPT_TOKENS = 224
+SHORT = range(225)  # tokens of a prompt
 _MIN_PASSAGE_TOKENS = 256
 _MAX_DRAWS = 20  # for one prompt of a fitting length
 _CUT_TOKENS = (32, 160)  # of source text, which has no question to stop at
@@ -36,21 +35,14 @@ _CUT_TOKENS = (32, 160)  # of source text, which has no question to stop at
 
 @dataclass(frozen=True)
 class LibraryRecipe:
-    """The text and prompts that the shipped draft learned from.
-
-    Attributes:
-        text_rows: rows of plain text.
-        num_held_out_prompts: of each family.
-        text_weights: share of each family in the text.
-        num_prompts: of each family, to learn from.
-    """
+    """The text and prompts that the shipped draft learned from."""
 
     text_rows: int = 500
-    num_held_out_prompts: int = 48
-    text_weights: dict[str, float] = field(
+    num_held_out_prompts: int = 48  # of each family
+    text_weights: dict[str, float] = field(  # share of each family
         default_factory=lambda: {"problems": 0.3, "functions": 0.3, "questions": 0.2, "source": 0.2}
     )
-    num_prompts: dict[str, int] = field(
+    num_prompts: dict[str, int] = field(  # of each family, to learn from
         default_factory=lambda: {
             "problems": 500, "functions": 500, "questions": 400, "source": 200, "requests": 800, LONG_FAMILY: 280,
         }
@@ -71,26 +63,13 @@ def continue_library_draft(
 ) -> dict[str, Any]:
     """Train the draft of a pair (target, draft) further; returns what was measured.
 
-    A model card is written beside ``training.json`` if the pair was trained by ``pair``.
-
-    Args:
-        problems: GSM8K-format JSONL; None = train on the standard library alone.
+    A model card is written beside ``training.json`` if the pair was trained by ``pair``. Without ``problems`` (GSM8K-format
+    JSONL) it is trained on the standard library alone.
     """
     target_path, draft_path = pair
     documents = all_documents(problems)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(target_path)
     prompts = library_prompts(documents, tokenizer, library, recipe)
-    text = library_text(documents, tokenizer, library, recipe)
-    report = train_draft(target_path, draft_path, prompts, recipe, run, text, compiled)
-    if "recipe" in report:
-        (run.out / "README.md").write_text(card(CARD, report))
-    return report
-
-
-def library_text(
-    documents: list[Document], tokenizer: PreTrainedTokenizerFast, library: LibraryRecipe, recipe: DraftRecipe
-) -> Text:
-    """Rows of the training documents, each family with its share, and rows of the held-out ones."""
     training, held_out = (by_family(documents, held_out) for held_out in (False, True))
     mixed = corpus.mix(
         [document for found in training.values() for document in found],
@@ -98,13 +77,17 @@ def library_text(
         library.text_rows * recipe.length * _CHARACTERS_PER_TOKEN,
         recipe.seed,
     )
-    rows: Tensor = pack(mixed, tokenizer, recipe.length, recipe.seed)[: library.text_rows]
+    rows = pack(mixed, tokenizer, recipe.length, recipe.seed)[: library.text_rows]
     held_out_rows = {
-        family: pack(iter(found), tokenizer, recipe.length, recipe.seed)[:HELD_OUT_ROWS]
+        family: pack(found, tokenizer, recipe.length, recipe.seed)[:HELD_OUT_ROWS]
         for family, found in held_out.items()
         if family in library.text_weights
     }
-    return Text(rows, held_out_rows, asdict(library))
+    text = Text(rows, held_out_rows, asdict(library))
+    report = train_draft(target_path, draft_path, prompts, recipe, run, text, compiled)
+    if "recipe" in report:
+        (run.out / "README.md").write_text(card(CARD, report))
+    return report
 
 
 def all_documents(problems: Path | None) -> list[Document]:
@@ -146,11 +129,7 @@ def library_prompts(
 
 
 def bita_prompts(target_path: Path, problems: Path | None, new_tokens: int, max_prompts: int | None) -> dict[str, SplitPrompts]:
-    """The draft's prompts, for BiTA.
-
-    Raises:
-        UserError: the tokenizer does not know the turns of the library's conversations.
-    """
+    """The draft's prompts, for BiTA. Raises UserError if the tokenizer does not know the library's turns."""
     max_positions = ModelConfig.from_directory(target_path).max_positions
     tokenizer = load_for_training(target_path)
     if ASSISTANT not in tokenizer.get_vocab():
@@ -169,10 +148,10 @@ def _prompts_of(
     """Token ids of prompts of one family: of its documents, or invented from the words of all documents."""
     everything = [document for found in families.values() for document in found]
     if family == "requests":
-        return request_prompts(everything, tokenizer, num_prompts, recipe.seed)
+        return invented(invented_prompts.requests, everything, tokenizer, num_prompts, SHORT, recipe.seed)
     if family == LONG_FAMILY:
-        longest = recipe.long_length - recipe.new_tokens
-        return passage_prompts(everything, tokenizer, num_prompts, longest, recipe.seed)
+        tokens = range(_MIN_PASSAGE_TOKENS, recipe.long_length - recipe.new_tokens + 1)
+        return invented(invented_prompts.passages, everything, tokenizer, num_prompts, tokens, recipe.seed)
     return prompts(families[family], tokenizer, num_prompts, recipe.seed) if family in families else []
 
 
@@ -181,45 +160,44 @@ def prompts(documents: list[Document], tokenizer: PreTrainedTokenizerBase, num_p
     rng = random.Random(seed)
     found: list[list[int]] = []
     while len(found) < num_prompts:
-        shuffled = (_prompt(document.text, tokenizer, rng) for document in rng.sample(documents, len(documents)))
-        short = [ids for ids in shuffled if len(ids) <= _MAX_PROMPT_TOKENS]
+        shuffled = (
+            _prompt(document.text, tokenizer) or _cut(document.text, tokenizer, rng)
+            for document in rng.sample(documents, len(documents))
+        )
+        short = [ids for ids in shuffled if len(ids) in SHORT]
         if not short:
             break
         found.extend(short)
     return found[:num_prompts]
 
 
-def _prompt(text: str, tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> list[int]:
+def _prompt(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The user's turn of a conversation, up to where the assistant begins; nothing of another text."""
     question, separator, _ = text.partition(ASSISTANT)
-    if separator:
-        return tokenizer.encode(question + separator, add_special_tokens=False)
+    return tokenizer.encode(question + separator, add_special_tokens=False) if separator else []
+
+
+def _cut(text: str, tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> list[int]:
+    """A piece of source text."""
     lines = text.removeprefix(BEGIN).splitlines(keepends=True)
     first = rng.randrange(len(lines))
     ids = tokenizer.encode(BEGIN + "".join(lines[first : first + 40]), add_special_tokens=False)
     return ids[: rng.randint(*_CUT_TOKENS)]
 
 
-def request_prompts(
-    documents: list[Document], tokenizer: PreTrainedTokenizerBase, num_prompts: int, seed: int
+def invented(
+    stream: Callable[[list[str], random.Random], Iterator[str]],
+    documents: list[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    num_prompts: int,
+    tokens: range,
+    seed: int,
 ) -> list[list[int]]:
-    """Token ids of ``num_prompts`` short requests made of the documents' prose; fewer if few fit."""
+    """Token ids of ``num_prompts`` user turns of a stream made of the documents' prose, with numbers of tokens in ``tokens``.
+
+    Fewer if few fit.
+    """
     texts = invented_prompts.prose(documents)
-    drawn = islice(invented_prompts.requests(texts, random.Random(seed)), _MAX_DRAWS * num_prompts) if texts else iter(())
-    return list(islice((ids for ids in _turns(drawn, tokenizer) if len(ids) <= _MAX_PROMPT_TOKENS), num_prompts))
-
-
-def passage_prompts(
-    documents: list[Document], tokenizer: PreTrainedTokenizerBase, num_prompts: int, max_tokens: int, seed: int
-) -> list[list[int]]:
-    """Token ids of ``num_prompts`` passages of the documents' prose, each with an instruction; fewer if few fit."""
-    texts = invented_prompts.prose(documents)
-    drawn = islice(invented_prompts.passages(texts, random.Random(seed)), _MAX_DRAWS * num_prompts) if texts else iter(())
-    fitting = (ids for ids in _turns(drawn, tokenizer) if _MIN_PASSAGE_TOKENS <= len(ids) <= max_tokens)
-    return list(islice(fitting, num_prompts))
-
-
-def _turns(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """The user turns of these texts, up to where the assistant begins."""
-    for text in texts:
-        question, separator, _ = conversation(text, "").partition(ASSISTANT)
-        yield tokenizer.encode(question + separator, add_special_tokens=False)
+    drawn = islice(stream(texts, random.Random(seed)), _MAX_DRAWS * num_prompts if texts else 0)
+    turns = (_prompt(conversation(text, ""), tokenizer) for text in drawn)
+    return list(islice((ids for ids in turns if len(ids) in tokens), num_prompts))

@@ -1,16 +1,20 @@
-"""Prompts invented from the prose of documents: short requests, and long passages with a question or an instruction.
+"""Prompts that no answer was written to: invented from the prose of documents, or questions with other names and numbers.
 
-Owns their wording. Both are endless, and use only the documents given, so that held-out prompts are made of held-out prose. Some
-words are invented, because users' names and languages do not occur in the library.
+A model remembers the answers that it was trained on, so what it says to their questions is not what it says to new ones. Invented
+prompts are short requests, and long passages with a question or an instruction; held-out ones are made of held-out prose.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
+from pipedec.core import UserError
 from recipes.reference_models.corpus import ASSISTANT, BEGIN, END, USER, Document
+from recipes.thread_models.records import Question, read_questions
 
 _PASSAGE_CHARACTERS = (900, 5600)
 _INVENTED_SHARES = (0.0, 0.0, 0.1, 0.2, 0.4)  # of a passage's words
@@ -65,19 +69,15 @@ def passages(texts: list[str], rng: random.Random) -> Iterator[str]:
 
 
 class _Words:
-    """Fills the braces of a wording."""
+    """Fills the braces of a wording. Some words are invented: users' names and languages do not occur in the library."""
 
     def __init__(self, texts: list[str], rng: random.Random) -> None:
         self._texts, self._rng = texts, rng
         self._draw = {
-            "name": self._name,
-            "phrase": self._phrase,
-            "sentence": self._sentence,
-            "foreign": lambda: self._with_invented(self._some_words(4, 30), 0.8),
-            "passage": self._passage,
-            "language": lambda: rng.choice(_LANGUAGES),
+            "name": self._name, "phrase": self._phrase, "sentence": self._sentence, "passage": self._passage,
+            "foreign": lambda: self._with_invented(self._some_words(4, 30), 0.8), "language": lambda: rng.choice(_LANGUAGES),
             "number": lambda: str(rng.randint(2, 12)),
-        }
+        }  # fmt: skip
 
     def fill(self, wording: str) -> str:
         return re.sub(r"\{(\w+)\}", lambda found: self._draw[found[1]](), wording)
@@ -120,3 +120,53 @@ class _Words:
         letters = word[: len(word) // 2 + 1].lower() + "".join(ends)
         accented = "".join(_ACCENTS.get(letter, letter) if self._rng.random() < 0.06 else letter for letter in letters)
         return accented.capitalize() if self._rng.random() < 0.5 else accented
+
+
+_NAME = re.compile(r"`[^`\n]+`")
+_NUMBER = re.compile(r"(?<![\w.,:/\n])\d+(?![\w:/]|[.,]\d)")  # not those that number a list
+_LONGEST = 1200  # characters of a prompt
+_MAX_TRIES = 20  # for a prompt
+
+
+def write_prompts(files: tuple[Path, ...], count: int, out: Path, seed: int = 0) -> int:
+    """Write ``count`` different prompts to ``out`` as JSONL; returns their number, which is less if questions are few.
+
+    Held-out questions give neither wordings nor names. Raises UserError if a file is unsound, or no question has a name or a
+    number.
+    """
+    questions = list(read_questions(files))
+    known = {question.prompt for question in questions}
+    found: dict[str, None] = {}
+    invented = exchanged([question for question in questions if not question.held_out], random.Random(seed))
+    for _, prompt in zip(range(_MAX_TRIES * count), invented, strict=False):
+        if prompt not in known and len(found) < count:
+            found[prompt] = None
+    out.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in found), encoding="utf-8")
+    return len(found)
+
+
+def exchanged(questions: list[Question], rng: random.Random) -> Iterator[str]:
+    """An endless stream of the questions with other names and numbers. Raises UserError if none has either."""
+    names: dict[object, list[str]] = {}
+    for question in questions:
+        for name in _NAME.findall(question.prompt):
+            names.setdefault(_shape(name), []).append(name)
+    prompts = [question.prompt for question in questions if len(question.prompt) <= _LONGEST]
+    asked = [prompt for prompt in prompts if _NAME.search(prompt) or _NUMBER.search(prompt)]
+    if not asked:
+        raise UserError("no question has a name in backquotes or a number: there is nothing to exchange")
+    while True:
+        prompt = _NAME.sub(lambda found: rng.choice(names[_shape(found[0])]), rng.choice(asked))
+        yield _NUMBER.sub(lambda found: _other_number(found[0], rng), prompt)
+
+
+def _shape(name: str) -> tuple[bool, bool]:
+    """The kind of a name, which its replacement must share: whether it is dotted, and whether it is called."""
+    return "." in name, name.endswith("()`")
+
+
+def _other_number(number: str, rng: random.Random) -> str:
+    """A number of as many digits. Those of one digit stay half of the time: many of them count what is asked for."""
+    if len(number) == 1 and rng.random() < 0.5:
+        return number
+    return str(rng.randint(max(2, 10 ** (len(number) - 1)), 10 ** len(number) - 1))

@@ -1,6 +1,6 @@
 """Questions that the Python standard library answers with lists and paragraphs: its docstrings, comments and help topics.
 
-Owns which parts of the library questions are about. Their wording is in ``list_questions``.
+Owns which parts of the library questions are about, and where such text begins and ends. Their wording is in ``list_questions``.
 """
 
 from __future__ import annotations
@@ -11,26 +11,15 @@ import inspect
 import json
 import random
 import re
-import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from pydoc_data.topics import topics as pydoc_topics
 
-from recipes.reference_models import corpus
-from recipes.reference_models.corpus import standard_library_files
-from recipes.reference_models.docstrings import Entry, gloss, is_good_paragraph, prose, sections
-from recipes.reference_models.list_questions import (
-    descriptions,
-    details,
-    explanations,
-    listings,
-    several_problems,
-    steps,
-    suggestions,
-)
+from recipes.reference_models import corpus, list_questions
+from recipes.reference_models.list_questions import Entry, explanations, listings
 from recipes.thread_models.records import Question, read_questions
-from recipes.thread_models.structure import MIN_POINTS, sentences
+from recipes.thread_models.structure import MIN_DETAIL_CHARACTERS, MIN_POINTS, ambiguity, is_prose, sentences
 
 # Written in C, so that their docstrings are in no source file.
 _BUILTIN_TYPES = (
@@ -63,22 +52,19 @@ _STATEMENTS: dict[type[ast.stmt], str] = {
 
 def library_questions(seed: int) -> Iterator[Question]:
     """Questions about every module of the standard library, the builtins and the help topics; ``seed`` chooses the wordings."""
-    root = Path(sysconfig.get_paths()["stdlib"])
     modules: list[Entry] = []
     functions: list[Entry] = []
     classes: list[Entry] = []
-    for path in standard_library_files():
-        name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        try:
-            source = path.read_text(encoding="utf-8")
-            module = _ModuleQuestions(name, source, ast.parse(source), random.Random(f"{seed} {name}"))
-        except (UnicodeDecodeError, SyntaxError):
-            continue
+    for name, source, tree in corpus.library_modules():
+        module = _ModuleQuestions(name, source, tree, random.Random(f"{seed} {name}"))
         yield from module.all()
         modules.append(Entry(name, gloss(module.docstring)))
         functions += [Entry(f"{name}.{function}", gloss(doc)) for function, doc in module.functions.items()]
         classes += [Entry(f"{name}.{kind}", gloss(doc)) for kind, doc in module.classes.items()]
-    yield from _package_questions(modules, random.Random(f"{seed} packages"))
+    rng = random.Random(f"{seed} packages")
+    for package in sorted({entry.name.rpartition(".")[0] for entry in modules} - {""}):
+        inside = [entry for entry in modules if entry.name.rpartition(".")[0] == package]
+        yield from listings("modules", f"the package `{package}`", inside, rng)
     for noun, entries in (("modules", modules), ("functions", functions), ("classes", classes)):
         yield from _suggestion_questions(noun, entries, random.Random(f"{seed} {noun}"))
     yield from _builtin_questions(random.Random(f"{seed} builtins"))
@@ -88,10 +74,9 @@ def library_questions(seed: int) -> Iterator[Question]:
 def write_questions(path: Path, problems: Path | None, seed: int) -> int:
     """Write all questions to a file for ``recipes.thread_models annotate --in``; returns their number.
 
-    Args:
-        problems: word problems, of which two or three are asked at a time.
+    Word problems, if there are ``problems``, are asked two or three at a time.
     """
-    several = several_problems(list(read_questions([], problems)), random.Random(f"{seed} problems"))
+    several = list_questions.several_problems(list(read_questions([], problems)), random.Random(f"{seed} problems"))
     rows = [asdict(question) for question in (*library_questions(seed), *corpus_questions(), *several)]
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return len(rows)
@@ -107,12 +92,7 @@ def corpus_questions() -> Iterator[Question]:
 
 
 class _ModuleQuestions:
-    """The questions about one source file.
-
-    Attributes:
-        docstring: the module's own.
-        functions, classes, exceptions: docstrings of its public members, by name.
-    """
+    """The questions about one source file; ``functions``, ``classes`` and ``exceptions`` are docstrings of public members."""
 
     def __init__(self, module: str, source: str, tree: ast.Module, rng: random.Random) -> None:
         self._module, self._tree, self._rng = module, tree, rng
@@ -130,22 +110,19 @@ class _ModuleQuestions:
         yield from _members("classes", subject, self.classes, self._rng)
         yield from _members("exceptions", subject, self.exceptions, self._rng)
         for node in self._tree.body:
-            if isinstance(node, ast.ClassDef):
-                yield from self._class(node)
-            elif isinstance(node, _Function):
+            if isinstance(node, _Function):
                 yield from self._function(node, f"`{self._module}.{node.name}()`")
-
-    def _class(self, node: ast.ClassDef) -> Iterator[Question]:
-        subject = f"`{self._module}.{node.name}`"
-        yield from _documented(subject, ast.get_docstring(node), self._rng)
-        methods = [child for child in node.body if isinstance(child, _Function)]
-        yield from _members("methods", subject, _documentation(methods), self._rng)
-        for method in methods:
-            yield from self._function(method, f"`{node.name}.{method.name}()`")
+            if isinstance(node, ast.ClassDef):
+                subject = f"`{self._module}.{node.name}`"
+                yield from _documented(subject, ast.get_docstring(node), self._rng)
+                methods = [child for child in node.body if isinstance(child, _Function)]
+                yield from _members("methods", subject, _documentation(methods), self._rng)
+                for method in methods:
+                    yield from self._function(method, f"`{node.name}.{method.name}()`")
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef, subject: str) -> Iterator[Question]:
         yield from _documented(subject, ast.get_docstring(node), self._rng)
-        yield from steps(subject, list(self._steps(node)), self._rng)
+        yield from list_questions.steps(subject, list(self._steps(node)), self._rng)
 
     def _steps(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Entry]:
         """The comments before statements of a function's body, each named after its statement."""
@@ -168,13 +145,6 @@ class _ModuleQuestions:
             comment = []
 
 
-def _package_questions(modules: list[Entry], rng: random.Random) -> Iterator[Question]:
-    """Lists of the modules of each package."""
-    for package in sorted({name.rpartition(".")[0] for name in (entry.name for entry in modules)} - {""}):
-        inside = [entry for entry in modules if entry.name.rpartition(".")[0] == package]
-        yield from listings("modules", f"the package `{package}`", inside, rng)
-
-
 def _suggestion_questions(noun: str, entries: list[Entry], rng: random.Random) -> Iterator[Question]:
     """Lists of entries whose descriptions share a word."""
     by_word: dict[str, list[Entry]] = {}
@@ -185,7 +155,7 @@ def _suggestion_questions(noun: str, entries: list[Entry], rng: random.Random) -
     for word, some in by_word.items():
         if len(some) <= _MAX_SHARING and word not in _NO_SUBJECTS:
             for _ in range(1 + len(some) // 4):
-                yield from suggestions(noun, word, some, rng)
+                yield from list_questions.suggestions(noun, word, some, rng)
 
 
 def _builtin_questions(rng: random.Random) -> Iterator[Question]:
@@ -230,8 +200,9 @@ def _members(noun: str, subject: str, docs: dict[str, str], rng: random.Random) 
     """Lists of members, and a paragraph each about some of them."""
     yield from listings(noun, subject, [Entry(name, gloss(doc)) for name, doc in docs.items()], rng)
     texts = {name: prose(doc) for name, doc in docs.items()}
-    yield from descriptions(subject, {name: text for name, text in texts.items() if len(list(sentences(text))) > 1}, rng)
-    yield from details(noun, subject, texts, rng)
+    several = {name: text for name, text in texts.items() if len(list(sentences(text))) > 1}
+    yield from list_questions.descriptions(subject, several, rng)
+    yield from list_questions.details(noun, subject, texts, rng)
 
 
 def _documentation(nodes: Iterable[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]) -> dict[str, str]:
@@ -253,3 +224,81 @@ def _deed(statement: ast.stmt) -> str:
         called = ast.unparse(statement.value.func)
         return f"Call `{called}()`" if len(called) <= 30 else "Call"
     return _STATEMENTS.get(type(statement), "Go on")
+
+
+_MAX_GLOSS_CHARACTERS = 320
+_MAX_PROSE_CHARACTERS = 700
+_HEADERS = {
+    "arguments": re.compile(r"\b(?:arg(?:ument)?s?|param(?:eter)?s?)\b", re.IGNORECASE),
+    "options": re.compile(r"\b(?:options?|keywords?|flags?|settings?)\b", re.IGNORECASE),
+    "attributes": re.compile(r"\b(?:attributes?|variables?|fields?|members?|properties)\b", re.IGNORECASE),
+    "methods": re.compile(r"\bmethods?\b", re.IGNORECASE),
+    "functions": re.compile(r"\bfunctions?\b", re.IGNORECASE),
+    "exceptions": re.compile(r"\bexceptions?\b", re.IGNORECASE),
+    "classes": re.compile(r"\bclass(?:es)?\b", re.IGNORECASE),
+}
+_ENTRY = re.compile(
+    r"^ *(?:[-*] +)?(?::param +)?(?P<name>[`'\"]*[*\w][\w.*-]*(?:\([\w=, .*\[\]'\"]*\))?[`'\"]*)"
+    r"(?: +--? +| *: +| +--$)(?P<text>\S.*)$"
+)
+_SIGNATURE = re.compile(r"[\w.]+\(.*\)(?: *->.*)?$")
+_NO_NAMES = frozenset(
+    ("note", "notes", "warning", "example", "examples", "returns", "raises", "args", "see", "todo", "xxx", "usage", "default")
+)
+
+
+def sections(docstring: str) -> Iterator[tuple[str, list[Entry]]]:
+    """Lists of three or more ``name -- description`` in a docstring, each with the noun that the line before it suggests."""
+    header = ""
+    entries: list[Entry] = []
+    entries_depth = 0
+    for line in [*inspect.cleandoc(docstring).splitlines(), "end"]:
+        depth = len(line) - len(line.lstrip())
+        if entries and (not line.strip() or depth > entries_depth):
+            entries[-1] = Entry(entries[-1].name, f"{entries[-1].text} {line.strip()}")
+            continue
+        entry = _entry(line)
+        if entry is None or depth != entries_depth:
+            if len(entries) >= MIN_POINTS:
+                noun = next((noun for noun, pattern in _HEADERS.items() if pattern.search(header)), "parts")
+                yield noun, [Entry(each.name, gloss(each.text)) for each in entries]
+            entries = []
+        if entry is not None:
+            entries.append(entry)
+            entries_depth = depth
+        elif line.strip():
+            header = line
+
+
+def _entry(line: str) -> Entry | None:
+    found = _ENTRY.match(line)
+    name = found["name"].strip("`'\"*") if found else ""
+    return Entry(name, found["text"]) if found and name.lower() not in _NO_NAMES else None
+
+
+def prose(docstring: str) -> str:
+    """The first paragraphs on one line, up to 700 characters."""
+    text = ""
+    for paragraph in docstring.split("\n\n"):
+        line = " ".join(paragraph.split())
+        if not is_good_paragraph(paragraph) or len(text) + len(line) > _MAX_PROSE_CHARACTERS:
+            break
+        text = f"{text} {line}".strip()
+    return text
+
+
+def gloss(text: str) -> str:
+    """The first paragraph's whole sentences on one line, up to 320 characters; empty if they are too short or ambiguous."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    short = ""
+    for sentence in sentences(paragraph):
+        if len(short) + len(sentence) > _MAX_GLOSS_CHARACTERS:
+            break
+        short += sentence
+    short = short.rstrip(" :;,")
+    is_useful = len(short) >= MIN_DETAIL_CHARACTERS and " " in short and not _SIGNATURE.match(short)
+    return short if is_useful and not ambiguity(short) else ""
+
+
+def is_good_paragraph(paragraph: str) -> bool:
+    return is_prose(paragraph) and ambiguity(paragraph) is None and paragraph.rstrip()[-1] in ".!?)"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from recipes.reference_models.docstrings import Entry
 from recipes.thread_models.records import Question
 from recipes.thread_models.structure import MIN_POINTS, paragraph_tree
 
@@ -84,6 +84,14 @@ _SUGGESTION_OPENINGS = (
 _MARKS = ("`{}`", "`{}`", "`{}`", "**{}**", "{}")
 _CLOSING_SHARE = 0.4
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One member, argument or step: its name and description."""
+
+    name: str
+    text: str
 
 
 def explanations(kind: str, subject: str, paragraphs: list[str], rng: random.Random) -> Iterator[Question]:
@@ -170,15 +178,12 @@ def _listing(noun: str, subject: str, some: list[Entry], others: list[Entry], wo
     words = {"noun": noun, "Noun": noun.capitalize(), "the": rng.choice(("the", "the", "some of the" if others else "all the"))}
     words |= {"subject": subject, "count": _counted(len(some), rng)}
     opening = rng.choice(_OPENINGS).format(**words)
-    closing = _closing(others, words, rng) if rng.random() < _CLOSING_SHARE else ""
+    closing = ""
+    if rng.random() < _CLOSING_SHARE:
+        names = [entry.name for entry in others[: rng.randint(1, 4)]]
+        are = "is" if len(names) == 1 else "are"
+        closing = rng.choice(_CLOSINGS if names else _PLAIN_CLOSINGS).format(others=_joined(names), are=are, **words)
     return _question(noun, subject, wording.format(**words), _list_answer(opening, _marked(some, rng), closing))
-
-
-def _closing(others: list[Entry], words: Mapping[str, str], rng: random.Random) -> str:
-    """A sentence after the list that names some entries that are not in it."""
-    names = [entry.name for entry in others[: rng.randint(1, 4)]]
-    are = "is" if len(names) == 1 else "are"
-    return rng.choice(_CLOSINGS if names else _PLAIN_CLOSINGS).format(others=_joined(names), are=are, **words)
 
 
 def _marked(entries: list[Entry], rng: random.Random) -> list[Entry]:

@@ -7,7 +7,7 @@ run continues from its last checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -114,12 +114,11 @@ def train_tokenizer(documents: list[Document], recipe: Recipe, out: Path) -> Pre
     return wrapped
 
 
-def pack(documents: Iterator[Document], tokenizer: PreTrainedTokenizerFast, length: int, seed: int) -> Tensor:
+def pack(documents: Iterable[Document], tokenizer: PreTrainedTokenizerFast, length: int, seed: int) -> Tensor:
     """Concatenate documents into rows of ``length`` token ids and shuffle the rows: int64 [rows, length]."""
-    ids: list[int] = []
     texts = [document.text for document in documents]
-    for encoding in tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-        ids.extend(encoding.ids)
+    encoded = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    ids = [token for encoding in encoded for token in encoding.ids]
     rows = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
     return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
 
@@ -127,9 +126,7 @@ def pack(documents: Iterator[Document], tokenizer: PreTrainedTokenizerFast, leng
 def train_pair(problems: Path | None, recipe: Recipe, run: Run, compiled: bool) -> dict[str, Any]:
     """Train the pair into ``run.out/target`` and ``run.out/draft`` (bfloat16, HF format); returns what was measured.
 
-    Args:
-        problems: GSM8K-format JSONL; None = train on the standard library alone.
-        compiled: use torch.compile, which needs a C++ compiler.
+    Without ``problems`` (GSM8K-format JSONL) it is trained on the standard library alone; ``compiled`` needs a C++ compiler.
     """
     torch.set_num_threads(run.threads)
     torch.manual_seed(recipe.seed)
@@ -144,7 +141,14 @@ def train_pair(problems: Path | None, recipe: Recipe, run: Run, compiled: bool) 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(run.work)
     mixed = corpus.mix(training, recipe.weights, characters=recipe.characters, seed=recipe.seed)
     rows = pack(mixed, tokenizer, recipe.length, recipe.seed)
-    target, draft = _train_models(tokenizer, rows, recipe, GrowingTrainer(recipe, run.work, device, compiled))
+    trainer = GrowingTrainer(recipe, run.work, device, compiled)
+    target = LlamaForCausalLM(recipe.target.config(recipe.phases[0][0], len(tokenizer), tokenizer))
+    target = trainer.run("target", target, recipe.phases, rows, next_token_loss)
+    draft = LlamaForCausalLM(recipe.draft.config(recipe.draft_phases[0][0], len(tokenizer), tokenizer))
+    target.eval().requires_grad_(False)
+    draft_rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(recipe.seed + 1))]
+    draft = trainer.run("draft", draft, recipe.draft_phases, draft_rows, next_token_loss)
+    draft = trainer.run("distilled", draft, recipe.distillation_phases, rows, partial(distillation_loss, teacher=target))
     target.generation_config.do_sample = False  # a small model babbles at temperature 1, which servers take otherwise
     for name, model in (("target", target), ("draft", draft)):
         model.config.use_cache = model.generation_config.use_cache = True
@@ -156,9 +160,8 @@ def train_pair(problems: Path | None, recipe: Recipe, run: Run, compiled: bool) 
     )
     held_out = {}
     for family in recipe.weights:
-        family_documents = [document for document in documents if document.held_out and document.family == family]
-        if family_documents:
-            held_out[family] = pack(iter(family_documents), tokenizer, recipe.length, recipe.seed)[:HELD_OUT_ROWS]
+        if kept := [document for document in documents if document.held_out and document.family == family]:
+            held_out[family] = pack(kept, tokenizer, recipe.length, recipe.seed)[:HELD_OUT_ROWS]
     report = {
         "recipe": asdict(recipe),
         "training_tokens": sum(steps for _, steps in recipe.phases) * recipe.batch * recipe.length,
@@ -170,33 +173,14 @@ def train_pair(problems: Path | None, recipe: Recipe, run: Run, compiled: bool) 
     return report
 
 
-def _train_models(
-    tokenizer: PreTrainedTokenizerFast, rows: Tensor, recipe: Recipe, trainer: GrowingTrainer
-) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """Target and draft, trained."""
-    vocabulary = len(tokenizer)
-    target = LlamaForCausalLM(recipe.target.config(recipe.phases[0][0], vocabulary, tokenizer))
-    target = trainer.run("target", target, recipe.phases, rows, next_token_loss)
-    draft = LlamaForCausalLM(recipe.draft.config(recipe.draft_phases[0][0], vocabulary, tokenizer))
-    target.eval().requires_grad_(False)
-    draft_rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(recipe.seed + 1))]
-    draft = trainer.run("draft", draft, recipe.draft_phases, draft_rows, next_token_loss)
-    draft = trainer.run("distilled", draft, recipe.distillation_phases, rows, partial(distillation_loss, teacher=target))
-    return target, draft
-
-
 @dataclass(frozen=True)
 class GrowingTrainer:
-    """Runs the phases of a model; each keeps a checkpoint in ``work``, from which a killed run continues.
-
-    Attributes:
-        compiled: use torch.compile.
-    """
+    """Runs the phases of a model; each keeps a checkpoint in ``work``, from which a killed run continues."""
 
     recipe: Recipe
     work: Path
     device: str
-    compiled: bool
+    compiled: bool  # use torch.compile
 
     def run(self, name: str, model: LlamaForCausalLM, phases: Phases, rows: Tensor, loss_of: Loss) -> LlamaForCausalLM:
         """Train through ``phases`` and return the last model. Each phase continues in the rows where the last one stopped."""

@@ -18,20 +18,17 @@ from pipedec.flags import Command, Help, options_of, own_options, partial_of, ru
 from pipedec.threads import load_dialect
 from pipedec.train.options import DeviceFlags, device_options
 from pipedec.train.run import print_table
-from recipes.options import Problems, existing
-from recipes.thread_models.annotation import annotate as annotate_all
-from recipes.thread_models.annotation import by_kind, by_rule, choose
-from recipes.thread_models.annotators import Annotator, AparRules, ModelAnnotator, PastaRules, length_in_tokens
+from recipes.thread_models import annotation
+from recipes.thread_models.annotation import Annotator
 from recipes.thread_models.bonbon import BonbonRecipe
 from recipes.thread_models.chat_endpoint import ChatEndpoint
 from recipes.thread_models.learning import ThreadRecipe
-from recipes.thread_models.records import DIALECTS, Question, read_annotated, read_questions
+from recipes.thread_models.records import DIALECTS, Problems, Question, existing, read_annotated, read_questions
 from recipes.thread_models.report import ThreadsRun, draw_trade_off, markdown_summary, print_preferred, print_tuned
 from recipes.thread_models.rounds import Rounds, scores_of, summary
 from recipes.thread_models.tuning import tune
 
 Answers = Annotated[tuple[Path, ...], Help("Annotated answers (JSONL); may be repeated.", "FILE", "--in", repeated=True)]
-_SUMMARY_COLUMNS = ("", "answers", "structured", "forks", "most", "median fork", "mean answer")
 _run_options = partial_of(ThreadsRun, "run")
 
 
@@ -80,7 +77,7 @@ class AnnotationPromptFlags:
     def chosen(self, rules: Annotator) -> list[Question]:
         """The questions, in order. Raises UserError if a file is unsound."""
         questions = read_questions(self.files, self.problems)
-        return choose(questions, rules, self.unstructured_share, self.seed)[: self.limit]
+        return annotation.choose(questions, rules, self.unstructured_share, self.seed)[: self.limit]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +103,12 @@ class AnnotatorFlags:
             if self.dialect != "pasta" or not self.model:
                 raise UserError("--annotator URL goes with --dialect pasta and --model NAME")
             endpoint = server.endpoint(self.annotator, self.model, "annotator")
-        length = length_in_tokens(self.tokenizer or reference_pair() / "target")
+        length = annotation.length_in_tokens(self.tokenizer or reference_pair() / "target")
         words = load_dialect("pasta").max_topic_words
-        rules: Annotator = AparRules()
+        rules: Annotator = annotation.AparRules()
         if self.dialect == "pasta":
-            rules = PastaRules(length, words, self.min_block_tokens, self.block_tokens)
-        return rules, rules if endpoint is None else ModelAnnotator(endpoint, length)
+            rules = annotation.PastaRules(length, words, self.min_block_tokens, self.block_tokens)
+        return rules, rules if endpoint is None else annotation.ModelAnnotator(endpoint, length)
 
 
 @thread_models.command()
@@ -128,13 +125,17 @@ def annotate(
     """Annotate where answers can be decoded in parallel threads: training data for apar and pasta-sft."""
     questions.check()
     rules, annotator = how.annotators(server)
-    outcome = annotate_all(questions.chosen(rules), how.dialect, annotator, rules if how.fallback else None, out)
+    outcome = annotation.annotate(questions.chosen(rules), how.dialect, annotator, rules if how.fallback else None, out)
     click.echo(f"{outcome.written} written to {out}, {outcome.present} were already there")
     for reason, count in outcome.rejected.most_common():
         click.echo(f"{count} replies not used: {reason}")
     found = list(read_annotated(out, how.dialect))
-    for title, rows in (("Answers by rule; lengths in characters", by_rule(found)), ("Answers by kind", by_kind(found))):
-        print_table(title, _SUMMARY_COLUMNS, [row.cells() for row in rows])
+    print_table(
+        "Answers by rule; lengths in characters",
+        annotation.SUMMARY_COLUMNS,
+        list(annotation.summaries(found, annotation.rule_of)),
+    )
+    print_table("Answers by kind", annotation.SUMMARY_COLUMNS, list(annotation.summaries(found, annotation.kind_of)))
 
 
 @dataclass(frozen=True)

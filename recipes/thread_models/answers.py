@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -27,10 +26,8 @@ _RUNNING_SHARE = 0.75  # of a batch; if fewer answers of it are left, the others
 
 @dataclass(frozen=True)
 class SeededPrompt:
-    """A prompt, and the seed of its sampling."""
-
     prompt_ids: tuple[int, ...]
-    seed: int = 0
+    seed: int = 0  # of its sampling
 
 
 class AnswerSource(Protocol):
@@ -42,40 +39,32 @@ class AnswerSource(Protocol):
 
 @dataclass(frozen=True)
 class ModelAnswers:
-    """Answers of a causal language model, with the dialect's bans.
-
-    Attributes:
-        temperature: 0 = greedy; otherwise each answer is sampled with its own seed.
-        max_tokens: maximum length of an answer, control and forced tokens included.
-    """
+    """Answers of a causal language model, with the dialect's bans."""
 
     model: Any
     bound: BoundDialect
     end_token_ids: tuple[int, ...]
-    max_tokens: int
-    temperature: float = 0.0
+    max_tokens: int  # maximum length of an answer, control and forced tokens included
+    temperature: float = 0.0  # 0 = greedy; otherwise each answer is sampled with its own seed
 
     @torch.no_grad()
     def answer(self, asked: list[SeededPrompt]) -> list[Sequence]:
         """A finished sequence for each prompt; all are decoded in one batch. A prompt that is asked twice is computed once."""
-        with grouped_attention(self.model):
-            return self._answers(asked)
-
-    def _answers(self, asked: list[SeededPrompt]) -> list[Sequence]:
         prompts = list(dict.fromkeys(one.prompt_ids for one in asked))
         answers = [_Running.start(self, one, prompts.index(one.prompt_ids)) for one in asked]
         cache = SlotCache(len(prompts))
-        logits_BKV = self._forward([_prompt_rows(prompt) for prompt in prompts], cache)
-        self._accept(answers, logits_BKV)
-        batch = running = self._batch(answers, cache)
-        while running:
-            rows: list[list[_TokenRow]] = [[] for _ in batch]
-            for answer in running:
-                rows[answer.number] = list(answer.take_rows())
-            self._accept(running, self._forward(rows, cache))
-            running = [answer for answer in running if answer.sequence.finished is None]
-            if len(running) < _RUNNING_SHARE * len(batch):
-                batch = running = self._batch(running, cache)
+        rows = [[_TokenRow(token, place, list(range(place))) for place, token in enumerate(prompt)] for prompt in prompts]
+        with grouped_attention(self.model):
+            self._accept(answers, self._forward(rows, cache))
+            batch = running = self._batch(answers, cache)
+            while running:
+                rows = [[] for _ in batch]
+                for answer in running:
+                    rows[answer.number] = list(answer.take_rows())
+                self._accept(running, self._forward(rows, cache))
+                running = [answer for answer in running if answer.sequence.finished is None]
+                if len(running) < _RUNNING_SHARE * len(batch):
+                    batch = running = self._batch(running, cache)
         return [answer.sequence for answer in answers]
 
     def _batch(self, answers: list[_Running], cache: SlotCache) -> list[_Running]:
@@ -98,18 +87,16 @@ class ModelAnswers:
                 tokens[number, place], positions[number, place] = row.token, row.position
                 mask[number, 0, place, row.sees] = True
         logits: Tensor = self.model(
-            input_ids=tokens.to(device),
-            position_ids=positions.to(device),
-            attention_mask=mask.to(device),
-            past_key_values=cache.layers,
-            use_cache=True,
-        ).logits
+            input_ids=tokens.to(device), position_ids=positions.to(device), attention_mask=mask.to(device),
+            past_key_values=cache.layers, use_cache=True,
+        ).logits  # fmt: skip
         cache.fill([len(answer_rows) for answer_rows in rows])
         return logits
 
     def _accept(self, answers: list[_Running], logits_BKV: Tensor) -> None:
         """Accept the next token of every running thread of the answers."""
-        threads = [(answer, thread) for answer in answers for thread in answer.running_threads()]
+        running = ((answer, thread) for answer in answers for thread in answer.sequence.threads)
+        threads = [(answer, thread.number) for answer, thread in running if thread.state is State.RUNNING]
         places = [(answer.number, answer.last[thread]) for answer, thread in threads]
         logits_RV = logits_BKV[tuple(torch.tensor(places, device=logits_BKV.device).T)].float().cpu()
         for logits_V, (answer, thread) in zip(logits_RV, threads, strict=True):
@@ -138,36 +125,22 @@ class _TokenRow:
     sees: list[int]
 
 
-def _prompt_rows(prompt_ids: tuple[int, ...]) -> list[_TokenRow]:
-    return [_TokenRow(token, place, list(range(place))) for place, token in enumerate(prompt_ids)]
-
-
 @dataclass
 class _Running:
-    """One answer being decoded.
-
-    Attributes:
-        number: its place in the batch.
-        num_slots: number of its slots in the cache; the prompt's are the first.
-        slots: cache slots of each thread's tokens.
-        last: for each thread, the row that predicts its next token.
-    """
+    """One answer being decoded."""
 
     sequence: Sequence
     generator: torch.Generator
-    number: int
-    num_slots: int
-    last: dict[int, int]
-    slots: dict[int, list[int]] = field(default_factory=dict)
+    number: int  # its place in the batch
+    num_slots: int  # number of its slots in the cache; the prompt's are the first
+    last: dict[int, int]  # for each thread, the row that predicts its next token
+    slots: dict[int, list[int]] = field(default_factory=dict)  # cache slots of each thread's tokens
 
     @classmethod
     def start(cls, how: ModelAnswers, asked: SeededPrompt, number: int) -> _Running:
         length = len(asked.prompt_ids)
         sequence = ThreadedSequence(how.bound, length, how.end_token_ids, how.max_tokens)
         return cls(sequence, torch.Generator().manual_seed(asked.seed), number, length, {0: length - 1})
-
-    def running_threads(self) -> list[int]:
-        return [thread.number for thread in self.sequence.threads if thread.state is State.RUNNING]
 
     def take_rows(self) -> Iterator[_TokenRow]:
         """The tokens that are not in the cache yet; they get the next slots."""
@@ -183,23 +156,16 @@ class _Running:
         prompt = range(self.sequence.prompt_length)
         for number, index in new:
             thread = self.sequence.threads[number]
-            seen = (self.slots[other][:count] for other, count in self.sequence.sees(number, index))
-            yield _TokenRow(
-                thread.token_ids[index], thread.positions[index], [*prompt, *(slot for part in seen for slot in part)]
-            )
+            seen = [slot for other, count in self.sequence.sees(number, index) for slot in self.slots[other][:count]]
+            yield _TokenRow(thread.token_ids[index], thread.positions[index], [*prompt, *seen])
 
 
 class SlotCache:
-    """Keys and values of a batch of answers.
-
-    Attributes:
-        used: number of slots that each answer has filled.
-        layers: what a transformers model takes as ``past_key_values``.
-    """
+    """Keys and values of a batch of answers."""
 
     def __init__(self, num_answers: int) -> None:
-        self.used = [0] * num_answers
-        self.layers = Cache(layer_class_to_replicate=lambda: _Layer(self))
+        self.used = [0] * num_answers  # slots that each answer has filled
+        self.layers = Cache(layer_class_to_replicate=lambda: _Layer(self))  # ``past_key_values`` of a transformers model
         self._slots_BK = torch.zeros(num_answers, 0, dtype=torch.int64)
 
     @property
@@ -224,9 +190,7 @@ class SlotCache:
         """``stored``, enlarged if necessary, with the new rows in their slots."""
         missing = self.num_slots - stored_BHSD.shape[2]
         if missing > 0:
-            batch, heads, _, size = stored_BHSD.shape
-            more = stored_BHSD.new_zeros(batch, heads, missing + _GROWTH, size)
-            stored_BHSD = torch.cat([stored_BHSD, more], dim=2)
+            stored_BHSD = nn.functional.pad(stored_BHSD, (0, 0, 0, missing + _GROWTH))
         answers_B1 = torch.arange(len(self.used), device=new_BHKD.device)[:, None]
         stored_BHSD[answers_B1, :, self._slots_BK] = new_BHKD.transpose(1, 2)
         return stored_BHSD
@@ -270,7 +234,7 @@ def _grouped(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None, **others: Any
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: queries [B, heads, K, D], keys and values [B, heads that share them, S, D]."""
-    found = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
+    found = nn.functional.scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
     return found.transpose(1, 2).contiguous(), None
 
 

@@ -5,7 +5,6 @@ Owns the recipe, the loss and the report. ``ranking`` finds the best and the wor
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,34 +17,22 @@ import torch
 from msgspec import Meta
 from rich.progress import track
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
 from pipedec.flags import Help, check_fields
-from pipedec.train.continuations import continue_greedily
 from pipedec.train.loop import TrainingLoop, epoch_batch, linear_decay, muon_and_adamw, warm_up
+from recipes.thread_models import ranking
 from recipes.thread_models.answers import ModelAnswers, SeededPrompt
 from recipes.thread_models.chat_endpoint import ChatEndpoint
-from recipes.thread_models.figures import answer_all, thread_figures
-from recipes.thread_models.judges import Comparison, EndpointJudge, Judge, LikelihoodJudge
+from recipes.thread_models.figures import answer_all, greedy_answers, thread_figures
 from recipes.thread_models.learning import PaddedRows, answer_log_probs, computing_in
-from recipes.thread_models.ranking import (
-    EFFICIENCIES,
-    PreferencePair,
-    RankingTask,
-    Reader,
-    ScoredSamples,
-    claim,
-    digest,
-    sample_answers,
-    score,
-)
+from recipes.thread_models.ranking import Judge, RankingTask, Reader, ScoredSamples
 from recipes.thread_models.records import Annotated as AnnotatedAnswer
-from recipes.thread_models.records import read_annotated
+from recipes.thread_models.records import kept_json, read_annotated
 from recipes.thread_models.report import PREFERENCE_CARD, ThreadsRun, thread_card
-from recipes.thread_models.rows import RowWriter, TrainingRow, tree_row
-from recipes.thread_models.student import Student
+from recipes.thread_models.rows import RowWriter, TrainingRow
+from recipes.thread_models.tuning import Student
 
 _DIALECT = "pasta"
 _SCORES = ["ended", "speedup", "parallelism", "quality"]  # that are kept of every sample
@@ -58,8 +45,6 @@ class BonbonRecipe:
     The paper has 10 samples at temperature 1, λ of 1 to 8, α = 0.005 and a learning rate of 5e-7 for 7 billion parameters.
 
     Attributes:
-        quality_weight: λ of the score, efficiency + λ · quality; infinite for the quality alone.
-        efficiency: one of EFFICIENCIES.
         unfinished_worst: with quality 0; not in the paper.
         beta: 1 / β is the gap between the log ratios at which the IPO loss is 0; None = BoNBoN's, (n − 1) · Σ 1/k over k < n
             for n samples: the gap between the best and the worst of n.
@@ -68,8 +53,8 @@ class BonbonRecipe:
 
     samples: Annotated[int, Meta(ge=2), Help("Sampled answers per prompt: a best and a worst are needed.")] = 10
     temperature: Annotated[float, Meta(gt=0), Help("Sampling temperature.")] = 1.0
-    quality_weight: float = 2.0
-    efficiency: str = "speedup"
+    quality_weight: float = 2.0  # λ of the score, efficiency + λ · quality; infinite for the quality alone
+    efficiency: str = "speedup"  # one of EFFICIENCIES
     unfinished_worst: Annotated[
         bool,
         Help("Whether samples that do not end may be the worst of a pair.", flag="--unfinished-worst/--no-unfinished-worst"),
@@ -91,8 +76,8 @@ class BonbonRecipe:
         check_fields(self)
         if not self.quality_weight >= 0:
             raise UserError("--lambda must be at least 0, or inf")
-        if self.efficiency not in EFFICIENCIES:
-            raise UserError(f"--efficiency {self.efficiency}: choose one of {', '.join(EFFICIENCIES)}")
+        if self.efficiency not in ranking.EFFICIENCIES:
+            raise UserError(f"--efficiency {self.efficiency}: choose one of {', '.join(ranking.EFFICIENCIES)}")
 
     def described(self) -> dict[str, Any]:
         """As JSON has it, in which no number is infinite."""
@@ -125,16 +110,11 @@ def bonbon_loss(best: Tensor, worst: Tensor, start_best: Tensor, start_worst: Te
 
 @dataclass(frozen=True)
 class PairSteps:
-    """The steps of a schedule: each adds the gradients of the mean loss of its pairs.
-
-    Attributes:
-        rows: best and worst of each pair.
-        start: their log probabilities before the first step.
-    """
+    """The steps of a schedule: each adds the gradients of the mean loss of its pairs."""
 
     model: Any
-    rows: list[tuple[TrainingRow, TrainingRow]]
-    start: list[Tensor]
+    rows: list[tuple[TrainingRow, TrainingRow]]  # best and worst of each pair
+    start: list[Tensor]  # their log probabilities before the first step
     recipe: BonbonRecipe
     computes: torch.dtype
 
@@ -169,15 +149,10 @@ def pair_log_probs(model: Any, rows: tuple[TrainingRow, TrainingRow], computes: 
 
 @dataclass(frozen=True)
 class Kept:
-    """Directories of what several rounds may share.
+    """Directories of what several rounds may share."""
 
-    Attributes:
-        samples: samples, scores, and figures of the model before: rounds that start from the same model.
-        baseline: the sequential model's answers: all rounds.
-    """
-
-    samples: Path
-    baseline: Path
+    samples: Path  # samples, scores, and figures of the model before: rounds that start from the same model
+    baseline: Path  # the sequential model's answers: all rounds
 
 
 def prefer(
@@ -198,38 +173,40 @@ def prefer(
         endpoint: the judge; None = likelihood under the baseline.
         kept: where to keep what other rounds need, too; default: ``run.work``.
 
-    Raises:
-        UserError: models, files or ``run.work`` do not fit.
+    Raises UserError if models, files or ``run.work`` do not fit.
     """
     kept = kept or Kept(run.work, run.work)
     torch.set_num_threads(run.threads)
     student = Student.load(model_path, [_DIALECT], run.device, recipe.seed)
-    student.check_companion(baseline_path, knows_all=False)
-    baseline = AutoModelForCausalLM.from_pretrained(baseline_path, dtype=torch.float32, local_files_only=True)
-    baseline.to(run.device).eval()
+    baseline = student.companion(baseline_path, knows_all=False)
     writer = RowWriter(student.tokenizer, [_DIALECT], int(student.tokenizer.eos_token_id))
     reader = Reader(writer, _DIALECT, recipe.max_tokens)
-    judge: Judge = LikelihoodJudge(baseline, writer) if endpoint is None else EndpointJudge(endpoint)
+    judge: Judge = ranking.LikelihoodJudge(baseline, writer) if endpoint is None else ranking.EndpointJudge(endpoint)
     records = [record for path in files for record in read_annotated(path, _DIALECT)]
     names = {"model": student.name, "baseline": fingerprint(baseline_path)}
-    claim(kept.baseline / "baseline.json", {"baseline": names["baseline"], "max_tokens": recipe.max_tokens})
+    ranking.claim(kept.baseline / "baseline.json", {"baseline": names["baseline"], "max_tokens": recipe.max_tokens})
     asked, held_out = (
         _tasks(_distinct(records, held_out, recipe.seed)[:most], baseline, writer, recipe, kept.baseline / f"baseline-{name}")
         for name, held_out, most in (("asked", False, recipe.max_prompts), ("held-out", True, run.held_out_prompts))
     )
-    identity = names | {"tasks": digest(asked), "samples": recipe.samples, "temperature": recipe.temperature, "judge": judge.name}
-    identity |= {"scores": _SCORES}
-    claim(kept.samples / "samples.json", identity)
-    scored = _scored(student.model, asked, recipe, reader, judge, kept.samples)
+    identity = names | {"tasks": ranking.digest(asked), "samples": recipe.samples, "temperature": recipe.temperature}
+    identity |= {"judge": judge.name, "scores": _SCORES}
+    ranking.claim(kept.samples / "samples.json", identity)
+    bound, end = writer.bound[_DIALECT], (writer.end_token_id,)
+    answers = ModelAnswers(student.model, bound, end, recipe.max_tokens, recipe.temperature)
+    samples = ranking.sample_answers(answers, asked, recipe.samples, recipe.seed, kept.samples / "samples.jsonl")
+    scored = ranking.score(asked, samples, reader, judge, kept.samples / "scores.jsonl")
     found = [one.pair(recipe.quality_weight, recipe.efficiency, recipe.unfinished_worst) for one in scored]
     chosen = [pair for pair in found if pair is not None]
     if not chosen:
         raise UserError("nothing to prefer: no prompt has a finished sample and another with a lower score")
-    before = _before(student.model, held_out, reader, judge, kept.samples)
+    path = kept.samples / f"before-{ranking.digest(held_out)}.json"
+    before = kept_json(path, lambda: _figures(student.model, held_out, reader, judge))
     num_steps = recipe.steps or math.ceil(len(chosen) / recipe.batch)
     optimizers = muon_and_adamw(student.model, recipe.learning_rate, recipe.weight_decay)
     loop = TrainingLoop("bonbon", student.model, optimizers, run.work, identity | recipe.described() | {"dtype": run.dtype})
-    steps = PairSteps.before(student.model, [_rows(pair, reader) for pair in chosen], recipe, run.torch_dtype)
+    rows = [(reader.row(pair.prompt_ids, pair.best), reader.row(pair.prompt_ids, pair.worst)) for pair in chosen]
+    steps = PairSteps.before(student.model, rows, recipe, run.torch_dtype)
     loop.run(num_steps, partial(recipe.rate, steps=num_steps), steps)
     student.save(run.out)
     report = {
@@ -247,51 +224,23 @@ def prefer(
     return report
 
 
-def _scored(
-    model: Any, tasks: list[RankingTask], recipe: BonbonRecipe, reader: Reader, judge: Judge, work: Path
-) -> list[ScoredSamples]:
-    """The model's samples with their scores; ``work`` keeps both."""
-    writer = reader.writer
-    answers = ModelAnswers(model, writer.bound[_DIALECT], (writer.end_token_id,), recipe.max_tokens, recipe.temperature)
-    samples = sample_answers(answers, tasks, recipe.samples, recipe.seed, work / "samples.jsonl")
-    return score(tasks, samples, reader, judge, work / "scores.jsonl")
-
-
 def _distinct(records: list[AnnotatedAnswer], held_out: bool, seed: int) -> list[AnnotatedAnswer]:
     """Records of different prompts, in an order drawn by ``seed``."""
-    distinct = {record.question.prompt: record for record in records if record.question.held_out == held_out}
+    distinct = list({record.question.prompt: record for record in records if record.question.held_out == held_out}.values())
     order = torch.randperm(len(distinct), generator=torch.Generator().manual_seed(seed)).tolist()
-    found = list(distinct.values())
-    return [found[number] for number in order]
+    return [distinct[number] for number in order]
 
 
 def _tasks(
     records: list[AnnotatedAnswer], baseline: Any, writer: RowWriter, recipe: BonbonRecipe, store: Path
 ) -> list[RankingTask]:
-    prompts = [list(writer.prompt(record.question.prompt, None)) for record in records]
-    answered = continue_greedily(baseline, prompts, recipe.max_tokens, store)
-    answers = {tuple(one.ids[: one.prompt_length]): tuple(one.ids[one.prompt_length :]) for one in answered}
-    return [
-        RankingTask(
-            record.question.prompt, writer.prompt(record.question.prompt, _DIALECT), record.question.answer, answers[tuple(ids)]
-        )
-        for record, ids in zip(records, prompts, strict=True)
-    ]
-
-
-def _rows(pair: PreferencePair, reader: Reader) -> tuple[TrainingRow, TrainingRow]:
-    best, worst = (tree_row(reader.sequence(pair.prompt_ids, answer), pair.prompt_ids) for answer in (pair.best, pair.worst))
-    return best, worst
-
-
-def _before(model: Any, tasks: list[RankingTask], reader: Reader, judge: Judge, store: Path) -> dict[str, Any]:
-    """``_figures`` of the model before training, which ``store`` keeps."""
-    path = store / f"before-{digest(tasks)}.json"
-    if not path.exists():
-        path.with_suffix(".partial").write_text(json.dumps(_figures(model, tasks, reader, judge)))
-        path.with_suffix(".partial").rename(path)
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    prompts = [writer.prompt(record.question.prompt, None) for record in records]
+    answers = greedy_answers(baseline, prompts, recipe.max_tokens, store)
+    tasks = []
+    for record, ids in zip(records, prompts, strict=True):
+        question = record.question
+        tasks.append(RankingTask(question.prompt, writer.prompt(question.prompt, _DIALECT), question.answer, answers[ids]))
+    return tasks
 
 
 def _figures(model: Any, tasks: list[RankingTask], reader: Reader, judge: Judge) -> dict[str, Any]:
@@ -301,10 +250,7 @@ def _figures(model: Any, tasks: list[RankingTask], reader: Reader, judge: Judge)
     writer = reader.writer
     answers = ModelAnswers(model, writer.bound[_DIALECT], (writer.end_token_id,), reader.max_tokens)
     answered = [sequence for _, sequence in answer_all(answers, [SeededPrompt(task.prompt_ids) for task in tasks], "held out")]
-    rated = [
-        judge.rate(Comparison(task.question, writer.decode(list(task.baseline_ids)), task.reference), reader.text(sequence))
-        for task, sequence in zip(tasks, answered, strict=True)
-    ]
+    rated = [judge.rate(reader.comparison(task), reader.text(sequence)) for task, sequence in zip(tasks, answered, strict=True)]
     figures = thread_figures(answered, [len(task.baseline_ids) for task in tasks])
     quality, win_rate = (round(fmean(part), 4) for part in zip(*rated, strict=True))
     return figures | {"quality": quality, "win_rate": win_rate}

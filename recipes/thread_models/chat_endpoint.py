@@ -21,21 +21,15 @@ _BUSY = (408, 409, 425, 429)
 
 @dataclass(frozen=True)
 class ChatEndpoint:
-    """A server that answers ``POST {url}/chat/completions``.
+    """A server that answers ``POST {url}/chat/completions``."""
 
-    Attributes:
-        url: its base, like ``https://api.example.com/v1``.
-        role: its name in errors.
-        tries: attempts per prompt. The pause between two doubles, unless the server names one (Retry-After).
-    """
-
-    url: str
+    url: str  # its base, like ``https://api.example.com/v1``
     model: str
     api_key: str | None = None
     timeout_s: float = 120.0
-    tries: int = 5
+    tries: int = 5  # attempts per prompt. The pause between two doubles, unless the server names one (Retry-After)
     pause_s: float = 1.0
-    role: str = "annotator"
+    role: str = "annotator"  # its name in errors
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -46,15 +40,14 @@ class ChatEndpoint:
     def complete(self, prompt: str) -> str | None:
         """The model's reply at temperature 0; None if the server refuses this prompt or the reply is empty.
 
-        Raises:
-            UserError: the address, the key or the model is wrong, or the server is not OpenAI-compatible.
-            PipedecError: it was still unreachable or busy at the last try.
+        Raises UserError if the address, the key or the model is wrong, or the server is not OpenAI-compatible; PipedecError if it
+        was still unreachable or busy at the last try.
         """
         wrong = ""
         for attempt in range(self.tries):
             pause_s = self.pause_s * 2**attempt
             try:
-                return self._text(self._post(prompt))
+                return self._reply(prompt)
             except urllib.error.HTTPError as error:
                 error.close()
                 if error.code in _THIS_PROMPT:
@@ -62,23 +55,21 @@ class ChatEndpoint:
                 wrong = f"{error.code} {error.reason}"
                 if error.code not in _BUSY and error.code < 500:
                     raise UserError(f"the {self.role} at {self.url} refuses: {wrong} (check address, model and key)") from None
-                pause_s = _asked_pause_s(error.headers.get("Retry-After"), pause_s)
+                asked = error.headers.get("Retry-After", "").strip()
+                pause_s = float(asked) if asked.isdecimal() else pause_s
             except (OSError, HTTPException) as error:
                 wrong = str(getattr(error, "reason", None) or error) or type(error).__name__
             if attempt + 1 < self.tries:
                 time.sleep(min(pause_s, _LONGEST_PAUSE_S))
         raise PipedecError(f"the {self.role} at {self.url} does not answer after {self.tries} tries: {wrong}")
 
-    def _post(self, prompt: str) -> bytes:
+    def _reply(self, prompt: str) -> str | None:
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}], "temperature": 0}
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.api_key}"} if self.api_key else {})
         address = f"{self.url.rstrip('/')}/chat/completions"
         request = urllib.request.Request(address, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
-            content: bytes = response.read()
-        return content
-
-    def _text(self, content: bytes) -> str | None:
+            content = response.read()
         try:
             text = json.loads(content)["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError):
@@ -86,7 +77,3 @@ class ChatEndpoint:
                 f"the server at {self.url} does not answer as an OpenAI-compatible one: give its base, with /v1"
             ) from None
         return text if isinstance(text, str) and text.strip() else None
-
-
-def _asked_pause_s(header: str | None, default_s: float) -> float:
-    return float(header) if header is not None and header.strip().isdecimal() else default_s

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from rich.progress import track
-from torch import Tensor
 
-from pipedec.threads import Sequence, measure, replay
+from pipedec.threads import Sequence, measure
 from pipedec.train.continuations import continue_greedily
 from recipes.thread_models.answers import AnswerSource, ModelAnswers, SeededPrompt
-from recipes.thread_models.learning import PaddedRows, ThreadLoss, batches, held_out_loss, learned_logits
-from recipes.thread_models.rows import RowWriter, WrittenSample, tree_row
+from recipes.thread_models.learning import ThreadLoss, batches, held_out_loss, learned_logits
+from recipes.thread_models.rows import RowWriter, TokenizedSample, WrittenSample, tree_row
 
 ANSWERS_AT_ONCE = 32
 PLAIN = "plain"
@@ -49,20 +48,15 @@ def thread_figures(sequences: list[Sequence], baseline_tokens: list[int]) -> dic
     """
     measured = [measure(sequence) for sequence in sequences]
     speedups = [metrics.theoretical_speedup(tokens) for metrics, tokens in zip(measured, baseline_tokens, strict=True)]
-    anomalies: Counter[str] = Counter()
-    for sequence in sequences:
-        anomalies.update(sequence.anomalies)
     return {
         "answers": len(sequences),
         "forked": _mean(metrics.threads >= 2 for metrics in measured),
-        "threads": _mean(metrics.threads for metrics in measured),
-        "tokens": _mean(metrics.tokens for metrics in measured),
-        "longest_chain": _mean(metrics.longest_chain for metrics in measured),
+        **{name: _mean(getattr(metrics, name) for metrics in measured) for name in ("threads", "tokens", "longest_chain")},
         "parallelism": geometric_mean(metrics.parallelism for metrics in measured),
         "speedup": geometric_mean(speedups),
         "finished": _mean(sequence.finished == "stop" for sequence in sequences),
         "circles": _mean(in_circles(sequence) for sequence in sequences),
-        "anomalies": dict(anomalies),
+        "anomalies": dict(sum((Counter(sequence.anomalies) for sequence in sequences), Counter())),
     }
 
 
@@ -86,17 +80,13 @@ def text_of(sequence: Sequence, decode: Callable[[list[int]], str]) -> str:
 @torch.no_grad()
 def agreement(model: Any, answered: list[AnsweredPrompt]) -> dict[str, Any]:
     """How often the model's top k holds the next token of the thread, control tokens included."""
-    rows = [tree_row(sequence, prompt) for prompt, sequence in answered]
-    found = [_ranks(model, batch) for batch in batches(rows, model.device)]
-    ranks = torch.cat(found)
+    ranks_L = []  # of each batch: how many tokens the model ranks above the next one
+    for batch in batches([tree_row(sequence, prompt) for prompt, sequence in answered], model.device):
+        logits_LV = learned_logits(model, batch)
+        ranks_L.append((logits_LV > logits_LV.gather(1, batch.learned[:, None])).sum(1).cpu())
+    ranks = torch.cat(ranks_L)
     shares = {f"top{k}": round(float((ranks < k).float().mean()), 4) for k in (1, 4, 16)}
     return {**shares, "tokens": len(ranks)}
-
-
-def _ranks(model: Any, batch: PaddedRows) -> Tensor:
-    """Number of tokens that the model ranks above the next one: int64 [L]."""
-    logits = learned_logits(model, batch)
-    return (logits > logits.gather(1, batch.learned[:, None])).sum(1).cpu()
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -126,17 +116,12 @@ def in_circles(sequence: Sequence) -> bool:
 
 @dataclass(frozen=True)
 class HeldOutSamples:
-    """Held-out samples of each dialect, and prompts to answer, by dialect and rule.
-
-    Attributes:
-        max_tokens: maximum length of an answer.
-        store: directory that keeps the answers in one thread.
-    """
+    """Held-out samples of each dialect, and prompts to answer, by dialect and rule."""
 
     samples: dict[str, list[WrittenSample]]
     prompts: dict[str, dict[str, list[WrittenSample]]]
-    max_tokens: int
-    store: Path
+    max_tokens: int  # maximum length of an answer
+    store: Path  # directory that keeps the answers in one thread
 
     def losses(self, loss: ThreadLoss, writer: RowWriter) -> dict[str, dict[str, Any]]:
         """Losses by dialect, and of the same answers in one thread (``plain``)."""
@@ -145,25 +130,19 @@ class HeldOutSamples:
 
     def plain_loss(self, loss: ThreadLoss, writer: RowWriter) -> dict[str, dict[str, Any]]:
         """Loss of the written answers in one thread, each answer once."""
-        distinct = {(sample.record.question.prompt, sample.record.question.answer): sample.record for sample in self._all()}
+        records = [sample.record for samples in self.samples.values() for sample in samples]
+        distinct = {(record.question.prompt, record.question.answer): record for record in records}
         return {PLAIN: held_out_loss(loss, writer, [writer.sample(record, None) for record in distinct.values()])}
-
-    def _all(self) -> list[WrittenSample]:
-        return [sample for samples in self.samples.values() for sample in samples]
 
     def answers(self, model: Any, writer: RowWriter) -> dict[str, dict[str, list[AnsweredPrompt]]]:
         """Greedy answers to the prompts, by dialect and rule."""
-        return {
-            dialect: {
-                rule: answer_all(
-                    ModelAnswers(model, writer.bound[dialect], (writer.end_token_id,), self.max_tokens),
-                    [SeededPrompt(sample.prompt) for sample in samples],
-                    f"held out: {dialect} {rule}",
-                )
-                for rule, samples in by_rule.items()
-            }
-            for dialect, by_rule in self.prompts.items()
-        }
+        found: dict[str, dict[str, list[AnsweredPrompt]]] = {}
+        for dialect, by_rule in self.prompts.items():
+            answers = ModelAnswers(model, writer.bound[dialect], (writer.end_token_id,), self.max_tokens)
+            for rule, samples in by_rule.items():
+                prompts = [SeededPrompt(sample.prompt) for sample in samples]
+                found.setdefault(dialect, {})[rule] = answer_all(answers, prompts, f"held out: {dialect} {rule}")
+        return found
 
     def figures(
         self, model: Any, writer: RowWriter, answered: dict[str, dict[str, list[AnsweredPrompt]]]
@@ -182,16 +161,16 @@ class HeldOutSamples:
     def _baseline(self, model: Any, writer: RowWriter, samples: list[WrittenSample], name: str) -> list[AnsweredPrompt]:
         """The answers in one thread."""
         prompts = [writer.prompt(sample.record.question.prompt, None) for sample in samples]
-        plain = {
-            tuple(found.ids[: found.prompt_length]): found.ids[found.prompt_length :]
-            for found in continue_greedily(model, [list(prompt) for prompt in prompts], self.max_tokens, self.store / name)
-        }
-        return [(prompt, self._in_one_thread(prompt, plain[prompt], writer)) for prompt in prompts]
+        plain = greedy_answers(model, prompts, self.max_tokens, self.store / name)
+        return [(prompt, writer.sequence(TokenizedSample(None, prompt, plain[prompt]), self.max_tokens)) for prompt in prompts]
 
-    def _in_one_thread(self, prompt: tuple[int, ...], answer: list[int], writer: RowWriter) -> Sequence:
-        sequence = Sequence(len(prompt), [writer.end_token_id], self.max_tokens)
-        replay(sequence, answer)
-        return sequence
+
+def greedy_answers(
+    model: Any, prompts: list[tuple[int, ...]], max_tokens: int, store: Path
+) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """A model's answers to these prompts in one thread; ``store`` keeps them."""
+    found = continue_greedily(model, [list(prompt) for prompt in prompts], max_tokens, store)
+    return {tuple(one.ids[: one.prompt_length]): tuple(one.ids[one.prompt_length :]) for one in found}
 
 
 def held_out_of(samples: list[WrittenSample], num_prompts: int, max_length: int, store: Path) -> HeldOutSamples:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import torch
 from msgspec import Meta
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from pipedec.core import UserError
 from pipedec.flags import Help, check_fields
@@ -28,11 +29,7 @@ _MAX_LIKELIHOOD = 1 - 1e-5  # of a token to avoid: the loss stays finite
 class ThreadRecipe:
     """Everything that decides the result; a step is the fewest samples that have ``batch_tokens`` tokens together.
 
-    Attributes:
-        control_weight: weight of the loss of a dialect's control tokens; other tokens have 1.
-        circle_rounds: at equal distances; 0 = never.
-        circle_answers: circling answers that a step learns from, at most.
-        circle_weight: weight of their mean loss; that of the samples has 1.
+    Circle rounds come at equal distances. The mean loss of the samples has the weight 1.
     """
 
     steps: Annotated[int, Meta(ge=1), Help("Training steps.")] = 400
@@ -40,7 +37,7 @@ class ThreadRecipe:
     learning_rate: Annotated[float, Meta(gt=0), Help("Peak learning rate.")] = 2e-3
     warmup_steps: int = 20
     weight_decay: float = 0.01
-    control_weight: float = 2.0
+    control_weight: float = 2.0  # weight of the loss of a dialect's control tokens; other tokens have 1
     plain_share: Annotated[
         float, Meta(ge=0, le=1), Help("Share of answers that are learned in one thread, without the marker.")
     ] = 0.15
@@ -50,7 +47,7 @@ class ThreadRecipe:
     ] = "tree"
     circle_rounds: Annotated[int, Help("How often the model's own circling answers are unlearned.")] = 0
     circle_prompts: Annotated[int, Meta(ge=1), Help("Prompts that it answers in each of these rounds.")] = 96
-    circle_answers: Annotated[int, Meta(ge=1)] = 8
+    circle_answers: Annotated[int, Meta(ge=1)] = 8  # circling answers that a step learns from, at most
     circle_weight: Annotated[float, Meta(gt=0), Help("Weight of unlearning them beside the answers' loss.")] = 0.25
     seed: Annotated[int, Help("Seed of sample order, of plain answers and of new embeddings.")] = 0
 
@@ -66,31 +63,22 @@ class ThreadRecipe:
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Rows padded to N tokens. Padding attends only to itself and has no target.
+    """Rows padded to N tokens. Padding attends only to itself and has no target."""
 
-    Attributes:
-        token_ids, positions, targets: int64 [B, N].
-        mask: bool [B, 1, N, N].
-        is_avoided: bool [B], rows whose targets are to become unlikely.
-    """
-
-    token_ids: Tensor
+    token_ids: Tensor  # int64 [B, N], as are positions and targets
     positions: Tensor
     targets: Tensor
-    mask: Tensor
-    is_avoided: Tensor
+    mask: Tensor  # bool [B, 1, N, N]
+    is_avoided: Tensor  # bool [B]: the targets are to become unlikely
 
     @classmethod
     def of(cls, rows: list[TrainingRow], device: torch.device) -> PaddedRows:
-        longest = max(len(row.token_ids) for row in rows)
-        token_ids = torch.zeros(len(rows), longest, dtype=torch.int64)
-        positions, targets = torch.zeros_like(token_ids), torch.full_like(token_ids, IGNORED)
-        mask = torch.eye(longest, dtype=torch.bool).repeat(len(rows), 1, 1, 1)
+        token_ids = pad_sequence([row.token_ids for row in rows], batch_first=True)
+        positions = pad_sequence([row.positions for row in rows], batch_first=True)
+        targets = pad_sequence([row.targets for row in rows], batch_first=True, padding_value=IGNORED)
+        mask = torch.eye(token_ids.shape[1], dtype=torch.bool).repeat(len(rows), 1, 1, 1)
         for number, row in enumerate(rows):
-            length = len(row.token_ids)
-            token_ids[number, :length], positions[number, :length] = row.token_ids, row.positions
-            targets[number, :length] = row.targets
-            mask[number, 0, :length, :length] = row.mask
+            mask[number, 0, : len(row.mask), : len(row.mask)] = row.mask
         is_avoided = torch.tensor([row.is_avoided for row in rows])
         return cls(*(tensor.to(device) for tensor in (token_ids, positions, targets, mask, is_avoided)))
 
@@ -98,11 +86,6 @@ class PaddedRows:
     def learned(self) -> Tensor:
         """The targets, row by row: int64 [L]."""
         return self.targets[self.targets != IGNORED]
-
-    @property
-    def learned_is_avoided(self) -> Tensor:
-        """For each of these targets, whether it is to become unlikely: bool [L]."""
-        return self.is_avoided[:, None].expand_as(self.targets)[self.targets != IGNORED]
 
 
 def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
@@ -112,9 +95,7 @@ def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:
 
 def learned_logits(model: Callable[..., Any], batch: PaddedRows) -> Tensor:
     """Logits at the tokens with a target, row by row: float32 [L, V]."""
-    output = model(
-        input_ids=batch.token_ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False
-    )  # fmt: skip
+    output = model(input_ids=batch.token_ids, attention_mask=batch.mask, position_ids=batch.positions, use_cache=False)
     logits: Tensor = output.logits[batch.targets != IGNORED]
     return logits.float()
 
@@ -151,11 +132,8 @@ def plan(
 ) -> list[list[TokenizedSample]]:
     """The samples of every step. All are used once before any is used again; some are in one thread instead.
 
-    Args:
-        answered: a model's own answers. If there are any, every second sample is one of them.
-
-    Raises:
-        UserError: no sample is short enough.
+    If a model's own answers are given (``answered``), every second sample is one of them. Raises UserError if no sample is short
+    enough.
     """
     fitting = [[one for one in found if one.num_tokens <= recipe.max_length] for found in (written, answered or [])]
     sources = [_drawn(found, writer, recipe) for found in fitting if found]
@@ -173,6 +151,7 @@ def plan(
 
 
 def _drawn(samples: Sequence[TokenizedSample], writer: RowWriter, recipe: ThreadRecipe) -> Iterator[TokenizedSample]:
+    """An endless stream of the samples in random orders, some of them in one thread."""
     generator = torch.Generator().manual_seed(recipe.seed)
     while True:
         order = torch.randperm(len(samples), generator=generator).tolist()
@@ -196,15 +175,11 @@ class ThreadLoss:
     """The loss of batches: cross-entropy with the written tokens or, with a teacher, with the teacher's distribution.
 
     A target that is to become unlikely has the loss -log(1 - p) (Welleck et al. 2020, unlikelihood).
-
-    Attributes:
-        computes: number format of forward passes.
-        controls: int64, the ids of all control tokens.
     """
 
     model: Any
-    controls: Tensor
-    computes: torch.dtype = torch.float32
+    controls: Tensor  # int64, the ids of all control tokens
+    computes: torch.dtype = torch.float32  # number format of forward passes
     teacher: Any = None
 
     def of(self, batch: PaddedRows) -> TokenLosses:
@@ -216,7 +191,7 @@ class ThreadLoss:
             with torch.no_grad():
                 wanted = self._logits(self.teacher, batch).softmax(-1)
         losses = nn.functional.cross_entropy(logits, wanted, reduction="none")
-        is_avoided = batch.learned_is_avoided
+        is_avoided = batch.is_avoided[:, None].expand_as(batch.targets)[batch.targets != IGNORED]
         if bool(is_avoided.any()):
             likelihood = nn.functional.cross_entropy(logits, targets, reduction="none").neg().exp()
             losses = torch.where(is_avoided, -torch.log1p(-likelihood.clamp(max=_MAX_LIKELIHOOD)), losses)
@@ -229,26 +204,21 @@ class ThreadLoss:
 
 @dataclass(frozen=True)
 class ThreadSteps:
-    """The steps of a recipe: each adds the gradients of the weighted mean loss of its samples.
-
-    Attributes:
-        avoided: further rows of a step, whose targets are to become unlikely.
-    """
+    """The steps of a recipe: each adds the gradients of the weighted mean loss of its samples."""
 
     loss: ThreadLoss
     writer: RowWriter
     steps: list[list[TokenizedSample]]
     recipe: ThreadRecipe
-    avoided: Callable[[int], list[TrainingRow]] = lambda step: []
+    avoided: Callable[[int], list[TrainingRow]] = lambda step: []  # further rows of a step, whose targets are to become unlikely
 
     def __call__(self, step: int) -> dict[str, float]:
         """Add the gradients of a step, in small forward passes; returns what is logged."""
         rows = [row for sample in self.steps[step] for row in self.writer.rows(sample, self.recipe.form)]
         avoided = self.avoided(step)
-        targets, is_avoided = (torch.cat(parts) for parts in zip(*map(_targets, rows + avoided), strict=True))
-        is_control = torch.isin(targets, self.loss.controls.cpu())
-        total = float(self._weights(is_control[~is_avoided]).sum())
-        total_avoided = max(int(is_avoided.sum()), 1)
+        is_control = torch.isin(torch.cat([row.targets[row.targets != IGNORED] for row in rows]), self.loss.controls.cpu())
+        total = float(self._weights(is_control).sum())
+        total_avoided = max(sum(int((row.targets != IGNORED).sum()) for row in avoided), 1)
         loss, control_loss, avoided_loss = 0.0, 0.0, 0.0
         for batch in batches(rows + avoided, self.loss.model.device):
             losses = self.loss.of(batch)
@@ -261,19 +231,13 @@ class ThreadSteps:
             avoided_loss += avoiding.detach().sum().item() / total_avoided
         figures = {
             "loss": loss,
-            "control_loss": control_loss / max(int(is_control[~is_avoided].sum()), 1),
+            "control_loss": control_loss / max(int(is_control.sum()), 1),
             "tokens": sum(len(row.token_ids) for row in rows),
         }
         return figures | ({"circles": len(avoided), "circle_loss": avoided_loss} if avoided else {})
 
     def _weights(self, is_control: Tensor) -> Tensor:
         return 1 + (self.recipe.control_weight - 1) * is_control
-
-
-def _targets(row: TrainingRow) -> tuple[Tensor, Tensor]:
-    """The targets of a row, and whether they are to become unlikely: [L] each."""
-    targets = row.targets[row.targets != IGNORED]
-    return targets, torch.full_like(targets, row.is_avoided, dtype=torch.bool)
 
 
 @torch.no_grad()

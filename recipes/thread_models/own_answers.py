@@ -8,7 +8,6 @@ what counts as a repetition, ``learning`` the loss.
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pipedec.threads import Sequence
 from recipes.thread_models.answers import ModelAnswers, SeededPrompt
 from recipes.thread_models.figures import answer_all, in_circles, repeats
 from recipes.thread_models.learning import ThreadRecipe
+from recipes.thread_models.records import kept_json
 from recipes.thread_models.rows import IGNORED, RowWriter, TokenizedSample, TrainingRow, Unanswered, tree_row
 
 _BATCH = 96
@@ -30,30 +30,20 @@ _LEARNED = 64  # repeated tokens of an answer that are learned from
 
 @dataclass(frozen=True)
 class OwnAnswers:
-    """A model's greedy answers, of which each batch is kept in a file.
-
-    Attributes:
-        max_tokens: maximum length of an answer.
-        store: directory of the files.
-    """
+    """A model's greedy answers, of which each batch is kept in a file."""
 
     model: Any
     writer: RowWriter
-    max_tokens: int
-    store: Path
+    max_tokens: int  # maximum length of an answer
+    store: Path  # directory of the files
 
     def to(self, asked: list[Unanswered], number: int) -> list[TokenizedSample]:
         """The answers of batch ``number``. Once they are kept, the model is not asked again.
 
-        Raises:
-            UserError: answers to other prompts are kept.
+        Raises UserError if answers to other prompts are kept.
         """
         path = self.store / f"{number:04}.json"
-        if not path.exists():
-            self.store.mkdir(parents=True, exist_ok=True)
-            path.with_suffix(".partial").write_text(json.dumps(list(self._answers(asked, f"{self.store.name} {number}"))))
-            path.with_suffix(".partial").rename(path)
-        kept: list[dict[str, Any]] = json.loads(path.read_text())
+        kept = kept_json(path, lambda: list(self._answers(asked, f"{self.store.name} {number}")))
         samples = [TokenizedSample(one["dialect"], tuple(one["prompt"]), tuple(one["answer"])) for one in kept]
         if Counter(Unanswered(one.dialect, one.prompt) for one in samples) != Counter(asked):
             raise UserError(f"{path} has answers to other prompts: give another --work, or remove {self.store}")
@@ -102,14 +92,10 @@ class Circles:
     """The circling answers of the model in training, of which every step gets some.
 
     At the first step of each of ``circle_rounds`` equal parts of the training, the model answers the round's prompts greedily.
-
-    Attributes:
-        answers: of the model in training.
-        asked: what to answer in each round.
     """
 
-    answers: OwnAnswers
-    asked: list[list[Unanswered]]
+    answers: OwnAnswers  # of the model in training
+    asked: list[list[Unanswered]]  # what to answer in each round
     recipe: ThreadRecipe
     _current: tuple[int, list[TrainingRow]] | None = None
 
@@ -119,14 +105,11 @@ class Circles:
             return []
         number = step * len(self.asked) // self.recipe.steps
         if self._current is None or self._current[0] != number:
-            self._current = number, self._circling(number)
+            writer, limit = self.answers.writer, self.answers.max_tokens
+            said = [(writer.sequence(sample, limit), sample.prompt) for sample in self.answers.to(self.asked[number], number)]
+            self._current = number, [avoiding_row(sequence, prompt) for sequence, prompt in said if in_circles(sequence)]
         found, most = self._current[1], self.recipe.circle_answers
         return [found[(step * most + count) % len(found)] for count in range(min(most, len(found)))]
-
-    def _circling(self, number: int) -> list[TrainingRow]:
-        writer, limit = self.answers.writer, self.answers.max_tokens
-        found = [(writer.sequence(sample, limit), sample.prompt) for sample in self.answers.to(self.asked[number], number)]
-        return [avoiding_row(sequence, prompt) for sequence, prompt in found if in_circles(sequence)]
 
 
 def prompts_of_rounds(prompts: list[str], writer: RowWriter, recipe: ThreadRecipe) -> list[list[Unanswered]]:

@@ -34,14 +34,19 @@ class Malformed(ValueError):
 
 def written(pieces: Sequence[Piece]) -> str:
     """The answer with its tags. Every fork has a topic and a length."""
-    return "".join(map(_written, pieces))
+    text = ""
+    for piece in pieces:
+        if isinstance(piece, Fork):
+            text += f'<promise topic="{piece.topic}" tokens="{piece.tokens}"/>{BLOCK}{piece.text}{BLOCK_END}'
+        else:
+            text += JOIN if isinstance(piece, JoinPoint) else piece
+    return text
 
 
 def parse(text: str) -> list[Piece]:
     """The pieces of a tagged answer. A block without a promise, ``<async topic='…'>``, is a fork of unknown length.
 
-    Raises:
-        Malformed: tags are unpaired, nested, out of place or lack what they must have.
+    Raises Malformed if tags are unpaired, nested, out of place or lack what they must have.
     """
     pieces: list[Piece] = []
     start = num_open = 0
@@ -86,11 +91,3 @@ def _fork(attributes: str, body: str) -> Fork:
     if tokens is not None and not (tokens.isdecimal() and int(tokens) > 0 and int(tokens) % LENGTH_UNIT == 0):
         raise Malformed("a length that is no multiple of ten")
     return Fork(body, topic, int(tokens) if tokens else None)
-
-
-def _written(piece: Piece) -> str:
-    if isinstance(piece, str):
-        return piece
-    if isinstance(piece, JoinPoint):
-        return JOIN
-    return f'<promise topic="{piece.topic}" tokens="{piece.tokens}"/>{BLOCK}{piece.text}{BLOCK_END}'

@@ -1,7 +1,7 @@
-"""The best and the worst of several sampled answers to each prompt (PASTA §4, §6.3): samples, scores, pairs.
+"""The best and the worst of several sampled answers to each prompt (PASTA §4, §6.3): judges, samples, scores, pairs.
 
-Owns the score, and the files that keep samples and scores, one line per prompt, so that a killed run continues. It does not
-know what is learned from the pairs.
+Owns the qualities, by likelihood or by a language model's preference, the score, and the files that keep samples and scores, one
+line per prompt, so that a killed run continues. It does not know what is learned from the pairs.
 """
 
 from __future__ import annotations
@@ -15,17 +15,130 @@ from itertools import compress
 from operator import itemgetter
 from pathlib import Path
 from statistics import harmonic_mean
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from rich.progress import track
 
-from pipedec.threads import Sequence, ThreadedSequence, measure, replay
+from pipedec.threads import Sequence, measure
 from pipedec.train.loop import check_identity
 from recipes.thread_models.answers import AnswerSource, SeededPrompt
+from recipes.thread_models.chat_endpoint import ChatEndpoint
 from recipes.thread_models.figures import text_of
-from recipes.thread_models.judges import Comparison, Judge
+from recipes.thread_models.learning import PaddedRows, answer_log_probs
 from recipes.thread_models.records import drop_unfinished_line
-from recipes.thread_models.rows import RowWriter
+from recipes.thread_models.rows import RowWriter, TokenizedSample, TrainingRow, causal_row, tree_row
+
+_TEMPLATE = Path(__file__).with_name("judge_prompt.txt")
+_SMOOTHING = 0.5
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A question with the answers to compare with: the sequential model's, and the one in the data."""
+
+    question: str
+    baseline: str
+    reference: str
+
+
+class Judge(Protocol):
+    """Rates answers; larger is better, and 1 is as good as the answers compared with."""
+
+    @property
+    def name(self) -> str: ...
+
+    def quality(self, comparison: Comparison, answers: list[str]) -> list[float]:
+        """The quality of each answer."""
+
+    def rate(self, comparison: Comparison, answer: str) -> tuple[float, float]:
+        """The quality of an answer, and the share of comparisons with the baseline's that it wins, positions swapped; a tie is
+        half a win.
+        """
+
+
+@dataclass(frozen=True)
+class LikelihoodJudge:
+    """Rates answers by their likelihood under a sequential model; needs no server.
+
+    An answer's quality is the geometric mean of the probabilities of its plain text's tokens and of
+    the end token, divided by the same mean of the baseline's own answer. Neither length nor control tokens count.
+    The baseline's greedy answer is likely, so most qualities lie between 0 and 1.
+    """
+
+    model: Any
+    writer: RowWriter
+    name: str = "likelihood"
+
+    @torch.no_grad()
+    def quality(self, comparison: Comparison, answers: list[str]) -> list[float]:
+        prompt, means = list(self.writer.prompt(comparison.question, None)), []  # of the log probabilities of tokens
+        for text in (comparison.baseline, *answers):
+            row = causal_row(prompt, [*self.writer.text(text), self.writer.end_token_id])
+            batch = PaddedRows.of([row], self.model.device)
+            means.append(float(answer_log_probs(self.model, batch)) / len(batch.learned))
+        return [math.exp(mean - means[0]) for mean in means[1:]]
+
+    def rate(self, comparison: Comparison, answer: str) -> tuple[float, float]:
+        """Positions do not matter to it: the likelier answer wins."""
+        (quality,) = self.quality(comparison, [answer])
+        return quality, (1 + (quality > 1) - (quality < 1)) / 2
+
+
+@dataclass(frozen=True)
+class EndpointJudge:
+    """Rates answers by a language model's preferences, as in PASTA §4.
+
+    An answer is compared with the baseline's and with the one in the data, each in both orders; the model names the better one
+    and its confidence from 0 to 1. Quality is the sum of the confidences of won comparisons divided by that of lost ones, each
+    with 0.5 added, so that an answer without losses has a finite one.
+    """
+
+    endpoint: ChatEndpoint
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.model
+
+    def quality(self, comparison: Comparison, answers: list[str]) -> list[float]:
+        return [self.rate(comparison, answer)[0] for answer in answers]
+
+    def rate(self, comparison: Comparison, answer: str) -> tuple[float, float]:
+        """Wins count by their confidence."""
+        won, lost = self._won_and_lost(comparison.question, answer, comparison.baseline)
+        also_won, also_lost = self._won_and_lost(comparison.question, answer, comparison.reference)
+        win_rate = won / (won + lost) if won + lost else 0.5
+        return (won + also_won + _SMOOTHING) / (lost + also_lost + _SMOOTHING), win_rate
+
+    def _won_and_lost(self, question: str, answer: str, other: str) -> tuple[float, float]:
+        """The confidences of won and of lost comparisons with another answer, in both orders."""
+        won = lost = 0.0
+        for is_first in (True, False):
+            pair = (answer, other) if is_first else (other, answer)
+            preference, confidence = _preference(self.endpoint.complete(judge_prompt(question, *pair)))
+            if preference in (1, 2):
+                is_won = (preference == 1) == is_first
+                won, lost = won + is_won * confidence, lost + (not is_won) * confidence
+        return won, lost
+
+
+def judge_prompt(question: str, first: str, second: str) -> str:
+    """The prompt for the model."""
+    comparison = {"instruction": question, "response_1": first, "response_2": second}
+    template = _TEMPLATE.read_text(encoding="utf-8")
+    return template.replace("{comparison}", json.dumps(comparison, indent=2, ensure_ascii=False))
+
+
+def _preference(reply: str | None) -> tuple[int, float]:
+    """The number of the better answer (0 if the reply names none) and the confidence."""
+    reply = reply or ""
+    try:
+        found = json.loads(reply[reply.find("{") : reply.rfind("}") + 1])
+        confidence = float(found["confidence"])
+        return int(found["preference"]), min(max(confidence, 0.0), 1.0) if math.isfinite(confidence) else 0.0
+    except (ValueError, TypeError, LookupError):
+        return 0, 0.0
+
 
 ANSWERS_AT_ONCE = 48
 
@@ -40,31 +153,21 @@ EFFICIENCIES: dict[str, Callable[[float, float], float]] = {
 
 @dataclass(frozen=True)
 class RankingTask:
-    """A prompt to answer.
-
-    Attributes:
-        prompt_ids: the prompt, with the marker of the dialect.
-        reference: the answer in the data.
-        baseline_ids: the sequential model's answer, with its end token if it has ended.
-    """
+    """A prompt to answer."""
 
     question: str
-    prompt_ids: tuple[int, ...]
-    reference: str
-    baseline_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]  # the prompt, with the marker of the dialect
+    reference: str  # the answer in the data
+    baseline_ids: tuple[int, ...]  # the sequential model's answer, with its end token if it has ended
 
 
 @dataclass(frozen=True)
 class ScoredSamples:
-    """The samples of a task, in document order, with their theoretical speed-ups and parallelism, and qualities.
-
-    Attributes:
-        ended: whether each ended by itself; the quality of one that did not is 0.
-    """
+    """The samples of a task, in document order, with their theoretical speed-ups and parallelism, and qualities."""
 
     task: RankingTask
     answers: list[tuple[int, ...]]
-    ended: list[bool]
+    ended: list[bool]  # whether each ended by itself; the quality of one that did not is 0
     speedups: list[float]
     parallelisms: list[float]
     qualities: list[float]
@@ -84,11 +187,9 @@ class ScoredSamples:
             return None
         best, most = max(ended, key=itemgetter(1))
         worst, least = min(totals if unfinished_worst else ended, key=itemgetter(1))
-        return (
-            PreferencePair(self.task.prompt_ids, self.answers[best], self.answers[worst], self.ended[worst])
-            if least < most
-            else None
-        )
+        if least >= most:
+            return None
+        return PreferencePair(self.task.prompt_ids, self.answers[best], self.answers[worst], self.ended[worst])
 
 
 @dataclass(frozen=True)
@@ -110,13 +211,17 @@ class Reader:
     max_tokens: int
 
     def sequence(self, prompt_ids: tuple[int, ...], answer: tuple[int, ...]) -> Sequence:
-        bound, end = self.writer.bound[self.dialect], self.writer.end_token_id
-        sequence = ThreadedSequence(bound, len(prompt_ids), [end], self.max_tokens)
-        replay(sequence, answer)
-        return sequence
+        return self.writer.sequence(TokenizedSample(self.dialect, prompt_ids, answer), self.max_tokens)
+
+    def row(self, prompt_ids: tuple[int, ...], answer: tuple[int, ...]) -> TrainingRow:
+        return tree_row(self.sequence(prompt_ids, answer), prompt_ids)
 
     def text(self, sequence: Sequence) -> str:
         return text_of(sequence, self.writer.decode)
+
+    def comparison(self, task: RankingTask) -> Comparison:
+        """The answers with which the judge compares those to the task."""
+        return Comparison(task.question, self.writer.decode(list(task.baseline_ids)), task.reference)
 
 
 def sample_answers(
@@ -125,11 +230,8 @@ def sample_answers(
     """``num_samples`` answers to each task, each with its own seed, ``at_once`` in a batch. ``path`` keeps them."""
 
     def drawn(numbers: range) -> list[list[list[int]]]:
-        asked = [
-            SeededPrompt(tasks[number].prompt_ids, seed + number * num_samples + count)
-            for number in numbers
-            for count in range(num_samples)
-        ]
+        seeds = range(numbers.start * num_samples, numbers.stop * num_samples)
+        asked = [SeededPrompt(tasks[number // num_samples].prompt_ids, seed + number) for number in seeds]
         answered = [[token.token_id for token in sequence.document()] for sequence in answers.answer(asked)]
         return [answered[first : first + num_samples] for first in range(0, len(answered), num_samples)]
 
@@ -149,8 +251,8 @@ def score(
         task = tasks[number]
         sequences = [reader.sequence(task.prompt_ids, answer) for answer in samples[number]]
         ended = [sequence.finished == "stop" for sequence in sequences]
-        comparison = Comparison(task.question, reader.writer.decode(list(task.baseline_ids)), task.reference)
-        qualities = iter(judge.quality(comparison, [reader.text(sequence) for sequence in compress(sequences, ended)]))
+        texts = [reader.text(sequence) for sequence in compress(sequences, ended)]
+        qualities = iter(judge.quality(reader.comparison(task), texts))
         measured = [measure(sequence) for sequence in sequences]
         return {
             "ended": ended,

@@ -8,15 +8,18 @@ texts and ``{"fork": text}`` objects. An answer without structure has the rule `
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+import typing
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pipedec.core import UserError
 from pipedec.data import read_rows
+from pipedec.flags import Help
 from recipes.thread_models import pasta_language
 from recipes.thread_models.structure import Fork, JoinPoint, Piece, plain_text
 
@@ -27,24 +30,17 @@ _HELD_OUT_ONE_IN = 40
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt with its answer, and where they come from.
-
-    Attributes:
-        source: ``library``, ``problems`` or a file's name.
-        kind: what sort of question it is (``methods``, ``steps``, …).
-        subject: the topic; questions with the same subject are held out together.
-    """
+    """A prompt with its answer, and where they come from."""
 
     prompt: str
     answer: str
-    source: str
-    kind: str
-    subject: str
+    source: str  # ``library``, ``problems`` or a file's name
+    kind: str  # what sort of question it is (``methods``, ``steps``, …)
+    subject: str  # the topic; questions with the same subject are held out together
 
     @property
     def held_out(self) -> bool:
-        digest = hashlib.sha256(self.subject.encode()).digest()
-        return int.from_bytes(digest[:4], "big") % _HELD_OUT_ONE_IN == 0
+        return is_held_out(self.subject)
 
 
 @dataclass(frozen=True)
@@ -61,10 +57,20 @@ class Annotated:
         return tuple(piece for piece in self.pieces if isinstance(piece, Fork))
 
 
+def is_held_out(text: str) -> bool:
+    """Whether what belongs to this text is held out: one in forty, the same in every run."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") % _HELD_OUT_ONE_IN == 0
+
+
 def write_annotated(record: Annotated, dialect: str) -> str:
     """One line of the file, newline included."""
     question = record.question
-    annotated = pasta_language.written(record.pieces) if dialect == "pasta" else [_apar_object(piece) for piece in record.pieces]
+    if dialect == "pasta":
+        annotated: Any = pasta_language.written(record.pieces)
+    elif JoinPoint() in record.pieces:
+        raise ValueError("a paragraph tree has no joins")
+    else:
+        annotated = [{"fork": piece.text} if isinstance(piece, Fork) else piece for piece in record.pieces]
     row = {
         "prompt": question.prompt, "answer": question.answer, "dialect": dialect, "annotated": annotated,
         "rule": record.rule, "annotator": record.annotator,
@@ -76,14 +82,22 @@ def write_annotated(record: Annotated, dialect: str) -> str:
 def read_annotated(path: Path, dialect: str) -> Iterator[Annotated]:
     """The records of a file.
 
-    Raises:
-        UserError: the file is missing or not JSONL, or a record has another dialect, lacks a field, or does not hold its answer.
+    Raises UserError if it is missing or not JSONL, or a record has another dialect, lacks a field, or does not hold its answer.
     """
     for number, row in enumerate(read_rows(path), start=1):
         try:
             yield _record(row, dialect)
         except ValueError as wrong:
             raise UserError(f"{path}, record {number}: {wrong}") from None
+
+
+def kept_json(path: Path, make: Callable[[], Any]) -> Any:
+    """The JSON document in ``path``; if there is none, ``make`` makes it, and it is kept there."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".partial").write_text(json.dumps(make()))
+        path.with_suffix(".partial").rename(path)
+    return json.loads(path.read_text())
 
 
 def drop_unfinished_line(path: Path) -> None:
@@ -117,12 +131,6 @@ def _pasta_pieces(annotated: object) -> list[Piece]:
     return pieces
 
 
-def _apar_object(piece: Piece) -> str | dict[str, str]:
-    if isinstance(piece, JoinPoint):
-        raise ValueError("a paragraph tree has no joins")
-    return {"fork": piece.text} if isinstance(piece, Fork) else piece
-
-
 def _apar_pieces(annotated: object) -> list[Piece]:
     if not isinstance(annotated, list):
         raise ValueError("the field 'annotated' must be a list")
@@ -140,18 +148,17 @@ _ANSWER_FIELDS = ("answer", "response", "output")
 
 
 def read_questions(files: Iterable[Path], problems: Path | None = None) -> Iterator[Question]:
-    """The questions of all files, each once.
+    """The questions of all files, each once; of word problems in the GSM8K layout, too, without their calculator notes.
 
-    A record has a question and an answer, and may have the fields ``source``, ``kind`` and ``subject`` of ``Question``.
-
-    Args:
-        problems: word problems in the GSM8K layout, whose calculator notes are removed.
-
-    Raises:
-        UserError: a file is missing, or a record has no question or no answer.
+    A record has a question and an answer, and may have the fields ``source``, ``kind`` and ``subject`` of ``Question``. Raises
+    UserError if a file is missing, or a record has no question or no answer.
     """
+    found = [_file_questions(path, path.name, "file") for path in files]
+    if problems is not None:
+        asked = _file_questions(problems, "problems", "problems")
+        found.append(replace(problem, answer=without_calculator_notes(problem.answer)) for problem in asked)
     seen = set()
-    for question in _all(files, problems):
+    for question in itertools.chain(*found):
         if question.answer and (question.prompt, question.answer) not in seen:
             seen.add((question.prompt, question.answer))
             yield question
@@ -162,23 +169,24 @@ def without_calculator_notes(answer: str) -> str:
     return re.sub(r"<<[^>]*>>", "", answer)
 
 
-def _all(files: Iterable[Path], problems: Path | None) -> Iterator[Question]:
-    for path in files:
-        yield from _file_questions(path, path.name, "file")
-    if problems is not None:
-        for problem in _file_questions(problems, "problems", "problems"):
-            yield replace(problem, answer=without_calculator_notes(problem.answer))
-
-
 def _file_questions(path: Path, source: str, kind: str) -> Iterator[Question]:
     for number, row in enumerate(read_rows(path), start=1):
         prompt, answer = _text(row, *_PROMPT_FIELDS), _text(row, *_ANSWER_FIELDS)
         if not prompt or not answer:
             raise UserError(f"{path}, record {number}: no question or no answer (fields question and answer)")
-        yield Question(
-            prompt, answer, _text(row, "source") or source, _text(row, "kind") or kind, _text(row, "subject") or prompt
-        )
+        own_source, own_kind, subject = (_text(row, name) for name in ("source", "kind", "subject"))
+        yield Question(prompt, answer, own_source or source, own_kind or kind, subject or prompt)
 
 
 def _text(row: dict[str, Any], *names: str) -> str:
     return next((row[name].strip() for name in names if isinstance(row.get(name), str)), "")
+
+
+Problems = typing.Annotated[Path | None, Help("Word problems in the GSM8K JSONL format (training split).", "FILE")]
+
+
+def existing(problems: Path | None) -> Path | None:
+    """The file of ``--problems``. Raises UserError if it is missing."""
+    if problems is not None and not problems.is_file():
+        raise UserError(f"--problems {problems}: there is no such file")
+    return problems

@@ -6,7 +6,6 @@ Also the options of such a run. ``figures`` computes what is reported.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,11 +87,8 @@ def markdown_summary(lines: list[dict[str, Any]]) -> str:
 def draw_trade_off(lines: list[dict[str, Any]], out: Path) -> list[Path]:
     """Draw quality against speed over λ and efficiency terms (PASTA, Figures 4 and 5) into ``out``, as PNG and SVG.
 
-    Wins are the share of comparisons with the answer in one thread (which has 1 and 50%), by the judge.
-
-    Args:
-        lines: points with ``lambda`` and ``efficiency`` (None: before the first round), ``round``, ``win_rate``, ``speedup`` and
-            ``parallelism``.
+    Wins are the share of comparisons with the answer in one thread (which has 1 and 50%), by the judge. ``lines`` are those of
+    ``summary``; λ and efficiency are None before the first round.
     """
     from matplotlib.figure import Figure  # of the extra ``bench``
 
@@ -102,8 +98,8 @@ def draw_trade_off(lines: list[dict[str, Any]], out: Path) -> list[Path]:
     for axes, (name, label) in zip(both, _QUANTITIES, strict=True):
         axes.set_xlabel(label)
         axes.margins(x=0.4, y=0.1)  # for the names of the points
-        for number, points in groupby(sorted(lines, key=lambda line: line["round"]), lambda line: line["round"]):
-            found = list(points)
+        for number in sorted({line["round"] for line in lines}):
+            found = [line for line in lines if line["round"] == number]
             colour, marker = ("black", "*") if number == 0 else (_COLOURS[(number - 1) % len(_COLOURS)], "o")
             places = [(point[name], 100 * point["win_rate"]) for point in found]
             axes.scatter(*zip(*places, strict=True), c=colour, marker=marker, label=f"round {number}" if number else "before")

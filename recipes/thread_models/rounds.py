@@ -25,22 +25,13 @@ _FIGURES = ("win_rate", "quality", "speedup", "parallelism", "forked", "finished
 
 @dataclass(frozen=True)
 class Rounds:
-    """Rounds of training with one or several scores.
-
-    Attributes:
-        files, model, baseline, endpoint: see ``prefer``.
-        recipes: one for each quality weight and efficiency term; they differ in nothing else.
-        rounds: of each of them.
-
-    Raises:
-        UserError: a score is given twice, or there are no rounds.
-    """
+    """Rounds of ``prefer`` with one or several scores. Raises UserError if a score is given twice, or there are no rounds."""
 
     files: tuple[Path, ...]
     model: Path
     baseline: Path
-    recipes: tuple[BonbonRecipe, ...]
-    rounds: int = 1
+    recipes: tuple[BonbonRecipe, ...]  # one for each quality weight and efficiency term; they differ in nothing else
+    rounds: int = 1  # of each of them
     endpoint: ChatEndpoint | None = None
 
     def __post_init__(self) -> None:

@@ -37,20 +37,13 @@ def with_marker(chat_template: str) -> str:
 
 @dataclass(frozen=True)
 class TrainingRow:
-    """One sequence to train on, of N tokens.
+    """One sequence to train on, of N tokens."""
 
-    Attributes:
-        token_ids, positions: int64 [N].
-        mask: bool [N, N], ``mask[i, j]`` = token i attends to token j.
-        targets: int64 [N], IGNORED where there is no target.
-        is_avoided: whether the targets are to become unlikely, not likely.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    mask: Tensor
-    targets: Tensor
-    is_avoided: bool = False
+    token_ids: Tensor  # int64 [N]
+    positions: Tensor  # int64 [N]
+    mask: Tensor  # bool [N, N], ``mask[i, j]`` = token i attends to token j
+    targets: Tensor  # int64 [N], IGNORED where there is no target
+    is_avoided: bool = False  # whether the targets are to become unlikely, not likely
 
 
 @dataclass(frozen=True)
@@ -63,16 +56,11 @@ class Unanswered:
 
 @dataclass(frozen=True)
 class TokenizedSample:
-    """A prompt and its answer in tokens.
+    """A prompt and its answer in tokens."""
 
-    Attributes:
-        dialect: None = answered in one thread, without a marker.
-        answer: in document order, control, forced and end tokens included.
-    """
-
-    dialect: str | None
+    dialect: str | None  # None = answered in one thread, without a marker
     prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+    answer: tuple[int, ...]  # in document order, control, forced and end tokens included
 
     @property
     def num_tokens(self) -> int:
@@ -81,9 +69,7 @@ class TokenizedSample:
 
 @dataclass(frozen=True)
 class WrittenSample(TokenizedSample):
-    """A sample, and the record that it was made from."""
-
-    record: Annotated
+    record: Annotated  # that it was made from
 
 
 class RowWriter:
@@ -107,9 +93,8 @@ class RowWriter:
     def prompt(self, prompt: str, dialect: str | None) -> tuple[int, ...]:
         """The prompt through the chat template, as the engine tokenizes it."""
         variables = {} if dialect is None else {"threads": dialect}
-        message = [{"role": "user", "content": prompt}]
-        ids = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False, **variables)
-        return tuple(ids)
+        turns = [{"role": "user", "content": prompt}]
+        return tuple(self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False, **variables))
 
     def unanswered(self, prompt: str, dialect: str | None) -> Unanswered:
         """The prompt, to be answered in a dialect, or in one thread."""
@@ -125,19 +110,19 @@ class RowWriter:
 
     def text(self, text: str) -> list[int]:
         """Text as tokens; text that looks like a control token is encoded as plain text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        return ids
+        return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def decode(self, token_ids: list[int]) -> str:
         """Tokens as text, without special ones."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def rows(self, sample: TokenizedSample, form: str) -> list[TrainingRow]:
         """The sample as one row (``tree``), or, if it is written, as one row per thread (``unrolled``)."""
-        if form == "unrolled" and sample.dialect is not None and isinstance(sample, WrittenSample):
+        if sample.dialect is None:
+            return [causal_row(list(sample.prompt), list(sample.answer))]
+        if form == "unrolled" and isinstance(sample, WrittenSample):
             return list(self._unrolled(sample, self.bound[sample.dialect]))
-        return [self._tree(sample)]
+        return [tree_row(self.sequence(sample), sample.prompt)]
 
     def sequence(self, sample: TokenizedSample, max_tokens: int | None = None) -> Sequence:
         """The threads of the sample's answer, which had to have at most ``max_tokens`` tokens (None: any number)."""
@@ -147,8 +132,7 @@ class RowWriter:
         return sequence
 
     def _text_of(self, token: int) -> str:
-        text: str = self._tokenizer.decode([token])
-        return text
+        return str(self._tokenizer.decode([token]))
 
     def _answer(self, pieces: Iterable[Piece], bound: BoundDialect) -> Iterator[int]:
         """The answer's tokens in document order."""
@@ -157,24 +141,16 @@ class RowWriter:
                 assert bound.join is not None
                 yield bound.join
             elif isinstance(piece, Fork):
-                yield from self._opening(piece, bound)
+                yield bound.opener
+                if bound.dialect.opener_form is not None:
+                    tag = bound.dialect.opener_form.format(topic=piece.topic, tokens=piece.tokens)
+                    yield from self._with_tokens(tag, bound.opener_tokens)
+                yield bound.child_start
                 yield from self.text(piece.text)
                 yield self.end_token_id if bound.child_end is None else bound.child_end
             else:
                 yield from self.text(piece)
         yield self.end_token_id
-
-    def _opening(self, fork: Fork, bound: BoundDialect) -> Iterator[int]:
-        yield bound.opener
-        if bound.dialect.opener_form is not None:
-            tag = bound.dialect.opener_form.format(topic=fork.topic, tokens=fork.tokens)
-            yield from self._with_tokens(tag, bound.opener_tokens)
-        yield bound.child_start
-
-    def _tree(self, sample: TokenizedSample) -> TrainingRow:
-        if sample.dialect is None:
-            return causal_row(list(sample.prompt), list(sample.answer))
-        return tree_row(self.sequence(sample), sample.prompt)
 
     def _unrolled(self, sample: WrittenSample, bound: BoundDialect) -> Iterator[TrainingRow]:
         """The main thread, then every child after the path that leads to it. Raises ValueError if there are joins."""
@@ -216,9 +192,6 @@ def tree_row(sequence: Sequence, prompt: tuple[int, ...]) -> TrainingRow:
 
     The target of a token is the next token of the same thread; there is none inside the prompt and at the end of a thread. So a
     forced token is never a target (APAR §2.2), and the target of an opener is the next token of its own thread (PASTA §4).
-
-    Raises:
-        ValueError: the length of the prompt is not ``sequence.prompt_length``.
     """
     begin = len(prompt)
     if begin != sequence.prompt_length:

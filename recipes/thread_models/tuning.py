@@ -1,6 +1,7 @@
 """Fine-tune a model for threads (APAR §3, PASTA-SFT): annotated files in, a checkpoint directory out.
 
-Owns the inputs of a run and its report.
+Owns the state of model and tokenizer before the first step (a chat template with dialects, the control tokens that it lacks,
+their embeddings), the inputs of a run and its report.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
 from pipedec.model import ModelConfig
+from pipedec.text.tokenizer import load_for_training
 from pipedec.threads import load_dialect
 from pipedec.train.loop import TrainingLoop, muon_and_adamw
 from recipes.thread_models.figures import AnsweredPrompt, HeldOutSamples, agreements, held_out_of
@@ -23,8 +26,83 @@ from recipes.thread_models.learning import ThreadLoss, ThreadRecipe, ThreadSteps
 from recipes.thread_models.own_answers import Circles, OwnAnswers, answers_to_all, prompts_of_rounds
 from recipes.thread_models.records import UNSTRUCTURED, Annotated, read_annotated
 from recipes.thread_models.report import THREADS_CARD, ThreadsRun, thread_card
-from recipes.thread_models.rows import RowWriter, WrittenSample
-from recipes.thread_models.student import Student
+from recipes.thread_models.rows import RowWriter, with_marker
+
+_ALIKE = 0.99  # cosine above which two embeddings count as equal
+
+
+@dataclass(frozen=True)
+class Student:
+    """A model to train, in float32 on its device, and its tokenizer, which has the marker and all control tokens."""
+
+    model: Any
+    tokenizer: Any
+    config: ModelConfig
+    name: str
+
+    @classmethod
+    def load(cls, path: Path, dialects: list[str], device: torch.device, seed: int = 0) -> Student:
+        """Load a model; missing control tokens are added, and control tokens that it never learned get new embeddings.
+
+        Raises UserError if there is no model, chat template or end token.
+        """
+        config = ModelConfig.from_directory(path)
+        tokenizer = load_for_training(path)
+        if tokenizer.chat_template is None:
+            raise UserError(f"{path} has no chat template, which is needed to name the dialect in the prompt")
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"the tokenizer in {path} has no end token")
+        tokenizer.chat_template = with_marker(tokenizer.chat_template)
+        tokenizer.model_max_length = config.max_positions
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        known = [load_dialect(name) for name in dialects]
+        control = list(dict.fromkeys(text for one in known for text in (*one.control_tokens, *one.opener_tokens)))
+        added = [text for text in control if text not in tokenizer.get_vocab()]
+        if added:
+            tokenizer.add_special_tokens({"additional_special_tokens": added}, replace_extra_special_tokens=False)
+            model.resize_token_embeddings(max(len(tokenizer), model.config.vocab_size), mean_resizing=False)
+        renew_embeddings(model, tokenizer, control, added, seed)
+        return cls(model.to(device).eval(), tokenizer, config, fingerprint(path))
+
+    def companion(self, path: Path, knows_all: bool) -> Any:
+        """Another model, in float32 on the same device.
+
+        Raises UserError unless it has the same token ids and, with ``knows_all``, all control tokens.
+        """
+        own, other = self.tokenizer.get_vocab(), load_for_training(path).get_vocab()
+        if not other.items() <= own.items() or (knows_all and len(other) < len(own)):
+            raise UserError(
+                f"{path} has a different tokenizer ({len(other)} tokens, not {len(own)}): use a model of the same family"
+            )
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        return model.to(self.model.device).eval()
+
+    def save(self, out: Path) -> None:
+        """Write the model in bfloat16, with its tokenizer."""
+        self.model.to(torch.bfloat16).save_pretrained(out)
+        self.tokenizer.save_pretrained(out)
+
+
+@torch.no_grad()
+def renew_embeddings(model: Any, tokenizer: Any, control: list[str], added: list[str], seed: int) -> None:
+    """Draw new embeddings, distributed like the others, for tokens that were never learned: those ``added``, and special tokens
+    with nearly equal embeddings (pretraining pushes all tokens that never occur in the same direction).
+
+    Only control tokens and the chat template's special tokens around the marker are considered.
+    """
+    special = {token for token, added_token in tokenizer.added_tokens_decoder.items() if added_token.special}
+    turn = tokenizer.apply_chat_template([{"role": "user", "content": "?"}], threads="?", return_dict=False)
+    wanted = torch.tensor(sorted({*tokenizer.convert_tokens_to_ids(control), *(token for token in turn if token in special)}))
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    directions = nn.functional.normalize(embeddings[wanted], dim=-1)
+    alike = (directions @ directions.T - torch.eye(len(wanted))).amax(1) > _ALIKE
+    renewed = wanted[alike | torch.isin(wanted, torch.tensor(tokenizer.convert_tokens_to_ids(added), dtype=torch.int64))]
+    generator = torch.Generator().manual_seed(seed)
+    for weights in (embeddings,) if head is embeddings else (embeddings, head):
+        others = torch.ones(len(weights), dtype=torch.bool)
+        others[renewed] = False
+        noise = torch.randn(len(renewed), weights.shape[1], generator=generator)
+        weights[renewed] = weights[others].mean(0) + noise * weights[others].std(0)
 
 
 def tune(
@@ -44,21 +122,21 @@ def tune(
         prompts: further prompts, without answers. Circle rounds ask these instead of the files'. A teacher answers
             each in one thread and in every dialect, and every second sample is one of its answers.
 
-    Raises:
-        UserError: models, files or ``run.work`` do not fit.
+    Raises UserError if models, files or ``run.work`` do not fit.
     """
     torch.set_num_threads(run.threads)
     student = Student.load(target_path, list(files), run.device, recipe.seed)
     _check(student.config, files, recipe)
     writer = RowWriter(student.tokenizer, files, int(student.tokenizer.eos_token_id))
     records = {name: [record for path in paths for record in read_annotated(path, name)] for name, paths in files.items()}
-    written = _samples(writer, records, held_out=False)
-    held_out = held_out_of(
-        _samples(writer, records, held_out=True), run.held_out_prompts, recipe.max_length, run.work / "sequential"
+    written, tested = (
+        [writer.sample(one, name) for name, found in records.items() for one in found if one.question.held_out == held_out]
+        for held_out in (False, True)
     )
-    teacher = None if teacher_path is None else _teacher(teacher_path, student, run.device)
-    answered = []
-    if teacher is not None:
+    held_out = held_out_of(tested, run.held_out_prompts, recipe.max_length, run.work / "sequential")
+    teacher, answered = None, []
+    if teacher_path is not None:
+        teacher = student.companion(teacher_path, knows_all=True)
         answered = answers_to_all(OwnAnswers(teacher, writer, recipe.max_length, run.work / "teacher"), prompts)
     steps = plan(written, writer, recipe, answered)
     names = {"target": student.name, "teacher": None if teacher_path is None else fingerprint(teacher_path)}
@@ -91,16 +169,12 @@ def tune(
 
 @dataclass(frozen=True)
 class _Measured:
-    """Measurements before and after training.
-
-    Attributes:
-        answered: the teacher's answers; None without a teacher.
-    """
+    """Measurements before and after training."""
 
     student: Student
     writer: RowWriter
     held_out: HeldOutSamples
-    answered: dict[str, dict[str, list[AnsweredPrompt]]] | None
+    answered: dict[str, dict[str, list[AnsweredPrompt]]] | None  # the teacher's answers; None without a teacher
 
     def before(self) -> dict[str, Any]:
         """Agreement with the teacher's answers; without a teacher, the loss of the written answers in one thread."""
@@ -118,8 +192,7 @@ class _Measured:
         return {"held_out_loss": losses, "held_out": self.held_out.figures(model, self.writer, answered)}
 
     def _loss(self) -> ThreadLoss:
-        model = self.student.model
-        return ThreadLoss(model, self.writer.controls.to(model.device))
+        return ThreadLoss(self.student.model, self.writer.controls.to(self.student.model.device))
 
 
 def _check(config: ModelConfig, files: dict[str, tuple[Path, ...]], recipe: ThreadRecipe) -> None:
@@ -134,21 +207,7 @@ def _check(config: ModelConfig, files: dict[str, tuple[Path, ...]], recipe: Thre
         )
 
 
-def _teacher(path: Path, student: Student, device: torch.device) -> Any:
-    student.check_companion(path, knows_all=True)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).to(device).eval()
-
-
-def _samples(writer: RowWriter, records: dict[str, list[Annotated]], held_out: bool) -> list[WrittenSample]:
-    return [
-        writer.sample(record, dialect)
-        for dialect, found in records.items()
-        for record in found
-        if record.question.held_out == held_out
-    ]
-
-
 def _counts(records: list[Annotated]) -> dict[str, int]:
-    """Number of answers to learn from, and of those in several threads."""
+    """Numbers of answers to learn from, and of those in several threads."""
     training = [record for record in records if not record.question.held_out]
     return {"answers": len(training), "structured": sum(record.rule != UNSTRUCTURED for record in training)}

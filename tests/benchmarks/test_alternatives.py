@@ -17,8 +17,7 @@ from support.tiny_pair import SENTENCES, Pair
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from benchmarks.alternatives.__main__ import alternatives
-from benchmarks.alternatives.benchmark import AlternativesConfig, PassCount, load_contenders, measure_alternatives
+from benchmarks.alternatives import AlternativesConfig, PassCount, alternatives, load_contenders, measure_alternatives
 from pipedec.core import KNEE_ROWS, UserError
 from pipedec.engine.build import load_prompter
 

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from support.gguf_files import byte_level_tokenizer, save_gguf
 from support.tiny_pair import Pair
 
-from benchmarks.alternatives import llama_cpp
-from benchmarks.alternatives.benchmark import LlamaCppContender, load_contenders
-from benchmarks.alternatives.llama_cpp import LlamaCpp
+from benchmarks import llama_cpp
+from benchmarks.alternatives import LlamaCppContender, load_contenders
+from benchmarks.llama_cpp import LlamaCpp
 from benchmarks.load.__main__ import load
 from pipedec.config import Settings
 from pipedec.core import UserError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.driven_stage import DrivenStage
 
-from benchmarks.policy.answering_stage import AnsweringStage, KnownAnswer
+from benchmarks.policy.replay import AnsweringStage, KnownAnswer
 from pipedec.bench.overhead.null_stage import no_layers, sequence_of
 from pipedec.core import NewRequest, SamplingParams, Step, Verdict
 from pipedec.stage import StageWorker

@@ -11,8 +11,7 @@ import pytest
 from support.silent_progress import Silent
 from support.tiny_pair import Pair
 
-from benchmarks.policy.study import PolicyAnswer, PolicyConfig, Study
-from benchmarks.policy.summary import PolicyFigures, compare, document
+from benchmarks.policy.study import PolicyAnswer, PolicyConfig, PolicyFigures, Study, compare, document
 from pipedec.bench.load.offered import Policy
 from pipedec.bench.sweep.benchmark import sweep
 from pipedec.bench.sweep.config import SweepConfig, TreeGrid, TuningGrid

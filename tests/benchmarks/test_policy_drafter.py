@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from support.checkpoints import save_tiny_llama
 
-from benchmarks.policy.drafter import RecordedDrafter
-from benchmarks.policy.recording import PROMPT, DraftMemo
+from benchmarks.policy.recording import PROMPT, DraftMemo, RecordedDrafter
 from pipedec.core import UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel

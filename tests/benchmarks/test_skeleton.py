@@ -18,8 +18,7 @@ from support.thread_models import END, PROMPTS, ThreadModels, naive_answer, teac
 from support.tiny_pair import Pair as TinyPair
 from transformers import LlamaForCausalLM
 
-from benchmarks.skeleton.__main__ import ABOUT, SkeletonConfig, skeleton
-from benchmarks.skeleton.style import SKELETON, Point, SkeletonOfThought, read_skeleton
+from benchmarks.skeleton import ABOUT, SKELETON, Point, SkeletonConfig, SkeletonOfThought, read_skeleton, skeleton
 from pipedec.bench.sweep.pipelines import ModelPair as Models
 from pipedec.bench.sweep.pipelines import emulated
 from pipedec.bench.threads.benchmark import Costs, DecodedReply, DecodeRounds, ThreadAnswers, bench_threads

@@ -9,7 +9,7 @@ import pytest
 from support.silent_progress import Silent
 from support.tiny_pair import Pair
 
-from benchmarks.structured.benchmark import StructuredBench, StructuredConfig, document, figures, load_cases, markdown
+from benchmarks.structured import StructuredBench, StructuredConfig, document, figures, load_cases, markdown
 from pipedec.bench.sweep.pipelines import ModelPair as Models
 from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from support.silent_progress import Silent
 
-from benchmarks.policy.study import PolicyConfig, Study
-from benchmarks.policy.summary import PolicyFigures
+from benchmarks.policy.study import PolicyConfig, PolicyFigures, Study
 from pipedec.bench.load.offered import Policy
 from pipedec.config import paper_cluster
 from pipedec.core import SamplingParams

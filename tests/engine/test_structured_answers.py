@@ -17,7 +17,7 @@ from support.kv_budgets import with_slots
 from support.naive_sampling import choose
 from transformers import LlamaForCausalLM
 
-from benchmarks.structured.benchmark import Case, load_cases
+from benchmarks.structured import Case, load_cases
 from pipedec.config import Settings
 from pipedec.core import MethodOptions, Request, SamplingParams, StructuredOutputs
 from pipedec.decoding import LaneSizes

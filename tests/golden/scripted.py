@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.policy.drafter import RecordedDrafter
-from benchmarks.policy.recording import DraftMemo
+from benchmarks.policy.recording import DraftMemo, RecordedDrafter
 from benchmarks.policy.replay import ReplayedAnswer, ReplayedPipeline, WatchedExperience
 from golden.watched import DIGITS, counted, line
 from pipedec.core import Request

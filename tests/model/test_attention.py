@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.kernels.reference_attention import reference_attention
+from benchmarks.kernels.operations import reference_attention as attention_as_written
 from pipedec.model.attention import AttentionPlan, tree_attention
 from pipedec.model.flash_lanes import attention_with_lse, merge_by_lse
-from pipedec.tree import Visibility
+from pipedec.tree import Visibility, visible_slots
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
 CPU = torch.device("cpu")
@@ -40,6 +40,27 @@ def plan_for(past: int, mask: torch.Tensor, window: int | None, dtype: torch.dty
         older[slots] = past + torch.arange(len(slots))
     visibility = Visibility(mask, past, lambda: torch.cat((older, positions)))
     return AttentionPlan.for_tree(visibility, positions, [window], HEADS // KV_HEADS, dtype)
+
+
+def reference_attention(q, keys, values, past, mask=None, window=None):
+    """Paper Algorithm 1; without a mask, for rows that directly follow the past."""
+    rows, window = len(q), window or keys.shape[1] + 1
+    if mask is None:
+        positions, slots = torch.arange(past, past + rows)[:, None], torch.arange(past + rows)
+        seen = (slots <= positions) & (slots > positions - window)
+    else:
+        seen = visible_slots(mask, mask.new_zeros(rows), 0, past) & slots_in_window(mask, past, window)
+    return attention_as_written(q, keys, values, past, seen)
+
+
+def slots_in_window(mask: torch.Tensor, past: int, window: int) -> torch.Tensor:
+    """bool [R, P + N]: the slots within the last ``window`` positions, each tree row's own included.
+
+    The number of a past slot is its position. A path has one tree row per position and rows enter after their parents, so the
+    distance from a row to a marked ancestor is the number of marks to the right of it.
+    """
+    depth = mask.sum(1, keepdim=True)
+    return torch.cat((torch.arange(past) > past + depth - 1 - window, depth - mask.cumsum(1) < window), dim=1)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 5e-2)])

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipedec.core import UserError
-from recipes.thread_models import annotation as summary
+from recipes.thread_models.annotation import AparRules, PastaRules, Rejected, choose, kind_of, rule_of, summaries
 from recipes.thread_models.annotation import annotate as annotate_all
-from recipes.thread_models.annotation import choose
-from recipes.thread_models.annotators import AparRules, PastaRules, Rejected
 from recipes.thread_models.records import Annotated, Question, read_annotated, read_questions, write_annotated
 from recipes.thread_models.structure import Fork, JoinPoint, Structured
 
@@ -138,9 +136,8 @@ def test_little_is_needed_of_a_record_from_elsewhere(tmp_path: Path) -> None:
 
 
 def test_counts_say_how_many_forks_and_how_long() -> None:
-    pieces = ("a", Fork("four"), "b", Fork("eleven char"))
+    pieces = ("a", Fork("four"), "b", Fork("ten chars."))
     records = [Annotated(question(0, "ab"), pieces, "list", "rules"), Annotated(question(1, "abcd"), ("abcd",), "none", "rules")]
-    listed, none = summary.by_rule(records)
-    assert (listed.name, listed.documents, listed.structured, listed.mean_forks, listed.most_forks) == ("list", 1, 1, 2, 2)
-    assert (listed.median_fork, none.structured, none.mean_answer) == (7.5, 0, 4)
-    assert [(row.name, row.documents) for row in summary.by_kind(records)] == [("file.jsonl", 2)]
+    listed, none = summaries(records, rule_of)
+    assert listed == ("list", "1", "1", "2.0", "2", "7", "2") and none == ("none", "1", "0", "0.0", "0", "0", "4")
+    assert list(summaries(records, kind_of)) == [("file.jsonl", "2", "1", "2.0", "2", "7", "3")]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedec.core import PipedecError, UserError
-from recipes.thread_models.annotators import ModelAnnotator, PastaRules, Rejected, annotation_prompt
+from recipes.thread_models.annotation import ModelAnnotator, PastaRules, Rejected, annotation_prompt
 from recipes.thread_models.chat_endpoint import ChatEndpoint
 from recipes.thread_models.pasta_language import Malformed, parse, promised_tokens, topic_of, written
 from recipes.thread_models.structure import Fork, JoinPoint, Piece, plain_text

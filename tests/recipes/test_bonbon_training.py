@@ -25,15 +25,22 @@ from recipes.thread_models.__main__ import thread_models as command
 from recipes.thread_models.answers import ModelAnswers, SeededPrompt
 from recipes.thread_models.bonbon import BonbonRecipe, PairSteps, bonbon_gap, bonbon_loss, prefer
 from recipes.thread_models.chat_endpoint import ChatEndpoint
-from recipes.thread_models.judges import Comparison, EndpointJudge, LikelihoodJudge
 from recipes.thread_models.learning import PaddedRows, ThreadRecipe, learned_logits
+from recipes.thread_models.ranking import (
+    Comparison,
+    EndpointJudge,
+    LikelihoodJudge,
+    RankingTask,
+    Reader,
+    ScoredSamples,
+    sample_answers,
+    score,
+)
 from recipes.thread_models.ranking import PreferencePair as Preference
-from recipes.thread_models.ranking import RankingTask, Reader, ScoredSamples, sample_answers, score
 from recipes.thread_models.report import PREFERENCE_CARD, ThreadsRun, thread_card
 from recipes.thread_models.rounds import Rounds, place_of, scores_of
 from recipes.thread_models.rows import RowWriter, tree_row
-from recipes.thread_models.student import Student
-from recipes.thread_models.tuning import tune
+from recipes.thread_models.tuning import Student, tune
 
 CPU = torch.device("cpu")
 # The number of steps is given: it would follow from that of the pairs, which depends on what the model samples.

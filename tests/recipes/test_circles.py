@@ -24,8 +24,7 @@ from recipes.thread_models.own_answers import Circles, avoiding_row, prompts_of_
 from recipes.thread_models.records import read_annotated
 from recipes.thread_models.report import ThreadsRun
 from recipes.thread_models.rows import IGNORED, RowWriter
-from recipes.thread_models.student import Student
-from recipes.thread_models.tuning import tune
+from recipes.thread_models.tuning import Student, tune
 
 CPU = torch.device("cpu")
 CIRCLE = [*range(100, 120), *[20, 21, 22, 23, 24] * 60]

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from pipedec.core import UserError
 from recipes.reference_models.__main__ import reference_models
-from recipes.reference_models.exchanged_prompts import exchanged, write_prompts
+from recipes.reference_models.invented_prompts import exchanged, write_prompts
 from recipes.thread_models.records import Question
 
 PROMPTS = ["Explain `a.b()` and `Cat`.", "What is `os.path`?", "Solve:\n\n1. Add 12 and 7.5 to 3.\n2. Add 80,000 to 40."]

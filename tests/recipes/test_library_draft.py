@@ -21,15 +21,15 @@ from pipedec.train.draft import DraftRecipe
 from pipedec.train.loop import TrainingLoop
 from pipedec.train.measuring import MeasuredDraft, on_policy_agreement
 from pipedec.train.run import Run
-from recipes.reference_models import corpus
+from recipes.reference_models import corpus, invented_prompts
 from recipes.reference_models.corpus import Document
 from recipes.reference_models.draft import (
+    SHORT,
     LibraryRecipe,
     bita_prompts,
     continue_library_draft,
-    passage_prompts,
+    invented,
     prompts,
-    request_prompts,
 )
 from recipes.reference_models.pair import train_pair
 
@@ -139,17 +139,19 @@ def test_made_prompts_are_turns_of_the_documents_prose_within_their_lengths(trai
         Document("questions", corpus.conversation("What is it?", f"It is the {word} of all the others in this long row."))
         for word in ("first", "second", "third")
     ]
-    asked = request_prompts(documents, tokenizer, 40, seed=3)
-    long = passage_prompts(documents, tokenizer, 5, max_tokens=2000, seed=3)
+    requests, passages = invented_prompts.requests, invented_prompts.passages
+    asked = invented(requests, documents, tokenizer, 40, SHORT, seed=3)
+    long = invented(passages, documents, tokenizer, 5, range(256, 2001), seed=3)
     for ids in [*asked, *long]:
         text = tokenizer.decode(ids)
         assert text.startswith("<|begin|><|user|>") and text.endswith("<|end|><|assistant|>") and "{" not in text
     assert len(asked) == 40 and len({tuple(ids) for ids in asked}) > 30 and all(len(ids) <= 224 for ids in asked)
     assert len(long) == 5 and all(256 <= len(ids) <= 2000 for ids in long)
     assert any("of all the others in this long row" in tokenizer.decode(ids) for ids in long)
-    assert asked == request_prompts(documents, tokenizer, 40, seed=3) != request_prompts(documents, tokenizer, 40, seed=4)
+    again, others = (invented(requests, documents, tokenizer, 40, SHORT, seed=seed) for seed in (3, 4))
+    assert asked == again != others
     source = [Document("source", "<|begin|>value = 1\n<|end|>")]
-    assert request_prompts(source, tokenizer, 3, seed=0) == passage_prompts(source, tokenizer, 3, 2000, seed=0) == []
+    assert all(invented(stream, source, tokenizer, 3, range(2001), seed=0) == [] for stream in (requests, passages))
 
 
 def test_bita_learns_from_the_drafts_prompts(pair: Pair, tmp_path: Path) -> None:

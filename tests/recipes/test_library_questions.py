@@ -14,9 +14,8 @@ from click.testing import CliRunner
 
 from recipes.reference_models.__main__ import reference_models
 from recipes.reference_models.corpus import standard_library_files
-from recipes.reference_models.docstrings import Entry, gloss, sections
-from recipes.reference_models.library_questions import corpus_questions, library_questions
-from recipes.reference_models.list_questions import several_problems
+from recipes.reference_models.library_questions import corpus_questions, gloss, library_questions, sections
+from recipes.reference_models.list_questions import Entry, several_problems
 from recipes.thread_models.records import Question, read_questions
 from recipes.thread_models.structure import paragraph_tree, whole_parts
 

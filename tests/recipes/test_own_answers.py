@@ -13,7 +13,7 @@ from pipedec.core import UserError
 from recipes.thread_models.answers import ModelAnswers, SeededPrompt
 from recipes.thread_models.own_answers import OwnAnswers, answers_to_all
 from recipes.thread_models.rows import RowWriter, Unanswered
-from recipes.thread_models.student import Student
+from recipes.thread_models.tuning import Student
 
 PROMPTS = [f"How long is {number}?" for number in range(40)]
 LIMIT = 100  # tokens of an answer

@@ -37,8 +37,7 @@ from recipes.thread_models.learning import (
 from recipes.thread_models.report import THREADS_CARD, ThreadsRun, thread_card
 from recipes.thread_models.rows import IGNORED, RowWriter, TokenizedSample, TrainingRow, WrittenSample, with_marker
 from recipes.thread_models.structure import Fork
-from recipes.thread_models.student import Student
-from recipes.thread_models.tuning import tune
+from recipes.thread_models.tuning import Student, tune
 
 CPU = torch.device("cpu")
 RECIPE = ThreadRecipe(steps=6, batch_tokens=300, warmup_steps=2, learning_rate=1e-3, max_length=130)

@@ -42,14 +42,10 @@ _MOST_PLACES = 12
 
 @dataclass(frozen=True)
 class ReadsConfig:
-    """The requests that are answered while reads are counted.
-
-    Attributes:
-        requests: each number is a run of its own.
-    """
+    """The requests that are answered while reads are counted."""
 
     methods: Methods = ("pp", "pipedec", "pipedec-bestfirst", "bita")
-    requests: Annotated[Counts, Help("How many requests at a time.")] = (1, 16)
+    requests: Annotated[Counts, Help("How many requests at a time.")] = (1, 16)  # each number is a run of its own
     prompt: Annotated[str, Help("Prompt of the requests.", "TEXT")] = "What does shutil.copytree() do?"
     sampling: SamplingParams = SamplingParams(max_tokens=32)
     threads: Annotated[
@@ -65,11 +61,7 @@ class ReadsConfig:
 
 
 def measure_reads(spec: PipelineSpec, config: ReadsConfig, on_run: Callable[[str], None] = lambda text: None) -> list[Row]:
-    """One row per method and number of requests.
-
-    Raises:
-        UserError: a method cannot run with this pipeline.
-    """
+    """One row per method and number of requests. Raises UserError if a method cannot run with this pipeline."""
     counted = CountedDevice()
     with counted:
         pipeline = _pipeline(spec, counted)

@@ -42,11 +42,7 @@ _SILENCE_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class ResourcesConfig:
-    """How long the cluster idles, and the requests that it then answers.
-
-    Raises:
-        UserError: a number is out of range.
-    """
+    """How long the cluster idles, and the requests that it then answers. Raises UserError if a number is out of range."""
 
     idle_seconds: Annotated[float, Meta(gt=0), Help("How long idle CPU is measured.", "SECONDS")] = 5.0
     requests: Annotated[int, Meta(ge=1), Help("Number of requests over which memory growth is measured.")] = 20
@@ -59,24 +55,17 @@ class ResourcesConfig:
 
 @dataclass
 class TimedAnswer:
-    """When the parts of an answer arrived, in seconds after its submission, and the size of the stages' KV caches.
+    """When the parts of an answer arrived, in seconds after its submission, and the size of the stages' KV caches."""
 
-    Attributes:
-        token_seconds: one entry per verdict, starting with the verdict after prefill.
-        prefill_seconds: measured by rank 0.
-        cache_slots: by stage rank; only of a traced request.
-    """
-
-    token_seconds: list[float] = field(default_factory=list)
-    prefill_seconds: float = 0.0
-    cache_slots: dict[int, int] = field(default_factory=dict)
+    token_seconds: list[float] = field(default_factory=list)  # one entry per verdict, starting with the verdict after prefill
+    prefill_seconds: float = 0.0  # measured by rank 0
+    cache_slots: dict[int, int] = field(default_factory=dict)  # by stage rank; only of a traced request
 
 
 def measure_resources(spec: PipelineSpec, config: ResourcesConfig, on_phase: Callable[[str], None] = lambda text: None) -> Row:
     """Start a cluster, leave it idle, submit ``requests`` + 3 requests, stop it; returns one JSONL row.
 
-    Raises:
-        PipedecError: the cluster could not start, lost a rank, or stopped answering.
+    Raises PipedecError if the cluster could not start, lost a rank, or stopped answering.
     """
     row = header("resources", asdict(config) | {"pipeline": pipeline_row(spec.description())})
     cluster = LocalCluster(spec)
@@ -143,8 +132,7 @@ def _ask(client: Client, request: PromptRequest) -> TimedAnswer:
 def latencies(answer: TimedAnswer) -> Row:
     """Milliseconds from submission to the first token (TTFT) and to the first decoded token, the latter also without prefill.
 
-    Raises:
-        PipedecError: the answer has a single token.
+    Raises PipedecError if the answer has a single token.
     """
     if len(answer.token_seconds) < 2:
         raise PipedecError("the answer ended with its first token, so no decoding was timed: use another --prompt")

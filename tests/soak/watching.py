@@ -37,8 +37,7 @@ _PROMPT = "Count from one to one hundred in words."
 class WatchingConfig:
     """The answers that are timed: ``rounds`` of watched, unwatched, unwatched, watched, each of ``answers`` answers.
 
-    Raises:
-        UserError: a number is below 1.
+    Raises UserError if a number is below 1.
     """
 
     rounds: Annotated[Positive, Help("Rounds of watched, unwatched, unwatched, watched answers.")] = 8
@@ -58,8 +57,7 @@ class WatchingConfig:
 def measure_watching(config: WatchingConfig, shape: Shape, on_round: Callable[[int], None] = lambda number: None) -> Row:
     """Start the pipeline and measure it.
 
-    Raises:
-        PipedecError: the cluster does not start, or a watched answer is another one.
+    Raises PipedecError if the cluster does not start, or a watched answer is another one.
     """
     row = {**header("live", plain(config)), "cluster": shape.cluster, "pair": shape.pair}
     with LocalCluster(shape.spec.replaced(prefix_cache=False)) as cluster:

@@ -39,7 +39,6 @@ NOT_COMPUTING = (
     "pipedec.verify.divergence",
     "recipes.reference_models.corpus",
     "recipes.thread_models.annotation",
-    "recipes.thread_models.annotators",
     "recipes.thread_models.chat_endpoint",
     "recipes.thread_models.pasta_language",
     "recipes.thread_models.records",

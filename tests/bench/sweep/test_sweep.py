@@ -15,7 +15,7 @@ from support.processes import marked_processes, wait_until
 from support.silent_progress import Silent
 from support.tiny_pair import Pair
 
-from benchmarks.reports.decoding import greedy_and_stochastic
+from benchmarks.reports.compared import greedy_and_stochastic
 from pipedec.bench.report.frames import read_answers, studies, variants
 from pipedec.bench.sweep.benchmark import sweep
 from pipedec.bench.sweep.config import SweepConfig, TreeGrid, TuningGrid

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.load.disturbance import disturbance
+from benchmarks.load.replayed import disturbance
 from pipedec.bench.load.results import LoadOutcome, ServedRequest
 
 

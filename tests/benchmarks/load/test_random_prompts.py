@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.load.random_prompts import continued, random_prompts
+from benchmarks.load.replayed import continued, random_prompts
 from pipedec.bench.prompts import DrawnPrompt
 from pipedec.messages import PromptRequest
 

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 from support.synthetic_sweep import Line, answers, bita, line
 
-from benchmarks.reports.ablations import (
-    Ablation,
-    against_baseline,
-    by_masks,
-    by_prompt_tokens,
-    by_prompting,
-    by_tree,
-    fixed_text,
-)
+from benchmarks.reports.compared import Ablation, against_baseline, by_masks, by_prompt_tokens, by_prompting, by_tree, fixed_text
 from pipedec.bench.report.frames import NoFigure, at, by_prompt_set, means, one_bita
 
 SETS = ("qa", "rag")

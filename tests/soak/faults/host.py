@@ -157,8 +157,7 @@ def _serve(cluster: LocalCluster, pipe: Connection) -> None:
 class FrontEnd:
     """``pipedec serve`` on a free port, in front of a cluster. Use as a context manager.
 
-    Raises:
-        PipedecError: it does not start.
+    Raises PipedecError if it does not start.
     """
 
     def __init__(self, address: RunAddress) -> None:

@@ -31,18 +31,16 @@ class Kind:
     """A kind of fault.
 
     Attributes:
-        hits_rank: one rank is hit; ``loses_rank``: its process is lost, and replaced in a new epoch.
         may_lose_rank: its process may be lost: rarely, and for a reason not yet known, the rank does not enter the next epoch
             and is replaced.
-        ends_all: nothing of the cluster is left.
     """
 
     name: str
     help: str
-    hits_rank: bool = False
+    hits_rank: bool = False  # one rank is hit; ``loses_rank``: its process is lost, and replaced in a new epoch
     loses_rank: bool = False
     may_lose_rank: bool = False
-    ends_all: bool = False
+    ends_all: bool = False  # nothing of the cluster is left
 
 
 KINDS = {
@@ -63,22 +61,14 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: what, when, under which load.
+    """One fault: what, when, under which load."""
 
-    Attributes:
-        index: from 0.
-        rank: that is hit; None if the fault hits none.
-        questions: indices of the questions that are asked together.
-        watched: index among them of the one that decides when the fault comes.
-        progress: the part of the watched answer that has come by then, in [0, 1).
-    """
-
-    index: int
+    index: int  # from 0
     kind: Kind
-    rank: int | None
-    questions: tuple[int, ...]
-    watched: int
-    progress: float
+    rank: int | None  # that is hit; None if the fault hits none
+    questions: tuple[int, ...]  # indices of the questions that are asked together
+    watched: int  # index among them of the one that decides when the fault comes
+    progress: float  # the part of the watched answer that has come by then, in [0, 1)
 
 
 def plan_fault(
@@ -86,8 +76,7 @@ def plan_fault(
 ) -> Fault:
     """The fault ``index`` of a seed. Kinds, ranks and numbers of requests come equally often, each in a random order.
 
-    Raises:
-        UserError: there is no such kind.
+    Raises UserError if there is no such kind.
     """
     for name in kinds:
         check_known("kind of fault", name, KINDS)

@@ -50,8 +50,7 @@ def make_questions(
 ) -> list[Question]:
     """Every prompt with every kind of answer; methods take turns, and every other answer in one thread has log-probabilities.
 
-    Raises:
-        UserError: there is no such kind of answer, or no such dialect.
+    Raises UserError if there is no such kind of answer, or no such dialect.
     """
     questions: list[Question] = []
     for answer in answers:
@@ -75,16 +74,14 @@ class Answer:
 
     Attributes:
         logprobs: for each token, the log-probabilities of the chosen and of the most probable ones, descending, if asked for.
-        streamed: the text as it arrived, of an answer in one thread.
-        streamed_tokens: how many arrived.
     """
 
     token_ids: list[int]
     text: str
     finish_reason: str | None
     logprobs: list[list[float]] | None
-    streamed: str
-    streamed_tokens: int
+    streamed: str  # the text as it arrived, of an answer in one thread
+    streamed_tokens: int  # how many arrived
 
     @classmethod
     def of(cls, completion: Completion, streamed: str, streamed_tokens: int) -> Answer:
@@ -142,17 +139,13 @@ _READ_SECONDS = 0.02
 
 @dataclass
 class Asked:
-    """A question under way, or answered.
-
-    Attributes:
-        said: tokens when the fault came.
-    """
+    """A question under way, or answered."""
 
     question: Question
     expected: Answer
     reply: Reply
     pieces: list[str] = field(default_factory=list)
-    said: int = 0
+    said: int = 0  # tokens when the fault came
 
     @property
     def tokens(self) -> int:
@@ -179,19 +172,13 @@ class Asked:
 
 @dataclass
 class Load:
-    """The requests of a fault, all submitted together.
-
-    Attributes:
-        struck: when the fault came, in seconds of ``time.perf_counter``; None before.
-        struck_at: the same since the epoch (of the calendar).
-        failure: what ended the reading; ``is_hanging``: nothing did.
-    """
+    """The requests of a fault, all submitted together."""
 
     client: Client
     asked: list[Asked]
-    struck: float | None = None
-    struck_at: float = 0.0
-    failure: str | None = None
+    struck: float | None = None  # when the fault came, in seconds of ``time.perf_counter``; None before
+    struck_at: float = 0.0  # the same since the epoch (of the calendar)
+    failure: str | None = None  # what ended the reading; ``is_hanging``: nothing did
     is_hanging: bool = False
 
     @classmethod

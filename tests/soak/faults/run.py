@@ -27,17 +27,9 @@ KV_BYTES = 64 << 20  # of each rank, by default: all of it has soon been used
 
 @dataclass(frozen=True)
 class FaultsConfig:
-    """Which faults, under which load.
+    """Which faults, under which load. Raises UserError for a number out of range or an unknown name."""
 
-    Attributes:
-        count: None for as many as ``hours`` allow.
-        dialect: of answers in threads.
-
-    Raises:
-        UserError: a number or a name cannot be.
-    """
-
-    count: Annotated[Positive | None, Help("Number of faults.")] = 24
+    count: Annotated[Positive | None, Help("Number of faults.")] = 24  # None for as many as ``hours`` allow
     hours: Annotated[float | None, Meta(gt=0), Help("Or for how long there are faults.", "HOURS")] = None
     kinds: Annotated[tuple[str, ...], Help(f"Kinds of faults: {', '.join(KINDS)} (default: all possible).")] = field(
         default_factory=possible_kinds
@@ -45,7 +37,7 @@ class FaultsConfig:
     concurrency: Annotated[Counts, Help("Numbers of requests that are asked together.")] = (1, 3, 8)
     answers: Annotated[tuple[str, ...], Help("Kinds of answers.")] = ANSWERS
     methods: Annotated[tuple[str, ...], Help("Methods, which take turns.")] = (DEFAULT_METHOD,)
-    dialect: str = "apar"
+    dialect: str = "apar"  # of answers in threads
     prompts: Annotated[tuple[str, ...], Help("A prompt; may be repeated (default: six).", "TEXT", "--prompt", repeated=True)] = (
         field(default_factory=lambda: PROMPTS)
     )
@@ -74,8 +66,7 @@ class FaultsConfig:
 def run_faults(config: FaultsConfig, spec: PipelineSpec, out: Path, on_news: Callable[[str], None]) -> list[Row]:
     """Run what is missing in ``out`` of the faults, and return the rows of all of them.
 
-    Raises:
-        PipedecError: the cluster does not start, or the undisturbed twin does not answer.
+    Raises PipedecError if the cluster does not start, or the undisturbed twin does not answer.
     """
     spec = spec.replaced(kv_cache_memory=spec.settings.limits.kv_cache_memory or KV_BYTES)
     questions = make_questions(config.prompts, config.answers, config.methods, config.max_tokens, config.dialect)
@@ -126,16 +117,14 @@ class KindSummary:
     """All faults of one kind.
 
     Attributes:
-        answers: how many were compared.
         noticed: seconds from the fault to the next epoch, of a supervisor to the end of the last process; None without any.
-        served: to the next epoch's first work; ``waits``: to the next token of each answer that was under way.
     """
 
     kind: str
     faults: int
-    answers: int
+    answers: int  # how many were compared
     noticed: Spread | None
-    served: Spread | None
+    served: Spread | None  # to the next epoch's first work; ``waits``: to the next token of each answer that was under way
     waits: Spread | None
     problems: int
 

@@ -20,16 +20,11 @@ _FEWEST = 8  # faults, summed over processes, below which growth is not judged
 
 @dataclass(frozen=True)
 class ProcessUsage:
-    """One process at one moment.
+    """One process at one moment."""
 
-    Attributes:
-        role: ``rank N``, ``supervisor``, ``redis`` or ``helper``.
-        rss_mib: resident memory.
-    """
-
-    role: str
+    role: str  # ``rank N``, ``supervisor``, ``redis`` or ``helper``
     pid: int
-    rss_mib: float
+    rss_mib: float  # resident memory
     descriptors: int
     threads: int
 

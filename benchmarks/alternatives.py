@@ -1,7 +1,6 @@
-"""The same checkpoint and prompts through ``transformers``, llama.cpp and pipedec, on this machine.
+"""``python -m benchmarks.alternatives``: the same checkpoint and prompts through ``transformers``, llama.cpp and pipedec.
 
-Everything runs in this process, one answer at a time; the contenders take turns, and nothing is emulated. A contender loads and
-calls one way to get the target's greedy answer, and counts the target's passes and rows.
+Everything runs in this process, one answer at a time; the contenders take turns, and nothing is emulated.
 """
 
 from __future__ import annotations
@@ -15,21 +14,26 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
+import click
 import torch
 import transformers
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from benchmarks.alternatives.llama_cpp import NAME, LlamaCpp, is_installed
-from pipedec.bench.options import Positive
-from pipedec.bench.record import Row, header, pipeline_row
-from pipedec.config import AUTO
+from benchmarks.llama_cpp import NAME, LlamaCpp, is_installed
+from benchmarks.output import Out, append, console, machine_text, titled_table
+from pipedec.bench.options import Device, Draft, Positive, Target
+from pipedec.bench.record import Row, check_writable, header, pipeline_row
+from pipedec.config import AUTO, Settings
 from pipedec.core import DEFAULT_METHOD, Request, SamplingParams, UserError
+from pipedec.data import read_prompts
 from pipedec.engine.admission import Sequences
-from pipedec.engine.build import DTYPES, load_drafter, new_batch
+from pipedec.engine.build import DTYPES, load_drafter, new_batch, resolve
 from pipedec.engine.devices import chosen_device
 from pipedec.engine.local import LocalPipeline
-from pipedec.flags import Help, check_fields
+from pipedec.flags import Help, check_fields, options_of, own_options, run_command
 from pipedec.gguf import is_gguf
 from pipedec.methods import METHODS
 from pipedec.model import BitaWeights, DraftVocabulary, LaneRows, ModelConfig, StageModel, load_transformers
@@ -65,18 +69,20 @@ class Contender(Protocol):
 
 
 class TransformersContender:
-    """``generate`` of a loaded target, always with a KV cache, whatever its generation config sets."""
+    """``generate`` of a loaded target, with a KV cache even if its generation config has it off."""
 
     def __init__(self, name: str, target: Any, **options: Any) -> None:
-        self.name = name
-        self.count = PassCount()
-        self._target = target
-        self._options = options
+        self.name, self.count = name, PassCount()
+        self._target, self._options = target, options
 
     @torch.inference_mode()
     def answer(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
         prompt = torch.tensor([list(prompt_token_ids)], device=self._target.device)
-        counting = self._target.register_forward_hook(self._count_pass, with_kwargs=True)
+
+        def count_pass(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+            self.count.add(keywords["input_ids"].shape[1])
+
+        counting = self._target.register_forward_hook(count_pass, with_kwargs=True)
         try:
             output = self._target.generate(
                 prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_tokens, do_sample=False, use_cache=True,
@@ -86,18 +92,13 @@ class TransformersContender:
             counting.remove()
         return [int(token) for token in output[0, prompt.shape[1] :]]
 
-    def _count_pass(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-        self.count.add(keywords["input_ids"].shape[1])
-
 
 class PipelineContender:
     """One method of pipedec, all stages and the draft in this process."""
 
     def __init__(self, name: str, pipeline: LocalPipeline, method: str, count: PassCount) -> None:
-        self.name = name
-        self.count = count
-        self._pipeline = pipeline
-        self._method = method
+        self.name, self.count = name, count
+        self._pipeline, self._method = pipeline, method
 
     def answer(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
         request = Request(0, tuple(prompt_token_ids), SamplingParams(max_tokens=max_tokens), method=self._method)
@@ -115,9 +116,8 @@ class LlamaCppContender:
 
     def answer(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
         token_ids = self._loaded.answer(prompt_token_ids, max_tokens)
-        self.count.add(len(prompt_token_ids))
-        for _ in token_ids[1:]:
-            self.count.add(1)
+        self.count.passes += len(token_ids)
+        self.count.rows += len(prompt_token_ids) + len(token_ids) - 1
         return token_ids
 
 
@@ -136,9 +136,7 @@ def load_contenders(spec: PipelineSpec) -> list[Contender]:
     target is a GGUF file and the package ``xllamacpp`` is installed.
 
     The default method runs in one stage and in the stages of ``spec``; other methods gain nothing from stages in one process.
-
-    Raises:
-        UserError: ``transformers`` does not accept the draft model.
+    Raises UserError if ``transformers`` does not accept the draft model.
     """
     device = chosen_device(spec.settings.cut.device)
     target = load_transformers(spec.target, DTYPES[spec.dtype], device, attn_implementation="sdpa")
@@ -154,7 +152,17 @@ def load_contenders(spec: PipelineSpec) -> list[Contender]:
     contenders.append(TransformersContender("transformers lookup", target, prompt_lookup_num_tokens=LOOKUP_TOKENS))
     if is_gguf(spec.target) and is_installed():
         contenders.append(LlamaCppContender(spec.target))
-    return contenders + _pipelines(spec, device)
+    spec = spec.replaced(prefix_cache=False)  # every answer computes its prompt
+    whole = replace(spec.replaced(stages=1, groups=None, layers=AUTO), layers=((spec.layers[0][0], spec.layers[-1][1]),))
+    pipeline, count = _load_counted(whole, device)
+    has_draft, has_bita = spec.draft is not None, spec.bita is not None
+    for method in ("pp", "stpp", DEFAULT_METHOD, "bita"):
+        if METHODS[method].missing(has_draft, has_bita) is None:
+            contenders.append(PipelineContender(f"pipedec {method}, 1 stage", pipeline, method, count))
+    if has_draft:
+        pipeline, count = _load_counted(spec, device)
+        contenders.append(PipelineContender(f"pipedec, {spec.settings.cut.stages} stages", pipeline, DEFAULT_METHOD, count))
+    return contenders
 
 
 @contextmanager
@@ -171,20 +179,6 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if shows_bars:
             logging.enable_progress_bar()
-
-
-def _pipelines(spec: PipelineSpec, device: torch.device) -> list[Contender]:
-    spec = spec.replaced(prefix_cache=False)  # every answer computes its prompt
-    whole = replace(spec.replaced(stages=1, groups=None, layers=AUTO), layers=((spec.layers[0][0], spec.layers[-1][1]),))
-    pipeline, count = _load_counted(whole, device)
-    has_draft, has_bita = spec.draft is not None, spec.bita is not None
-    compared = ("pp", "stpp", DEFAULT_METHOD, "bita")
-    methods = [method for method in compared if METHODS[method].missing(has_draft, has_bita) is None]
-    contenders: list[Contender] = [PipelineContender(f"pipedec {method}, 1 stage", pipeline, method, count) for method in methods]
-    if spec.draft is not None:
-        pipeline, count = _load_counted(spec, device)
-        contenders.append(PipelineContender(f"pipedec, {spec.settings.cut.stages} stages", pipeline, DEFAULT_METHOD, count))
-    return contenders
 
 
 def _load_counted(spec: PipelineSpec, device: torch.device) -> tuple[LocalPipeline, PassCount]:
@@ -236,22 +230,15 @@ def measure_alternatives(
 ) -> list[Row]:
     """One JSONL row per contender. The answers of all are compared with those of the first, greedy ``transformers``.
 
-    Args:
-        on_answer: called after each answer with (answers done, answers in all).
-        load: the contenders.
-
-    Raises:
-        UserError: a prompt does not fit the target's context, or a contender cannot be loaded.
+    ``on_answer`` is called after each answer with (answers done, answers in all). Raises UserError if a prompt does not fit the
+    target's context, or a contender cannot be loaded.
     """
     prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
     prompt_ids = [prompter.token_ids(prompt, False, config.max_tokens) for prompt in prompts]
+    device = chosen_device(spec.settings.cut.device).type
     with _threads(config.threads) as num_threads, quiet_transformers():
-        settings = asdict(config) | {
-            "threads": num_threads,
-            "prompts": len(prompts),
-            "pipeline": pipeline_row(spec.description()),
-        }
-        settings["device"] = chosen_device(spec.settings.cut.device).type
+        settings = {"prompts": len(prompts), "pipeline": pipeline_row(spec.description()), "device": device}
+        settings = asdict(config) | {"threads": num_threads} | settings
         first = header("alternatives", settings) | {"transformers": transformers.__version__}
         contenders = load(spec)
         for contender in contenders:
@@ -276,18 +263,14 @@ def _take_turns(
     for number, index in enumerate(rounds):
         for turn in range(len(contenders)):
             chosen = (number + turn) % len(contenders)
-            turns[chosen][index].append(_timed(contenders[chosen], prompt_ids[index], config.max_tokens))
+            count, before = contenders[chosen].count, replace(contenders[chosen].count)
+            started = time.perf_counter()
+            token_ids = contenders[chosen].answer(prompt_ids[index], config.max_tokens)
+            seconds = time.perf_counter() - started
+            answer = TimedAnswer(tuple(token_ids), seconds, count.passes - before.passes, count.rows - before.rows)
+            turns[chosen][index].append(answer)
             on_answer(number * len(contenders) + turn + 1, len(rounds) * len(contenders))
     return turns
-
-
-def _timed(contender: Contender, prompt_token_ids: Sequence[int], max_tokens: int) -> TimedAnswer:
-    before = replace(contender.count)
-    started = time.perf_counter()
-    token_ids = contender.answer(prompt_token_ids, max_tokens)
-    seconds = time.perf_counter() - started
-    after = contender.count
-    return TimedAnswer(tuple(token_ids), seconds, after.passes - before.passes, after.rows - before.rows)
 
 
 def _figures(turns: Turns, prompt_ids: list[tuple[int, ...]], expected: list[tuple[int, ...]]) -> Row:
@@ -316,3 +299,85 @@ def _threads(number: int | None) -> Iterator[int]:
         yield torch.get_num_threads()
     finally:
         torch.set_num_threads(usual)
+
+
+@dataclass(frozen=True)
+class PairFlags:
+    """The models, and the stages of the method that is measured on several (see ``PipelineSpec.create``)."""
+
+    target: Target = None
+    draft: Draft = None
+    bita: Annotated[
+        str | None, Help("Directory of BiTA trained for the target, or none (default: the shipped one).", "DIR|none")
+    ] = None
+    stages: Annotated[int, Help("Stages of pipedec's default method, in one process.")] = 4
+    device: Device = "auto"
+
+
+@dataclass(frozen=True)
+class PromptFlags:
+    """Where the prompts come from."""
+
+    texts: Annotated[tuple[str, ...], Help("A prompt; may be repeated.", "TEXT", "--prompt", repeated=True)] = ()
+    files: Annotated[
+        tuple[Path, ...],
+        Help("JSONL, JSONL.gz or CSV prompt file; may be repeated.", "FILE", "--prompts", repeated=True),
+    ] = ()
+    field: Annotated[str | None, Help("Field of the prompt files that holds the prompt.", "NAME")] = None
+    samples: Annotated[Positive, Help("Prompts sampled from each file (seed 0).")] = 10
+
+    def read(self) -> list[str]:
+        """All prompts. Raises UserError if there are none, or a file cannot be read."""
+        drawn = (text for path in self.files for text in read_prompts(path, self.field).sample(self.samples).prompts)
+        prompts = [*self.texts, *drawn]
+        if not prompts:
+            raise UserError("no prompts: give --prompt TEXT or --prompts FILE")
+        return prompts
+
+
+@click.command()
+@options_of(PairFlags, "pair")
+@options_of(PromptFlags, "prompts")
+@options_of(AlternativesConfig, "config")
+@own_options
+def alternatives(pair: PairFlags, prompts: PromptFlags, config: AlternativesConfig, out: Out = None) -> None:
+    """Compare pipedec with transformers (greedy, assisted, prompt lookup) in one process.
+
+    Same checkpoint, same prompts, float32, greedy; nothing is emulated. Answers end at an end token or at --max-tokens.
+    """
+    texts = prompts.read()
+    check_writable(out)
+    spec = resolve(
+        Settings.of(target=pair.target, draft=pair.draft, bita=pair.bita, stages=pair.stages, dtype="float32", device=pair.device)
+    )
+    with console.status("loading") as status:
+        rows = measure_alternatives(spec, texts, config, lambda done, total: status.update(f"answer {done} of {total}"))
+    Console().print(_table(rows))
+    append(out, rows)
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    config, greedy = rows[0]["config"], rows[0]
+    caption = (
+        f"Wall time of whole answers, prefill included. Prompts: {config['prompts']}; tokens: {greedy['tokens']}; runs of each: "
+        f"{config['repeats']}, of which the median is reported; contenders take turns. {machine_text(greedy)}, "
+        f"{config['pipeline']['dtype']}. transformers {greedy['transformers']} with its KV cache; assisted: the same draft with "
+        "the default heuristics; lookup: prompt_lookup_num_tokens=10. Ratio and same tokens: compared with transformers greedy. "
+        "Passes and rows are the target's, prompt rows excluded.\n"
+        "pipedec's stages run one after another in this process. On one machine a pipeline cannot be faster than one process, "
+        "since its stages share the cores; stages are for targets that one device cannot hold or cannot read fast enough."
+    )
+    columns = ("", "tokens/s", "ratio", "ms per token", "passes per token", "rows per token", "same tokens")
+    table = titled_table("The same prompts by transformers and pipedec, in one process", columns, caption)
+    table.columns[0].no_wrap = True
+    for row in rows:
+        table.add_row(
+            row["contender"], f"{row['tokens_per_second']:.1f}", f"{row['tokens_per_second'] / greedy['tokens_per_second']:.2f}×",
+            f"{row['ms_per_token']:.2f}", f"{row['passes_per_token']:.2f}", f"{row['rows_per_token']:.1f}",
+            f"{row['equal']}/{config['prompts']}",
+        )  # fmt: skip
+    return table
+
+
+if __name__ == "__main__":
+    run_command(alternatives)

@@ -1,8 +1,7 @@
-"""Skeleton-of-Thought (SoT): the model first lists the points of its answer, then writes all points at the same time.
+"""``python -m benchmarks.skeleton``: Skeleton-of-Thought (SoT) beside answers in one thread and in decode threads.
 
-"Skeleton-of-Thought: Prompting LLMs for Efficient Parallel Generation", Ning et al. 2023, §2. Parallel by prompts alone: every
-point is a request of its own, which sees the skeleton, but no other point. Owns the prompts, the reading of a skeleton, and the
-metrics of such an answer.
+"Skeleton-of-Thought: Prompting LLMs for Efficient Parallel Generation", Ning et al. 2023, §2: the model first lists the points of
+its answer, then writes all points at the same time. Every point is a request of its own, which sees the skeleton, but no other.
 """
 
 from __future__ import annotations
@@ -10,12 +9,18 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
+from typing import Annotated
 
-from pipedec.bench.threads.benchmark import DecodedReply, DecodeRounds, WrittenAnswer
+import click
+
+from pipedec.bench.threads.benchmark import SEQUENTIAL, DecodedReply, DecodeRounds, Style, ThreadsConfig, WrittenAnswer
+from pipedec.cli.benchmarks.shared import BenchPromptFlags, OutDirectory, question_options
+from pipedec.cli.benchmarks.threads import measure_threads
 from pipedec.core import UserError
+from pipedec.flags import Help, own_options, partial_of, run_command
 from pipedec.messages import PromptRequest
 from pipedec.text.prompt import Prompter
 from pipedec.threads import ThreadMetrics
@@ -85,7 +90,7 @@ class Point:
 
     @property
     def begun(self) -> str:
-        """How the text of the point begins."""
+        """The beginning of the point's text."""
         return POINT_BEGUN.format(number=self.number, outline=self.outline)
 
 
@@ -103,14 +108,10 @@ def read_skeleton(skeleton: str, max_points: int) -> tuple[tuple[Point, ...], Co
 
 @dataclass(frozen=True)
 class SkeletonOfThought:
-    """The style: a skeleton, then its points together. Without usable points the answer is an ordinary one, in one thread.
-
-    Attributes:
-        max_points: further points are left out; as many as the dialects let a thread have children.
-    """
+    """The style: a skeleton, then its points together. Without usable points the answer is an ordinary one, in one thread."""
 
     name: str = SKELETON
-    max_points: int = 16
+    max_points: int = 16  # further points are left out; as many as the dialects let a thread have children
 
     @property
     def settings(self) -> str | None:
@@ -130,8 +131,11 @@ class SkeletonOfThought:
         anomalies[CUT] += skeleton.finish_reason == "length"
         anomalies[NO_POINTS] += not points
         plain = prompter.token_ids(request.prompt, request.raw, request.sampling.max_tokens)
+        question, prompts = _question(request), []
         try:
-            prompts = [self._point_prompt(exchange, text, point) for point in points]
+            for point in points:
+                asked = POINT_PROMPT.format(question=question, skeleton=text.rstrip(), number=point.number)
+                prompts.append(self._tokenized(prompter, request, asked, point.begun))
         except UserError:
             points, prompts = (), []
             anomalies[NO_ROOM] += 1
@@ -144,11 +148,6 @@ class SkeletonOfThought:
         return WrittenAnswer(
             written.document, reasons[0] if reasons else "stop", metrics.text_tokens - min(given, sum(begun)), metrics, +anomalies
         )  # fmt: skip
-
-    def _point_prompt(self, exchange: DecodeRounds, skeleton: str, point: Point) -> tuple[int, ...]:
-        request = exchange.request
-        asked = POINT_PROMPT.format(question=_question(request), skeleton=skeleton.rstrip(), number=point.number)
-        return self._tokenized(exchange.prompter, request, asked, point.begun)
 
     def _tokenized(self, prompter: Prompter, request: PromptRequest, prompt: str, begun: str) -> tuple[int, ...]:
         return prompter.token_ids(prompt, request.raw, request.sampling.max_tokens, begun=begun)
@@ -163,19 +162,13 @@ def _question(request: PromptRequest) -> str:
 
 @dataclass(frozen=True)
 class _Parts:
-    """A skeleton and the points, or the one ordinary answer, that came after it.
-
-    Attributes:
-        prompts, replies: of the points, or of the ordinary answer.
-        begun: tokens with which the text of each begins: they were decoded in the skeleton.
-        special: tokens that are no text.
-    """
+    """A skeleton, and prompts and replies of the points, or of the one ordinary answer, that came after it."""
 
     skeleton: DecodedReply
     prompts: Sequence[tuple[int, ...]]
     replies: Sequence[DecodedReply]
-    begun: Sequence[int]
-    special: frozenset[int]
+    begun: Sequence[int]  # tokens with which the text of each begins: they were decoded in the skeleton
+    special: frozenset[int]  # tokens that are no text
 
     @property
     def document(self) -> list[tuple[object, int]]:
@@ -185,8 +178,7 @@ class _Parts:
     def metrics(self, plain_tokens: int) -> ThreadMetrics:
         """The points are the threads, the skeleton is none. Its tokens count like those of a tag: they are decoded, but no text.
 
-        Args:
-            plain_tokens: of the ordinary prompt, for what the same text takes in one thread.
+        The same text in one thread comes after the ordinary prompt, of ``plain_tokens``.
         """
         texts = [self._text_tokens(reply) for reply in self.replies]
         begun, count = sum(self.begun), sum(texts) + sum(self.begun)
@@ -207,7 +199,7 @@ class _Parts:
 
     def _most_cached(self, texts: Sequence[int]) -> int:
         """The maximum, over the steps in which the points are decoded together; what their prompts share counts once."""
-        shared = _shared(self.prompts)
+        shared = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*self.prompts, strict=False)))
         own = [(len(prompt) - shared, text) for prompt, text in zip(self.prompts, texts, strict=True)]
         return shared + max(sum(prompt + step for prompt, text in own if text >= step) for step in texts)
 
@@ -215,6 +207,37 @@ class _Parts:
         return sum(token not in self.special for token in reply.token_ids)
 
 
-def _shared(prompts: Sequence[tuple[int, ...]]) -> int:
-    """The number of tokens with which all of them begin."""
-    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False)))
+ABOUT = (
+    "sot is Skeleton-of-Thought: the skeleton's first token is the answer's, the points are the threads, and their prompts are "
+    "part of the answer's time (later prompts: until every point has its first token; the points' tokens alone: what is left)."
+)
+
+
+@dataclass(frozen=True)
+class SkeletonConfig(ThreadsConfig):
+    """The configuration of ``pipedec bench threads``, with the style ``sot`` among the dialects."""
+
+    dialects: Annotated[
+        tuple[str, ...],
+        Help(f"Dialects by name or file; {SEQUENTIAL}: one thread, the baseline; {SKELETON}: Skeleton-of-Thought, by prompts."),
+    ] = (SEQUENTIAL, "apar", "pasta", SKELETON)
+
+    def style(self, dialect: str) -> Style:
+        """The style of one of ``dialects``. Raises UserError for an unknown one."""
+        return SkeletonOfThought() if dialect == SKELETON else super().style(dialect)
+
+
+@click.command()
+@partial_of(SkeletonConfig, "measured")
+@question_options
+@own_options
+def skeleton(measured: Callable[..., SkeletonConfig], asked: BenchPromptFlags, out: OutDirectory) -> None:
+    """Answer every prompt in one thread, in several, and as Skeleton-of-Thought: one row per answer in OUT/rows.jsonl.
+
+    Everything else is as `pipedec bench threads` does it.
+    """
+    measure_threads(measured, asked, out, ABOUT)
+
+
+if __name__ == "__main__":
+    run_command(skeleton)

@@ -1,4 +1,4 @@
-"""The ablations of the BiTA paper: which answers of ``bita`` are compared.
+"""Which answers figures and tables compare: the ablations of BiTA, and greedy beside stochastic decoding (the paper's Figure 7).
 
 In an ablation all points are on one pipeline and differ in one property alone; all are over the prompts that every one of them
 and plain pipeline parallelism answered. Knows the frame of answers (``frames``), neither tables nor figures.
@@ -6,7 +6,8 @@ and plain pipeline parallelism answered. Knows the frame of answers (``frames``)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -15,12 +16,17 @@ from msgspec.structs import replace
 
 from pipedec.bench.report.frames import (
     REFERENCE_GROUPS,
+    REFERENCE_TREE,
+    SAMPLING,
     NoFigure,
     Variant,
     bita_preference,
     count_answers,
+    greedy,
     one_bita,
+    one_tree_each,
     over_equal_cases,
+    over_shared_cases,
     select,
     variants,
 )
@@ -64,18 +70,13 @@ def by_prompt_tokens(answers: pd.DataFrame) -> Ablation[int]:
 
 def by_masks(answers: pd.DataFrame) -> Ablation[int]:
     """Different numbers of masks used, of the same BiTA and shape of tree (BiTA Figure 9). Raises NoFigure if there are none."""
-    entries = [
-        (tree.depth or 0, (trained, replace(tree, depth=None)), one) for one, trained, tree in _of_bita(variants(answers))
-    ]  # fmt: skip
+    members = _of_bita(variants(answers))
+    entries = [(tree.depth or 0, (trained, replace(tree, depth=None)), one) for one, trained, tree in members]
     return _ablation(answers, entries, int, "trees of two depths")
 
 
 def by_prompting(answers: pd.DataFrame) -> Ablation[str]:
-    """No prompt, a shallow and a deep one of one length, with the same masks and tree (BiTA Table 3).
-
-    Raises:
-        NoFigure: there are not two of them.
-    """
+    """No prompt, a shallow and a deep one of a length, with equal masks and tree (BiTA Table 3). Raises NoFigure without two."""
     members = list(_of_bita(variants(answers)))
     lengths = {trained.prompt_tokens for _, trained, _ in members if trained.prompting != "none"} or {0}
     entries = [
@@ -88,15 +89,13 @@ def by_prompting(answers: pd.DataFrame) -> Ablation[str]:
 
 
 def by_tree(answers: pd.DataFrame) -> Ablation[Tree]:
-    """Different shapes of tree, numbers of candidates and of rows, of the same BiTA and masks (BiTA Table 4).
+    """Different trees (shape, candidates, rows) of the same BiTA and masks (BiTA Table 4). Raises NoFigure without two."""
 
-    Raises:
-        NoFigure: there are not two of them.
-    """
+    def order(tree: Tree) -> Any:
+        return _SHAPES.index(tree.shape or ""), tree.children, tree.rows or 0
+
     entries = [(tree, (trained, tree.depth), one) for one, trained, tree in _of_bita(variants(answers))]
-    return _ablation(
-        answers, entries, lambda tree: (_SHAPES.index(tree.shape or ""), tree.children, tree.rows or 0), "two trees"
-    )  # fmt: skip
+    return _ablation(answers, entries, order, "two trees")
 
 
 def fixed_text(points: Iterable[Variant]) -> str:
@@ -136,7 +135,15 @@ def _ablation(
         if one.pipeline in bases:
             group = groups.setdefault((one.pipeline, fixed), {})
             group[value] = max(group.get(value, one), one, key=lambda each: counts[each])
-    best = max(groups.values(), key=lambda group: _rank(group, counts), default={})
+
+    def rank(group: dict[Value, Variant]) -> tuple[object, ...]:
+        """Most points; of equals the BiTA and trees that are preferred, then the paper's pipeline."""
+        members = list(group.values())
+        preferred, pipeline = sum(bita_preference(one.bita, one.tree) for one in members), members[0].pipeline
+        is_papers = not pipeline.recut, pipeline.groups == REFERENCE_GROUPS, pipeline.groups
+        return len(members), preferred, *is_papers, sum(counts[one] for one in members)
+
+    best = max(groups.values(), key=rank, default={})
     if len(best) < 2:
         raise NoFigure(f"it needs bita with {what}, everything else being equal, and {BASELINE} on the same pipeline")
     points = {value: best[value] for value in sorted(best, key=order)}
@@ -147,10 +154,89 @@ def _ablation(
     return Ablation(points, equal)
 
 
-def _rank(group: dict[Value, Variant], counts: dict[Variant, int]) -> tuple[object, ...]:
-    """Ranks ablations: most points; of equals by the BiTA and trees that are preferred, then the paper's pipeline."""
-    members = list(group.values())
-    preferred = sum(bita_preference(one.bita, one.tree) for one in members)
-    pipeline = members[0].pipeline
-    is_papers = not pipeline.recut, pipeline.groups == REFERENCE_GROUPS, pipeline.groups
-    return len(members), preferred, *is_papers, sum(counts[one] for one in members)
+PAPER_SAMPLING = (0.6, 80, 0.9)  # temperature, top-k, top-p (§4.3.3)
+
+_Setting = tuple[PipelineColumns, tuple[int | None, int | None]]
+
+
+@dataclass(frozen=True)
+class BothWays:
+    """The answers of several methods to the same questions, greedy and stochastic."""
+
+    greedy: pd.DataFrame
+    stochastic: pd.DataFrame
+
+    @property
+    def ways(self) -> dict[str, pd.DataFrame]:
+        return {"greedy": self.greedy, "stochastic": self.stochastic}
+
+    @property
+    def answers(self) -> pd.DataFrame:
+        return pd.concat([self.greedy, self.stochastic])
+
+    @property
+    def methods(self) -> list[str]:
+        return [one.method for one in variants(self.greedy)]
+
+    @property
+    def sampling_text(self) -> str:
+        """How the stochastic answers were sampled, for small print."""
+        temperature, top_k, top_p = self.stochastic[SAMPLING].iloc[0]
+        repeats = self.stochastic["draw"].nunique()
+        text = f"Stochastic: temperature {temperature:g}, top-k {int(top_k) or 'off'}, top-p {top_p:g}"
+        return f"{text}, {repeats} repeats" if repeats > 1 else text
+
+
+def greedy_and_stochastic(answers: pd.DataFrame) -> BothWays:
+    """Every method with a tree that decoded both ways, all over the same prompts and, of stochastic answers, the same draws.
+
+    On one pipeline and with one size of tree: those that most methods have in common, of equals the paper's. Stochastic answers
+    are those of the paper's sampling, else of the one with most answers. Raises NoFigure if answers of one kind are missing, or
+    no question was answered both ways.
+    """
+    with_tree = select(answers, (one for one in variants(answers) if one.tree is not None)).sort_index()
+    kinds = {"greedy": greedy(with_tree), "stochastic": _of_one_sampling(with_tree)}
+    for kind, found in kinds.items():
+        if found.empty:
+            raise NoFigure(f"no row holds a {kind} answer of a method with a tree")
+    known = [dict.fromkeys((_setting(one), one.method) for one in variants(found)) for found in kinds.values()]
+    both = [key for key in known[0] if key in known[1]]
+    setting = _most_common([setting for setting, _ in both])
+    ways = []
+    for found in kinds.values():
+        kept = [one for one in variants(found) if _setting(one) == setting and (setting, one.method) in both]
+        ways.append(over_shared_cases(one_tree_each(select(found, kept).sort_values("variant", kind="stable"))))
+    asked = [pd.MultiIndex.from_frame(way[["method", "question"]]) for way in ways]
+    compared = BothWays(ways[0][asked[0].isin(asked[1])], ways[1][asked[1].isin(asked[0])])
+    if compared.greedy.empty:
+        raise NoFigure("no method with a tree answered the same prompt both greedily and stochastically on the same pipeline")
+    return compared
+
+
+def _of_one_sampling(answers: pd.DataFrame) -> pd.DataFrame:
+    sampled = answers[answers["temperature"] > 0]
+    samplings = list(sampled[SAMPLING].itertuples(index=False, name=None))
+    counts = Counter(samplings)
+    chosen = max(counts, key=lambda it: (it == PAPER_SAMPLING, counts[it]), default=None)
+    return sampled[[sampling == chosen for sampling in samplings]]
+
+
+def _setting(one: Variant) -> _Setting:
+    """The setting that all compared answers share: the pipeline, and the tree's width and children.
+
+    A method that finds its own limits, or has a tree of another kind, is compared with the paper's.
+    """
+    assert one.tree is not None
+    limits = (one.tree.width, one.tree.children)
+    return one.pipeline, REFERENCE_TREE if limits == (None, None) or one.bita else limits
+
+
+def _most_common(settings: Sequence[_Setting]) -> _Setting | None:
+    counts = Counter(settings)
+
+    def rank(setting: _Setting) -> tuple[object, ...]:
+        pipeline, limits = setting
+        is_papers = limits == REFERENCE_TREE, not pipeline.recut, pipeline.groups == REFERENCE_GROUPS
+        return counts[setting], *is_papers, pipeline.groups
+
+    return max(counts, key=rank, default=None)

@@ -1,45 +1,43 @@
-"""Structured answers on emulated pipelines: questions × methods × stage counts, each with its schema and without one.
+"""``python -m benchmarks.structured``: answers that follow a JSON Schema, by every method, on emulated pipelines.
 
-Without one an answer gets as many tokens as it has with its schema: in a short answer, every pass through the pipeline counts.
-Owns the order of the grid. All methods and pipelines must give the same answer. Times are computed, and do not count rank 0's own
-work: a run gives the same figures anywhere.
+Questions × methods × stage counts, each with its schema and without one. Without one an answer gets as many tokens as it has with
+its schema: in a short answer, every pass through the pipeline counts. All methods and pipelines must give the same answer. Times
+are computed, and do not count rank 0's own work: a run gives the same figures anywhere.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
 from msgspec.structs import replace
 
 from pipedec.bench.grid import Grid, SameAnswers, SweepProgress
-from pipedec.bench.options import Methods, Positive, Preset, StageCounts
+from pipedec.bench.options import ClusterFile, Methods, Positive, Preset, StageCounts
 from pipedec.bench.record import Row, plain
 from pipedec.bench.report.style import markdown_table
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated, pair_digest
-from pipedec.config import ClusterConfig
+from pipedec.cli.benchmarks.shared import OutDirectory, ProgressBar, check_directory, write_summary
+from pipedec.config import ClusterConfig, load_cluster, paper_cluster
 from pipedec.core import Request, SamplingParams, StructuredOutputs
 from pipedec.engine.local import LocalPipeline
-from pipedec.flags import Help, check_fields
+from pipedec.flags import Help, check_fields, own_options, partial_of, run_command
 from pipedec.methods import METHOD_NAMES, find_method
 from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter
 
-_FILE = Path(__file__).with_name("schemas.json")
+_FILE = Path(__file__).with_name("structured_schemas.json")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One question.
+    """One question."""
 
-    Attributes:
-        kind: what the schema is about; different for every case.
-    """
-
-    kind: str
+    kind: str  # what the schema is about; different for every case
     prompt: str
     schema: dict[str, Any]
 
@@ -82,18 +80,15 @@ class StructuredBench:
     """One grid, written to one directory."""
 
     def __init__(self, config: StructuredConfig, out: Path, progress: SweepProgress) -> None:
-        self._config = config
+        self._config, self._progress = config, progress
         self._cases = load_cases()[: config.questions]
-        self._progress = progress
-        self._grid = Grid(SCHEMA, out, progress)
-        self._same = SameAnswers()
+        self._grid, self._same = Grid(SCHEMA, out, progress), SameAnswers()
 
     def run(self) -> list[Row]:
         """Measure the answers that are missing; returns the rows of all answers of this configuration.
 
-        Raises:
-            UserError: the file has rows of another schema, or the pair has no draft or BiTA for a method.
-            PipedecError: two methods or pipelines gave different answers.
+        Raises UserError if the file has rows of another schema, or the pair has no draft or BiTA for a method; PipedecError if
+        two methods or pipelines gave different answers.
         """
         shapes = list(self._config.shapes())
         self._progress.start(len(shapes) * len(self._config.methods) * len(self._cases) * 2)
@@ -102,31 +97,23 @@ class StructuredBench:
             pipeline = _Answers(shape)
             for case in self._cases:
                 sampling = replace(self._config.sampling, structured_outputs=case.structure)
-                first, *_ = [self._row(shape, case, True, method, sampling, pipeline) for method in self._config.methods]
+                first, *_ = [self._row(case, method, sampling, pipeline) for method in self._config.methods]
                 sampling = replace(self._config.sampling, max_tokens=len(first["token_ids"]))
                 for method in self._config.methods:
-                    self._row(shape, case, False, method, sampling, pipeline)
+                    self._row(case, method, sampling, pipeline)
         return self._grid.rows
 
-    def _row(
-        self, shape: Shape, case: Case, is_structured: bool, method: str, sampling: SamplingParams, pipeline: _Answers
-    ) -> Row:
+    def _row(self, case: Case, method: str, sampling: SamplingParams, pipeline: _Answers) -> Row:
+        """The row of one answer, which must equal that of the first method on the first pipeline."""
         identity = {
-            "preset": shape.preset,
-            "cluster": shape.cluster,
-            "pair": pair_digest(shape.spec),
-            "kind": case.kind,
-            "structured": is_structured,
-            "method": method,
+            **pipeline.identity, "kind": case.kind, "structured": sampling.structured_outputs is not None, "method": method,
             "sampling": plain(sampling),
-        }
-        return self._grid.row(
-            identity, [case.prompt], lambda: pipeline.generate(case.prompt, sampling, method), self._check
-        )  # fmt: skip
+        }  # fmt: skip
 
-    def _check(self, row: Row) -> None:
-        """Raise PipedecError unless the answer equals that of the first method on the first pipeline."""
-        self._same.check((row["kind"], row["structured"]), row["token_ids"], row, f"about {row['kind']}")
+        def check(row: Row) -> None:
+            self._same.check((row["kind"], row["structured"]), row["token_ids"], row, f"about {row['kind']}")
+
+        return self._grid.row(identity, [case.prompt], lambda: pipeline.generate(case.prompt, sampling, method), check)
 
 
 class _Answers:
@@ -134,6 +121,7 @@ class _Answers:
 
     def __init__(self, shape: Shape) -> None:
         self._spec = shape.spec
+        self.identity = {"preset": shape.preset, "cluster": shape.cluster, "pair": pair_digest(shape.spec)}
         self._prompter = Prompter(self._spec.target, ModelConfig.from_directory(self._spec.target).max_positions)
         self._pipeline: LocalPipeline | None = None
 
@@ -150,10 +138,7 @@ class _Answers:
             "text": text,
             "finish_reason": reason,
             "parses": _is_json(text) if reason == "stop" else None,
-            "timesteps": metrics.timesteps,
-            "hits": metrics.hits,
-            "misses": metrics.misses,
-            "draft_tokens": metrics.draft_tokens,
+            **{name: getattr(metrics, name) for name in ("timesteps", "hits", "misses", "draft_tokens")},
             "decode_ms": round(1000 * metrics.decode_seconds, 3),
         }
 
@@ -178,8 +163,10 @@ _ABOUT = (
 
 def figures(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Means for each number of stages and method, in the order of the rows."""
-    groups = dict.fromkeys((row["cluster"]["stages"], row["method"]) for row in rows)
-    return [_of(stages, method, _chosen(rows, stages, method)) for stages, method in groups]
+    groups: dict[tuple[int, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["cluster"]["stages"], row["method"]), []).append(row)
+    return [_of(*group, found) for group, found in groups.items()]
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -187,7 +174,7 @@ def markdown(rows: Sequence[Row]) -> str:
         [
             str(one["stages"]), one["method"], str(one["answers"]), str(one["ended"]), f"{one['parses']:.0%}",
             f"{one['tokens']:.1f}",
-            *(text for unit in ("timesteps", "ms") for text in _compared(one[unit])),
+            *(f"{one[unit][name]:.2f}" for unit in ("timesteps", "ms") for name in ("with", "without", "ratio")),
         ]
         for one in figures(rows)
     ]  # fmt: skip
@@ -196,10 +183,6 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def document(rows: Sequence[Row]) -> str:
     return json.dumps({"benchmark": "structured", "figures": figures(rows)}, indent=1) + "\n"
-
-
-def _chosen(rows: Iterable[Row], stages: int, method: str) -> list[Row]:
-    return [row for row in rows if (row["cluster"]["stages"], row["method"]) == (stages, method)]
 
 
 def _of(stages: int, method: str, rows: Sequence[Row]) -> dict[str, Any]:
@@ -227,5 +210,31 @@ def _both(rows: Sequence[Row], field: str) -> dict[str, float]:
     return {**found, "ratio": found["with"] / max(found["without"], 1e-9)}
 
 
-def _compared(values: dict[str, float]) -> tuple[str, str, str]:
-    return f"{values['with']:.2f}", f"{values['without']:.2f}", f"{values['ratio']:.2f}"
+@click.command()
+@partial_of(StructuredConfig, "measured")
+@own_options
+def structured(
+    measured: Callable[..., StructuredConfig],
+    out: OutDirectory,
+    cluster: ClusterFile = None,
+    max_tokens: Annotated[int, Help("Maximum number of output tokens.")] = 80,
+    temperature: Annotated[float, Help("Sampling temperature; 0 is greedy.")] = 0.0,
+    seed: Annotated[int, Help("Seed for sampling.")] = 0,
+) -> None:
+    """Answer thirty questions with a JSON Schema for each, and without: one row per answer in OUT/rows.jsonl.
+
+    All stages run in one process; times are computed for the preset. Writes OUT/summary.md and OUT/summary.json. Answers that
+    OUT/rows.jsonl already contains are not measured again.
+    """
+    config = measured(
+        cluster=load_cluster(cluster) if cluster else paper_cluster(),
+        sampling=SamplingParams(temperature, seed=seed if temperature else None, max_tokens=max_tokens),
+    )
+    check_directory(out)
+    with ProgressBar() as bar:
+        rows = StructuredBench(config, out, bar).run()
+    write_summary(out, markdown(rows), document(rows))
+
+
+if __name__ == "__main__":
+    run_command(structured)

@@ -1,1 +1,0 @@
-"""The same prompts through ``transformers`` and pipedec, in one process."""

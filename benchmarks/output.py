@@ -1,0 +1,40 @@
+"""Shared by the experiments, for what they print and write: tables, the machine of a row, and files of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console
+from rich.table import Table
+
+from pipedec.bench.record import Row, append_rows
+from pipedec.flags import Help
+
+Out = Annotated[Path | None, Help("Append the results to this JSONL file.", "FILE")]
+console = Console(stderr=True, highlight=False)  # for what is not a result
+
+
+def titled_table(title: str, columns: Sequence[str], caption: str | None = None, left: Collection[str] = ()) -> Table:
+    """An empty table. Numbers are on the right: all columns except the first one and those named in ``left``."""
+    table = Table(title=title, caption=caption, min_width=len(title), title_justify="left", caption_justify="left")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number == 0 or name in left else "right", overflow="fold")
+    return table
+
+
+def machine_text(row: Row) -> str:
+    """For a caption: the machine of a row whose configuration has ``device`` and ``threads``."""
+    machine, config = row["machine"], row["config"]
+    if config["device"] == "cuda":
+        return f"{machine['gpu']}, torch {machine['torch']}"
+    load = f"load average before: {machine['load_average']}"
+    return f"{machine['cpu']}, {machine['cores']} cores, threads: {config['threads']}, {load}, torch {machine['torch']}"
+
+
+def append(out: Path | None, rows: Sequence[Row]) -> None:
+    """Append ``rows`` to the results file, if one was given, and report it."""
+    if out is not None:
+        append_rows(out, rows)
+        console.print(f"Results appended to {out}")

@@ -1,1 +1,0 @@
-"""Skeleton-of-Thought beside decode threads."""
