@@ -99,7 +99,7 @@ def hang(cluster: LocalCluster, folder: Path, rank: int) -> tuple[int, ...]:
     return tuple(reply.completed().token_ids)
 
 
-CAPTURE_SECONDS = 3.0
+CAPTURE_SECONDS = 9.0
 
 
 def capture_slowly(folder: Path) -> None:
@@ -118,7 +118,7 @@ def capture_slowly(folder: Path) -> None:
 def test_a_capture_in_the_middle_of_an_answer_is_no_stall(pair: Pair, tmp_path: Path) -> None:
     """Answers side by side have buckets that no rank has captured before."""
     prepared = PreparedRanks("auto", capture_slowly, tmp_path)
-    with LocalCluster(pair.spec(STAGES).replaced(transport=prepared, stall_timeout=1.0, max_model_len=512)) as cluster:
+    with LocalCluster(pair.spec(STAGES).replaced(transport=prepared, stall_timeout=3.0, max_model_len=512)) as cluster:
         client = client_of(cluster)
         alone = client.ask(LONG).token_ids
         (tmp_path / "wanted").touch()
