@@ -33,7 +33,6 @@ NOT_COMPUTING = (
     "pipedec.model.bita",
     "pipedec.model.checkpoint",
     "pipedec.model.config",
-    "pipedec.model.digest",
     "pipedec.model.draft_vocabulary",
     "pipedec.train.run",
     "pipedec.verify.divergence",
