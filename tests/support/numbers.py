@@ -32,7 +32,6 @@ NOT_COMPUTING = (
     "benchmarks.kernels.stopwatch",
     "pipedec.model.bita",
     "pipedec.model.checkpoint",
-    "pipedec.model.config",
     "pipedec.model.draft_vocabulary",
     "pipedec.train.run",
     "pipedec.verify.divergence",
