@@ -360,7 +360,7 @@ class NewRequest(Record, frozen=True):
     tokens_per_mask: Int64 = 0
     threads: str | None = None
     trace: bool = False
-    output_token_ids: tuple[Int64, ...] = ()
+    output_token_ids: tuple[Int64, ...] = struct_field(default=(), name="said")  # its name in messages between ranks
     slots: SlotRuns = ()
     cached: Int64 = 0
     copied: tuple[Int64, Int64] = (0, 0)
