@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from msgspec.structs import asdict
@@ -59,14 +57,9 @@ class Resident:
         self._cluster.start()
 
     def _request(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None,
-        raw_prompt: bool,
-        options: MethodOptions | Mapping[str, Any] | None,
-        threads: str | Path | None,
-        priority: int,
-    ) -> PromptRequest:
+        self, prompt: Prompt, sampling: SamplingParams | None, raw_prompt: bool,
+        options: MethodOptions | Mapping[str, Any] | None, threads: str | Path | None, priority: int,
+    ) -> PromptRequest:  # fmt: skip
         """See ``LLM.generate``. Raises UserError if the method has no such option, or a prompt is neither text nor token ids."""
         given: Any = prompt.get("prompt_token_ids", prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
         if not isinstance(given, str):
@@ -166,12 +159,14 @@ class LLM(Resident):
             self._request(prompt, sampling_params, raw_prompt, options, threads, own)
             for prompt, own in zip(each, priorities, strict=True)
         ]
-        with _progress(len(requests), use_tqdm) as on_end:
-            pairs = zip(requests, resumptions, strict=True)
-            replies = self._client.ask_all(
-                [request if known is None else known.resumed(request) for request, known in pairs], on_end=on_end
-            )
-        completions = [reply.completed() for reply in replies]
+        pairs = zip(requests, resumptions, strict=True)
+        asked = [request if known is None else known.resumed(request) for request, known in pairs]
+        console = Console(stderr=True)
+        columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        is_shown = use_tqdm and len(asked) > 1 and console.is_terminal
+        with Progress(*columns, console=console, disable=not is_shown) as bar:
+            task = bar.add_task("prompts", total=len(asked))
+            completions = [reply.completed() for reply in self._client.ask_all(asked, on_end=lambda index: bar.advance(task))]
         for completion, request, known in zip(completions, requests, resumptions, strict=True):
             if known is not None and request.sampling.logprobs is not None:
                 known.complete(completion)
@@ -187,14 +182,8 @@ class LLM(Resident):
         threads: str | Path | None = None,
         priority: int | Sequence[int] = 0,
     ) -> list[Completion]:
-        """Answer one conversation, or several together, each a list of ``{"role": ..., "content": ...}``.
-
-        Args:
-            use_tqdm, options, threads, priority: as of ``generate``.
-
-        Raises:
-            UserError: as ``generate``; or the target has no chat template, or its template refuses the messages.
-            RankLost, SchedulerLost: the cluster died.
+        """Answer one conversation, or several together, each a list of ``{"role": ..., "content": ...}``; otherwise as
+        ``generate``. Raises UserError also if the target has no chat template, or its template refuses the messages.
         """
         conversations: Any = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts = [self._rendered(conversation, threads) for conversation in conversations]
@@ -207,18 +196,8 @@ class LLM(Resident):
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@contextmanager
-def _progress(count: int, is_wanted: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar of ended answers on standard error, if that is a terminal and there are several."""
-    console = Console(stderr=True)
-    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not (is_wanted and count > 1 and console.is_terminal)) as bar:
-        task = bar.add_task("prompts", total=count)
-        yield lambda index: bar.advance(task)
 
 
 class AsyncLLM(Resident):
@@ -254,15 +233,7 @@ class AsyncLLM(Resident):
         return await client.submit(self._request(prompt, sampling_params, raw_prompt, options, threads, priority))
 
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **named: Any) -> AsyncIterator[Delta]:
-        """The answer in pieces. Leaving the iteration (``aclose``) cancels it.
-
-        Args:
-            named: as of ``submit``.
-
-        Raises:
-            UserError: the request was refused.
-            QueueFull, RankLost, SchedulerLost: as ``submit``.
-        """
+        """The answer in pieces, otherwise as ``submit``. Leaving the iteration (``aclose``) cancels it."""
         reply = await self.submit(prompt, sampling_params, **named)
         try:
             async for delta in reply:
@@ -291,7 +262,7 @@ class AsyncLLM(Resident):
         await self._connected()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def _connected(self) -> AsyncClient:

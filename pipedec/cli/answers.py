@@ -14,19 +14,18 @@ from pathlib import Path
 import click
 from msgspec.structs import replace
 from rich.columns import Columns
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from pipedec.cli.options import RequestFlags, cluster_options, request_options
+from pipedec.cli.options import ClusterFlags, RequestFlags, cluster_options, request_options
 from pipedec.cli.show import console, loading_bars
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply
 from pipedec.client.resumption import Resumption
 from pipedec.cluster.local import LocalCluster, resolve_apart
-from pipedec.cluster.state import find_run
 from pipedec.config import NONE, Settings, settings_options
 from pipedec.core import DEFAULT_METHOD, Completion, UserError
 from pipedec.messages import PromptRequest, ThreadNews
@@ -75,14 +74,13 @@ def started(cluster: LocalCluster) -> Iterator[Client]:
 @click.command()
 @cluster_options
 @request_options
-def submit(redis: str | None, run: str | None, asked: RequestFlags) -> None:
+def submit(place: ClusterFlags, asked: RequestFlags) -> None:
     """Send prompts to a running cluster and stream the answers. Ctrl-C cancels the requests; the cluster keeps running.
 
     Several prompts are answered together; their answers are printed in the order of the prompts, with --json one line for each.
     """
     requests = asked.requests()
-    scheduler = find_run(redis, run).connect()
-    ask_and_show(Client(scheduler), requests, asked.json, asked.trace, asked.resumption)
+    ask_and_show(Client(place.find().connect()), requests, asked.json, asked.trace, asked.resumption)
 
 
 def ask_and_show(
@@ -90,7 +88,8 @@ def ask_and_show(
 ) -> None:
     """Submit the requests, stream their text (or print one JSON document for each), then print their metrics.
 
-    UserError if a request was refused; of several, the others are answered and shown first. ``resumption`` is of the only one.
+    Raises UserError if a request was refused; of several, the others are answered and shown first. ``resumption`` is of the only
+    one.
     """
     if len(requests) == 1:
         _ask_one(client, requests[0], as_json, trace, resumption)
@@ -119,36 +118,39 @@ class Pages:
         self._shown = 0  # whose text goes out as it comes
 
     def add(self, index: int, text: str) -> None:
-        """A piece of the text of answer ``index``."""
         if index == self._shown:
-            _write(text)
+            write(text)
         else:
             self._held[index].append(text)
 
     def close(self, index: int) -> None:
-        """The answer ``index`` is complete."""
         self._is_closed[index] = True
         while self._shown < len(self._held) and self._is_closed[self._shown]:
             self._shown += 1
-            _write("\n" if self._shown == len(self._held) else "\n\n")
+            write("\n" if self._shown == len(self._held) else "\n\n")
             if self._shown < len(self._held):
-                _write("".join(self._held[self._shown]))
+                write("".join(self._held[self._shown]))
 
 
 def _ask_one(client: Client, request: PromptRequest, as_json: bool, trace: Path | None, resumption: Resumption | None) -> None:
     if request.show_threads:
         with ThreadsView(console) as view:
             reply = client.follow(request, on_threads=view.update)
-        _write(reply.completed().text)
+        write(reply.completed().text)
     else:
-        reply = client.follow(request, on_text=(lambda text: None) if as_json else _write, on_pause=_show_pause)
+
+        def show_pause(is_paused: bool) -> None:
+            if is_paused and console.is_terminal:
+                console.print(" (waiting for KV memory) ", style="dim", end="")
+
+        reply = client.follow(request, on_text=(lambda text: None) if as_json else write, on_pause=show_pause)
     completion = reply.completed()
     if resumption is not None and request.sampling.logprobs is not None:
         resumption.complete(completion)
     if as_json:
         print(json.dumps(completion.as_dict()))
     else:
-        _write("\n")
+        write("\n")
         console.print(metrics_table(completion))
     if trace is not None:
         names = {0: "rank 0: draft", SCHEDULER_TRACK: "scheduler"}
@@ -158,7 +160,6 @@ def _ask_one(client: Client, request: PromptRequest, as_json: bool, trace: Path 
 
 
 def many_metrics_table(replies: Sequence[Reply]) -> Table:
-    """The metrics of several answers, one line for each."""
     names = ("prompt", "prompt tokens", "tokens", "queued ms", "TTFT ms", "TPOT ms", "end to end ms", "timesteps per token")
     columns = (Column(name, justify="right") for name in names)
     table = Table(*columns, title=f"{len(replies)} prompts", title_justify="left")
@@ -177,7 +178,6 @@ def many_metrics_table(replies: Sequence[Reply]) -> Table:
 
 
 def metrics_table(completion: Completion) -> Table:
-    """The metrics of an answer, as printed below it."""
     figures, metrics = completion.as_dict(), completion.metrics
     cached = f" ({figures['cached_tokens']} cached)" if figures["cached_tokens"] else ""
     rate = metrics.acceptance_rate
@@ -220,12 +220,8 @@ def shown_ms(seconds: float | None) -> str | None:
     return None if seconds is None else f"{seconds * 1000:.1f} ms"
 
 
-def _show_pause(is_paused: bool) -> None:
-    if is_paused and console.is_terminal:
-        console.print(" (waiting for KV memory) ", style="dim", end="")
-
-
-def _write(text: str) -> None:
+def write(text: str) -> None:
+    """Write a piece of an answer to standard output, so that it can be read at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -248,25 +244,19 @@ class ThreadsView:
             self._live.stop()
 
     def update(self, changes: list[ThreadNews]) -> None:
-        """Show new text and states of threads."""
         for change in changes:
             before = self._threads.get(change.path, ThreadNews(change.path, "", "running", 0))
             known = self._threads[change.path] = replace(change, text=before.text + change.text)
             if self._live is None and known.state == "ended" != before.state:
                 self._console.print(f"{_name(known.path)}, {known.tokens} tokens: {known.text.strip()}", markup=False)
         if self._live is not None and changes:
-            self._live.update(self._panels())
-
-    def _panels(self) -> Group:
-        width = max(24, min(48, (self._console.width - 2) // max(1, min(len(self._threads), 4)) - 1))
-        panels = [
-            Panel(
-                Text("\n".join(known.text.strip().splitlines()[-_LINES:])),
-                title=f"{_name(path)} · {known.tokens}", width=width, border_style=_BORDERS[known.state],
-            )
-            for path, known in sorted(self._threads.items())
-        ]  # fmt: skip
-        return Group(Columns(panels))
+            width = max(24, min(48, (self._console.width - 2) // max(1, min(len(self._threads), 4)) - 1))
+            panels = []
+            for path, known in sorted(self._threads.items()):
+                text = Text("\n".join(known.text.strip().splitlines()[-_LINES:]))
+                title = f"{_name(path)} · {known.tokens}"
+                panels.append(Panel(text, title=title, width=width, border_style=_BORDERS[known.state]))
+            self._live.update(Columns(panels))
 
 
 def _name(path: tuple[int, ...]) -> str:

@@ -13,7 +13,7 @@ import click
 from msgspec import structs
 from rich.table import Table
 
-from pipedec.cli.answers import figures_table, metrics_table, shown_ms, started
+from pipedec.cli.answers import figures_table, metrics_table, shown_ms, started, write
 from pipedec.cli.options import MinP, RunningFlags, StructureFlags, Temperature, TopK, TopP, refuse_flags, running_options
 from pipedec.cli.show import console
 from pipedec.client.chat import ChatAnswer, ClusterPartner, HttpPartner, Message, Partner
@@ -152,14 +152,19 @@ class Conversation:
         """Ask for an answer. The part of a cancelled answer is kept; a message that is refused is forgotten."""
         pieces: list[str] = []
         messages = [*self._messages, {"role": "user", "content": line}]
+
+        def show(text: str) -> None:
+            write(text)
+            pieces.append(text)
+
         try:
-            self._answers.append(self._partner.answer(messages, lambda text: _write(text, pieces)))
+            self._answers.append(self._partner.answer(messages, show))
         except KeyboardInterrupt:
             console.print(" (cancelled)", style="dim", end="")
         except UserError as error:
             console.print(str(error), style="red", markup=False, soft_wrap=True)
             return
-        _write("\n", [])
+        write("\n")
         if pieces:
             self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
 
@@ -194,9 +199,3 @@ def _read_line() -> str | None:
             return None
         except KeyboardInterrupt:
             console.print("\nCtrl-D or /exit leaves.", style="dim")
-
-
-def _write(text: str, pieces: list[str]) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-    pieces.append(text)

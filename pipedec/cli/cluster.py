@@ -8,33 +8,31 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from datetime import datetime
-from pathlib import Path
 from typing import Annotated
 
 import click
 from rich.table import Column, Table
 
-from pipedec.cli.options import cluster_options
+from pipedec.cli.options import ClusterFlags, cluster_options
 from pipedec.cli.show import Interrupts, console, loading_bars
 from pipedec.cluster.local import LocalCluster, resolve_apart
 from pipedec.cluster.logs import log_directory
 from pipedec.cluster.processes import die_with_parent
-from pipedec.cluster.state import DEFAULT_RUN, MachineLock, RunningCluster, find_run, process_start, read_state
+from pipedec.cluster.state import DEFAULT_RUN, MachineLock, RunningCluster, process_start, read_state
 from pipedec.cluster.supervisor import Supervisor
 from pipedec.config import Settings, settings_options, state_directory
 from pipedec.config.redis import redis_config
 from pipedec.core import PipedecError, SchedulerLost, UserError
 from pipedec.flags import Help, own_options
 from pipedec.messages import Recovery, RunDescription
-from pipedec.scheduler import ClientScheduler, read_description
+from pipedec.scheduler import read_description
 from pipedec.topology import rank_name
 
 Detach = Annotated[bool, Help("Return when the cluster is up and leave it running.")]
 LockFd = Annotated[int | None, Help("The machine's lock, inherited from the command with --detach.", hidden=True)]
-Announce = Callable[[RunningCluster, RunDescription], None]
 
 DETACH_SECONDS = 3600.0
 DOWN_SECONDS = 600.0
@@ -46,7 +44,7 @@ CLIENT_GRACE_SECONDS = 1.0
 @cluster_options
 @own_options
 def up(
-    settings: Settings, redis: str | None, run: str | None, detach: Detach = False, lock_fd: LockFd = None,
+    settings: Settings, place: ClusterFlags, detach: Detach = False, lock_fd: LockFd = None,
     for_parent: Annotated[bool, Help("End with the parent process; print for it, as JSON, what is up.", hidden=True)] = False,
 ) -> None:  # fmt: skip
     """Start all ranks on this machine, and a Redis unless --redis names one.
@@ -61,22 +59,16 @@ def up(
         if detach:
             detach_cluster(lock)
             return
-        server = redis_config(redis)
+        server = redis_config(place.redis)
         spec = resolve_apart(settings.replaced(redis=server))
-        cluster = LocalCluster(spec, run or (DEFAULT_RUN if server.url else None))
+        cluster = LocalCluster(spec, place.run or (DEFAULT_RUN if server.url else None))
         bars = {f"{len(cluster.topology.ranks)} ranks": cluster.topology.ranks}
-        serve_cluster(cluster, bars, _announce_to_parent if for_parent else _announce)
+        serve_cluster(cluster, bars, for_parent)
     finally:
         lock.release()
 
 
-def _announce_to_parent(running: RunningCluster, description: RunDescription) -> None:
-    """Where the cluster is, for the parent alone: with the password of Redis."""
-    print(json.dumps({"redis_url": running.redis_url, "run_id": running.run_id}), flush=True)
-
-
 def _announce(running: RunningCluster, description: RunDescription) -> None:
-    """Print what runs where."""
     for rank in description.ranks:
         console.print(f"{rank_name(rank.rank)} on {rank.host}: {rank}", soft_wrap=True)
     stages, groups = len(description.layers), len(description.groups)
@@ -86,10 +78,17 @@ def _announce(running: RunningCluster, description: RunDescription) -> None:
     console.print(f"Cluster {running.run_id} is up. Next: pipedec submit --prompt …; stop it with pipedec down.", soft_wrap=True)
 
 
-def serve_cluster(cluster: Supervisor, bars: Mapping[str, Collection[int]], announce: Announce = _announce) -> None:
-    """Start the cluster, announce it, and supervise it until the run is stopped, a rank dies, or a signal arrives."""
+def serve_cluster(cluster: Supervisor, bars: Mapping[str, Collection[int]], for_parent: bool = False) -> None:
+    """Start the cluster, announce it, and supervise it until the run is stopped, a rank dies, or a signal arrives.
+
+    ``for_parent``: where it is, with the password of Redis, is for the parent process alone.
+    """
+
+    def print_recovery(recovery: Recovery) -> None:
+        _print_line(described_recovery(recovery))
+
     interrupts = Interrupts()
-    cluster.on_recovery = _print_recovery
+    cluster.on_recovery = print_recovery
     running: RunningCluster | None = None
     try:
         with loading_bars(bars) as progress:
@@ -97,7 +96,10 @@ def serve_cluster(cluster: Supervisor, bars: Mapping[str, Collection[int]], anno
         began = process_start(os.getpid())
         running = RunningCluster(cluster.address.redis_url, cluster.run_id, os.getpid(), began, cluster.outlives_supervisor)
         running.save()
-        announce(running, cluster.description())
+        if for_parent:
+            print(json.dumps({"redis_url": running.redis_url, "run_id": running.run_id}), flush=True)
+        else:
+            _announce(running, cluster.description())
         cluster.wait(interrupts.raise_missed)
         cluster.stop()
         _print_line("Cluster stopped.")
@@ -112,10 +114,6 @@ def serve_cluster(cluster: Supervisor, bars: Mapping[str, Collection[int]], anno
     finally:
         if running is not None:
             running.forget()
-
-
-def _print_recovery(recovery: Recovery) -> None:
-    _print_line(described_recovery(recovery))
 
 
 def _print_line(text: str) -> None:
@@ -135,7 +133,15 @@ def detach_cluster(lock: MachineLock) -> None:
         )  # fmt: skip
     try:
         with console.status("Starting the cluster"):
-            state = _wait_until_up(process, log_path)
+            deadline = time.monotonic() + DETACH_SECONDS
+            while (state := read_state()) is None or state.pid != process.pid:
+                if process.poll() is not None:
+                    lines = log_path.read_text().strip().splitlines()
+                    kind = UserError if process.returncode == 2 else PipedecError
+                    raise kind((lines[-1] if lines else "the cluster did not start").removeprefix("pipedec: "))
+                if time.monotonic() > deadline:
+                    raise PipedecError(f"the cluster did not come up within {DETACH_SECONDS:.0f} s: see {log_path}")
+                time.sleep(0.05)
     except BaseException:
         process.terminate()
         process.wait()
@@ -143,24 +149,11 @@ def detach_cluster(lock: MachineLock) -> None:
     console.print(f"Cluster {state.run_id} is up (process {process.pid}, log {log_path}). Stop it with pipedec down.")
 
 
-def _wait_until_up(process: subprocess.Popen[bytes], log_path: Path) -> RunningCluster:
-    deadline = time.monotonic() + DETACH_SECONDS
-    while (state := read_state()) is None or state.pid != process.pid:
-        if process.poll() is not None:
-            lines = log_path.read_text().strip().splitlines()
-            kind = UserError if process.returncode == 2 else PipedecError
-            raise kind((lines[-1] if lines else "the cluster did not start").removeprefix("pipedec: "))
-        if time.monotonic() > deadline:
-            raise PipedecError(f"the cluster did not come up within {DETACH_SECONDS:.0f} s: see {log_path}")
-        time.sleep(0.05)
-    return state
-
-
 @click.command()
 @cluster_options
-def status(redis: str | None, run: str | None) -> None:
+def status(place: ClusterFlags) -> None:
     """Show a running cluster: its ranks and its requests."""
-    found = find_run(redis, run)
+    found = place.find()
     scheduler = found.connect()
     current = scheduler.status()
     state = "recovering" if current.is_recovering else current.state
@@ -176,8 +169,14 @@ def status(redis: str | None, run: str | None) -> None:
     console.print(table)
     doing = "; ".join(f"rank {rank} {activity}" for rank, activity in sorted(scheduler.activities().items()))
     console.print(f"Now: {doing}.", soft_wrap=True)
-    if hosts := _hosts(scheduler):
-        console.print(f"Hosts: {hosts}.", soft_wrap=True)
+    nodes, places = scheduler.nodes(), scheduler.places()
+    if len(nodes) > 1:
+        shown = []
+        for node, lives in nodes.items():
+            ranks = ", ".join(str(rank) for rank in sorted(places) if places[rank] == node)
+            part = f"ranks {ranks}" if ranks else "spare"
+            shown.append(f"{node} ({part if lives else 'gone'})")
+        console.print(f"Hosts: {', '.join(shown)}.", soft_wrap=True)
     running = ", ".join(map(str, current.running)) or "none"
     console.print(f"Requests: {current.submitted} submitted, {current.waiting} waiting, running: {running}.")
     if current.stats is not None:
@@ -193,19 +192,6 @@ def status(redis: str | None, run: str | None) -> None:
         console.print(f"  {at} {described_recovery(recovery)}", soft_wrap=True)
 
 
-def _hosts(scheduler: ClientScheduler) -> str:
-    """The hosts that watch ranks, and which ones; empty if a run has no more than one."""
-    nodes, places = scheduler.nodes(), scheduler.places()
-    if len(nodes) < 2:
-        return ""
-    ranks = {node: [str(rank) for rank in sorted(places) if places[rank] == node] for node in nodes}
-    shown = [
-        f"{node} ({'gone' if not lives else 'ranks ' + ', '.join(ranks[node]) if ranks[node] else 'spare'})"
-        for node, lives in nodes.items()
-    ]
-    return ", ".join(shown)
-
-
 def described_recovery(recovery: Recovery) -> str:
     """Why the run has begun an epoch, and how long it took until that was served, in one line."""
     lasted = "not served yet" if recovery.seconds is None else f"went on after {recovery.seconds:.1f} s"
@@ -214,30 +200,25 @@ def described_recovery(recovery: Recovery) -> str:
 
 @click.command()
 @cluster_options
-def down(redis: str | None, run: str | None) -> None:
+def down(place: ClusterFlags) -> None:
     """Stop a running cluster.
 
     Running requests are finished first (for up to 20 seconds on a cluster that was started here); waiting requests are refused.
     """
-    found = find_run(redis, run)
+    found = place.find()
     scheduler = found.connect()
     scheduler.stop()
     if found.pid is None or not found.is_alive():
-        _wait_until_down(scheduler)
+        deadline = time.monotonic() + DOWN_SECONDS
+        with suppress(SchedulerLost):  # a Redis that was started with the run has ended with it
+            while alive := scheduler.status().alive:
+                if time.monotonic() > deadline:
+                    raise PipedecError(f"ranks {', '.join(map(str, alive))} have not ended within {DOWN_SECONDS:.0f} s")
+                time.sleep(0.05)
+            scheduler.clear()
         found.forget()
     elif not found.wait_until_gone():
         os.kill(found.pid, signal.SIGTERM)
         if not found.wait_until_gone():
             raise PipedecError(f"process {found.pid} does not end: kill it with `kill -9 {found.pid}`")
     console.print(f"Cluster {found.run_id} is down.")
-
-
-def _wait_until_down(scheduler: ClientScheduler) -> None:
-    """Wait until its ranks have left or died, then delete the run's keys in Redis."""
-    deadline = time.monotonic() + DOWN_SECONDS
-    with suppress(SchedulerLost):  # a Redis that was started with the run has ended with it
-        while alive := scheduler.status().alive:
-            if time.monotonic() > deadline:
-                raise PipedecError(f"ranks {', '.join(map(str, alive))} have not ended within {DOWN_SECONDS:.0f} s")
-            time.sleep(0.05)
-        scheduler.clear()

@@ -75,7 +75,12 @@ def show(table: Mapping[str, Findings], console: Console) -> None:
     for host in table:
         shown.add_column(host, overflow="fold")
     for name in dict.fromkeys(name for findings in table.values() for name in findings):
-        shown.add_row(name, *(_cell(findings.get(name)) for findings in table.values()))
+        cells = [name]
+        for finding in (findings.get(name) for findings in table.values()):
+            text = "" if finding is None else escape(_MARKS[finding.level] + finding.value)
+            style = "" if finding is None else _STYLES[finding.level]
+            cells.append(f"[{style}]{text}[/]" if style else text)
+        shown.add_row(*cells)
     console.print(shown)
     mends: dict[tuple[Level, str, str], list[str]] = {}  # with the hosts on which they are to be done
     for host, findings in table.items():
@@ -88,11 +93,3 @@ def show(table: Mapping[str, Findings], console: Console) -> None:
     levels = [finding.level for findings in table.values() for finding in findings.values()]
     counts = {"host": len(table), "problem": levels.count("problem"), "note": levels.count("note")}
     console.print(", ".join(f"{count} {noun}{'s' if count != 1 else ''}" for noun, count in counts.items()))
-
-
-def _cell(finding: Finding | None) -> str:
-    if finding is None:
-        return ""
-    style = _STYLES[finding.level]
-    text = escape(_MARKS[finding.level] + finding.value)
-    return f"[{style}]{text}[/]" if style else text

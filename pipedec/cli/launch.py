@@ -106,16 +106,12 @@ def planned_start(cluster: LaunchedCluster) -> list[str]:
         for name, value in cluster.nodes.environment(host).items():
             is_secret = any(word in name.upper() for word in _SECRET_WORDS)
             lines.append(f"  {name}={'***' if is_secret else shlex.quote(value)}")
-    return [*lines, "", _redis_line(cluster)]
-
-
-def _redis_line(cluster: LaunchedCluster) -> str:
     server = cluster.config.redis
     if cluster.redis_host is None:
-        return f"Redis: {server.url}" + (" with a password" if server.password else "")
+        return [*lines, "", f"Redis: {server.url}" + (" with a password" if server.password else "")]
     port = f"port {server.port}" if server.port else "a free port"
     password = "the configured" if server.password else "a random"
-    return f"Redis: to be started on {cluster.redis_host}, {port}, {password} password"
+    return [*lines, "", f"Redis: to be started on {cluster.redis_host}, {port}, {password} password"]
 
 
 @click.command()

@@ -94,11 +94,8 @@ def moved_command(name: str) -> click.Command | None:
 
 
 def moved_flags(flags: dict[str, bool], now: str) -> Callable[[Command], Command]:
-    """Decorate a command with hidden flags that have left it; each raises UserError.
-
-    Args:
-        flags: whether each takes a value.
-        now: how the line goes on after the flag, like ``belongs to …``.
+    """Decorate a command with hidden flags that have left it, and whether each takes a value. Each raises UserError, whose line
+    goes on with ``now`` after the flag.
     """
 
     def refuse(context: click.Context, parameter: click.Parameter, value: Any) -> None:
@@ -125,5 +122,4 @@ def train() -> None:
 
 
 def main() -> NoReturn:
-    """Run the program."""
     run_command(program)

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from pipedec.client.resumption import Resumption
 from pipedec.client.running import Running
-from pipedec.cluster.state import find_run
+from pipedec.cluster.state import RunningCluster, find_run
 from pipedec.core import DEFAULT_METHOD, SamplingParams, StructuredOutputs, UserError
 from pipedec.data import PromptSource
 from pipedec.flags import Help, Option, option, option_fields, options_of, with_options
@@ -63,6 +63,10 @@ class ClusterFlags:
     redis: Redis = None
     run: RunName = None
 
+    def find(self) -> RunningCluster:
+        """Raises UserError if there is none."""
+        return find_run(self.redis, self.run)
+
 
 @dataclass(frozen=True)
 class RunningFlags(ClusterFlags):
@@ -79,10 +83,11 @@ class RunningFlags(ClusterFlags):
 
     def connect(self) -> Running:
         """Raises UserError if no such cluster is running."""
-        found = find_run(self.redis, self.run)
+        found = self.find()
         return Running.of(found.connect(), found.run_id)
 
 
+cluster_options = options_of(ClusterFlags, "place")
 running_options = options_of(RunningFlags, "place")
 
 
@@ -109,14 +114,14 @@ class StructureFlags:
 
     def structure(self) -> StructuredOutputs | None:
         """Raises UserError for more than one, for a file that cannot be read, or a structure that no text can have."""
-        kinds: dict[str, Any] = {
-            "json": None if self.json_schema is None else _json_text(self.json_schema), "regex": self.regex,
-            "choice": self.choice or None, "grammar": None if self.grammar is None else _file_text(self.grammar),
-        }  # fmt: skip
-        given = {name: value for name, value in kinds.items() if value is not None}
-        if not given:
+        schema = self.json_schema
+        if schema is not None and not schema.lstrip().startswith(("{", "[")) and schema.strip() not in ("true", "false"):
+            schema = _file_text(Path(schema))
+        grammar = None if self.grammar is None else _file_text(self.grammar)
+        kinds: dict[str, Any] = {"json": schema, "regex": self.regex, "choice": self.choice or None, "grammar": grammar}
+        if all(value is None for value in kinds.values()):
             return None
-        outputs = StructuredOutputs(**given)
+        outputs = StructuredOutputs(**kinds)
         check(outputs)
         return outputs
 
@@ -176,7 +181,12 @@ class RequestFlags(StructureFlags, _QuestionFlags):
 
     def requests(self) -> list[PromptRequest]:
         """A request for each prompt. Raises UserError for flags that cannot work, before anything is started."""
-        self._check_trace()
+        if self.trace is not None:
+            if not self.trace.parent.is_dir():
+                raise UserError(f"--trace {self.trace}: there is no directory {self.trace.parent}")
+            written = self.trace if self.trace.exists() else self.trace.parent
+            if self.trace.is_dir() or not os.access(written, os.W_OK):
+                raise UserError(f"--trace {self.trace}: cannot write there")
         texts = self._prompt_texts()
         if len(texts) > 1 and (self.show_threads or self.trace is not None):
             raise UserError(f"{len(texts)} prompts: --trace and --show-threads go with one")
@@ -193,27 +203,19 @@ class RequestFlags(StructureFlags, _QuestionFlags):
         if self.threads is not None and structure is not None:
             raise UserError("--threads goes without --json-schema, --regex, --choice and --grammar")
         values = {field.name: getattr(self, field.name) for field in structs.fields(SamplingParams) if hasattr(self, field.name)}
-        bias = dict(map(_token_bias, self.logit_bias)) or None
+        bias: dict[int, float] = {}
+        for text in self.logit_bias:
+            token, _, value = text.partition("=")
+            try:
+                bias[int(token)] = float(value)
+            except ValueError:
+                raise UserError(f"--logit-bias {text}: write TOKEN_ID=VALUE, like 42=-5") from None
         return PromptRequest(
-            prompt="",
-            raw=self.raw_prompt,
-            method=self.method,
-            sampling=SamplingParams(**values | {"logit_bias": bias, "structured_outputs": structure}),
-            options=self.options,
-            trace=self.trace is not None,
-            threads=None if self.threads is None else load_dialect(self.threads).to_json(),
-            show_threads=self.show_threads,
+            prompt="", raw=self.raw_prompt, method=self.method, options=self.options, trace=self.trace is not None,
+            sampling=SamplingParams(**values | {"logit_bias": bias or None, "structured_outputs": structure}),
+            threads=None if self.threads is None else load_dialect(self.threads).to_json(), show_threads=self.show_threads,
             priority=self.priority,
-        )
-
-    def _check_trace(self) -> None:
-        if self.trace is None:
-            return
-        if not self.trace.parent.is_dir():
-            raise UserError(f"--trace {self.trace}: there is no directory {self.trace.parent}")
-        written = self.trace if self.trace.exists() else self.trace.parent
-        if self.trace.is_dir() or not os.access(written, os.W_OK):
-            raise UserError(f"--trace {self.trace}: cannot write there")
+        )  # fmt: skip
 
     def _prompt_texts(self) -> list[str]:
         if self.prompt and self.prompt_file is not None:
@@ -232,19 +234,6 @@ class RequestFlags(StructureFlags, _QuestionFlags):
         if not all(text.strip() for text in texts):
             raise UserError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
         return texts
-
-
-def _token_bias(text: str) -> tuple[int, float]:
-    token, _, value = text.partition("=")
-    try:
-        return int(token), float(value)
-    except ValueError:
-        raise UserError(f"--logit-bias {text}: write TOKEN_ID=VALUE, like 42=-5") from None
-
-
-def _json_text(given: str) -> str:
-    """A JSON schema as text: what is given itself, or what stands in a file of this name."""
-    return given if given.lstrip().startswith(("{", "[")) or given.strip() in ("true", "false") else _file_text(Path(given))
 
 
 def _file_text(path: Path) -> str:
@@ -270,11 +259,6 @@ def request_options(command: Command) -> Command:
         return {"asked": RequestFlags(**values, options=given)}
 
     return with_options(command, option_fields(RequestFlags) | own, gather)
-
-
-def cluster_options(command: Command) -> Command:
-    """Add ``--redis`` and ``--run``; the command gets both."""
-    return with_options(command, option_fields(ClusterFlags), dict)
 
 
 def _method_option(name: str) -> Option:

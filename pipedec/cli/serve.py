@@ -16,19 +16,17 @@ from msgspec import Meta
 
 from pipedec.cli.options import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
+from pipedec.client.running import Running
 from pipedec.cluster.place import RunAddress
-from pipedec.cluster.state import find_run
 from pipedec.config import Settings, settings_options
 from pipedec.config.environment import optional_secret
 from pipedec.config.settings import OPTIONS
 from pipedec.core import UserError
 from pipedec.directories import reference_pair, shipped_name
 from pipedec.flags import Help, options_of
-from pipedec.scheduler import read_description
 from pipedec.server.app import create_app
 from pipedec.server.defaults import sampling_defaults
 from pipedec.server.front import Front, ServerSettings
-from pipedec.server.listening import Address
 from pipedec.server.logs import LogFormat, RequestLog, log, written_log
 from pipedec.server.metrics import ServerMetrics
 from pipedec.server.run import ClusterEnded, ClusterProcess, RunOptions, ServerProcess
@@ -38,14 +36,9 @@ _EVERY = '["*"]'
 
 
 @dataclass(frozen=True)
-class HttpFlags:
+class HttpFlags(RunOptions):
     """The flags of the server itself, named as vLLM's where it has them."""
 
-    host: Annotated[str, Help("Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535), Help("Port; 0 for a free one.")] = 8000
-    uds: Annotated[Path | None, Help("Listen on a Unix socket instead.", "PATH")] = None
-    ssl_keyfile: Annotated[Path | None, Help("Private key of the certificate, in PEM format.", "FILE")] = None
-    ssl_certfile: Annotated[Path | None, Help("Certificate: serve https.", "FILE")] = None
     allowed_origins: Annotated[str, Help("CORS: allowed origins.", "JSON")] = _EVERY
     allowed_methods: Annotated[str, Help("CORS: allowed methods.", "JSON")] = _EVERY
     allowed_headers: Annotated[str, Help("CORS: allowed headers.", "JSON")] = _EVERY
@@ -59,27 +52,25 @@ class HttpFlags:
         tuple[str, ...],
         Help("Name of the model in the API; may be repeated (default: the target as given).", "NAME", repeated=True),
     ] = ()
-    tokenizer: Annotated[Path | None, Help("Directory of the tokenizer (default: the target's).", "DIR")] = None
     generation_config: Annotated[
         str, Help("Default sampling parameters: the target's generation_config.json, neutral ones, or DIR's.", "auto|vllm|DIR")
     ] = "auto"
     log_format: Annotated[LogFormat, Help("Format of the log; auto: text on a terminal, else JSON.")] = "auto"
     enable_log_requests: Annotated[bool, Help("Log prompts and parameters of requests.")] = False
     max_log_len: Annotated[Annotated[int, Meta(ge=0)] | None, Help("Characters of a prompt in the log.")] = None
-    shutdown_timeout: Annotated[
-        float, Meta(ge=0), Help("Time for running answers to finish when the server is stopped.", "SECONDS")
-    ] = 60.0
-    timeout_keep_alive: Annotated[int, Meta(ge=0), Help("How long idle connections are kept open.", "SECONDS")] = 75
-
-    def address(self) -> Address:
-        """Raises UserError for a certificate that cannot be used."""
-        asked = Address(self.host, self.port, self.uds, self.ssl_keyfile, self.ssl_certfile)
-        asked.check_certificate()
-        return asked
 
     def keys(self) -> tuple[str, ...]:
         """Those of the file, else of the environment. Raises UserError for a file that has none, or for an empty key."""
-        keys = [*self.api_key, *([] if self.api_key_file is None else _keys_of(self.api_key_file))]
+        keys = list(self.api_key)
+        if (path := self.api_key_file) is not None:
+            try:
+                lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"--api-key-file {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
+            in_file = [line for line in lines if line and not line.startswith("#")]
+            if not in_file:
+                raise UserError(f"--api-key-file {path}: holds no key: write one on each line")
+            keys += in_file
         if not keys and (secret := optional_secret(_KEY_VARIABLE)):
             keys = [secret]
         if not all(key.strip() and key.isascii() and key.isprintable() for key in keys):
@@ -90,7 +81,6 @@ class HttpFlags:
         return tuple(keys)
 
     def settings(self, keys: tuple[str, ...], target: str) -> ServerSettings:
-        """Raises UserError for a list that is none."""
         return ServerSettings(
             served_model_names=self.served_model_name or (shipped_name(target) or target,),
             api_keys=keys,
@@ -99,17 +89,6 @@ class HttpFlags:
             allowed_headers=names(self.allowed_headers, "--allowed-headers"),
             allow_credentials=self.allow_credentials,
         )
-
-
-def _keys_of(path: Path) -> list[str]:
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--api-key-file {path}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise UserError(f"--api-key-file {path}: holds no key: write one on each line")
-    return keys
 
 
 def names(text: str, flag: str) -> tuple[str, ...]:
@@ -135,43 +114,34 @@ def serve(settings: Settings, place: RunningFlags, http: HttpFlags) -> None:
     lets running answers finish; a second one ends them.
     """
     if place.are_given:
-        reason = "a running cluster is served as it is: leave this out, or leave out --redis, --run and --running"
-        refuse_flags(OPTIONS, reason)
-    address, keys = http.address(), http.keys()
-    cluster: Settings | RunAddress = settings
+        refuse_flags(OPTIONS, "a running cluster is served as it is: leave this out, or leave out --redis, --run and --running")
+    http.check_certificate()
+    keys = http.keys()
+    backend: ClusterProcess | RunAddress
     if place.are_given:
-        cluster, target = _running(place)
+        found = place.find()
+        backend = RunAddress(found.redis_url, found.run_id)
+        scheduler = found.connect()
+        with scheduler.client:
+            target = Running.of(scheduler, found.run_id).description.target
     else:
+        backend = ClusterProcess(settings.arguments())
         target = str(settings.models.target or reference_pair() / "target")
     served, defaults = http.settings(keys, target), sampling_defaults(http.generation_config, target)
-    with address.listening() as listener, written_log(sys.stdout.fileno(), keys, http.log_format):
-        url = address.url(listener)
+    with http.listening() as listener, written_log(sys.stdout.fileno(), keys, http.log_format):
+        url = http.url(listener)
         through = "" if http.uds is None else f" through the Unix socket {http.uds}"
         where = f"API  {url}/v1   live page  {url}/live{through}   loading {served.model_name}"
         log("listening", text=where, url=url, model=served.model_name)
         log("sampling_defaults", source=defaults.source, **defaults.values, max_tokens=defaults.max_tokens)
-        options = RunOptions(
-            http.tokenizer, defaults, http.shutdown_timeout, http.timeout_keep_alive, http.ssl_keyfile, http.ssl_certfile
-        )
         metrics = ServerMetrics(served.model_name)
         front = Front(served, [metrics, RequestLog(http.enable_log_requests, http.max_log_len)], int(time.time()))
         app = create_app(front, metrics)
-        backend = ClusterProcess(cluster.arguments()) if isinstance(cluster, Settings) else cluster
-        process = ServerProcess(app, front, metrics, listener, backend, options, lambda: _announce(served, http, url))
+        process = ServerProcess(app, front, metrics, listener, backend, http, defaults, lambda: _announce(served, http, url))
         try:
             uvloop.run(process.run())
         except ClusterEnded as end:  # its own process has printed the reason
             raise click.exceptions.Exit(end.status) from None
-
-
-def _running(place: RunningFlags) -> tuple[RunAddress, str]:
-    """Where the cluster is that the flags name, and its target. Raises UserError or SchedulerLost if there is none."""
-    found = find_run(place.redis, place.run)
-    with found.connect().client as client:
-        description = read_description(client, found.run_id)
-    if description is None:
-        raise UserError(f"the cluster {found.run_id!r} has ended: start it again")
-    return RunAddress(found.redis_url, found.run_id), description.target
 
 
 def _announce(settings: ServerSettings, http: HttpFlags, url: str) -> None:

@@ -23,9 +23,8 @@ from pipedec.client.watch import RunWatch, is_away
 from pipedec.cluster.state import RunningCluster, find_run
 from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.flags import Help, options_of
-from pipedec.live.panels import panel
 from pipedec.live.reading import RecordedFrames
-from pipedec.live.terminal import REDRAW_SECONDS, Screen, Source, shows_colour
+from pipedec.live.terminal import REDRAW_SECONDS, Screen, Source, panel, shows_colour
 from pipedec.live.view import Frame, RunView, ShownRun
 from pipedec.scheduler import ClientScheduler
 
@@ -35,8 +34,6 @@ _FIRST_SECONDS = 5.0  # that --once waits for figures
 
 @dataclass(frozen=True)
 class TopFlags:
-    """Which runs are shown, and how."""
-
     redis: Redis = None
     runs: Annotated[
         tuple[str, ...],
@@ -65,7 +62,12 @@ def top(asked: TopFlags) -> None:
         if asked.recording is not None:
             sources.append(RecordedFrames(asked.recording, asked.once or asked.json))
         else:
-            sources += [RunSource(find_run(*_place(asked.redis, name))) for name in asked.runs or (None,)]
+            for name in asked.runs or (None,):  # NAME, or URL#NAME
+                redis, run = asked.redis, name
+                if name is not None and "://" in name:
+                    url, _, after = name.rpartition("#")
+                    redis, run = (url, after) if url else (name, None)
+                sources.append(RunSource(find_run(redis, run)))
         for source in sources:
             opened.enter_context(closing(source))
         if asked.once:
@@ -74,14 +76,6 @@ def top(asked: TopFlags) -> None:
             _print_frames(sources, raise_missed)
         else:
             Screen(sources, Console(highlight=False)).run(raise_missed)
-
-
-def _place(redis: str | None, run: str | None) -> tuple[str | None, str | None]:
-    """The Redis server and the name of a run that is named as NAME, or as URL#NAME."""
-    if run is None or "://" not in run:
-        return redis, run
-    url, _, name = run.rpartition("#")
-    return (url, name) if url else (run, None)
 
 
 def _print_once(sources: Sequence[Source], as_json: bool) -> None:
@@ -114,7 +108,6 @@ def _print_frames(sources: Sequence[Source], raise_missed: Callable[[], None]) -
 
 
 def described(shown: ShownRun) -> dict[str, Any]:
-    """A run as one JSON document."""
     run = shown.run
     about = {name: run.about.get(name) for name in ("epoch", "stages", "groups", "target", "draft", "emulated", "method")}
     requests = [

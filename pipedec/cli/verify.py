@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import click
 from msgspec import Meta, structs
@@ -36,8 +36,6 @@ Shape = tuple[int, int]  # stages, groups
 
 @dataclass(frozen=True)
 class VerifyPromptFlags:
-    """The prompts, and how they are answered."""
-
     prompts: Annotated[
         tuple[str, ...], Help("Prompt text. This and --prompts may be repeated.", "TEXT", "--prompt", repeated=True)
     ] = ()
@@ -94,8 +92,16 @@ def verify(
         refuse_flags(fixed, "a running cluster has its own models and stages: leave this out, or --redis, --run and --running")
         _compare_running(place.connect(), list(methods), requests, asked.concurrency)
         return
+    pairs: list[Shape] = [(settings.cut.stages, settings.cut.num_groups)]
+    if shapes is not None:
+        try:
+            numbers = [[int(number) for number in shape.split("x")] for shape in shapes.split(",")]
+        except ValueError:
+            expected = "STAGES or STAGESxOPTIONS, separated by commas, like 1,4,14,14x7"
+            raise UserError(f"--shapes {shapes}: expected {expected}") from None
+        pairs = [(each[0], each[-1]) for each in numbers]
     compared = settings if asked.threads is None else settings.for_threads()
-    _compare_started(compared, _shapes(settings, shapes), list(methods), requests, local, asked.concurrency)
+    _compare_started(compared, pairs, list(methods), requests, local, asked.concurrency)
 
 
 def _compare_running(cluster: Running, methods: list[str], requests: list[PromptRequest], concurrency: int) -> None:
@@ -105,8 +111,17 @@ def _compare_running(cluster: Running, methods: list[str], requests: list[Prompt
     compared = [name for name in methods or cluster.methods() if name != "pp"]
     if not compared:
         raise UserError("--methods pp: name another method, which will be compared with pp")
+    asked: list[tuple[PromptRequest, Completion]] = []
     with console.status("Generating the reference answers with pp"):
-        asked = _accepted(cluster, requests)
+        for index, request in enumerate(requests):
+            try:
+                asked.append((request, cluster.client.ask(structs.replace(request, method="pp"))))
+            except UserError as error:
+                if len(requests) == 1:
+                    raise
+                console.print(f"Prompt {index} is left out: {error}")
+    if not asked:
+        raise UserError(f"run {cluster.run_id} has refused all {len(requests)} prompts: see above")
 
     def outcome(request: PromptRequest, expected: Completion, found: Completion) -> ComparedAnswer:
         divergence = measured_divergence(cluster.client.ask, request, expected.token_ids, found.token_ids)
@@ -118,31 +133,6 @@ def _compare_running(cluster: Running, methods: list[str], requests: list[Prompt
         outcomes = (outcome(*question, found) for question, found in zip(asked, answers, strict=True))
         report.add((cluster.topology.num_stages, cluster.topology.num_groups), method, outcomes)
     report.finish()
-
-
-def _accepted(cluster: Running, requests: list[PromptRequest]) -> list[tuple[PromptRequest, Completion]]:
-    """The requests that the cluster accepts, with its answers by ``pp``; a line for each that it refuses, or UserError."""
-    accepted = []
-    for index, request in enumerate(requests):
-        try:
-            accepted.append((request, cluster.client.ask(structs.replace(request, method="pp"))))
-        except UserError as error:
-            if len(requests) == 1:
-                raise
-            console.print(f"Prompt {index} is left out: {error}")
-    if not accepted:
-        raise UserError(f"run {cluster.run_id} has refused all {len(requests)} prompts: see above")
-    return accepted
-
-
-def _shapes(settings: Settings, shapes: str | None) -> list[Shape]:
-    if shapes is None:
-        return [(settings.cut.stages, settings.cut.num_groups)]
-    try:
-        pairs = [[int(number) for number in shape.split("x")] for shape in shapes.split(",")]
-        return [(pair[0], pair[-1]) for pair in pairs]
-    except ValueError:
-        raise UserError(f"--shapes {shapes}: expected STAGES or STAGESxOPTIONS, separated by commas, like 1,4,14,14x7") from None
 
 
 def _compare_started(
@@ -170,8 +160,10 @@ def _compare_started(
 
     def outcome(index: int, found: list[int], timesteps: int) -> ComparedAnswer:
         if requests[index].threads is not None:
-            return ComparedAnswer(first_difference(expected[index], found), len(found), timesteps)
-        return ComparedAnswer(reference.compare(prompt_ids[index], expected[index], found), len(found), timesteps)
+            divergence = first_difference(expected[index], found)
+        else:
+            divergence = reference.compare(prompt_ids[index], expected[index], found)
+        return ComparedAnswer(divergence, len(found), timesteps)
 
     report = Report(f"{len(requests)} prompts against transformers", spec.dtype)
     for shape in shapes:
@@ -219,8 +211,7 @@ def _local_answers(
             yield [token.token_id for token in answer.sequence.document()], answer.metrics.timesteps
 
 
-@dataclass(frozen=True)
-class ComparedAnswer:
+class ComparedAnswer(NamedTuple):
     """One answer: how it differs from the expected one, and what it took."""
 
     divergence: Divergence | None
@@ -239,7 +230,6 @@ class Report:
         self._table = Table(*columns, title=f"{title}, {dtype}", title_justify="left")
 
     def add(self, shape: Shape, method: str, outcomes: Iterable[ComparedAnswer]) -> None:
-        """The outcomes of the prompts in their order."""
         outcomes = list(outcomes)
         found = [(index, outcome.divergence) for index, outcome in enumerate(outcomes) if outcome.divergence is not None]
         ties = 0

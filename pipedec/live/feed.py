@@ -36,9 +36,7 @@ from typing import Any
 
 from pipedec.core import DEFAULT_METHOD, Step, Verdict
 from pipedec.engine import loop
-from pipedec.engine.loop import (
-    RequestPool,
-)
+from pipedec.engine.loop import RequestPool
 from pipedec.live.view import VERSION, Frame
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Remaining, ThreadChanges, apply_verdict
@@ -57,16 +55,13 @@ class LiveFeed:
         said: returns the text of an answer so far, by the number of its request.
         send: receives frames, in order. It must not wait.
         now_us: returns the time in microseconds.
-
-    Attributes:
-        watcher: names the latest watcher; empty if there is none.
     """
 
     def __init__(
         self, about: Mapping[str, Any], text: Text, said: Callable[[int], str], send: Callable[[list[Frame]], None],
         now_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:  # fmt: skip
-        self.watcher = ""
+        self.watcher = ""  # names the latest one; empty if there is none
         self._about = dict(about)
         self._text = text
         self._said = said
@@ -79,12 +74,10 @@ class LiveFeed:
         self._present: Frame | None = None  # the step that is not complete yet
 
     def follow(self, watcher: str, pool: RequestPool, timestep: int) -> None:
-        """``watcher`` begins to watch, or there is none any more. To be called between two timesteps.
+        """``watcher`` begins to watch, or there is none any more. To be called between two timesteps, of which there were
+        ``timestep`` so far.
 
         Frames begin with what runs. The rows in flight are not known then.
-
-        Args:
-            timestep: the number of timesteps so far.
         """
         if self.watcher:
             self._complete()
@@ -136,17 +129,17 @@ class LiveFeed:
                 request = self._requests[update.number]
                 chunk = update.step.num_rows if request.is_prefilling else 0
                 rows = [] if request.is_prefilling else request.enter(update.step)
-                described = [self._described(row, request.has_threads) for row in rows]
+                described: list[list[Any]] = []
+                for row in rows:
+                    chance = None if row.chance is None else round(row.chance, 4)
+                    described.append([row.id, row.parent, row.token, self._token_text(row.token), chance])
+                    if request.has_threads:
+                        described[-1].append(row.thread)
                 entered.append({"r": update.number, "chunk": chunk, "rows": described})
         self._complete()
         self._timestep += 1
         seconds = None if timestep.timing is None else round(1000 * timestep.timing.seconds, 3)
         self._present = self._frame("step", ms=seconds) | {"in": entered, "out": []}
-
-    def _described(self, row: _EnteredRow, has_threads: bool) -> list[Any]:
-        chance = None if row.chance is None else round(row.chance, 4)
-        described = [row.id, row.parent, row.token, self._token_text(row.token), chance]
-        return [*described, row.thread] if has_threads else described
 
     def _advance(self, number: int, verdict: Verdict) -> None:
         request = self._requests[number]
@@ -202,20 +195,12 @@ class LiveFeed:
 
 
 class _WatchedRequest:
-    """A request that is watched, and its rows in flight.
-
-    Attributes:
-        is_prefilling: no verdict since it was opened, so all its rows are of its prompt.
-        latest: the frame of its last verdict, until rows follow.
-        num_said: characters of the answer that are in frames.
-    """
-
     def __init__(self) -> None:
         self.has_lane = False
-        self.is_prefilling = True
+        self.is_prefilling = True  # no verdict since it was opened, so all its rows are of its prompt
         self.has_threads = False
-        self.latest: Frame | None = None
-        self.num_said = 0
+        self.latest: Frame | None = None  # the frame of its last verdict, until rows follow
+        self.num_said = 0  # characters of the answer that are in frames
         self._is_default = False  # decoded by the default method
         self._num_rows = 0  # that are in frames
         self._trees: dict[int, _Tree] | None = None  # by thread; None while the rows in flight are not known
@@ -275,18 +260,11 @@ class _WatchedRequest:
 
 @dataclass(slots=True)
 class _EnteredRow:
-    """A row that has entered.
-
-    Attributes:
-        parent: id of the row above; −1 for a root, or where it is not known.
-        chance: that it is accepted, given its root; None if that is not known.
-    """
-
     id: int
     token: int
     thread: int
-    parent: int = -1
-    chance: float | None = None
+    parent: int = -1  # id of the row above; −1 for a root, or where it is not known
+    chance: float | None = None  # that it is accepted, given its root; None if that is not known
 
 
 class _Tree:

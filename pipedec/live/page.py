@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from pipedec.core import PipedecError
 from pipedec.live.view import Frame
@@ -107,9 +108,9 @@ class Hub:
         while not self._is_ending() and not self._reading.done():
             frames, dropped = await viewer.take()
             if dropped and frames:
-                yield _event([{"k": "gap", "run": frames[0]["run"], "dropped": dropped}, *frames])
+                yield event([{"k": "gap", "run": frames[0]["run"], "dropped": dropped}, *frames])
             elif frames:
-                yield _event(frames)
+                yield event(frames)
 
     def leave(self, viewer: Viewer) -> None:
         """Remove a viewer; without viewers nothing is read."""
@@ -130,8 +131,9 @@ class Hub:
             self.going_on.clear()
 
 
-def _event(frames: Sequence[Frame]) -> bytes:
-    return b"data: " + json.dumps(frames, separators=(",", ":")).encode() + b"\n\n"
+def event(document: Any) -> bytes:
+    """A server-sent event, in pure ASCII: some clients take further characters for ends of lines."""
+    return b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"
 
 
 @cache

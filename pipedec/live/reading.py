@@ -56,22 +56,22 @@ class LiveReading:
                 self._opened.pop(frame["r"], None)
                 self._first.pop(frame["r"], None)
             elif frame["k"] == "step":
-                self._count(frame["out"], frame["us"])
+                for verdict in frame["out"]:
+                    self._count(verdict, frame["us"])
 
-    def _count(self, verdicts: Sequence[Frame], now: int) -> None:
-        for verdict in verdicts:
-            number, tokens = verdict["r"], verdict["tokens"]
-            self._tokens += len(tokens)
-            if number not in self._first:
-                self._first[number] = now, 0
-                if (opened := self._opened.pop(number, None)) is not None:
-                    self._ttft_ms = (now - opened) / 1000
-                continue
-            carried = [row is not None for _, _, row in tokens]
-            self._hits += carried if any(carried) or not verdict["hit"] else []
-            began, count = self._first[number]
-            self._first[number] = began, count + len(tokens)
-            self._tpot_ms = (now - began) / 1000 / (count + len(tokens))
+    def _count(self, verdict: Frame, now: int) -> None:
+        number, tokens = verdict["r"], verdict["tokens"]
+        self._tokens += len(tokens)
+        if number not in self._first:
+            self._first[number] = now, 0
+            if (opened := self._opened.pop(number, None)) is not None:
+                self._ttft_ms = (now - opened) / 1000
+            return
+        carried = [row is not None for _, _, row in tokens]
+        self._hits += carried if any(carried) or not verdict["hit"] else []
+        began, count = self._first[number]
+        self._first[number] = began, count + len(tokens)
+        self._tpot_ms = (now - began) / 1000 / (count + len(tokens))
 
     def stats(self, status: RunStatus, now_us: int | None = None) -> Frame:
         """The figures of the run, at present or, on emulated devices, at their time."""
@@ -92,11 +92,7 @@ class LiveReading:
 
 
 class RecordedFrames:
-    """Frames of a file, of one or several runs, as fast as they were.
-
-    Raises:
-        UserError: the file cannot be read, or is no recording.
-    """
+    """Frames of a file, of one or several runs, as fast as they were. Raises as ``read_recording``."""
 
     def __init__(self, path: Path, at_once: bool = False) -> None:
         frames = read_recording(path)

@@ -22,19 +22,11 @@ Frame = dict[str, Any]
 
 @dataclass
 class RowView:
-    """One row of a request in flight.
-
-    Attributes:
-        parent: id of the row before it; -1 for a root.
-        chance: that it is accepted, at the time of its entry; None if that is unknown.
-        voided: the timestep whose verdict has pruned it; None while it may be accepted.
-    """
-
     id: int
-    parent: int
+    parent: int  # id of the row before it; -1 for a root
     text: str
-    chance: float | None
-    voided: int | None = None
+    chance: float | None  # that it is accepted, at the time of its entry; None if that is unknown
+    voided: int | None = None  # the timestep whose verdict has pruned it; None while it may be accepted
 
 
 class Share(NamedTuple):
@@ -47,16 +39,11 @@ class Share(NamedTuple):
 
 @dataclass
 class Column:
-    """The rows that entered the first stage at a timestep, and the verdicts of that timestep, by request.
+    """The rows that entered the first stage at a timestep, and the verdicts of that timestep, by request."""
 
-    Attributes:
-        prompt: numbers of prompt rows.
-        hits: whether the token of the verdict was in the tree.
-    """
-
-    prompt: dict[int, int] = field(default_factory=dict)
+    prompt: dict[int, int] = field(default_factory=dict)  # numbers of prompt rows
     rows: dict[int, list[RowView]] = field(default_factory=dict)
-    hits: dict[int, bool] = field(default_factory=dict)
+    hits: dict[int, bool] = field(default_factory=dict)  # whether the token of the verdict was in the tree
 
 
 class AnswerSpan(NamedTuple):
@@ -68,30 +55,16 @@ class AnswerSpan(NamedTuple):
 
 @dataclass
 class RequestView:
-    """A request and its answer so far.
-
-    Attributes:
-        spans: the last part of the answer.
-        tokens: of the answer, since viewing began.
-        hits: those that were in flight before they were accepted.
-        judged: those for which that is known.
-        root: id of the row of the last accepted token; None while unknown.
-        rows: rows of the stored timesteps, by id.
-        reason: why it has ended; None while it runs.
-    """
-
     number: int
     method: str = ""
     prompt: str = ""
-    prompt_tokens: int = 0
-    cached: int = 0
-    spans: list[AnswerSpan] = field(default_factory=list)
-    tokens: int = 0
-    hits: int = 0
-    judged: int = 0
-    root: int | None = None
-    rows: dict[int, RowView] = field(default_factory=dict)
-    reason: str | None = None
+    spans: list[AnswerSpan] = field(default_factory=list)  # the last part of the answer
+    tokens: int = 0  # of the answer, since viewing began
+    hits: int = 0  # those that were in flight before they were accepted
+    judged: int = 0  # those for which that is known
+    root: int | None = None  # id of the row of the last accepted token; None while unknown
+    rows: dict[int, RowView] = field(default_factory=dict)  # of the stored timesteps, by id
+    reason: str | None = None  # why it has ended; None while it runs
     metrics: Mapping[str, Any] | None = None
 
     @property
@@ -113,7 +86,6 @@ class RequestView:
         return path
 
     def add(self, text: str, was_in_flight: bool) -> None:
-        """Append to the answer."""
         if not text:
             return
         if self.spans and self.spans[-1].was_in_flight == was_in_flight:
@@ -134,50 +106,30 @@ class RequestView:
 
 @dataclass(frozen=True)
 class LiveStats:
-    """The figures of a run over about the last second.
-
-    Attributes:
-        kv: share of the KV memory in use, 0 to 1.
-        acceptance: rate at which tokens are accepted, by their position below the root, from 1.
-    """
+    """The figures of a run over about the last second."""
 
     running: int = 0
     waiting: int = 0
-    kv: float = 0.0
+    kv: float = 0.0  # share of the KV memory in use, 0 to 1
     tokens_per_s: float = 0.0
     ttft_ms: float | None = None
     tpot_ms: float | None = None
-    acceptance: tuple[float, ...] = ()
+    acceptance: tuple[float, ...] = ()  # rate at which tokens are accepted, by their position below the root, from 1
     hit_rate: float | None = None
     recovering: bool = False
     recoveries: tuple[Mapping[str, Any], ...] = ()
 
-    @classmethod
-    def of(cls, frame: Frame) -> LiveStats:
-        """Build from a frame; fields that it lacks keep their defaults."""
-        given: dict[str, Any] = {known.name: frame[known.name] for known in fields(cls) if known.name in frame}
-        for name in ("acceptance", "recoveries"):
-            given[name] = tuple(given.get(name, ()))
-        return cls(**given)
-
 
 class RunView:
-    """One source of frames.
-
-    Attributes:
-        about: its ``run`` frame.
-        columns: of the latest known timesteps, by timestep, ascending.
-        requests: running ones and the latest ended ones, by number, ascending.
-        dropped: frames that did not arrive.
-    """
+    """One source of frames."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.about: Frame = {}
+        self.about: Frame = {}  # its ``run`` frame
         self.stats: LiveStats | None = None
-        self.columns: dict[int, Column] = {}
-        self.requests: dict[int, RequestView] = {}
-        self.dropped = 0
+        self.columns: dict[int, Column] = {}  # of the latest known timesteps, by timestep, ascending
+        self.requests: dict[int, RequestView] = {}  # running ones and the latest ended ones, by number, ascending
+        self.dropped = 0  # frames that did not arrive
 
     @property
     def groups(self) -> int:
@@ -223,7 +175,7 @@ class RunView:
     def _take_open(self, frame: Frame) -> None:
         number, said = frame["r"], frame.get("said", "")
         known = self.requests.get(number)
-        about = {name: frame[name] for name in ("method", "prompt", "prompt_tokens", "cached") if name in frame}
+        about = {name: frame[name] for name in ("method", "prompt") if name in frame}
         request = self.requests[number] = RequestView(number, **about)
         if known is not None and known.text == said[-_TEXT:]:
             request.spans, request.tokens, request.hits, request.judged = known.spans, known.tokens, known.hits, known.judged
@@ -235,26 +187,23 @@ class RunView:
         timestep = frame["t"]
         column = self.columns[timestep] = Column()
         for entered in frame.get("in", ()):
-            self._enter(column, entered)
+            request = self._request(entered["r"])
+            if entered.get("chunk"):
+                column.prompt[request.number] = entered["chunk"]
+            rows = [RowView(id, parent, text, chance) for id, parent, _, text, chance, *_ in entered.get("rows", ())]
+            if rows:
+                column.rows[request.number] = rows
+            request.rows.update({row.id: row for row in rows})
+            roots = [row.id for row in rows if row.parent == _NO_PARENT]
+            if len(roots) == 1:  # of several, the rows above them are not known
+                request.root = roots[0]
         for verdict in frame.get("out", ()):
             self._judge(column, timestep, verdict)
         while (oldest := next(iter(self.columns))) <= timestep - _TIMESTEPS - self.groups:
-            for number, rows in self.columns.pop(oldest).rows.items():
-                if (request := self.requests.get(number)) is not None:
-                    for row in rows:
-                        request.rows.pop(row.id, None)
-
-    def _enter(self, column: Column, entered: Frame) -> None:
-        request = self._request(entered["r"])
-        if entered.get("chunk"):
-            column.prompt[request.number] = entered["chunk"]
-        rows = [RowView(id, parent, text, chance) for id, parent, _, text, chance, *_ in entered.get("rows", ())]
-        if rows:
-            column.rows[request.number] = rows
-        request.rows.update({row.id: row for row in rows})
-        roots = [row.id for row in rows if row.parent == _NO_PARENT]
-        if len(roots) == 1:  # of several, the rows above them are not known
-            request.root = roots[0]
+            for number, old in self.columns.pop(oldest).rows.items():
+                if number in self.requests:
+                    for row in old:
+                        self.requests[number].rows.pop(row.id, None)
 
     def _judge(self, column: Column, timestep: int, verdict: Frame) -> None:
         request, tokens = self._request(verdict["r"]), verdict.get("tokens", ())
@@ -277,7 +226,11 @@ class RunView:
         request.tokens += len(tokens)
 
     def _take_stats(self, frame: Frame) -> None:
-        self.stats = LiveStats.of(frame)
+        """Fields that the frame lacks keep their defaults."""
+        given: dict[str, Any] = {known.name: frame[known.name] for known in fields(LiveStats) if known.name in frame}
+        for name in ("acceptance", "recoveries"):
+            given[name] = tuple(given.get(name, ()))
+        self.stats = LiveStats(**given)
 
     def _take_close(self, frame: Frame) -> None:
         request = self._request(frame["r"])
@@ -307,20 +260,11 @@ class RunView:
 
 @dataclass
 class ShownRun:
-    """A run, and how it is.
-
-    Attributes:
-        state: ``up``, ``recovering``, ``stopping``, ``ended``, ``recording``, or empty while that is unknown.
-        note: more about the state: why the run has ended.
-        ranks: how many are alive, and how many there are; None if that is unknown.
-        chosen: number of the request that is shown in full; None for the first that runs.
-    """
-
     run: RunView
-    state: str = ""
-    note: str = ""
-    ranks: tuple[int, int] | None = None
-    chosen: int | None = None
+    state: str = ""  # ``up``, ``recovering``, ``stopping``, ``ended``, ``recording``, or empty while that is unknown
+    note: str = ""  # more about the state: why the run has ended
+    ranks: tuple[int, int] | None = None  # how many are alive, and how many there are; None if that is unknown
+    chosen: int | None = None  # number of the request that is shown in full; None for the first that runs
 
     def request(self) -> RequestView | None:
         """The one that is shown in full: the chosen one, else the first that runs, else the last that has run."""

@@ -13,8 +13,7 @@ from pipedec.client.async_client import AsyncReply
 from pipedec.client.reply import Delta
 from pipedec.core import Completion, UserError
 from pipedec.messages import ThreadNews
-from pipedec.server.front import Front
-from pipedec.server.observer import Generation
+from pipedec.server.front import Front, Generation
 
 TokenLogprob = tuple[int, Mapping[int, float] | None]  # token id, log-probabilities by token id with the chosen one first
 _REASONS = {"cancelled": "abort", "cache_full": "length", None: "abort"}
@@ -23,21 +22,14 @@ _INCOMPLETE = "\ufffd"
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """A new part of an answer.
-
-    Attributes:
-        index: of the answer.
-        tokens: with log-probabilities, if they were asked for; in order, and complete when the answer is.
-        output_tokens: of the answer, so far.
-        completion: with the last part.
-    """
+    """A new part of the answer ``index``."""
 
     index: int
     text: str
-    tokens: Sequence[TokenLogprob] = ()
+    tokens: Sequence[TokenLogprob] = ()  # if log-probabilities were asked for; in order, and complete when the answer is
     threads: Sequence[ThreadNews] = ()
-    output_tokens: int = 0
-    completion: Completion | None = None
+    output_tokens: int = 0  # of the answer, so far
+    completion: Completion | None = None  # with the last part
 
     @property
     def finish_reason(self) -> str | None:
@@ -51,8 +43,7 @@ def text_of(completion: Completion) -> str:
 
 def finish_reason(completion: Completion) -> str:
     """In OpenAI's words; ``abort`` for an answer that was cancelled."""
-    reason = completion.finish_reason
-    return _REASONS.get(reason) or str(reason)
+    return _REASONS.get(completion.finish_reason) or str(completion.finish_reason)
 
 
 @dataclass
@@ -93,7 +84,7 @@ class _Reader:
 
 
 class Generations:
-    """See the module. The caller that submits them closes them in the end."""
+    """The answers of one request. The caller that submits them closes them in the end."""
 
     def __init__(self, front: Front, generations: Sequence[Generation]) -> None:
         self.front = front
@@ -157,20 +148,18 @@ class Generations:
                 part = reader.take(delta)
                 if part is not None:
                     yield part
-            completion = await self._completed(generation, answer)
+            try:
+                completion = await answer.completed()
+            except UserError:
+                if not self.front.is_aborting:
+                    raise
+                method, reason = generation.request.method or "", "cancelled"
+                completion = Completion(method, 0, generation.prompt_tokens, finish_reason=reason)
         except Exception:
             self._end(index, "error", None)
             raise
         self._end(index, finish_reason(completion), completion)
         yield reader.finish(completion)
-
-    async def _completed(self, generation: Generation, answer: AsyncReply) -> Completion:
-        try:
-            return await answer.completed()
-        except UserError:
-            if not self.front.is_aborting:
-                raise
-            return Completion(generation.request.method or "", 0, generation.prompt_tokens, finish_reason="cancelled")
 
     def _end(self, index: int, reason: str, completion: Completion | None) -> None:
         if index not in self._ended:

@@ -33,7 +33,7 @@ from pipedec.server.protocol import (
     error_responses,
 )
 from pipedec.server.responses import EventStream
-from pipedec.server.tools import shown
+from pipedec.server.structures import shown
 
 
 class Api(FastAPI):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
-from msgspec.structs import asdict
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,10 +15,9 @@ from pipedec.server.errors import bad_request
 from pipedec.server.front import Front, ServedRun
 from pipedec.server.prompts import Prompt, rendered, tokenized
 from pipedec.server.protocol import BODY_ERRORS, STREAMED, ChatBody, ChatResponse, CompletionBody, CompletionResponse
-from pipedec.server.responses import ChoiceWriter, LogprobWriter, ResponseHead, answers_of, respond
+from pipedec.server.responses import ChoiceWriter, ResponseHead, answers_of, respond, threads_of
 from pipedec.server.sampling import asked_of
-from pipedec.server.structures import structure_of
-from pipedec.server.tools import CallWriter, ToolUse, tool_use_of
+from pipedec.server.structures import CallWriter, ToolUse, structure_of, tool_use_of
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _ROLE = {"role": "assistant"}
@@ -33,12 +31,9 @@ class CompletionWriter(ChoiceWriter):
     def __init__(self, body: CompletionBody, prompts: Sequence[Prompt], served: ServedRun) -> None:
         self._prompts = prompts
         self._echoes = bool(body.echo)
-        self._has_logprobs = body.logprobs is not None
+        super().__init__(body, body.logprobs, len(prompts), served)
         self._waits = self._echoes and self._has_logprobs  # those of the prompt come with the completion
         self.num_dropped = 1 if body.echo and body.max_tokens_asked == 0 else 0  # the client wants its prompt and no answer
-        as_ids = bool(body.return_tokens_as_token_ids)
-        self._writers = [LogprobWriter(served.tokenizer, body.logprobs or 0, as_ids) for _ in prompts]
-        self._has_begun = [False] * len(prompts)
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         tokens: list[TokenLogprob] = list(zip(completion.token_ids, completion.logprobs or (), strict=False))
@@ -50,8 +45,7 @@ class CompletionWriter(ChoiceWriter):
             tokens = [*zip(prompt.token_ids, completion.prompt_logprobs or (), strict=False), *tokens]
             text = prompt.text + text
         reason = "length" if self.num_dropped else finish_reason(completion)
-        choice = self._choice(index, text, tokens, reason)
-        return choice if completion.threads is None else choice | {"threads": completion.threads}
+        return self._choice(index, text, tokens, reason) | threads_of(completion)
 
     def chunk(self, part: AnswerPart) -> dict[str, Any] | None:
         if self._waits or self.num_dropped:
@@ -60,8 +54,7 @@ class CompletionWriter(ChoiceWriter):
         if self._echoes and not self._has_begun[part.index]:
             text = self._prompts[part.index].text + text
         self._has_begun[part.index] = True
-        choice = self._choice(part.index, text, part.tokens, part.finish_reason)
-        return choice | {"threads": [asdict(news) for news in part.threads]} if part.threads else choice
+        return self._choice(part.index, text, part.tokens, part.finish_reason) | threads_of(part)
 
     def _choice(self, index: int, text: str, tokens: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
         logprobs = self._writers[index].completion(tokens) if self._has_logprobs else None
@@ -95,22 +88,18 @@ class ChatWriter(ChoiceWriter):
     chunk_kind = "chat.completion.chunk"
 
     def __init__(self, body: ChatBody, n: int, served: ServedRun, use: ToolUse | None) -> None:
-        self._has_logprobs = bool(body.logprobs)
-        as_ids = bool(body.return_tokens_as_token_ids)
-        self._writers = [LogprobWriter(served.tokenizer, body.top_logprobs or 0, as_ids) for _ in range(n)]
+        super().__init__(body, body.top_logprobs or 0 if body.logprobs else None, n, served)
         self._calls = [None if use is None else CallWriter(use) for _ in range(n)]
-        self._has_begun = [False] * n
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         tokens = list(zip(completion.token_ids, completion.logprobs or (), strict=False))
         text, calls = text_of(completion), self._calls[index]
-        choice = {
+        return {
             "index": index,
             "message": _ROLE | ({"content": text, "refusal": None} if calls is None else calls.message(text)),
             "logprobs": self._writers[index].chat(tokens) if self._has_logprobs else None,
             "finish_reason": self._finish_reason(index, finish_reason(completion)),
-        }
-        return choice if completion.threads is None else choice | {"threads": completion.threads}
+        } | threads_of(completion)
 
     def chunk(self, part: AnswerPart) -> dict[str, Any] | None:
         tokens, calls = part.tokens if self._has_logprobs else (), self._calls[part.index]
@@ -123,26 +112,16 @@ class ChatWriter(ChoiceWriter):
         if not self._has_begun[part.index]:
             self._has_begun[part.index] = True
             delta = _ROLE | {"content": None if "tool_calls" in delta else ""} | delta
-        choice = {
+        return {
             "index": part.index,
             "delta": delta,
             "logprobs": self._writers[part.index].chat(tokens) if tokens else None,
             "finish_reason": self._finish_reason(part.index, part.finish_reason),
-        }
-        return choice | {"threads": [asdict(news) for news in part.threads]} if part.threads else choice
+        } | threads_of(part)
 
     def _finish_reason(self, index: int, reason: str | None) -> str | None:
         calls = self._calls[index]
         return "tool_calls" if reason == "stop" and calls is not None and calls.has_called else reason
-
-
-def _num_logprobs(body: ChatBody) -> int | None:
-    most_probable = body.top_logprobs or 0
-    if not 0 <= most_probable <= MAX_LOGPROBS:
-        raise bad_request(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {most_probable}", "top_logprobs")
-    if most_probable and not body.logprobs:
-        raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-    return most_probable if body.logprobs else None
 
 
 def chat_router(front: Front) -> APIRouter:
@@ -154,7 +133,12 @@ def chat_router(front: Front) -> APIRouter:
         served, model = front.require(), front.settings.check_model(body.model)
         if (body.model_extra or {}).get("echo"):
             raise bad_request("echo is not supported here: use /v1/completions", "echo")
-        use, logprobs, structure = tool_use_of(body, served.tokenizer), _num_logprobs(body), structure_of(body)
+        use, most_probable = tool_use_of(body, served.tokenizer), body.top_logprobs or 0
+        if not 0 <= most_probable <= MAX_LOGPROBS:
+            raise bad_request(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {most_probable}", "top_logprobs")
+        if most_probable and not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+        logprobs, structure = most_probable if body.logprobs else None, structure_of(body)
         if structure is not None and use is not None:
             raise bad_request(f"{structure.field} goes without tools, or with tool_choice none", structure.field)
         asked = await asked_of(

@@ -22,16 +22,11 @@ _MAX_TOKENS = "max_new_tokens"  # transformers' name
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Values of the parameters of ``SamplingParams`` that a request does not set.
-
-    Attributes:
-        max_tokens: of a chat; None for all that fits into the context.
-        source: the file that they come from; ``vllm`` for vLLM's and OpenAI's own defaults.
-    """
+    """Values of the parameters of ``SamplingParams`` that a request does not set."""
 
     values: dict[str, Any] = field(default_factory=lambda: dict(_NEUTRAL))
-    max_tokens: int | None = None
-    source: str = NEUTRAL
+    max_tokens: int | None = None  # of a chat; None for all that fits into the context
+    source: str = NEUTRAL  # the file that they come from; ``vllm`` for vLLM's and OpenAI's own defaults
 
 
 def sampling_defaults(choice: str, target: str) -> SamplingDefaults:
@@ -41,8 +36,7 @@ def sampling_defaults(choice: str, target: str) -> SamplingDefaults:
         choice: ``auto`` for the target's, ``vllm`` for neutral ones, or a directory with a ``generation_config.json``.
         target: directory of the target, or a GGUF file; if it is on other machines only, the defaults are neutral.
 
-    Raises:
-        UserError: there is no such directory or file, or a value in it is not allowed.
+    Raises UserError if there is no such directory or file, or a value in it is not allowed.
     """
     if choice == NEUTRAL:
         return SamplingDefaults()

@@ -102,7 +102,8 @@ def invalid(mistakes: Sequence[Mapping[str, Any]]) -> ApiError:
         return bad_request(f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
     if first["loc"] == ("body",):
         return bad_request("the body must be a JSON object, sent as content-type application/json")
-    if (field := _field(first)) in _SEVERAL_TYPES and (first["type"] != "missing" or len(first["loc"]) > 2):
+    field = shortened(first["loc"][1]) if len(first["loc"]) > 1 else None
+    if field in _SEVERAL_TYPES and (first["type"] != "missing" or len(first["loc"]) > 2):
         deepest = max(mistakes[:_MAX_MISTAKES], key=lambda mistake: len(mistake["loc"]))
         return bad_request(f"{field} must be {_SEVERAL_TYPES[field]}: {_finding(deepest)}", field)
     lines = list(dict.fromkeys(map(_mistake, mistakes[: 10 * _MAX_MISTAKES])))[:_MAX_MISTAKES]
@@ -125,10 +126,6 @@ def _place(mistake: Mapping[str, Any]) -> str:
     """Like ``messages.0.content``, without the members of unions."""
     parts = [part for part in mistake["loc"][1:5] if not isinstance(part, str) or not _UNION_MEMBER.search(part)]
     return ".".join(map(shortened, parts))
-
-
-def _field(mistake: Mapping[str, Any]) -> str | None:
-    return shortened(mistake["loc"][1]) if len(mistake["loc"]) > 1 else None
 
 
 def _shown(value: object) -> str:

@@ -1,6 +1,8 @@
-"""The state of the front-end: its settings, what it serves, whether it takes requests, which answers are open.
+"""The state of the front-end: its settings, what it serves, whether it takes requests, which answers are open; and its events,
+for metrics and logs.
 
-The process that runs the server changes the state; the routes read it. Used on the event loop only.
+The process that runs the server changes the state; the routes read it. Used on the event loop only. Times of events are seconds
+of ``time.perf_counter``.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipedec.client.async_client import AsyncClient, AsyncReply
-from pipedec.messages import RunDescription
+from pipedec.core import Completion
+from pipedec.messages import PromptRequest, RunDescription
 from pipedec.server.defaults import SamplingDefaults
 from pipedec.server.errors import ApiError, unavailable
-from pipedec.server.observer import Generation, Observer
 from pipedec.text.tokenizer import Tokenizer
 
 _LOADING_RETRY_SECONDS = 5
@@ -22,30 +24,19 @@ _LOADING_RETRY_SECONDS = 5
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Names and limits of the HTTP API.
+    """Names and limits of the HTTP API."""
 
-    Attributes:
-        served_model_names: names by which clients may ask for the model; responses have the first one.
-        api_keys: one of them must come with every request to ``/v1`` and ``/live/feed``; none are needed if there are none.
-        allowed_origins, allowed_methods, allowed_headers, allow_credentials: CORS, off without origins.
-        max_body_bytes: of a request's body; larger ones are refused with 413.
-        body_seconds: in which a body must arrive (408).
-        ping_seconds: of silence, after which a stream sends a comment to keep proxies from closing it.
-        send_seconds: after which a client that reads nothing of its stream loses it.
-        max_prompts: of one request to ``/v1/completions``.
-    """
-
-    served_model_names: tuple[str, ...] = ("pipedec",)
-    api_keys: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ("pipedec",)  # by which clients may ask for the model; responses have the first one
+    api_keys: tuple[str, ...] = ()  # if any, one must come with every request to ``/v1`` and ``/live/feed``
+    allowed_origins: tuple[str, ...] = ()  # CORS is off without origins
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
     allow_credentials: bool = False
-    max_body_bytes: int = 16 << 20
-    body_seconds: float = 30.0
-    ping_seconds: float = 15.0
-    send_seconds: float = 60.0
-    max_prompts: int = 1024
+    max_body_bytes: int = 16 << 20  # larger ones are refused with 413
+    body_seconds: float = 30.0  # in which a body must arrive (408)
+    ping_seconds: float = 15.0  # of silence, after which a stream sends a comment to keep proxies from closing it
+    send_seconds: float = 60.0  # after which a client that reads nothing of its stream loses it
+    max_prompts: int = 1024  # of one request to ``/v1/completions``
 
     @property
     def model_name(self) -> str:
@@ -63,46 +54,83 @@ class ServerSettings:
 
 @dataclass(frozen=True)
 class ServedRun:
-    """A run that takes requests.
-
-    Attributes:
-        max_model_len: tokens of a prompt and its answer together.
-        defaults: sampling parameters of requests that do not set them.
-    """
+    """A run that takes requests."""
 
     engine: AsyncClient
     tokenizer: Tokenizer
     description: RunDescription
-    max_model_len: int
-    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    max_model_len: int  # tokens of a prompt and its answer together
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that do not set them
+
+
+@dataclass(eq=False)
+class Generation:
+    """One answer that a client asked for: a choice of one prompt of an HTTP request."""
+
+    response_id: str  # of the response that it belongs to, ``cmpl-…`` or ``chatcmpl-…``
+    request_id: str  # of the HTTP request, as the client or the server chose it (``X-Request-Id``); it need not be unique
+    endpoint: str  # path of the route, ``/v1/chat/completions`` for example
+    model: str  # the served name
+    n: int  # choices per prompt that the HTTP request asked for
+    stream: bool
+    request: PromptRequest
+    prompt_tokens: int
+    prompt_text: str  # as the client gave it, messages as JSON
+    started: float  # when the HTTP request's body had arrived
+    number: int | None = None  # of the engine's request; None before it is submitted
+    output_tokens: int = 0  # that have arrived so far
+
+
+@dataclass(frozen=True)
+class HttpExchange:
+    """An HTTP request that was answered, with any status."""
+
+    request_id: str
+    method: str
+    route: str  # path of the route, ``/v1/completions`` for example; ``other`` if there is none
+    status: int  # 499 if the client went away before a response began
+    seconds: float  # until the response had ended
+    client: str = ""  # its address
+    error: str | None = None  # the message of an error response
+
+
+class Observer:
+    """Hears what happens; every method may be left as it is."""
+
+    def began(self, generation: Generation) -> None:
+        """The engine has taken the request."""
+
+    def tokens(self, generation: Generation, count: int, arrived: float) -> None:
+        """``count`` > 0 tokens have arrived, at the time ``arrived``; the first call is the first token's.
+
+        ``generation.output_tokens`` counts them already.
+        """
+
+    def ended(self, generation: Generation, reason: str, completion: Completion | None) -> None:
+        """The answer has ended; called once for each that began. ``completion`` is None if the engine has sent none.
+
+        ``reason``: ``stop``, ``length``, ``abort`` (cancelled, or the client went away) or ``error``.
+        """
+
+    def responded(self, exchange: HttpExchange) -> None:
+        """An HTTP request was answered; a refusal, for example 503, is one, too."""
 
 
 class Front:
-    """One per process.
-
-    Args:
-        observers: hear of every answer and every response.
-
-    Attributes:
-        created: when the process began to serve, in seconds since 1970.
-        served: the run; None while it is loading.
-        open: the answers that have begun and have not ended.
-        is_aborting: they are being ended.
-    """
+    """The one front-end of a process. Its ``observers`` hear of every answer and every response."""
 
     def __init__(self, settings: ServerSettings, observers: Sequence[Observer] = (), created: int = 0) -> None:
         self.settings = settings
         self.observers = observers
-        self.created = created
-        self.served: ServedRun | None = None
-        self.is_aborting = False
+        self.created = created  # when the process began to serve, in seconds since 1970
+        self.served: ServedRun | None = None  # None while it is loading
+        self.is_aborting = False  # the open answers are being ended
         self._lost: str | None = None
         self._is_draining = False
-        self.open: dict[Generation, AsyncReply] = {}
+        self.open: dict[Generation, AsyncReply] = {}  # the answers that have begun and have not ended
         self._background: set[asyncio.Future[Any]] = set()
 
     def attach(self, served: ServedRun) -> None:
-        """The run takes requests from now on."""
         self.served = served
 
     def lose(self, reason: str) -> None:
@@ -121,7 +149,6 @@ class Front:
 
     @property
     def unfinished(self) -> int:
-        """Number of open answers."""
         return len(self.open)
 
     @property

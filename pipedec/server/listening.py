@@ -8,13 +8,16 @@ import os
 import socket
 import ssl
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from msgspec import Meta
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pipedec.core import UserError
+from pipedec.flags import Help
 
 MAX_HEAD_BYTES = 64 * 1024
 _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -31,19 +34,13 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Address:
-    """The address that the user has configured.
+    """The address that the user has configured, with the flags of vLLM."""
 
-    Attributes:
-        host, port: port 0 takes a free one.
-        uds: path of a Unix socket to listen on instead.
-        ssl_keyfile, ssl_certfile: for TLS.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    uds: Path | None = None
-    ssl_keyfile: Path | None = None
-    ssl_certfile: Path | None = None
+    host: Annotated[str, Help("Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), Help("Port; 0 for a free one.")] = 8000
+    uds: Annotated[Path | None, Help("Listen on a Unix socket instead.", "PATH")] = None
+    ssl_keyfile: Annotated[Path | None, Help("Private key of the certificate, in PEM format.", "FILE")] = None
+    ssl_certfile: Annotated[Path | None, Help("Certificate: serve https.", "FILE")] = None
 
     @contextmanager
     def listening(self) -> Iterator[socket.socket]:
@@ -76,7 +73,6 @@ class Address:
             ) from None
 
     def url(self, listener: socket.socket) -> str:
-        """The base URL of the API on one of our sockets."""
         scheme = "http" if self.ssl_certfile is None else "https"
         if self.uds is not None:
             return f"{scheme}://localhost"
@@ -104,29 +100,22 @@ def _tcp_socket(host: str, port: int) -> socket.socket:
 
 def _unix_socket(path: Path) -> socket.socket:
     """Replace a socket on which no process listens any more."""
-    with ExitStack() as opened:
-        listener = opened.enter_context(socket.socket(socket.AF_UNIX))
-        try:
-            if path.exists():
-                _remove_stale(path)
-            listener.bind(str(path))
-            listener.listen(BACKLOG)
-        except OSError as error:
-            raise UserError(f"--uds {path}: {error.strerror or error}") from None
-        opened.pop_all()
-        return listener
-
-
-def _remove_stale(path: Path) -> None:
-    if not path.is_socket():
+    if path.exists() and not path.is_socket():
         raise UserError(f"--uds {path}: there is a file of that name, which is no socket: choose another path")
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        with socket.socket(socket.AF_UNIX) as probe, suppress(ConnectionRefusedError, FileNotFoundError):
             probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-    raise UserError(f"--uds {path}: another program listens there: choose another path")
+            raise UserError(f"--uds {path}: another program listens there: choose another path")
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
+        listener.listen(BACKLOG)
+    except BaseException as error:
+        listener.close()
+        if isinstance(error, OSError):
+            raise UserError(f"--uds {path}: {error.strerror or error}") from None
+        raise
+    return listener
 
 
 class LimitedConnection(HttpToolsProtocol):

@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from typing import Any, Literal
 from msgspec import to_builtins
 
 from pipedec.core import Completion, SamplingParams
-from pipedec.server.observer import Generation, HttpExchange, Observer
+from pipedec.server.front import Generation, HttpExchange, Observer
 
 LOGGER = logging.getLogger("pipedec.server")
 LogFormat = Literal["auto", "json", "text"]
@@ -34,47 +34,39 @@ _HIDDEN = "***"
 _POLLED = ("/health", "/ready", "/metrics")
 _POLL_ANSWERS = (200, 503)
 _ID_CHARS = 200
-_TRACEBACKS = logging.Formatter()
 _DEFAULTS = to_builtins(SamplingParams())
 
 
 class _RedactingFormatter(logging.Formatter):
-    """Replaces secrets by ``***``.
+    """Lines for people, or JSON, in which ``secrets`` and passwords in URLs are replaced by ``***``."""
 
-    Args:
-        secrets: texts that no line may contain, besides passwords in URLs.
-        line_of: returns the line of a record.
-    """
-
-    def __init__(self, secrets: Collection[str], line_of: Callable[[logging.LogRecord], str]) -> None:
+    def __init__(self, secrets: Collection[str], is_text: bool) -> None:
         super().__init__()
         forms = {form for secret in secrets for form in (secret, _quoted(secret)[1:-1], json.dumps(secret)[1:-1])}
         self._secrets = sorted(forms, key=len, reverse=True)
-        self._line_of = line_of
+        self._is_text = is_text
 
     def format(self, record: logging.LogRecord) -> str:
-        line = self._line_of(record)
+        line = self._text(record) if self._is_text else self._json(record)
         for secret in self._secrets:
             line = line.replace(secret, _HIDDEN)
         return _PASSWORD_IN_URL.sub(rf"\1{_HIDDEN}@", line)
 
+    def _json(self, record: logging.LogRecord) -> str:
+        """One JSON object: time, level, event, and the fields of ``extra={"fields": …}``."""
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line: dict[str, object] = {"time": when, "level": record.levelname.lower(), "event": record.getMessage()}
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
 
-def _json_line(record: logging.LogRecord) -> str:
-    """One JSON object: time, level, event, and the fields of ``extra={"fields": …}``."""
-    when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-    line: dict[str, object] = {"time": when, "level": record.levelname.lower(), "event": record.getMessage()}
-    line |= getattr(record, "fields", {})
-    if record.exc_info:
-        line["traceback"] = _TRACEBACKS.formatException(record.exc_info)
-    return json.dumps(line, default=str)
-
-
-def _text_line(record: logging.LogRecord) -> str:
-    """A line for people: time, level, event and ``key=value``; or the text that the event has for them."""
-    when = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
-    fields = "".join(f" {name}={_shown(value)}" for name, value in getattr(record, "fields", {}).items())
-    line = f"{when} {record.levelname:<7} {getattr(record, 'text', None) or record.getMessage() + fields}"
-    return f"{line}\n{_TRACEBACKS.formatException(record.exc_info)}" if record.exc_info else line
+    def _text(self, record: logging.LogRecord) -> str:
+        """Time, level, event and ``key=value``; or the text that the event has for people."""
+        when = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+        fields = "".join(f" {name}={_shown(value)}" for name, value in getattr(record, "fields", {}).items())
+        line = f"{when} {record.levelname:<7} {getattr(record, 'text', None) or record.getMessage() + fields}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 def _shown(value: object) -> str:
@@ -154,9 +146,8 @@ def written_log(descriptor: int, secrets: Collection[str] = (), form: LogFormat 
         form: ``auto`` is ``text`` on a terminal, and ``json`` everywhere else.
     """
     is_text = os.isatty(descriptor) if form == "auto" else form == "text"
-    formatter = _RedactingFormatter(secrets, _text_line if is_text else _json_line)
-    handler = _LossyQueue()
-    thread = threading.Thread(target=handler.write_to, args=(_Writer(descriptor, formatter),), name="log", daemon=True)
+    writer, handler = _Writer(descriptor, _RedactingFormatter(secrets, is_text)), _LossyQueue()
+    thread = threading.Thread(target=handler.write_to, args=(writer,), name="log", daemon=True)
     thread.start()
     loggers = [(LOGGER, logging.INFO), (logging.getLogger("uvicorn.error"), logging.WARNING)]
     for logger, level in loggers:
@@ -181,15 +172,11 @@ class RequestLog(Observer):
     """Writes a line when an answer begins and ends, and one for each HTTP response but those to polls.
 
     What polls of ``/health`` and ``/ready`` find, 503 included, is logged once, when it changes, by the process that changes it.
-
-    Args:
-        with_prompts: log prompts, parameters, and messages of refusals, which quote requests.
-        max_length: characters of a prompt; None for all of it.
     """
 
     def __init__(self, with_prompts: bool = False, max_length: int | None = None) -> None:
-        self._with_prompts = with_prompts
-        self._max_length = max_length
+        self._with_prompts = with_prompts  # and with parameters, and messages of refusals, which quote requests
+        self._max_length = max_length  # characters of a prompt; None for all of it
 
     def began(self, generation: Generation) -> None:
         request, asked = generation.request, dict[str, Any]()
@@ -197,14 +184,14 @@ class RequestLog(Observer):
             sampling = {name: value for name, value in to_builtins(request.sampling).items() if value != _DEFAULTS[name]}
             asked = {"prompt": generation.prompt_text[: self._max_length], "sampling": sampling, "method": request.method}
         log(
-            "request", **_ids(generation), endpoint=generation.endpoint, model=generation.model, stream=generation.stream,
+            "request", **self._ids(generation), endpoint=generation.endpoint, model=generation.model, stream=generation.stream,
             prompt_tokens=generation.prompt_tokens, max_tokens=request.sampling.max_tokens, **asked,
         )  # fmt: skip
 
     def ended(self, generation: Generation, reason: str, completion: Completion | None) -> None:
         metrics: dict[str, Any] = {} if completion is None else {"cached_tokens": completion.metrics.cached_tokens}
         log(
-            "answer", **_ids(generation), finish_reason=reason, prompt_tokens=generation.prompt_tokens,
+            "answer", **self._ids(generation), finish_reason=reason, prompt_tokens=generation.prompt_tokens,
             output_tokens=generation.output_tokens, seconds=round(time.perf_counter() - generation.started, 6), **metrics,
         )  # fmt: skip
 
@@ -217,8 +204,6 @@ class RequestLog(Observer):
             client=exchange.client, error=exchange.error if self._with_prompts or exchange.status >= 500 else None,
         )  # fmt: skip
 
-
-def _ids(generation: Generation) -> dict[str, Any]:
-    return {
-        "request_id": generation.request_id[:_ID_CHARS], "response_id": generation.response_id, "number": generation.number,
-    }  # fmt: skip
+    def _ids(self, generation: Generation) -> dict[str, Any]:
+        request_id = generation.request_id[:_ID_CHARS]
+        return {"request_id": request_id, "response_id": generation.response_id, "number": generation.number}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
@@ -20,9 +19,9 @@ from starlette.responses import Response
 
 from pipedec.core import Completion, PipedecError
 from pipedec.messages import Histogram as HistogramCounts
-from pipedec.messages import RunStats, StageStats
+from pipedec.messages import RunStats
 from pipedec.scheduler.protocol import RunStatus
-from pipedec.server.observer import Generation, HttpExchange, Observer
+from pipedec.server.front import Generation, HttpExchange, Observer
 
 ENGINE = "0"  # vLLM numbers the engines of a server; a cluster is one
 REASONS = ("stop", "length", "abort", "error")
@@ -44,21 +43,8 @@ Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 StatusOf = Callable[[], Awaitable[RunStatus]]
 
 
-@dataclass
-class _Times:
-    """When the first and the last token of an answer arrived."""
-
-    first: float
-    last: float
-
-
 class ServerMetrics(Observer):
-    """The metrics of one front-end.
-
-    Args:
-        model_name: the label ``model_name``.
-        now: a clock, in seconds.
-    """
+    """The metrics of one front-end; ``now`` is a clock, in seconds."""
 
     def __init__(self, model_name: str, now: Callable[[], float] = time.monotonic) -> None:
         disable_created_metrics()  # a series more for each metric, which no dashboard reads
@@ -69,17 +55,7 @@ class ServerMetrics(Observer):
         self._status: StatusOf | None = None
         self._now = now
         self._asked = -math.inf
-        self._times: dict[Generation, _Times] = {}
-        self._make_answers()
-        self._exchanges = Counter(
-            "pipedec:http_requests", "HTTP requests that were answered.", ["method", "handler", "status"], registry=self._registry
-        )
-        self._exchange_seconds = Histogram(
-            "pipedec:http_request_duration_seconds", "Until the response had ended.", ["handler"], buckets=_REQUEST_SECONDS,
-            registry=self._registry,
-        )  # fmt: skip
-
-    def _make_answers(self) -> None:
+        self._arrivals: dict[Generation, tuple[float, float]] = {}  # of the first and the last token
         self._ttft = self._histogram("time_to_first_token_seconds", "Time to first token.", _TTFT_SECONDS)
         self._between = self._histogram("inter_token_latency_seconds", "Time between arrivals of tokens.", _TOKEN_SECONDS)
         self._between_old = self._histogram(
@@ -105,6 +81,13 @@ class ServerMetrics(Observer):
         )  # fmt: skip
         for reason in REASONS:
             self._success.labels(**self._labels, finished_reason=reason)
+        self._exchanges = Counter(
+            "pipedec:http_requests", "HTTP requests that were answered.", ["method", "handler", "status"], registry=self._registry
+        )
+        self._exchange_seconds = Histogram(
+            "pipedec:http_request_duration_seconds", "Until the response had ended.", ["handler"], buckets=_REQUEST_SECONDS,
+            registry=self._registry,
+        )  # fmt: skip
 
     def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
         metric = Histogram("vllm:" + name, text, list(self._labels), buckets=bounds, registry=self._registry)
@@ -114,7 +97,6 @@ class ServerMetrics(Observer):
         return Counter("vllm:" + name, text, list(self._labels), registry=self._registry).labels(**self._labels)
 
     def attach(self, status: StatusOf) -> None:
-        """From now on the cluster is asked for its state."""
         self._status = status
 
     def began(self, generation: Generation) -> None:
@@ -123,24 +105,25 @@ class ServerMetrics(Observer):
 
     def tokens(self, generation: Generation, count: int, arrived: float) -> None:
         self._generation_tokens.inc(count)
-        if (times := self._times.get(generation)) is None:
-            self._times[generation] = _Times(arrived, arrived)
+        first, last = self._arrivals.get(generation, (arrived, None))
+        self._arrivals[generation] = first, arrived
+        if last is None:
             self._ttft.observe(arrived - generation.started)
             self._prompt_tokens.inc(generation.prompt_tokens)
             return
-        self._between.observe(arrived - times.last)
-        self._between_old.observe(arrived - times.last)
-        times.last = arrived
+        self._between.observe(arrived - last)
+        self._between_old.observe(arrived - last)
 
     def ended(self, generation: Generation, reason: str, completion: Completion | None) -> None:
         self._success.labels(**self._labels, finished_reason=reason).inc()
-        times = self._times.pop(generation, None)
-        if times is None or completion is None:
+        arrivals = self._arrivals.pop(generation, None)
+        if arrivals is None or completion is None:
             return
+        first, last = arrivals
         self._prompt_lengths.observe(generation.prompt_tokens)
         self._answer_lengths.observe(generation.output_tokens)
-        self._e2e.observe(times.last - generation.started)
-        decode, prefill = times.last - times.first, completion.metrics.prefill_seconds
+        self._e2e.observe(last - generation.started)
+        decode, prefill = last - first, completion.metrics.prefill_seconds
         self._queue.observe(completion.metrics.queue_seconds or 0.0)
         self._prefill.observe(prefill)
         self._decode.observe(decode)
@@ -164,29 +147,35 @@ class ServerMetrics(Observer):
 
 
 class ClusterMetrics(Collector):
-    """A cluster's counters as metrics: read from its last status, never counted here.
-
-    Attributes:
-        status: the last one; None to say nothing.
-    """
+    """A cluster's counters as metrics: read from its last status, never counted here."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = labels
-        self.status: RunStatus | None = None
+        self.status: RunStatus | None = None  # without one there are no metrics
 
     def collect(self) -> Iterator[Metric]:
-        if self.status is not None:
-            yield from self._of_requests(self.status)
-            if self.status.stats is not None:
-                yield from self._of_stats(self.status.stats)
-            yield from self._of_stages(self.status.stages)
-            yield from self._of_recoveries(self.status)
-
-    def _of_requests(self, status: RunStatus) -> Iterator[Metric]:
+        status = self.status
+        if status is None:
+            return
         for_memory = 0 if status.stats is None else min(status.stats.waiting, len(status.running))
         yield self._gauge("vllm:num_requests_running", "Requests in the pipeline.", len(status.running) - for_memory)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait.", status.waiting + for_memory)
         yield self._gauge("pipedec:ranks_alive", "Ranks with a valid lease.", len(status.alive))
+        if status.stats is not None:
+            yield from self._of_stats(status.stats)
+        for name, text in (
+            ("rows", "Rows that a stage has computed."),
+            ("pruned_rows", "Rows that a stage has dropped without their being accepted."),
+            ("compute_seconds", "Time in which a stage computed."),
+            ("wait_seconds", "Time in which a stage waited for rows."),
+        ):
+            values = {str(stage.rank): getattr(stage, name) for stage in status.stages}
+            yield self._by("stage", CounterMetricFamily, f"pipedec:stage_{name}", text, values)
+        yield self._gauge("pipedec:epoch", "Of the run: it begins a new one when ranks, or Redis, are lost.", status.epoch)
+        yield self._counter("pipedec:recoveries", "Epochs that have begun because something was lost.", status.num_recoveries)
+        served = [one for one in status.recoveries if one.served_us is not None]
+        seconds = (served[-1].seconds or 0.0) if served else 0.0
+        yield self._gauge("pipedec:recovery_seconds", "How long the last recovery took until ranks served again.", seconds)
 
     def _of_stats(self, stats: RunStats) -> Iterator[Metric]:
         kv = stats.kv
@@ -209,23 +198,6 @@ class ClusterMetrics(Collector):
         yield self._histogram("vllm:iteration_tokens_total", "Rows that entered in a timestep.", stats.rows_per_timestep)
         rows = {"prompt": stats.prompt_rows, "root": stats.root_rows, "draft": stats.draft_rows, "mask": stats.mask_rows}
         yield self._by("kind", CounterMetricFamily, "pipedec:rows", "Rows that entered the pipeline.", rows)
-
-    def _of_stages(self, stages: Sequence[StageStats]) -> Iterator[Metric]:
-        for name, text, value_of in (
-            ("rows", "Rows that a stage has computed.", lambda stage: stage.rows),
-            ("pruned_rows", "Rows that a stage has dropped without their being accepted.", lambda stage: stage.pruned_rows),
-            ("compute_seconds", "Time in which a stage computed.", lambda stage: stage.compute_seconds),
-            ("wait_seconds", "Time in which a stage waited for rows.", lambda stage: stage.wait_seconds),
-        ):
-            values = {str(stage.rank): value_of(stage) for stage in stages}
-            yield self._by("stage", CounterMetricFamily, f"pipedec:stage_{name}", text, values)
-
-    def _of_recoveries(self, status: RunStatus) -> Iterator[Metric]:
-        yield self._gauge("pipedec:epoch", "Of the run: it begins a new one when ranks, or Redis, are lost.", status.epoch)
-        yield self._counter("pipedec:recoveries", "Epochs that have begun because something was lost.", status.num_recoveries)
-        served = [(one.at_us, one.served_us) for one in status.recoveries if one.served_us is not None]
-        seconds = (served[-1][1] - served[-1][0]) / 1e6 if served else 0.0
-        yield self._gauge("pipedec:recovery_seconds", "How long the last recovery took until ranks served again.", seconds)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=list(self._labels))

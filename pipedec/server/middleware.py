@@ -18,13 +18,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipedec.server.errors import CLIENT_CLOSED_REQUEST, ApiError, error_response
-from pipedec.server.front import ServerSettings
-from pipedec.server.observer import HttpExchange, Observer
+from pipedec.server.front import HttpExchange, Observer, ServerSettings
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _CLOSE = {"Connection": "close"}
 _LINGER_SECONDS = 2.0
-_GUARDED = ("/v1", "/live/feed")
+_GUARDED = re.compile(r"/(v1|live/feed)(/|$)")
 
 
 class RequestNotes:
@@ -73,19 +72,16 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        is_guarded = any(path == guarded or path.startswith(f"{guarded}/") for guarded in _GUARDED)
-        if scope["method"] == "OPTIONS" or not is_guarded or self._is_allowed(scope):
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
+        known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all of them, whichever is the right one
+        is_allowed = scheme.lower() == "bearer" and any(known)
+        if is_allowed or scope["method"] == "OPTIONS" or not _GUARDED.match(path):
             await self._app(scope, receive, send)
             return
         error = ApiError(401, "give a valid API key: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"})
         scope["state"]["error"] = error.detail
         await error_response(error)(scope, receive, send)
-
-    def _is_allowed(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
-        known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all of them, whichever is the right one
-        return scheme.lower() == "bearer" and any(known)
 
 
 class BodyLimits:

@@ -11,7 +11,7 @@ from typing import Any
 from pipedec.core import UserError
 from pipedec.server.errors import bad_request
 from pipedec.server.front import ServedRun
-from pipedec.server.protocol import ContentPart, ConversationMessage, GivenCall, Prompts
+from pipedec.server.protocol import ConversationMessage, GivenCall, Prompts
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.text.tool_calls import knows_tools
 from pipedec.validation import shortened
@@ -32,8 +32,7 @@ class Prompt:
 async def tokenized(given: Prompts, served: ServedRun, max_prompts: int, add_special_tokens: bool = True) -> list[Prompt]:
     """The prompts of ``/v1/completions``: one or several, as text or as token ids.
 
-    Raises:
-        ApiError: a prompt is empty or too long, or a token is not in the vocabulary.
+    Raises ApiError if a prompt is empty or too long, or a token is not in the vocabulary.
     """
     is_list = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
     prompts: Sequence[Any] = given if is_list else [given]
@@ -88,15 +87,10 @@ async def rendered(
     messages: Sequence[ConversationMessage], served: ServedRun, begins_answer: bool, variables: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Prompt:  # fmt: skip
-    """The prompt that the chat template makes of messages.
+    """The prompt that the chat template makes of messages, with further ``variables`` and with tools that it shows to the model.
 
-    Args:
-        begins_answer: ends where the answer of the assistant begins.
-        variables: further ones of the template.
-        tools: that the template shows to the model; None for none.
-
-    Raises:
-        ApiError: the messages are empty, too long, not supported, or refused by the template.
+    ``begins_answer``: it ends where the answer of the assistant begins. Raises ApiError if the messages are empty, too long, not
+    supported, or refused by the template.
     """
     has_tools = knows_tools(served.tokenizer.tool_template)
     documents = [_document(index, message, has_tools) for index, message in enumerate(messages)]
@@ -128,7 +122,11 @@ def _document(index: int, message: ConversationMessage, has_tools: bool) -> dict
         raise bad_request(f"{path} is of a tool, but this model's chat template knows none: send text", "messages")
     content = message.content
     if isinstance(content, list):
-        content = "\n".join(_text(part, f"{path}.content[{place}]") for place, part in enumerate(content))
+        for place, part in enumerate(content):
+            if part.type != "text" or part.text is None:
+                kind = f"of type {shortened(part.type)}, which is not supported"
+                raise bad_request(f"{path}.content[{place}] is {kind}: send text", "messages")
+        content = "\n".join(part.text or "" for part in content)
     known = {
         "role": message.role, "content": content, "name": message.name, "tool_call_id": message.tool_call_id,
         "tool_calls": [_call(call, f"{path}.tool_calls[{place}]") for place, call in enumerate(message.tool_calls or ())] or None,
@@ -147,9 +145,3 @@ def _call(call: GivenCall, path: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise bad_request(f"{path}.function.arguments is no JSON object", "messages")
     return call.model_dump(exclude_unset=True) | {"function": {"name": call.function.name, "arguments": arguments}}
-
-
-def _text(part: ContentPart, path: str) -> str:
-    if part.type != "text" or part.text is None:
-        raise bad_request(f"{path} is of type {shortened(part.type)}, which is not supported: send text", "messages")
-    return part.text

@@ -50,10 +50,12 @@ UNSUPPORTED: Mapping[str, Collection[Any]] = {
 }  # fmt: skip
 
 
-class Body(BaseModel):
-    """The body of a request."""
+class Extensible(BaseModel):
+    model_config = ConfigDict(extra="allow")
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+class Body(Extensible):
+    """The body of a request."""
 
     model: str | None = Field(None, description="One of the names in /v1/models; null for the only model.")
 
@@ -63,10 +65,8 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = Field(None, description="Send the usage so far with every chunk.")
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Extensible):
     """``strict`` changes nothing: every answer follows its schema."""
-
-    model_config = ConfigDict(extra="allow")
 
     document: dict[str, Any] = Field(alias="schema")
     name: str | None = None
@@ -78,9 +78,7 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchema | None = Field(None, description="With the type json_schema.")
 
 
-class StructuredFields(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class StructuredFields(Extensible):
     document: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
     regex: str | None = None
     choice: Texts | None = Field(None, description="The answer is one of these.")
@@ -126,14 +124,6 @@ class GenerationBody(Body):
     def max_tokens_asked(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    @property
-    def includes_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def has_continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
     def refuse_unsupported(self) -> None:
         """Raises ApiError for what is known elsewhere and not here."""
         for name, value in (self.model_extra or {}).items():
@@ -154,9 +144,7 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = Field(None, description="Begin text as the model expects it. Default: true.")
 
 
-class ContentPart(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class ContentPart(Extensible):
     type: str
     text: str | None = None
 
@@ -166,18 +154,14 @@ class GivenFunction(BaseModel):
     arguments: str | dict[str, Any] = "{}"
 
 
-class GivenCall(BaseModel):
+class GivenCall(Extensible):
     """A call in a message that the client sends back."""
-
-    model_config = ConfigDict(extra="allow")
 
     function: GivenFunction
 
 
-class ConversationMessage(BaseModel):
+class ConversationMessage(Extensible):
     """One message of a conversation; further fields reach the chat template."""
-
-    model_config = ConfigDict(extra="allow")
 
     role: str
     content: str | Annotated[list[ContentPart], FirstMistake()] | None = None
@@ -186,18 +170,14 @@ class ConversationMessage(BaseModel):
     tool_call_id: str | None = None
 
 
-class Function(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class Function(Extensible):
     name: str = Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments. Default: there are none.")
     strict: bool | None = Field(None, description="Arguments follow their schema wherever tool_choice makes the model call.")
 
 
-class Tool(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
+class Tool(Extensible):
     type: Literal["function"]
     function: Function
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from msgspec.structs import asdict
 from sse_starlette import EventSourceResponse
 from sse_starlette.sse import AppStatus, SendTimeoutError
 from starlette.requests import Request
@@ -19,10 +20,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pipedec.core import Completion
+from pipedec.live.page import event
 from pipedec.server.answers import AnswerPart, Generations, TokenLogprob
 from pipedec.server.errors import CLIENT_CLOSED_REQUEST, api_error
-from pipedec.server.front import Front, ServerSettings
-from pipedec.server.observer import Generation
+from pipedec.server.front import Front, Generation, ServedRun, ServerSettings
 from pipedec.server.prompts import Prompt
 from pipedec.server.protocol import GenerationBody
 from pipedec.server.sampling import GenerationParams
@@ -34,18 +35,10 @@ AppStatus.disable_automatic_graceful_drain()  # a stream goes on while the serve
 
 
 class ResponseHead:
-    """The first fields of every document of a response.
-
-    Args:
-        prefix: of the id.
-        model: the served name that the client asked for.
-
-    Attributes:
-        started: when the request's body had arrived, in seconds of ``time.perf_counter``.
-    """
+    """The first fields of every document of a response; ``model`` is the served name that the client asked for."""
 
     def __init__(self, prefix: str, model: str) -> None:
-        self.started = time.perf_counter()
+        self.started = time.perf_counter()  # when the request's body had arrived
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self.model = model
         self._created = int(time.time())
@@ -55,17 +48,12 @@ class ResponseHead:
 
 
 class LogprobWriter:
-    """Writes the log-probabilities of one answer, piece by piece, in the two shapes of OpenAI's API.
-
-    Args:
-        most_probable: how many tokens to show besides the chosen one.
-        as_ids: show tokens as ``token_id:ID``.
-    """
+    """Writes the log-probabilities of one answer, piece by piece, in the two shapes of OpenAI's API."""
 
     def __init__(self, tokenizer: Tokenizer, most_probable: int, as_ids: bool) -> None:
         self._tokenizer = tokenizer
-        self._most_probable = most_probable
-        self._as_ids = as_ids
+        self._most_probable = most_probable  # how many tokens to show besides the chosen one
+        self._as_ids = as_ids  # show tokens as ``token_id:ID``
         self._offset = 0  # characters of the response's text before the next token
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -91,7 +79,6 @@ class LogprobWriter:
         }
 
     def chat(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """As ``/v1/chat/completions`` shows them."""
         return {
             "content": [
                 self._entry(token, known[token]) | {"top_logprobs": [self._entry(*one) for one in self._best(known)]}
@@ -113,16 +100,16 @@ class LogprobWriter:
 
 
 class ChoiceWriter(ABC):
-    """The shape of choices.
+    kind: str  # the ``object`` of a document
+    chunk_kind: str  # and of a chunk
+    num_dropped = 0  # tokens at the end of each answer that are not the client's
 
-    Attributes:
-        kind, chunk_kind: the ``object`` of a document, and of a chunk.
-        num_dropped: tokens at the end of each answer that are not the client's.
-    """
-
-    kind: str
-    chunk_kind: str
-    num_dropped = 0
+    def __init__(self, body: GenerationBody, most_probable: int | None, count: int, served: ServedRun) -> None:
+        """Writes ``count`` choices, with log-probabilities unless ``most_probable`` is None."""
+        self._has_logprobs = most_probable is not None
+        as_ids = bool(body.return_tokens_as_token_ids)
+        self._writers = [LogprobWriter(served.tokenizer, most_probable or 0, as_ids) for _ in range(count)]
+        self._has_begun = [False] * count
 
     @abstractmethod
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
@@ -131,6 +118,13 @@ class ChoiceWriter(ABC):
     @abstractmethod
     def chunk(self, part: AnswerPart) -> dict[str, Any] | None:
         """The choice for a part of an answer; None to send nothing yet."""
+
+
+def threads_of(answer: AnswerPart | Completion) -> dict[str, Any]:
+    """The field of a choice, if there are any threads."""
+    if isinstance(answer, Completion):
+        return {} if answer.threads is None else {"threads": answer.threads}
+    return {"threads": [asdict(news) for news in answer.threads]} if answer.threads else {}
 
 
 class _Counter:
@@ -204,31 +198,27 @@ async def _events(
     answers: Generations, body: GenerationBody, head: ResponseHead, writer: ChoiceWriter, counter: _Counter
 ) -> AsyncIterator[bytes]:
     """The chunks, then the usage if it is asked for. An error ends the stream with an event of its own."""
-    extra: dict[str, Any] = {"usage": None} if body.includes_usage else {}
+    options = body.stream_options
+    includes_usage = options is not None and options.include_usage
+    extra: dict[str, Any] = {"usage": None} if includes_usage else {}
     try:
         async for part in answers.parts():
             counter.count(part)
             choice = writer.chunk(part)
             if choice is not None:
-                usage = {"usage": counter.usage()} if body.has_continuous_usage else extra
-                yield _event(head.document(writer.chunk_kind, [choice]) | usage)
-        if body.includes_usage:
-            yield _event(head.document(writer.chunk_kind, []) | {"usage": counter.usage()})
+                usage = {"usage": counter.usage()} if options is not None and options.continuous_usage_stats else extra
+                yield event(head.document(writer.chunk_kind, [choice]) | usage)
+        if includes_usage:
+            yield event(head.document(writer.chunk_kind, []) | {"usage": counter.usage()})
     except Exception as error:
-        yield _event(api_error(error).body())
+        yield event(api_error(error).body())
     yield b"data: [DONE]\n\n"
-
-
-def _event(document: dict[str, Any]) -> bytes:
-    """Pure ASCII: some clients take further characters for ends of lines."""
-    return b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"
 
 
 class EventStream(EventSourceResponse):
     """A stream of ready-made events: sse-starlette pings, notices that the client goes away, and waits for no slow reader.
 
-    Args:
-        close: called when the stream is not read any more, whether it was begun or not, and however it ends.
+    ``close`` is called when the stream is not read any more, whether it was begun or not, and however it ends.
     """
 
     def __init__(self, events: AsyncIterator[bytes], settings: ServerSettings, close: Callable[[], None]) -> None:

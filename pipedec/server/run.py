@@ -14,20 +14,22 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import uvicorn
 from fastapi import FastAPI
+from msgspec import Meta
 
 from pipedec.client.async_client import AsyncClient
 from pipedec.cluster.place import RunAddress
 from pipedec.config.model import context_length
 from pipedec.core import PipedecError, SchedulerLost, UserError
+from pipedec.flags import Help
 from pipedec.server.defaults import SamplingDefaults
 from pipedec.server.front import Front, ServedRun
-from pipedec.server.listening import LimitedConnection
+from pipedec.server.listening import Address, LimitedConnection
 from pipedec.server.logs import log
 from pipedec.server.metrics import ServerMetrics
 from pipedec.text.tokenizer import Tokenizer
@@ -43,9 +45,8 @@ _ANNOUNCEMENT_BYTES = 1 << 16
 class ClusterEnded(Exception):
     """The cluster has ended, and has printed the reason on standard error.
 
-    Attributes:
-        status: exit status of its process, 0 if it was asked to stop; 128 + N if signal N ended it, as in a shell. Ctrl-C
-            may do so in the moment in which the process is started, before it has left the terminal's process group.
+    ``status`` is the exit status of its process, 0 if it was asked to stop; 128 + N if signal N ended it, as in a shell. Ctrl-C
+    may do so in the moment in which the process is started, before it has left the terminal's process group.
     """
 
     def __init__(self, returncode: int) -> None:
@@ -58,9 +59,7 @@ class ClusterProcess:
 
     The child runs in a session of its own, so that Ctrl-C does not take the cluster from answers that are still being finished.
     It ends with the *thread* that started it, however that ends: start it from the main thread, which runs the event loop.
-
-    Args:
-        arguments: of ``pipedec up``.
+    ``arguments`` are those of ``pipedec up``.
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
@@ -112,22 +111,12 @@ class ClusterProcess:
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """How the process runs.
-
-    Attributes:
-        tokenizer: directory of the tokenizer; None for the target's.
-        defaults: sampling parameters of requests that do not set them.
-        shutdown_timeout: seconds for running answers after the first signal.
-        timeout_keep_alive: seconds for which an idle connection is kept open.
-    """
-
-    tokenizer: Path | None = None
-    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    shutdown_timeout: float = 60.0
-    timeout_keep_alive: int = 75
-    ssl_keyfile: Path | None = None
-    ssl_certfile: Path | None = None
+class RunOptions(Address):
+    tokenizer: Annotated[Path | None, Help("Directory of the tokenizer (default: the target's).", "DIR")] = None
+    shutdown_timeout: Annotated[
+        float, Meta(ge=0), Help("Time for running answers to finish when the server is stopped.", "SECONDS")
+    ] = 60.0
+    timeout_keep_alive: Annotated[int, Meta(ge=0), Help("How long idle connections are kept open.", "SECONDS")] = 75
 
 
 class _Server(uvicorn.Server):
@@ -138,39 +127,19 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Signals:
-    """SIGTERM and Ctrl-C: the first one asks for an end in order, the second one for an end at once."""
-
-    def __init__(self) -> None:
-        self.first, self.second = asyncio.Event(), asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._arrived)
-
-    def _arrived(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
-
-
 class ServerProcess:
-    """An app, the socket on which it listens, and its cluster.
+    """An app, the socket on which it listens, and its cluster: one to start, or the address of one that runs.
 
-    Args:
-        cluster: one to start, or the address of one that runs.
-        on_ready: is called when requests are taken.
+    ``on_ready`` is called when requests are taken.
     """
 
     def __init__(
-        self,
-        app: FastAPI,
-        front: Front,
-        metrics: ServerMetrics,
-        listener: socket.socket,
-        cluster: ClusterProcess | RunAddress,
-        options: RunOptions,
-        on_ready: Callable[[], None],
-    ) -> None:
+        self, app: FastAPI, front: Front, metrics: ServerMetrics, listener: socket.socket,
+        cluster: ClusterProcess | RunAddress, options: RunOptions, defaults: SamplingDefaults, on_ready: Callable[[], None],
+    ) -> None:  # fmt: skip
         self._front, self._metrics, self._listener = front, metrics, listener
         self._own = cluster if isinstance(cluster, ClusterProcess) else None
-        self._cluster, self._options, self._on_ready = cluster, options, on_ready
+        self._cluster, self._options, self._defaults, self._on_ready = cluster, options, defaults, on_ready
         self._server = _Server(
             uvicorn.Config(
                 app, http=LimitedConnection, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
@@ -183,29 +152,43 @@ class ServerProcess:
     async def run(self) -> None:
         """Serve until a signal arrives or the cluster ends.
 
-        Raises:
-            ClusterEnded: our own cluster has failed, or could not start.
-            PipedecError: the cluster is lost; or a second signal has cut answers.
+        Raises ClusterEnded if our own cluster has failed, or could not start; PipedecError if the cluster is lost, or a second
+        signal has cut answers.
         """
-        signals = _Signals()
+        first_signal, second_signal = asyncio.Event(), asyncio.Event()  # asks for an end in order; for an end at once
+
+        def arrived() -> None:
+            (second_signal if first_signal.is_set() else first_signal).set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, arrived)
         http = asyncio.create_task(self._server.serve([self._listener]))
         life = asyncio.create_task(self._live())
         try:
-            await _first(life, http, asyncio.create_task(signals.first.wait()))
+            await _first(life, http, asyncio.create_task(first_signal.wait()))
             if life.done():
                 life.result()
             else:
-                await self._drain(life, signals)
+                await self._drain(life, second_signal)
         finally:
             life.cancel()
             await asyncio.wait([life])
-            await self._close(http, signals.second)
+            await self._close(http, second_signal)
 
     async def _live(self) -> None:
         """From the start of the cluster to its end. Raises as ``run``."""
         address = self._cluster if isinstance(self._cluster, RunAddress) else await self._cluster.start()
         client = self._client = await AsyncClient.connect(address.redis_url, address.run_id)
-        await self._attach(client)
+        description = client.description
+        directory = self._options.tokenizer or Path(description.target)
+        try:
+            tokenizer = await asyncio.to_thread(Tokenizer, directory)
+        except UserError as error:
+            raise UserError(f"{error}: give --tokenizer DIR, a directory with the target's tokenizer") from None
+        context = context_length(directory, description.settings.limits.max_model_len)
+        self._front.attach(ServedRun(client, tokenizer, description, context, self._defaults))
+        self._metrics.attach(client.status)
+        self._on_ready()
         while client.failure is None and not (self._own is not None and self._own.has_ended):
             await asyncio.sleep(_LOOK_SECONDS)
         reason = str(client.failure or "it has ended")
@@ -216,24 +199,12 @@ class ServerProcess:
         elif client.failure is not None:
             raise client.failure
 
-    async def _attach(self, client: AsyncClient) -> None:
-        description = client.description
-        directory = self._options.tokenizer or Path(description.target)
-        try:
-            tokenizer = await asyncio.to_thread(Tokenizer, directory)
-        except UserError as error:
-            raise UserError(f"{error}: give --tokenizer DIR, a directory with the target's tokenizer") from None
-        context = context_length(directory, description.settings.limits.max_model_len)
-        self._front.attach(ServedRun(client, tokenizer, description, context, self._options.defaults))
-        self._metrics.attach(client.status)
-        self._on_ready()
-
-    async def _drain(self, life: asyncio.Task[None], signals: _Signals) -> None:
+    async def _drain(self, life: asyncio.Task[None], second_signal: asyncio.Event) -> None:
         """Let running answers finish; end those that take too long, or all at the second signal."""
         log("draining", unfinished=self._front.unfinished)
         self._front.drain()
         finished = asyncio.create_task(self._until_finished())
-        second = asyncio.create_task(signals.second.wait())
+        second = asyncio.create_task(second_signal.wait())
         await _first(finished, second, life, seconds=self._options.shutdown_timeout)
         if life.done():
             life.result()
@@ -266,5 +237,4 @@ class ServerProcess:
 
 
 async def _first(*tasks: asyncio.Future[Any], seconds: float | None = None) -> None:
-    """Wait until one of the tasks has ended."""
     await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -31,21 +31,13 @@ _AS_THEY_ARE = (
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """The parameters of a body, besides its prompts.
+    """The parameters of a body, besides its prompts."""
 
-    Attributes:
-        sampling: of the first choice, but for ``max_tokens``.
-        context: of the model, in tokens.
-        max_tokens: None if the body does not say; 0 for the prompt alone.
-        default_max_tokens: if the body does not say; None for all that fits.
-        n: choices per prompt.
-    """
-
-    sampling: SamplingParams
-    context: int
-    max_tokens: int | None
-    default_max_tokens: int | None
-    n: int
+    sampling: SamplingParams  # of the first choice, but for ``max_tokens``
+    context: int  # of the model, in tokens
+    max_tokens: int | None  # None if it is not given; 0 for the prompt alone
+    default_max_tokens: int | None  # if it is not given; None for all that fits
+    n: int  # choices per prompt
     method: str | None
     options: Mapping[str, Any]
     dialect: Dialect | None
@@ -55,8 +47,7 @@ class GenerationParams:
     def requests(self, prompt: Sequence[int]) -> list[PromptRequest]:
         """One request for each choice, whose seed is one more than that of the choice before it.
 
-        Raises:
-            ApiError: prompt and answer do not fit into the context.
+        Raises ApiError if prompt and answer do not fit into the context.
         """
         room = self.context - len(prompt)
         max_tokens = max(1, min(room, self.default_max_tokens or room) if self.max_tokens is None else self.max_tokens)
@@ -83,10 +74,7 @@ async def asked_of(
 ) -> GenerationParams:  # fmt: skip
     """Read the parameters of a body. Raises ApiError, with the field, for values that are out of range or not supported.
 
-    Args:
-        logprobs: as in ``SamplingParams``.
-        echoes: the prompt is returned, too, with its log-probabilities if there are any.
-        structure: of every answer; None for free text.
+    ``echoes``: the prompt is returned, too, with its log-probabilities if there are any.
     """
     body.refuse_unsupported()
     if body.max_tokens_asked is not None and body.max_tokens_asked < (0 if echoes else 1):
@@ -107,13 +95,18 @@ async def asked_of(
 def _sampling(
     body: GenerationBody, served: ServedRun, logprobs: int | None, echoes: bool, structure: Structure | None
 ) -> SamplingParams:
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if len(stop) > MAX_STOPS:
+        raise bad_request(f"stop must have at most {MAX_STOPS} strings, not {len(stop)}", "stop")
+    if any(not 1 <= len(text) <= MAX_STOP_CHARACTERS or _SURROGATE.search(text) for text in stop):
+        raise bad_request(f"stop must be strings of 1 to {MAX_STOP_CHARACTERS} whole characters", "stop")
     given = {name: value for name in _AS_THEY_ARE if (value := getattr(body, name)) is not None}
     seed = body.seed
     if seed is not None and -_SEEDS // 2 <= seed < 0:
         seed += _SEEDS  # as in two's complement
     try:
         sampling = SamplingParams(
-            seed=seed, stop=_stop(body), logprobs=logprobs, prompt_logprobs=logprobs if echoes else None,
+            seed=seed, stop=stop, logprobs=logprobs, prompt_logprobs=logprobs if echoes else None,
             structured_outputs=None if structure is None else structure.outputs,
             **(served.defaults.values | given),
         )  # fmt: skip
@@ -125,15 +118,6 @@ def _sampling(
     if body.min_tokens and (not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids):
         raise bad_request("min_tokens is not supported: use ignore_eos without stop, or leave it out", "min_tokens")
     return sampling
-
-
-def _stop(body: GenerationBody) -> tuple[str, ...]:
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    if len(stop) > MAX_STOPS:
-        raise bad_request(f"stop must have at most {MAX_STOPS} strings, not {len(stop)}", "stop")
-    if any(not 1 <= len(text) <= MAX_STOP_CHARACTERS or _SURROGATE.search(text) for text in stop):
-        raise bad_request(f"stop must be strings of 1 to {MAX_STOP_CHARACTERS} whole characters", "stop")
-    return stop
 
 
 def _method(body: GenerationBody, description: RunDescription) -> str | None:

@@ -1,16 +1,32 @@
-"""The required form of an answer: from the fields of a body to a valid grammar. Knows OpenAI's and vLLM's names for it."""
+"""The required form of an answer, and the tools that it may call: from the fields of a body to a valid grammar, and from text to
+calls in OpenAI's shape.
+
+Knows OpenAI's and vLLM's names; how calls look in text is the business of ``text.tool_calls``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
+import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pipedec.core import StructuredOutputs, UserError
 from pipedec.grammar import check
 from pipedec.server.errors import ApiError, bad_request
-from pipedec.server.protocol import MAX_CHOICE_TEXTS, MAX_STRUCTURE_CHARACTERS, GenerationBody, StructuredFields
+from pipedec.server.protocol import (
+    MAX_CHOICE_TEXTS,
+    MAX_STRUCTURE_CHARACTERS,
+    MAX_TOOLS,
+    ChatBody,
+    GenerationBody,
+    NamedTool,
+    Tool,
+)
+from pipedec.text.tokenizer import Tokenizer
+from pipedec.text.tool_calls import PLAIN, CallPart, CallReader, ToolFormat, knows_tools, tool_format
 
 _OLDER = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 _CHANGES_NOTHING = "disable_any_whitespace"
@@ -18,16 +34,9 @@ _CHANGES_NOTHING = "disable_any_whitespace"
 
 @dataclass(frozen=True)
 class Structure:
-    """The required form of an answer.
-
-    Attributes:
-        field: of the body, that says so.
-        parts: schemas of which the outputs are made, and their places in the body.
-    """
-
     outputs: StructuredOutputs
-    field: str
-    parts: tuple[tuple[str, StructuredOutputs], ...] = ()
+    field: str  # of the body, that asks for it
+    parts: tuple[tuple[str, StructuredOutputs], ...] = ()  # schemas of which it is made, with their places in the body
 
 
 def structure_of(body: GenerationBody) -> Structure | None:
@@ -40,31 +49,26 @@ def structure_of(body: GenerationBody) -> Structure | None:
         if given.json_schema is None:
             raise bad_request("response_format.json_schema is missing", "response_format")
         wanted["response_format"] = {"json": given.json_schema.document}
-    if body.structured_outputs is not None and (kinds := _kinds(body.structured_outputs)):
-        wanted["structured_outputs"] = kinds
+    if (fields := body.structured_outputs) is not None:
+        others = [name for name, value in (fields.model_extra or {}).items() if value and name != _CHANGES_NOTHING]
+        if others:
+            problem = f"structured_outputs.{others[0]} is not supported by this server: leave it out"
+            raise bad_request(problem, "structured_outputs")
+        kinds: dict[str, Any] = {"json": fields.document, "json_object": fields.json_object or None}
+        kinds |= {name: getattr(fields, name) for name in ("regex", "choice", "grammar")}
+        if asked := {name: value for name, value in kinds.items() if value is not None}:
+            wanted["structured_outputs"] = asked
     for field, kind in _OLDER.items():
         if (value := getattr(body, field)) is not None:
             wanted[field] = {kind: value}
     if len(wanted) > 1:
         raise bad_request(f"give only one of {', '.join(wanted)}", list(wanted)[1])
-    for field, kinds in wanted.items():
+    for field, arguments in wanted.items():
         try:
-            return Structure(StructuredOutputs(**kinds), field)
+            return Structure(StructuredOutputs(**arguments), field)
         except UserError as error:
             raise refusal(error, field, field) from None
     return None
-
-
-def _kinds(given: StructuredFields) -> dict[str, Any]:
-    """Empty if the fields ask for nothing."""
-    others = [name for name, value in (given.model_extra or {}).items() if value and name != _CHANGES_NOTHING]
-    if others:
-        raise bad_request(f"structured_outputs.{others[0]} is not supported by this server: leave it out", "structured_outputs")
-    kinds = {
-        "json": given.document, "regex": given.regex, "choice": given.choice, "grammar": given.grammar,
-        "json_object": given.json_object or None,
-    }  # fmt: skip
-    return {name: value for name, value in kinds.items() if value is not None}
 
 
 async def require_possible(structure: Structure, body: GenerationBody) -> None:
@@ -90,3 +94,110 @@ def refusal(error: UserError, place: str, field: str) -> ApiError:
     """With the client's own name of the place."""
     text = str(error) if place == "structured_outputs" else re.sub(r"^structured_outputs\.\w+", place, str(error))
     return bad_request(text, field)
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    form: ToolFormat
+    names: frozenset[str]
+    shown: list[dict[str, Any]] | None  # the tools as the chat template gets them; None for a template that knows none
+    structure: Structure | None  # of an answer that must call; None if it need not
+    is_single: bool  # at most one call
+
+
+def tool_use_of(body: ChatBody, tokenizer: Tokenizer) -> ToolUse | None:
+    """None if the model may not call tools. Raises ApiError for tools that are invalid, or that its template cannot show."""
+    choice = body.tool_choice or "auto"
+    if not body.tools:
+        if choice in ("none", "auto"):
+            return None
+        raise bad_request("tool_choice needs tools to choose from", "tool_choice")
+    _check_tools(body, body.tools)
+    if choice == "none":
+        return None
+    has_template, advice = knows_tools(tokenizer.tool_template), "set tool_choice to required or to a function"
+    form = tool_format(tokenizer.tool_template)
+    if form is not None and tokenizer.token_id(form.begin.strip()) in tokenizer.all_special_ids:
+        form = None  # no text has the marks of calls
+    is_single = body.parallel_tool_calls is False or isinstance(choice, NamedTool)
+    if choice != "auto":
+        structure = _calls_only(body, form or PLAIN, is_single)
+    elif form is not None:
+        structure = None
+    elif has_template:
+        raise bad_request(f"how this model writes calls is not known here: {advice}", "tools")
+    else:
+        raise bad_request(f"this model's chat template knows no tools: {advice}, or leave tools out", "tools")
+    names = frozenset(tool.function.name for tool in body.tools)
+    return ToolUse(form or PLAIN, names, shown(body.tools) if has_template else None, structure, is_single)
+
+
+def shown(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The tools as they were given."""
+    return [tool.model_dump(exclude_unset=True) for tool in tools]
+
+
+def _check_tools(body: ChatBody, tools: Sequence[Tool]) -> None:
+    names = [tool.function.name for tool in tools]
+    if len(names) > MAX_TOOLS:
+        raise bad_request(f"tools must be at most {MAX_TOOLS}, not {len(names)}", "tools")
+    for index, tool in enumerate(tools):
+        if (tool.function.parameters or {}).get("type", "object") != "object":
+            raise bad_request(f"tools[{index}].function.parameters must be of the type object", "tools")
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise bad_request(f"tools has two functions {twice}: give each a name of its own", "tools")
+    if isinstance(body.tool_choice, NamedTool) and body.tool_choice.function.name not in names:
+        raise bad_request(f"tool_choice names {body.tool_choice.function.name[:64]!r}, which is none of the tools", "tool_choice")
+    if body.threads is not None:
+        raise bad_request("tools go without threads: leave one of them out", "tools")
+
+
+def _calls_only(body: ChatBody, form: ToolFormat, is_single: bool) -> Structure:
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+    parameters: dict[str, dict[str, Any] | None] = {}
+    parts = []
+    for index, function in enumerate(tool.function for tool in body.tools or ()):
+        if named not in (None, function.name):
+            continue
+        parameters[function.name] = function.parameters
+        if function.parameters:
+            place = f"tools[{index}].function.parameters"
+            try:
+                parts.append((place, StructuredOutputs(json=function.parameters)))
+            except UserError as error:
+                raise refusal(error, place, "tools") from None
+    return Structure(StructuredOutputs(grammar=form.grammar(parameters, is_single)), "tools", tuple(parts))
+
+
+class CallWriter:
+    """Writes the text and the calls of one answer, piece by piece."""
+
+    def __init__(self, use: ToolUse) -> None:
+        self._reader = CallReader(use.form, use.names)
+        self._is_single = use.is_single
+
+    @property
+    def has_called(self) -> bool:
+        return self._reader.num_calls > 0
+
+    def delta(self, text: str, is_last: bool) -> dict[str, Any]:
+        """``content`` and ``tool_calls`` of the next piece of the answer, as far as there are any."""
+        parts = self._reader.add(text) + (self._reader.finish() if is_last else [])
+        content = "".join(part for part in parts if isinstance(part, str))
+        calls: dict[int, dict[str, Any]] = {}
+        for part in parts:
+            if not isinstance(part, CallPart) or (self._is_single and part.index > 0):
+                continue
+            call = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
+            if part.name is not None:
+                call |= {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
+                call["function"] = {"name": part.name, "arguments": ""}
+            call["function"]["arguments"] += part.arguments
+        return ({"content": content} if content else {}) | ({"tool_calls": list(calls.values())} if calls else {})
+
+    def message(self, text: str) -> dict[str, Any]:
+        """``content`` and ``tool_calls`` of a whole answer."""
+        delta = self.delta(text, is_last=True)
+        calls = [{name: value for name, value in call.items() if name != "index"} for call in delta.get("tool_calls", ())]
+        content = delta.get("content", None if calls else "")
+        return {"content": content, "refusal": None} | ({"tool_calls": calls} if calls else {})

@@ -69,9 +69,6 @@ class Scripted:
     def start(self, progress: object) -> None:
         self.done.append("start")
 
-    def description(self) -> None:
-        return None
-
     def wait(self, turn: Callable[[], None]) -> None:
         turn()
         self.on_recovery(Recovery(1, (1,), "rank 1 was killed by SIGKILL", 0, 1))
@@ -98,7 +95,7 @@ class Interrupted:
 def test_a_cluster_whose_log_is_full_goes_on_and_ends_in_order(full: IO[str], monkeypatch: pytest.MonkeyPatch, ends: Any) -> None:
     monkeypatch.setattr(sys, "stderr", full)
     cluster: Any = Scripted(ends)
-    serve_cluster(cluster, {}, announce=lambda running, description: None)
+    serve_cluster(cluster, {}, for_parent=True)
     assert cluster.done == ["start", "recovered", "stop"]
 
 

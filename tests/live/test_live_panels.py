@@ -9,7 +9,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
-from pipedec.live.panels import panel, printable, screen, summary
+from pipedec.live.terminal import panel, printable, screen, summary
 from pipedec.live.view import RunView, ShownRun
 
 STATS = {

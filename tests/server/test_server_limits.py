@@ -20,9 +20,8 @@ from pipedec.config import Settings
 from pipedec.core import QueueFull, RankLost, UserError
 from pipedec.messages import RunDescription
 from pipedec.scheduler.protocol import RunStatus
-from pipedec.server.front import Front, ServedRun, ServerSettings
+from pipedec.server.front import Front, Generation, HttpExchange, Observer, ServedRun, ServerSettings
 from pipedec.server.middleware import BodyLimits
-from pipedec.server.observer import Generation, HttpExchange, Observer
 from pipedec.text.tokenizer import Tokenizer
 
 KEYS = ("first-key", "second-key")

@@ -18,8 +18,8 @@ from pipedec.core import Completion, SamplingParams, SchedulerLost
 from pipedec.core import Metrics as AnswerMetrics
 from pipedec.messages import Histogram, KVUsage, PromptRequest, Recovery, RunStats, StageStats
 from pipedec.scheduler.protocol import RunStatus
+from pipedec.server.front import Generation, HttpExchange
 from pipedec.server.metrics import ServerMetrics
-from pipedec.server.observer import Generation, HttpExchange
 
 MONITORING = Path(__file__).resolve().parents[2] / "monitoring"
 LABELS = {"model_name": "tiny", "engine": "0"}
