@@ -15,9 +15,8 @@ from pipedec.engine.build import resolve
 from pipedec.flags import Command, Help, given_values, option_fields, options_of, own_options, with_options
 from pipedec.train.bita import BitaRecipe, print_bita, train_bita
 from pipedec.train.continuations import invented_set
-from pipedec.train.draft import DraftRecipe, train_draft
+from pipedec.train.draft import DraftRecipe, DraftShape, train_draft
 from pipedec.train.measuring import print_draft
-from pipedec.train.new_draft import DraftShape
 from pipedec.train.options import (
     Compiled,
     DeviceFlags,

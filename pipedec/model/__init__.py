@@ -8,12 +8,12 @@ from pipedec.model.attention import LaneRows
 from pipedec.model.bita import BitaConfig, BitaWeights, checked_bita
 from pipedec.model.cache import KVCache, KVPool, KVShape
 from pipedec.model.captured_graphs import NewCapture, device_capture
-from pipedec.model.checkpoint import Checkpoint, load_transformers
 from pipedec.model.draft_vocabulary import DraftVocabulary
 from pipedec.model.flash_lanes import described_attention
 from pipedec.model.matrices import rounded
 from pipedec.model.stage_model import StageModel
 from pipedec.model.warm_up import FirstForward, Usual, warm_up
+from pipedec.model.weights import Checkpoint, load_transformers
 
 __all__ = [
     "BitaConfig", "BitaWeights", "Checkpoint", "DraftVocabulary", "FirstForward", "KVCache", "KVPool", "KVShape", "LaneRows",

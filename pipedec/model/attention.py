@@ -35,8 +35,7 @@ class LaneRows:
         prefill_length: for a chunk of the prompt, or of an answer that goes on, the number of tokens in the whole prompt.
         num_masks: number of mask rows, which are the last of the rows. Those after a chunk of the prompt attend to all of it and
             to each other causally, and are added to no level.
-        num_rows: R.
-        num_tokens: number of rows that are no masks.
+        num_tokens: number of the other rows.
 
     Raises:
         ValueError: there are no rows, the mask is not [rows, slots], or a chunk of the prompt follows tree rows.
@@ -130,19 +129,12 @@ def slots_of(lanes: Sequence[LaneRows]) -> slice | Tensor:
 
 @dataclass(frozen=True)
 class LayersShape:
-    """Shape and type of a stage's layers, as far as attention depends on them.
+    """Shape and type of a stage's layers, as far as attention depends on them."""
 
-    Attributes:
-        windows: their sliding windows, None for a layer without one.
-        group: G, query heads per key-value head.
-        hidden_size: E.
-        dtype: of activations, keys and values.
-    """
-
-    windows: tuple[int | None, ...]
-    group: int
-    hidden_size: int
-    dtype: torch.dtype
+    windows: tuple[int | None, ...]  # their sliding windows, None for a layer without one
+    group: int  # G, query heads per key-value head
+    hidden_size: int  # E
+    dtype: torch.dtype  # of activations, keys and values
 
 
 @dataclass(frozen=True)
@@ -178,24 +170,17 @@ class AttentionPlan:
 
     @classmethod
     def for_tree(
-        cls,
-        visibility: Visibility,
-        positions_R: Tensor,
-        windows: Iterable[int | None],
-        group: int,
-        dtype: torch.dtype,
-        prompt_length: int | None = None,
-    ) -> AttentionPlan:
+        cls, visibility: Visibility, positions_R: Tensor, windows: Iterable[int | None], group: int, dtype: torch.dtype,
+        num_prompt_slots: int = 0,
+    ) -> AttentionPlan:  # fmt: skip
         """For rows of prediction trees.
 
         Args:
             positions_R: int64 position ids of the rows.
-            windows: the sliding windows of the layers, None for a layer without one.
-            group: G.
-            prompt_length: for mask rows (BiTA): length Q of the learned prompt in front of the keys. It has no positions and is
-                in every window. None for ordinary rows.
+            num_prompt_slots: for mask rows (BiTA): length Q of the learned prompt in front of the keys, which has no positions
+                and is in every window.
         """
-        num_prompt_slots, shared, device = prompt_length or 0, visibility.shared, positions_R.device
+        shared, device = visibility.shared, positions_R.device
         biases: dict[int | None, Tensor | None] = {}
         for window in set(windows):
             seen = visibility.seen
@@ -222,13 +207,7 @@ class RowAttention(Protocol):
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """Rows of one request that share a plan: its ordinary rows or its mask rows.
-
-    Attributes:
-        rows: which rows of the forward.
-        plan: their masks.
-        reader: keys and values of each layer that they attend to.
-    """
+    """Rows of one request that share a plan, its ordinary rows or its mask rows, and the keys and values that they attend to."""
 
     rows: slice
     plan: AttentionPlan
@@ -255,11 +234,7 @@ class AttentionPart:
 
 
 class LaneAttention:
-    """Attention of a forward's rows, request by request.
-
-    Args:
-        lanes: whose rows follow each other in the forward. Their caches have room for them.
-    """
+    """Attention of a forward's rows, request by request. The caches have room for them."""
 
     def __init__(self, lanes: Sequence[LaneRows], shape: LayersShape) -> None:
         self._windows = shape.windows
@@ -311,17 +286,11 @@ def in_window(visibility: Visibility, positions_R: Tensor, window: int) -> Tenso
 
 @dataclass(frozen=True)
 class Rectangles:
-    """The rows of B requests, and the cache slots that they attend to, padded to the most rows M and slots N of any of them.
+    """The rows of B requests, and the cache slots that they attend to, padded to the most rows M and slots N of any of them."""
 
-    Attributes:
-        rows: int64 [B, M], indices into the forward's rows; filled up with a request's first row.
-        slots: int64 [B, N], slots of the pool; filled up with a request's first one.
-        order: int64 [T], the T rows without padding, as indices into [B · M].
-    """
-
-    rows: Tensor
-    slots: Tensor
-    order: Tensor
+    rows: Tensor  # int64 [B, M], indices into the forward's rows; filled up with a request's first row
+    slots: Tensor  # int64 [B, N], slots of the pool; filled up with a request's first one
+    order: Tensor  # int64 [T], the T rows without padding, as indices into [B · M]
 
     @classmethod
     def empty(cls, requests: int, most_rows: int, most_slots: int, rows: int) -> Rectangles:

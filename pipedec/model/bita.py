@@ -60,22 +60,15 @@ class BitaConfig(Record, frozen=True):
 
 @dataclass(frozen=True)
 class BitaWeights:
-    """The tensors that the layers of one stage need.
+    """The tensors that the layers of one stage need. The prompt has no positions, so its keys are not rotated."""
 
-    Attributes:
-        prompt: [L, 2, K, Q, D], keys and values of the learned prompt. It has no positions, so its keys are not rotated.
-        masks: [M, E], embeddings of the masks; used by the first stage.
-    """
-
-    prompt: Tensor
-    masks: Tensor
+    prompt: Tensor  # [L, 2, K, Q, D], keys and values of the learned prompt
+    masks: Tensor  # [M, E], embeddings of the masks; used by the first stage
 
     @classmethod
     def load(cls, directory: Path, config: ModelConfig, layers: range, dtype: torch.dtype, device: torch.device) -> BitaWeights:
-        """Read the tensors of ``layers`` only, for a target of the shape ``config``.
-
-        Raises:
-            UserError: the file is missing or truncated, or a shape does not match the BiTA's config and the target.
+        """Read the tensors of ``layers`` only, for a target of the shape ``config``. Raises UserError if the file is missing or
+        truncated, or a shape does not match the BiTA's config and the target.
         """
         path = directory / SINGLE_FILE
         bita = BitaConfig.from_directory(directory)
@@ -109,19 +102,12 @@ class BitaWeights:
     def num_masks(self) -> int:
         return len(self.masks)
 
-    @property
-    def num_parameters(self) -> int:
-        return self.prompt.numel() + self.masks.numel()
-
 
 def checked_bita(directory: Path, target: Path) -> BitaConfig:
     """Read a BiTA's config and check that its tensors fit and, if all of the target is here, that it was trained for ``target``.
-
-    Raises:
-        UserError: it cannot be read, or was trained for another target.
+    Raises UserError if it cannot be read, or was trained for another target.
     """
     config = BitaConfig.from_directory(directory)
-    model = ModelConfig.from_directory(target)
-    BitaWeights.load(directory, model, range(1), torch.float32, torch.device("cpu"))
+    BitaWeights.load(directory, ModelConfig.from_directory(target), range(1), torch.float32, torch.device("cpu"))
     check_trained_for(directory, target)
     return config

@@ -42,7 +42,6 @@ class KVPool:
         prompt: [L, 2, K, Q, D], keys and values of a learned prompt, for caches that are opened with it; or None.
 
     Attributes:
-        slots: for rows of requests.
         tensor: [L, 2, K, slots and more for the learned prompt and for padding, D]. It never moves in memory.
         prompt_slots: the learned prompt's slots, Q slots after those of requests.
         spare_slot: a slot that no request has, after all others: for padding rows of a forward.
@@ -123,10 +122,8 @@ class KVCache:
         with_prompt: the pool's learned prompt precedes slot 0.
 
     Attributes:
-        pool: the pool of its slots.
         prompt: the pool's slots of the learned prompt, Q or none.
         slots: number of rows that it can hold.
-        past_length: number of accepted rows.
         length: number of rows in both levels.
 
     Raises:

@@ -72,7 +72,6 @@ class CapturedGraphs:
             bucket: from ``bucket_of``.
             layers: computes hidden_RE from inputs, cosines and sines, slots to write in the pool, and the attention: always the
                 same function of tensors, which reads none of their values on the host.
-            inputs, cos_sin: of the rows.
 
         Raises:
             UserError: the graph cannot be captured.
@@ -81,23 +80,19 @@ class CapturedGraphs:
             shape = self._shape
             self._buffers = BucketBuffers(inputs, shape.windows, cos_sin[0].shape[1], shape.dtype)
             self._hidden_RE = torch.zeros(CAPTURED_ROWS, shape.hidden_size, dtype=shape.dtype, device=inputs.device)
-        known = self._graphs.get(bucket)
-        tensors = BucketTensors.of(bucket, self._buffers) if known is None else known[0]
+        tensors, replay = self._graphs.get(bucket) or (BucketTensors.of(bucket, self._buffers), None)
         tensors.fill(inputs, cos_sin, lanes, self.pool.spare_slot)
-        replay = self._capture(self._run_of(layers, tensors)) if known is None else known[1]
+        if replay is None:
+            pool, shape, output_RE = self.pool, self._shape, self._hidden_RE[: bucket.rows]
+
+            def run() -> None:
+                attention = tensors.attention(pool, shape.windows, shape.group)
+                output_RE.copy_(layers(tensors.inputs, (tensors.cos, tensors.sin), tensors.slots, pool, attention))
+
+            replay = self._capture(run)
+            self._graphs[bucket] = tensors, replay
         replay()
-        self._graphs[bucket] = tensors, replay
         return self._hidden_RE[: inputs.shape[0]].clone()
-
-    def _run_of(self, layers: Layers, tensors: BucketTensors) -> Run:
-        """The forward to capture: from the buffers to the output."""
-        shape, pool, output_RE = self._shape, self.pool, self._hidden_RE[: len(tensors.inputs)]
-
-        def run() -> None:
-            attention = tensors.attention(pool, shape.windows, shape.group)
-            output_RE.copy_(layers(tensors.inputs, (tensors.cos, tensors.sin), tensors.slots, pool, attention))
-
-        return run
 
 
 class CudaCapture:
@@ -134,18 +129,12 @@ def device_capture(device: torch.device) -> Capture | None:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The sizes of a forward, each rounded up to a power of two.
+    """The sizes of a forward, each rounded up to a power of two."""
 
-    Attributes:
-        rows: R, of all requests together.
-        requests: B.
-        most_rows, most_slots: M and N, of any request.
-    """
-
-    rows: int
-    requests: int
-    most_rows: int
-    most_slots: int
+    rows: int  # R, of all requests together
+    requests: int  # B
+    most_rows: int  # M, of any request
+    most_slots: int  # N, of any request
 
     @classmethod
     def of(cls, lanes: Sequence[LaneRows]) -> Bucket | None:
@@ -181,12 +170,8 @@ def usual_sizes(rows: int, slots: int) -> list[tuple[int, int]]:
 
 
 class BucketBuffers:
-    """The memory that all buckets of a stage share: one forward at a time. It is allocated once and never moves.
-
-    Args:
-        inputs: one row of the stage's input.
-        windows: the sliding windows of the layers.
-        head_dim: D.
+    """The memory that all buckets of a stage share: one forward at a time. It is allocated once, for rows like ``inputs``, and
+    never moves.
     """
 
     def __init__(self, inputs: Tensor, windows: Sequence[int | None], head_dim: int, dtype: torch.dtype) -> None:
@@ -203,7 +188,6 @@ class BucketTensors:
     """The inputs of a forward of one bucket: views of ``BucketBuffers``, so that its values change and its addresses do not.
 
     Attributes:
-        bucket: the sizes.
         inputs: int64 [R], or hidden_RE.
         cos, sin: [R, D].
         indices: int64, the memory of ``slots`` and ``rectangles``.
@@ -231,11 +215,22 @@ class BucketTensors:
         return cls(bucket, buffers.inputs[:rows], buffers.cos[:rows], buffers.sin[:rows], indices, slots, rectangles, seen)
 
     def fill(self, inputs: Tensor, cos_sin: tuple[Tensor, Tensor], lanes: Sequence[LaneRows], spare_slot: int) -> None:
-        """Enter the rows of a forward. Padding takes the ``spare_slot``, and overwrites leftovers of earlier forwards."""
+        """Enter the rows of a forward. Padding takes the ``spare_slot``, and overwrites leftovers of earlier forwards.
+
+        Indices are copied all at once, from other memory each time: the host does not wait for a device that still reads them.
+        """
         num_rows = sum(lane.num_rows for lane in lanes)
         for target, source in zip((self.inputs, self.cos, self.sin), (inputs, *cos_sin), strict=True):
             target[:num_rows].copy_(source)
-        self._fill_indices(lanes, spare_slot)
+        host = torch.zeros(len(self.indices), dtype=torch.int64, pin_memory=self.indices.device.type == "cuda")
+        slots, rectangles = _split(host, self.bucket)
+        slots.fill_(spare_slot)
+        starts = accumulate((lane.num_rows for lane in lanes), initial=0)
+        rows = [range(start, start + lane.num_rows) for start, lane in zip(starts, lanes, strict=False)]
+        for own, lane in zip(rows, lanes, strict=True):
+            fill_indices(slots[own.start : own.stop], lane.cache.next_slots(lane.num_rows))
+        rectangles.fill(rows, [lane.slots() for lane in lanes])
+        self.indices.copy_(host, non_blocking=True)
         for window, seen_BMN in self.seen.items():
             seen_BMN.zero_()
             for lane, seen_MN in zip(lanes, seen_BMN, strict=False):
@@ -248,19 +243,6 @@ class BucketTensors:
             bias_BMN = torch.zeros_like(seen_BMN, dtype=pool.tensor.dtype).masked_fill_(~seen_BMN, -torch.inf)
             biases[window] = bias_BMN.repeat_interleave(group, 1)[:, None]
         return RectangleAttention(self.rectangles, pool, windows, biases)
-
-    def _fill_indices(self, lanes: Sequence[LaneRows], spare_slot: int) -> None:
-        """Copy all at once: the host does not wait for a device that still reads the previous ones."""
-        device = self.indices.device
-        host = torch.zeros(len(self.indices), dtype=torch.int64, pin_memory=device.type == "cuda")
-        slots, rectangles = _split(host, self.bucket)
-        slots.fill_(spare_slot)
-        starts = accumulate((lane.num_rows for lane in lanes), initial=0)
-        rows = [range(start, start + lane.num_rows) for start, lane in zip(starts, lanes, strict=False)]
-        for own, lane in zip(rows, lanes, strict=True):
-            fill_indices(slots[own.start : own.stop], lane.cache.next_slots(lane.num_rows))
-        rectangles.fill(rows, [lane.slots() for lane in lanes])
-        self.indices.copy_(host, non_blocking=True)
 
 
 class RectangleAttention:

@@ -20,17 +20,11 @@ from pipedec.core import UserError
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """A draft's token 0 stands for every token that the draft does not know.
+    """A draft's token 0 stands for every token that the draft does not know."""
 
-    Attributes:
-        tokens: int64 [D], the target's token for each of the draft's; −1 for the first one.
-        draft_ids: int64 [V], the draft's token for each of the target's.
-        of: the digest of the target's vocabulary (see ``text.prompt.vocabulary_digest``).
-    """
-
-    tokens: Tensor
-    draft_ids: Tensor
-    of: str
+    tokens: Tensor  # int64 [D], the target's token for each of the draft's; −1 for the first one
+    draft_ids: Tensor  # int64 [V], the draft's token for each of the target's
+    of: str  # the digest of the target's vocabulary (see ``text.prompt.vocabulary_digest``)
 
     @classmethod
     def create(cls, tokens: Tensor, vocab_size: int, of: str) -> DraftVocabulary:

@@ -62,21 +62,14 @@ class FlashLaneAttention:
 
 @dataclass(frozen=True)
 class PagedRows:
-    """Rows of some requests that attend to the first slots of their caches, for a kernel that reads these block by block.
+    """Rows of some requests that attend to the first slots of their caches, for a kernel that reads these block by block."""
 
-    Attributes:
-        rows: int64 [T], indices into the forward's rows, request by request.
-        first_rows, first_slots: int32 [B + 1], where each request's rows and slots begin if they are counted one after the other.
-        most_rows, most_slots: of any request.
-        block_table: int32 [B, blocks], the pool's blocks of each request; filled up with its first one.
-    """
-
-    rows: Tensor
-    first_rows: Tensor
-    first_slots: Tensor
-    most_rows: int
+    rows: Tensor  # int64 [T], indices into the forward's rows, request by request
+    first_rows: Tensor  # int32 [B + 1], where each request's rows begin if they are counted one after the other
+    first_slots: Tensor  # int32 [B + 1], the same of slots
+    most_rows: int  # of any request
     most_slots: int
-    block_table: Tensor
+    block_table: Tensor  # int32 [B, blocks], the pool's blocks of each request; filled up with its first one
 
     @classmethod
     def of(cls, placed: Sequence[Placed], num_slots: Sequence[int]) -> PagedRows:
@@ -87,49 +80,31 @@ class PagedRows:
         blocks = [lane.cache.blocks(count) for (lane, _), count in zip(placed, num_slots, strict=True)]
         return cls(
             to_device(torch.tensor([row for lane, first in placed for row in range(first, first + lane.num_tokens)]), device),
-            _int32([*accumulate(counts, initial=0)], device),
-            _int32([*accumulate(num_slots, initial=0)], device),
-            max(counts),
-            max(num_slots),
-            _int32([[*own, *[own[0]] * (width - len(own))] for own in blocks], device),
-        )
+            _int32([*accumulate(counts, initial=0)], device), _int32([*accumulate(num_slots, initial=0)], device),
+            max(counts), max(num_slots), _int32([[*own, *[own[0]] * (width - len(own))] for own in blocks], device),
+        )  # fmt: skip
 
     def attend(
         self, kernel: Any, q_RHD: Tensor, key_pages: Tensor, value_pages: Tensor, is_causal: bool, window: int | None
     ) -> tuple[Tensor, Tensor]:
         """out_THD, lse_TH. A causal mask is aligned to each request's last slot, as chunks after a past need.
 
-        Args:
-            kernel: as of ``FlashLaneAttention``.
-            key_pages, value_pages: [blocks of the pool, block, K, D].
+        ``key_pages``, ``value_pages``: [blocks of the pool, block, K, D].
         """
         out_THD, lse_HT, _ = kernel(
-            q_RHD[self.rows],
-            key_pages,
-            value_pages,
-            self.first_rows,
-            self.first_slots,
-            self.most_rows,
-            self.most_slots,
-            causal=is_causal,
-            window_size=(-1, -1) if window is None else (window - 1, 0),
-            return_attn_probs=True,
+            q_RHD[self.rows], key_pages, value_pages, self.first_rows, self.first_slots, self.most_rows, self.most_slots,
+            causal=is_causal, window_size=(-1, -1) if window is None else (window - 1, 0), return_attn_probs=True,
             block_table=self.block_table,
-        )
+        )  # fmt: skip
         return out_THD, lse_HT.transpose(0, 1)
 
 
 @dataclass(frozen=True)
 class TreeRows:
-    """Rows of some requests' trees, and the slots after those that all rows of a request see, padded to rectangles.
-
-    Attributes:
-        rectangles: where they are.
-        bias: [B, 1, M·G, N], 0 or −inf, for the folded queries.
-    """
+    """Rows of some requests' trees, and the slots after those that all rows of a request see, padded to rectangles."""
 
     rectangles: Rectangles
-    bias: Tensor
+    bias: Tensor  # [B, 1, M·G, N], 0 or −inf, for the folded queries
 
     @classmethod
     def of(cls, placed: Sequence[Placed], group: int, dtype: torch.dtype) -> TreeRows:

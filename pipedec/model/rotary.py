@@ -25,7 +25,6 @@ class Rotary:
     Args:
         config: the model's shape; its ``rope`` determines the frequencies.
         dtype: dtype of the returned cosines and sines. They are computed in float32, as in transformers.
-        device: device of the rows.
 
     Attributes:
         depends_on_length: whether the frequencies of a row depend on a sequence length.
@@ -65,26 +64,24 @@ class Rotary:
         when decoding token by token), and for a row of the prompt those of the whole prompt's length.
 
         Args:
-            positions_R: int64 position ids.
             lengths_R: int64, the length whose frequencies each row uses. None if the type does not depend on it.
 
         Returns:
             cos_RD, sin_RD. The first half of the sines is negated, which saves ``rotate`` a negation per layer.
         """
-        frequencies = self._frequencies_D if lengths_R is None else self._row_frequencies(lengths_R)
+        if lengths_R is None:
+            frequencies = self._frequencies_D
+        elif self.rope_type == "longrope":
+            is_long_R1 = (lengths_R > self._original_length)[:, None]
+            frequencies = torch.where(is_long_R1, self._long_frequencies_D, self._frequencies_D)
+        else:
+            lengths, which_R = lengths_R.unique(return_inverse=True)
+            frequencies = torch.stack([self._of_length(length) for length in lengths.tolist()])[which_R]
         angles_RD = positions_R[:, None].float() * frequencies
         cos_RD, sin_RD = angles_RD.cos(), angles_RD.sin()
         if self._scaling != 1.0:
             cos_RD, sin_RD = cos_RD * self._scaling, sin_RD * self._scaling
         return cos_RD.to(self._dtype), sin_RD.to(self._dtype)
-
-    def _row_frequencies(self, lengths_R: Tensor) -> Tensor:
-        """Frequencies of a type that depends on the length, [R, D]."""
-        if self.rope_type == "longrope":
-            is_long_R1 = (lengths_R > self._original_length)[:, None]
-            return torch.where(is_long_R1, self._long_frequencies_D, self._frequencies_D)
-        lengths, which_R = lengths_R.unique(return_inverse=True)
-        return torch.stack([self._of_length(length) for length in lengths.tolist()])[which_R]
 
     def _frequencies_of(self, length: int) -> Tensor:
         """Frequencies of one length, [D]. One length at a time, so that their last bits do not depend on a row's company."""

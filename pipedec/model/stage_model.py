@@ -21,11 +21,10 @@ from pipedec.model.attention import LaneAttention, LaneRows, LayersShape, RowAtt
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import KVPool, KVShape
 from pipedec.model.captured_graphs import Capture, CapturedGraphs, CosSin
-from pipedec.model.checkpoint import Checkpoint
 from pipedec.model.flash_lanes import FlashLaneAttention, flash_kernel
 from pipedec.model.matrices import Int8Matrix, Matrix, linear
 from pipedec.model.rotary import Rotary, rotate
-from pipedec.model.weights import StageWeights
+from pipedec.model.weights import Checkpoint, StageWeights
 from pipedec.tree import is_mask
 
 PADDED_ROWS = 16  # see ``StageModel.pad_rows``
@@ -36,8 +35,7 @@ class StageModel:
 
     Attributes:
         config: shape of the whole model.
-        layers: the layers of this stage.
-        weights: theirs, and those of embedding, final norm and head.
+        weights: of the stage's layers, embedding, final norm and head.
         is_first: whether the stage holds the embedding.
         is_last: whether the stage holds the final norm and the head.
         pad_rows: pad matrix products to ``PADDED_ROWS`` rows. Where a row of a product of at least that many does not depend on
@@ -57,12 +55,7 @@ class StageModel:
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layers: range,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        quantize: str | None = None,
+        self, config: ModelConfig, layers: range, dtype: torch.dtype, device: torch.device | str, quantize: str | None = None
     ) -> None:
         if not 0 <= layers.start < layers.stop <= config.num_layers or layers.step != 1:
             raise UserError(f"layers {layers.start} to {layers.stop - 1} do not exist in a model of {config.num_layers} layers")
@@ -86,15 +79,9 @@ class StageModel:
 
     @classmethod
     def load(
-        cls,
-        directory: str | Path,
-        layers: range,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        config: ModelConfig | None = None,
-        progress: Callable[[int, int], None] | None = None,
-        quantize: str | None = None,
-    ) -> StageModel:
+        cls, directory: str | Path, layers: range, dtype: torch.dtype, device: torch.device | str,
+        config: ModelConfig | None = None, progress: Callable[[int, int], None] | None = None, quantize: str | None = None,
+    ) -> StageModel:  # fmt: skip
         """Read one stage from a Hugging Face checkpoint: only its own tensors, one at a time, quantized as they are read.
 
         Args:
@@ -104,9 +91,8 @@ class StageModel:
         Raises:
             UserError: the checkpoint is unsupported, incomplete or damaged, or does not have these layers.
         """
-        config = config or ModelConfig.from_directory(directory)
         checkpoint = Checkpoint(directory)
-        stage = cls(config, layers, dtype, device, quantize)
+        stage = cls(config or ModelConfig.from_directory(directory), layers, dtype, device, quantize)
         stage.weights.read(checkpoint, progress or (lambda *_: None))
         return stage
 
@@ -156,10 +142,14 @@ class StageModel:
         pool = lanes[0].cache.pool
         lengths_R = torch.cat([lane.lengths() for lane in lanes]) if self._rotary.depends_on_length else None
         cos_sin = self._rotary.cos_sin(torch.cat([lane.positions for lane in lanes]), lengths_R)
-        graphs = None if self.capture is None else self._graphs_in(pool, self.capture)
-        bucket = None if graphs is None else graphs.bucket_of(lanes)
-        if graphs is not None and bucket is not None:
-            hidden_RE = graphs.forward(bucket, self._computed, inputs, cos_sin, lanes)
+        bucket = None
+        if self.capture is not None:
+            if self._graphs is None or self._graphs.pool is not pool:  # graphs contain the addresses of their pool
+                self._graphs = CapturedGraphs(self._shape, pool, self.capture)
+            self._graphs.turn = self.capture_turn
+            bucket = self._graphs.bucket_of(lanes)
+        if self._graphs is not None and bucket is not None:
+            hidden_RE = self._graphs.forward(bucket, self._computed, inputs, cos_sin, lanes)
         elif self.flash is not None:
             attention: RowAttention = FlashLaneAttention(lanes, self._shape, self.flash)
             hidden_RE = self._computed(inputs, cos_sin, slots_of(lanes), pool, attention)
@@ -171,11 +161,7 @@ class StageModel:
 
     @torch.inference_mode()
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Final norm and head, as float32 [R, V] (float64 stays float64).
-
-        Raises:
-            ValueError: this stage is not the last one.
-        """
+        """Final norm and head, as float32 [R, V] (float64 stays float64). Raises ValueError unless this is the last stage."""
         norm_E, head_VE = self.weights.final_norm_E, self.weights.head_VE
         if norm_E is None or head_VE is None:
             raise ValueError(f"layers {self.layers.start} to {self.layers.stop - 1} have no head: only the last stage does")
@@ -186,10 +172,7 @@ class StageModel:
     def _computed(self, inputs: Tensor, cos_sin: CosSin, slots: slice | Tensor, pool: KVPool, attention: RowAttention) -> Tensor:
         """All layers, hidden_RE. A function of tensors that reads none of their values on the host, so it can be captured.
 
-        Args:
-            cos_sin: cos_RD, sin_RD.
-            slots: of the pool, to which keys and values are written.
-            attention: of these rows.
+        Keys and values are written to ``slots`` of the pool. ``cos_sin``: cos_RD, sin_RD.
         """
         heads, kv_heads, head_dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         product = _padded_linear if self.pad_rows else linear
@@ -230,13 +213,6 @@ class StageModel:
             return functional.rms_norm(values, weight.shape, weight, self.config.rms_norm_eps)
         normed = functional.rms_norm(values.float(), weight.shape, eps=self.config.rms_norm_eps)
         return normed.to(self.dtype) * weight
-
-    def _graphs_in(self, pool: KVPool, capture: Capture) -> CapturedGraphs:
-        """The graphs of forwards in this pool, whose addresses they contain."""
-        if self._graphs is None or self._graphs.pool is not pool:
-            self._graphs = CapturedGraphs(self._shape, pool, capture)
-        self._graphs.turn = self.capture_turn
-        return self._graphs
 
 
 def _padded_linear(rows: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:

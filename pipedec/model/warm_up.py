@@ -29,31 +29,20 @@ _TURNS = 16  # of models, each of which captures new buckets only in its own
 
 @dataclass(frozen=True)
 class Usual:
-    """The usual size of requests to a model.
+    """The usual size of requests to a model."""
 
-    Attributes:
-        rows: maximum rows that enter together.
-        context: maximum tokens of a prompt and its answer.
-    """
-
-    rows: int
-    context: int
+    rows: int  # maximum that enter together
+    context: int  # maximum tokens of a prompt and its answer
 
 
 @dataclass(frozen=True)
 class FirstForward:
-    """A forward of rows of one request: of a tree, or of a prompt.
+    """A forward of rows of one request: of a tree, or of a prompt."""
 
-    Attributes:
-        rows: including masks.
-        slots: that the rows attend to, including their own.
-        masks: how many of the rows are masks, the last ones.
-    """
-
-    rows: int
-    slots: int
+    rows: int  # including masks
+    slots: int  # that the rows attend to, including their own
     is_prompt: bool = False
-    masks: int = 0
+    masks: int = 0  # how many of the rows are masks, the last ones
 
     @property
     def num_judged(self) -> int:
@@ -80,13 +69,9 @@ class FirstForward:
 
 
 def warm_up(
-    model: StageModel,
-    pool: KVPool,
-    usual: Usual,
-    use: Callable[[FirstForward, Tensor], None],
-    progress: Callable[[int, int], None],
-    turn: int = 0,
-) -> None:
+    model: StageModel, pool: KVPool, usual: Usual, use: Callable[[FirstForward, Tensor], None],
+    progress: Callable[[int, int], None], turn: int = 0,
+) -> None:  # fmt: skip
     """Compute forwards of every usual kind and size, the captured ones the largest first, since their graphs share memory.
 
     Afterwards ``model`` captures new buckets only in its turn, one forward in 16: if a new bucket passes several models, the
@@ -96,7 +81,6 @@ def warm_up(
         pool: no request may have slots in it.
         use: processes the rows of a forward, hidden_RE, and waits until the device has computed it.
         progress: called with the number of forwards computed, and their total: before each, and at the end.
-        turn: of this model.
     """
     is_captured = model.capture is not None
     if not is_captured and model.device.type == "cpu":

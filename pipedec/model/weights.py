@@ -1,21 +1,149 @@
-"""The weights of one stage: their list, and how they are read from a checkpoint, quantized and packed.
+"""The weights of a checkpoint, in safetensors files or a GGUF file, and of one stage: which tensors it needs, reading only
+those, and how they are quantized and packed as they are read.
 
-Knows no activations. Shapes as in ``stage_model``.
+Knows no activations. ``load_transformers`` makes the model of transformers: to train, to learn from, to compare with. Shapes as
+in ``stage_model``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count, groupby
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipedec.checkpoints.parts import EMBEDDING, FINAL_NORM
+from pipedec.checkpoints import LayerSpan, TensorFiles, span_shapes
+from pipedec.checkpoints.parts import EMBEDDING, FINAL_NORM, HEAD, head_name
 from pipedec.config import ModelConfig
-from pipedec.model.checkpoint import Checkpoint
+from pipedec.core import UserError
+from pipedec.gguf import is_gguf, model_files
 from pipedec.model.matrices import EMPTY_MATRICES, Int8Matrix, Matrix, QuantizedMatrix, pack, pays
+
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+CHUNK = 1 << 20  # values that are de-quantised at once
+
+Shape = tuple[int, ...]
+
+
+class Checkpoint:
+    """The tensors of a checkpoint. Only the headers of the files that are here are read.
+
+    Args:
+        model: the directory of a Hugging Face checkpoint, or a GGUF file.
+
+    Raises:
+        UserError: as ``TensorFiles``.
+    """
+
+    def __init__(self, model: str | Path) -> None:
+        self._files = TensorFiles(model)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files.file_of
+
+    def expected_shapes(self, config: ModelConfig, layers: range, first: bool, last: bool) -> dict[str, Shape]:
+        """Name and shape of every tensor that a stage needs, in the order of the model.
+
+        The first stage holds the embedding, the last one the final norm and the head. If the head is tied and the checkpoint has
+        no tensor for it, the last stage needs the embedding.
+        """
+        return span_shapes(config, LayerSpan(layers, first, last), self._files.file_of)
+
+    def head_name(self, config: ModelConfig) -> str:
+        """Name of the head's tensor: the embedding if the config ties them and the checkpoint has no separate head."""
+        return head_name(config, self._files.file_of)
+
+    def check_complete(self, config: ModelConfig, is_part: bool = False) -> None:
+        """Check that the checkpoint holds every tensor of the model with its shape, and no others.
+
+        Args:
+            is_part: whether files may be missing; their tensors are then checked by name alone.
+
+        Raises:
+            UserError: a tensor is missing, has the wrong shape or dtype, or is not part of the model.
+        """
+        files = self._files
+        expected = self.expected_shapes(config, range(config.num_layers), first=True, last=True)
+        elsewhere = files.file_of.keys() - files.places.keys() if is_part else set()
+        for name, shape in expected.items():
+            if name not in elsewhere:
+                self.check_tensor(name, shape)
+        for name in files.file_of:
+            if name not in expected and not name.endswith(".rotary_emb.inv_freq"):
+                raise UserError(
+                    f"{files.file_of[name]}: tensor {name} is not part of this {config.model_type} model: "
+                    "config.json and the weights do not belong together"
+                )
+
+    def check_tensor(self, name: str, shape: Shape) -> None:
+        """Raises UserError, with the expected and actual shape, unless the checkpoint has such a floating-point tensor."""
+        self._files.check_here([name])
+        place = self._files.places[name]
+        if self._files.gguf is None and place.dtype not in FLOAT_DTYPES:
+            raise UserError(f"{place.file}: tensor {name} has dtype {place.dtype}; use an unquantized checkpoint")
+        if place.shape != shape:
+            raise UserError(f"{place.file}: tensor {name} has shape {list(place.shape)}, but config.json asks for {list(shape)}")
+
+    def read_into(self, targets: Mapping[str, Matrix], progress: Callable[[], None] | None = None) -> None:
+        """Copy tensors to their destinations (which may be views), converting to their dtype and device.
+
+        The file is mapped again for every tensor, so that apart from the targets at most one tensor is resident; of a GGUF file
+        at most some of its rows.
+
+        Args:
+            targets: by name; their shapes are the expected ones.
+            progress: called after each tensor.
+
+        Raises:
+            UserError: a tensor is missing, or has the wrong shape or dtype.
+        """
+        for name, target in targets.items():
+            self.check_tensor(name, tuple(target.shape))
+        for name, target in targets.items():
+            self._copy(name, target)
+            if progress is not None:
+                progress()
+
+    def _copy(self, name: str, target: Matrix) -> None:
+        file, index = self._files.file_of[name], self._files.gguf
+        if index is None:
+            try:
+                with safe_open(str(file), framework="pt") as opened:
+                    target.copy_(opened.get_tensor(name))
+            except SafetensorError as error:
+                raise UserError(f"{file} is not a whole safetensors file ({error}); download it again") from None
+        elif len(target.shape) == 1:
+            target.copy_(torch.from_numpy(index.read(name)))
+        else:
+            rows = max(CHUNK // target.shape[1], 1)
+            for first in range(0, target.shape[0], rows):
+                target[first : first + rows].copy_(torch.from_numpy(index.read(name, first, first + rows)))
+
+
+@torch.no_grad()
+def load_transformers(model: Path, dtype: torch.dtype, device: torch.device | str = "cpu", **options: Any) -> Any:
+    """A causal language model, not in training mode.
+
+    Args:
+        model: the directory of a checkpoint, or a GGUF file, which is de-quantised.
+        options: for ``from_pretrained`` or ``from_config``.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    if not is_gguf(model):
+        return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True, **options).to(device).eval()
+    directory = model_files(model)
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype, **options)
+    checkpoint = Checkpoint(model)
+    checkpoint.read_into({name: tensor for name, tensor in made.state_dict().items() if name != HEAD or HEAD in checkpoint})
+    made.tie_weights()
+    made.generation_config = GenerationConfig.from_pretrained(directory)
+    return made.to(device).eval()
 
 
 @dataclass(frozen=True)
@@ -40,25 +168,18 @@ class StageWeights:
     """The weights of consecutive layers, and those before or after them; not initialized until they are read.
 
     Attributes:
-        layers: by layer.
         embedding_VE: on the first stage, else None.
         final_norm_E, head_VE: on the last stage, else None.
 
-    Args:
-        layers, dtype, quantize: as of ``StageModel``.
-
     Raises:
-        UserError: the sizes of the matrices do not allow ``quantize``.
+        UserError: the sizes of the matrices do not allow ``quantize`` (see ``StageModel``).
     """
 
     def __init__(
         self, config: ModelConfig, layers: range, dtype: torch.dtype, device: torch.device, quantize: str | None = None
     ) -> None:
-        self._config = config
-        self._numbers = layers
-        self._dtype = dtype
-        self._device = device
-        self._quantize = quantize
+        self._config, self._numbers = config, layers
+        self._dtype, self._device, self._quantize = dtype, device, quantize
         self.layers = [self._empty_layer() for _ in layers]
         is_last = layers.stop == config.num_layers
         self.embedding_VE = self._empty_table() if layers.start == 0 else None
@@ -71,15 +192,10 @@ class StageWeights:
         return sum({id(tensor): tensor.nbytes for tensor in self._tensors()}.values())
 
     def read(self, checkpoint: Checkpoint, progress: Callable[[int, int], None]) -> None:
-        """Read them, one tensor at a time, quantized as they are read.
+        """Read them, one tensor at a time, quantized as they are read. Raises UserError for an incomplete or damaged checkpoint.
 
-        A layer's matrices are packed as soon as they are complete, and the next ones read in their place.
-
-        Args:
-            progress: called with (tensors read, tensors in total) after each tensor.
-
-        Raises:
-            UserError: the checkpoint is incomplete or damaged.
+        A layer's matrices are packed as soon as they are complete, and the next ones read in their place. ``progress`` is called
+        with (tensors read, tensors in total) after each tensor.
         """
         head_name, is_first, is_last = checkpoint.head_name(self._config), self.embedding_VE is not None, self.head_VE is not None
         if is_first and is_last and head_name == EMBEDDING:
@@ -88,7 +204,11 @@ class StageWeights:
         read, matrices = count(1), dict[str, Tensor]()
         for layer, group in groupby(names, _layer_of):
             weights = None if layer is None else replace(self.layers[layer - self._numbers.start], **matrices)
-            targets = self._edge_targets(head_name) if weights is None else self._layer_targets(f"model.layers.{layer}.", weights)
+            if weights is None:
+                edges = ((EMBEDDING, self.embedding_VE), (FINAL_NORM, self.final_norm_E), (head_name, self.head_VE))
+                targets: dict[str, Matrix] = {name: weight for name, weight in edges if weight is not None}
+            else:
+                targets = self._layer_targets(f"model.layers.{layer}.", weights)
             checkpoint.read_into({name: targets[name] for name in group}, lambda: progress(next(read), len(names)))
             if layer is not None and weights is not None:
                 matrices = _packable(weights)
@@ -150,16 +270,6 @@ class StageWeights:
             down_weight=self._empty_matrix(hidden, inner),
             down_bias=self._empty(hidden) if config.mlp_bias else None,
         )
-
-    def _edge_targets(self, head_name: str) -> dict[str, Matrix]:
-        """The destinations of the checkpoint's tensors that belong to no layer."""
-        targets: dict[str, Matrix] = {}
-        if self.final_norm_E is not None and self.head_VE is not None:
-            targets[FINAL_NORM] = self.final_norm_E
-            targets[head_name] = self.head_VE
-        if self.embedding_VE is not None:
-            targets[EMBEDDING] = self.embedding_VE
-        return targets
 
     def _layer_targets(self, prefix: str, weights: LayerWeights) -> dict[str, Matrix]:
         """The destination of every tensor of a layer: a weight, or a slice of a fused one."""

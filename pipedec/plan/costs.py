@@ -28,16 +28,13 @@ PREFILL_ROWS = 512  # rows of prompts that enter at a timestep, at the most
 
 @dataclass(frozen=True)
 class RankTiming:
-    """Compute and transfer times of one rank, by the data sheets of its device and link.
-
-    Attributes:
-        link: the connection to the next rank; from the last stage, to rank 0.
-        row_bytes: bytes sent for one row: ids, and activations from a stage; 0 from the last stage, which sends a verdict.
+    """Compute and transfer times of one rank, by the data sheets of its device and of its link to the next rank (from the last
+    stage, to rank 0).
     """
 
     compute: PassTime
     link: LinkSpec
-    row_bytes: int
+    row_bytes: int  # sent for one row: ids, and activations from a stage; 0 from the last stage, which sends a verdict
 
     def compute_ms(self, load: Load) -> float:
         """Weights and the load's KV entries are read, or rows are multiplied, whichever takes longer."""

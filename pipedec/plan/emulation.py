@@ -54,7 +54,7 @@ class Emulation:
         stages = tuple(stage.timing for stage in plan.stages)
         token_bytes = sum(rank.token_bytes for rank in plan.kv.ranks)
         return cls(
-            plan.partition, slow_motion, draft, stages, plan.duplex, None if plan.problems else plan.kv_tokens, token_bytes,
+            plan.partition, slow_motion, draft, stages, plan.duplex, None if plan.problems else plan.kv.tokens, token_bytes,
             shared_stage=plan.shared_stage,
         )  # fmt: skip
 

@@ -61,19 +61,12 @@ class RankBudget:
 
 @dataclass(frozen=True)
 class KVBudget:
-    """The budget of a pipeline.
+    """The budget of a pipeline."""
 
-    Attributes:
-        ranks: those that have KV caches: the stages, and rank 0 if it has a draft model.
-        context: the most tokens of a request: its prompt and its answer.
-        groups: timesteps of a passage.
-        block: slots that are handed out together.
-    """
-
-    ranks: Sequence[RankBudget]
-    context: int
+    ranks: Sequence[RankBudget]  # those that have KV caches: the stages, and rank 0 if it has a draft model
+    context: int  # the most tokens of a request: its prompt and its answer
     max_num_seqs: int
-    groups: int
+    groups: int  # timesteps of a passage
     block: int = CPU_BLOCK
 
     @property
@@ -101,11 +94,8 @@ class KVBudget:
         return self._whole_blocks(LEAST_TOKENS if max_model_len is None else max_model_len + rows)
 
     def check(self, max_model_len: int | None, rows: int) -> None:
-        """Raise UserError if one request of ``max_model_len`` does not fit, or not even a few hundred tokens do.
-
-        Args:
-            max_model_len: the configured limit of a request, if there is one.
-            rows: that enter at once.
+        """Raise UserError if one request of ``max_model_len`` (the configured limit, if any) does not fit, or not even a few
+        hundred tokens do. ``rows``: that enter at once.
         """
         needed, scarcest = self.needed(max_model_len, rows), self.scarcest
         if scarcest.tokens // self.block * self.block >= needed:

@@ -36,8 +36,6 @@ class StagePlan:
         kv_token_bytes: one token in the KV caches of its layers.
         rows: of a full tree layer.
         shared: whether rank 0 and a stage share the device.
-        compute_ms: one pass of ``rows`` rows through the stage, alone on its device.
-        transfer_ms: sending its output: rows to the next rank, from the last stage the verdict to rank 0.
     """
 
     rank: int
@@ -55,10 +53,12 @@ class StagePlan:
 
     @property
     def compute_ms(self) -> float:
+        """One pass of ``rows`` rows through the stage, alone on its device."""
         return self.timing.compute_ms(Load(self.rows))
 
     @property
     def transfer_ms(self) -> float:
+        """Sending its output: rows to the next rank, from the last stage the verdict to rank 0."""
         return self.timing.send_ms(self.rows)
 
     @property
@@ -78,25 +78,18 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A partition with its expected times.
-
-    Attributes:
-        rows: rows per timestep, the tree's width.
-        draft: rank 0; None without a draft model.
-        duplex: of the links, ``half`` or ``full``.
-        problems: why the plan cannot run, in whole sentences; empty if it can.
-    """
+    """A partition with its expected times."""
 
     partition: str
     target: str
     weights: WeightFormat
     max_model_len: int
-    rows: int
-    draft: StagePlan | None
+    rows: int  # per timestep, the tree's width
+    draft: StagePlan | None  # rank 0; None without a draft model
     stages: tuple[StagePlan, ...]
     duplex: str
     kv: KVBudget
-    problems: tuple[str, ...]
+    problems: tuple[str, ...]  # why the plan cannot run, in whole sentences; empty if it can
 
     @property
     def num_groups(self) -> int:
@@ -126,21 +119,6 @@ class Plan:
     def timestep_with(self, rows: int) -> float:
         """As ``timestep_ms``, with so many rows."""
         return _timestep_ms(self.draft, self.stages, self.duplex, Load(rows))
-
-    @property
-    def pipeline_ms(self) -> float:
-        """One token through all groups, timestep by timestep: what a miss costs."""
-        return self.timestep_ms * self.num_groups
-
-    @property
-    def pp_token_ms(self) -> float:
-        """Plain pipeline parallelism, for comparison: one row through every stage and the token back."""
-        return self.tpot_ms(0)
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens of all running requests together for which every rank has memory."""
-        return self.kv.tokens
 
     def ttft_ms(self, prompt_tokens: int, concurrent: int = 1) -> float:
         """Time to first token without a queue. The prompt passes in chunks, one after the other, which fill what the rows of the
@@ -221,7 +199,9 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     draft, stages = draft and _with_kv(draft, kv), tuple(_with_kv(stage, kv) for stage in stages)
     for stage in stages:
         if not stage.fits:
-            problems.append(f"stage {stage.rank} {_shortage(stage)}: {_advice(weights)}")
+            smaller = ", bfloat16 or quantize" if weights.dtype == "float32" else " or quantize"
+            smaller = "" if weights.quantize is not None else smaller
+            problems.append(f"stage {stage.rank} {_shortage(stage)}: use more stages{smaller}")
     if draft and not draft.fits:
         problems.append(f"the draft {_shortage(draft)}: use a larger device or a smaller draft")
     try:
@@ -326,11 +306,7 @@ def _timestep_ms(draft: StagePlan | None, stages: Sequence[StagePlan], duplex: s
 
 def delay_by_sharing_ms(drafting_ms: float, before_ms: float, stage_ms: float) -> float:
     """How much longer rank 0's forwards and the pass of a stage take each because they share a device: while both compute, it
-    gives either half of its time.
-
-    Args:
-        drafting_ms, stage_ms: of the forwards and of the pass, alone.
-        before_ms: from the beginning of the forwards to that of the pass.
+    gives either half of its time. ``before_ms``: from the beginning of the forwards to that of the pass.
     """
     return min(stage_ms, max(0.0, drafting_ms - before_ms))
 
@@ -338,21 +314,12 @@ def delay_by_sharing_ms(drafting_ms: float, before_ms: float, stage_ms: float) -
 def slowest_transfers_ms(sent_ms: Mapping[int, float], num_stages: int, duplex: str) -> float:
     """How long the transfers of a timestep take, of which every rank sends at most one, to the next rank (the last: to rank 0).
 
-    Args:
-        sent_ms: by sender.
-        duplex: with ``half`` a rank's sending and receiving add up (Algorithm 2), with ``full`` they overlap.
+    With ``half`` duplex a rank's sending and receiving add up (Algorithm 2), with ``full`` they overlap.
     """
     if duplex == "full":
         return max(sent_ms.values(), default=0.0)
     ranks = range(num_stages + 1)
     return max(sent_ms.get(rank, 0.0) + sent_ms.get(rank - 1 if rank else num_stages, 0.0) for rank in ranks)
-
-
-def _advice(weights: WeightFormat) -> str:
-    """For a stage that does not fit."""
-    if weights.quantize is not None:
-        return "use more stages"
-    return "use more stages, bfloat16 or quantize" if weights.dtype == "float32" else "use more stages or quantize"
 
 
 def _shortage(stage: StagePlan) -> str:

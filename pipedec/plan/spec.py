@@ -129,15 +129,18 @@ class PipelineSpec:
         """
         if self.agreed_slots is not None:
             return self.agreed_slots
-        if self.emulation is not None and self.emulation.kv_tokens is not None:
-            return self.emulation.kv_tokens // self.kv_block * self.kv_block
+        if self._emulated_tokens is not None:
+            return self._emulated_tokens // self.kv_block * self.kv_block
         return self.kv_budget().tokens
 
     @property
     def measures_memory(self) -> bool:
         """Whether ranks that are on GPUs find out when they start how much memory they have for keys and values."""
-        is_emulated = self.emulation is not None and self.emulation.kv_tokens is not None
-        return self._may_use_cuda and self.settings.limits.kv_cache_bytes is None and not is_emulated
+        return self._may_use_cuda and self.settings.limits.kv_cache_bytes is None and self._emulated_tokens is None
+
+    @property
+    def _emulated_tokens(self) -> int | None:
+        return None if self.emulation is None else self.emulation.kv_tokens
 
     @property
     def kv_block(self) -> int:

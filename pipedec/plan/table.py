@@ -81,19 +81,23 @@ def _summary(plan: Plan) -> str:
         "",
     ]
     hop_ms = max(stage.timing.send_ms(plan.room) for stage in plan.stages)
-    sizes = sorted(plan.kv_tokens * rank.token_bytes / GIGA for rank in plan.kv.ranks)
+    sizes = sorted(plan.kv.tokens * rank.token_bytes / GIGA for rank in plan.kv.ranks)
     kv_gb = f"{sizes[0]:.1f}" if sizes[0] == sizes[-1] else f"{sizes[0]:.1f} to {sizes[-1]:.1f}"
-    reserve = _reserve(plan)
+    parts = Counter[Placement]()  # of the ranks that share a GPU
+    for rank in [*([plan.draft] if plan.draft else []), *plan.stages]:
+        parts[rank.placement] += rank.memory_bytes
+    left = {place.device: DEVICES[place.device].memory_bytes - most for place, most in parts.items()}
+    reserve = ", ".join(f"{size / GIGA:.1f} GB of each {name}" for name, size in left.items() if DEVICES[name].is_gpu)
     lines = [
         *([] if plan.shared_stage is None else sharing),
         f"Expected with {plan.rows} rows per timestep:",
         f"  timestep             {plan.timestep_ms:7.1f} ms   per token, as long as every token is a hit",
         f"{f'  timestep, {plan.room} rows':<21}  {plan.timestep_with(plan.room):7.1f} ms   as many as the default method sends, "
         f"a hop in {hop_ms:.1f} ms",
-        f"  whole pipeline       {plan.pipeline_ms:7.1f} ms   per miss: one pass through all groups",
-        f"  plain pipeline (pp)  {plan.pp_token_ms:7.1f} ms   per token, without speculation",
+        f"  whole pipeline       {plan.timestep_ms * plan.num_groups:7.1f} ms   per miss: one pass through all groups",
+        f"  plain pipeline (pp)  {plan.tpot_ms(0):7.1f} ms   per token, without speculation",
         f"  knee                 {plan.knee:7,} rows per timestep, up to which a further row costs nothing",
-        f"  KV capacity          {plan.kv_tokens:7,} tokens of all running requests together, {kv_gb} GB per rank",
+        f"  KV capacity          {plan.kv.tokens:7,} tokens of all running requests together, {kv_gb} GB per rank",
         *([f"  GPU memory reserve   {reserve}"] if reserve else []),
         "",
         f"Requests that have memory at the same time ({plan.kv.max_num_seqs:,} may run, of up to {plan.max_model_len:,} tokens):",
@@ -112,13 +116,3 @@ def _summary(plan: Plan) -> str:
 
 def _line(name: str, values: list[str]) -> str:
     return f"  {name:<17}" + "".join(f"{value:>9}" for value in values)
-
-
-def _reserve(plan: Plan) -> str:
-    """Memory that the plan leaves free on each kind of GPU, for the allocator's fragments and other programs."""
-    ranks = [*([plan.draft] if plan.draft else []), *plan.stages]
-    parts = Counter[Placement]()  # of the ranks that share a GPU
-    for rank in ranks:
-        parts[rank.placement] += rank.memory_bytes
-    usable = {place.device: most for place, most in parts.items() if DEVICES[place.device].is_gpu}
-    return ", ".join(f"{(DEVICES[name].memory_bytes - most) / GIGA:.1f} GB of each {name}" for name, most in usable.items())

@@ -27,19 +27,12 @@ _ROUNDING = 1e-10  # more than the errors of float64: relative of weights and th
 
 
 class TopCandidates(NamedTuple):
-    """The candidates of each row, and bounds on all other tokens. Logits are those after the temperature, at most 0.
+    """The candidates of each row, and bounds on all other tokens. Logits are those after the temperature, at most 0."""
 
-    Attributes:
-        token_ids: int64 [R, K].
-        logits: float64 [R, K], descending.
-        most: float64 [R, 1]: no other token has a higher logit.
-        weight: float64 [R, 1], the sum of exp(logit) of all other tokens, up to ``_WEIGHT_ERROR``.
-    """
-
-    token_ids: Tensor
-    logits: Tensor
-    most: Tensor
-    weight: Tensor
+    token_ids: Tensor  # int64 [R, K]
+    logits: Tensor  # float64 [R, K], descending
+    most: Tensor  # float64 [R, 1]: no other token has a higher logit
+    weight: Tensor  # float64 [R, 1], the sum of exp(logit) of all other tokens, up to ``_WEIGHT_ERROR``
 
 
 def drawn(
@@ -50,7 +43,6 @@ def drawn(
     Args:
         logits_RV: float32 or float64, before the temperature, which lies within ``TEMPERATURES``.
         positions_R: int64, as of ``Sampler.choose``, on the host.
-        stream: as of ``gumbel``.
         count: most candidates of a row, at most V.
     """
     assert params.seed is not None
@@ -96,7 +88,7 @@ def _shifted(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tempered(logits_RK: Tensor, highest_R1: Tensor, temperature: float) -> Tensor:
-    """As ``filters.tempered`` has them, float64."""
+    """As ``sampler.tempered`` has them, float64."""
     return (logits_RK.double() - highest_R1) / temperature
 
 

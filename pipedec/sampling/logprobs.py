@@ -16,10 +16,8 @@ ScoredTokens = tuple[tuple[int, float], ...]  # (id, log-probability) of a token
 
 
 class Logprobs:
-    """For each row, the token chosen after it and then the most probable ones; and the same of accepted tokens, not yet reported.
-
-    Args:
-        num_top: number of most probable tokens, which may include the chosen one again.
+    """For each row, the token chosen after it and then the ``num_top`` most probable ones, which may include it again; and the
+    same of accepted tokens, not yet reported.
     """
 
     def __init__(self, num_top: int) -> None:
@@ -55,12 +53,7 @@ class Logprobs:
 
 
 class PromptLogprobs:
-    """For each token of a prompt from the second one on, its log-probability and then the most probable tokens'.
-
-    Args:
-        num_top: as in ``Logprobs``.
-        length: tokens of the prompt.
-    """
+    """For each token of a prompt from the second one on, its log-probability and then those of the ``num_top`` most probable."""
 
     def __init__(self, num_top: int, length: int) -> None:
         self._num_top = num_top

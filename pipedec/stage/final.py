@@ -28,9 +28,6 @@ class SlotTokens:
     """The token in each slot of the pool, of prompts and accepted tokens; on the host.
 
     A request that adopts a prefix never sends its tokens again, but penalties count them.
-
-    Args:
-        slots: of the pool.
     """
 
     def __init__(self, slots: int) -> None:
@@ -51,11 +48,6 @@ class SlotTokens:
 class FinalLane(Lane):
     """One request on the last stage. After ``enter`` its rows are computed; then ``judge`` and ``result``.
 
-    Args:
-        vocab_size: V.
-        tokens: those of the pool's slots.
-        stage: number of the last stage.
-
     Attributes:
         num_judged: how many of the rows that entered last, from the end, need logits: of a prefill only its last token and the
             masks, unless the prompt's log-probabilities are requested.
@@ -65,15 +57,9 @@ class FinalLane(Lane):
     """
 
     def __init__(
-        self,
-        opening: NewRequest,
-        new_sequence: NewSequence,
-        cache: KVCache,
-        device: torch.device | str,
-        vocab_size: int,
-        tokens: SlotTokens,
-        stage: int,
-    ) -> None:
+        self, opening: NewRequest, new_sequence: NewSequence, cache: KVCache, device: torch.device | str, vocab_size: int,
+        tokens: SlotTokens, stage: int,
+    ) -> None:  # fmt: skip
         super().__init__(opening, new_sequence, cache, device)
         sampling, length = opening.sampling, opening.prompt_length
         self._chooser = TokenChooser(self.forest.sequence, sampling, vocab_size, device)
@@ -207,13 +193,11 @@ class FinalLane(Lane):
             self._logprobs.accept([row for walk in walks for row in walk.rows])
         finished = self._acceptance.sequence.finished
         forecasts = None if finished else self._forecasts
-        return Verdict(
-            tuple(
-                Accepted(walk.thread, walk.tokens, () if forecasts is None else forecasts.after(self.forest, walk.rows))
-                for walk in walks
-            ),
-            finished,
-        )
+        accepted = [
+            Accepted(walk.thread, walk.tokens, () if forecasts is None else forecasts.after(self.forest, walk.rows))
+            for walk in walks
+        ]
+        return Verdict(tuple(accepted), finished)
 
     def sync(self, verdict: Verdict) -> tuple[Advance, ThreadChanges] | None:
         past = self.cache.past_length

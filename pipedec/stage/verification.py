@@ -26,22 +26,14 @@ Forecast = tuple[tuple[int, ...], ...]  # see ``Accepted.forecast``
 
 
 class TokenChooser:
-    """Chooses tokens by the sampling parameters. Every decode thread has its own sampler and noise.
-
-    Args:
-        sequence: the forest's.
-
-    Raises:
-        UserError: ``logit_bias`` names a token that is not in the vocabulary.
+    """Chooses tokens by the sampling parameters, for the forest of ``sequence``. Every thread has its own sampler and noise.
+    Raises UserError if ``logit_bias`` names a token that is not in the vocabulary.
     """
 
     def __init__(self, sequence: Sequence, sampling: SamplingParams, vocab_size: int, device: torch.device | str) -> None:
-        self._sequence = sequence
+        self._sequence, self._sampling, self._vocab_size, self._device = sequence, sampling, vocab_size, device
         self._is_constrained = sequence.can_fork or sequence.grammar is not None  # otherwise every token may follow
-        self._sampling = sampling
         self._has_penalties = sampling.has_penalties
-        self._vocab_size = vocab_size
-        self._device = device
         self._prompt: list[Tensor] = []  # in chunks
         self._samplers: dict[int, Sampler] = {}  # by thread; empty if decoding is greedy
         if not sampling.is_plainly_greedy:
@@ -146,13 +138,8 @@ class Walk(NamedTuple):
 class Verifier:
     """Accepts the target's tokens in every decode thread as far as there are rows (PipeDec §3.3.4).
 
-    Further rows may arrive between a verdict and its replay, so it has a sequence of its own, which is ahead of the forest's.
-
-    Args:
-        sequence: a new one; only this object passes tokens to it.
-
-    Attributes:
-        sequence: with all accepted tokens; ``finished`` is the reason if they end the answer.
+    Further rows may arrive between a verdict and its replay, so it has a sequence of its own with all accepted tokens, which is
+    ahead of the forest's.
     """
 
     def __init__(self, sequence: Sequence) -> None:
@@ -201,9 +188,6 @@ class Forecasts:
     """The predictions of the mask rows in the forest, ranked as ``chooser`` will choose.
 
     ``first`` and ``best`` compute them on the device of the logits; their values, read from there, are passed back in one list.
-
-    Args:
-        tokens_per_mask: K.
     """
 
     def __init__(self, chooser: TokenChooser, tokens_per_mask: int) -> None:

@@ -40,12 +40,7 @@ class Lane:
     In every timestep: ``sync`` if there is a verdict, then ``enter`` if it has rows, which the worker computes with those of
     other lanes.
 
-    Args:
-        new_sequence: makes the sequence of the answer.
-
     Attributes:
-        cache: with the slots and the adopted rows of the opening.
-        forest: after all verdicts that were replayed.
         has_ended: whether rows that still arrive are void. Only the last stage knows that before the verdict returns to it.
     """
 
@@ -93,8 +88,7 @@ class Lane:
         kept = advance.kept[bisect_left(advance.kept.tolist(), first) :]
         if not kept.shape[0]:
             return None
-        forest = self.forest
-        rows = slice(forest.num_rows - kept.shape[0], forest.num_rows)
+        forest, rows = self.forest, slice(self.forest.num_rows - kept.shape[0], self.forest.num_rows)
         threads = None if forest.threads is None else forest.threads[rows]
         return Step(forest.token_ids[rows], forest.parents[rows], waiting.hidden[kept - first], threads)
 
@@ -115,19 +109,10 @@ class StageWorker:
     """
 
     def __init__(
-        self,
-        model: StageModel,
-        new_sequence: Callable[[NewRequest], NewSequence],
-        device: torch.device | str = "cpu",
-        *,
-        slots: int,
-        block: int = 16,
-        stage: int = 1,
-    ) -> None:
-        self._model = model
-        self._new_sequence = new_sequence
-        self._device = device
-        self._stage = stage
+        self, model: StageModel, new_sequence: Callable[[NewRequest], NewSequence], device: torch.device | str = "cpu", *,
+        slots: int, block: int = 16, stage: int = 1,
+    ) -> None:  # fmt: skip
+        self._model, self._new_sequence, self._device, self._stage = model, new_sequence, device, stage
         self._pool = model.make_pool(slots, block)
         self._lanes: dict[int, Lane] = {}
         self.rows = 0
@@ -157,17 +142,14 @@ class StageWorker:
         self._lanes.clear()
 
     def replay(self, updates: Iterable[RequestUpdate], waiting: StageMessage = EMPTY) -> StageMessage:
-        """Take in everything in updates except their rows: verdicts, openings and slots.
+        """Apply everything in updates except their rows: verdicts, openings and slots.
 
         A verdict commits and prunes rows (PipeDec §3.4.3). With ``finished`` it then drops the lane, whose slots hold the
         request's tokens for others to adopt. Openings come last, in order: they may copy rows that a verdict moves, and have
         slots of requests that a verdict ends.
 
-        Args:
-            waiting: the last result of ``advance``, if it waits to be sent.
-
         Returns:
-            ``waiting`` without the rows that were pruned; without updates if there is nothing left to send.
+            ``waiting``, the last result of ``advance``, without the rows that were pruned; without updates if nothing is left.
 
         Raises:
             ValueError: a request is open already, or its slots are not in the pool.
@@ -250,10 +232,7 @@ class StageWorker:
     def _reply(
         self, updates: tuple[RequestUpdate, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
     ) -> tuple[RequestUpdate, ...]:
-        """The updates for the next rank, with the rows of each step that leave this stage.
-
-        ``is_finite``: their activations are known to be finite.
-        """
+        """The updates for the next rank, with the rows of each step. ``is_finite``: their activations are known to be finite."""
         left = {
             number: Step(step.token_ids, step.parents, own_RE, step.threads)
             for (number, step), own_RE in zip(steps.items(), activations, strict=True)
@@ -273,12 +252,8 @@ def known_finite(values: Tensor) -> bool:
 def marked(inputs: Tensor, hidden_RE: Tensor, stage: int) -> Tensor:
     """The activations, with a mark in each row that is not finite. Does not wait for a device.
 
-    A mark is NaN except for its first value, the number of the first stage to compute such a row. Later stages
-    compute NaN from it and pass the mark on; the last one turns it into a token id that no vocabulary has.
-
-    Args:
-        inputs: the inputs of the computation: activations of the stage before, or token ids.
-        stage: the stage that has computed them.
+    A mark is NaN except for its first value, the number of the first stage to compute such a row. Later stages compute NaN from
+    it and pass the mark on; the last one turns it into a token id that no vocabulary has. ``inputs``: of the computation.
     """
     mark_E = torch.full_like(hidden_RE[0], torch.nan)
     mark_E[0] = stage

@@ -31,11 +31,7 @@ _TICK, _WITHIN = "__tick__", "__within__"
 
 
 class ChatTemplate:
-    """One compiled template.
-
-    Raises:
-        UserError: it is no valid Jinja.
-    """
+    """One compiled template. Raises UserError if it is no valid Jinja."""
 
     def __init__(self, source: str, max_seconds: float = MAX_SECONDS) -> None:
         self._max_seconds = max_seconds
@@ -123,24 +119,18 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 class _Guarded(NodeTransformer):
     """Puts a look at the clock into each turn of every loop and each call of every macro, and a limit on what ``~`` joins."""
 
-    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
+    def visit_For(self, node: nodes.For | nodes.Macro) -> nodes.For | nodes.Macro:  # noqa: N802
         self.generic_visit(node)
-        node.body.insert(0, _tick(node.lineno))
+        name = nodes.Name(_TICK, "load", lineno=node.lineno)
+        tick = nodes.Call(name, [], [], None, None, lineno=node.lineno)
+        node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
         return node
 
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:  # noqa: N802
-        self.generic_visit(node)
-        node.body.insert(0, _tick(node.lineno))
-        return node
+    visit_Macro = visit_For  # noqa: N815
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802
         self.generic_visit(node)
         return nodes.Filter(node, _WITHIN, [], [], None, None, lineno=node.lineno)
-
-
-def _tick(line: int) -> nodes.ExprStmt:
-    name = nodes.Name(_TICK, "load", lineno=line)
-    return nodes.ExprStmt(nodes.Call(name, [], [], None, None, lineno=line), lineno=line)
 
 
 class _Generation(Extension):

@@ -19,11 +19,8 @@ from pipedec.text.tokenizer import Tokenizer, load_for_training
 
 
 class Prompter:
-    """Tokenizes prompts for a checkpoint and checks that they fit.
-
-    Args:
-        max_positions: the model's context.
-        max_model_len: the cluster's own limit for a prompt and its answer; None for none.
+    """Tokenizes prompts for a checkpoint and checks that they fit, with their answers, into the model's context
+    ``max_positions`` and the cluster's own limit ``max_model_len``, if there is one.
     """
 
     def __init__(self, directory: Path, max_positions: int, max_model_len: int | None = None) -> None:
@@ -48,21 +45,20 @@ class Prompter:
             UserError: the prompt is empty, has a token that is not in the vocabulary, or exceeds the context of the model or
                 the cluster together with ``max_tokens``.
         """
-        token_ids = self._known(prompt) if isinstance(prompt, tuple) else self._tokenized(prompt, raw, threads, begun)
+        if isinstance(prompt, tuple):
+            token_ids = prompt
+            if not token_ids:
+                raise UserError("the prompt is empty: give at least one token id")
+            for token in (min(token_ids), max(token_ids)):
+                if not 0 <= token < len(self.tokenizer):
+                    raise UserError(f"the prompt has the token id {token}: give ids from 0 to {len(self.tokenizer) - 1}")
+        else:
+            token_ids = self._tokenized(prompt, raw, threads, begun)
         if len(token_ids) + max_tokens > self._context:
             raise UserError(
                 f"the prompt has {len(token_ids)} tokens and --max-tokens asks for {max_tokens} more, "
                 f"but the {self._owner}'s context is {self._context}: shorten the prompt or lower --max-tokens"
             )
-        return token_ids
-
-    def _known(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Raises UserError if there are none, or one is not in the vocabulary."""
-        if not token_ids:
-            raise UserError("the prompt is empty: give at least one token id")
-        for token in (min(token_ids), max(token_ids)):
-            if not 0 <= token < len(self.tokenizer):
-                raise UserError(f"the prompt has the token id {token}: give ids from 0 to {len(self.tokenizer) - 1}")
         return token_ids
 
     def _tokenized(self, prompt: str, raw: bool, threads: str | None, begun: str) -> tuple[int, ...]:
@@ -96,11 +92,7 @@ def vocabulary_digest(tokenizer: Tokenizer) -> str:
 
 
 def same_tokenizer(target: Path, draft: Path) -> None:
-    """Check that both models have the same vocabulary.
-
-    Raises:
-        UserError: the vocabularies differ, or one cannot be read.
-    """
+    """Raises UserError if the vocabularies of both models differ, or one cannot be read."""
     files = [model_files(path) / "tokenizer.json" for path in (target, draft)]
     digests = [hashlib.sha256(file.read_bytes()).digest() for file in files if file.exists()]
     if len(digests) == 2 and digests[0] == digests[1]:
@@ -115,11 +107,8 @@ def same_tokenizer(target: Path, draft: Path) -> None:
 
 
 def fits_vocabulary(directory: Path, vocab_size: int) -> None:
-    """Check that a model has an embedding for every token of the tokenizer in its directory, if there is one, but for tokens that
-    were added to it: some fine-tuned models come with a padding token that is never used.
-
-    Raises:
-        UserError: it has not, or the tokenizer cannot be read.
+    """Raises UserError unless a model has an embedding for every token of the tokenizer in its directory, if there is one, but
+    for tokens that were added to it: some fine-tuned models come with a padding token that is never used.
     """
     if not (model_files(directory) / "tokenizer.json").exists():
         return
@@ -132,10 +121,8 @@ def fits_vocabulary(directory: Path, vocab_size: int) -> None:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of any checkpoint; one without ``tokenizer.json`` is converted by transformers, which loads torch.
-
-    Raises:
-        UserError: there is none, or a damaged one.
+    """The tokenizer of any checkpoint; one without ``tokenizer.json`` is converted by transformers, which loads torch. Raises
+    UserError if there is none, or a damaged one.
     """
     directory = model_files(directory)
     if not (directory / "tokenizer.model").exists() or (directory / "tokenizer.json").exists():

@@ -19,11 +19,8 @@ class StopStrings:
         self._held = ""
 
     def add_pieces(self, pieces: Iterable[str]) -> tuple[str, int | None]:
-        """Add decoded tokens, one piece of text per token.
-
-        Returns:
-            The text that is now final, and the number of these tokens that belong to the answer if a stop string ends it,
-            else None.
+        """Add decoded tokens, one piece of text per token. Returns the text that is now final, and the number of these tokens
+        that belong to the answer if a stop string ends it, else None.
         """
         for count, piece in enumerate(pieces, start=1):
             self._held += piece

@@ -25,13 +25,8 @@ _SPACES += [(f" '{word}", f"'{word}") for word in ("m", "s", "ve", "re")]
 
 
 class Tokenizer:
-    """From text to token ids and back.
-
-    Args:
-        directory: a checkpoint with ``tokenizer.json``, or a GGUF file.
-
-    Raises:
-        UserError: there is no ``tokenizer.json``, or a damaged file.
+    """From text to token ids and back, for a checkpoint with ``tokenizer.json`` or a GGUF file. Raises UserError if there is no
+    ``tokenizer.json``, or a damaged file.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -107,11 +102,7 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def check_length(self, text: str, max_tokens: int) -> None:
-        """Refuse a text that is too long, before it is tokenized.
-
-        Raises:
-            UserError: it has more characters than ``max_tokens`` tokens can stand for.
-        """
+        """Raises UserError if a text has more characters than ``max_tokens`` tokens can stand for. It need not be tokenized."""
         if len(text) > (limit := max_tokens * self.max_chars_per_token):
             raise UserError(
                 f"the prompt has {len(text)} characters, but the {max_tokens} tokens that fit are at most {limit}: shorten it"
@@ -155,7 +146,9 @@ class Tokenizer:
         return self._backend.to_str()
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any) -> str:
-        """The text that the chat template makes of messages. Raises UserError as ``apply_chat_template``."""
+        """The text that the chat template makes of messages, JSON objects with ``role`` and ``content``, with ``options`` as
+        further variables. Raises UserError as ``apply_chat_template``.
+        """
         if not self.has_chat_template:
             raise UserError(f"{self.directory} has no chat template: send the prompt as it is (/v1/completions, --raw)")
         if not messages:
@@ -166,14 +159,8 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any
     ) -> list[int]:
-        """Token ids of a conversation.
-
-        Args:
-            messages: JSON objects with ``role`` and ``content``.
-            options: further variables of the template.
-
-        Raises:
-            UserError: there is no template or no message, or the template refuses the messages or runs out of its limits.
+        """Token ids of a conversation (see ``render_chat``). Raises UserError if there is no template or no message, or the
+        template refuses the messages or runs out of its limits.
         """
         return self.encode(self.render_chat(messages, add_generation_prompt, **options), add_special_tokens=False)
 

@@ -22,25 +22,16 @@ _SEPARATORS = " \t\r\n;,"
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes the call of a tool: as a JSON object with ``name`` and the arguments.
+    """How a model writes the call of a tool: as a JSON object with ``name`` and the arguments."""
 
-    Attributes:
-        begin, end: what stands around each call.
-        separator: between two calls.
-        arguments: the key of the arguments.
-    """
-
-    begin: str
-    end: str
-    separator: str
-    arguments: str
+    begin: str  # before each call
+    end: str  # after each call
+    separator: str  # between two calls
+    arguments: str  # the key of the arguments
 
     def grammar(self, tools: Mapping[str, Mapping[str, Any] | None], is_single: bool) -> str:
-        """In Lark's notation, of an answer that calls tools and says nothing else.
-
-        Args:
-            tools: from the name to the JSON schema of the arguments; None for a tool without any.
-            is_single: exactly one call; else one or several.
+        """In Lark's notation, of an answer that only calls tools: once, or also several times unless ``is_single``. ``tools``:
+        from the name to the JSON schema of the arguments; None for a tool without any.
         """
         schemas = [_NO_ARGUMENTS if schema is None else {"type": "object", **schema} for schema in tools.values()]
         begin, end = (json.dumps(mark) if mark else "" for mark in (self.begin, self.end))
@@ -76,30 +67,18 @@ def tool_format(template: str) -> ToolFormat | None:
 
 @dataclass(frozen=True)
 class CallPart:
-    """A new part of a call.
+    """A new part of a call."""
 
-    Attributes:
-        index: of the call in its answer.
-        name: of the tool, with the first part of a call; else None.
-        arguments: a piece of JSON text.
-    """
-
-    index: int
-    name: str | None
-    arguments: str
+    index: int  # of the call in its answer
+    name: str | None  # of the tool, with the first part of a call; else None
+    arguments: str  # a piece of JSON text
 
 
 class CallReader:
     """Divides the text of an answer into text for the user (str) and calls, as it comes.
 
-    Text that may turn out to be a call is held back. What looks like a call but names no tool remains text. Blanks around calls
-    are left out.
-
-    Args:
-        names: of the tools.
-
-    Attributes:
-        num_calls: that have ended.
+    Text that may turn out to be a call is held back. What looks like a call but has none of the tools' ``names`` remains text.
+    Blanks around calls are left out. ``num_calls`` have ended.
     """
 
     def __init__(self, form: ToolFormat, names: Iterable[str]) -> None:
@@ -204,9 +183,9 @@ class CallReader:
             self._parts.append(CallPart(self.num_calls, None, piece))
         self._held = self._held[len(piece) :]
         self._object = _ObjectEnd(depth=1) if place is not None else self._object
-        return place is not None and self._go_on(self._behind_arguments)
+        return place is not None and self._go_on(self._after_arguments)
 
-    def _behind_arguments(self) -> bool:
+    def _after_arguments(self) -> bool:
         place = self._object.find(self._held)
         self._held = "" if place is None else self._held[place:]
         return place is not None and self._called()
@@ -226,11 +205,7 @@ class CallReader:
 
 
 class _ObjectEnd:
-    """Finds where a JSON object ends, in text that comes piece by piece.
-
-    Args:
-        depth: brackets that are open before the text.
-    """
+    """Finds where a JSON object ends, in text that comes piece by piece. ``depth``: brackets that are open before it."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth = depth

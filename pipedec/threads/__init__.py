@@ -5,8 +5,18 @@ Importing this package does not import torch.
 
 from pipedec.threads.dialect import DIALECTS, NO_DIALECT, BoundDialect, Dialect, bind, load_dialect
 from pipedec.threads.metrics import ThreadMetrics, measure
-from pipedec.threads.sequence import DocumentToken, NewSequence, ReorderBuffer, Sequence, replay
-from pipedec.threads.thread import Anomaly, Context, DecodeThread, Start, State
+from pipedec.threads.sequence import (
+    Anomaly,
+    Context,
+    DecodeThread,
+    DocumentToken,
+    NewSequence,
+    ReorderBuffer,
+    Sequence,
+    Start,
+    State,
+    replay,
+)
 from pipedec.threads.threaded import ThreadedSequence
 
 __all__ = [

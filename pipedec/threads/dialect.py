@@ -133,10 +133,8 @@ def _has_one_group(pattern: str) -> bool:
 
 
 def load_dialect(name_or_path: str | Path) -> Dialect:
-    """Load a shipped dialect by its name (see DIALECTS), or another one from a JSON file.
-
-    Raises:
-        UserError: there is no such dialect or file, or the file does not describe a dialect.
+    """Load a shipped dialect by its name (see DIALECTS), or another one from a JSON file. Raises UserError if there is no such
+    dialect or file, or the file does not describe a dialect.
     """
     path = _DIRECTORY / f"{name_or_path}.json" if name_or_path in DIALECTS else Path(name_or_path)
     if path.suffix != ".json" and not path.exists():
@@ -146,17 +144,11 @@ def load_dialect(name_or_path: str | Path) -> Dialect:
 
 @dataclass(frozen=True)
 class OpenerTag:
-    """An opener's tag that is not complete yet.
+    """An opener's tag that is not complete yet."""
 
-    Attributes:
-        start: index of its first token in the thread.
-        num_tokens: number of tokens so far.
-        text: their text, without that of the opener itself.
-    """
-
-    start: int
+    start: int  # index of its first token in the thread
     num_tokens: int = 1
-    text: str = ""
+    text: str = ""  # of the tokens after the opener
 
 
 @dataclass(frozen=True)
@@ -216,26 +208,14 @@ class BoundDialect:
 # For an answer in one thread: nothing opens another one, and every token is text.
 NO_DIALECT = BoundDialect(
     Dialect(name="none", opener="none", child_start="never", max_cached_tokens=_UNLIMITED, show_control=True),
-    opener=_NEVER,
-    child_start=_NEVER,
-    child_end=None,
-    join=None,
-    control=frozenset(),
-    never_sampled=frozenset(),
-    no_opening_after=frozenset(),
-    text_of=str,
-)
+    opener=_NEVER, child_start=_NEVER, child_end=None, join=None, control=frozenset(), never_sampled=frozenset(),
+    no_opening_after=frozenset(), text_of=str,
+)  # fmt: skip
 
 
 def bind(dialect: Dialect, token_of: Callable[[str], int | None], text_of: Callable[[int], str]) -> BoundDialect:
-    """Look up the control tokens of a dialect in a tokenizer.
-
-    Args:
-        token_of: token text to id; None if the vocabulary lacks it.
-        text_of: token id to text.
-
-    Raises:
-        UserError: the tokenizer lacks a control token, or gives two of them the same id.
+    """Look up the control tokens of a dialect in a tokenizer; ``token_of`` returns None for text that is no token. Raises
+    UserError if the tokenizer lacks a control token, or gives two of them the same id.
     """
     ids: dict[str, int] = {}
     for text in dialect.control_tokens:

@@ -10,38 +10,135 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
 
 from pipedec.threads.dialect import BoundDialect, OpenerTag
-from pipedec.threads.grammar import DialectGrammar, Role
-from pipedec.threads.sequence import DocumentToken, Sequence, next_indices
-from pipedec.threads.thread import Anomaly, DecodeThread, Join, Start, State
+from pipedec.threads.sequence import Anomaly, DecodeThread, DocumentToken, Join, Sequence, Start, State, next_indices
+
+
+class Role(Enum):
+    """The effect of a token on its thread."""
+
+    TEXT = "text"
+    OPEN = "open"
+    CLOSE = "close"
+    JOIN = "join"
+    END = "end"
+
+
+@dataclass(frozen=True)
+class Lookahead:
+    """The state of a thread after a lookahead."""
+
+    tag: OpenerTag | None  # incomplete
+    children: int
+    last: int | None  # token
+
+
+class DialectGrammar:
+    """The rules of a bound dialect, with the model's end tokens: the effect of a token on its thread, and which tokens are banned
+    next, as functions of the dialect and the thread's state.
+
+    ``lookahead`` is always a list of tokens that follow the thread's own but are not accepted yet: text and openers.
+    """
+
+    def __init__(self, bound: BoundDialect, end_token_ids: frozenset[int]) -> None:
+        self._bound = bound
+        self._end_token_ids = end_token_ids
+        self._breaks_tag = end_token_ids | {bound.opener, bound.child_end, bound.join}
+
+    def is_control(self, token: int) -> bool:
+        """Whether the token is control rather than text in every context."""
+        return token in self._bound.control or token in self._end_token_ids
+
+    def role(self, thread: DecodeThread, token: int, lookahead: list[int] | None = None) -> Role:
+        """The effect of ``token`` if it is the thread's next token after ``lookahead``."""
+        ahead = self.ahead(thread, lookahead or [])
+        if token in self._end_token_ids:
+            return Role.END
+        if token == self._bound.child_end and thread.parent is not None:
+            return Role.CLOSE
+        if token == self._bound.join and (thread.unjoined or ahead.children > len(thread.children)):
+            return Role.JOIN
+        return Role.OPEN if self._opens(thread, token, ahead) else Role.TEXT
+
+    def banned(self, thread: DecodeThread, lookahead: list[int]) -> frozenset[int]:
+        """Tokens that may not be sampled after ``lookahead``."""
+        ahead = self.ahead(thread, lookahead)
+        if ahead.tag is not None or self._refusal(thread, ahead) is not None:
+            return self._bound.never_sampled | {self._bound.opener}
+        return self._bound.never_sampled
+
+    def ahead(self, thread: DecodeThread, lookahead: list[int]) -> Lookahead:
+        """The state of the thread after ``lookahead``."""
+        last = thread.token_ids[-1] if thread.token_ids else None
+        ahead = Lookahead(thread.tag, len(thread.children), last)
+        for count, token in enumerate(lookahead):
+            tag, bound = ahead.tag, self._bound
+            opens = self._opens(thread, token, ahead)
+            if token == bound.opener and bound.has_tags and not self._refusal(thread, ahead):
+                tag = OpenerTag(start=thread.num_tokens + count)
+            elif tag is not None:
+                tag = bound.extended(tag, token) if self._stays_open(tag, token) else None
+            ahead = Lookahead(tag, ahead.children + opens, token)
+        return ahead
+
+    def anomalies_of(self, thread: DecodeThread, token: int, role: Role) -> Iterator[Anomaly]:
+        """The anomalies that arise if ``token``, whose effect is ``role``, is the thread's next token."""
+        bound = self._bound
+        if thread.tag is not None and role is not Role.OPEN and not self._stays_open(thread.tag, token):
+            yield Anomaly.OPENER_NOT_COMPLETED
+        if token == bound.opener and (refusal := self._refusal(thread, self.ahead(thread, []))):
+            yield refusal
+        if token == bound.child_end and role is Role.TEXT:
+            yield Anomaly.CLOSE_OUTSIDE_CHILD
+        if token == bound.join and role is Role.TEXT:
+            yield Anomaly.JOIN_WITHOUT_CHILDREN
+        if token in bound.never_sampled:
+            yield Anomaly.FORCED_TOKEN_SAMPLED
+        if role is Role.END and thread.parent is not None and bound.child_end is not None:
+            yield Anomaly.END_TOKEN_IN_CHILD
+        if role in (Role.END, Role.CLOSE) and bound.join is not None and thread.unjoined:
+            yield Anomaly.END_WITHOUT_JOIN
+
+    def _refusal(self, thread: DecodeThread, ahead: Lookahead) -> Anomaly | None:
+        """The anomaly that an opener would be as the next token; None if it is allowed."""
+        if len(thread.path) >= self._bound.dialect.max_depth:
+            return Anomaly.OPENER_TOO_DEEP
+        if ahead.children >= self._bound.dialect.max_children:
+            return Anomaly.TOO_MANY_CHILDREN
+        return Anomaly.OPENER_OUT_OF_PLACE if ahead.last in self._bound.no_opening_after else None
+
+    def _opens(self, thread: DecodeThread, token: int, ahead: Lookahead) -> bool:
+        if token == self._bound.opener:
+            return not self._bound.has_tags and self._refusal(thread, ahead) is None
+        if ahead.tag is None or token in self._breaks_tag:
+            return False
+        return self._bound.end_of(self._bound.extended(ahead.tag, token)) is not None
+
+    def _stays_open(self, tag: OpenerTag, token: int) -> bool:
+        """Whether the tag is not complete after ``token`` and further tokens may complete it."""
+        if token in self._breaks_tag or tag.num_tokens + 1 >= self._bound.dialect.max_opener_tokens:
+            return False
+        return self._bound.end_of(self._bound.extended(tag, token)) is None
 
 
 class ThreadedSequence(Sequence):
     """An answer whose tokens may open further threads.
 
-    Args:
-        bound: the dialect and its token ids.
-        prompt_length, end_token_ids, max_tokens: see ``Sequence``.
-        max_positions: number of positions of the model. Predicted lengths are clamped so that ``max_tokens`` tokens always fit;
-            None for no limit.
+    Predicted lengths are clamped so that ``max_tokens`` tokens always fit into the model's ``max_positions``; None for no limit.
     """
 
     can_fork = True
 
     def __init__(
-        self,
-        bound: BoundDialect,
-        prompt_length: int,
-        end_token_ids: Iterable[int],
-        max_tokens: int,
+        self, bound: BoundDialect, prompt_length: int, end_token_ids: Iterable[int], max_tokens: int,
         max_positions: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(prompt_length, end_token_ids, max_tokens)
         self.leaves_gaps = bound.dialect.after_opening == "predicted"
-        self._bound = bound
-        self._max_positions = max_positions
-        self._dialect = bound.dialect
+        self._bound, self._dialect, self._max_positions = bound, bound.dialect, max_positions
         self._grammar = DialectGrammar(bound, self._end_token_ids)
         self._anomalies: Counter[Anomaly] = Counter()
 
@@ -65,16 +162,12 @@ class ThreadedSequence(Sequence):
         thread = self.threads[number]
         position, predicted = thread.next_position, 0
         for count, token in enumerate(path):
-            position += predicted + 1
-            predicted = self._length_predicted_by(thread, token, path[:count], position)
+            position, lookahead = position + predicted + 1, path[:count]
+            predicted = 0
+            if self.may_leave_gap(token) and self._grammar.role(thread, token, lookahead) is Role.OPEN:
+                tag = self._grammar.ahead(thread, lookahead).tag
+                predicted, _ = self._predict_length(None if tag is None else self._bound.extended(tag, token), position)
         return predicted
-
-    def _length_predicted_by(self, thread: DecodeThread, token: int, lookahead: list[int], position: int) -> int:
-        """The predicted length of the child that ``token`` would open at ``position``; 0 if it opens none."""
-        if not self.may_leave_gap(token) or self._grammar.role(thread, token, lookahead) is not Role.OPEN:
-            return 0
-        tag = self._grammar.ahead(thread, lookahead).tag
-        return self._predict_length(None if tag is None else self._bound.extended(tag, token), position)[0]
 
     def may_leave_gap(self, token: int) -> bool:
         return self.leaves_gaps and self._bound.may_open(token)
@@ -205,8 +298,10 @@ class ThreadedSequence(Sequence):
         for thread in reversed(self.threads):
             if thread.state is State.WAITING and thread.ended_by is None and not self._has_open_children(thread):
                 yield self._join(thread)
-            if thread.state is State.RUNNING and thread.parent is not None:
-                self._limit(thread)
+            is_child = thread.state is State.RUNNING and thread.parent is not None
+            if is_child and thread.num_tokens >= self._dialect.max_child_tokens:
+                self._anomalies.update([Anomaly.UNCLOSED_CHILD, *([Anomaly.OPENER_NOT_COMPLETED] if thread.tag else [])])
+                self._close(thread, "limit")
             if thread.is_closing and not self._has_open_children(thread):
                 self._end(thread)
         self._cut()
@@ -238,13 +333,6 @@ class ThreadedSequence(Sequence):
         yield number
         for child in self.threads[number].children:
             yield from self._family(child)
-
-    def _limit(self, thread: DecodeThread) -> None:
-        """Close a child that has reached the dialect's ``max_child_tokens``."""
-        if thread.num_tokens >= self._dialect.max_child_tokens:
-            names = [Anomaly.UNCLOSED_CHILD, *([Anomaly.OPENER_NOT_COMPLETED] if thread.tag else [])]
-            self._anomalies.update(names)
-            self._close(thread, "limit")
 
     def _end(self, thread: DecodeThread) -> None:
         assert thread.ended_by is not None

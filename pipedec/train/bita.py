@@ -21,8 +21,7 @@ from pipedec.core import UserError
 from pipedec.flags import Help, check_fields
 from pipedec.model import ModelConfig
 from pipedec.model.bita import MAX_MASKS, BitaConfig, BitaWeights
-from pipedec.train.continuations import Continuation, Continuations, answer
-from pipedec.train.loop import Figures, TrainingLoop, cosine_decay, epoch_batch, warm_up
+from pipedec.train.continuations import Continuation, Continuations, SplitPrompts, answer
 from pipedec.train.mask_rows import (
     TOKENS_PER_FORWARD,
     Learned,
@@ -34,8 +33,7 @@ from pipedec.train.mask_rows import (
     sample_batches,
     token_pass,
 )
-from pipedec.train.prompts import SplitPrompts
-from pipedec.train.run import CARDS, Run, bita_cells, card, print_table
+from pipedec.train.run import CARDS, Figures, Run, TrainingLoop, bita_cells, card, cosine_decay, epoch_batch, print_table, warm_up
 
 _TREE_CANDIDATES = 5  # BiTA §4.1: candidates of each mask
 MAX_GROUPS = 64
@@ -80,10 +78,8 @@ class BitaRecipe:
 
 
 def train_bita(target_path: Path, prompts: dict[str, SplitPrompts], recipe: BitaRecipe, run: Run) -> dict[str, Any]:
-    """Train and write ``run.out``: the weights in bfloat16, ``training.json`` and a model card; returns what was measured.
-
-    Raises:
-        UserError: target, prompts or ``run.work`` do not fit.
+    """Train and write ``run.out``: the weights in bfloat16, ``training.json`` and a model card; returns what was measured. Raises
+    UserError if target, prompts or ``run.work`` do not fit.
     """
     torch.set_num_threads(run.threads)
     config, name = ModelConfig.from_directory(target_path), fingerprint(target_path)
@@ -91,7 +87,12 @@ def train_bita(target_path: Path, prompts: dict[str, SplitPrompts], recipe: Bita
     target.to(run.device).eval().requires_grad_(False)
     answered = answer(target, prompts, recipe.new_tokens, run.work / "answers" / f"{name}-{run.dtype}-{recipe.new_tokens}")
     samples = usable(answered, recipe.max_length)
-    _check_windows(config, samples.longest + recipe.masks)
+    longest, windows = samples.longest + recipe.masks, [window for window in config.sliding_windows if window is not None]
+    if windows and min(windows) < longest:
+        raise UserError(
+            f"the target's attention window has {min(windows)} tokens, but samples with masks have {longest}: "
+            "use shorter prompts or a smaller --new-tokens"
+        )
     learned = Learned(target, recipe.masks, recipe.prompt_tokens, recipe.prompting, recipe.start_std, recipe.seed).to(run.device)
     optimizer = torch.optim.AdamW(learned.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
     identity = {**asdict(recipe), "samples": samples.digest(), "target": name, "dtype": str(target.dtype)}
@@ -102,7 +103,7 @@ def train_bita(target_path: Path, prompts: dict[str, SplitPrompts], recipe: Bita
     report = {
         "recipe": asdict(recipe),
         "target": name,
-        "parameters": weights.num_parameters,
+        "parameters": weights.prompt.numel() + weights.masks.numel(),
         "target_parameters": target.num_parameters(),
         "samples": {name: len(found) for name, found in samples.training.items()},
         "tokens": {name: sum(len(sample.ids) for sample in found) for name, found in samples.training.items()},
@@ -113,10 +114,8 @@ def train_bita(target_path: Path, prompts: dict[str, SplitPrompts], recipe: Bita
 
 
 def usable(answered: Continuations, max_length: int) -> Continuations:
-    """Prompts with answers of at least two tokens (else no mask has a label) and together at most ``max_length`` tokens.
-
-    Raises:
-        UserError: nothing is left to learn from.
+    """Prompts with answers of at least two tokens (else no mask has a label) and together at most ``max_length`` tokens. Raises
+    UserError if nothing is left to learn from.
     """
     training, held_out = (
         {name: [one for one in found if len(one.ids) <= max_length and len(places_of(one))] for name, found in part.items()}
@@ -140,7 +139,11 @@ class MaskSteps:
         A mask without a label in this step has the share NaN.
         """
         recipe = self._recipe
-        batches_of_rows = self._rows(step)
+        generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+        chosen = [self._samples[number] for number in epoch_batch(step, len(self._samples), recipe.batch, recipe.seed)]
+        drawn: list[tuple[Continuation, Tensor]] = [(sample, draw_places(sample, recipe.groups, generator)) for sample in chosen]
+        parts = sample_batches(drawn, recipe.masks)
+        batches_of_rows = [mask_rows(*part, recipe.masks, recipe.prompt_tokens) for part in parts]
         num_labels = sum(int(rows.labelled.sum()) for rows in batches_of_rows)
         total, correct, counts = 0.0, torch.zeros(recipe.masks), torch.zeros(recipe.masks)
         for rows in batches_of_rows:
@@ -152,13 +155,6 @@ class MaskSteps:
             counts += torch.bincount(masks, minlength=recipe.masks)
         return {"loss": total / num_labels, "top1": [round(share, 4) for share in (correct / counts).tolist()]}
 
-    def _rows(self, step: int) -> list[MaskRows]:
-        recipe = self._recipe
-        generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
-        chosen = [self._samples[number] for number in epoch_batch(step, len(self._samples), recipe.batch, recipe.seed)]
-        drawn: list[tuple[Continuation, Tensor]] = [(sample, draw_places(sample, recipe.groups, generator)) for sample in chosen]
-        return [mask_rows(*part, recipe.masks, recipe.prompt_tokens) for part in sample_batches(drawn, recipe.masks)]
-
     def _loss(self, rows: MaskRows) -> tuple[Tensor, Tensor]:
         """The summed loss of the rows that have a label, and which of them predict it."""
         past = token_pass(self._target, rows.tokens)
@@ -168,24 +164,11 @@ class MaskSteps:
         return nn.functional.cross_entropy(logits, labels, reduction="sum"), logits.detach().argmax(-1) == labels
 
 
-def _check_windows(config: ModelConfig, longest: int) -> None:
-    windows = [window for window in config.sliding_windows if window is not None]
-    if windows and min(windows) < longest:
-        raise UserError(
-            f"the target's attention window has {min(windows)} tokens, but samples with masks have {longest}: "
-            "use shorter prompts or a smaller --new-tokens"
-        )
-
-
 @torch.no_grad()
 def evaluate(
     target: Any, weights: BitaWeights, answered: dict[str, list[Continuation]], most: int = TOKENS_PER_FORWARD
 ) -> dict[str, dict[str, Any]]:
-    """How well the masks predict after every place of the samples, by set: ``guess_figures``.
-
-    Args:
-        most: tokens and mask rows of a forward pass.
-    """
+    """``guess_figures`` of every place of the samples, by set. ``most``: tokens and mask rows of a forward pass."""
     report = {}
     for name, samples in track(answered.items(), "held out"):
         drawn = [(sample, places_of(sample)) for sample in samples]

@@ -1,15 +1,16 @@
-"""The text that a target writes itself, from which drafts and BiTA learn: greedy continuations of prompts, and prompts.
+"""The prompts and the target's greedy continuations of them, from which drafts and BiTA learn, some held out to measure on.
 
-Owns their generation in large batches and the files that keep them, so that a killed run continues. A draft must be right where
-the target is asked what its users ask. A target that was tuned for chats knows such questions: it writes them where its chat
-template has the user speak (Magpie, Xu et al. 2024).
+Owns prompts of files, their invention and continuation in large batches, and the files that keep both, so that a killed run
+continues. A draft must be right where the target is asked what its users ask. A target that was tuned for chats knows such
+questions: it writes them where its chat template has the user speak (Magpie, Xu et al. 2024).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,61 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipedec.core import UserError
-from pipedec.data import PromptSet
+from pipedec.data import PromptSet, PromptSource
 from pipedec.model import load_transformers
 from pipedec.text.prompt import Prompter
 from pipedec.text.tokenizer import Tokenizer
-from pipedec.train.loop import COLUMNS
-from pipedec.train.prompts import SplitPrompts, split
-from pipedec.train.run import Run, replacing
+from pipedec.train.run import COLUMNS, Run, replacing
 from pipedec.transport.replicas import ALONE, Replicas
+
+_HELD_OUT_ONE_IN = 20
+
+
+@dataclass(frozen=True)
+class SplitPrompts:
+    """Token ids of the prompts of one set: to learn from, and held out."""
+
+    training: list[list[int]]
+    held_out: list[list[int]]
+
+
+def file_prompts(
+    prompter: Prompter, sources: tuple[PromptSource, ...], new_tokens: int, max_prompts: int | None = None,
+    taken: Container[str] = (),
+) -> dict[str, SplitPrompts]:  # fmt: skip
+    """The prompts of files, through the chat template, by set.
+
+    Args:
+        new_tokens: of an answer, at most.
+        max_prompts: of each set; None = all.
+        taken: names that no set may have.
+
+    Raises:
+        UserError: a prompt file is unsound, two sets have one name, or no prompt of a set fits the target's context.
+    """
+    sets: dict[str, SplitPrompts] = {}
+    for source in sources:
+        if source.name in sets or source.name in taken:
+            raise UserError(f"two sets of prompts are called {source.name}: name one of them, --prompts NAME={source.path}")
+        prompts = source.read()
+        found: list[list[int]] = []
+        for number in prompts.shuffled():  # with a fixed seed
+            if len(found) == max_prompts:
+                break
+            with suppress(UserError):  # it does not fit the context
+                found.append(list(prompter.token_ids(prompts.prompts[number], raw=False, max_tokens=new_tokens)))
+        if not found:
+            raise UserError(f"no prompt of {prompts.name} fits into the target's context: use shorter ones")
+        sets[source.name] = split(found)
+    return sets
+
+
+def split(prompts: list[list[int]]) -> SplitPrompts:
+    """Hold out one prompt in twenty (at least one of several), the same ones in any order."""
+    shuffled = sorted(prompts, key=lambda ids: hashlib.sha256(str(ids).encode()).digest())
+    num_held_out = max(len(prompts) // _HELD_OUT_ONE_IN, int(len(prompts) > 1))
+    return SplitPrompts(shuffled[num_held_out:], shuffled[:num_held_out])
+
 
 Model = Any  # a causal language model of transformers, whose classes share no usable type
 
@@ -85,14 +133,8 @@ def continue_greedily(
 ) -> list[Continuation]:  # fmt: skip
     """The target's greedy continuations of all prompts, shortest prompts first; ``store`` keeps one file per batch.
 
-    Several processes share the batches; all of them read ``store``.
-
-    Args:
-        batch_prompts: the most prompts of a batch.
-        batch_tokens: the most tokens of its prompts, with their padding.
-
-    Raises:
-        UserError: ``store`` holds continuations of other prompts.
+    Several processes share the batches, which have at most ``batch_prompts`` prompts and ``batch_tokens`` tokens with their
+    padding; all of them read ``store``. Raises UserError if ``store`` holds continuations of other prompts.
     """
     store.mkdir(parents=True, exist_ok=True)
     batches = _batches(sorted(prompt_ids, key=len), batch_prompts, batch_tokens)
@@ -174,10 +216,8 @@ def invented_prompts(
 ) -> PromptSet:
     """``count`` different prompts, drawn with temperature 1; ``store`` keeps one file per batch, from which a second run goes on.
 
-    Several processes take a batch each; all of them read ``store``.
-
-    Raises:
-        UserError: the target has no chat template, or more than nine in ten of its inventions are empty, endless or known.
+    Several processes take a batch each; all of them read ``store``. Raises UserError if the target has no chat template, or more
+    than nine in ten of its inventions are empty, endless or known.
     """
     store.mkdir(parents=True, exist_ok=True)
     before, _, _ = tokenizer.render_chat([{"role": "user", "content": _PLACE}]).partition(_PLACE)

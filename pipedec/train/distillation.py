@@ -28,17 +28,11 @@ _HIDDEN_ROWS = 64  # per file
 
 @dataclass(frozen=True)
 class TargetMemory:
-    """The predictions of a target at each token of some rows.
+    """The predictions of a target at each token of some rows."""
 
-    Attributes:
-        hidden: [R, T, E], last hidden states.
-        totals: float32 [R, T], log-sum-exp of the logits of all of the target's tokens.
-        greedy: int64 [R, T], the target's most likely token.
-    """
-
-    hidden: Tensor
-    totals: Tensor
-    greedy: Tensor
+    hidden: Tensor  # [R, T, E], last hidden states
+    totals: Tensor  # float32 [R, T], log-sum-exp of the logits of all of the target's tokens
+    greedy: Tensor  # int64 [R, T], the target's most likely token
 
     @classmethod
     def joined(cls, parts: Sequence[TargetMemory]) -> TargetMemory:
@@ -48,21 +42,13 @@ class TargetMemory:
 
 @dataclass(frozen=True)
 class DistillationRows:
-    """Rows of tokens, the target's predictions at each of them, and the head that makes the logits of the draft's tokens.
+    """Rows of tokens, the target's predictions at each of them, and the head that makes the logits of the draft's tokens."""
 
-    Attributes:
-        ids: int64 [R, T], of the target.
-        weights: [R, T], of each token's loss.
-        memory: of the same rows.
-        head: [D, E], on the device of the training; the first row is unused if the draft has a vocabulary of its own.
-        vocabulary: of the draft, on the same device; None if it has the target's.
-    """
-
-    ids: Tensor
-    weights: Tensor
-    memory: TargetMemory
-    head: Tensor
-    vocabulary: DraftVocabulary | None = None
+    ids: Tensor  # int64 [R, T], of the target
+    weights: Tensor  # [R, T], of each token's loss
+    memory: TargetMemory  # of the same rows
+    head: Tensor  # [D, E], on the device of the training; the first row is unused if the draft has a vocabulary of its own
+    vocabulary: DraftVocabulary | None = None  # of the draft, on the same device; None if it has the target's
 
     def losses(self, model: Callable[..., Any], rows: Tensor, greedy_share: float) -> Tensor:
         """The weighted sum of the tokens' losses.
@@ -122,9 +108,7 @@ def mean_loss(
 @torch.no_grad()
 def remember(target: Model, ids_RT: Tensor, store: Path, replicas: Replicas = ALONE) -> TargetMemory:
     """The target's predictions at all tokens of the rows; ``store`` keeps one file per 64 rows, which several processes share.
-
-    Raises:
-        UserError: ``store`` holds other rows, or files of an earlier version.
+    Raises UserError if it holds other rows, or files of an earlier version.
     """
     store.mkdir(parents=True, exist_ok=True)
     pieces = [(store / f"{number:04}.safetensors", ids) for number, ids in enumerate(ids_RT.split(_HIDDEN_ROWS))]

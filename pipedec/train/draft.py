@@ -18,21 +18,83 @@ from typing import Annotated, Any
 import torch
 from msgspec import Meta
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
 from pipedec.flags import Help, check_fields
 from pipedec.model import DraftVocabulary, load_transformers
-from pipedec.text.prompt import load_tokenizer
-from pipedec.text.tokenizer import load_for_training
-from pipedec.train.continuations import Continuation, Continuations, Model, answer
+from pipedec.text.prompt import load_tokenizer, vocabulary_digest
+from pipedec.text.tokenizer import Tokenizer, load_for_training
+from pipedec.train.continuations import Continuation, Continuations, Model, SplitPrompts, answer
 from pipedec.train.distillation import DistillationRows, TargetMemory, head_of, mean_loss, remember
-from pipedec.train.loop import TrainingLoop, linear_decay, muon_and_adamw, warm_up
 from pipedec.train.measuring import HeldOut
-from pipedec.train.new_draft import DraftShape, frequent_tokens, new_draft
-from pipedec.train.prompts import SplitPrompts
-from pipedec.train.run import CARDS, Run, card
+from pipedec.train.run import CARDS, Run, TrainingLoop, card, linear_decay, muon_and_adamw, warm_up
 from pipedec.transport.replicas import ALONE, Replicas
+
+HEAD_DIM = 64
+_STD = 0.02  # of new weights
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """The size of a new draft. Raises UserError for a number that is out of range."""
+
+    hidden_size: Annotated[int, Help("Hidden size of a new draft.")] = 320
+    layers: Annotated[int, Meta(ge=1), Help("Layers of a new draft.")] = 4
+    vocabulary: Annotated[
+        int | None,
+        Meta(ge=2),
+        Help("Number of tokens that a new draft knows, the most frequent ones of the text that it learns from (default: all)."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.hidden_size < HEAD_DIM or self.hidden_size % HEAD_DIM:
+            raise UserError(f"--hidden-size must be a multiple of {HEAD_DIM}, not {self.hidden_size}")
+
+
+def frequent_tokens(learned: list[Continuation], count: int, tokenizer: Tokenizer, vocab_size: int) -> DraftVocabulary:
+    """The ``count`` most frequent tokens of prompts and answers, the most frequent one first."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for found in learned:
+        counts += torch.bincount(torch.tensor(found.ids), minlength=vocab_size)
+    tokens = counts.sort(descending=True, stable=True).indices[:count]
+    return DraftVocabulary.create(tokens, vocab_size, vocabulary_digest(tokenizer))
+
+
+def new_draft(target: Model, shape: DraftShape, vocabulary: DraftVocabulary | None, seed: int, out: Path) -> Path:
+    """Write a draft that has learned nothing yet to ``out``, its vocabulary beside it; returns ``out``."""
+    torch.manual_seed(seed)
+    embedding_VE: Tensor = target.get_input_embeddings().weight.detach().float()
+    embedding_DE = embedding_VE if vocabulary is None else embedding_VE[vocabulary.tokens.clamp(min=0)]
+    heads = shape.hidden_size // HEAD_DIM
+    config = LlamaConfig(
+        vocab_size=len(embedding_DE), hidden_size=shape.hidden_size,
+        intermediate_size=-(-shape.hidden_size * 8 // 3 // 32) * 32, num_hidden_layers=shape.layers,
+        num_attention_heads=heads, num_key_value_heads=heads, head_dim=HEAD_DIM,
+        max_position_embeddings=target.config.max_position_embeddings, rope_parameters=_ROPE, tie_word_embeddings=True,
+        initializer_range=_STD, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    draft = LlamaForCausalLM(config)
+    draft.get_input_embeddings().weight.data.copy_(_main_directions(embedding_DE, shape.hidden_size))
+    draft.generation_config.eos_token_id = target.generation_config.eos_token_id
+    draft.save_pretrained(out)
+    if vocabulary is not None:
+        vocabulary.save(out)
+    return out
+
+
+def _main_directions(embedding_DE: Tensor, size: int) -> Tensor:
+    """The embeddings, projected to their ``size`` main directions and scaled to the deviation of new weights, [D, size]."""
+    centred = embedding_DE - embedding_DE.mean(0)
+    _, vectors = torch.linalg.eigh(centred.T @ centred)  # eigenvalues ascend
+    found = centred @ vectors[:, -size:].flip(-1)
+    missing = size - found.shape[1]  # where the draft is wider than its target
+    found = torch.nn.functional.pad(found, (0, max(missing, 0)))
+    return found * (_STD / found.std())
+
 
 # From a model and some rows to the mean loss of their tokens.
 Loss = Callable[[Callable[..., Any], Tensor], Tensor]
@@ -43,11 +105,6 @@ class DraftRecipe:
     """Everything that decides the result; a step is ``batch`` rows, ``long_batch`` of which have ``long_length`` tokens.
 
     Without long rows all rows of a step are short, and the reverse.
-
-    Attributes:
-        greedy_share: weight of the target's most likely token beside its distribution.
-        answer_weight: weight of the loss where the next token was generated by the target; 1 elsewhere.
-        long_sets: names of the prompt sets whose answers are packed into long rows.
     """
 
     steps: Annotated[int, Meta(ge=1), Help("Training steps.")] = 500
@@ -58,11 +115,11 @@ class DraftRecipe:
     learning_rate: Annotated[float, Help("Peak learning rate.")] = 4e-3
     warmup_steps: int = 30
     weight_decay: float = 0.05
-    greedy_share: float = 0.3
-    answer_weight: float = 3.0
+    greedy_share: float = 0.3  # weight of the target's most likely token beside its distribution
+    answer_weight: float = 3.0  # weight of the loss where the next token was generated by the target; 1 elsewhere
     new_tokens: Annotated[int, Help("Maximum number of tokens of an answer.")] = 96
     seed: Annotated[int, Help("Seed of prompts, new weights and the order of rows.")] = 2
-    long_sets: tuple[str, ...] = ()
+    long_sets: tuple[str, ...] = ()  # names of the prompt sets whose answers are packed into long rows
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -83,17 +140,11 @@ class DraftRecipe:
 
 @dataclass(frozen=True)
 class Text:
-    """Plain text to learn from beside the answers.
+    """Plain text to learn from beside the answers."""
 
-    Attributes:
-        rows: int64 [R, length].
-        held_out: rows to measure on, by family.
-        description: what ``training.json`` reports of it.
-    """
-
-    rows: Tensor
-    held_out: dict[str, Tensor]
-    description: dict[str, Any] = field(default_factory=dict)
+    rows: Tensor  # int64 [R, length]
+    held_out: dict[str, Tensor]  # rows to measure on, by family
+    description: dict[str, Any] = field(default_factory=dict)  # what ``training.json`` reports of it
 
 
 def train_draft(
@@ -105,14 +156,11 @@ def train_draft(
     Beside it goes ``training.json``, which continues the one beside the old draft if there is one. A draft with a vocabulary of
     its own has no tokenizer files.
 
-    Several processes share the work; the first one measures and writes.
+    Several processes share the work; the first one measures and writes, and returns the contents of ``training.json``.
 
     Args:
         start: the directory of a draft to continue, or the size of a new one.
         compiled: use torch.compile, which needs a C++ compiler.
-
-    Returns:
-        the contents of ``training.json``; nothing on processes other than the first one.
 
     Raises:
         UserError: ``run.work`` belongs to another run, or the answers fill no row.
@@ -180,9 +228,7 @@ def learn(
     target_path: Path, draft_path: Path, rows: dict[str, Rows], recipe: DraftRecipe, run: Run, compiled: bool
 ) -> tuple[Model, int]:
     """The draft after ``recipe.steps`` steps over all rows, which are shuffled again for each pass; and the tokens it saw.
-
-    Raises:
-        UserError: there are no rows.
+    Raises UserError if there are no rows.
     """
     if not rows:
         raise UserError(f"nothing to learn from: the answers fill no row of {recipe.length} tokens: give more prompts")
@@ -212,9 +258,7 @@ def row_steps(
 ) -> Callable[[int], dict[str, float]]:
     """Steps on rows, ``rows[step]`` in each, computed in bfloat16: each leaves the gradients of the mean loss in the model.
 
-    Args:
-        loss_of: the mean loss, or this process's part of it.
-        replicas: the processes whose parts add up.
+    ``loss_of`` is the mean loss, or this process's part of it; those of all ``replicas`` add up.
     """
     compute_loss = torch.compile(loss_of) if compiled else loss_of
 

@@ -28,21 +28,13 @@ Past = list[tuple[Tensor, Tensor]]  # keys and values of every layer, [B, K, T, 
 
 @dataclass(frozen=True)
 class MaskRows:
-    """Mask rows of a batch and what they need; both dimensions are padded at the end.
+    """Mask rows of a batch and what they need; both dimensions are padded at the end."""
 
-    Attributes:
-        tokens: int64 [B, T].
-        masks: int64 [B, R], the number of each row's mask in its group, from 0.
-        positions: int64 [B, R].
-        visible: bool [B, R, Q + T + R]: the learned prompt, the tokens, the rows themselves. A padded row sees itself.
-        labels: int64 [B, R], the token after each row's position; ``NO_LABEL`` past the sample's end and in padding.
-    """
-
-    tokens: Tensor
-    masks: Tensor
-    positions: Tensor
-    visible: Tensor
-    labels: Tensor
+    tokens: Tensor  # int64 [B, T]
+    masks: Tensor  # int64 [B, R], the number of each row's mask in its group, from 0
+    positions: Tensor  # int64 [B, R]
+    visible: Tensor  # bool [B, R, Q + T + R]: the learned prompt, the tokens, the rows themselves. A padded row sees itself
+    labels: Tensor  # int64 [B, R], the token after each row's position; ``NO_LABEL`` past the sample's end and in padding
 
     @property
     def labelled(self) -> Tensor:
@@ -163,13 +155,11 @@ def folded(target: Any, embeddings_QE: Tensor) -> Tensor:
         return embeddings_QE.new_zeros(prompt_shape(target, 0))
     cache = DynamicCache()
     visible = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=embeddings_QE.device).tril()
-    _decoder(target)(
-        inputs_embeds=embeddings_QE[None].to(target.dtype),
-        position_ids=torch.zeros(1, num_tokens, dtype=torch.int64, device=embeddings_QE.device),
-        attention_mask=visible[None, None],
-        past_key_values=cache,
-        use_cache=True,
-    )
+    position_ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=embeddings_QE.device)
+    target.get_decoder()(
+        inputs_embeds=embeddings_QE[None].to(target.dtype), position_ids=position_ids, attention_mask=visible[None, None],
+        past_key_values=cache, use_cache=True,
+    )  # fmt: skip
     return torch.stack([torch.stack((layer.keys[0], layer.values[0])) for layer in cache.layers])
 
 
@@ -177,7 +167,7 @@ def folded(target: Any, embeddings_QE: Tensor) -> Tensor:
 def token_pass(target: Any, tokens_BT: Tensor) -> Past:
     """Keys and values of the ordinary rows. They attend to neither masks nor prompt, so training does not change them."""
     cache = DynamicCache()
-    _decoder(target)(input_ids=tokens_BT, past_key_values=cache, use_cache=True)
+    target.get_decoder()(input_ids=tokens_BT, past_key_values=cache, use_cache=True)
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -189,17 +179,9 @@ def mask_pass(target: Any, prompt: Tensor, masks_ME: Tensor, rows: MaskRows, pas
         (torch.cat((mine[0], keys), 2), torch.cat((mine[1], values), 2))
         for mine, (keys, values) in zip(learned, past, strict=True)
     ]
-    hidden = _decoder(target)(
-        inputs_embeds=masks_ME.to(target.dtype)[rows.masks],
-        position_ids=rows.positions,
-        attention_mask=rows.visible[:, None],
-        past_key_values=DynamicCache(layers),
-        use_cache=True,
-    ).last_hidden_state
+    hidden = target.get_decoder()(
+        inputs_embeds=masks_ME.to(target.dtype)[rows.masks], position_ids=rows.positions,
+        attention_mask=rows.visible[:, None], past_key_values=DynamicCache(layers), use_cache=True,
+    ).last_hidden_state  # fmt: skip
     logits: Tensor = target.get_output_embeddings()(hidden[rows.labelled]).float()
     return logits
-
-
-def _decoder(target: Any) -> Any:
-    """The model without its head."""
-    return target.get_decoder()

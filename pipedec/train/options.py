@@ -18,7 +18,7 @@ from pipedec.engine.devices import chosen_device
 from pipedec.flags import Command, Help, given_values, option_fields, options_of, partial_of, with_options
 from pipedec.text.prompt import Prompter
 from pipedec.train.bita import BitaRecipe
-from pipedec.train.prompts import SplitPrompts, file_prompts
+from pipedec.train.continuations import SplitPrompts, file_prompts
 from pipedec.train.run import Run
 from pipedec.transport.replicas import local_rank
 

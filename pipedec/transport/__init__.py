@@ -27,9 +27,7 @@ class Transport(Protocol):
 
     def receive_envelope(self, src: int) -> StageMessage:
         """Wait for the next envelope from rank ``src``; its activations may come later (see ``StageMessage.await_hidden``).
-
-        Raises:
-            RankLost: the connection failed or timed out, or the message is not an envelope.
+        Raises RankLost if the connection failed or timed out, or the message is not an envelope.
         """
 
     def close(self) -> None:

@@ -26,13 +26,9 @@ _POLL_SECONDS = 20e-6
 
 @dataclass(frozen=True)
 class HostTransfer:
-    """A message that is being sent or received through host memory.
+    """A message that is being sent or received through host memory."""
 
-    Attributes:
-        message: uint8; a received one may be read after ``wait`` or ``join``.
-    """
-
-    message: Tensor
+    message: Tensor  # uint8; a received one may be read after ``wait`` or ``join``
     work: Work
     timeout: timedelta
 
@@ -52,13 +48,7 @@ class HostTransfer:
 
 @dataclass(frozen=True)
 class HostLink:
-    """Messages in host memory, over gloo.
-
-    Attributes:
-        peer: rank of the peer in the group.
-        timeout: of every transfer.
-        place: where messages are.
-    """
+    """Messages in host memory, over gloo. ``peer``: the other's rank in the group."""
 
     group: Group
     peer: int
@@ -109,20 +99,14 @@ class DeviceLink:
 
     A message leaves after the work queued before it has computed it, and can arrive while the device computes something else.
     NCCL carries out the transfers of one group in order, so a group has one direction.
-
-    Attributes:
-        peer: rank of the peer in the group.
-        timeout: of every transfer.
-        place: where messages are.
-        is_aborted: whether the groups were aborted, which ends all their transfers.
     """
 
     group: Group
-    peer: int
+    peer: int  # the other's rank in the group
     timeout: timedelta
     place: torch.device
     device: Device
-    is_aborted: Callable[[], bool]
+    is_aborted: Callable[[], bool]  # whether the groups were aborted, which ends all their transfers
 
     def send(self, message: Tensor, tag: int = STEP_TAG) -> DeviceTransfer:
         """As ``HostLink.send``."""

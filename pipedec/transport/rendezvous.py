@@ -23,18 +23,13 @@ _POLL_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the ranks of a run find each other: all of them give the same store.
-
-    Attributes:
-        timeout_seconds: how long to wait for the other ranks, and later for any single transfer.
-        interface: the network interface of this rank's transfers.
-    """
+    """How the ranks of a run find each other: all of them give the same store."""
 
     rank: int
     world_size: int
     store: Store
-    timeout_seconds: float
-    interface: str
+    timeout_seconds: float  # how long to wait for the other ranks, and later for any single transfer
+    interface: str  # the network interface of this rank's transfers
 
 
 class AbortableStore(Store):

@@ -22,11 +22,7 @@ _PATIENCE = timedelta(minutes=30)  # one process may generate a batch of answers
 
 @dataclass(frozen=True)
 class Replicas:
-    """One of ``size`` processes; by default the only one.
-
-    Attributes:
-        rank: counted from 0.
-    """
+    """One of ``size`` processes, with a ``rank`` from 0; by default the only one."""
 
     rank: int = 0
     size: int = 1

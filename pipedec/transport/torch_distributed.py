@@ -146,12 +146,9 @@ class TorchTransport:
 
     Args:
         backend: for steps between stages, ``gloo`` or ``nccl``; NCCL is used only if every stage requests it.
-        rank: this one.
-        hidden_size: width of the activations.
-        dtype: dtype of the activations.
+        hidden_size, dtype: of the activations.
         place: where the activations of this rank's steps are.
         device: of ``place``; by default as ``device_of`` makes it.
-        new_groups: makes the process groups of a meeting.
 
     Attributes:
         backend: of the steps between stages, once the ranks have joined.
@@ -170,14 +167,11 @@ class TorchTransport:
             raise UserError(f"unknown transport {backend!r}: choose one of {', '.join(new_groups.places)}")
         if rank > 0 and place.type not in new_groups.places[backend]:
             raise UserError("transport nccl needs --device cuda; use gloo on a CPU")
-        self.backend = "gloo"
-        self.can_rejoin = True
-        self._wanted = backend
-        self._rank = rank
+        self.backend, self._wanted = "gloo", backend
+        self.can_rejoin, self._rank = True, rank
         self._hidden_size, self._dtype, self._place = hidden_size, dtype, place
         self._device = device_of(place) if device is None else device
-        self._timeout = timedelta()
-        self._new_groups = new_groups
+        self._timeout, self._new_groups = timedelta(), new_groups
         self._groups: ProcessGroups | None = None
         self.all_ranks: Group = None
         self._forget()
@@ -192,17 +186,18 @@ class TorchTransport:
         self._links: dict[int, Link] = {}  # of activations, by peer
 
     def join(self, rendezvous: Rendezvous) -> None:
-        """Connect to the ranks that have met; connections of an earlier meeting are closed.
-
-        Raises:
-            RankLost: the other ranks did not join in time.
+        """Connect to the ranks that have met; connections of an earlier meeting are closed. Raises RankLost if the other ranks
+        did not join in time.
         """
         self.close()
         self._timeout = timedelta(seconds=rendezvous.timeout_seconds)
         self._groups = groups = self._new_groups(rendezvous)
         try:
             self.all_ranks = groups.connect()
-            uses_nccl = self._all_stages_request_nccl() and self._rank > 0
+            # NCCL only if every stage requests it: with ``auto``, they may choose differently on their hosts. Rank 0 abstains.
+            votes = torch.tensor([self._rank == 0 or self._wanted == "nccl"], dtype=torch.uint8)
+            self.all_ranks.allreduce(votes, ReduceOp.MIN).wait(self._timeout)
+            uses_nccl = bool(votes.item()) and self._rank > 0
             self.backend = "nccl" if uses_nccl else "gloo"
             self.can_rejoin = not uses_nccl or rendezvous.world_size == 2  # a single stage has no neighbours
             pairs = groups.connect_neighbours(self._place) if uses_nccl else {}
@@ -216,12 +211,6 @@ class TorchTransport:
                 self._try_link(peer)
         except (RuntimeError, ValueError) as error:
             raise RankLost(f"rank {self._rank} could not join the {rendezvous.world_size} ranks: {_reason(error)}") from None
-
-    def _all_stages_request_nccl(self) -> bool:
-        """Whether every stage requests NCCL: with ``auto``, stages on different hosts may choose differently. Rank 0 abstains."""
-        votes = torch.tensor([self._rank == 0 or self._wanted == "nccl"], dtype=torch.uint8)
-        self.all_ranks.allreduce(votes, ReduceOp.MIN).wait(self._timeout)
-        return bool(votes.item())
 
     @property
     def versions(self) -> dict[str, str]:
@@ -268,7 +257,11 @@ class TorchTransport:
         return pending[-1].event()
 
     def receive_envelope(self, src: int) -> StageMessage:
-        buffer = self._first_message(src)
+        transfer = self._pending_receives.pop(src) if src in self._pending_receives else self._post_receive(src)
+        self._attempt("receive from", src, transfer.wait)
+        # gloo's thread may not have released the buffer yet, and the destructor of the work would wait for it, so keep the work.
+        self._received[src] = transfer
+        buffer = transfer.message.numpy()
         try:
             prefix = unpack_prefix(buffer, self._message_bytes(1, src))
             if not prefix.ends_session:
@@ -279,13 +272,6 @@ class TorchTransport:
         except ValueError as error:
             raise RankLost(f"rank {src} sent a message that is not an envelope: {error}") from None
         return envelope if await_hidden is EMPTY.await_hidden else replace(envelope, await_hidden=await_hidden)
-
-    def _first_message(self, src: int) -> Bytes:
-        transfer = self._pending_receives.pop(src) if src in self._pending_receives else self._post_receive(src)
-        self._attempt("receive from", src, transfer.wait)
-        # gloo's thread may not have released the buffer yet, and the destructor of the work would wait for it, so keep the work.
-        self._received[src] = transfer
-        return transfer.message.numpy()
 
     def _post_receive(self, src: int) -> Transfer:
         """Post the receive of the next envelope's first message before it is sent.
@@ -353,17 +339,12 @@ def _reason(error: Exception) -> str:
 
 
 def bare_timesteps(transport: TorchTransport, num_rows: int, hidden_size: int, dtype: torch.dtype, timesteps: int) -> list[float]:
-    """Pass a step from each rank to the next and broadcast a verdict, ``timesteps`` times.
+    """Pass a step from each rank to the next and broadcast a verdict, ``timesteps`` times; returns this rank's clock (seconds)
+    after each broadcast. Raises RankLost if a rank is gone or did not answer in time.
 
     Every rank except the last sends the bytes of a step of ``num_rows`` rows to the next rank (rank 0 without activations).
     After receiving and sending, a rank joins the broadcast of an int64 tensor from the last rank. There is no other barrier: a
     rank may start to send while others still wait for the broadcast.
-
-    Returns:
-        This rank's clock (seconds) after each broadcast.
-
-    Raises:
-        RankLost: a rank is gone or did not answer in time.
     """
     group = transport.all_ranks
     rank, last = group.rank(), group.size() - 1

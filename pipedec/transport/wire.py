@@ -93,21 +93,13 @@ _decoder = msgspec.json.Decoder(StageMessageHead)
 
 
 class Prefix(NamedTuple):
-    """The lengths at the start of an envelope's first message.
+    """The lengths at the start of an envelope's first message."""
 
-    Attributes:
-        head_bytes: of the head, a multiple of 8.
-        text_bytes: of its JSON, a multiple of 8.
-        rows: of all updates.
-        row_bytes: of each row, with its activations.
-        ends_session: 1 if no envelope follows.
-    """
-
-    head_bytes: int
-    text_bytes: int
-    rows: int
-    row_bytes: int
-    ends_session: int
+    head_bytes: int  # of the head, a multiple of 8
+    text_bytes: int  # of its JSON, a multiple of 8
+    rows: int  # of all updates
+    row_bytes: int  # of each row, with its activations
+    ends_session: int  # 1 if no envelope follows
 
     @property
     def end(self) -> int:
@@ -118,12 +110,6 @@ class Prefix(NamedTuple):
 def message_bytes(num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
     """Size of a step's rows in bytes: token ids, parents and threads, and the activations."""
     return num_rows * (ROW_ID_BYTES + hidden_size * dtype.itemsize)
-
-
-def _unpack_ids(buffer: Bytes, start: int, num_rows: int) -> Iterator[Tensor]:
-    """Token ids, parents and threads of rows, int64 [R], which begin at ``start``, as views of ``buffer``."""
-    ids = buffer[start : start + num_rows * ROW_ID_BYTES].view(np.int64).reshape(NUM_ROW_IDS, num_rows)
-    return map(torch.from_numpy, ids)
 
 
 def pack_hidden(hidden_RE: Tensor, device: torch.device) -> Tensor:
@@ -151,25 +137,13 @@ def _message(parts: Iterable[Buffer]) -> Tensor:
     return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
 
 
-def _id_parts(step: Step) -> list[Buffer]:
-    """The bytes of a step without its activations, in order."""
-    threads = bytes(8 * step.num_rows) if step.threads is None else _array(step.threads)
-    return [_array(step.token_ids), _array(step.parents), threads]
-
-
 def _array(tensor: Tensor) -> Buffer:
     tensor = to_host(tensor).contiguous()
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy().data  # numpy has no bfloat16
 
 
 class Packed(NamedTuple):
-    """The messages of an envelope.
-
-    Attributes:
-        first: the first message.
-        head: the head, if it does not fit into the first message.
-        hidden: [R, E], the activations of all rows, if they are not in the first message.
-    """
+    """The messages of an envelope: the head and the activations of all rows, [R, E], only if they are not in the first one."""
 
     first: Tensor
     head: Tensor | None
@@ -200,7 +174,10 @@ def pack_envelope(envelope: StageMessage, inline_rows: int) -> Packed:
     _check_tensors(tensor_heads)
     text = _padded(_encoder.encode(StageMessageHead(heads, tensor_heads))) if heads or tensor_heads else b""
     tensors = b"".join(_padded(_array(tensor)) for tensor in envelope.tensors.values())
-    head: list[Buffer] = [text, *([] if step is None else _id_parts(step)), tensors]
+    head: list[Buffer] = [text, tensors]
+    if step is not None:
+        threads = bytes(8 * rows) if step.threads is None else _array(step.threads)
+        head[1:1] = _array(step.token_ids), _array(step.parents), threads
     head_bytes = len(text) + rows * ROW_ID_BYTES + len(tensors)
     row_bytes = 0 if step is None else ROW_ID_BYTES + (0 if hidden is None else hidden.shape[1] * hidden.itemsize)
     prefix = Prefix(head_bytes, len(text), rows, row_bytes, int(envelope.ends_session))
@@ -229,13 +206,8 @@ def _padded(part: Buffer) -> bytes:
 
 
 def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:
-    """Read the announcement in an envelope's first message.
-
-    Args:
-        row_bytes: size of the sender's rows.
-
-    Raises:
-        ValueError: it is not such a message, or its lengths are impossible.
+    """Read the announcement in an envelope's first message; ``row_bytes``: size of the sender's rows. Raises ValueError if it is
+    not such a message, or its lengths are impossible.
     """
     magic, *lengths = _PREFIX.unpack_from(buffer.data)
     if magic != PROTOCOL.encode():
@@ -263,7 +235,8 @@ def unpack_envelope(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> St
         raise ValueError("it has two updates of one request")
     steps: Iterator[Step] = iter(())
     if prefix.rows:
-        token_ids, parents, threads = _unpack_ids(head, prefix.text_bytes, prefix.rows)
+        ids = head[prefix.text_bytes : prefix.text_bytes + prefix.rows * ROW_ID_BYTES].view(np.int64)
+        token_ids, parents, threads = map(torch.from_numpy, ids.reshape(NUM_ROW_IDS, prefix.rows))
         steps = iter(_split(Step(token_ids, parents, hidden_RE, threads), [count for count in counts if count]))
     updates = tuple(
         RequestUpdate(

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from pipedec.core import UserError
 from pipedec.model import ModelConfig
 from pipedec.text.tokenizer import load_for_training
+from pipedec.train.continuations import SplitPrompts
 from pipedec.train.draft import DraftRecipe, Text, train_draft
-from pipedec.train.prompts import SplitPrompts
 from pipedec.train.run import Run, card
 from recipes.reference_models import corpus, invented_prompts
 from recipes.reference_models.corpus import ASSISTANT, BEGIN, Document, conversation

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipedec.train.draft import Loss, row_steps
-from pipedec.train.loop import TrainingLoop, linear_decay, muon_and_adamw, warm_up
 from pipedec.train.measuring import MeasuredDraft, text_agreement
-from pipedec.train.run import Run, card
+from pipedec.train.run import Run, TrainingLoop, card, linear_decay, muon_and_adamw, warm_up
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import ASSISTANT, BEGIN, END, USER, Document
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
 from pipedec.flags import Help, check_fields
-from pipedec.train.loop import TrainingLoop, epoch_batch, linear_decay, muon_and_adamw, warm_up
+from pipedec.train.run import TrainingLoop, epoch_batch, linear_decay, muon_and_adamw, warm_up
 from recipes.thread_models import ranking
 from recipes.thread_models.answers import ModelAnswers, SeededPrompt
 from recipes.thread_models.chat_endpoint import ChatEndpoint

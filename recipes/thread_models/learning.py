@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from pipedec.core import UserError
 from pipedec.flags import Help, check_fields
-from pipedec.train.loop import linear_decay, warm_up
+from pipedec.train.run import linear_decay, warm_up
 from recipes.thread_models.rows import IGNORED, RowWriter, TokenizedSample, TrainingRow, WrittenSample
 
 TOKENS_PER_FORWARD = 2048

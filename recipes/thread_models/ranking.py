@@ -21,7 +21,7 @@ import torch
 from rich.progress import track
 
 from pipedec.threads import Sequence, measure
-from pipedec.train.loop import check_identity
+from pipedec.train.run import check_identity
 from recipes.thread_models.answers import AnswerSource, SeededPrompt
 from recipes.thread_models.chat_endpoint import ChatEndpoint
 from recipes.thread_models.figures import text_of

@@ -20,7 +20,7 @@ from pipedec.core import UserError
 from pipedec.model import ModelConfig
 from pipedec.text.tokenizer import load_for_training
 from pipedec.threads import load_dialect
-from pipedec.train.loop import TrainingLoop, muon_and_adamw
+from pipedec.train.run import TrainingLoop, muon_and_adamw
 from recipes.thread_models.figures import AnsweredPrompt, HeldOutSamples, agreements, held_out_of
 from recipes.thread_models.learning import ThreadLoss, ThreadRecipe, ThreadSteps, digest, plan
 from recipes.thread_models.own_answers import Circles, OwnAnswers, answers_to_all, prompts_of_rounds

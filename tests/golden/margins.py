@@ -22,8 +22,8 @@ from golden.questions import Question
 from pipedec.core import SamplingParams
 from pipedec.engine.admission import Sequences
 from pipedec.model import load_transformers
-from pipedec.sampling.filters import History, tempered
 from pipedec.sampling.noise import gumbel
+from pipedec.sampling.sampler import History, tempered
 from pipedec.threads import DecodeThread, Sequence
 from pipedec.verify.reference import Choose, naive_threads, shortest
 

@@ -14,8 +14,8 @@ from pipedec.checkpoints.parts import EMBEDDING, FINAL_NORM, HEAD
 from pipedec.config.model import ModelConfig
 from pipedec.core import UserError
 from pipedec.model.attention import LaneRows
-from pipedec.model.checkpoint import Checkpoint
 from pipedec.model.stage_model import StageModel
+from pipedec.model.weights import Checkpoint
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from pipedec.checkpoints.digests import config_digest, fingerprint, weights_dige
 from pipedec.gguf import TensorIndex, model_files
 from pipedec.gguf.index import TYPES
 from pipedec.model import Checkpoint, ModelConfig, load_transformers
-from pipedec.model.checkpoint import CHUNK
+from pipedec.model.weights import CHUNK
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 IDS = torch.randint(0, 64, (20,), generator=torch.Generator().manual_seed(1))

@@ -90,8 +90,8 @@ def test_timestep_of_groups(paper: ClusterConfig) -> None:
     assert single.timestep_ms == pytest.approx(crossing.compute_ms + before + crossing.transfer_ms)
     full = plan(replace(paper, network=replace(paper.network, duplex="full")), "paper-14")
     assert full.timestep_ms == pytest.approx(crossing.compute_ms + crossing.transfer_ms)
-    assert single.pipeline_ms == pytest.approx(14 * single.timestep_ms)
-    assert single.pp_token_ms == paired.pp_token_ms
+    assert f"{14 * single.timestep_ms:.1f} ms   per miss" in shown(single)
+    assert single.tpot_ms(0) == paired.tpot_ms(0)
 
 
 def test_transfer_is_latency_and_bytes(paper: ClusterConfig) -> None:
@@ -193,7 +193,7 @@ def test_the_table_shows_the_transfers_of_as_many_rows_as_the_default_method_sen
 
 def test_plain_decoding_takes_a_pass_per_token_for_any_number_of_requests_up_to_the_knee(paper: ClusterConfig) -> None:
     planned = plan(paper, "paper-14")
-    assert planned.tpot_ms(0) == pytest.approx(planned.pp_token_ms)
+    assert f"{planned.tpot_ms(0):.1f} ms   per token, without speculation" in shown(planned)
     assert planned.tpot_ms(0, 14) == planned.tpot_ms(0, 2) < 1.05 * planned.tpot_ms(0), "one row in every stage"
     assert planned.tpot_ms(0, 14 * 76) < 1.5 * planned.tpot_ms(0), "more rows are sent"
     assert planned.tpot_ms(0, 28 * 76) > 1.9 * planned.tpot_ms(0)
@@ -208,9 +208,9 @@ def test_the_capacity_is_that_of_the_rank_with_the_least_room(paper: ClusterConf
     assert stage.kv_token_bytes == 6 * 2 * 8 * 128 * 4
     assert stage.memory_bytes == round(0.95 * 23.69 * 2**30)
     assert stage.kv_room == stage.memory_bytes - stage.weight_bytes - stage.workspace_bytes
-    assert planned.kv_tokens == stage.kv_room // stage.kv_token_bytes // 256 * 256, "in whole blocks, of a GPU's size"
-    assert stage.kv_bytes == planned.kv_tokens * stage.kv_token_bytes
-    assert f"{planned.kv_tokens:,} tokens of all running requests" in shown(planned)
+    assert planned.kv.tokens == stage.kv_room // stage.kv_token_bytes // 256 * 256, "in whole blocks, of a GPU's size"
+    assert stage.kv_bytes == planned.kv.tokens * stage.kv_token_bytes
+    assert f"{planned.kv.tokens:,} tokens of all running requests" in shown(planned)
 
 
 def test_placement_mistakes(paper: ClusterConfig) -> None:
@@ -307,7 +307,7 @@ def test_a_quantized_model_is_widened_slice_by_slice_on_a_gpu() -> None:
 @pytest.mark.parametrize("partition", ["home-2x3090", "home-4x3090", "mixed-3090-4090"])
 def test_a_70b_in_4_bits_fits_the_cards_of_a_home(paper: ClusterConfig, partition: str) -> None:
     planned = plan(paper, partition)
-    assert planned.problems == () and planned.kv_tokens >= planned.max_model_len
+    assert planned.problems == () and planned.kv.tokens >= planned.max_model_len
     for stage in planned.stages:
         unused = DEVICES[stage.placement.device].memory_bytes - stage.total_bytes
         assert unused > 1.2e9, "for the allocator's fragments, and for what the plan does not know"
@@ -315,7 +315,7 @@ def test_a_70b_in_4_bits_fits_the_cards_of_a_home(paper: ClusterConfig, partitio
 
 def test_less_of_a_gpu_leaves_fewer_tokens_and_a_larger_reserve(paper: ClusterConfig) -> None:
     all_of_it, most = (plan(paper.for_partition("paper-14", {"gpu_memory_utilization": share})) for share in (1.0, 0.9))
-    less = (all_of_it.kv_tokens - most.kv_tokens) * all_of_it.stages[1].kv_token_bytes
+    less = (all_of_it.kv.tokens - most.kv.tokens) * all_of_it.stages[1].kv_token_bytes
     assert less == pytest.approx(0.1 * 23.69 * 2**30, rel=0.01)
     assert "GPU memory reserve   4.8 GB of each l40, 2.5 GB of each rtx3090" in shown(most)
     draft = most.draft
@@ -404,7 +404,7 @@ def test_the_memory_of_a_shared_device_holds_the_same_tokens_of_both_ranks(paper
     left = usable - sum(rank.weight_bytes + rank.workspace_bytes for rank in (draft, last))
     tokens = left // (draft.kv_token_bytes + last.kv_token_bytes)
     assert {rank.kv_room // rank.kv_token_bytes for rank in (draft, last)} <= {tokens - 1, tokens}
-    assert planned.kv_tokens <= tokens and draft.total_bytes + last.total_bytes <= usable
+    assert planned.kv.tokens <= tokens and draft.total_bytes + last.total_bytes <= usable
     text = shown(planned)
     assert "* Rank 0 and stage 14 share this device" in text and text.count("rtx3090 #1 *") == 2
     assert "GPU memory reserve   1.3 GB of each rtx3090" in text

@@ -19,8 +19,7 @@ from support.tiny_pair import Pair
 from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
 from pipedec.threads import Sequence, measure
-from pipedec.train.loop import TrainingLoop, linear_decay, muon_and_adamw
-from pipedec.train.run import Run
+from pipedec.train.run import Run, TrainingLoop, linear_decay, muon_and_adamw
 from recipes.thread_models.__main__ import thread_models as command
 from recipes.thread_models.answers import ModelAnswers, SeededPrompt
 from recipes.thread_models.bonbon import BonbonRecipe, PairSteps, bonbon_gap, bonbon_loss, prefer

@@ -17,7 +17,7 @@ from support.tiny_pair import Pair
 
 from pipedec.core import UserError
 from pipedec.threads import Sequence, ThreadedSequence, replay
-from pipedec.train.loop import TrainingLoop
+from pipedec.train.run import TrainingLoop
 from recipes.thread_models.figures import in_circles, repeats
 from recipes.thread_models.learning import PaddedRows, ThreadLoss, ThreadRecipe, ThreadSteps, learned_logits
 from recipes.thread_models.own_answers import Circles, avoiding_row, prompts_of_rounds

@@ -18,9 +18,8 @@ from pipedec.core import UserError
 from pipedec.text.tokenizer import load_for_training
 from pipedec.train.continuations import continue_greedily
 from pipedec.train.draft import DraftRecipe
-from pipedec.train.loop import TrainingLoop
 from pipedec.train.measuring import MeasuredDraft, on_policy_agreement
-from pipedec.train.run import Run
+from pipedec.train.run import Run, TrainingLoop
 from recipes.reference_models import corpus, invented_prompts
 from recipes.reference_models.corpus import Document
 from recipes.reference_models.draft import (

@@ -12,8 +12,7 @@ from support.refusals import refusal
 from support.toy_training import TOY, killed_in_step, small_library
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from pipedec.train.loop import TrainingLoop
-from pipedec.train.run import Run
+from pipedec.train.run import Run, TrainingLoop
 from recipes.reference_models import corpus
 from recipes.reference_models.__main__ import reference_models
 from recipes.reference_models.pair import Recipe, deepen, train_pair

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipedec.core import UserError
 from pipedec.text.prompt import Prompter
 from pipedec.threads import load_dialect
-from pipedec.train.loop import TrainingLoop, muon_and_adamw
+from pipedec.train.run import TrainingLoop, muon_and_adamw
 from recipes.thread_models.__main__ import thread_models as command
 from recipes.thread_models.answers import ModelAnswers, SeededPrompt
 from recipes.thread_models.figures import text_of

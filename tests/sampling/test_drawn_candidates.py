@@ -16,8 +16,8 @@ from torch import Tensor
 from pipedec.core import SamplingParams
 from pipedec.sampling import Sampler, filtered, greedy
 from pipedec.sampling.candidates import SMALL_VOCABULARY, drawn
-from pipedec.sampling.filters import top_p
 from pipedec.sampling.noise import gumbel
+from pipedec.sampling.sampler import top_p
 
 FEW = 16  # candidates
 PARAMS = st.builds(

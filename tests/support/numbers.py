@@ -31,9 +31,7 @@ COMPUTING = (
 NOT_COMPUTING = (
     "benchmarks.kernels.stopwatch",
     "pipedec.model.bita",
-    "pipedec.model.checkpoint",
     "pipedec.model.draft_vocabulary",
-    "pipedec.train.run",
     "pipedec.verify.divergence",
     "recipes.reference_models.corpus",
     "recipes.thread_models.annotation",

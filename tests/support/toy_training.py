@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from pipedec.train.loop import Backward, Figures, TrainingLoop
+from pipedec.train.run import Backward, Figures, TrainingLoop
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import Document
 from recipes.reference_models.pair import ModelSizes, Recipe

@@ -29,8 +29,7 @@ from pipedec.model import ModelConfig
 from pipedec.model.bita import BitaWeights, checked_bita
 from pipedec.text.prompt import Prompter
 from pipedec.train.bita import BitaRecipe, MaskSteps, evaluate, guess_figures, train_bita
-from pipedec.train.continuations import Continuation, Continuations, continue_greedily
-from pipedec.train.loop import Figures, TrainingLoop
+from pipedec.train.continuations import Continuation, Continuations, SplitPrompts, continue_greedily, file_prompts, split
 from pipedec.train.mask_rows import (
     NO_LABEL,
     Learned,
@@ -43,8 +42,7 @@ from pipedec.train.mask_rows import (
     prompt_shape,
     token_pass,
 )
-from pipedec.train.prompts import SplitPrompts, file_prompts, split
-from pipedec.train.run import Run
+from pipedec.train.run import Figures, Run, TrainingLoop
 
 CPU = torch.device("cpu")
 RECIPE = BitaRecipe(masks=2, prompt_tokens=3, groups=4, steps=6, batch=3, warmup_steps=2, new_tokens=12)

@@ -17,12 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from pipedec.cli.main import train as command
 from pipedec.core import UserError
-from pipedec.train.continuations import Continuation, continue_greedily
+from pipedec.train.continuations import Continuation, SplitPrompts, continue_greedily
 from pipedec.train.distillation import DistillationRows, TargetMemory, mean_loss
 from pipedec.train.draft import DraftRecipe, pack_whole, train_draft
-from pipedec.train.loop import TrainingLoop
-from pipedec.train.prompts import SplitPrompts
-from pipedec.train.run import Run
+from pipedec.train.run import Run, TrainingLoop
 
 RECIPE = DraftRecipe(steps=12, batch=4, length=32, long_batch=1, long_length=96, warmup_steps=2, new_tokens=12)
 SHORT = SplitPrompts([[1, 5 + number, 9, 30] for number in range(24)], [[1, 5 + number, 9, 30] for number in range(24, 28)])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pipedec.core import UserError
-from pipedec.train.loop import (
+from pipedec.train.run import (
     Backward,
     TrainingLoop,
     cosine_decay,

@@ -21,11 +21,9 @@ from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalPipeline
 from pipedec.model import DraftVocabulary, load_transformers
 from pipedec.text.prompt import Prompter
-from pipedec.train.continuations import invented_prompts, invented_set
-from pipedec.train.draft import DraftRecipe, train_draft
+from pipedec.train.continuations import SplitPrompts, invented_prompts, invented_set
+from pipedec.train.draft import DraftRecipe, DraftShape, train_draft
 from pipedec.train.measuring import MeasuredDraft
-from pipedec.train.new_draft import DraftShape
-from pipedec.train.prompts import SplitPrompts
 from pipedec.train.run import Run
 
 RECIPE = DraftRecipe(steps=150, batch=4, length=32, warmup_steps=2, new_tokens=12)
