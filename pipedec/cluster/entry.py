@@ -41,10 +41,8 @@ def run_rank(
     reported one before, only one rank of each host prints it. The caller should end the process by ``os._exit``: a process group
     that has lost a peer can hang in its own clean-up.
 
-    Args:
-        make_spec: makes the pipeline. It may raise any error.
-        store: the store in which the process groups meet, if there is one already.
-        describe: called with the description of this rank, once its weights are loaded.
+    ``make_spec`` may raise any error. The process groups meet in ``store``, if there is one already. ``describe`` is called with
+    the description of this rank, once its weights are loaded.
     """
     set_rank_environment()
     scheduler: RankScheduler | None = None
@@ -78,8 +76,12 @@ def run_rank(
     except Exception as error:
         traceback.print_exc()
         message = f"internal error: {type(error).__name__}: {error}"
-    if place.recovers and scheduler is not None and _is_replaced(scheduler, place.rank, message, status):
-        return status
+    if place.recovers and scheduler is not None:
+        with suppress(PipedecError):  # this rank is replaced, unless the run is not up (yet), or has failed
+            if scheduler.failure() is None and scheduler.current_epoch() is not None:
+                if status != LOST_ANOTHER:
+                    scheduler.note_end(place.rank, message)
+                return status
     try:
         is_first = scheduler is None or scheduler.abort(place.rank, message)
     except PipedecError:
@@ -88,14 +90,3 @@ def run_rank(
     if is_first or place.local_rank == 0:
         print(f"pipedec: {of_rank(place.rank, message)}", file=sys.stderr, flush=True)
     return status
-
-
-def _is_replaced(scheduler: RankScheduler, rank: int, message: str, status: int) -> bool:
-    """Report to the supervisors why this process ends. False if it is not replaced: the run is not up (yet), or has failed."""
-    with suppress(PipedecError):
-        if scheduler.failure() is not None or scheduler.current_epoch() is None:
-            return False
-        if status != LOST_ANOTHER:
-            scheduler.note_end(rank, message)
-        return True
-    return False

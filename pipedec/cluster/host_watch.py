@@ -34,81 +34,15 @@ _GRACE_SECONDS = 5.0  # in which they are renewed
 logger = logging.getLogger(__name__)
 
 
-class _Restarts:
-    """A budget: counts the losses after which ranks were replaced lately."""
-
-    def __init__(self, settings: Cluster) -> None:
-        self._settings = settings
-        self._times: list[float] = []  # on the monotonic clock
-
-    def allow(self, count: int) -> bool:
-        """Whether ranks may be replaced now, after so many more losses; if so, these count."""
-        now = time.monotonic()
-        self._times = [one for one in self._times if one > now - self._settings.restart_window]
-        if not self._settings.recovers or len(self._times) + count > self._settings.max_restarts:
-            return False
-        self._times += [now] * count
-        return True
-
-    @property
-    def used(self) -> str:
-        """How much of the budget is used, in words."""
-        return f"{len(self._times)} of {self._settings.max_restarts} restarts within {self._settings.restart_window:.0f} s"
-
-    @property
-    def refusal(self) -> str:
-        """Why no more are replaced, to be appended to what happened; empty if none ever are."""
-        if not self._settings.recovers:
-            return ""
-        count, settings = len(self._times), self._settings
-        return (
-            f"; {count} rank{'' if count == 1 else 's'} had been replaced within {settings.restart_window:.0f} s "
-            f"(--max-restarts {settings.max_restarts})"
-        )
-
-
-class _RankLosses:
-    """Which ranks may have ended because another one was lost, here or on another host, up to ``_LATE_SECONDS`` earlier."""
-
-    def __init__(self) -> None:
-        self._last: float | None = None  # when the last loss was noted, until the run is served again; monotonic
-        self._served: set[int] = set()
-
-    def note(self) -> None:
-        """A rank was lost."""
-        self._last = time.monotonic()
-
-    def settle(self, ranks: Sequence[int]) -> None:
-        """The run is served, by the present processes of ``ranks``."""
-        self._last = None
-        self._served.update(ranks)
-
-    def forget(self, rank: int) -> None:
-        """The rank has another process now. What has never served answers for itself, or it might fail without end."""
-        self._served.discard(rank)
-
-    def explain(self, rank: int) -> bool:
-        """Whether a rank that has just ended may have done so because of the last loss."""
-        return self._last is not None and rank in self._served and time.monotonic() < self._last + _LATE_SECONDS
-
-
 @dataclass(frozen=True)
 class WatchedHost:
-    """A host as its watch sees it.
+    """A host as its watch sees it."""
 
-    Attributes:
-        node: its name in ``Supervision.places``.
-        processes: of its ranks.
-        start_rank: starts the process of a rank here, for the first time or again.
-        keep_redis: called now and then; starts Redis again if it was started here and has died.
-        on_recovery: called with every recovery when it is over.
-    """
-
-    node: str
-    processes: RankProcesses
-    start_rank: Callable[[int], None]
-    keep_redis: Callable[[], None] = lambda: None
-    on_recovery: Callable[[Recovery], None] = lambda recovery: None
+    node: str  # its name in ``Supervision.places``
+    processes: RankProcesses  # of its ranks
+    start_rank: Callable[[int], None]  # starts the process of a rank here, for the first time or again
+    keep_redis: Callable[[], None] = lambda: None  # called now and then; starts Redis again if it was started here and has died
+    on_recovery: Callable[[Recovery], None] = lambda recovery: None  # called with every recovery when it is over
 
     def has(self, rank: int, look: Supervision) -> bool:
         """Whether a rank belongs here: no other host has taken it over."""
@@ -120,7 +54,6 @@ class HostWatch:
 
     Args:
         scheduler: of this watch alone. It must not retry: ``keep_redis`` is this watch's business.
-        settings: the limits of recovery.
         spares: says which other hosts take over ranks that are not replaced here; None if there are no others.
         timestep_ms: as planned, or emulated; 0 if neither is.
     """
@@ -134,8 +67,11 @@ class HostWatch:
         self._processes = host.processes
         self._settings = settings
         self._spares = spares
-        self._restarts = _Restarts(settings)
-        self._losses = _RankLosses()
+        self._restarts: list[float] = []  # the budget that is used: when ranks were replaced lately; monotonic
+        # When a rank was last lost, here or on another host, until the run is served again. Up to ``_LATE_SECONDS`` later, ranks
+        # that have served may end because of it; one that never has answers for itself, or it might fail without end.
+        self._loss: float | None = None
+        self._served: set[int] = set()
         self._known = 0  # the last epoch of which it is noted who was lost
         self._stall_seconds = stall_limit(settings.stall_timeout, timestep_ms)
         self._outage: float | None = None  # since when there is one; times are on the monotonic clock
@@ -148,11 +84,8 @@ class HostWatch:
 
     def turn(self) -> bool:
         """Look once at everything, and do what is necessary; False when the run has ended in order, with all ranks here. To be
-        called whenever a process ends, and at least every ``TURN_SECONDS``.
-
-        Raises:
-            RankLost: the run has failed, or too many ranks were lost. It has been aborted, so the others end, too.
-            SchedulerLost: Redis, or what it knew of the run, is gone.
+        called whenever a process ends, and at least every ``TURN_SECONDS``. Raises RankLost if the run has failed, or too many
+        ranks were lost (the run has been aborted, so the others end, too); SchedulerLost if Redis, or the run in it, is gone.
         """
         if self._settings.recovers:
             self._host.keep_redis()
@@ -176,7 +109,14 @@ class HostWatch:
             return ended.keys() != self._processes.pids.keys()
         if look.epoch is None:
             return self._wait_for(SchedulerLost("Redis lost the run: its keys were deleted"))
-        self._note_epoch(look.epoch, began)
+        now = time.monotonic()
+        if self._outage is not None or now - began > _SLOW_SECONDS:  # all ranks waited for Redis: do not trust their reports yet
+            self._grace_until = now + _GRACE_SECONDS
+        self._outage = None
+        if look.epoch != self._epoch:
+            logger.info("the run is in epoch %d", look.epoch)
+            self._epoch, self._since = look.epoch, now
+            self._scheduler.enter(look.epoch)
         self._note_recoveries(look)
         for rank in look.members:
             self._started.pop(rank, None)
@@ -198,24 +138,13 @@ class HostWatch:
             raise error
         return True
 
-    def _note_epoch(self, epoch: int, began: float) -> None:
-        """Note since when there is this epoch, and from when on what ranks tell can be trusted: all of them waited for Redis."""
-        now = time.monotonic()
-        if self._outage is not None or now - began > _SLOW_SECONDS:
-            self._grace_until = now + _GRACE_SECONDS
-        self._outage = None
-        if epoch != self._epoch:
-            logger.info("the run is in epoch %d", epoch)
-            self._epoch, self._since = epoch, now
-            self._scheduler.enter(epoch)
-
     def _note_recoveries(self, look: Supervision) -> None:
         """Note ranks that other hosts have lost, and whether the run is served. Passes on every recovery that is over: its
         epoch is served, or has ended before it was.
         """
         for recovery in look.recoveries:
             if recovery.epoch > self._known and not all(self._host.has(rank, look) for rank in recovery.lost):
-                self._losses.note()
+                self._loss = time.monotonic()
             self._known = max(self._known, recovery.epoch)
             is_served = recovery.seconds is not None
             if recovery.epoch > self._told and (is_served or recovery.epoch != look.epoch):
@@ -224,7 +153,8 @@ class HostWatch:
                 logger.info("epoch %d %s: %s", recovery.epoch, outcome, recovery.reason)
                 self._host.on_recovery(recovery)
         if look.epoch == 0 or any(one.epoch == look.epoch and one.seconds is not None for one in look.recoveries):
-            self._losses.settle(look.members)
+            self._loss = None
+            self._served.update(look.members)
 
     def _take_over(self, look: Supervision) -> bool:
         """Let other hosts have the ranks of those that are gone, or no longer send; whether there are any."""
@@ -251,9 +181,9 @@ class HostWatch:
             raise RankLost(message) from None
         self._scheduler.recover(ranks, reason, places)
 
-    def _doomed(self, look: Supervision) -> dict[int, str]:
-        """Own ranks that run and must not, each with the reason as the end of a sentence."""
-        now, alive, doomed = time.monotonic(), self._processes.alive, dict[int, str]()
+    def _kill(self, look: Supervision) -> None:
+        """Kill own ranks that run and must not."""
+        now, alive, doomed = time.monotonic(), self._processes.alive, dict[int, str]()  # with reasons, as ends of sentences
         if now > self._grace_until:
             stall = find_stall(look.activities, self._stall_seconds)
             if stall is not None and not stall.is_apart:
@@ -262,10 +192,7 @@ class HostWatch:
         for rank in set(alive) - set(look.members):
             if now > max(self._since + _ENTER_SECONDS, self._started.get(rank, 0.0) + _START_SECONDS):
                 doomed[rank] = "did not take part in the next epoch"
-        return {rank: reason for rank, reason in doomed.items() if rank in alive}
-
-    def _kill(self, look: Supervision) -> None:
-        doomed = self._doomed(look)
+        doomed = {rank: reason for rank, reason in doomed.items() if rank in alive}
         self._reasons |= doomed
         if doomed and not self._settings.recovers:  # the cause must be known before others see that they have lost a rank
             self._give_up(look, list(doomed), min(doomed))
@@ -276,50 +203,53 @@ class HostWatch:
 
     def _replace(self, look: Supervision) -> None:
         """Start every own rank that does not run; begin the next epoch if one of them took part in this one."""
-        ended = self._processes.exit_statuses
+        ended, settings = self._processes.exit_statuses, self._settings
         given = [rank for rank, node in look.places.items() if node == self._host.node and rank not in self._processes.pids]
         lost = sorted(rank for rank in ended if self._host.has(rank, look))
         known = sorted(set(lost) & set(look.members))
-        if not lost + given or (known and self._may_hear_more(ended)):
+        if not lost + given:
             return
+        statuses = set(ended.values())
+        if known and statuses <= {LOST_ANOTHER, ABORTED}:  # another rank, which these have lost, may yet be seen to have ended
+            self._first_end = self._first_end or time.monotonic()
+            if time.monotonic() < self._first_end + (_LATE_SECONDS if LOST_ANOTHER in statuses else _ABORTED_SECONDS):
+                return
         self._first_end = None
-        causes = self._causes(lost, ended)
-        if not self._restarts.allow(min(len(causes), 1)):
+        # The ranks because of which the others have ended, as far as can be known. Not those that report that they have lost
+        # another, nor one that ends soon after a loss: over NCCL a library may abort or fail a rank whose neighbour is gone. Such
+        # ends come at any time, so where there is another one, an abort is not the cause.
+        follows_loss = self._loss is not None and time.monotonic() < self._loss + _LATE_SECONDS
+        explained = self._served if follows_loss else set()
+        own = [rank for rank in lost if ended[rank] != LOST_ANOTHER and rank not in explained]
+        causes = [rank for rank in own if ended[rank] != ABORTED] or own[:1]
+        now, count = time.monotonic(), min(len(causes), 1)
+        self._restarts = [one for one in self._restarts if one > now - settings.restart_window]
+        if not settings.recovers or len(self._restarts) + count > settings.max_restarts:
             return self._give_up(look, lost, (causes or lost)[0])
+        self._restarts += [now] * count
         if causes:
-            self._losses.note()
+            self._loss = time.monotonic()
         if known:
             reason = "; ".join(self._describe(rank, look.ends) for rank in causes or known)
             logger.warning("begins the next epoch: %s", reason)
             self._scheduler.recover(known, reason)
         for rank in [*lost, *given]:
-            self._losses.forget(rank)
+            self._served.discard(rank)
             self._reasons.pop(rank, None)
             self._started[rank] = time.monotonic()
             self._host.start_rank(rank)
-            logger.warning("started %s again, process %d; %s", rank_name(rank), self._processes.pids[rank], self._restarts.used)
-
-    def _causes(self, lost: Sequence[int], ended: Mapping[int, int]) -> list[int]:
-        """Those of the ranks that have ended because of which the others have, as far as can be known.
-
-        Not those that say that they have lost another, nor what ends soon after a loss: over NCCL a library may abort or fail a
-        rank whose neighbour is gone. Such ends come at any time, so where there is another one, an abort is not the cause.
-        """
-        own = [rank for rank in lost if ended[rank] != LOST_ANOTHER and not self._losses.explain(rank)]
-        return [rank for rank in own if ended[rank] != ABORTED] or own[:1]
-
-    def _may_hear_more(self, ended: Mapping[int, int]) -> bool:
-        """Whether all ends so far may be of ranks that have lost another, which itself may yet be seen to have ended."""
-        statuses = set(ended.values())
-        if not statuses <= {LOST_ANOTHER, ABORTED}:
-            self._first_end = None
-            return False
-        self._first_end = self._first_end or time.monotonic()
-        return time.monotonic() < self._first_end + (_LATE_SECONDS if LOST_ANOTHER in statuses else _ABORTED_SECONDS)
+            logger.warning(
+                "started %s again, process %d; %d of %d restarts within %.0f s",
+                rank_name(rank), self._processes.pids[rank], len(self._restarts), settings.max_restarts, settings.restart_window,
+            )  # fmt: skip
 
     def _give_up(self, look: Supervision, lost: Sequence[int], cause: int) -> None:
         """Ranks that are no longer replaced here: another host may have them. Raises RankLost if none does."""
-        message = self._describe(cause, look.ends) + self._restarts.refusal
+        message, settings = self._describe(cause, look.ends), self._settings
+        if settings.recovers:
+            ranks = f"{len(self._restarts)} rank{'' if len(self._restarts) == 1 else 's'}"
+            limit = f"(--max-restarts {settings.max_restarts})"
+            message += f"; {ranks} had been replaced within {settings.restart_window:.0f} s {limit}"
         logger.error("replaces no more ranks: %s", message)
         if self._spares is not None:
             self._move(self._spares, look, lost, message)

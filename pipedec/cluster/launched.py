@@ -50,7 +50,8 @@ _END_SECONDS = 10.0
 
 
 class LaunchedCluster(Supervisor):
-    """All ranks of a partition, on the hosts that it names. Use as a context manager, or ``start`` and ``stop``.
+    """All ranks of a partition, on the hosts that it names. Use as a context manager, or ``start`` and ``stop``. Raises UserError
+    if there is no such partition, or there are too few devices for it.
 
     Args:
         partition: its name; None for the one that the file names.
@@ -58,9 +59,6 @@ class LaunchedCluster(Supervisor):
         run_id: name of the run; None for a random one.
         log: gets what the hosts print, one line after another, while the cluster runs; None to drop it.
         spares: how many devices stand by for ranks whose hosts are lost; None for those that the file names.
-
-    Raises:
-        UserError: there is no such partition, or too few devices for it.
     """
 
     outlives_supervisor = True
@@ -119,27 +117,23 @@ class LaunchedCluster(Supervisor):
             elif progress is not None:
                 progress(rank, what, done, total)
 
-        super()._start(note)
-        self.nodes.watch(self._known_weights(note))
-        self._is_watched = True
-
-    def _known_weights(self, note: StartProgress) -> dict[str, dict[str, str]]:
-        """Digests of all tensors. Raises UserError if a host has others, PipedecError if a rank has reported none."""
-        if self._listed is None:
-            return {}
-
         def turn(done: int, total: int) -> None:
             self.check()
             note(0, "comparing", done, total)
 
-        listed, deadline = self._listed.wait(turn), time.monotonic() + REPORT_SECONDS
-        while silent := [rank for rank in self.topology.ranks if rank not in self._digests]:
-            if time.monotonic() > deadline:
-                raise PipedecError(self.with_hosts(f"{rank_name(silent[0])} has not reported the digests of its weights"))
-            self.check()
-            for rank, report in self._ranks.read(TURN_SECONDS):
-                note(rank, *report)
-        return proved_one([(self.nodes.host_of[rank], digests) for rank, digests in self._digests.items()], listed)
+        super()._start(note)
+        known: dict[str, dict[str, str]] = {}
+        if self._listed is not None:
+            listed, deadline = self._listed.wait(turn), time.monotonic() + REPORT_SECONDS
+            while silent := [rank for rank in self.topology.ranks if rank not in self._digests]:
+                if time.monotonic() > deadline:
+                    raise PipedecError(self.with_hosts(f"{rank_name(silent[0])} has not reported the digests of its weights"))
+                self.check()
+                for rank, report in self._ranks.read(TURN_SECONDS):
+                    note(rank, *report)
+            known = proved_one([(self.nodes.host_of[rank], digests) for rank, digests in self._digests.items()], listed)
+        self.nodes.watch(known)
+        self._is_watched = True
 
     def check(self) -> None:
         """Raise RankLost, which says what has ended the run. Ranks and hosts that were lost and replaced are no failure."""
@@ -177,10 +171,6 @@ class LaunchedCluster(Supervisor):
                 self._told = recovery.epoch
                 self.on_recovery(structs.replace(recovery, reason=self.with_hosts(recovery.reason)))
 
-    def kill(self) -> None:
-        self._is_watched = False
-        super().kill()
-
     def with_hosts(self, message: str) -> str:
         def with_host(found: re.Match[str]) -> str:
             rank = int(found[1])
@@ -189,6 +179,7 @@ class LaunchedCluster(Supervisor):
         return re.sub(r"\brank (\d++)( \((draft|stage \d+)\))?+(?! on )", with_host, message)
 
     def _close(self) -> None:
+        self._is_watched = False
         if self._listed is not None:
             self._listed.close()
             self._listed = None
@@ -199,27 +190,24 @@ class LaunchedCluster(Supervisor):
 
 
 class ListedWeights:
-    """The digests of all tensors that this machine has of a run's checkpoints, with which those of every host are compared.
-
-    They are computed in a thread while the hosts start.
-
-    Args:
-        models: directories or GGUF files by key; they need not be here.
+    """The digests of all tensors that this machine has of a run's checkpoints, with which those of every host are compared. They
+    are computed in a thread while the hosts start. ``models`` are directories or GGUF files by key, and need not be here.
     """
 
     def __init__(self, models: Mapping[str, str]) -> None:
-        self._models = {key: model for key, model in models.items() if _is_here(model)}
+        self._models = {}
+        for key, model in models.items():
+            with suppress(UserError):
+                if located(model).exists() and has_weights(model_files(model)):
+                    self._models[key] = model
         self._is_over = False
         self._told = (0, 1)
         self._thread = ThreadPoolExecutor(1, "weights")
         self._future: Future[TensorDigests] = self._thread.submit(self._digests)
 
     def wait(self, turn: Callable[[int, int], None]) -> TensorDigests:
-        """The digests by model and name. Calls ``turn`` about once a second until they are there, with those done and all.
-
-        Raises:
-            UserError: a file is damaged or cannot be read, or the BiTA is that of another target.
-            PipedecError: it takes too long.
+        """The digests by model and name. Calls ``turn`` about once a second until they are there, with those done and all. Raises
+        UserError if a file is damaged or cannot be read or the BiTA is that of another target, PipedecError if it takes too long.
         """
         deadline = time.monotonic() + LIST_SECONDS
         while True:
@@ -238,20 +226,19 @@ class ListedWeights:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _digests(self) -> TensorDigests:
+        def progress(done: int, total: int) -> None:
+            self._told = done, total
+            if self._is_over:
+                raise CancelledError
+
         if {"target", "bita"} <= self._models.keys():
             check_trained_for(Path(self._models["bita"]), Path(self._models["target"]))  # the hosts cannot tell from their parts
         parts = [CheckpointPart(key, model) for key, model in self._models.items()]
-        return part_digests(parts, cache_directory(), self._progress, whatever_is_here=True)
-
-    def _progress(self, done: int, total: int) -> None:
-        self._told = done, total
-        if self._is_over:
-            raise CancelledError
+        return part_digests(parts, cache_directory(), progress, whatever_is_here=True)
 
 
 def proved_one(told: Iterable[tuple[str, TensorDigests]], listed: TensorDigests) -> dict[str, dict[str, str]]:
     """All digests that are known, by model and name: those that ranks have reported, each with its host, and this machine's.
-
     Raises UserError if a host has another tensor than this machine.
     """
     known = {model: dict(tensors) for model, tensors in listed.items()}
@@ -262,13 +249,6 @@ def proved_one(told: Iterable[tuple[str, TensorDigests]], listed: TensorDigests)
         for model, tensors in digests.items():
             known.setdefault(model, {}).update(tensors)
     return known
-
-
-def _is_here(model: str) -> bool:
-    try:
-        return located(model).exists() and has_weights(model_files(model))
-    except UserError:
-        return False
 
 
 def for_hosts(config: ClusterConfig) -> ClusterConfig:

@@ -49,10 +49,8 @@ class LeaseKeeper:
     survives the end of an epoch.
 
     Args:
-        activity: what the rank does.
         transport: is aborted when the epoch has ended, so that the rank comes loose; where it cannot rejoin, as over NCCL, only
             the end of this process does that.
-        renewal_seconds: between two renewals.
         give_up_seconds: in which the rank itself may notice that the run has failed, before its process is ended.
     """
 
@@ -134,7 +132,16 @@ class LeaseKeeper:
                     raise EpochEnded("Redis lost the run: its keys were deleted")
                 self._is_up |= is_known
             self._trouble = None
-            return self._scheduler.failure() or self._lost_peer()
+            if failure := self._scheduler.failure():
+                return failure
+            if self._place.recovers and self._place.survives:  # supervisors judge the others
+                return None
+            if not (lost := self._scheduler.expired_ranks()):
+                return None
+            message = f"{', '.join(map(rank_name, lost))} stopped answering"
+            if not self._place.recovers:  # else all are started again
+                self._scheduler.abort(self._place.rank, message)
+            return message
         except EpochEnded as error:
             if suspension:  # another process may have its place
                 self._end(suspension, LOST_ANOTHER)
@@ -144,17 +151,6 @@ class LeaseKeeper:
             return self._wait(error) if self._place.recovers else str(error)
         except PipedecError as error:
             return str(error)
-
-    def _lost_peer(self) -> str | None:
-        """The ranks whose lease has expired, as a message; None if there are none, or if supervisors judge them. Aborts the
-        run, so that no rank waits for them, unless all are started again.
-        """
-        if (self._place.recovers and self._place.survives) or not (lost := self._scheduler.expired_ranks()):
-            return None
-        message = f"{', '.join(map(rank_name, lost))} stopped answering"
-        if not self._place.recovers:
-            self._scheduler.abort(self._place.rank, message)
-        return message
 
     def _outlive(self, epoch: int, error: EpochEnded) -> str | None:
         """The epoch has ended; the rank must notice, or its process ends."""
@@ -184,13 +180,9 @@ class LeaseKeeper:
 
 
 def next_epoch(scheduler: RankScheduler, rank: int, error: PipedecError, restore: Callable[[], None]) -> int:
-    """Wait for the epoch after the one of ``scheduler``, which ``error`` has ended or will; begin it if no rank was lost.
-
-    Args:
-        restore: called when Redis has lost the run, for rank 0 to write it back.
-
-    Raises:
-        RankLost: the run has failed; or it is aborted, because there is no next epoch in time.
+    """Wait for the epoch after the one of ``scheduler``, which ``error`` has ended or will; begin it if no rank was lost. Calls
+    ``restore`` when Redis has lost the run, for rank 0 to write it back. Raises RankLost if the run has failed; or it is aborted,
+    because there is no next epoch in time.
     """
     with suppress(EpochEnded, SchedulerLost):
         scheduler.suspect(rank, str(error))
@@ -198,7 +190,14 @@ def next_epoch(scheduler: RankScheduler, rank: int, error: PipedecError, restore
     while now < began + RECOVERY_SECONDS:
         patience = 0.0 if isinstance(error, SchedulerInterrupted) else PATIENCE_SECONDS
         try:
-            if (epoch := _look(scheduler, error, now > began + patience, restore)) is not None:
+            if (failure := scheduler.failure()) is not None:
+                raise RankLost(failure)
+            epoch = scheduler.current_epoch()
+            if epoch is None:
+                restore()
+            elif epoch == scheduler.epoch:
+                epoch = scheduler.recover([], str(error)) if now > began + patience else None
+            if epoch is not None:
                 recoveries = [recovery for recovery in scheduler.status().recoveries if recovery.epoch > scheduler.epoch]
                 if any(rank in recovery.lost for recovery in recoveries):  # this host was cut off, or the process suspended
                     raise RankLost("another process has taken its place")
@@ -211,20 +210,6 @@ def next_epoch(scheduler: RankScheduler, rank: int, error: PipedecError, restore
     with suppress(PipedecError):
         scheduler.abort(rank, message)
     raise RankLost(message)
-
-
-def _look(scheduler: RankScheduler, error: PipedecError, begins: bool, restore: Callable[[], None]) -> int | None:
-    """The run's epoch if it is another one, after this rank has begun it if it is to."""
-    if (failure := scheduler.failure()) is not None:
-        raise RankLost(failure)
-    epoch = scheduler.current_epoch()
-    if epoch is None:
-        restore()
-    elif epoch != scheduler.epoch:
-        return epoch
-    elif begins:
-        return scheduler.recover([], str(error))
-    return None
 
 
 def claim_run(scheduler: SupervisorScheduler) -> None:

@@ -114,17 +114,12 @@ class LocalCluster(Supervisor):
 
 
 class _WatchThread(threading.Thread):
-    """A thread in which this machine's watch runs.
-
-    Attributes:
-        over: set when the run has ended, normally or not.
-        failure: the error that has ended it early.
-    """
+    """A thread in which this machine's watch runs."""
 
     def __init__(self, scheduler: SupervisorScheduler, watch: HostWatch, processes: RankProcesses, level: LogLevel) -> None:
         super().__init__(name="pipedec watch", daemon=True)
-        self.failure: Exception | None = None
-        self.over, self._ending = threading.Event(), threading.Event()
+        self.failure: Exception | None = None  # that has ended the run early
+        self.over, self._ending = threading.Event(), threading.Event()  # set when the run has ended, normally or not; by ``end``
         self._scheduler, self._watch, self._processes, self._level = scheduler, watch, processes, level
 
     def run(self) -> None:

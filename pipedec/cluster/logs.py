@@ -11,7 +11,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -35,12 +35,11 @@ def log_directory(run_id: str) -> Path:
 
 @contextmanager
 def run_log(run_id: str, name: str, level: LogLevel, epoch: Callable[[], int], own_process: bool = True) -> Iterator[None]:
-    """Write what this process logs to the file ``name`` of a run. A full disk, or none to write to, stops no rank.
+    """Write what this process logs to the file ``name`` of a run, each line with its ``epoch``. A full disk, or none to write to,
+    stops no rank.
 
-    Args:
-        epoch: the epoch of each line.
-        own_process: set the level of the package's logger. Otherwise the process is the user's: only what this thread logs is
-            written, at the level that the user has chosen (by default WARNING).
+    With ``own_process`` the level of the package's logger is set. Otherwise the process is the user's: only what this thread logs
+    is written, at the level that the user has chosen (by default WARNING).
     """
     try:
         handler = _LogFile(_opened(run_id) / f"{name}.log")
@@ -93,16 +92,8 @@ def _opened(run_id: str) -> Path:
     with suppress(OSError):  # another process removes them, too
         others.sort(key=lambda other: other.stat().st_mtime, reverse=True)
         for old in others[MOST_RUNS - 1 :]:
-            if not any(_is_open(path) for path in old.glob("*.log")):
+            with suppress(BlockingIOError), ExitStack() as opened:
+                for path in old.glob("*.log"):  # a process that writes to one holds a lock
+                    fcntl.flock(opened.enter_context(path.open()), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(old)
     return directory
-
-
-def _is_open(path: Path) -> bool:
-    """Whether a process writes to this log."""
-    with path.open() as log:
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False

@@ -70,28 +70,19 @@ class Interface:
 
 @dataclass(frozen=True)
 class Met:
-    """The results of a meeting of all ranks.
-
-    Attributes:
-        digests: of the weights by model, if the ranks are on several hosts.
-        own: digests of the tensors that this rank reads, by model and name, if there may be several hosts.
-        kv_slots: of every rank's KV pool, if ranks have measured their memory.
-    """
+    """The results of a meeting of all ranks."""
 
     rendezvous: Rendezvous
     interface: Interface
-    digests: Mapping[str, str]
-    own: TensorDigests
-    kv_slots: int | None
+    digests: Mapping[str, str]  # of the weights by model, if the ranks are on several hosts
+    own: TensorDigests  # digests of the tensors that this rank reads, by model and name, if there may be several hosts
+    kv_slots: int | None  # of every rank's KV pool, if ranks have measured their memory
 
 
 class RankMemory:
-    """The memory of one rank's device, until its weights are loaded. Each rank asks its GPU before any of them loads, and the
-    scarcest decides on how many slots of KV memory all agree. That number is the run's: a rank that is replaced takes it from
-    there, as those that are left have pools of that size.
-
-    Args:
-        free: asks a GPU for its memory.
+    """The memory of one rank's device, until its weights are loaded. Each rank asks its GPU before any of them loads (``free``),
+    and the scarcest decides on how many slots of KV memory all agree. That number is the run's: a rank that is replaced takes it
+    from there, as those that are left have pools of that size.
 
     Attributes:
         gpu: identifies the GPU on which it is about to load; empty on a processor, and once it has loaded.
@@ -105,19 +96,10 @@ class RankMemory:
         self._spec, self._place, self._device = spec, place, device
         self._free, self._patience_seconds = free, patience_seconds
 
-    def loaded(self) -> None:
-        """From now on its memory is taken."""
-        self.gpu = ""
-
     def kv_bytes(self, ranks: Sequence[int], slots: int) -> int | None:
-        """Memory left for keys and values; None if their number does not depend on it.
-
-        Args:
-            ranks: that are about to load on the same GPU, this one included.
-            slots: on which the run has agreed in an earlier epoch; 0 if it has not.
-
-        Raises:
-            UserError: its GPU has too little memory for them, or for their weights.
+        """Memory left for keys and values; None if their number does not depend on it. ``ranks`` are about to load on the same
+        GPU, this one included; the run has agreed on ``slots`` in an earlier epoch, 0 if it has not. Raises UserError if its GPU
+        has too little memory for them, or for their weights.
         """
         if not self.gpu:
             return None
@@ -127,23 +109,13 @@ class RankMemory:
         tokens = measured_tokens(spec, ranks, self._device, who, settled, self._free, self._patience_seconds)
         return None if settled else tokens * spec.needs(self._place.rank).token_bytes
 
-    def agreed_slots(self, kv_bytes: Mapping[int, int], slots: int) -> int | None:
-        """Slots of every rank's KV pool, from the bytes of those that have measured them; None if that follows from the settings.
-        The same on every rank. Raises UserError if a rank has too little.
-        """
-        if slots or not kv_bytes:
-            return slots or None
-        return self._spec.agreed_budget(kv_bytes).tokens
-
 
 class Meeting:
     """One rank's part in the meetings of a run: there is one in each epoch in which its process takes part.
 
     Args:
-        place: with the name of its host.
         memory: of its device; None if that is a processor.
         store: the store in which the process groups meet, if there is one already (torchrun's); None if rank 0 is to open it.
-        activity: what the rank does.
         nccl_versions: what all stages must have alike that request NCCL; empty if this rank does not.
     """
 
@@ -165,12 +137,9 @@ class Meeting:
 
     @contextmanager
     def hold(self, progress: Progress) -> Iterator[Met]:
-        """Meet the other ranks. In the context the ranks connect; other hosts may still try whether they reach this one.
-
-        Raises:
-            UserError: this rank does not fit rank 0; the message names both, their hosts and what differs.
-            RankLost: a rank did not come in time, or two hosts cannot connect.
-            EpochEnded: the epoch has ended.
+        """Meet the other ranks. In the context the ranks connect; other hosts may still try whether they reach this one. Raises
+        UserError if this rank does not fit rank 0 (the message names both, their hosts and what differs), RankLost if a rank did
+        not come in time, or two hosts cannot connect, EpochEnded if the epoch has ended.
         """
         self._position, self._events = "0", []
         own = structs.replace(self.card, gpu=self._memory.gpu)
@@ -209,7 +178,7 @@ class Meeting:
                 for model, tensors in address.digests.items():
                     models.setdefault(model, {}).update(tensors)
             measured = {one.rank: one.kv_bytes for one in addresses if one.kv_bytes is not None}
-            agreed = self._memory.agreed_slots(measured, slots)
+            agreed = slots or (self._spec.agreed_budget(measured).tokens if measured else None)  # None follows from the settings
             of_models = {model: combined(tensors) for model, tensors in models.items() if tensors}
             yield Met(rendezvous, interface, of_models, digests, agreed)
 
@@ -229,7 +198,8 @@ class Meeting:
     @cached_property
     def card(self) -> CardEvent:
         """This rank's host, versions, checkpoints and settings, as it publishes them to the others."""
-        parts = self._spec.parts(self._place.rank) if self._place.speaks_for_host else []
+        speaks_for_host = self._place.local_rank == 0 and self._place.has_others_elsewhere
+        parts = self._spec.parts(self._place.rank) if speaks_for_host else []
         configs = {part.key: config_digest(Path(part.model)) for part in parts}
         server = self._scheduler.server_host
         address = (routed_address(server) if server else None) or LOOPBACK
@@ -304,25 +274,21 @@ class Meeting:
             self._activity.begin("meeting")
 
 
-_VERSION = "{own} has {name} {mine}, but {other} has {theirs}: install the same version on both"
-_CONFIG = "{own} has another {name} than {other}: copy the same checkpoint to both hosts with `pipedec distribute`"
-_SETTINGS = (
-    "{own} has {name} {mine}, but {other} has {theirs}: give both the same flags, --device and --dtype if their GPUs differ"
-)
-_NCCL = "{own} has {name} {mine}, but {other} has {theirs}: install the same build on both, or give --transport gloo"
-
-
 def check_cards(own: CardEvent, first: CardEvent) -> None:
     """Raises UserError if this rank has other versions, checkpoints or settings than rank 0."""
-    check_equal(own, first, _VERSION, own.versions, first.versions)
-    check_equal(own, first, _CONFIG, own.configs, first.configs)
-    check_equal(own, first, _SETTINGS, own.settings, first.settings)
+    version = "{own} has {name} {mine}, but {other} has {theirs}: install the same version on both"
+    check_equal(own, first, version, own.versions, first.versions)
+    config = "{own} has another {name} than {other}: copy the same checkpoint to both hosts with `pipedec distribute`"
+    check_equal(own, first, config, own.configs, first.configs)
+    flags = "give both the same flags, --device and --dtype if their GPUs differ"
+    check_equal(own, first, "{own} has {name} {mine}, but {other} has {theirs}: " + flags, own.settings, first.settings)
 
 
 def check_nccl(own: CardEvent, stages: Sequence[CardEvent], mine: Mapping[str, str]) -> None:
     """Raises UserError if NCCL will be used, as all stages request it, and this one has other versions than the first."""
+    build = "{own} has {name} {mine}, but {other} has {theirs}: install the same build on both, or give --transport gloo"
     if all(mine.keys() <= stage.versions.keys() for stage in stages):
-        check_equal(own, stages[0], _NCCL, mine, stages[0].versions)
+        check_equal(own, stages[0], build, mine, stages[0].versions)
 
 
 def check_equal(own: CardEvent, first: CardEvent, message: str, mine: Mapping[str, str], theirs: Mapping[str, str]) -> None:
@@ -344,14 +310,10 @@ def choose_interface(
     own: CardEvent, cards: Sequence[CardEvent], configured: str | None, route_to: RouteTo = routed_address
 ) -> Interface:
     """The network interface for the transfers of rank ``own``: the configured one, else the one that routes to the other hosts.
+    ``route_to`` finds the address of this machine from which it reaches another. Raises UserError if there is no such interface,
+    or no route.
 
     A host's own name is not asked: where it is 127.0.1.1 (Debian, Ubuntu), gloo would wait for the others on the loopback.
-
-    Args:
-        route_to: the address of this machine from which it reaches another; None if no route leads there.
-
-    Raises:
-        UserError: there is no such interface, or no route.
     """
     if configured is not None:
         if (address := interface_address(configured)) is None:

@@ -101,7 +101,23 @@ def relayed_output() -> Iterator[None]:
     for descriptor in (1, 2):
         os.dup2(sender, descriptor)
     os.close(sender)
-    thread = threading.Thread(target=_relay, args=(receiver, usual), name="output", daemon=True)
+
+    def relay() -> None:
+        log: int | None = None
+        written = 0
+        while text := os.read(receiver, 65536):
+            if log is None:
+                try:
+                    os.write(usual, text)
+                    continue
+                except OSError:  # the launcher reads no longer
+                    log = os.open(state_directory() / LOG_NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            if written < MOST_LOG_BYTES:
+                written += len(text)
+                with suppress(OSError):  # the disk is full: the run goes on
+                    os.write(log, text)
+
+    thread = threading.Thread(target=relay, name="output", daemon=True)
     thread.start()
     try:
         yield
@@ -109,22 +125,6 @@ def relayed_output() -> Iterator[None]:
         for descriptor in (1, 2):
             os.dup2(usual, descriptor)
         thread.join(DRAIN_SECONDS)  # it ends when no process holds the other end
-
-
-def _relay(receiver: int, launcher: int) -> None:
-    log: int | None = None
-    written = 0
-    while text := os.read(receiver, 65536):
-        if log is None:
-            try:
-                os.write(launcher, text)
-                continue
-            except OSError:  # it reads no longer
-                log = os.open(state_directory() / LOG_NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        if written < MOST_LOG_BYTES:
-            written += len(text)
-            with suppress(OSError):  # the disk is full: the run goes on
-                os.write(log, text)
 
 
 class Node:
@@ -233,22 +233,20 @@ class Node:
                 self._watch.turn()  # publishes which ranks are here
                 self._is_on_its_own.set()
                 self._say("watching")
-            case question:
-                self._answer_doctor(question, order)
-
-    def _answer_doctor(self, question: str, order: dict[str, Any]) -> None:
-        os.environ.update(order.pop("environment", {}))  # before torch is loaded
-        from pipedec.cluster.doctor.checks import HostDoctor, unreachable
-        from pipedec.cluster.doctor.facts import Questions
-        from pipedec.cluster.doctor.links import measure
-
-        match question:
             case "examine":
+                os.environ.update(order.get("environment", {}))  # before torch is loaded
+                from pipedec.cluster.doctor.checks import HostDoctor
+                from pipedec.cluster.doctor.facts import Questions
+
                 self._doctor = self._doctor or HostDoctor()
                 self._say("examined", report=asdict(self._doctor.examine(validated(Questions, order["questions"]))))
             case "reach":
+                from pipedec.cluster.doctor.checks import unreachable
+
                 self._say("reached", unreachable=unreachable(order["places"]))
             case "measure":
+                from pipedec.cluster.doctor.links import measure
+
                 self._say("measured", link=asdict(measure(order["address"], order["port"])))
 
     def _start_redis(self, port: int | None, password: str, towards: list[str], interface: str | None) -> None:

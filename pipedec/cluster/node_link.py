@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import IO, Any
 
@@ -43,11 +44,8 @@ def is_local(server: ServerConfig) -> bool:
 
 
 def remote_command(server: ServerConfig, command: list[str], directory: str | None = None) -> list[str]:
-    """The command line, for this machine, that runs ``command`` on a host with the streams of the local process.
-
-    Args:
-        directory: where it runs; where it does not exist, the exit status is ``NO_DIRECTORY``. None for where the host's shell
-            starts.
+    """The command line, for this machine, that runs ``command`` on a host with the streams of the local process: in
+    ``directory``, where the exit status is ``NO_DIRECTORY`` if that does not exist, or where the host's shell starts.
     """
     enter = f"cd {shlex.quote(directory)} || exit {NO_DIRECTORY}; " if directory else ""
     script = f"{enter}exec {shlex.join(command)}"
@@ -76,15 +74,12 @@ def end_links(links: Iterable[NodeLink], seconds: float) -> None:
 
 
 class NodeLink:
-    """A node that is being started, or runs.
+    """A node that is being started, or runs. Raises UserError if there is no ssh on this machine.
 
     Args:
         news: gets what the node says.
         log: gets what the host prints, each line after the host's name; None to drop it.
         module: what runs there, and speaks as a node does.
-
-    Raises:
-        UserError: there is no ssh on this machine.
     """
 
     def __init__(
@@ -156,10 +151,8 @@ class NodeLink:
     def end(self) -> None:
         """Let the node end what it has started, by closing its standard input."""
         assert self._process.stdin is not None
-        try:
+        with suppress(OSError):
             self._process.stdin.close()
-        except OSError:
-            return
 
     def wait(self, deadline: float) -> None:
         """Wait until the connection has ended; end it by force at ``deadline`` (monotonic)."""

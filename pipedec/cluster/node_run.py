@@ -21,7 +21,6 @@ from pipedec.cluster.processes import RankProcesses
 from pipedec.cluster.spares import Spares
 from pipedec.config.cluster import cluster_from_json
 from pipedec.core import UserError
-from pipedec.messages import Recovery
 from pipedec.plan.files import checkpoints_of, host_parts
 from pipedec.plan.partition import plan
 from pipedec.plan.placement import Placement, rank_places, spare_places
@@ -34,33 +33,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LaunchedRun:
-    """The data that every node has, so that each can start any rank.
+    """The data that every node has, so that each can start any rank."""
 
-    Attributes:
-        config: the cluster.yaml with one partition, as JSON.
-        redis_host: the host on which Redis was started; None if it runs elsewhere.
-        num_spares: as --spares.
-    """
-
-    config: str = field(repr=False)
+    config: str = field(repr=False)  # the cluster.yaml with one partition, as JSON
     redis_url: str = field(repr=False)
     run_id: str
-    redis_host: str | None
-    num_spares: int | None
+    redis_host: str | None  # the host on which Redis was started; None if it runs elsewhere
+    num_spares: int | None  # as --spares
 
 
 class NodeRun:
-    """The ranks of one host.
-
-    Args:
-        host: the name of this host in the file.
-        say: sends news to the launcher.
-
-    Attributes:
-        digests: of the tensors with which the run began, once they are known.
-
-    Raises:
-        UserError: this host lacks a part of the checkpoints, that of a spare included.
+    """The ranks of one host. ``digests``, once known, are of the tensors with which the run began. Raises UserError if this host
+    lacks a part of the checkpoints, that of a spare included.
     """
 
     def __init__(self, run: LaunchedRun, host: str, processes: RankProcesses, say: Callable[..., None]) -> None:
@@ -105,14 +89,14 @@ class NodeRun:
         self._scheduler = scheduler = RunAddress(self._run.redis_url, self._run.run_id).scheduler(SupervisorScheduler, topology)
         self._log.enter_context(run_log(self._run.run_id, WATCH, cluster.log_level, lambda: scheduler.epoch))
 
-        def say(recovery: Recovery) -> None:
-            self._say("recovery", recovery=asdict(recovery))
-
         try:
             timestep_ms = plan(self._config).timestep_ms
         except UserError:  # the models are not on this host, as on a spare that is not ready
             timestep_ms = 0.0
-        host = WatchedHost(self._host, self._processes, self.start_rank, keep_redis, say)
+        host = WatchedHost(
+            self._host, self._processes, self.start_rank, keep_redis,
+            on_recovery=lambda recovery: self._say("recovery", recovery=asdict(recovery)),
+        )  # fmt: skip
         return HostWatch(scheduler, host, cluster, spares if cluster.recovers else None, timestep_ms)
 
     def close(self) -> None:

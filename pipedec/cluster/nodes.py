@@ -34,14 +34,8 @@ _LOST = -signal.SIGHUP  # exit status of a rank that was lost with its host
 
 
 class Nodes:
-    """One node per host of a partition, and its ranks (see ``supervisor.Ranks``).
-
-    Args:
-        places: of ranks 0..n.
-        spares: devices that stand by.
-
-    Attributes:
-        host_of: the host of each rank, as far as its node has reported it.
+    """One node per host of a partition, and its ranks; a supervisor asks for these as it asks ``RankProcesses``. ``host_of`` has
+    the host of each rank, as far as its node has reported it.
     """
 
     def __init__(self, config: ClusterConfig, places: Sequence[Placement], spares: Sequence[Placement] = ()) -> None:
@@ -75,12 +69,8 @@ class Nodes:
         server, passed_on = self._config.server(host), transport_environment()
         if server.interface is not None:  # the file knows the host better than the launching shell does
             passed_on = {name: value for name, value in passed_on.items() if not name.endswith("_SOCKET_IFNAME")}
-        return {
-            "CUDA_DEVICE_ORDER": RANK_ENVIRONMENT["CUDA_DEVICE_ORDER"],
-            **passed_on,
-            **self._config.launch.environment,
-            **server.environment,
-        }
+        usual = {"CUDA_DEVICE_ORDER": RANK_ENVIRONMENT["CUDA_DEVICE_ORDER"]}
+        return {**usual, **passed_on, **self._config.launch.environment, **server.environment}
 
     def connect(self, log: IO[str] | None, seconds: float = CONNECT_SECONDS) -> None:
         """Start all nodes at once, and compare their versions with this one's. Their ranks' imports begin. Raises

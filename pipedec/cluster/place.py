@@ -1,6 +1,6 @@
 """Where a rank runs and how it reaches its run: the data with which its process starts, and their comparison with the plan.
 
-Loads no torch, unless a GPU is to be checked.
+Loads no torch.
 """
 
 from __future__ import annotations
@@ -9,20 +9,14 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pipedec.cluster.network import is_this_host
 from pipedec.config import ServerConfig
 from pipedec.core import UserError
-from pipedec.hardware import DEVICES
 from pipedec.plan.placement import Placement
 from pipedec.scheduler import BaseScheduler, connect
 from pipedec.topology import Topology, rank_name
-
-if TYPE_CHECKING:
-    import torch
-
-    from pipedec.plan.spec import PipelineSpec
 
 _Scheduler = TypeVar("_Scheduler", bound=BaseScheduler)
 
@@ -32,36 +26,24 @@ Report = Callable[[str, Any, int], None]
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Which rank a process is.
-
-    Attributes:
-        local_rank, local_world_size: its number among the ranks of its host, and theirs.
-        host: the host of cluster.yaml on which it was started, if known.
-        recovers: whether lost ranks are replaced; if not, the loss of one ends the run.
-        survives: whether this process goes on when another rank is lost; if not, it ends and all ranks are started again.
-        digests: of the tensors with which the run began, by model and name, as far as they are known.
-        lists: whether it digests all tensors that its host has, so that the others are compared with them.
-    """
+    """Which rank a process is."""
 
     rank: int
     world_size: int
-    local_rank: int
-    local_world_size: int
-    host: str | None = None
-    recovers: bool = False
+    local_rank: int  # its number among the ranks of its host
+    local_world_size: int  # how many ranks its host has
+    host: str | None = None  # the host of cluster.yaml on which it was started, if known
+    recovers: bool = False  # whether lost ranks are replaced; if not, the loss of one ends the run
+    # Whether this process goes on when another rank is lost; if not, it ends and all ranks are started again
     survives: bool = True
+    # Of the tensors with which the run began, by model and name, as far as they are known
     digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False, hash=False)
-    lists: bool = False
+    lists: bool = False  # whether it digests all tensors that its host has, so that the others are compared with them
 
     @property
     def has_others_elsewhere(self) -> bool:
         """Whether the run has ranks on other hosts, or may yet have."""
         return self.local_world_size < self.world_size
-
-    @property
-    def speaks_for_host(self) -> bool:
-        """Whether it is the rank that compares its host with the others, if the run has ranks elsewhere."""
-        return self.local_rank == 0 and self.has_others_elsewhere
 
 
 @dataclass(frozen=True)
@@ -78,9 +60,7 @@ class RunAddress:
 
 def checked_host(place: RankPlace, places: Sequence[Placement] | None, servers: Sequence[ServerConfig]) -> str:
     """The name of this host: in the plan (``places`` of every rank, on ``servers``), else what the machine calls itself.
-
-    Raises:
-        UserError: the plan puts the rank on another host, or this host cannot be identified.
+    Raises UserError if the plan puts the rank on another host, or this host cannot be identified.
     """
     own = socket.gethostname()
     if places is None:
@@ -95,15 +75,3 @@ def checked_host(place: RankPlace, places: Sequence[Placement] | None, servers: 
         f"{rank_name(place.rank)} was started on {own}, but the plan puts it on {planned}: {mend} (or, if {own} is {planned}, "
         "set its hostname in cluster.yaml)"
     )
-
-
-def check_device(place: RankPlace, spec: PipelineSpec, device: torch.device) -> None:
-    """Raises UserError if the GPU of this rank is of another kind than the plan's, or smaller."""
-    if spec.places is None or device.type != "cuda":
-        return
-    import torch
-
-    found = torch.cuda.get_device_properties(device)
-    planned = spec.places[place.rank]
-    if difference := DEVICES[planned.device].difference(found.name, found.total_memory):
-        raise UserError(f"{rank_name(place.rank)} on {planned.host}: GPU #{planned.index} is {difference}: correct its devices")

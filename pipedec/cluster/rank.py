@@ -21,11 +21,11 @@ from pipedec.checkpoints import check_here
 from pipedec.cluster.lease import RECOVERY_SECONDS, LeaseKeeper, next_epoch
 from pipedec.cluster.meeting import Meeting, Met, RankMemory
 from pipedec.cluster.network import measured_offset_us
-from pipedec.cluster.place import RankPlace, Report, check_device, checked_host
+from pipedec.cluster.place import RankPlace, Report, checked_host
 from pipedec.cluster.processes import leave
 from pipedec.config import AUTO
 from pipedec.config.environment import captures_graphs
-from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost
+from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost, UserError
 from pipedec.decoding import Drafter
 from pipedec.decoding.batch import DRAFT_KNEE
 from pipedec.device import device_of
@@ -38,6 +38,7 @@ from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.recorder import turn_of
 from pipedec.engine.stage_loop import StageLoop
+from pipedec.hardware import DEVICES
 from pipedec.live.feed import LiveFeed
 from pipedec.messages import Choice, RankDescription, RunDescription
 from pipedec.model import ModelConfig, Usual, described_attention, device_capture
@@ -104,8 +105,16 @@ class Rank:
         """Serve in any number of epochs until the run is stopped. Raises PipedecError if this rank, or a lost one, ends it."""
         self._activity.meet_again()
         self._lease.start()  # before the meeting: digests of large checkpoints may take longer than the run's keys live
-        while not self._serve_epoch():
-            continue
+        while True:
+            try:
+                self._take_part().serve(self._transport)
+                break
+            except PipedecError as error:
+                if not self._place.recovers:
+                    raise
+                if not isinstance(error, _SURVIVED) and self._scheduler.current_epoch() == self._scheduler.epoch:
+                    raise  # the epoch has not ended, and this is no consequence of that
+                self._outlive(error)
         self._lease.stop()
         if self._place.rank == 0:
             deadline = time.monotonic() + 10.0  # for the other ranks to leave; those that never do have died
@@ -114,29 +123,29 @@ class Rank:
             self._scheduler.clear()
         self._transport.close()
 
-    def _serve_epoch(self) -> bool:
-        """Take part in the present epoch. Returns whether the run was stopped in it."""
-        try:
-            loop = self._take_part()
-            loop.serve(self._transport)
-            return True
-        except PipedecError as error:
-            if not self._place.recovers:
-                raise
-            is_over = isinstance(error, _SURVIVED) or self._scheduler.current_epoch() != self._scheduler.epoch
-            if not is_over:  # the epoch has not ended, and this is no consequence of that
-                raise
-            self._outlive(error)
-            return False
-
     def _take_part(self) -> DraftLoop | StageLoop:
-        """Meet the others; load the weights and warm up, unless that is done. Returns the loop, ready to serve."""
+        """Meet and connect to the others; load the weights and warm up, unless that is done. Returns the loop, ready to serve."""
+
+        def warming(done: int, total: int) -> None:
+            self._activity.begin("warming")
+            self._report("warming", done, total)
+
         self._activity.begin("meeting")
-        met, backend = self._join()
+        with self._meeting.hold(partial(self._report, "checking")) as met:
+            if self._place.has_others_elsewhere and not self._has_served:
+                self._report("digests", met.own, 0)
+            self._transport.join(met.rendezvous)
+        self._spec = replace(self._spec, agreed_slots=met.kv_slots)
+        backend = self._wanted
+        if self._transport.backend != backend.name:
+            others = "another stage has no GPU of its own"
+            why = others if self._place.rank else "messages from and to rank 0 go through host memory"
+            backend = Choice(self._transport.backend, why)
+        logger.info("connected to the other ranks over %s (%s), interface %s", backend.name, backend.why, met.interface.name)
         loop = self._loop = self._loop or self._load()
         if self._cold is not None:
             began = time.monotonic()
-            self._cold.warm_up(self._usual, self._warming)
+            self._cold.warm_up(self._usual, warming)
             logger.info("warmed up in %.1f s", time.monotonic() - began)
             self._cold = None
         description = self._description(met, backend)
@@ -155,31 +164,10 @@ class Rank:
         self._has_served, self._apart = True, None
         return loop
 
-    def _join(self) -> tuple[Met, Choice]:
-        """Compare this place with the others', and connect to them. Returns also the backend of transfers to the next stage."""
-        with self._meeting.hold(lambda done, total: self._report("checking", done, total)) as met:
-            if self._place.has_others_elsewhere and not self._has_served:
-                self._report("digests", met.own, 0)
-            self._transport.join(met.rendezvous)
-        self._spec = replace(self._spec, agreed_slots=met.kv_slots)
-        backend = self._wanted
-        if self._transport.backend != backend.name:
-            why = (
-                "another stage has no GPU of its own"
-                if self._place.rank
-                else "messages from and to rank 0 go through host memory"
-            )
-            backend = Choice(self._transport.backend, why)
-        logger.info("connected to the other ranks over %s (%s), interface %s", backend.name, backend.why, met.interface.name)
-        return met, backend
-
     def _load(self) -> DraftLoop | StageLoop:
         self._activity.begin("loading")
         self._clock_offset_us = measured_offset_us(self._scheduler.clock_us)
-        began = time.monotonic()
-
-        def loading(done: int, total: int) -> None:
-            self._report("loading", done, total)
+        began, loading = time.monotonic(), partial(self._report, "loading")
 
         def load() -> StageWorker | DraftModel | None:
             if self._place.rank > 0:
@@ -187,7 +175,7 @@ class Rank:
             return None if self._loads_late else load_drafter(self._spec, self._device, loading, self._timed_capture)
 
         model = allocated(load, self._name)
-        self._memory.loaded()
+        self._memory.gpu = ""  # from now on its memory is taken
         loop = self._new_loop(model)
         logger.info("loaded in %.1f s: %d KV slots, knee %d rows", time.monotonic() - began, self._spec.kv_slots, self._spec.knee)
         gc.collect()
@@ -207,10 +195,6 @@ class Rank:
     @property
     def _usual(self) -> Usual:
         return Usual(self._spec.knee if self._place.rank > 0 else DRAFT_KNEE, self._spec.max_context)
-
-    def _warming(self, done: int, total: int) -> None:
-        self._activity.begin("warming")
-        self._report("warming", done, total)
 
     def _timed_capture(self, device: torch.device) -> Capture | None:
         """How forwards are captured. Each capture counts as warming up whenever it happens."""
@@ -267,27 +251,33 @@ class Rank:
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
         weights, why = weights_on(self._spec, self._place.rank, self._device)
         attention = Choice(*described_attention(DTYPES[weights.dtype], self._device, captures_graphs()))
-        offset, remarks = self._clock_offset_us, list[str]()
-        if abs(offset) >= _LARGE_OFFSET_US:
+        remarks: tuple[str, ...] = ()
+        if abs(offset := self._clock_offset_us) >= _LARGE_OFFSET_US:
             order = "behind" if offset > 0 else "ahead of"
-            remarks.append(f"its clock is {abs(offset) / 1e6:.0f} s {order} Redis's: run NTP")
+            remarks = (f"its clock is {abs(offset) / 1e6:.0f} s {order} Redis's: run NTP",)
         return RankDescription(
             self._place.rank, str(self._place.host), device,
             dtype=Choice(str(weights), why),
             transport=backend,
             interface=Choice(met.interface.name, met.interface.why),
             attention=attention,
-            remarks=tuple(remarks),
+            remarks=remarks,
             since_epoch=self._first_epoch,
         )  # fmt: skip
 
     def _outlive(self, error: PipedecError) -> None:
         """The epoch has ended, or will: wait for the next one and take part in it. With NCCL, end this process. Raises RankLost
-        if there is no next epoch, the run has failed, or this process cannot take part in another one.
+        if there is no next epoch, the run has failed, the ranks do not meet, or this process cannot take part in another one.
         """
         logger.warning("epoch %d is over: %s", self._scheduler.epoch, error)
         self._transport.abort()
-        self._check_apart(error)
+        now = time.monotonic()
+        self._apart = self._apart or now
+        if self._has_served and isinstance(error, RankLost) and now > self._apart + RECOVERY_SECONDS:  # no rank was lost
+            message = f"{error}; the ranks could not meet again for {RECOVERY_SECONDS:.0f} s"
+            with suppress(PipedecError):
+                self._scheduler.abort(self._place.rank, message)
+            raise RankLost(message)
         if not self._has_served and self._scheduler.current_epoch() is None:
             raise error  # the run is not up yet: lost ranks are not replaced
         if not self._transport.can_rejoin:
@@ -297,29 +287,29 @@ class Rank:
         if not self._place.survives:
             raise RankLost(f"left with the other ranks: {error}")
         self._transport.close()
+
+        def restore() -> None:
+            if isinstance(self._loop, DraftLoop) and self._opened is not None:  # this is rank 0, which has a copy of the run
+                remembered = self._loop.remembered()
+                number = max([self._submitted, *(one.number for one in remembered)]) + _UNKNOWN_REQUESTS
+                self._scheduler.restore(self._opened, self._spec.duplex, number, remembered)
+
         while True:
-            epoch = next_epoch(self._scheduler, self._place.rank, error, self._restore)
+            epoch = next_epoch(self._scheduler, self._place.rank, error, restore)
             with suppress(*_SURVIVED):  # it has ended before this rank could enter it
                 self._lease.enter(epoch)
                 logger.info("takes part in epoch %d", epoch)
                 return
 
-    def _check_apart(self, error: PipedecError) -> None:
-        """Abort the run if its ranks, none of which was lost, do not meet again. Raises RankLost."""
-        now = time.monotonic()
-        self._apart = self._apart or now
-        if self._has_served and isinstance(error, RankLost) and now > self._apart + RECOVERY_SECONDS:
-            message = f"{error}; the ranks could not meet again for {RECOVERY_SECONDS:.0f} s"
-            with suppress(PipedecError):
-                self._scheduler.abort(self._place.rank, message)
-            raise RankLost(message)
 
-    def _restore(self) -> None:
-        """Redis has lost the run: if this is rank 0, write back its own copy."""
-        if isinstance(self._loop, DraftLoop) and self._opened is not None:
-            remembered = self._loop.remembered()
-            number = max([self._submitted, *(one.number for one in remembered)]) + _UNKNOWN_REQUESTS
-            self._scheduler.restore(self._opened, self._spec.duplex, number, remembered)
+def check_device(place: RankPlace, spec: PipelineSpec, device: torch.device) -> None:
+    """Raises UserError if the GPU of this rank is of another kind than the plan's, or smaller."""
+    if spec.places is None or device.type != "cuda":
+        return
+    found = torch.cuda.get_device_properties(device)
+    planned = spec.places[place.rank]
+    if difference := DEVICES[planned.device].difference(found.name, found.total_memory):
+        raise UserError(f"{rank_name(place.rank)} on {planned.host}: GPU #{planned.index} is {difference}: correct its devices")
 
 
 def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> Choice:

@@ -15,17 +15,12 @@ from pipedec.topology import rank_name
 
 @dataclass(frozen=True)
 class Spares:
-    """The devices of a run.
+    """The devices of a run."""
 
-    Attributes:
-        planned: those of ranks 0..n. Two ranks of one device share it wherever they compute on the same host.
-        standing_by: those of the spares.
-        redis_host: where the run's Redis was started; None if it runs elsewhere.
-    """
-
+    # Those of ranks 0..n. Two ranks of one device share it wherever they compute on the same host.
     planned: tuple[Placement, ...]
-    standing_by: tuple[Placement, ...]
-    redis_host: str | None = None
+    standing_by: tuple[Placement, ...]  # those of the spares
+    redis_host: str | None = None  # where the run's Redis was started; None if it runs elsewhere
 
     @property
     def hosts(self) -> list[str]:
@@ -36,14 +31,7 @@ class Spares:
         return [place for place in dict.fromkeys((*self.planned, *self.standing_by)) if place.host == host]
 
     def device_for(self, rank: int, host: str, others: Mapping[int, Placement]) -> Placement:
-        """Where a rank computes on a host that has taken it over.
-
-        Args:
-            others: where other ranks compute there.
-
-        Raises:
-            RankLost: no device is free.
-        """
+        """Where a rank computes on a host that has taken it over, beside ``others``. Raises RankLost if no device is free."""
         for other, place in others.items():
             if self.planned[other] == self.planned[rank]:
                 return place

@@ -21,20 +21,13 @@ _APART_SECONDS = 3.0  # a host that cannot be reached for longer is cut off
 
 @dataclass(frozen=True)
 class Stall:
-    """A rank that computes for too long, one to which nothing comes, or one that cannot reach another host.
+    """A rank that computes for too long, one to which nothing comes, or one that cannot reach another host."""
 
-    Attributes:
-        rank: the one that computes, waits or tries.
-        peer: for whom it waits, or whose host it cannot reach; None if it computes.
-        is_apart: it cannot reach the host, so that the process of ``peer`` is not to blame.
-        is_warming: it computes what it has not computed before.
-    """
-
-    rank: int
-    peer: int | None
+    rank: int  # the one that computes, waits or tries
+    peer: int | None  # for whom it waits, or whose host it cannot reach; None if it computes
     seconds: float
-    is_apart: bool = False
-    is_warming: bool = False
+    is_apart: bool = False  # it cannot reach the host, so that the process of ``peer`` is not to blame
+    is_warming: bool = False  # it computes what it has not computed before
 
     @property
     def suspect(self) -> int:
@@ -54,12 +47,7 @@ class Stall:
 
 
 def stall_limit(given: float | None, timestep_ms: float = 0.0) -> float:
-    """Seconds after which ``find_stall`` should find one.
-
-    Args:
-        given: by the user, who is followed; None for what the plan suggests.
-        timestep_ms: the planned one; 0 without a plan.
-    """
+    """Seconds after which ``find_stall`` should find one: ``given`` by the user, or what the planned ``timestep_ms`` suggests."""
     return max(LEAST_SECONDS, _PLANNED_TIMESTEPS * timestep_ms / 1000) if given is None else given
 
 
@@ -70,15 +58,18 @@ def find_stall(activities: Mapping[int, ActivityReport], stall_seconds: float) -
     it waits, up to one that does not wait itself. Where they wait in a circle, something was lost on the way to the one that has
     waited longest. Ranks that have computed long timesteps before have more time. So has a rank that computes something for
     the first time, and every rank that waits for it: waiting times count from the last time that any rank did so. A rank is not
-    blamed on a report that is too early to show whether it is waiting as well, if its next report is due.
-
-    Args:
-        activities: of every rank that has reported one; each may be a second old.
+    blamed on a report that is too early to show whether it is waiting as well, if its next report is due (reports may be a second
+    old).
     """
     if apart := [rank for rank, told in activities.items() if told.kind == "connecting" and told.seconds > _APART_SECONDS]:
         rank = max(apart, key=lambda one: activities[one].began)
         return Stall(rank, activities[rank].peer, activities[rank].seconds, is_apart=True)
-    if overdue := [rank for rank, told in activities.items() if _is_overdue(told, stall_seconds)]:
+    overdue = []  # have computed one timestep, or anything for the first time, for too long
+    for rank, told in activities.items():
+        slowest = _WARMING_SECONDS if told.kind == "warming" else _SLOWER * told.longest_seconds
+        if told.kind in ("warming", "computing") and told.seconds > max(stall_seconds, slowest):
+            overdue.append(rank)
+    if overdue:
         rank = max(overdue, key=lambda one: activities[one].began)
         return Stall(rank, None, activities[rank].seconds, is_warming=activities[rank].kind == "warming")
     warmed = [told.warmed_seconds + told.age_seconds for told in activities.values() if told.warmed_seconds is not None]
@@ -86,25 +77,16 @@ def find_stall(activities: Mapping[int, ActivityReport], stall_seconds: float) -
     waited = {rank: min(told.seconds, is_usual) for rank, told in activities.items() if told.kind == "waiting"}
     limit = max(stall_seconds, _TIMESTEPS * sum(told.longest_seconds for told in activities.values()))
     peers = {rank: activities[rank].peer for rank, seconds in waited.items() if seconds > limit / 2}
-    excused = {rank for rank, told in activities.items() if told.kind in _BUSY or _may_wait_as_well(told, limit / 2)}
+    excused = set()  # are busy, or may wait as well by now, although the last report could not show it and the next is due
+    for rank, told in activities.items():
+        if told.kind in _BUSY or (told.seconds <= limit / 2 < told.began and told.age_seconds < _TELLS_SECONDS):
+            excused.add(rank)
     starved = [rank for rank in peers if waited[rank] > limit]
     for rank in sorted(starved, key=lambda one: -activities[one].began):
         last = _last_to_wait(rank, peers, activities)
         if (peer := peers[last]) is not None and peer not in excused:
             return Stall(last, peer, activities[last].seconds)
     return None
-
-
-def _is_overdue(told: ActivityReport, stall_seconds: float) -> bool:
-    """Whether a rank has computed one timestep, or anything for the first time, for too long."""
-    if told.kind == "warming":
-        return told.seconds > max(stall_seconds, _WARMING_SECONDS)
-    return told.kind == "computing" and told.seconds > max(stall_seconds, _SLOWER * told.longest_seconds)
-
-
-def _may_wait_as_well(told: ActivityReport, seconds: float) -> bool:
-    """Whether a rank may by now have waited for ``seconds``, although its last report could not show it and the next is due."""
-    return told.seconds <= seconds < told.began and told.age_seconds < _TELLS_SECONDS
 
 
 def _last_to_wait(rank: int, peers: Mapping[int, int | None], activities: Mapping[int, ActivityReport]) -> int:

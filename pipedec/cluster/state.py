@@ -25,19 +25,13 @@ DEFAULT_RUN = "default"  # name of the run if the user names a Redis but no run
 
 @dataclass(frozen=True)
 class RunningCluster:
-    """A run and its Redis.
-
-    Attributes:
-        pid: process id of its supervisor, if that runs on this machine.
-        began: when the supervisor started (see ``process_start``).
-        outlives_supervisor: whether the run goes on if that is killed.
-    """
+    """A run and its Redis."""
 
     redis_url: str
     run_id: str
-    pid: int | None = None
-    began: int | None = None
-    outlives_supervisor: bool = False
+    pid: int | None = None  # process id of its supervisor, if that runs on this machine
+    began: int | None = None  # when the supervisor started (see ``process_start``)
+    outlives_supervisor: bool = False  # whether the run goes on if that is killed
 
     def connect(self) -> ClientScheduler:
         """The run's scheduler for a client. Raises SchedulerLost, or UserError if there is no such run in this version."""
@@ -88,12 +82,10 @@ class RunningCluster:
 
 class MachineLock:
     """Held by the one ``pipedec up`` or ``launch`` that may run under a state directory, from before it starts until it ends.
+    Raises UserError if another process holds the lock, or the state file names a cluster that is alive.
 
-    The kernel releases the lock when the process that holds it ends for any reason. A detached process inherits the lock from
-    the command that started it, as an open file descriptor (``fileno``, then ``inherited``).
-
-    Raises:
-        UserError: another process holds the lock, or the state file names a cluster that is alive.
+    The kernel releases the lock when the process that holds it ends for any reason. A detached process inherits the lock from the
+    command that started it, as an open file descriptor (``fileno``, then ``inherited``).
     """
 
     def __init__(self, inherited: int | None = None) -> None:

@@ -10,36 +10,23 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from pipedec.cluster.lease import claim_run
 from pipedec.cluster.place import RunAddress
-from pipedec.cluster.processes import LOST_ANOTHER, killed_ranks
+from pipedec.cluster.processes import LOST_ANOTHER, RankProcesses, killed_ranks
 from pipedec.core import PipedecError, RankLost, SchedulerLost
 from pipedec.messages import Recovery, RunDescription
 from pipedec.scheduler import ClientScheduler, SupervisorScheduler, read_description
 from pipedec.topology import Topology, rank_name
 
+if TYPE_CHECKING:
+    from pipedec.cluster.nodes import Nodes
+
 _REPORT_SECONDS = 0.05
 _LATE_SECONDS = 3.0  # on a busy machine a killed rank is seen to end long after its neighbours
 
 StartProgress = Callable[[int, str, int, int], None]  # rank, "checking", "loading" or "warming", units done, units in all
-
-
-class Ranks(Protocol):
-    """The processes of a run's ranks, on this machine (``RankProcesses``, which see) or on others (``Nodes``)."""
-
-    @property
-    def pids(self) -> dict[int, int]: ...
-
-    @property
-    def exit_statuses(self) -> dict[int, int]: ...
-
-    def describe_end(self, rank: int) -> str: ...
-
-    def read(self, seconds: float) -> list[tuple[int, Any]]: ...
-
-    def kill(self) -> None: ...
 
 
 class Supervisor(ABC):
@@ -52,7 +39,7 @@ class Supervisor(ABC):
 
     outlives_supervisor = False
 
-    def __init__(self, topology: Topology, run_id: str, ranks: Ranks) -> None:
+    def __init__(self, topology: Topology, run_id: str, ranks: RankProcesses | Nodes) -> None:
         self.topology = topology
         self.run_id = run_id
         self.scheduler: ClientScheduler | None = None
@@ -94,7 +81,7 @@ class Supervisor(ABC):
         return self._ranks.pids
 
     def start(self, progress: StartProgress | None = None) -> None:
-        """Start everything; return when the cluster takes requests. PipedecError if it cannot: all has been stopped again."""
+        """Start everything; return when the cluster takes requests. Raises PipedecError if it cannot: all has been stopped."""
         try:
             self._start(progress)
         except BaseException:
@@ -118,10 +105,8 @@ class Supervisor(ABC):
 
     def check(self) -> None:
         """Raise if a rank has ended although the run was not stopped. Subclasses have a check of their own once the run is up.
-
-        Raises:
-            RankLost: names the rank and how it ended. The run has been aborted, so the other ranks end, too.
-            SchedulerLost: Redis died, and the ranks with it.
+        RankLost names the rank and how it ended, and the run has been aborted, so the other ranks end, too; SchedulerLost: Redis
+        died, and the ranks with it.
         """
         if not self._ranks.exit_statuses or self.scheduler is None:
             return

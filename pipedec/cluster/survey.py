@@ -36,16 +36,11 @@ END_SECONDS = 5.0
 
 
 class Survey:
-    """Nodes on all hosts of ``config``. A context manager, which ends them.
-
-    Args:
-        partition: that the hosts are to suit; None for the file's default, or none if it has none.
+    """Nodes on all hosts of ``config``. A context manager, which ends them. The hosts are to suit ``partition``: None for the
+    file's default, or none if it has none. Raises UserError if there is no such partition.
 
     Attributes:
         unplanned: why it is not known what the hosts need, or what is wrong with the plan.
-
-    Raises:
-        UserError: there is no such partition.
     """
 
     def __init__(self, config: ClusterConfig, partition: str | None = None, seconds: float = ANSWER_SECONDS) -> None:
@@ -71,7 +66,7 @@ class Survey:
             environment = {**self._config.launch.environment, **self._config.server(host).environment}
             self._links[host].order("examine", questions=asdict(questions), environment=environment)
         answers = {}
-        for host, news in self._collect("examined", self._links).items():
+        for host, news in self._collect("examined", self._links, self._seconds).items():
             if isinstance(news, Finding):
                 answers[host] = HostAnswer(failure=news)
                 continue
@@ -85,7 +80,7 @@ class Survey:
         places = {host: (one.address, one.port) for host, one in networks.items() if one.address and one.port}
         for host in networks:
             self._links[host].order("reach", places={other: place for other, place in places.items() if other != host})
-        for host, news in self._collect("reached", networks).items():
+        for host, news in self._collect("reached", networks, self._seconds).items():
             if isinstance(news, Finding):
                 answers[host] = HostAnswer(failure=news)
             else:
@@ -108,10 +103,9 @@ class Survey:
                 links[target] = validated(MeasuredLink, news["link"])
         return replace(answer, links={target: links[target] for target in needs.targets})
 
-    def _collect(self, kind: str, hosts: Iterable[str], seconds: float | None = None) -> dict[str, dict[str, Any] | Finding]:
+    def _collect(self, kind: str, hosts: Iterable[str], seconds: float) -> dict[str, dict[str, Any] | Finding]:
         """The next news of one kind from each host, with the time at which it came; or why there is none."""
         found: dict[str, dict[str, Any] | Finding] = {}
-        seconds = self._seconds if seconds is None else seconds
         deadline = time.monotonic() + seconds
         while silent := [host for host in hosts if host not in found]:
             try:
@@ -159,23 +153,20 @@ def questions_for(config: ClusterConfig, needs: Mapping[str, HostNeeds]) -> dict
     if redis_host is None and config.redis.url is None:
         with suppress(UserError):
             redis_host = rank_places(config)[0].host
-    models = () if needs else tuple(map(checkpoint_path, _checkpoints(config)))
+    models: dict[str, None] = {}  # all that the file and its partitions name
+    for settings in () if needs else (config.settings, *(partition.settings for partition in config.partitions.values())):
+        for model in (settings.models.target, settings.models.draft, settings.models.bita):
+            if model and model not in (NONE, *MODEL_SHAPES):
+                models[checkpoint_path(model)] = None
     names = {server.host: host_of_destination(server.ssh_destination) for server in config.servers}
     return {
         server.host: Questions(
             redis_url=config.redis.connection_url,
             starts_redis=server.host == redis_host and config.redis.url is None,
-            checkpoints=models,
+            checkpoints=tuple(models),
             peers=tuple(name for host, name in names.items() if host != server.host),
             server=server,
             needs=needs.get(server.host),
         )
         for server in config.servers
     }
-
-
-def _checkpoints(config: ClusterConfig) -> list[str]:
-    """The checkpoints that the file and its partitions name."""
-    every = [config.settings, *(partition.settings for partition in config.partitions.values())]
-    models = [model for settings in every for model in (settings.models.target, settings.models.draft, settings.models.bita)]
-    return list(dict.fromkeys(model for model in models if model and model not in (NONE, *MODEL_SHAPES)))

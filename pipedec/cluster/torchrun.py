@@ -50,11 +50,12 @@ def main() -> None:
     die_with_parent()
     # The ranks share the file: each line is written at once, even if PYTHONUNBUFFERED is not set.
     with os.fdopen(1, "w", buffering=1, closefd=False) as lines, redirect_stdout(lines), redirect_stderr(lines):
-        status = _run(sys.argv[1:])
+        status = run(sys.argv[1:])
     os._exit(status)
 
 
-def _run(arguments: list[str]) -> int:
+def run(arguments: list[str]) -> int:
+    """Serve as the rank that torchrun's environment describes; returns the exit status."""
     set_rank_environment()
     try:
         job = TorchrunJob.of(arguments)
@@ -65,7 +66,15 @@ def _run(arguments: list[str]) -> int:
     except PipedecError as error:
         print(f"pipedec: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 1
-    return run_rank(job.place, job.topology, job.spec, job.address, _print_report, store, _print_description)
+
+    def report(what: str, done: int, total: int) -> None:
+        if what == "ready":  # that a rank has loaded its weights, its description says
+            print("pipedec: the cluster takes requests", flush=True)
+
+    def describe(description: RankDescription) -> None:
+        print(f"pipedec {rank_name(description.rank)} on {description.host}: {description}", file=sys.stderr, flush=True)
+
+    return run_rank(job.place, job.topology, job.spec, job.address, report, store, describe)
 
 
 def _claim(place: RankPlace, scheduler: SupervisorScheduler, store: Store) -> None:
@@ -164,16 +173,6 @@ class TorchrunJob:
 @options_of(TorchrunOptions, "options")
 def _command(options: TorchrunOptions, given: dict[str, Any]) -> tuple[TorchrunOptions, dict[str, Any]]:
     return options, given
-
-
-def _print_description(description: RankDescription) -> None:
-    print(f"pipedec {rank_name(description.rank)} on {description.host}: {description}", file=sys.stderr, flush=True)
-
-
-def _print_report(what: str, done: int, total: int) -> None:
-    """Rank 0 says when all ranks are ready; that this one has loaded its weights, its description says."""
-    if what == "ready":
-        print("pipedec: the cluster takes requests", flush=True)
 
 
 if __name__ == "__main__":

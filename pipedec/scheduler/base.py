@@ -70,15 +70,8 @@ class BaseScheduler:
     def recover(self, lost: Sequence[int], reason: str, places: Mapping[int, str] = MappingProxyType({})) -> int:
         """End the epoch in which this process takes part, if it is still the run's; returns the run's epoch.
 
-        All ranks get a message of kind ``recover``; requests and their answers stay.
-
-        Args:
-            lost: ranks whose processes are replaced.
-            places: the nodes that take them over, by rank.
-
-        Raises:
-            RankLost: the run has failed.
-            SchedulerLost: it is no longer stored.
+        All ranks get a message of kind ``recover``; requests and their answers stay. The processes of ``lost`` ranks are
+        replaced, by the nodes in ``places``. Raises RankLost if the run has failed, SchedulerLost if it is no longer stored.
         """
         keys, ranks = self.keys, self.topology.ranks
         names = [keys.run, keys.members, keys.running, keys.attempts, keys.doing, keys.suspects, keys.ends, keys.places]
@@ -105,16 +98,10 @@ class BaseScheduler:
         return status_of(self._run_script(*look_call(self.keys, self.topology)))
 
     def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
-        """The new events of several answers, each with its request and position.
+        """The new events of several answers, each with its request and position; [] if none arrives within ``timeout_seconds``.
 
-        Args:
-            last: by request number, the position of the last event already read; ``"0"`` to start at the beginning.
-
-        Returns:
-            [] if no event arrives within ``timeout_seconds``.
-
-        Raises:
-            PipedecError: something else than an event has arrived.
+        ``last`` holds, by request number, the position of the last event already read; ``"0"`` to start at the beginning. Raises
+        PipedecError if something else than an event has arrived.
         """
         streams: Any = {self.keys.answer(number): position for number, position in last.items()}
         deadline = time.monotonic() + timeout_seconds
@@ -153,10 +140,8 @@ class BaseScheduler:
 
 
 def read_description(client: redis.Redis, run_id: str) -> RunDescription | None:
-    """The description that the ranks have published; None if there is no such run. For clients, which do not know the topology.
-
-    Raises:
-        UserError: another version has opened the run.
+    """The description that the ranks have published, for clients; None if there is no such run. Raises UserError if it has
+    another version.
     """
     with translated_errors(_address_of(client)):
         text: Any = client.hget(Keys(run_id).run, "description")

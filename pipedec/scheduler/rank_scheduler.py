@@ -34,13 +34,10 @@ NODE_LEASE_MS = 3000  # of a supervisor
 
 
 class RankScheduler(BaseScheduler):
-    """The scheduler for a rank.
+    """The scheduler for a rank; ``renew_lease`` renews its lease for ``lease_ms``.
 
     It reports tasks under the number of the session whose message it received last, so that a rank that was suspended for a while
     cannot finish tasks of a later one.
-
-    Attributes:
-        lease_ms: time for which ``renew_lease`` renews the lease.
     """
 
     def __init__(self, client: redis.Redis, run_id: str, topology: Topology) -> None:
@@ -63,16 +60,13 @@ class RankScheduler(BaseScheduler):
         self._workflow = -1
 
     def open(self, description: RunDescription, duplex: str = "full", recovers: bool = False) -> None:
-        """Declare the run up, so that requests are accepted; in a later epoch, that its ranks serve again.
+        """Declare the run up, so that requests are accepted; in a later epoch, that its ranks serve again. Raises UserError if
+        the run id is in use, RankLost if the run has failed.
 
         Args:
             description: for clients; its limits decide when further requests are refused.
             duplex: of the links between the ranks, ``half`` or ``full``; decides the order of transfers that windows grant.
             recovers: whether lost ranks are replaced.
-
-        Raises:
-            UserError: the run id is in use.
-            RankLost: the run has failed.
         """
         limits = [description.settings.limits.max_num_seqs, description.settings.limits.max_waiting]
         about = [to_json(description), groups_text(self.topology), duplex, *limits, self.epoch, int(recovers)]
@@ -81,11 +75,8 @@ class RankScheduler(BaseScheduler):
     def restore(self, description: RunDescription, duplex: str, submitted: int, remembered: Sequence[Remembered]) -> int:
         """For rank 0: write back a run that Redis has lost, in the epoch after this process's. Returns the run's epoch.
 
-        Nothing happens if Redis knows the run. Lost ranks of a run that is restored are replaced.
-
-        Args:
-            submitted: the number of the next request: greater than that of any whose answer a client may still await.
-            remembered: the running requests.
+        Nothing happens if Redis knows the run. Lost ranks of a run that is restored are replaced. ``submitted`` is the number of
+        the next request, greater than that of any whose answer a client may still await; ``remembered`` are the running requests.
         """
         keys, limits = self.keys, [description.settings.limits.max_num_seqs, description.settings.limits.max_waiting]
         about = [to_json(description), groups_text(self.topology), duplex, *limits, submitted, RESTORED]
@@ -112,13 +103,8 @@ class RankScheduler(BaseScheduler):
     def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None:
         """Start the workflow of a session with its initial tasks, which are independent of the requests in it.
 
-        Args:
-            session: its number, unique in the run.
-            trace_lines: how many lines of its trace are kept.
-
-        Raises:
-            UserError: another workflow is running, or the run is not up.
-            RankLost: the run has failed.
+        Its number is unique in the run; ``trace_lines`` of its trace are kept. Raises UserError if another workflow is running or
+        the run is not up, RankLost if it has failed.
         """
         arguments = [KEY_SECONDS, session, self._entries, trace_lines, _encode(planned), self.epoch]
         self._run_script("begin", self._graph_keys(), arguments)
@@ -130,10 +116,8 @@ class RankScheduler(BaseScheduler):
     ) -> RankMessage | None:  # fmt: skip
         """Report tasks done and schedule ``planned``, in one atomic step; then ``wait``, in the same round trip.
 
-        A transfer is reported by its receiver only (Algorithm 3). A repeated report changes nothing.
-
-        Args:
-            trace_lines: how many lines of the trace are kept from now on; None for as many as before.
+        A transfer is reported by its receiver only (Algorithm 3). A repeated report changes nothing. ``trace_lines`` of the trace
+        are kept from now on; None for as many as before.
         """
         keys, ids = self._graph_keys(), json.dumps([task.id for task in done])
         about = [KEY_SECONDS, self._workflow, ids, _encode(planned), self.epoch, "" if trace_lines is None else trace_lines]
@@ -164,10 +148,8 @@ class RankScheduler(BaseScheduler):
         return None
 
     def wait_request(self, timeout_seconds: float) -> RankMessage | None:
-        """For rank 0 when nothing runs: the next ``request``, ``stop`` or ``abort``, or None after ``timeout_seconds``.
-
-        Raises:
-            RankLost: the run has failed.
+        """For rank 0 when nothing runs: the next ``request``, ``stop`` or ``abort``, or None after ``timeout_seconds``. Raises
+        RankLost if the run has failed.
         """
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -183,9 +165,7 @@ class RankScheduler(BaseScheduler):
 
     def take(self, limit: int) -> Taken:
         """For rank 0, without waiting: at most ``limit`` requests, in the order of (priority, number), and all cancellations.
-
-        Raises:
-            RankLost: the run has failed.
+        Raises RankLost if the run has failed.
         """
         keys = self.keys
         names = [keys.run, keys.waiting, keys.requests, keys.running, keys.cancelled, keys.bell, keys.watchers]
@@ -206,11 +186,7 @@ class RankScheduler(BaseScheduler):
         self.publish_all([Post(request_number, events)])
 
     def publish_all(self, posts: Sequence[Post], stats: RunStats | None = None) -> None:
-        """Append events to the answers of several requests, in order, in one atomic step.
-
-        Args:
-            stats: for ``status``; None if there are no new ones.
-        """
+        """Append events to the answers of several requests, in order, in one atomic step; new ``stats`` are for ``status``."""
         keys = self.keys
         names = [keys.running, keys.cancelled, keys.unread, keys.run, keys.requests, keys.attempts]
         names += (keys.answer(post.number) for post in posts)
@@ -303,38 +279,32 @@ class SupervisorScheduler(BaseScheduler):
 
     def supervise(self, node: str, ranks: Sequence[int] = ()) -> Supervision:
         """For the supervisor ``node`` of a host, in one round trip: everything that its decisions need. Renews its lease.
-
-        Args:
-            ranks: ranks that run on this host; they are its own from now on, unless another host has them.
+        ``ranks`` run on this host; they are its own from now on, unless another host has them.
         """
         keys = self.keys
         names = [keys.run, keys.members, keys.doing, keys.suspects, keys.ends, keys.places]
         names += [keys.recoveries, keys.nodes, keys.node(node), *map(keys.alive, self.topology.ranks)]
         about = [KEY_SECONDS, node, NODE_LEASE_MS, keys.node_prefix, json.dumps(list(ranks))]
-        return _supervision_of(self._run_script("supervise", names, about))
+        told = self._run_script("supervise", names, about)
+        (failure, state, epoch), alive, expired, doing, suspects, ends, places, recoveries, lost, now_us = told
+        return Supervision(
+            epoch=None if epoch is None else int(epoch),
+            state=state.decode() if state is not None else "gone",
+            failure=failure.decode() if failure is not None else None,
+            members=tuple(sorted([*alive, *expired])),
+            expired=tuple(sorted(expired)),
+            activities={rank: activity_of(text, int(now_us)) for rank, text in _by_rank(doing).items()},
+            suspects=_by_rank(suspects),
+            ends=_by_rank(ends),
+            places=_by_rank(places),
+            recoveries=tuple(parse_json(Recovery, text, "the recovery") for text in recoveries),
+            lost_nodes=tuple(sorted(node.decode() for node in lost)),
+        )
 
     def members(self) -> list[int]:
         """Ranks that have taken a lease and have not left, including expired ones and ranks beyond the topology."""
         ranks: Any = self._ask(lambda: self.client.smembers(self.keys.members))
         return sorted(int(rank) for rank in ranks)
-
-
-def _supervision_of(told: Sequence[Any]) -> Supervision:
-    """Read the reply of ``supervise.lua``."""
-    (failure, state, epoch), alive, expired, doing, suspects, ends, places, recoveries, lost, now_us = told
-    return Supervision(
-        epoch=None if epoch is None else int(epoch),
-        state=state.decode() if state is not None else "gone",
-        failure=failure.decode() if failure is not None else None,
-        members=tuple(sorted([*alive, *expired])),
-        expired=tuple(sorted(expired)),
-        activities={rank: activity_of(text, int(now_us)) for rank, text in _by_rank(doing).items()},
-        suspects=_by_rank(suspects),
-        ends=_by_rank(ends),
-        places=_by_rank(places),
-        recoveries=tuple(parse_json(Recovery, text, "the recovery") for text in recoveries),
-        lost_nodes=tuple(sorted(node.decode() for node in lost)),
-    )
 
 
 def _by_rank(pairs: Sequence[bytes]) -> dict[int, str]:

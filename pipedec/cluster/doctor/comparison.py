@@ -22,31 +22,22 @@ SHOULD_AGREE = ("python", "transformers")
 
 @dataclass(frozen=True)
 class HostAnswer:
-    """The outcome of asking one host.
+    """The outcome of asking one host."""
 
-    Attributes:
-        report: None if the host did not answer; ``failure`` says why.
-        clock_offset_us: the host's clock minus this machine's, as far as the delay of ssh lets it be known.
-        unreachable: why other hosts cannot be connected to from this one, by their name.
-        links: to the hosts to which its ranks send, as measured; None if it has no ranks.
-    """
-
-    report: HostReport | None = None
+    report: HostReport | None = None  # None if the host did not answer; ``failure`` says why
     failure: Finding | None = None
-    clock_offset_us: int = 0
+    clock_offset_us: int = 0  # the host's clock minus this machine's, as far as the delay of ssh lets it be known
+    # Why other hosts cannot be connected to from this one, by their name
     unreachable: Mapping[str, str] = field(default_factory=dict)
-    links: Mapping[str, MeasuredLink] | None = None
+    links: Mapping[str, MeasuredLink] | None = None  # to the hosts to which its ranks send, as measured; None if it has no ranks
 
 
 def compare(
     config: ClusterConfig, answers: Mapping[str, HostAnswer], unplanned: Finding | None = None
 ) -> dict[str, dict[str, Finding]]:
-    """All findings of every host by name, in the order of the table.
-
-    Args:
-        unplanned: why no partition is planned, or what is wrong with the plan; stands in the column of the first host.
-
-    A finding from the comparison replaces the host's own of the same name, unless that is a problem already.
+    """All findings of every host by name, in the order of the table. A finding from the comparison replaces the host's own of the
+    same name, unless that is a problem already. ``unplanned`` says why no partition is planned, or what is wrong with the plan,
+    and stands in the column of the first host.
     """
     reports = {host: answer.report for host, answer in answers.items() if answer.report is not None}
     table = {}
@@ -58,12 +49,17 @@ def compare(
         clock = ok("clock", f"{round(offset_us / 1e6, 1) + 0.0:+.1f} s")
         if abs(offset_us) > LARGEST_OFFSET_US:
             clock = note("clock", clock.value, "set the clocks of all hosts by NTP")
+        others = [ok("other hosts", f"{len(reports) - 1} can be connected to")] if len(reports) > 1 else []
+        if unreachable := answers[host].unreachable:
+            reasons = "; ".join(f"{other}: {reason}" for other, reason in unreachable.items())
+            mend = f"open all TCP ports of {', '.join(unreachable)} to this host, or set interface: to a network that joins them"
+            others = [problem("other hosts", reasons, mend)]
         for finding in (
             *_versions(report, reports),
             *_checkpoints(report, reports),
             clock,
             _devices(config.server(host), report),
-            *_reach(answers[host], len(reports) - 1),
+            *others,
             *link_findings(config.network, report.facts.network, answers[host].links),
             *_cuda(report, reports),
         ):
@@ -144,12 +140,3 @@ def _devices(server: ServerConfig, report: HostReport) -> Finding:
         if difference := DEVICES[kind].difference(gpu.name, gpu.memory_bytes):
             return problem("devices", f"GPU #{index} is {difference}", f"{mend}: GPUs count in the order of their PCI bus")
     return ok("devices", expected)
-
-
-def _reach(answer: HostAnswer, num_others: int) -> list[Finding]:
-    if answer.unreachable:
-        reasons = "; ".join(f"{host}: {reason}" for host, reason in answer.unreachable.items())
-        targets = ", ".join(answer.unreachable)
-        mend = f"open all TCP ports of {targets} to this host, or set interface: to a network that joins them"
-        return [problem("other hosts", reasons, mend)]
-    return [ok("other hosts", f"{num_others} can be connected to")] if num_others else []

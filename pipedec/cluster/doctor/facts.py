@@ -51,48 +51,30 @@ SAMPLE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Questions:
-    """Information that a host cannot find out by itself.
+    """Information that a host cannot find out by itself."""
 
-    Attributes:
-        redis_url: the Redis to reach, with its password: never print it. None if there is none yet.
-        starts_redis: a Redis server will be started on this host.
-        checkpoints: those that must be there as a whole.
-        peers: names or addresses of the other hosts.
-        server: the host's entry in the file; None without a file.
-        needs: what the ranks of the partition take here; None if there is no partition, or no rank of it on this host.
-    """
-
+    # The Redis to reach, with its password: never print it. None if there is none yet.
     redis_url: str | None = field(default=None, repr=False)
-    starts_redis: bool = True
-    checkpoints: tuple[str, ...] = ()
-    peers: tuple[str, ...] = ()
-    server: ServerConfig | None = None
+    starts_redis: bool = True  # a Redis server will be started on this host
+    checkpoints: tuple[str, ...] = ()  # those that must be there as a whole
+    peers: tuple[str, ...] = ()  # names or addresses of the other hosts
+    server: ServerConfig | None = None  # the host's entry in the file; None without a file
+    # What the ranks of the partition take here; None if there is no partition, or no rank of it on this host
     needs: HostNeeds | None = None
 
 
 @dataclass(frozen=True)
 class NetworkFacts:
-    """Names and addresses.
+    """Names and addresses."""
 
-    Attributes:
-        host_name: what the machine calls itself.
-        is_in_file: whether that is the host that the file means; None if unknown.
-        own_addresses: what that name resolves to on the machine itself.
-        interfaces: name and address of every interface that has an address.
-        address: the one to talk to the other hosts with; None if there is none but loopback.
-        interface: the interface of ``address``.
-        speeds_mbps: what interfaces have negotiated, in Mbit/s, where they tell.
-        port: a TCP port that could be opened on all addresses; None if none could.
-    """
-
-    host_name: str
-    is_in_file: bool | None
-    own_addresses: tuple[str, ...]
-    interfaces: Mapping[str, str]
-    address: str | None
-    interface: str | None
-    port: int | None
-    speeds_mbps: Mapping[str, int] = field(default_factory=dict)
+    host_name: str  # what the machine calls itself
+    is_in_file: bool | None  # whether that is the host that the file means; None if unknown
+    own_addresses: tuple[str, ...]  # what that name resolves to on the machine itself
+    interfaces: Mapping[str, str]  # name and address of every interface that has an address
+    address: str | None  # the one to talk to the other hosts with; None if there is none but loopback
+    interface: str | None  # the interface of ``address``
+    port: int | None  # a TCP port that could be opened on all addresses; None if none could
+    speeds_mbps: Mapping[str, int] = field(default_factory=dict)  # what interfaces have negotiated, in Mbit/s, where they tell
 
 
 @dataclass(frozen=True)
@@ -116,50 +98,33 @@ class MissingFile:
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """A checkpoint directory.
+    """A checkpoint directory."""
 
-    Attributes:
-        error: what is wrong with it; None if nothing is but ``missing``.
-        config_digest: of configuration, tokenizer and index.
-        files: by the name of each file with weights that is here, its size and a digest of samples of it.
-        weight_bytes: of these files.
-        missing: files that the ranks of this host would read.
-        free_bytes: of the disk; None if unknown.
-    """
-
-    error: str | None
-    config_digest: str = ""
+    error: str | None  # what is wrong with it; None if nothing is but ``missing``
+    config_digest: str = ""  # of configuration, tokenizer and index
+    # By the name of each file with weights that is here, its size and a digest of samples of it
     files: Mapping[str, str] = field(default_factory=dict)
-    weight_bytes: int = 0
-    missing: tuple[MissingFile, ...] = ()
-    free_bytes: int | None = None
+    weight_bytes: int = 0  # of these files
+    missing: tuple[MissingFile, ...] = ()  # files that the ranks of this host would read
+    free_bytes: int | None = None  # of the disk; None if unknown
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """All of it.
+    """All of it."""
 
-    Attributes:
-        python: path of the interpreter.
-        versions: of pipedec, python and packages; None for a package that is not installed.
-        flash_attention_error: why an installed flash-attn cannot be imported.
-        memory_bytes, available_memory_bytes: RAM.
-        shared_memory_bytes, free_shared_memory_bytes: of /dev/shm; None where there is none.
-        redis_server: path and version of the server binary; None without one.
-    """
-
-    python: str
-    versions: Mapping[str, str | None]
-    flash_attention_error: str | None
+    python: str  # path of the interpreter
+    versions: Mapping[str, str | None]  # of pipedec, python and packages; None for a package that is not installed
+    flash_attention_error: str | None  # why an installed flash-attn cannot be imported
     gpus: GpuFacts
     network: NetworkFacts
     cpus: int
-    memory_bytes: int
+    memory_bytes: int  # RAM
     available_memory_bytes: int
-    shared_memory_bytes: int | None
+    shared_memory_bytes: int | None  # of /dev/shm; None where there is none
     free_shared_memory_bytes: int | None
     open_files: int
-    redis_server: str | None
+    redis_server: str | None  # path and version of the server binary; None without one
     redis: RedisFacts | None
     state_directory: str | None
     state_directory_error: str | None
@@ -172,7 +137,7 @@ def gather(questions: Questions, port: int | None) -> HostFacts:
 
     ``port`` is a TCP port that was opened on this host; None if none could be.
     """
-    server = state = state_error = total_shared = free_shared = None
+    server = state = state_error = flash_attention_error = total_shared = free_shared = None
     with suppress(PipedecError):
         binary = find_server_binary()
         server = f"{binary} {'.'.join(map(str, server_version(binary)))}"
@@ -180,6 +145,11 @@ def gather(questions: Questions, port: int | None) -> HostFacts:
         state = str(state_directory())
     except PipedecError as error:
         state_error = str(error)
+    if importlib.util.find_spec("flash_attn") is not None:
+        try:
+            importlib.import_module("flash_attn")
+        except Exception as error:  # a build for another torch fails in any way
+            flash_attention_error = first_line(error)
     with suppress(OSError):
         shared = shutil.disk_usage("/dev/shm")
         total_shared, free_shared = shared.total, shared.free
@@ -190,7 +160,7 @@ def gather(questions: Questions, port: int | None) -> HostFacts:
     return HostFacts(
         python=sys.executable,
         versions={"pipedec": __version__, "python": platform.python_version()} | packages,
-        flash_attention_error=_flash_attention_error(),
+        flash_attention_error=flash_attention_error,
         gpus=gpu_facts(),
         network=_network(questions, port),
         cpus=os.cpu_count() or 1,
@@ -208,20 +178,14 @@ def gather(questions: Questions, port: int | None) -> HostFacts:
     )
 
 
-def _flash_attention_error() -> str | None:
-    if importlib.util.find_spec("flash_attn") is None:
-        return None
-    try:
-        importlib.import_module("flash_attn")
-    except Exception as error:  # a build for another torch fails in any way
-        return first_line(error)
-    return None
-
-
 def _network(questions: Questions, port: int | None) -> NetworkFacts:
-    address = _address_towards(questions)
-    name = socket.gethostname()
     own = {interface: interface_address(interface) for interface in psutil.net_if_addrs()}
+    if questions.server is not None and questions.server.interface is not None:
+        address = interface_address(questions.server.interface)
+    else:  # of the route to another host, else to anywhere, else any but loopback
+        towards = [routed_address(peer) for peer in (*questions.peers, ANYWHERE)]
+        address = next((found for found in (*towards, *own.values()) if found and not is_loopback(found)), None)
+    name = socket.gethostname()
     return NetworkFacts(
         host_name=name,
         is_in_file=is_this_host(questions.server) if questions.server else None,
@@ -234,28 +198,17 @@ def _network(questions: Questions, port: int | None) -> NetworkFacts:
     )
 
 
-def _address_towards(questions: Questions) -> str | None:
-    """The address of the configured interface, else of the route to another host, else to anywhere, else any but loopback."""
-    if questions.server is not None and questions.server.interface is not None:
-        return interface_address(questions.server.interface)
-    towards = [routed_address(peer) for peer in (*questions.peers, ANYWHERE)]
-    anything = [interface_address(interface) for interface in psutil.net_if_addrs()]
-    candidates = [address for address in (*towards, *anything) if address and not is_loopback(address)]
-    return candidates[0] if candidates else None
-
-
 def _redis(url: str) -> RedisFacts:
     address = address_of(url)
     try:
         with connect(url) as client, translated_errors(address):
             info: Any = client.info("server")
-            version = str(info.get("valkey_version") or info["redis_version"])
 
             def clock_us() -> int:
                 seconds, microseconds = client.time()
                 return int(seconds) * 1_000_000 + int(microseconds)
 
-            return RedisFacts(address, version, measured_offset_us(clock_us))
+            return RedisFacts(address, str(info.get("valkey_version") or info["redis_version"]), measured_offset_us(clock_us))
     except PipedecError as error:
         return RedisFacts(address, error=str(error))
 

@@ -11,19 +11,12 @@ Level = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the doctor's table.
+    """One row of the doctor's table."""
 
-    Attributes:
-        name: what was examined.
-        level: ``problem`` if a run will fail, ``note`` if it is worth knowing.
-        value: what was found, in a few words.
-        mend: what to do, in one line; every problem has one.
-    """
-
-    name: str
-    level: Level
-    value: str
-    mend: str | None = None
+    name: str  # what was examined
+    level: Level  # ``problem`` if a run will fail, ``note`` if it is worth knowing
+    value: str  # what was found, in a few words
+    mend: str | None = None  # what to do, in one line; every problem has one
 
     def __post_init__(self) -> None:
         if self.level == "problem" and not self.mend:

@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pipedec.cluster.doctor.findings import Finding, first_line, gib, note, ok, problem
@@ -44,26 +45,18 @@ class Holder:
 
 @dataclass(frozen=True)
 class GpuState:
-    """The state of a GPU that may differ from one day to the next; None where the driver does not report it.
-
-    Attributes:
-        power_watts, default_power_watts: the limit that is set, and the one that it left the factory with.
-        sm_mhz, max_sm_mhz, max_memory_mhz: clock of the multiprocessors now, its maximum and that of the memory.
-        compute_mode: ``Default``, ``Exclusive_Process`` or ``Prohibited``.
-        slowdown: bits of NVML that say why clocks are low.
-        holders: processes that compute on it, as far as this host sees them.
-    """
+    """The state of a GPU that may differ from one day to the next; None where the driver does not report it."""
 
     free_bytes: int | None = None
-    power_watts: float | None = None
-    default_power_watts: float | None = None
-    sm_mhz: int | None = None
-    max_sm_mhz: int | None = None
-    max_memory_mhz: int | None = None
+    power_watts: float | None = None  # the limit that is set
+    default_power_watts: float | None = None  # the limit that it left the factory with
+    sm_mhz: int | None = None  # clock of the multiprocessors now
+    max_sm_mhz: int | None = None  # their highest clock
+    max_memory_mhz: int | None = None  # highest clock of the memory
     is_persistent: bool | None = None
-    compute_mode: str | None = None
-    slowdown: int = 0
-    holders: tuple[Holder, ...] = ()
+    compute_mode: str | None = None  # ``Default``, ``Exclusive_Process`` or ``Prohibited``
+    slowdown: int = 0  # bits of NVML that say why clocks are low
+    holders: tuple[Holder, ...] = ()  # processes that compute on it, as far as this host sees them
 
 
 @dataclass(frozen=True)
@@ -77,59 +70,38 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """GPUs in the order of their PCI bus.
+    """GPUs in the order of their PCI bus."""
 
-    Attributes:
-        driver: version of the NVIDIA driver; None without one.
-        installed: those the driver lists.
-        usable: those torch can use.
-        cuda: version of CUDA that torch was built for; None for a build without CUDA.
-        error: why torch could not say.
-        nccl: version of NCCL in torch; None without it.
-        driver_error: why the driver's program is there, but lists nothing.
-    """
-
-    driver: str | None
-    installed: tuple[Gpu, ...]
-    usable: tuple[Gpu, ...]
-    cuda: str | None
-    error: str | None = None
-    nccl: str | None = None
-    driver_error: str | None = None
+    driver: str | None  # version of the NVIDIA driver; None without one
+    installed: tuple[Gpu, ...]  # those the driver lists
+    usable: tuple[Gpu, ...]  # those torch can use
+    cuda: str | None  # version of CUDA that torch was built for; None for a build without CUDA
+    error: str | None = None  # why torch could not say
+    nccl: str | None = None  # version of NCCL in torch; None without it
+    driver_error: str | None = None  # why the driver's program is there, but lists nothing
 
 
 def gpu_facts() -> GpuFacts:
     """Ask the driver and torch. Takes as long as importing torch; no GPU is used for that."""
     driver, listed, driver_error = _listed()
-    installed, cuda, nccl = tuple(listed.values()), None, None
+    installed, usable, cuda, nccl = tuple(listed.values()), list[Gpu](), None, None
     try:
         import torch
 
         if (cuda := torch.version.cuda) is not None:
-            try:
+            with suppress(AttributeError):  # a build without NCCL
                 nccl = ".".join(map(str, torch.cuda.nccl.version()))
-            except AttributeError:  # a build without NCCL
-                nccl = None
-        usable = _seen_by_torch(listed) if cuda and (installed or torch.cuda.is_available()) else ()
-        return GpuFacts(driver, installed or usable, usable, cuda, None, nccl, driver_error)
+        if cuda and (installed or torch.cuda.is_available()):
+            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+            torch.cuda.init()
+            found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+            places = installed if len(installed) == len(found) else [None] * len(found)
+            for one, place in zip(found, places, strict=True):
+                same = listed.get(f"GPU-{getattr(one, 'uuid', None)}", place)
+                usable.append(Gpu(one.name, one.total_memory, same.state if same else GpuState()))
+        return GpuFacts(driver, installed or tuple(usable), tuple(usable), cuda, None, nccl, driver_error)
     except Exception as error:  # a torch that cannot be imported, a driver that is too old
         return GpuFacts(driver, installed, (), cuda, first_line(error), nccl, driver_error)
-
-
-def _seen_by_torch(listed: dict[str, Gpu]) -> tuple[Gpu, ...]:
-    """The GPUs that torch can use; ``listed`` are those of the driver, by their UUID. Passes on torch's exceptions when the
-    driver does not suit it.
-    """
-    import torch
-
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    torch.cuda.init()
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    places = list(listed.values()) if len(listed) == len(found) else [None] * len(found)
-    known = [listed.get(f"GPU-{getattr(one, 'uuid', None)}", place) for one, place in zip(found, places, strict=True)]
-    return tuple(
-        Gpu(one.name, one.total_memory, same.state if same else GpuState()) for one, same in zip(found, known, strict=True)
-    )
 
 
 def _listed() -> tuple[str | None, dict[str, Gpu], str | None]:
@@ -149,10 +121,17 @@ def _listed() -> tuple[str | None, dict[str, Gpu], str | None]:
 
 def _states(count: int) -> list[tuple[str, GpuState]]:
     """UUID and state of every GPU; empty where a driver does not know a field."""
-    rows = _table("gpu", count, "uuid", *_STATE)
+    if not (rows := _table("gpu", count, "uuid", *_STATE)):
+        return []
     reasons = next((found for name in _REASONS if (found := _table("gpu", count, name))), None)
-    states, holders = [], _holders() if rows else []
-    for index, (uuid, free, power, default_power, sm, max_sm, max_memory, persistence, mode) in enumerate(rows or ()):
+    holders = []
+    try:
+        for uuid, pid, *program, used in _asked("compute-apps", "gpu_uuid", "pid", "process_name", "used_memory"):
+            holders.append((uuid, Holder(int(pid), os.path.basename(", ".join(program)), _whole(used, MIB))))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        holders = []
+    states = []
+    for index, (uuid, free, power, default_power, sm, max_sm, max_memory, persistence, mode) in enumerate(rows):
         bits = reasons[index][0] if reasons else ""
         state = GpuState(
             _whole(free, MIB), _number(power), _number(default_power), _whole(sm), _whole(max_sm), _whole(max_memory),
@@ -161,17 +140,6 @@ def _states(count: int) -> list[tuple[str, GpuState]]:
         )  # fmt: skip
         states.append((uuid, state))
     return states
-
-
-def _holders() -> list[tuple[str, Holder]]:
-    """The UUID of a GPU and a process on it, for every such process."""
-    found = []
-    try:
-        for uuid, pid, *program, used in _asked("compute-apps", "gpu_uuid", "pid", "process_name", "used_memory"):
-            found.append((uuid, Holder(int(pid), os.path.basename(", ".join(program)), _whole(used, MIB))))
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return []
-    return found
 
 
 def _table(kind: str, count: int, *columns: str) -> list[list[str]] | None:
@@ -210,11 +178,10 @@ def gpu_findings(gpus: GpuFacts, needs: Sequence[GpuNeed] = ()) -> list[Finding]
         found.append(ok("NCCL", gpus.nccl) if gpus.nccl else note("NCCL", "none in this build of torch"))
     by_index = {need.index: need for need in needs}
     states = [(index, gpu.state) for index, gpu in enumerate(every)]
+    persistence = None
     if without := [index for index, state in states if state.is_persistent is False]:
         value = f"off for GPU {_numbers(without)}: the driver starts again for every first process"
         persistence = note("GPU persistence", value, "sudo nvidia-smi -pm 1")
-    else:
-        persistence = None
     more = (_memory(every, by_index), _power(every), _clocks(states), persistence, _compute_mode(states, by_index))
     return found + [finding for finding in more if finding is not None]
 
@@ -272,46 +239,40 @@ def _memory(gpus: Sequence[Gpu], needs: Mapping[int, GpuNeed]) -> Finding | None
         return None
     if not (short or held):
         return ok("GPU memory", f"at least {gib(min(free for *_, free in known))} free")
-    value = "; ".join(_shortage(index, gpu, free, needs.get(index)) for index, gpu, free in short or held)
+    texts = []
+    for index, gpu, free in short or held:
+        text = f"GPU {index}: {gib(free)} of {gib(gpu.memory_bytes)} free"
+        if (need := needs.get(index)) is not None:
+            who = f"rank {need.ranks[0]} needs" if len(need.ranks) == 1 else f"ranks {', '.join(map(str, need.ranks))} need"
+            text += f", {who} {gib(need.least_bytes if free < need.least_bytes else need.planned_bytes)}"
+        for holder in gpu.state.holders:
+            size = gib(holder.num_bytes) if holder.num_bytes is not None else "some"
+            text += f", {holder.program} (pid {holder.pid}) holds {size}"
+        texts.append(text)
     pids = sorted({holder.pid for _, gpu, _ in short or held for holder in gpu.state.holders})
     end = f"end what uses it: kill {' '.join(map(str, pids))}" if pids else "end what uses it: `nvidia-smi` may name it"
     if short:
-        return problem("GPU memory", value, f"{end}; or choose a partition with fewer layers there")
-    return note("GPU memory", value, f"{end}; what is held is missing for keys and values" if needs else end)
-
-
-def _shortage(index: int, gpu: Gpu, free: int, need: GpuNeed | None) -> str:
-    text = f"GPU {index}: {gib(free)} of {gib(gpu.memory_bytes)} free"
-    if need is not None:
-        who = f"rank {need.ranks[0]} needs" if len(need.ranks) == 1 else f"ranks {', '.join(map(str, need.ranks))} need"
-        text += f", {who} {gib(need.least_bytes if free < need.least_bytes else need.planned_bytes)}"
-    for holder in gpu.state.holders:
-        text += f", {holder.program} (pid {holder.pid}) holds {gib(holder.num_bytes) if holder.num_bytes is not None else 'some'}"
-    return text
+        return problem("GPU memory", "; ".join(texts), f"{end}; or choose a partition with fewer layers there")
+    return note("GPU memory", "; ".join(texts), f"{end}; what is held is missing for keys and values" if needs else end)
 
 
 def _power(gpus: Sequence[Gpu]) -> Finding | None:
+    """Limits that are lower than usual, else the limits and highest clocks: ``350 W, SM to 2100 MHz, memory to 9751 MHz``."""
     limited: dict[float, list[int]] = {}  # GPUs with a lower limit, by the default one
     for index, gpu in enumerate(gpus):
         watts, usual = gpu.state.power_watts, gpu.state.default_power_watts
         if watts is not None and usual is not None and watts < usual - WATTS:
             limited.setdefault(usual, []).append(index)
-    if not limited:
-        return ok("GPU power", value) if (value := _usual_state(gpus)) else None
-    pairs = sorted((index, usual) for usual, indices in limited.items() for index in indices)
-    value = ", ".join(f"GPU {index} {gpus[index].state.power_watts:.0f} of {usual:.0f} W" for index, usual in pairs)
-    commands = "; ".join(f"sudo nvidia-smi -i {_numbers(indices)} -pl {usual:.0f}" for usual, indices in limited.items())
-    return note("GPU power", f"limited: {value}", f"{commands}, unless the limit is meant: it slows down prompts most")
-
-
-def _usual_state(gpus: Sequence[Gpu]) -> str:
-    """Power limits and highest clocks, as far as they are known: ``350 W, SM to 2100 MHz, memory to 9751 MHz``."""
-    wanted = (("{:.0f} W", "power_watts"), ("SM to {} MHz", "max_sm_mhz"), ("memory to {} MHz", "max_memory_mhz"))
-    parts = []
-    for text, name in wanted:
+    if limited:
+        pairs = sorted((index, usual) for usual, indices in limited.items() for index in indices)
+        value = ", ".join(f"GPU {index} {gpus[index].state.power_watts:.0f} of {usual:.0f} W" for index, usual in pairs)
+        commands = "; ".join(f"sudo nvidia-smi -i {_numbers(indices)} -pl {usual:.0f}" for usual, indices in limited.items())
+        return note("GPU power", f"limited: {value}", f"{commands}, unless the limit is meant: it slows down prompts most")
+    parts: list[str] = []
+    for text, name in (("{:.0f} W", "power_watts"), ("SM to {} MHz", "max_sm_mhz"), ("memory to {} MHz", "max_memory_mhz")):
         values = {value for gpu in gpus if (value := getattr(gpu.state, name)) is not None}
         parts += [text.format(value) for value in sorted(values)]
-    return ", ".join(parts)
+    return ok("GPU power", ", ".join(parts)) if parts else None
 
 
 def _clocks(states: Sequence[tuple[int, GpuState]]) -> Finding | None:

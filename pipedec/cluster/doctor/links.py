@@ -10,9 +10,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 
@@ -103,7 +103,7 @@ def _serve(connection: socket.socket) -> None:
     """The other side of ``measure``. A peer that sends anything else, or nothing, is left alone."""
     deadline = time.monotonic() + SESSION_SECONDS
     with suppress(OSError, PipedecError), connection:
-        _prepare(connection)
+        _prepare(connection, deadline)
         magic, messages = _HEAD.unpack(_receive(connection, _HEAD.size, deadline))
         if magic != _MAGIC:
             return
@@ -135,26 +135,20 @@ def _within(connection: socket.socket, deadline: float) -> socket.socket:
     return connection
 
 
-@contextmanager
-def _connected(address: str, port: int, deadline: float) -> Iterator[socket.socket]:
-    with socket.create_connection((address, port), max(0.001, deadline - time.monotonic())) as connection:
-        _prepare(connection)
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        yield connection
+def _connected(address: str, port: int, deadline: float) -> socket.socket:
+    return _prepare(socket.create_connection((address, port), max(0.001, deadline - time.monotonic())), deadline)
 
 
-def _prepare(connection: socket.socket) -> None:
+def _prepare(connection: socket.socket, deadline: float) -> socket.socket:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-    connection.settimeout(SESSION_SECONDS)
+    connection.settimeout(max(0.001, deadline - time.monotonic()))
+    return connection
 
 
 def link_findings(network: NetworkConfig, facts: NetworkFacts, links: Mapping[str, MeasuredLink] | None) -> list[Finding]:
-    """The row about the links of a host; empty without ranks.
-
-    Args:
-        facts: of the host from which it was measured.
-        links: by the host to which; None without ranks.
+    """The row about the links of a host, measured from the one with these ``facts``, by the other host; empty without ranks,
+    where ``links`` is None.
     """
     if not links:
         return [] if links is None else [ok("links", "not measured: no rank here sends to another host")]
@@ -165,26 +159,23 @@ def link_findings(network: NetworkConfig, facts: NetworkFacts, links: Mapping[st
     if len(done) < len(links):
         mends.append("run the doctor again, and see that nothing between the hosts limits connections")
     if done and (slowest := min(link.gbps for link in done)) < SLOWEST_SHARE * network.bandwidth_gbps:
-        mends.append(_bandwidth_mend(network, facts, slowest))
+        speeds = {name: mbps / 1000 for name, mbps in facts.speeds_mbps.items() if name in facts.interfaces}
+        own, fastest = speeds.get(facts.interface or "", 0), max(speeds, key=lambda name: speeds[name], default="")
+        given = f"bandwidth is given as {network.bandwidth_gbps:g} Gbit/s"
+        mend = f"set network: bandwidth_gbps: {_rounded(slowest)} in the file, so that the plan is right"
+        if own <= 0 or own >= network.bandwidth_gbps:
+            mends.append(f"{given}: see what else uses the link, on both hosts, or {mend}")
+        elif speeds[fastest] > own:
+            faster = f"set interface: {fastest} of this host in the file ({speeds[fastest]:g} Gbit/s)"
+            mends.append(f"{given}, and {facts.interface} has negotiated {own:g}: {faster}")
+        else:
+            mends.append(f"{given}, and {facts.interface} has negotiated {own:g}: see cable and switch, or {mend}")
     if done and (latest := max(link.latency_us for link in done)) > SLOWEST_TIMES * network.latency_us + SPARE_US:
         mends.append(
             f"the latency is given as {network.latency_us:g} µs: see what lies between the hosts, or set network: "
             f"latency_us: {_rounded(latest)} in the file, so that the plan is right"
         )
     return [note("links", value, "; ".join(mends)) if mends else ok("links", value)]
-
-
-def _bandwidth_mend(network: NetworkConfig, facts: NetworkFacts, measured: float) -> str:
-    speeds = {name: mbps / 1000 for name, mbps in facts.speeds_mbps.items() if name in facts.interfaces}
-    own, fastest = speeds.get(facts.interface or "", 0), max(speeds, key=lambda name: speeds[name], default="")
-    given = f"bandwidth is given as {network.bandwidth_gbps:g} Gbit/s"
-    correct = f"set network: bandwidth_gbps: {_rounded(measured)} in the file, so that the plan is right"
-    if 0 < own < network.bandwidth_gbps:
-        given += f", and {facts.interface} has negotiated {own:g}"
-        if speeds[fastest] > own:
-            return f"{given}: set interface: {fastest} of this host in the file ({speeds[fastest]:g} Gbit/s)"
-        return f"{given}: see cable and switch, or {correct}"
-    return f"{given}: see what else uses the link, on both hosts, or {correct}"
 
 
 def _rounded(value: float) -> str:

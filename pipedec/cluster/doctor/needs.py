@@ -23,44 +23,28 @@ PROCESS_BYTES = 1_000_000_000  # of memory for a rank's process with torch, besi
 
 @dataclass(frozen=True)
 class GpuNeed:
-    """Memory of one GPU that its ranks take.
+    """Memory of one GPU that its ranks take."""
 
-    Attributes:
-        index: of the GPU among those of the host that torch can use.
-        ranks: on this GPU.
-        least_bytes: weights, workspace, and keys and values of one request: with less they cannot start.
-        planned_bytes: with the keys and values that the plan counts on.
-    """
-
-    index: int
-    ranks: tuple[int, ...]
-    least_bytes: int
-    planned_bytes: int
+    index: int  # of the GPU among those of the host that torch can use
+    ranks: tuple[int, ...]  # on this GPU
+    least_bytes: int  # weights, workspace, and keys and values of one request: with less they cannot start
+    planned_bytes: int  # with the keys and values that the plan counts on
 
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """The needs of all ranks of one host.
+    """The needs of all ranks of one host."""
 
-    Attributes:
-        ranks: on this host.
-        has_spare: whether the host may take over further ranks.
-        gpus: by their index.
-        memory_bytes: RAM while weights are loaded: processes, the weights of ranks on the processor, the largest tensor of each.
-        checkpoint_bytes: what the ranks read of target and draft.
-        layers: of every stage, as in ``rank_parts``.
-        models: the checkpoints by key; None for what the pipeline does without, or has no weights of.
-        targets: other hosts to which the ranks send.
-    """
-
-    ranks: tuple[int, ...] = ()
-    has_spare: bool = False
-    gpus: tuple[GpuNeed, ...] = ()
+    ranks: tuple[int, ...] = ()  # on this host
+    has_spare: bool = False  # whether the host may take over further ranks
+    gpus: tuple[GpuNeed, ...] = ()  # by their index
+    # RAM while weights are loaded: processes, the weights of ranks on the processor, the largest tensor of each
     memory_bytes: int = 0
-    checkpoint_bytes: int = 0
-    layers: tuple[tuple[int, int], ...] = ()
+    checkpoint_bytes: int = 0  # what the ranks read of target and draft
+    layers: tuple[tuple[int, int], ...] = ()  # of every stage, as in ``rank_parts``
+    # The checkpoints by key; None for what the pipeline does without, or has no weights of
     models: Mapping[str, str | None] = field(default_factory=dict)
-    targets: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()  # other hosts to which the ranks send
 
     def parts(self) -> list[tuple[CheckpointPart, CheckpointPart]]:
         """For every checkpoint, the part that the ranks read, and the part that the host may have to read later."""
@@ -84,11 +68,20 @@ def host_needs(config: ClusterConfig, plan: Plan) -> dict[str, HostNeeds]:
     found = {}
     for host in dict.fromkeys([*places, *spares]):
         ranks = [rank for rank in (*([plan.draft] if plan.draft else []), *plan.stages) if rank.placement.host == host]
-        idle = PROCESS_BYTES if plan.draft is None and host == places[0] else 0  # rank 0 without a draft
+        memory_bytes, checkpoint_bytes = PROCESS_BYTES if plan.draft is None and host == places[0] else 0, 0  # rank 0, no draft
+        for rank in ranks:
+            model = config.target if rank.rank else config.draft
+            shape, element_bytes = model_shape(model), DTYPE_BYTES.get(checkpoint_dtype(model), 2)
+            # A rank that loads: its process, the largest tensor of the model, and its weights if they stay in RAM.
+            tensor = max(shape.embedding_parameters, shape.hidden_size * shape.intermediate_size) * element_bytes
+            on_cpu = 0 if DEVICES[rank.placement.device].is_gpu else rank.weight_bytes
+            memory_bytes += PROCESS_BYTES + tensor + on_cpu
+            ends = (rank.rank == 1) + (rank.rank == len(plan.stages))
+            in_part = len(rank.layers) * shape.layer_parameters + ends * shape.embedding_parameters
+            checkpoint_bytes += (in_part if rank.rank else shape.parameters) * element_bytes
         found[host] = HostNeeds(
             tuple(rank for rank, its_host in enumerate(places) if its_host == host), host in spares, _gpus(config, plan, ranks),
-            idle + sum(_loading_bytes(config, rank) for rank in ranks),
-            sum(_checkpoint_bytes(config, plan, rank) for rank in ranks), layers, models,
+            memory_bytes, checkpoint_bytes, layers, models,
             tuple(target for source, target in links if source == host),
         )  # fmt: skip
     return found
@@ -112,22 +105,3 @@ def _gpus(config: ClusterConfig, plan: Plan, ranks: Sequence[StagePlan]) -> tupl
         planned = sum(rank.total_bytes for rank in together)
         needs.append(GpuNeed(index, tuple(rank.rank for rank in together), least, max(least, planned)))
     return tuple(needs)
-
-
-def _loading_bytes(config: ClusterConfig, rank: StagePlan) -> int:
-    """RAM of a rank that loads: its process, the largest tensor of the model, and its weights if they stay in it."""
-    model = config.target if rank.rank else config.draft
-    shape = model_shape(model)
-    tensor = max(shape.embedding_parameters, shape.hidden_size * shape.intermediate_size) * _element_bytes(model)
-    return PROCESS_BYTES + tensor + (0 if DEVICES[rank.placement.device].is_gpu else rank.weight_bytes)
-
-
-def _checkpoint_bytes(config: ClusterConfig, plan: Plan, rank: StagePlan) -> int:
-    model = config.target if rank.rank else config.draft
-    shape, ends = model_shape(model), (rank.rank == 1) + (rank.rank == len(plan.stages))
-    in_part = len(rank.layers) * shape.layer_parameters + ends * shape.embedding_parameters
-    return (in_part if rank.rank else shape.parameters) * _element_bytes(model)
-
-
-def _element_bytes(model: str) -> int:
-    return DTYPE_BYTES.get(checkpoint_dtype(model), 2)
