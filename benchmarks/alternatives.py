@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from benchmarks.llama_cpp import NAME, LlamaCpp, is_installed
-from benchmarks.output import Out, append, console, machine_text, titled_table
-from pipedec.bench.options import Device, Draft, Positive, Target
-from pipedec.bench.record import Row, check_writable, header, pipeline_row
+from benchmarks.output import Device, Out, append, console, machine_text, pipeline_row, titled_table
+from pipedec.bench.options import Draft, Positive, Target
+from pipedec.bench.record import Row, check_writable, header
 from pipedec.config import AUTO, Settings
 from pipedec.core import DEFAULT_METHOD, Request, SamplingParams, UserError
 from pipedec.data import read_prompts

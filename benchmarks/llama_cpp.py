@@ -18,7 +18,7 @@ import torch
 from pipedec.bench.load.benchmark import Place
 from pipedec.bench.load.offered import OfferedLoad, Policy
 from pipedec.bench.load.results import LoadOutcome, ServedRequest
-from pipedec.bench.prompts import DrawnPrompt
+from pipedec.bench.options import DrawnPrompt
 from pipedec.bench.record import Row
 from pipedec.core import UserError
 from pipedec.gguf import is_gguf, located

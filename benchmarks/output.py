@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from pipedec.bench.record import Row, append_rows
+from pipedec.bench.record import Row, append_rows, plain
 from pipedec.flags import Help
+from pipedec.messages import RunDescription
 
+Device = Annotated[Literal["auto", "cpu", "cuda"], Help("Device; auto: a GPU if there is one.")]
 Out = Annotated[Path | None, Help("Append the results to this JSONL file.", "FILE")]
 console = Console(stderr=True, highlight=False)  # for what is not a result
+
+
+def pipeline_row(description: RunDescription) -> Row:
+    """A run's description with every setting by its own name, as rows have always had it."""
+    fields = plain(description)
+    settings = fields.pop("settings")
+    models = {key: getattr(description, key) for key in ("target", "draft", "bita")}
+    return {**{name: value for group in settings.values() for name, value in group.items()}, **models, **fields}
 
 
 def titled_table(title: str, columns: Sequence[str], caption: str | None = None, left: Collection[str] = ()) -> Table:

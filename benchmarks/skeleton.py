@@ -9,19 +9,23 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Annotated
 
 import click
+from msgspec.structs import replace
 
-from pipedec.bench.threads.benchmark import SEQUENTIAL, DecodedReply, DecodeRounds, Style, ThreadsConfig, WrittenAnswer
+from pipedec.bench.record import Row
+from pipedec.bench.threads.benchmark import SEQUENTIAL, Style, ThreadsConfig, written_fields
 from pipedec.cli.benchmarks.shared import BenchPromptFlags, OutDirectory, question_options
 from pipedec.cli.benchmarks.threads import measure_threads
-from pipedec.core import UserError
+from pipedec.core import Request, UserError
+from pipedec.engine.local import LocalPipeline
 from pipedec.flags import Help, own_options, partial_of, run_command
 from pipedec.messages import PromptRequest
+from pipedec.methods import make_options
 from pipedec.text.prompt import Prompter
 from pipedec.threads import ThreadMetrics
 
@@ -106,23 +110,145 @@ def read_skeleton(skeleton: str, max_points: int) -> tuple[tuple[Point, ...], Co
     return tuple(points[:max_points]), +Counter(counts)
 
 
+@dataclass
+class Costs:
+    """The costs of all requests of one answer together.
+
+    Attributes:
+        requests: their number.
+        prompt_tokens: of all prompts.
+        cached_tokens: those of them that were not computed, because a request before had them.
+        timesteps: in which the answer was decoded: those of the first prompt are not counted.
+        prefill_ms: until the first request had its first token.
+        decode_ms: from then on, the prompts of further requests included.
+        prompts_ms: the part of it in which they waited for their first tokens, until the last one of a round had it.
+        fill: the number of rows of each group in each of the timesteps.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    timesteps: int = 0
+    hits: int = 0
+    misses: int = 0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    prompts_ms: float = 0.0
+    fill: list[list[int]] = field(default_factory=list)
+
+    def to_row(self) -> Row:
+        times = {name: round(getattr(self, name), 3) for name in ("prefill_ms", "decode_ms", "prompts_ms")}
+        return {**vars(self), **times}
+
+
 @dataclass(frozen=True)
-class SkeletonOfThought:
+class DecodedReply:
+    """One request's tokens in the order of decoding, with the end token if there is one."""
+
+    prompt_tokens: int
+    token_ids: tuple[int, ...]
+    finish_reason: str
+
+
+class DecodeRounds:
+    """One answer: a first request, and rounds of further ones, each round decoded together when what came before has ended.
+
+    The requests share the keys and values of equal beginnings with each other, but with no answer before this one. ``max_tokens``
+    holds for every request; each draws with a seed of its own. ``costs`` are those of all requests so far.
+    """
+
+    def __init__(self, pipeline: LocalPipeline, prompter: Prompter, request: PromptRequest) -> None:
+        assert request.method is not None
+        self.request = request
+        self.prompter = prompter
+        self._pipeline = pipeline
+        self._options = make_options(request.method, request.options)
+        self.costs = Costs()
+        pipeline.forget_prefixes()
+
+    def begin(self, prompt: tuple[int, ...]) -> DecodedReply:
+        """The first request's reply."""
+        (reply,), total_ms, prefill_ms = self._decode([prompt])
+        self._count(self._pipeline.last.metrics.timesteps, total_ms - prefill_ms)
+        self.costs.prefill_ms = prefill_ms
+        return reply
+
+    def follow(self, prompts: Sequence[tuple[int, ...]]) -> list[DecodedReply]:
+        """The replies to further requests, decoded together. Their prompts' time counts."""
+        replies, total_ms, prefill_ms = self._decode(prompts)
+        self._count(len(self._pipeline.fill), total_ms)
+        self.costs.prompts_ms += prefill_ms
+        return replies
+
+    def _decode(self, prompts: Sequence[tuple[int, ...]]) -> tuple[list[DecodedReply], float, float]:
+        """The replies, the time until all are complete, and until all have begun, in ms."""
+        method = self.request.method
+        assert method is not None
+        requests = []
+        for number, prompt in enumerate(prompts):
+            sampling = self.request.sampling
+            if sampling.seed is not None:
+                sampling = replace(sampling, seed=sampling.seed + self.costs.requests + number)
+            requests.append(Request(number, prompt, sampling, method, self._options))
+        for _ in self._pipeline.run_all({1: requests}):
+            pass
+        replies, began_ms, ended_ms = [], 0.0, 0.0
+        for number, prompt in enumerate(prompts):
+            answer = self._pipeline.answers[number]
+            metrics = answer.metrics
+            self.costs.requests += 1
+            self.costs.prompt_tokens += len(prompt)
+            self.costs.cached_tokens += metrics.cached_tokens
+            self.costs.hits += metrics.hits
+            self.costs.misses += metrics.misses
+            began_ms = max(began_ms, 1000 * metrics.prefill_seconds)
+            ended_ms = max(ended_ms, 1000 * metrics.prefill_seconds + 1000 * metrics.decode_seconds)
+            replies.append(DecodedReply(len(prompt), tuple(answer.token_ids), str(answer.finished)))
+        return replies, ended_ms, began_ms
+
+    def _count(self, timesteps: int, decode_ms: float) -> None:
+        """The last timesteps of a run."""
+        self.costs.timesteps += timesteps
+        self.costs.decode_ms += decode_ms
+        self.costs.fill += self._pipeline.fill[len(self._pipeline.fill) - timesteps :]
+
+
+@dataclass(frozen=True)
+class WrittenAnswer:
+    """An answer's tokens and their statistics, as ``written_fields`` describes them."""
+
+    document: list[tuple[object, int]]
+    finish_reason: str
+    decoded_text: int
+    metrics: ThreadMetrics
+    anomalies: Mapping[str, int] = field(default_factory=dict)
+
+    def to_row(self) -> Row:
+        return written_fields(**vars(self))
+
+
+@dataclass(frozen=True)
+class SkeletonOfThought(Style):
     """The style: a skeleton, then its points together. Without usable points the answer is an ordinary one, in one thread."""
 
-    name: str = SKELETON
+    name = SKELETON
     max_points: int = 16  # further points are left out; as many as the dialects let a thread have children
 
     @property
     def settings(self) -> str | None:
         prompts = {"skeleton": (SKELETON_PROMPT, SKELETON_BEGUN), "point": (POINT_PROMPT, POINT_BEGUN), "pattern": _POINT.pattern}
-        return json.dumps({**asdict(self), **prompts})
+        return json.dumps({"name": self.name, "max_points": self.max_points, **prompts})
 
     def prompt(self, prompter: Prompter, request: PromptRequest) -> tuple[int, ...]:
         """The prompt that asks for the skeleton."""
         return self._tokenized(prompter, request, SKELETON_PROMPT.format(question=_question(request)), SKELETON_BEGUN)
 
-    def answer(self, exchange: DecodeRounds) -> WrittenAnswer:
+    def answer(self, pipeline: LocalPipeline, prompter: Prompter, request: PromptRequest) -> Row:
+        exchange = DecodeRounds(pipeline, prompter, request)
+        written = self.write(exchange)
+        return {**exchange.costs.to_row(), **written.to_row()}
+
+    def write(self, exchange: DecodeRounds) -> WrittenAnswer:
         """The answer's text is that of the points, each with its number and outline, in the skeleton's order."""
         prompter, request = exchange.prompter, exchange.request
         skeleton = exchange.begin(self.prompt(prompter, request))
@@ -207,9 +333,16 @@ class _Parts:
         return sum(token not in self.special for token in reply.token_ids)
 
 
+# "APAR: LLMs Can Do Auto-Parallel Auto-Regressive Decoding", Tables 1, 2, 7 and 8: APAR-7B. Cached and attended tokens are
+# means over the categories that it accelerates.
+PAPER_LINES = {"apar": (
+    ["apar, the paper's 7B", "Vicuna bench", "", "", "5.1", "81%", "303 / 417", "27%", "166 / 256", "35%", "", "", "", ""],
+    ["apar, the paper's 7B", "MT-bench", "", "", "2.7", "37%", "502 / 571", "12%", "418 / 497", "16%", "", "", "", ""],
+)}  # fmt: skip
 ABOUT = (
     "sot is Skeleton-of-Thought: the skeleton's first token is the answer's, the points are the threads, and their prompts are "
-    "part of the answer's time (later prompts: until every point has its first token; the points' tokens alone: what is left)."
+    "part of the answer's time (later prompts: until every point has its first token; the points' tokens alone: what is left). "
+    "APAR's saved tokens are those of the categories that it accelerates."
 )
 
 
@@ -236,7 +369,7 @@ def skeleton(measured: Callable[..., SkeletonConfig], asked: BenchPromptFlags, o
 
     Everything else is as `pipedec bench threads` does it.
     """
-    measure_threads(measured, asked, out, ABOUT)
+    measure_threads(measured, asked, out, ABOUT, PAPER_LINES)
 
 
 if __name__ == "__main__":

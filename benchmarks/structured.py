@@ -16,12 +16,11 @@ from typing import Annotated, Any
 import click
 from msgspec.structs import replace
 
-from pipedec.bench.grid import Grid, SameAnswers, SweepProgress
-from pipedec.bench.options import ClusterFile, Methods, Positive, Preset, StageCounts
-from pipedec.bench.record import Row, plain
+from pipedec.bench.options import ClusterFile, Positive, Preset, StageCounts
+from pipedec.bench.record import Grid, Row, SameAnswers, SweepProgress, plain
 from pipedec.bench.report.style import markdown_table
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated, pair_digest
-from pipedec.cli.benchmarks.shared import OutDirectory, ProgressBar, check_directory, write_summary
+from pipedec.cli.benchmarks.shared import OutDirectory, ProgressBar, make_directory, write_summary
 from pipedec.config import ClusterConfig, load_cluster, paper_cluster
 from pipedec.core import Request, SamplingParams, StructuredOutputs
 from pipedec.engine.local import LocalPipeline
@@ -60,7 +59,7 @@ class StructuredConfig:
     cluster: ClusterConfig
     preset: Preset
     stages: StageCounts = ()
-    methods: Methods = METHOD_NAMES
+    methods: Annotated[tuple[str, ...], Help("Methods.")] = METHOD_NAMES
     questions: Annotated[Positive, Help("How many of the thirty questions, from the first on.")] = 30
     sampling: SamplingParams = SamplingParams(max_tokens=80)
     pair: ModelPair = ModelPair()
@@ -230,7 +229,7 @@ def structured(
         cluster=load_cluster(cluster) if cluster else paper_cluster(),
         sampling=SamplingParams(temperature, seed=seed if temperature else None, max_tokens=max_tokens),
     )
-    check_directory(out)
+    make_directory(out)
     with ProgressBar() as bar:
         rows = StructuredBench(config, out, bar).run()
     write_summary(out, markdown(rows), document(rows))

@@ -19,7 +19,8 @@ import torch
 
 from benchmarks.kernels.operations import OperationsConfig, filled_caches, grown_tree, measure_bookkeeping
 from benchmarks.kernels.stopwatch import Stopwatch, check_memory, device_named
-from pipedec.bench.options import Counts, Device, Positive, check_known
+from benchmarks.output import Device
+from pipedec.bench.options import Counts, Positive, check_known
 from pipedec.bench.record import Row, header
 from pipedec.engine.build import DTYPES
 from pipedec.flags import Help, check_fields

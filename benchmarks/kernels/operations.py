@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.stopwatch import Stopwatch, check_memory, device_named
-from pipedec.bench.options import Counts, Device, Positive
+from benchmarks.output import Device
+from pipedec.bench.options import Counts, Positive
 from pipedec.bench.record import Row, header
 from pipedec.core import UserError
 from pipedec.engine.build import DTYPES

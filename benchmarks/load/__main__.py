@@ -19,7 +19,7 @@ from pipedec.bench.options import Drawing
 from pipedec.bench.record import ROWS_FILE, Row, append_rows
 from pipedec.bench.report.style import FAINT, FULL_WIDTH, TEXT, TICK_POINTS, dress, finish, legend_above, new_figure
 from pipedec.cli.benchmarks.load import LoadFlags, LoadPipelineFlags
-from pipedec.cli.benchmarks.shared import BenchPromptFlags, ProgressBar, check_directory, print_files, question_options
+from pipedec.cli.benchmarks.shared import BenchPromptFlags, ProgressBar, make_directory, print_files, question_options
 from pipedec.cli.options import refuse_flags
 from pipedec.core import UserError
 from pipedec.flags import Help, options_of, own_options, partial_of, run_command
@@ -122,8 +122,7 @@ def load(
     """
     settings = offered.settings() if where.llama_cpp is None else offered.settings() | {"policies": (POLICY,)}
     config = configured(**settings, sampling=asked.sampling, seed=drawing.seed)
-    check_directory(out)
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out)
     request = config.request(drawing.raw_prompts)
     if where.llama_cpp is None and where.preset is None:
         raise UserError("where? give --preset NAME, or --llama-cpp FILE")

@@ -23,8 +23,7 @@ from benchmarks.policy.replay import ReplayedAnswer, ReplayedPipeline, WatchedEx
 from pipedec.bench.load.benchmark import LoadConfig, MeasuredLoad, Place
 from pipedec.bench.load.offered import Arrivals, AtTimes, Conversation, OfferedLoad, Pattern, Policy
 from pipedec.bench.load.results import LoadOutcome, ServedRequest
-from pipedec.bench.options import Positive
-from pipedec.bench.prompts import DrawnPrompt
+from pipedec.bench.options import DrawnPrompt, Positive
 from pipedec.bench.record import Row, plain
 from pipedec.bench.sweep.pipelines import Shape, pair_digest
 from pipedec.config import Settings

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipedec.bench.prompts import DrawnPrompt
+from pipedec.bench.options import DrawnPrompt
 from pipedec.bench.record import Row
 from pipedec.core import UserError
 from pipedec.decoding import Drafter

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from benchmarks.policy.recording import RecordedDrafter
-from pipedec.bench.overhead.null_stage import no_layers, sequence_of
+from pipedec.bench.overhead.null_rank import no_layers, sequence_of
 from pipedec.core import Metrics, NewRequest, Request, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
 from pipedec.decoding import Batch, Experience
 from pipedec.decoding.acceptance import AcceptanceModel, Choices

@@ -22,11 +22,9 @@ from pandas import Categorical, DataFrame
 
 from benchmarks.policy.recording import AnswerRecording, DraftMemo, RecordedDrafter
 from benchmarks.policy.replay import Replayed, ReplayedPipeline, TimestepLosses, WatchedExperience
-from pipedec.bench.grid import SweepProgress
 from pipedec.bench.load.offered import LIMITS, Policy
-from pipedec.bench.options import Drawing, Preset, StageCount
-from pipedec.bench.prompts import DrawnPrompt, draw
-from pipedec.bench.record import Row, header, plain
+from pipedec.bench.options import Drawing, DrawnPrompt, Preset, StageCount, draw
+from pipedec.bench.record import Row, SweepProgress, header, plain
 from pipedec.bench.report.frames import SUMS, totals
 from pipedec.bench.sweep.config import TUNED
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated, pair_digest

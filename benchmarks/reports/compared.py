@@ -25,17 +25,34 @@ from pipedec.bench.report.frames import (
     greedy,
     one_bita,
     one_tree_each,
-    over_equal_cases,
     over_shared_cases,
     select,
+    totals,
     variants,
 )
 from pipedec.bench.report.style import BASELINE
-from pipedec.bench.sweep.rows import BITA, PROMPTINGS, PipelineColumns, TrainedBita, Tree
+from pipedec.bench.sweep.rows import BITA, PipelineColumns, TrainedBita, Tree
 
+PROMPTINGS = ("none", "shallow", "deep")  # in the order of BiTA Table 3
 _SHAPES = ("straightforward", "full", "efficient", "likeliest")  # the first three in the order of BiTA Table 4
 
 Value = TypeVar("Value")
+
+
+def over_equal_cases(answers: pd.DataFrame) -> pd.DataFrame:
+    """The cases that all variants have answered."""
+    return answers[answers.groupby("case")["variant"].transform("nunique") == answers["variant"].nunique()]
+
+
+def at(table: Any, variant: Variant) -> Any:
+    """The part of a table or column whose index begins with this variant, without that level of the index."""
+    return table.xs(variant)
+
+
+def spread(answers: pd.DataFrame, statistic: str) -> tuple[float, float] | None:
+    """The lowest and the highest of a column of ``totals`` over repeats, each over all prompts; None for a single repeat."""
+    repeats = totals(answers, "draw")[statistic].fillna(0.0)
+    return (float(repeats.min()), float(repeats.max())) if len(repeats) > 1 else None
 
 
 @dataclass(frozen=True)
@@ -101,13 +118,18 @@ def by_tree(answers: pd.DataFrame) -> Ablation[Tree]:
 def fixed_text(points: Iterable[Variant]) -> str:
     """The properties that all of these variants of ``bita`` share, for small print."""
     members = list(_of_bita(points))
-    prompts, masks = {trained.prompt for _, trained, _ in members}, {trained.masks for _, trained, _ in members}
+    prompts, masks = {prompt_text(trained) for _, trained, _ in members}, {trained.masks for _, trained, _ in members}
     shapes, depths = {replace(tree, depth=None) for _, _, tree in members}, {tree.depth for _, _, tree in members}
     common = [*prompts] if len(prompts) == 1 else []
     common += [f"{count} masks trained" for count in masks if len(masks) == 1]
     common += [f"{count} used" for count in depths if len(depths) == 1]
     common += [f"{tree_name(tree)} tree, {tree.children} candidates each" for tree in shapes if len(shapes) == 1]
     return f"BiTA: {', '.join(common)}"
+
+
+def prompt_text(trained: TrainedBita) -> str:
+    """The prompt of a BiTA, for people."""
+    return "no prompt" if trained.prompting == "none" else f"{trained.prompting} prompt of {trained.prompt_tokens} tokens"
 
 
 def tree_name(tree: Tree) -> str:

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from benchmarks.reports.compared import Ablation, BothWays, by_masks, by_prompt_tokens, fixed_text, greedy_and_stochastic
+from benchmarks.reports.compared import Ablation, BothWays, by_masks, by_prompt_tokens, fixed_text, greedy_and_stochastic, spread
 from pipedec.bench.report.figures import colors, draw_by_method, fits_text, labels, provenance, stages_text, tree_text
 from pipedec.bench.report.frames import (
     REFERENCE_GROUPS,
     NoFigure,
     Variant,
-    at,
     by_prompt_set,
     by_variant,
     headline,
@@ -26,7 +25,6 @@ from pipedec.bench.report.frames import (
     over_shared_cases,
     prompt_sets,
     select,
-    spread,
     stage_sweep,
     totals,
     variants,
@@ -75,19 +73,19 @@ def accuracy_figure(answers: pd.DataFrame, title: str | None = None) -> Figure:
     if len(names) < _FEWEST_SETS:
         raise NoFigure(f"it needs {_FEWEST_SETS} prompt sets that methods with a tree have answered, not {len(names)}")
     rates = 100 * by_prompt_set(answers)["hit_rate"].fillna(0.0)
-    complete = [one for one in variants(answers) if list(at(rates, one).index) == names]
+    complete = [one for one in variants(answers) if list(rates.xs(one).index) == names]
     figure = new_figure(5.4, 3.3)
     figure.set_layout_engine("none")  # which does not see how far the names around a circle reach
     axes = figure.add_axes((0.19, 0.17, 0.42, 0.68), projection="polar")
     spokes = [2 * pi * index / len(names) for index in range(len(names))]
     looks = method_looks(one.method for one in complete)
     for one, color, label in zip(complete, colors(complete), labels(complete), strict=True):
-        heights = list(at(rates, one))
+        heights = list(rates.xs(one))
         axes.plot(
             [*spokes, spokes[0]], [*heights, heights[0]], color=color, linewidth=1.2, marker=looks[one.method].marker,
             markersize=3, label=label, clip_on=False,
         )  # fmt: skip
-    lowest = _dress_radar(axes, spokes, names, min(at(rates, one).min() for one in complete))
+    lowest = _dress_radar(axes, spokes, names, min(rates.xs(one).min() for one in complete))
     figure.legend(loc="center left", bbox_to_anchor=(0.705, 0.5), frameon=False, fontsize=TICK_POINTS, labelcolor=TEXT)
     notes = [f"Hit rate (%); the centre is {lowest} %", provenance(select(answers, complete))]
     return finish(figure, [*notes, stages_text(complete), tree_text(complete)], title)
@@ -157,7 +155,7 @@ def _draw_both_ways(axes: Axes, both: BothWays, column: str, scale: float = 1.0)
         color = looks[method].color
         for (way, found), look in zip(both.ways.items(), (color, shade(color, 0, 2)), strict=True):
             own = found[found["method"] == method]
-            heights = at(tables[way], variants(own)[0])
+            heights = tables[way].xs(variants(own)[0])
             xs = [names.index(name) + (bars - len(shown) + 0.5) * width for name in heights.index]
             axes.bar(xs, heights, 0.92 * width, color=look, label=f"{label}, {way}")
             for x, (name, height) in zip(xs, heights.items(), strict=True):
@@ -199,10 +197,10 @@ def _draw_ablation(ablation: Ablation[int], x_label: str) -> tuple[Figure, list[
     for axes, (column, label) in zip(panels, columns.items(), strict=True):
         for number, name in enumerate(names):
             look = {"color": _COLORS[number % len(_COLORS)], "marker": _MARKERS[number % len(_MARKERS)]}
-            heights = [at(table, point).loc[name, column] for point in ablation.points.values()]
+            heights = [table.xs(point).loc[name, column] for point in ablation.points.values()]
             axes.plot(values, heights, linewidth=1.1, markersize=4, label=PROMPT_SETS.get(name, name), **look)
         if len(names) > 1:
-            heights = [at(mean, point)[column] for point in ablation.points.values()]
+            heights = [mean.xs(point)[column] for point in ablation.points.values()]
             axes.plot(values, heights, color=TEXT, linewidth=2.2, label="mean", zorder=3)
         dress(axes, x_label, label)
     panels[1].legend(

@@ -12,13 +12,12 @@ from math import isnan
 import pandas as pd
 
 from benchmarks.reports import compared
-from benchmarks.reports.compared import Ablation, Value
+from benchmarks.reports.compared import Ablation, Value, at, spread
 from pipedec.bench.report.figures import provenance
 from pipedec.bench.report.frames import (
     PAPER_TREE,
     NoFigure,
     Variant,
-    at,
     by_prompt_set,
     greedy,
     means,
@@ -26,7 +25,6 @@ from pipedec.bench.report.frames import (
     one_tree_each,
     prompt_sets,
     select,
-    spread,
     variants,
 )
 from pipedec.bench.report.style import BASELINE, PROMPT_SETS, markdown_table, method_looks

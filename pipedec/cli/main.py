@@ -44,6 +44,7 @@ MOVED = {
     "bench alternatives": f"is now python -m benchmarks.alternatives, {_CHECKOUT}",
     "bench layers": f"is now python -m benchmarks.kernels layers, {_CHECKOUT}",
     "bench operations": f"is now python -m benchmarks.kernels operations, {_CHECKOUT}",
+    "bench live": f"is now python -m benchmarks.live_recording, {_CHECKOUT}",
     "bench serve": "is gone: measure a server with a client of your own, like aiperf, guidellm or vllm bench serve",
     "bench faults": f"is now PYTHONPATH=tests python -m soak.faults, {_CHECKOUT}",
     "bench reads": f"is now PYTHONPATH=tests python -m soak.reads, {_CHECKOUT}",

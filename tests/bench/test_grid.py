@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.silent_progress import Silent
 
-from pipedec.bench.grid import Grid, SameAnswers
+from pipedec.bench.record import Grid, SameAnswers
 from pipedec.core import PipedecError, UserError
 
 SCHEMA = "pipedec.toy/1"

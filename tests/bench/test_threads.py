@@ -16,9 +16,10 @@ from support.silent_progress import Silent
 from support.thread_models import THREAD_DIALECTS, Case, ThreadModels
 from support.tiny_pair import Pair
 
+from pipedec.bench.report.figures import draw_figures
 from pipedec.bench.sweep.pipelines import ModelPair as Models
 from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads, sequential_metrics
-from pipedec.bench.threads.figures import draw_threads
+from pipedec.bench.threads.figures import FIGURES
 from pipedec.bench.threads.summary import combinations, document, markdown, quartets, read_frame, speeds, structures
 from pipedec.cli.main import program
 from pipedec.config import paper_cluster
@@ -181,12 +182,12 @@ def test_tables_and_pictures(whole: tuple[Path, list[dict[str, Any]]], tmp_path:
         table = [line for line in text.split(heading)[1].split("\n##")[0].splitlines() if line.startswith("|")]
         assert len(table) > 3 and len({len(line) for line in table}) == 1, "aligned"
     assert set(json.loads(document(frame))) == {"structure", "speed", "combinations", "anomalies"}
-    drawn = draw_threads(frame, tmp_path)
+    drawn = draw_figures({"": frame}, tmp_path, FIGURES)
     assert [file.name for file in drawn.files] == [
         f"{name}.{kind}" for name in ("pipeline-fill", "threads-speedup") for kind in ("png", "svg")
     ]  # fmt: skip
     assert not drawn.left_out and all(file.stat().st_size > 5000 for file in drawn.files)
-    alone = draw_threads(read_frame(row for row in whole[1] if row["dialect"] != "none"), tmp_path / "alone")
+    alone = draw_figures({"": read_frame(row for row in whole[1] if row["dialect"] != "none")}, tmp_path / "alone", FIGURES)
     assert not alone.files and len(alone.left_out) == 2
 
 

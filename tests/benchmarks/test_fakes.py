@@ -7,7 +7,7 @@ import torch
 from support.driven_stage import DrivenStage
 
 from benchmarks.policy.replay import AnsweringStage, KnownAnswer
-from pipedec.bench.overhead.null_stage import no_layers, sequence_of
+from pipedec.bench.overhead.null_rank import no_layers, sequence_of
 from pipedec.core import NewRequest, SamplingParams, Step, Verdict
 from pipedec.stage import StageWorker
 

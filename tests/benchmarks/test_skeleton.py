@@ -18,11 +18,23 @@ from support.thread_models import END, PROMPTS, ThreadModels, naive_answer, teac
 from support.tiny_pair import Pair as TinyPair
 from transformers import LlamaForCausalLM
 
-from benchmarks.skeleton import ABOUT, SKELETON, Point, SkeletonConfig, SkeletonOfThought, read_skeleton, skeleton
+from benchmarks.skeleton import (
+    ABOUT,
+    SKELETON,
+    Costs,
+    DecodedReply,
+    DecodeRounds,
+    Point,
+    SkeletonConfig,
+    SkeletonOfThought,
+    read_skeleton,
+    skeleton,
+)
+from pipedec.bench.report.figures import draw_figures
 from pipedec.bench.sweep.pipelines import ModelPair as Models
 from pipedec.bench.sweep.pipelines import emulated
-from pipedec.bench.threads.benchmark import Costs, DecodedReply, DecodeRounds, ThreadAnswers, bench_threads
-from pipedec.bench.threads.figures import draw_threads
+from pipedec.bench.threads.benchmark import ThreadAnswers, bench_threads
+from pipedec.bench.threads.figures import FIGURES
 from pipedec.bench.threads.summary import anomalies, combinations, markdown, read_frame, speeds, structures
 from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
@@ -34,7 +46,6 @@ from pipedec.messages import PromptRequest
 from pipedec.plan.spec import PipelineSpec
 from pipedec.text.prompt import Prompter
 from pipedec.threads import NO_DIALECT
-from pipedec.threads import Sequence as ThreadSequence
 
 pytestmark = pytest.mark.slow
 
@@ -86,8 +97,8 @@ class Recorded(DecodeRounds):
         super().__init__(pipeline, prompter, request)
         self.asked: list[tuple[tuple[int, ...], DecodedReply]] = []
 
-    def begin(self, prompt: tuple[int, ...], threads: str | None = None) -> DecodedReply:
-        reply = super().begin(prompt, threads)
+    def begin(self, prompt: tuple[int, ...]) -> DecodedReply:
+        reply = super().begin(prompt)
         self.asked.append((prompt, reply))
         return reply
 
@@ -105,10 +116,10 @@ class Scripted(DecodeRounds):
         self.asked: list[tuple[int, ...]] = []
         self._texts = list(texts)
 
-    def begin(self, prompt: tuple[int, ...], threads: str | None = None) -> DecodedReply:
+    def begin(self, prompt: tuple[int, ...]) -> DecodedReply:
         self.asked.append(prompt)
         token_ids = (*self.prompter.tokenizer.encode(self._texts.pop(0), add_special_tokens=False), END)
-        return DecodedReply(len(prompt), token_ids, ThreadSequence(len(prompt), (), 1), "stop")
+        return DecodedReply(len(prompt), token_ids, "stop")
 
     def follow(self, prompts: Sequence[tuple[int, ...]]) -> list[DecodedReply]:
         return [self.begin(prompt) for prompt in prompts]
@@ -124,7 +135,7 @@ def scripted(
     prompter: Prompter, *texts: str, max_tokens: int = 64, style: SkeletonOfThought | None = None
 ) -> tuple[Any, Scripted]:
     exchange = Scripted(prompter, texts, PromptRequest("What is it?", False, "pp", SamplingParams(max_tokens=max_tokens)))
-    return (style or SkeletonOfThought()).answer(exchange), exchange
+    return (style or SkeletonOfThought()).write(exchange), exchange
 
 
 def count(prompter: Prompter, text: str) -> int:
@@ -219,7 +230,7 @@ def test_every_request_gets_the_targets_answer(
     request = PromptRequest(PROMPTS[seed is None], False, "pipedec-bestfirst", asked)
     spec = emulated(paper_cluster(), "paper-14", 2, Models(list_writers.target, str(list_writers.draft)), own_work=False).spec
     exchange = Recorded(LocalPipeline.load(spec), load_prompter(spec), request)
-    written = SkeletonOfThought().answer(exchange)
+    written = SkeletonOfThought().write(exchange)
     assert written.metrics.threads == len(exchange.asked) - 1 >= 2, "it has several points"
     for number, (prompt, reply) in enumerate(exchange.asked):
         own = asked if seed is None else structs.replace(asked, seed=seed + number)
@@ -271,7 +282,7 @@ def test_the_summary_tells_what_later_prompts_cost(rows: list[dict[str, Any]], t
     assert anomalies(frame)[SKELETON]["skeleton_cut"] == sum(row["anomalies"].get("skeleton_cut", 0) for row in ours) > 0
     text = markdown(frame, ABOUT)
     assert "sot is Skeleton-of-Thought" in text and "skeleton_cut" in text
-    drawn = draw_threads(frame, tmp_path)
+    drawn = draw_figures({"": frame}, tmp_path, FIGURES)
     assert len(drawn.files) == 4 and not drawn.left_out
 
 

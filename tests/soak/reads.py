@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from support.counted_device import DEVICE, CountedDevice
 
-from pipedec.bench.options import Counts, Methods
+from pipedec.bench.options import Counts
 from pipedec.bench.record import Row, append_rows, check_writable, header, plain
 from pipedec.config import AUTO, Settings, settings_options
 from pipedec.core import PipedecError, Request, SamplingParams, UserError
@@ -44,7 +44,7 @@ _MOST_PLACES = 12
 class ReadsConfig:
     """The requests that are answered while reads are counted."""
 
-    methods: Methods = ("pp", "pipedec", "pipedec-bestfirst", "bita")
+    methods: Annotated[tuple[str, ...], Help("Methods.")] = ("pp", "pipedec", "pipedec-bestfirst", "bita")
     requests: Annotated[Counts, Help("How many requests at a time.")] = (1, 16)  # each number is a run of its own
     prompt: Annotated[str, Help("Prompt of the requests.", "TEXT")] = "What does shutil.copytree() do?"
     sampling: SamplingParams = SamplingParams(max_tokens=32)

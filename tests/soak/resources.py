@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from support.checkpoints import stage_parameters
 
-from pipedec.bench.record import Row, append_rows, check_writable, header, pipeline_row
+from benchmarks.output import pipeline_row
+from pipedec.bench.record import Row, append_rows, check_writable, header
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import Settings, model_shape, settings_options

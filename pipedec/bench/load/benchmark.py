@@ -6,25 +6,22 @@ A pipeline is emulated in real processes, which may run in slow motion, or is a 
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated
 
 from msgspec import structs
 
-from pipedec.bench.grid import SweepProgress
 from pipedec.bench.load.offered import Conversation, OfferedLoad, Pattern, Policy, continued_text
 from pipedec.bench.load.results import Goals, LoadOutcome, ServedRequest
-from pipedec.bench.options import Counts, Positive
-from pipedec.bench.prompts import AskedPrompts, DrawnPrompt, Tokenizes
-from pipedec.bench.record import Row, header, plain
+from pipedec.bench.options import AskedPrompts, Counts, DrawnPrompt, Positive, Tokenizes
+from pipedec.bench.record import Row, SweepProgress, header, plain
 from pipedec.bench.sweep.pipelines import Shape, running_shape
 from pipedec.bench.sweep.runners import started
 from pipedec.client.client import Client
@@ -115,8 +112,8 @@ def bench_load(
         yield MeasuredLoad(load, outcome, row)
 
 
-class Place(AbstractContextManager["Place"]):
-    """A pipeline to which load is offered, with ``measured`` or ``computed`` times. What it has started ends with the context."""
+class Place(ABC):
+    """A pipeline to which load is offered, with ``measured`` or ``computed`` times."""
 
     clock = "measured"
 
@@ -138,9 +135,6 @@ class Place(AbstractContextManager["Place"]):
             UserError: the pipeline cannot decode by its policy.
             RankLost, SchedulerLost: the cluster died.
         """
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        return  # a subclass that starts something ends it
 
 
 class OnRunning(Place):
@@ -164,15 +158,15 @@ class OnRunning(Place):
 
 
 class OnProcesses(Place):
-    """An emulated pipeline in real processes, which are started for the first load and whenever their limit changes."""
+    """An emulated pipeline in real processes, which are started for the first load and whenever their limit changes.
 
-    def __init__(self, shape: Shape) -> None:
+    They end with ``clusters``.
+    """
+
+    def __init__(self, shape: Shape, clusters: ExitStack) -> None:
         self._shape = shape
-        self._stack = ExitStack()
+        self._stack = clusters
         self._started: tuple[int, Running] | None = None  # by max_num_seqs
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.close()
 
     @property
     def cluster(self) -> Row:

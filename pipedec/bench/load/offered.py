@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import structs
 
-from pipedec.bench.prompts import DrawnPrompt, Tokenizes, draw
+from pipedec.bench.options import DrawnPrompt, Tokenizes, draw
 from pipedec.bench.record import Row, plain
 from pipedec.core import MethodOptions, UserError
 from pipedec.data import PromptSet

@@ -21,7 +21,7 @@ import torch
 
 from pipedec.bench.breakdown import PHASES, breakdown, slowest_compute_ms
 from pipedec.bench.options import Counts, Positive
-from pipedec.bench.overhead.null_rank import TRACED_TIMESTEPS, RankPlan, RankSample, measure_rank
+from pipedec.bench.overhead.null_rank import RankPlan, RankSample, measure_rank
 from pipedec.bench.record import Row, header, plain, spread
 from pipedec.client.reply import Reply
 from pipedec.client.running import Running
@@ -75,7 +75,6 @@ def measure_overhead(config: OverheadConfig, on_row: Callable[[Row], None] = lam
     Times are rank 0's, from one of its syncs to the next, with all stages busy. ``mean_ms`` is the median of the repeats' means,
     and ``ratio`` compares these: without a barrier several results may arrive at once, so single timesteps mean little.
     Round trips per rank are Redis commands counted by each rank's scheduler, lease renewals (one per second) included.
-    ``critical_path_round_trips`` is counted in a separate short traced request: see ``critical_path``.
 
     Raises:
         RankLost: a rank died or stopped reporting; all processes have ended.
@@ -91,7 +90,7 @@ def measure_overhead(config: OverheadConfig, on_row: Callable[[Row], None] = lam
 
 
 def _measure_stages(config: OverheadConfig, stages: int, dispatch: str, server: EmbeddedServer) -> Iterator[Row]:
-    verdicts = (config.timesteps + TRACED_TIMESTEPS) * len(config.rows) * 2  # each rank reports once per repeat
+    verdicts = config.timesteps * len(config.rows) * 2  # each rank reports once per repeat
     with tempfile.TemporaryDirectory(prefix="pipedec-bench-", ignore_cleanup_errors=True) as directory:
         plan = RankPlan(
             rank=0, stages=stages, rows=config.rows, timesteps=config.timesteps, hidden_size=config.hidden_size,
@@ -116,7 +115,6 @@ def _combined(own: list[list[RankSample]], raw: list[list[RankSample]]) -> Row:
     means = {kind: [round(statistics.fmean(sample.timesteps_ms), 4) for sample in samples] for kind, samples in first.items()}
     mean_ms = {kind: statistics.median(values) for kind, values in means.items()}
     trips = [statistics.mean(sample.round_trips for sample in samples) for samples in own]
-    lengths = [length for sample in own[0] for length in sample.critical_path]
     return {
         "timesteps": len(times["pipedec"]),
         "pipedec_ms": spread(times["pipedec"]),
@@ -126,7 +124,6 @@ def _combined(own: list[list[RankSample]], raw: list[list[RankSample]]) -> Row:
         "repeat_means_ms": means,
         "round_trips_per_rank": [round(trip, 2) for trip in trips],
         "round_trips": round(sum(trips), 2),
-        "critical_path_round_trips": {"median": statistics.median(lengths or [0]), "max": max(lengths, default=0)},
         "cpu_ms": {
             "ranks": sum(statistics.mean(sample.cpu_ms for sample in samples) for samples in own),
             "redis": statistics.mean(sample.redis_cpu_ms for sample in own[0]),

@@ -1,38 +1,57 @@
 """One rank of the overhead measurement: the real rank loop with a stage that computes nothing, then the bare messages.
 
-Measures its own rank; ``benchmark`` combines the ranks. The critical path of a timestep, the sequential reports to Redis that it
-waited for, is read from the scheduler's trace.
+The stages have no layers, and rank 0 has neither draft nor trees: its rows are always accepted. Queue, tasks, messages, transfers
+and the stages' workers are real, so that what remains of a timestep is its fixed cost. ``benchmark`` combines the ranks.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, pairwise, repeat
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import torch
+from torch import Tensor
 
-from pipedec.bench.overhead.null_stage import NullFinalStage, NullStage, Probe, ScriptedDraftLoop
 from pipedec.cluster.lease import LeaseKeeper
 from pipedec.cluster.place import RankPlace
 from pipedec.config import Settings
+from pipedec.core import EMPTY, NewRequest, Request, RequestUpdate, SamplingParams, SchedulerLost, StageMessage, Step, Verdict
+from pipedec.decoding import Batch, TimestepTiming
 from pipedec.directories import reference_pair
-from pipedec.engine.admission import Sequences
+from pipedec.engine.admission import Admission, Sequences
+from pipedec.engine.answer import RunningAnswer
+from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import RunDescription
+from pipedec.model import KVCache, KVPool, KVShape, LaneRows, StageModel
 from pipedec.plan.spec import DISPATCHES
-from pipedec.scheduler import ClientScheduler, GrantedTask, RankScheduler, Task, connect
+from pipedec.scheduler import ClientScheduler, RankScheduler, connect
+from pipedec.scheduler.protocol import RankMessage
+from pipedec.stage import FinalStageWorker, StageWorker
+from pipedec.stage.final import FinalLane
+from pipedec.text.prompt import Prompter
+from pipedec.threads import NewSequence, replay
+from pipedec.threads import Sequence as ThreadSequence
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
 from pipedec.transport.rendezvous import Rendezvous, file_store
 from pipedec.transport.torch_distributed import TorchTransport, bare_timesteps
+from pipedec.tree import Forest
 
 WARM_UP = 5
-TRACED_TIMESTEPS = 20
 PEER_SECONDS = 60.0
+_TOKEN = 7
+_SLOTS = 2**20  # of pools that take no memory
+_QUEUE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +80,6 @@ class RankSample:
         round_trips: Redis commands per timestep.
         cpu_ms: CPU time of this process per timestep, all threads.
         redis_cpu_ms: CPU time of the Redis server per timestep; rank 0 only.
-        critical_path: successive reports to Redis in each traced timestep; rank 0 only.
     """
 
     kind: str
@@ -70,7 +88,6 @@ class RankSample:
     round_trips: float = 0.0
     cpu_ms: float = 0.0
     redis_cpu_ms: float = 0.0
-    critical_path: list[int] = field(default_factory=list)
 
 
 def measure_rank(plan: RankPlan, report: Callable[[RankSample], None]) -> None:
@@ -83,8 +100,8 @@ def measure_rank(plan: RankPlan, report: Callable[[RankSample], None]) -> None:
     transport = TorchTransport("gloo", plan.rank, plan.hidden_size, torch.float32, torch.device("cpu"))
     transport.join(rendezvous)
     try:
-        for repeat in range(plan.repeats):
-            for sample in _pipeline_samples(plan, f"{plan.run_id}-{repeat}", transport):
+        for number in range(plan.repeats):
+            for sample in _pipeline_samples(plan, f"{plan.run_id}-{number}", transport):
                 report(sample)
             for rows in plan.rows:
                 bare_timesteps(transport, rows, plan.hidden_size, torch.float32, WARM_UP)
@@ -97,103 +114,252 @@ def measure_rank(plan: RankPlan, report: Callable[[RankSample], None]) -> None:
 
 
 def _pipeline_samples(plan: RankPlan, run_id: str, transport: TorchTransport) -> list[RankSample]:
-    """One run: a timed request and a short traced one for each number of rows."""
+    """One run: a request for each number of rows."""
     topology = Topology.even(plan.stages, plan.stages)
     scheduler = RankScheduler(connect(plan.redis_url), run_id, topology)
     sequences = Sequences(reference_pair() / "target")  # the answers of stages that compute nothing ignore them
     wiring = Wiring(scheduler, transport, topology, Tracer(plan.rank), sequences, window=DISPATCHES[plan.dispatch])
     lease = LeaseKeeper(scheduler, RankPlace(plan.rank, plan.stages + 1, plan.rank, plan.stages + 1))
+    probe = Probe(lambda: scheduler.round_trips)
     lease.start()
     try:
-        samples = (_drive if plan.rank == 0 else _follow)(plan, scheduler, wiring)
+        if plan.rank == 0:
+            return _drive(plan, scheduler, wiring, probe)
+        kind = NullFinalStage if plan.rank == plan.stages else NullStage
+        StageLoop(kind(plan.rank, plan.hidden_size, probe), plan.rank, wiring).serve(transport)
+        return [probe.sample(number, rows) for number, rows in enumerate(plan.rows)]
     finally:
         lease.stop()  # this also leaves the run: stages serve until rank 0 has left
-    scheduler.client.close()
-    return samples
+        scheduler.client.close()
 
 
-def _drive(plan: RankPlan, scheduler: RankScheduler, wiring: Wiring) -> list[RankSample]:
+def _drive(plan: RankPlan, scheduler: RankScheduler, wiring: Wiring, probe: Probe) -> list[RankSample]:
     """Rank 0: run the requests one after another, then stop the run."""
-    probe = Probe(lambda: scheduler.round_trips)
     client = ClientScheduler(scheduler.client, scheduler.run_id, wiring.topology)
     loop = ScriptedDraftLoop(probe, client, wiring)
     layers = tuple((rank - 1, rank) for rank in range(1, plan.stages + 1))
     scheduler.open(RunDescription(Settings.of(target="null"), wiring.topology.groups, layers))
     samples = []
+    # Verdicts on prefill, on the step that fills the pipeline, of the warm-up, and one per timed timestep.
+    verdicts = 2 + WARM_UP + plan.timesteps
     with loop.serving():
-        for rows in plan.rows:
-            before, timesteps = client.usage().cpu_seconds, _verdicts(plan.timesteps) + plan.stages
-            loop.run_scripted(rows, _verdicts(plan.timesteps))
-            redis_cpu_ms = 1000 * (client.usage().cpu_seconds - before) / timesteps
-            timed = _sample(probe, rows)
-            granted = loop.run_scripted(rows, _verdicts(TRACED_TIMESTEPS), trace=True)
-            lengths = critical_path_lengths(granted)[WARM_UP:]
-            samples.append(replace(timed, redis_cpu_ms=redis_cpu_ms, critical_path=lengths))
+        for number, rows in enumerate(plan.rows):
+            before = client.usage().cpu_seconds
+            loop.run_scripted(rows, verdicts)
+            redis_cpu_ms = 1000 * (client.usage().cpu_seconds - before) / (verdicts + plan.stages)
+            samples.append(replace(probe.sample(number, rows), redis_cpu_ms=redis_cpu_ms))
         client.stop()
     return samples
 
 
-def _follow(plan: RankPlan, scheduler: RankScheduler, wiring: Wiring) -> list[RankSample]:
-    """A stage: serve until the run is stopped. Samples of traced requests are dropped."""
-    requests: list[RankSample] = []
-    probe = Probe(lambda: scheduler.round_trips)
-    kind = NullFinalStage if plan.rank == plan.stages else NullStage
-
-    def on_finished() -> None:
-        requests.append(_sample(probe, plan.rows[len(requests) // 2]))
-
-    stage = kind(plan.rank, plan.hidden_size, probe, on_finished)
-    StageLoop(stage, plan.rank, wiring).serve(wiring.transport)
-    return requests[::2]
-
-
-def _sample(probe: Probe, rows: int) -> RankSample:
-    """The steady state of the last request: from ``WARM_UP`` timesteps after the pipeline was full."""
-    first = 1 + WARM_UP
-    wall, cpu, trips = probe.wall_seconds[first:], probe.cpu_seconds[first:], probe.round_trips[first:]
-    per_timestep = 1 / (len(wall) - 1)
-    cpu_ms = 1000 * (cpu[-1] - cpu[0]) * per_timestep
-    return RankSample("pipedec", rows, _intervals_ms(wall), (trips[-1] - trips[0]) * per_timestep, cpu_ms)
-
-
-def _verdicts(timesteps: int) -> int:
-    """Verdicts of a request: on prefill, on the step that fills the pipeline, the warm-up, and one per timed timestep."""
-    return 2 + WARM_UP + timesteps
-
-
-def _intervals_ms(clock: list[float]) -> list[float]:
+def _intervals_ms(clock: Sequence[float]) -> list[float]:
     return [1000 * (after - before) for before, after in pairwise(clock)]
 
 
-def critical_path(trace: Sequence[GrantedTask], seq: int) -> list[Task]:
-    """The chain of tasks between the grant of (C,dec,0,``seq``) and the grant of (C,dec,0,``seq`` + 1), in order.
+class Probe:
+    """Records clocks and Redis commands of one rank at each sync with a verdict, the prefill's first, by request."""
 
-    A task is granted by the script call that reports the last task it depended on, and Redis's clock does not advance inside a
-    script, so the time of a grant identifies its cause. The walk goes backwards from rank 0's next dec: the cause of a task is
-    the latest report among (a) the one that granted it and (b) those that its ranks still had to make after that, because a
-    rank runs one task at a time. Every task of the chain is one report to Redis that had to precede the next one, so the
-    chain's length is the number of round trips on the critical path.
+    def __init__(self, round_trips: Callable[[], int]) -> None:
+        self._round_trips = round_trips
+        self._requests: list[list[tuple[float, float, int]]] = []
 
-    Raises:
-        KeyError: the trace has no dec of rank 0 at ``seq`` or at ``seq`` + 1.
-    """
-    decodes = {line.task.seq: line for line in trace if line.task.name == "dec" and line.task.target == 0}
-    begun, due = decodes[seq].granted_us, decodes[seq + 1].granted_us
-    ordered = sorted(trace, key=lambda line: line.finished_us)
-    causes = [line for line in ordered if line.finished_us <= due]
-    chain: list[Task] = []
-    while causes and causes[-1].finished_us > begun:
-        cause = causes[-1]
-        chain.append(cause.task)
-        granting = [line for line in ordered if line.finished_us <= cause.granted_us and line is not cause]
-        meanwhile = [line for line in ordered if cause.granted_us < line.finished_us < cause.finished_us]
-        own = [line for line in meanwhile if set(line.task.ranks) & set(cause.task.ranks)]
-        causes = own or granting
-    return chain[::-1]
+    def begin(self) -> None:
+        """A new request begins."""
+        self._requests.append([])
+
+    def note(self) -> None:
+        """Called at each sync."""
+        self._requests[-1].append((time.perf_counter(), time.process_time(), self._round_trips()))
+
+    def sample(self, number: int, rows: int) -> RankSample:
+        """The steady state of a request: from ``WARM_UP`` timesteps after the pipeline was full."""
+        wall, cpu, trips = zip(*self._requests[number][1 + WARM_UP :], strict=True)
+        timesteps = len(wall) - 1
+        cpu_ms = 1000 * (cpu[-1] - cpu[0]) / timesteps
+        return RankSample("pipedec", rows, _intervals_ms(wall), (trips[-1] - trips[0]) / timesteps, cpu_ms)
 
 
-def critical_path_lengths(trace: Sequence[GrantedTask]) -> list[int]:
-    """Round trips on the critical path of every timestep that ends in a verdict of the last rank."""
-    synced = {line.task.seq for line in trace if line.task.name == "sync"}
-    decoded = {line.task.seq for line in trace if line.task.name == "dec" and line.task.target == 0}
-    return [len(critical_path(trace, seq)) for seq in sorted(decoded & synced) if seq + 1 in decoded]
+class _NoLayers:
+    """Stands in for a ``StageModel`` (see ``no_layers``)."""
+
+    config = SimpleNamespace(vocab_size=1)
+
+    def __init__(self, hidden_size: int) -> None:
+        self._hidden_size = hidden_size
+        self._zeros: dict[int, Tensor] = {}  # by number of rows
+
+    def make_pool(self, slots: int, block: int) -> KVPool:
+        return _EmptyPool(KVShape(num_layers=0, num_kv_heads=0, head_dim=0, dtype=torch.float32), slots, block)
+
+    def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:
+        for lane in lanes:
+            lane.append()
+        rows = len(inputs)
+        if rows not in self._zeros:
+            self._zeros[rows] = torch.zeros(rows, self._hidden_size)
+        return self._zeros[rows]
+
+
+def no_layers(hidden_size: int = 1) -> StageModel:
+    """A model of no layers, whose activations are zeros, [R, ``hidden_size``]."""
+    return cast(StageModel, _NoLayers(hidden_size))
+
+
+class _EmptyPool(KVPool):
+    """Any number of slots that hold nothing."""
+
+    def copy(self, sources: Sequence[int], targets: Iterable[range]) -> None:
+        """There is nothing to copy."""
+
+
+def sequence_of(opening: NewRequest, max_tokens: int = sys.maxsize) -> NewSequence:
+    """Makes sequences that begin with the output of ``opening`` and end after ``max_tokens`` tokens."""
+
+    def new_sequence() -> ThreadSequence:
+        sequence = ThreadSequence(opening.prompt_length, (), max_tokens)
+        replay(sequence, opening.output_token_ids)
+        return sequence
+
+    return new_sequence
+
+
+class _NullLane(FinalLane):
+    """A lane without trees: it keeps count of rows, and prunes none. It accepts a token per timestep until ``max_tokens``."""
+
+    def __init__(self, opening: NewRequest, cache: KVCache) -> None:
+        self.cache = cache
+        self.forest = Forest(ThreadSequence(opening.prompt_length, (), opening.sampling.max_tokens))
+        self._left = opening.sampling.max_tokens
+
+    def enter(self, step: Step) -> LaneRows:
+        return LaneRows(step.token_ids, self.cache)
+
+    def sync(self, verdict: Verdict) -> None:
+        """Nothing is pruned."""
+
+    def result(self, number: int, token_ids: list[int]) -> RequestUpdate:
+        self._left -= 1
+        self.has_ended = self._left == 0
+        return RequestUpdate(number, verdict=Verdict.of(_TOKEN, finished="length" if self.has_ended else None))
+
+
+class NullStage(StageWorker):
+    """A stage without layers and trees; activations are zeros [R, E]."""
+
+    def __init__(self, stage: int, hidden_size: int, probe: Probe) -> None:
+        super().__init__(no_layers(hidden_size), sequence_of, slots=_SLOTS, stage=stage)
+        self._probe = probe
+
+    def replay(self, updates: Iterable[RequestUpdate], waiting: StageMessage = EMPTY) -> StageMessage:
+        waiting = super().replay(updates, waiting)
+        for update in updates:
+            if update.opening is not None:
+                self._probe.begin()
+            if update.verdict is not None:
+                self._probe.note()
+        return waiting
+
+    def _new_lane(self, number: int, opening: NewRequest, cache: KVCache) -> FinalLane:
+        return _NullLane(opening, cache)
+
+
+class NullFinalStage(NullStage, FinalStageWorker):
+    """The last stage."""
+
+    def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> list[list[int]]:
+        """Every lane knows its tokens."""
+        return [[] for _ in computed]
+
+
+class ScriptedBatch:
+    """One request at a time: the prompt's only token enters, then ``rows`` rows at every timestep; verdicts change nothing."""
+
+    def __init__(self, probe: Probe) -> None:
+        self.rows = 1
+        self.requests: dict[int, SimpleNamespace] = {}
+        self._probe = probe
+        self._updates: Iterator[RequestUpdate] = iter(())
+
+    def open(self, request: Request, new_sequence: NewSequence) -> None:
+        self._probe.begin()
+        opening = NewRequest(len(request.prompt_token_ids), request.sampling, slots=((0, _SLOTS),))
+        self.requests[request.number] = SimpleNamespace(hits=0, misses=0)  # which a pool reads at its end
+        first, following = (
+            RequestUpdate(request.number, opening, step=_step(1)),
+            RequestUpdate(request.number, step=_step(self.rows)),
+        )
+        self._updates = chain([first], repeat(following))
+
+    def to_pause(self) -> list[int]:
+        return []
+
+    def apply(self, number: int, verdict: Verdict) -> None:
+        self._probe.note()
+        if verdict.finished is not None:
+            self.close(number)
+
+    def close(self, number: int) -> None:
+        del self.requests[number]
+
+    def propose(self) -> dict[int, RequestUpdate]:
+        return {number: next(self._updates) for number in self.requests}
+
+    def draft(self) -> None:
+        """There is no draft."""
+
+    def observe(self, timing: TimestepTiming) -> None:
+        """Timestep timing is not used."""
+
+
+def _step(num_rows: int) -> Step:
+    return Step(torch.full((num_rows,), _TOKEN), torch.full((num_rows,), -1))
+
+
+class OneWordPrompter:
+    """A detokenizer in which every token is the same word."""
+
+    def stream(self) -> OneWordPrompter:
+        return self
+
+    def add(self, tokens: Sequence[int]) -> str:
+        return " word" * len(tokens)
+
+    text = add
+
+    def finish(self) -> str:
+        return ""
+
+
+class ScriptedDraftLoop(DraftLoop):
+    """Rank 0 without a draft model and a tokenizer, which submits its requests itself."""
+
+    def __init__(self, probe: Probe, client: ClientScheduler, wiring: Wiring) -> None:
+        admission = cast(Admission, SimpleNamespace(admit=self._answer))
+        super().__init__(wiring, admission, Batch(wiring.topology.num_groups))
+        self._client = client
+        self._script = ScriptedBatch(probe)
+        self._batch = self._pool.batch = cast(Batch, self._script)
+        self._max_tokens = 1
+
+    def serving(self) -> AbstractContextManager[None]:
+        """The context in which ``run_scripted`` may be called."""
+        return self._queue.serving()
+
+    def run_scripted(self, num_rows: int, max_tokens: int) -> None:
+        """Run one request of ``max_tokens`` verdicts.
+
+        Raises PipedecError if the run was aborted, or a rank or Redis was lost.
+        """
+        self._script.rows, self._max_tokens = num_rows, max_tokens
+        self._client.submit("scripted")
+        message = self._queue.wait(_QUEUE_SECONDS)
+        if message is None or message.kind != "request":
+            raise SchedulerLost("the request that was submitted has not arrived")
+        self._admit(message)
+        self._decode()
+
+    def _answer(self, message: RankMessage, batch: Batch) -> tuple[RunningAnswer, NewSequence]:
+        request = Request(message.number, (_TOKEN,), SamplingParams(max_tokens=self._max_tokens), "scripted")
+        new_sequence = partial(ThreadSequence, 1, (), self._max_tokens)
+        prompter = cast(Prompter, OneWordPrompter())
+        return RunningAnswer(request, new_sequence, prompter, self._wiring.topology.num_stages), new_sequence

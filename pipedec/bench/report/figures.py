@@ -114,7 +114,7 @@ def latency_figure(answers: pd.DataFrame, title: str | None = None) -> Figure:
     width = _BARS_SHARE / len(shown)
     has_intervals = False
     for number, (one, color, label) in enumerate(zip(shown, colors(shown), labels(shown), strict=True)):
-        heights = frames.at(table["tpot_ms"], one)
+        heights = table["tpot_ms"].xs(one)
         xs = [names.index(name) + (number - (len(shown) - 1) / 2) * width for name in heights.index]
         axes.bar(xs, heights, 0.92 * width, color=color, label=label)
         own = frames.select(answers, [one])

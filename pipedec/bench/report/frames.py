@@ -137,11 +137,6 @@ def by_variant(column: pd.Series) -> dict[Variant, Any]:
     return cast(dict[Variant, Any], column.dropna().to_dict())
 
 
-def at(table: Any, variant: Variant) -> Any:
-    """The part of a table or column whose index begins with this variant, without that level of the index."""
-    return table.xs(variant)
-
-
 def prompt_sets(answers: pd.DataFrame) -> list[str]:
     """Those of the answers, in order."""
     return list(answers["prompt_set"].cat.remove_unused_categories().cat.categories)
@@ -206,12 +201,6 @@ def interval(answers: pd.DataFrame) -> tuple[float, float] | None:
     sums = prompts.to_numpy()[draws].sum(axis=1)  # [resamples, 2]
     low, high = np.quantile(sums[:, 0] / sums[:, 1], (0.025, 0.975))
     return float(low), float(high)
-
-
-def spread(answers: pd.DataFrame, statistic: str) -> tuple[float, float] | None:
-    """The lowest and the highest of a column of ``totals`` over repeats, each over all prompts; None for a single repeat."""
-    repeats = totals(answers, "draw")[statistic].fillna(0.0)
-    return (float(repeats.min()), float(repeats.max())) if len(repeats) > 1 else None
 
 
 def one_tree_each(answers: pd.DataFrame) -> pd.DataFrame:
@@ -282,16 +271,8 @@ def stage_sweep(answers: pd.DataFrame) -> pd.DataFrame:
 
 def over_shared_cases(answers: pd.DataFrame) -> pd.DataFrame:
     """In each prompt set the cases that all variants with answers to the set have answered."""
-    return _answered_by_all(answers, answers.groupby("prompt_set", observed=True)["variant"].transform("nunique"))
-
-
-def over_equal_cases(answers: pd.DataFrame) -> pd.DataFrame:
-    """The cases that all variants have answered."""
-    return _answered_by_all(answers, answers["variant"].nunique())
-
-
-def _answered_by_all(answers: pd.DataFrame, number: pd.Series | int) -> pd.DataFrame:
-    return answers[answers.groupby("case")["variant"].transform("nunique") == number]
+    num_variants = answers.groupby("prompt_set", observed=True)["variant"].transform("nunique")
+    return answers[answers.groupby("case")["variant"].transform("nunique") == num_variants]
 
 
 def bita_preference(trained: TrainedBita | None, tree: Tree | None) -> int:

@@ -8,16 +8,14 @@ rows after one may take a little longer.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 from msgspec.structs import asdict, fields, replace
 
-from pipedec.bench.grid import Grid, SweepProgress
-from pipedec.bench.prompts import DrawnPrompt, draw
-from pipedec.bench.record import Row, key_of, plain, write_json
+from pipedec.bench.options import DrawnPrompt, draw
+from pipedec.bench.record import Grid, Row, SweepProgress, key_of, plain, write_json
 from pipedec.bench.sweep.config import SweepConfig
 from pipedec.bench.sweep.pipelines import Measurable
 from pipedec.bench.sweep.rows import BITA, SCHEMA
@@ -110,7 +108,7 @@ class _Sweep:
     def _tuned(
         self, method: str, limits: StaticTreeOptions, shape: Measurable, pipeline: OneProcess, prompts: list[DrawnPrompt]
     ) -> StaticTreeOptions:
-        """The best tree for this pipeline, over all repeats if tokens are sampled; from ``trees.json`` if it was found before."""
+        """The tree that is fastest by the computed clock, over all repeats if tokens are sampled; ``trees.json`` keeps it."""
         first_of_sets = list({prompt.prompt_set: prompt for prompt in reversed(prompts)}.values())
         texts = [prompt.request.prompt for prompt in first_of_sets]
         repeats = range(self._config.repeats) if self._config.sampling.is_stochastic else (0,)
@@ -121,9 +119,15 @@ class _Sweep:
         if key not in known:
             trees = self._config.grid.trees(method, limits)
             self._progress.busy(f"{shape.label}: best of {len(trees)} trees for {method}")
-            best, tried = best_tree(pipeline, trees, requests)
+            tried: list[tuple[float, StaticTreeOptions]] = []
+            for tree in trees:
+                answers = [pipeline.answer(replace(request, method="stpp", options=asdict(tree))) for request in requests]
+                tokens = sum(len(answer.token_ids) - 1 for answer in answers)
+                tried.append((sum(answer.decode_ms for answer in answers) / max(1, tokens), tree))
+            _, best = min(tried, key=lambda entry: entry[0])
             known[key] = {
-                "method": method, "preset": shape.preset, "stages": shape.cluster["stages"], "best": asdict(best), "tried": tried,
+                "method": method, "preset": shape.preset, "stages": shape.cluster["stages"], "best": asdict(best),
+                "tried": [{"tree": asdict(tree), "ms_per_token": round(time_ms, 2)} for time_ms, tree in tried],
             }  # fmt: skip
             write_json(self._trees_path, known)
             self._progress.busy(shape.label)
@@ -172,19 +176,6 @@ class _Sweep:
             "sampling": plain(sampling),
             **bita,
         }
-
-
-def best_tree(
-    pipeline: OneProcess, trees: Sequence[StaticTreeOptions], prompts: Sequence[PromptRequest]
-) -> tuple[StaticTreeOptions, list[Row]]:
-    """The tree with which ``stpp`` decodes ``prompts`` fastest by the computed clock, and ms per token of every tree."""
-    tried: list[tuple[float, StaticTreeOptions]] = []
-    for tree in trees:
-        answers = [pipeline.answer(replace(prompt, method="stpp", options=asdict(tree))) for prompt in prompts]
-        tokens = sum(len(answer.token_ids) - 1 for answer in answers)
-        tried.append((sum(answer.decode_ms for answer in answers) / max(1, tokens), tree))
-    best = min(tried, key=lambda entry: entry[0])[1]
-    return best, [{"tree": asdict(tree), "ms_per_token": round(time_ms, 2)} for time_ms, tree in tried]
 
 
 def _results(answer: MeasuredAnswer) -> Row:

@@ -113,10 +113,7 @@ class SweepConfig(Drawing):
     """The grid of a sweep.
 
     Attributes:
-        presets: partitions of ``cluster``; empty to measure this machine without emulation.
-        stages: stage counts; empty for those of the presets.
         methods: of SWEEP_METHODS. ``stpp`` uses its best depth, ``stpp-tuned`` the best tree of a grid.
-        trees: limits of the trees.
         bita: directories of trained BiTA, each decoding on a pipeline of its own; empty for the target's own.
         sampling: how to decode; with a temperature, repeat N samples tokens with ``seed`` + N.
         running: a cluster that is running, to be measured instead of pipelines that are started here.

@@ -22,7 +22,6 @@ from pipedec.validation import validated
 SCHEMA = "pipedec.sweep/1"
 SMALL_MODEL = "slm"  # its answers are those of another, smaller model
 BITA = "bita"
-PROMPTINGS = ("none", "shallow", "deep")  # in the order of BiTA Table 3
 
 Count = Annotated[int, Meta(ge=0)]
 Number = Annotated[float, Meta(ge=0, le=LARGEST, description="finite and at least 0")]
@@ -98,11 +97,6 @@ class TrainedBita(Struct, frozen=True, eq=False):
     @property
     def _weights(self) -> tuple[str, str, int, int]:
         return self.digest, self.prompting, self.masks, self.prompt_tokens
-
-    @property
-    def prompt(self) -> str:
-        """For people."""
-        return "no prompt" if self.prompting == "none" else f"{self.prompting} prompt of {self.prompt_tokens} tokens"
 
 
 class ModelColumns(Struct, frozen=True):

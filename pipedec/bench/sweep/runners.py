@@ -16,7 +16,7 @@ from types import TracebackType
 from msgspec import structs
 
 from pipedec.bench.breakdown import breakdown
-from pipedec.bench.prompts import AskedPrompts, Tokenizes
+from pipedec.bench.options import AskedPrompts, Tokenizes
 from pipedec.bench.sweep.pipelines import Measurable, Shape
 from pipedec.client.running import Running
 from pipedec.cluster.launched import LaunchedCluster
@@ -184,13 +184,6 @@ class RealProcesses(OnCluster):
         )
 
 
-def asking_cluster(connect: Callable[[ExitStack], Running], prompts: Path, scope: str) -> OnCluster:
-    """Decodes on a cluster that says itself whether a prompt fits; ``prompts`` keeps that (see ``AskedPrompts``)."""
-    runner = OnCluster(connect)
-    runner.prompter = AskedPrompts(lambda request: runner.running.check_accepts(request), prompts, scope)
-    return runner
-
-
 MakeRunner = Callable[[Measurable, str, Path], Runner]
 
 
@@ -199,14 +192,19 @@ def runner_of(
 ) -> Runner:
     """The runner of a pipeline, which starts it when the first answer is needed; ``computed`` decodes in this process.
 
-    ``prompts`` is the file that keeps which prompts the cluster refuses; ``launch`` creates the cluster of a partition.
+    A cluster that is running or launched says itself whether a prompt fits; the file ``prompts`` keeps that (see
+    ``AskedPrompts``). ``launch`` creates the cluster of a partition.
     """
     if isinstance(shape, Shape):
         return OneProcess(shape.spec) if clock == "computed" else RealProcesses(shape.spec)
-    match shape.source:
-        case Running() as running:
-            return asking_cluster(lambda stack: running, prompts, shape.scope)
-        case ClusterConfig() as config:
-            assert shape.preset is not None
-            partition = shape.preset
-            return asking_cluster(lambda stack: started(launch(config, partition), stack), prompts, shape.scope)
+    source, partition = shape.source, shape.preset
+
+    def connect(stack: ExitStack) -> Running:
+        if isinstance(source, Running):
+            return source
+        assert partition is not None
+        return started(launch(source, partition), stack)
+
+    runner = OnCluster(connect)
+    runner.prompter = AskedPrompts(lambda request: runner.running.check_accepts(request), prompts, shape.scope)
+    return runner

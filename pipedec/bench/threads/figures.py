@@ -6,7 +6,6 @@ Draws the frame of one run; ``summary`` computes the heights of the bars.
 from __future__ import annotations
 
 from math import ceil, log2
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +13,7 @@ from pandas import DataFrame
 
 from pipedec.bench.record import Row
 from pipedec.bench.report import style
-from pipedec.bench.report.figures import Drawn, draw_figures
+from pipedec.bench.report.figures import Draw
 from pipedec.bench.report.frames import NoFigure
 from pipedec.bench.report.style import method_looks, shade
 from pipedec.bench.threads.summary import COMBINATIONS, FORKED, combinations, quartets
@@ -29,14 +28,6 @@ _MAX_TIMESTEPS = 140
 _SCALE = ("#A6CFEA", "#0072B2", "#07243B")  # from one row to many
 _THREADS = "#CC79A7"
 _BARS_SHARE = 0.84
-
-
-def draw_threads(frame: DataFrame, out: Path) -> Drawn:
-    """Write ``pipeline-fill`` and ``threads-speedup`` into the directory ``out``, each as PNG and SVG.
-
-    Raises UserError if matplotlib is not installed, or a file cannot be written.
-    """
-    return draw_figures({"": frame}, out, {"pipeline-fill": fill_figure, "threads-speedup": speedup_figure})
 
 
 def fill_figure(frame: DataFrame, title: str | None = None) -> Figure:
@@ -151,3 +142,6 @@ def _panel_title(answer: Row) -> str:
         f"{answer['method']}, {threads}: {answer['text_tokens']} text tokens in {answer['timesteps']} timesteps; "
         f"{answer['busy'] / answer['group_timesteps']:.0%} occupied, {rows_where_busy:.1f} rows"
     )
+
+
+FIGURES: dict[str, Draw] = {"pipeline-fill": fill_figure, "threads-speedup": speedup_figure}

@@ -1,6 +1,6 @@
 """The speed-up by decode threads: the rows of a run as one data frame, and its statistics as a Markdown document and as JSON.
 
-Owns the statistics, and the APAR paper's numbers for comparison. *Forked* answers have two threads or more; every table has
+*Forked* answers have two threads or more; every table has
 them beside all answers. Ratios are geometric means over prompts (PASTA §5.1), other figures arithmetic ones; time per token is
 all milliseconds over all text tokens. Frames are as of ``read_frame``; NaN means that there is nothing to compare with.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,17 +24,10 @@ QUESTION = ["prompt_set", "prompt_index"]
 # With threads and without, with speculation and without.
 COMBINATIONS = ("neither", "threads", "speculation", "both")
 ALL, FORKED = "all", "forked"
-# "APAR: LLMs Can Do Auto-Parallel Auto-Regressive Decoding", Tables 1, 2, 7 and 8: APAR-7B. Cached and attended tokens are
-# means over the categories that it accelerates.
-PAPER_LINES = (
-    ["apar, the paper's 7B", "Vicuna bench", "", "", "5.1", "81%", "303 / 417", "27%", "166 / 256", "35%", "", "", "", ""],
-    ["apar, the paper's 7B", "MT-bench", "", "", "2.7", "37%", "502 / 571", "12%", "418 / 497", "16%", "", "", "", ""],
-)
 _ABOUT = (
     "Emulated, computed clock: times are arithmetic, tokens and rows are real. An answer's time begins with its first token: its "
     "prompt comes before. To a prompt in a dialect all methods and pipelines gave the same answer. Forked: answers of two "
-    "threads or more; cut: at max_tokens. Ratios are geometric means over prompts; APAR's saved tokens are those of the "
-    "categories that it accelerates."
+    "threads or more; cut: at max_tokens. Ratios are geometric means over prompts."
 )
 _COSTS = ["decode_ms", "ms_per_token"]
 _TIMES = [*_COSTS, "tokens_ms", "answer_ms"]
@@ -235,8 +228,8 @@ def document(frame: DataFrame) -> str:
     return json.dumps(figures, indent=1) + "\n"
 
 
-def markdown(frame: DataFrame, about: str = "") -> str:
-    """All figures as tables. ``about`` is appended to the text above them."""
+def markdown(frame: DataFrame, about: str = "", papers: Mapping[str, Sequence[list[str]]] | None = None) -> str:
+    """All figures as tables. ``about`` is appended to the text above them, ``papers`` has further lines by dialect."""
     parts = [f"Preset {frame['preset'][0]}, {frame['model'][0]}. {_ABOUT}{about and ' '}{about}"]
     found = structures(frame)
     found = found.assign(
@@ -244,8 +237,8 @@ def markdown(frame: DataFrame, about: str = "") -> str:
         cached_saved=1 - ratio(found["cached"], found["cached_flat"]).fillna(0.0),
         attended_saved=1 - ratio(found["attended"], found["attended_flat"]).fillna(0.0),
     )
-    papers = PAPER_LINES if (found["dialect"] == "apar").any() else ()
-    parts += ["## Answers in threads", _table(found, _STRUCTURE_COLUMNS, (0, 1, 2), papers)]
+    more = [line for dialect, lines in (papers or {}).items() if (found["dialect"] == dialect).any() for line in lines]
+    parts += ["## Answers in threads", _table(found, _STRUCTURE_COLUMNS, (0, 1, 2), more)]
     counted = {
         dialect: ", ".join(f"{count} {name}" for name, count in counts.items()) for dialect, counts in anomalies(frame).items()
     }

@@ -12,7 +12,6 @@ BENCHMARKS = {
     "threads": ("pipedec.cli.benchmarks.threads", "Answers in one thread and in several, with speculation and without."),
     "plot": ("pipedec.cli.benchmarks.plot", "The paper's figures and tables from the rows of a sweep."),
     "overhead": ("pipedec.cli.benchmarks.overhead", "The fixed cost of a timestep beside the bare transport."),
-    "live": ("pipedec.cli.benchmarks.live", "A recording of methods side by side, for the live page."),
     "timeline": ("pipedec.cli.benchmarks.timeline", "A figure of a trace."),
 }
 

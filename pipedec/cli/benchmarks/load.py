@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -127,11 +128,11 @@ def load(
     throughput over all and while the load is full, and goodput. Appends to OUT/rows.jsonl and draws OUT/load.
     """
     config = configured(**offered.settings(), sampling=asked.sampling, seed=drawing.seed)
-    shared.check_directory(out)
-    out.mkdir(parents=True, exist_ok=True)
+    shared.make_directory(out)
     request = config.request(drawing.raw_prompts)
     rows = []
-    with _place(where, asked, place, out) as pipeline, shared.ProgressBar() as bar:
+    with ExitStack() as clusters, shared.ProgressBar() as bar:
+        pipeline = _place(where, asked, place, out, clusters)
         if config.turns > 1 and not request.raw:
             raise UserError("--turns continues a conversation as text: give --raw-prompt")
         drawn = drawn_in_turn(pipeline.prompter, asked.prompt_sets(), request, config.most, config.seed, config.turns)
@@ -142,10 +143,10 @@ def load(
     shared.print_files(out / ROWS_FILE, *draw({"load": load_figure(rows)}, out))
 
 
-def _place(where: ProcessFlags, asked: shared.BenchPromptFlags, place: RunningFlags, out: Path) -> Place:
+def _place(where: ProcessFlags, asked: shared.BenchPromptFlags, place: RunningFlags, out: Path, clusters: ExitStack) -> Place:
     if place.are_given:
         refuse_flags(_STARTED_HERE, shared.AS_IT_IS)
         return OnRunning(place.connect(), out / "prompts.json")
     if where.preset is None:
         raise UserError("where? give --preset NAME, or --running, --redis or --run for a running cluster")
-    return OnProcesses(where.shape(asked.config, asked.pair, where.slow_motion).dispatched(where.dispatch))
+    return OnProcesses(where.shape(asked.config, asked.pair, where.slow_motion).dispatched(where.dispatch), clusters)

@@ -65,17 +65,15 @@ def _overhead_table(rows: list[Row]) -> Table:
     machine = rows[0]["machine"]
     table = terminal_table(
         "Fixed cost of a timestep: stages that compute nothing",
-        ("stages", "dispatch", "rows", "pipedec", "gloo", "ratio", "Redis calls\nper rank", "by all", "serial"),
+        ("stages", "dispatch", "rows", "pipedec", "gloo", "ratio", "Redis calls\nper rank", "by all"),
         ("dispatch",),
-        f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}; times in ms: mean (90th percentile);\n"
-        "serial: successive Redis calls on the critical path",
+        f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}; times in ms: mean (90th percentile)",
     )
     for row in rows:
         trips = row["round_trips_per_rank"]
         table.add_row(
             str(row["stages"]), row["dispatch"], str(row["rows"]), _times(row, "pipedec"), _times(row, "raw"),
             f"{row['ratio']:.2f}", f"{min(trips):.1f}–{max(trips):.1f}", f"{row['round_trips']:.1f}",
-            f"{row['critical_path_round_trips']['median']:g}",
         )  # fmt: skip
     return table
 

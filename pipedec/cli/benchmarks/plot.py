@@ -11,7 +11,7 @@ import pandas as pd
 
 from pipedec.bench.report.figures import FIGURES, Draw, draw_figures
 from pipedec.bench.report.frames import read_answers, studies
-from pipedec.cli.benchmarks.shared import print_files
+from pipedec.cli.benchmarks.shared import make_directory, print_files
 from pipedec.cli.main import moved_flags
 from pipedec.cli.show import console
 from pipedec.core import UserError
@@ -42,10 +42,7 @@ def plot(
 def answers_of(sources: tuple[Path, ...], out: Path) -> dict[str, pd.DataFrame]:
     """The answers that may appear in one figure, by timing. Makes ``out``; raises UserError if it cannot, or no file has rows."""
     answers = studies(read_answers(sources))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot create this directory: {error.strerror}") from None
+    make_directory(out)
     return answers
 
 

@@ -75,10 +75,12 @@ class BenchPromptFlags(EmulatedClusterFlags):
         return sets
 
 
-def check_directory(out: Path) -> None:
-    """Raise UserError if ``out`` is a file."""
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out}: not a directory")
+def make_directory(out: Path) -> None:
+    """Create the directory of the results. Raises UserError if that cannot be."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot create this directory: {error.strerror}") from None
 
 
 def write_summary(out: Path, text: str, document: str) -> None:

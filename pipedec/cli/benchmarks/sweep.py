@@ -67,7 +67,7 @@ def sweep(
     if "methods" in given_values(measured.keywords):
         real.pop("methods", None)
     config = measured(**asked.settings() | {"trees": trees, "pair": replace(asked.pair, small=small)} | real)
-    shared.check_directory(out)
+    shared.make_directory(out)
     with shared.ProgressBar() as bar:
         rows: list[Row] = run_sweep(config, prompt_sets, out, bar)
     shared.print_table(_summary(rows), 110)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads
-from pipedec.bench.threads.figures import draw_threads
+from pipedec.bench.threads.figures import FIGURES
 from pipedec.bench.threads.summary import document, markdown, read_frame
 from pipedec.cli.benchmarks import shared
-from pipedec.cli.show import console
+from pipedec.cli.benchmarks.plot import draw_all
 from pipedec.directories import reference_threads
 from pipedec.flags import own_options, partial_of
 
@@ -30,18 +30,21 @@ def threads(measured: Callable[..., ThreadsConfig], asked: shared.BenchPromptFla
     measure_threads(measured, asked, out)
 
 
-def measure_threads(measured: Callable[..., ThreadsConfig], asked: shared.BenchPromptFlags, out: Path, about: str = "") -> None:
-    """Measure, write and print. ``about`` is appended to the text above the tables."""
+def measure_threads(
+    measured: Callable[..., ThreadsConfig],
+    asked: shared.BenchPromptFlags,
+    out: Path,
+    about: str = "",
+    papers: Mapping[str, Sequence[list[str]]] | None = None,
+) -> None:
+    """Measure, write and print; ``about`` and ``papers`` as in ``markdown``."""
     if asked.target is None:
         draft = asked.draft or str(reference_threads() / "draft")
         asked = replace(asked, target=reference_threads() / "target", draft=draft)
     config = measured(**asked.settings())
     prompt_sets = asked.prompt_sets()
-    shared.check_directory(out)
+    shared.make_directory(out)
     with shared.ProgressBar() as bar:
         frame = read_frame(bench_threads(config, prompt_sets, out, bar))
-    shared.write_summary(out, markdown(frame, about), document(frame))
-    drawn = draw_threads(frame, out)
-    shared.print_files(*drawn.files)
-    for reason in drawn.left_out:
-        console.print(f"left out: {reason}", markup=False, soft_wrap=True)
+    shared.write_summary(out, markdown(frame, about, papers), document(frame))
+    draw_all({"": frame}, out, FIGURES, None, may_be_none=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.load.replayed import continued, random_prompts
-from pipedec.bench.prompts import DrawnPrompt
+from pipedec.bench.options import DrawnPrompt
 from pipedec.messages import PromptRequest
 
 ASKED = PromptRequest("", raw=True)

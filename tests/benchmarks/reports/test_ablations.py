@@ -6,10 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.synthetic_sweep import Line, answers, bita, line
+from support.synthetic_sweep import Line, answers, bita, line, stochastic
 
-from benchmarks.reports.compared import Ablation, against_baseline, by_masks, by_prompt_tokens, by_prompting, by_tree, fixed_text
-from pipedec.bench.report.frames import NoFigure, at, by_prompt_set, means, one_bita
+from benchmarks.reports.compared import (
+    Ablation,
+    against_baseline,
+    by_masks,
+    by_prompt_tokens,
+    by_prompting,
+    by_tree,
+    fixed_text,
+    over_equal_cases,
+    prompt_text,
+    spread,
+)
+from pipedec.bench.report.frames import NoFigure, by_prompt_set, means, one_bita
+from pipedec.bench.sweep.rows import TrainedBita
 
 SETS = ("qa", "rag")
 
@@ -36,10 +48,10 @@ def test_tokens_per_pass_are_decoded_tokens_over_passes_and_means_geometric(tmp_
     ]
     (ablation,) = against_baseline(answers(tmp_path, lines))
     table = by_prompt_set(ablation.answers, ["pp"])
-    found = at(table, ablation.points["paper-14"])
+    found = table.xs(ablation.points["paper-14"])
     assert dict(found["tokens_per_pass"]) == {"qa": 2, "rag": 2}
     assert dict(found["over pp"]) == {"qa": pytest.approx(3), "rag": pytest.approx(2)}
-    assert at(means(table), ablation.points["paper-14"])["over pp"] == pytest.approx(6**0.5)
+    assert means(table).xs(ablation.points["paper-14"])["over pp"] == pytest.approx(6**0.5)
 
 
 def test_against_pp_one_bita_is_compared_on_every_pipeline_that_pp_ran_on(tmp_path: Path) -> None:
@@ -151,3 +163,27 @@ def test_among_other_methods_one_bita_with_one_tree_is_shown(tmp_path: Path) -> 
     assert chosen(*fast, *deep(4), bita("qa", 1, name="deep-4", prompt_tokens=4)) == {("deep-4", "efficient", 4)}, "most answers"
     assert chosen(*deep(16, depth=3, ms=40.0), *deep(16, depth=2, ms=30.0)) == {("deep-16", "efficient", 2)}, "the fastest"
     assert chosen() == set()
+
+
+def test_a_prompt_in_words() -> None:
+    assert prompt_text(TrainedBita("deep-16", "deep", 4, 16, "")) == "deep prompt of 16 tokens"
+    assert prompt_text(TrainedBita("none", "none", 4, 0, "")) == "no prompt"
+
+
+def test_equal_cases_are_those_of_all_variants(tmp_path: Path) -> None:
+    lines = [line("pp", "qa", 1), line("stpp", "qa", 1), line("stpp", "qa", 2)]
+    assert list(over_equal_cases(answers(tmp_path, lines))["prompt_index"]) == [1, 1]
+    assert over_equal_cases(answers(tmp_path, [*lines, line("slm", "rag", 6)])).empty, "slm answered nothing that the others did"
+
+
+def test_the_spread_is_over_repeats_of_all_prompts(tmp_path: Path) -> None:
+    def of(*times: tuple[float, float]) -> tuple[float, float] | None:
+        lines = [
+            stochastic("stpp", "qa", index, repeat=turn, ms=ms)
+            for turn, pair in enumerate(times)
+            for index, ms in enumerate(pair)
+        ]
+        return spread(answers(tmp_path, lines), "tpot_ms")
+
+    assert of((10, 90)) is None, "prompts are no repeats"
+    assert of((10, 90), (60, 60), (30, 50)) == (40, 60)

@@ -12,8 +12,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from benchmarks.output import pipeline_row
 from pipedec.bench.options import Counts, Positive, check_known
-from pipedec.bench.record import ROWS_FILE, Row, append_rows, drop_unfinished_line, header, key_of, pipeline_row, plain
+from pipedec.bench.record import ROWS_FILE, Row, append_rows, drop_unfinished_line, header, key_of, plain
 from pipedec.core import DEFAULT_METHOD, UserError
 from pipedec.flags import Help, check_fields
 from pipedec.plan.spec import PipelineSpec

@@ -1,6 +1,7 @@
-"""Makes recordings of the live feed: one question by several methods, each with a pipeline of its own, on computed time.
+"""``python -m benchmarks.live_recording``: recordings of the live feed, for the live page and ``pipedec top --recording``.
 
-If times leave out rank 0's own work, the same prompt gives the same recording, however busy the machine is.
+One question is answered by several methods, each with a pipeline of its own, on computed time. Times leave out rank 0's own work,
+so that the same prompt gives the same recording, however busy the machine is.
 """
 
 from __future__ import annotations
@@ -12,10 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import click
+
+from pipedec.bench.options import Preset, StageCount
+from pipedec.bench.record import check_writable
+from pipedec.bench.sweep.pipelines import emulated
+from pipedec.cli.benchmarks.shared import EmulatedClusterFlags
+from pipedec.cli.show import console
 from pipedec.core import Request, SamplingParams
 from pipedec.engine.build import load_prompter
 from pipedec.engine.local import LocalPipeline
-from pipedec.flags import Help
+from pipedec.flags import Help, options_of, own_options, run_command
 from pipedec.live.feed import LiveFeed
 from pipedec.live.reading import LiveReading
 from pipedec.live.view import Frame
@@ -66,9 +74,10 @@ def write_recording(frames: Sequence[Frame], path: Path) -> None:
 def _record_one(config: RecordingConfig, spec: PipelineSpec, about: Mapping[str, Any], method: str) -> list[Frame]:
     pipeline, prompter = LocalPipeline.load(spec), load_prompter(spec)
     frames, reading = list[Frame](), LiveReading(method)
+    has_begun = False  # until then the pipeline has no emulated time
 
     def now_us() -> int:
-        return round(1e6 * pipeline.seconds())
+        return round(1e6 * pipeline.seconds()) if has_begun else 0
 
     def figures(running: int) -> Frame:
         status = RunStatus("up", 1, 0, tuple(range(running)), (), stats=pipeline.stats())
@@ -82,10 +91,45 @@ def _record_one(config: RecordingConfig, spec: PipelineSpec, about: Mapping[str,
         return prompter.text(pipeline.answers[number].token_ids).rstrip("\ufffd")
 
     LiveFeed(about, prompter.text, said, keep, now_us).follow("recording", pipeline.pool, 0)
-    last_us = 0
+    has_begun, last_us = True, 0
     token_ids = prompter.token_ids(config.prompt, False, config.max_tokens)
     for _ in pipeline.run(Request(0, token_ids, SamplingParams(max_tokens=config.max_tokens), method)):
         if now_us() >= last_us + _STATS_US:
             last_us = now_us()
             frames.append(figures(running=1))
     return [*frames, figures(running=0)]
+
+
+@dataclass(frozen=True)
+class EmulatedFlags(EmulatedClusterFlags):
+    """A pipeline that is emulated."""
+
+    preset: Preset = "paper-14"
+    stages: StageCount = None
+
+
+@click.command()
+@options_of(EmulatedFlags, "flags")
+@options_of(RecordingConfig, "recorded")
+@own_options
+def live_recording(
+    flags: EmulatedFlags,
+    recorded: RecordingConfig,
+    path: Annotated[Path, Help("File that is written (.jsonl, .jsonl.gz).", "FILE", "--record")],
+) -> None:
+    """Record one answer by several methods. A recording has computed times of emulated devices, and is always the same."""
+    check_writable(path, "--record")
+    shape = emulated(flags.config, flags.preset, flags.stages, flags.pair, own_work=False)
+    cluster = shape.cluster
+    about = {
+        "stages": cluster["stages"], "groups": cluster["groups"], "target": cluster["model"], "draft": cluster["draft"],
+        "method": None, "emulated": shape.preset,
+    }  # fmt: skip
+    with console.status("recording") as status:
+        frames = record(recorded, shape.spec, about, lambda method: status.update(f"recording {method}"))
+    write_recording(frames, path)
+    console.print(f"{len(frames)} frames in {path}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_command(live_recording)
