@@ -229,6 +229,7 @@ def test_a_configuration_survives_the_way_to_another_host(tmp_path: Path) -> Non
         ("#" * 1_000_001, "cluster.yaml: larger than 1,000,000 bytes"),
     ],
 )  # fmt: skip
+@pytest.mark.failure_case("M8")
 def test_mistakes_give_one_line(tmp_path: Path, text: str, expected: str) -> None:
     assert message(tmp_path, text) == expected
 
@@ -245,6 +246,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 
 @given(st.text(alphabet="abt:{}[]-&*!|>'\"#%@,? \n\t0.1~<", max_size=60))
+@pytest.mark.failure_case("M8")
 def test_any_text_is_refused_in_one_line(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     file = tmp_path_factory.getbasetemp() / "any.yaml"
     file.write_text(text)
@@ -270,6 +272,7 @@ def test_environment_goes_before_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert redis_config("redis://flag:3/0") == RedisConfig("redis://flag:3/0", "from-environment")
 
 
+@pytest.mark.failure_case("M13")
 def test_password_never_shows() -> None:
     redis = redis_config("redis://user:s%40cret@host:1/0")
     assert (redis.url, redis.password) == ("redis://user@host:1/0", "s@cret")

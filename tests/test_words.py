@@ -59,8 +59,8 @@ def test_findings_are_printed_with_their_place(tmp_path: Path, capsys: pytest.Ca
     assert words.main([str(tmp_path / "plain.md")]) == 0
 
 
-def test_pending_files_are_left_out(tmp_path: Path) -> None:
+def test_the_python_and_markdown_files_of_folders_are_read(tmp_path: Path) -> None:
     for name in ("old/one.md", "new/two.py", "new/picture.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert list(words.files([str(tmp_path)], (str(tmp_path / "old"),))) == [tmp_path / "new/two.py"]
+    assert list(words.files([str(tmp_path / "new"), str(tmp_path / "old")])) == [tmp_path / "new/two.py", tmp_path / "old/one.md"]

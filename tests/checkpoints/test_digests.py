@@ -46,6 +46,7 @@ def flip_a_bit(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.failure_case("M2")
 def test_one_bit_makes_other_weights_but_the_same_configuration(checkpoint: Path) -> None:
     config, weights = config_digest(checkpoint), weights_digest(checkpoint, None)
     flip_a_bit(checkpoint / "model.safetensors", -1)

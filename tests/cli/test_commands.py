@@ -289,6 +289,7 @@ def test_sigterm_ends_a_resident_cluster_in_order(started: Started, pair: Pair, 
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("M14")
 def test_a_resident_cluster_that_replaces_no_rank_ends_with_an_error(
     started: Started, pipedec: Pipedec, pair: Pair, state_directory: Path
 ) -> None:

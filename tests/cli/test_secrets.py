@@ -22,6 +22,7 @@ KEY = "sk-nobody-reads-this"
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("M13")
 def test_neither_password_nor_key_are_shown(
     started: Started, pipedec: Pipedec, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_cluster_that_a_signal_ended_has_the_status_of_a_shell() -> None:
     assert [ClusterEnded(returncode).status for returncode in (1, -signal.SIGINT)] == [1, 130]
 
 
+@pytest.mark.failure_case("H18")
 def test_one_command_starts_everything_answers_and_ends_it(started: Started, pair: Pair, pipedec: Pipedec, expected: str) -> None:
     """While the cluster loads, the model is listed and everything else is refused with 503."""
     serving = own_cluster(started, pair)
@@ -114,6 +115,7 @@ def test_pipedec_down_ends_it_in_order(started: Started, pair: Pair, pipedec: Pi
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("M14")
 def test_a_rank_that_dies_ends_streams_with_an_error_and_the_server_with_the_cause(started: Started, pair: Pair) -> None:
     """Where none is replaced."""
     serving = own_cluster(started, pair, "--max-restarts", "0").wait_for("ready")
@@ -128,6 +130,7 @@ def test_a_rank_that_dies_ends_streams_with_an_error_and_the_server_with_the_cau
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("S1")
 def test_a_rank_that_dies_is_replaced_and_the_stream_goes_on(started: Started, pair: Pair, cluster: LocalCluster) -> None:
     serving = own_cluster(started, pair).wait_for("ready")
     with serving.client as client, streaming(client, 200) as stream:
@@ -163,6 +166,7 @@ def began_ranks(serving: Serving) -> bool:
     "moment",
     [pytest.param(began_supervisor, marks=pytest.mark.slow), pytest.param(began_redis, marks=pytest.mark.slow), began_ranks],
 )
+@pytest.mark.failure_case("K7")
 def test_ctrl_c_while_it_starts(started: Started, pair: Pair, moment: Callable[[Serving], bool]) -> None:
     """Nothing is left five seconds later, Redis included: ``leaves_nothing`` waits longer, this test does not."""
     serving = own_cluster(started, pair)
@@ -203,6 +207,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("M1")
 def test_a_target_that_cannot_be_loaded_ends_it_with_one_line(started: Started, tmp_path: Path) -> None:
     serving = Serving(started("serve", "--target", tmp_path, "--draft", "none", "--port", "0"))
     status, err = serving.ended(START_SECONDS)
@@ -210,6 +215,7 @@ def test_a_target_that_cannot_be_loaded_ends_it_with_one_line(started: Started, 
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("K6")
 def test_sigterm_lets_running_answers_finish(cluster: LocalCluster, started: Started) -> None:
     serving = in_front_of(cluster, started)
     with serving.client as client, serving.client as other, streaming(client, LONG // 3) as stream:
@@ -224,6 +230,7 @@ def test_sigterm_lets_running_answers_finish(cluster: LocalCluster, started: Sta
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("K6")
 def test_answers_that_take_too_long_are_ended_with_what_they_have(cluster: LocalCluster, started: Started) -> None:
     serving = in_front_of(cluster, started, "--shutdown-timeout", "0")
     with serving.client as client, streaming(client, LONG) as stream:
@@ -235,6 +242,7 @@ def test_answers_that_take_too_long_are_ended_with_what_they_have(cluster: Local
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("K6")
 def test_a_second_signal_ends_at_once(cluster: LocalCluster, started: Started) -> None:
     serving = in_front_of(cluster, started)
     with serving.client as client, streaming(client, LONG) as stream:
@@ -249,6 +257,7 @@ def test_a_second_signal_ends_at_once(cluster: LocalCluster, started: Started) -
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("K8")
 def test_a_killed_front_end_loses_its_requests_and_nobody_elses(cluster: LocalCluster, started: Started, expected: str) -> None:
     dying, living = in_front_of(cluster, started), in_front_of(cluster, started)
     with dying.client as one, living.client as other, streaming(one, LONG), streaming(other, 64) as stream:
@@ -268,6 +277,7 @@ def front(cluster: LocalCluster) -> Iterator[Serving]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.failure_case("K1", "K2")
 def test_a_client_that_goes_away_frees_its_place(cluster: LocalCluster, front: Serving, stream: bool) -> None:
     with front.client as client:
         with socket.create_connection(("127.0.0.1", httpx2.URL(front.url).port or 0)) as connection:
@@ -281,6 +291,7 @@ def test_a_client_that_goes_away_frees_its_place(cluster: LocalCluster, front: S
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("K3")
 def test_a_client_that_stops_reading_holds_little_memory_and_nobody_up(
     cluster: LocalCluster, front: Serving, expected: str
 ) -> None:
@@ -300,6 +311,7 @@ def test_a_client_that_stops_reading_holds_little_memory_and_nobody_up(
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("K4")
 def test_requests_with_the_same_id_are_never_mixed(front: Serving, expected: str) -> None:
     headers = {"X-Request-Id": "the-same"}
     with front.client as client, front.client as other:
@@ -315,6 +327,7 @@ def test_requests_with_the_same_id_are_never_mixed(front: Serving, expected: str
 
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("flags", [(), ("--enable-log-requests", "--max-log-len", "7")])
+@pytest.mark.failure_case("M13")
 def test_the_log_names_requests_and_keeps_secrets(
     cluster: LocalCluster, started: Started, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
@@ -433,6 +446,7 @@ def test_https(cluster: LocalCluster, started: Started, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("M14")
 def test_a_front_end_of_a_cluster_that_is_lost_ends_with_the_cause(pair: Pair, started: Started) -> None:
     with LocalCluster(pair.spec(2)) as cluster:
         serving = in_front_of(cluster, started)

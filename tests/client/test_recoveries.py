@@ -168,6 +168,7 @@ def test_a_rank_that_nobody_replaces_is_lost() -> None:
         client.read(0)
 
 
+@pytest.mark.failure_case("R4")
 def test_what_redis_has_lost_is_submitted_again_and_what_was_restored_goes_on(clock: Clock) -> None:
     scheduler, texts = Recovering(), ["", "", ""]
     client = Client(scheduler, lambda: None)
@@ -196,6 +197,7 @@ def test_what_redis_has_lost_is_submitted_again_and_what_was_restored_goes_on(cl
 
 
 @pytest.mark.parametrize("trouble", [SchedulerLost("cannot reach Redis"), SchedulerInterrupted("the connection failed")])
+@pytest.mark.failure_case("R5")
 def test_a_redis_that_is_away_for_a_while_is_borne(trouble: SchedulerLost) -> None:
     scheduler = Recovering()
     client = Client(scheduler, lambda: None)

@@ -272,6 +272,7 @@ def test_options_of_the_template_cannot_replace_the_messages(client: openai.Open
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("K5")
 def test_a_retry_after_503_is_charged_once(pair: Pair, tmp_path: Path) -> None:
     """The queue is full; the client waits as long as it is told, asks again with the same request, and is answered once."""
     with serving(tmp_path, pair, "--max-num-seqs", "1", "--max-waiting", "1", "--api-key", "right") as server:

@@ -27,6 +27,7 @@ def _request(*token_ids: int) -> PromptRequest:
 
 
 @pytest.mark.parametrize("dispatch", ["windows", "tasks"])
+@pytest.mark.failure_case("S7")
 def test_a_corrupted_request_fails_and_the_others_do_not(pair: Pair, tmp_path: Path, dispatch: str) -> None:
     target = Path(shutil.copytree(pair.target, tmp_path / "target"))
     tensors = {name: tensor.clone() for name, tensor in load_file(target / "model.safetensors").items()}

@@ -123,6 +123,7 @@ def _leave_when_asked(transport: str) -> str:
 
 @pytest.mark.slow
 @with_each_dispatch
+@pytest.mark.failure_case("S5")
 def test_a_rank_that_ends_early_and_content_is_a_failure(pair: Pair, dispatch: str) -> None:
     spec = pair.spec(STAGES).replaced(dispatch=dispatch)
     with LocalCluster(spec.replaced(transport=LeavesWhenAsked("auto"), **NO_RECOVERY)) as cluster:
@@ -195,6 +196,7 @@ def give_up(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
 
 
 @pytest.mark.parametrize("trouble", ["the run failed", "it stood still", "Redis died"])
+@pytest.mark.failure_case("R15")
 def test_the_lease_keeper_ends_a_rank_that_is_stuck(
     trouble: str, give_up: Callable[[], list[int]], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,6 +219,7 @@ def test_the_lease_keeper_ends_a_rank_that_is_stuck(
         assert said[trouble] in capfd.readouterr().err
 
 
+@pytest.mark.failure_case("M11")
 def test_a_full_disk_keeps_no_rank_alive(give_up: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     with EmbeddedServer() as server, open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(full, write_through=True))

@@ -166,6 +166,7 @@ def test_the_failure_of_one_rank_ends_the_meeting_of_all(run: Run, no_interface:
             future.result(30)
 
 
+@pytest.mark.failure_case("M7")
 def test_another_checkpoint_is_found_before_anything_is_loaded(run: Run, no_interface: None) -> None:
     for rank in (0, 2):
         run.scheduler.publish(run.scheduler.keys.meeting, run.card(rank, configs={"target": "another"} if rank == 0 else {}))
@@ -173,6 +174,7 @@ def test_another_checkpoint_is_found_before_anything_is_loaded(run: Run, no_inte
         run.meet(1, 0, 1).result(30)
 
 
+@pytest.mark.failure_case("M7")
 def test_ranks_with_other_flags_are_found(run: Run, no_interface: None) -> None:
     for rank in (0, 2):
         run.scheduler.publish(
@@ -196,6 +198,7 @@ def test_hosts_whose_targets_would_have_another_dtype_are_found(run: Run, no_int
         run.meet(1, 0, 1).result(30)
 
 
+@pytest.mark.failure_case("M2")
 def test_weights_that_differ_in_one_byte_are_found(run: Run) -> None:
     """Rank 0 has listed all tensors of its host. Their names, configurations and tokenizers are equal."""
     listed = {"target": {"model.layers.3.mlp.up_proj.weight": "f" * 64}}
@@ -266,6 +269,7 @@ def nccl_cards(*builds: str | None) -> list[CardEvent]:
     return [structs.replace(HERE, rank=rank, host=f"host-{rank}", versions=one) for rank, one in enumerate(versions, start=1)]
 
 
+@pytest.mark.failure_case("S3d")
 def test_over_nccl_builds_for_another_cuda_are_found() -> None:
     stages = nccl_cards("2.13.0+cu130", "2.13.0+cu126")
     with pytest.raises(UserError) as refused:
@@ -278,6 +282,7 @@ def test_over_nccl_builds_for_another_cuda_are_found() -> None:
         check_nccl(stages[1], stages, {"NCCL": "2.26.2"})
 
 
+@pytest.mark.failure_case("S3d")
 def test_without_nccl_builds_may_differ() -> None:
     """One stage without a GPU of its own, and all use gloo. Rank 0 always does."""
     mine = {"torch build": "2.13.0+cu126", "NCCL": "2.27.7"}

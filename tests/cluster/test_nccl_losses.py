@@ -27,6 +27,7 @@ REQUEST = PromptRequest(SENTENCES[0], True, "pipedec", SamplingParams(max_tokens
 
 @pytest.mark.fast_cases("hangs")
 @pytest.mark.parametrize("prepare", [hangs_on_loss, aborts_on_loss], ids=["hangs", "aborts"])
+@pytest.mark.failure_case("S3a")
 def test_a_lost_stage_costs_one_restart_and_nobody_hangs(pair: Pair, tmp_path: Path, prepare: Callable[[Path], None]) -> None:
     """Although the next stage waits for activations that never come, over a group that must not be aborted."""
     ranks = PreparedRanks("nccl", prepare, tmp_path)

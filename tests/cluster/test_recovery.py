@@ -135,6 +135,7 @@ def recovered(cluster: LocalCluster, epoch: int) -> Recovery:
 @pytest.mark.parametrize(
     ("rank", "count"), [(0, 1), (1, 3), (2, 8), (3, 1), pytest.param(0, 8, marks=slow), pytest.param(3, 5, marks=slow)]
 )
+@pytest.mark.failure_case("S1", "S2", "S3")
 def test_answers_survive_a_killed_rank(
     cluster: LocalCluster, alone: dict[str, Facts], folder: Path, rank: int, count: int
 ) -> None:
@@ -157,6 +158,7 @@ def test_answers_survive_a_killed_rank(
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("S3")
 def test_two_ranks_killed_at_the_same_time(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
     asked = Asked(cluster, 3)
     for rank in (0, 2):
@@ -175,6 +177,7 @@ def test_a_replacement_that_is_killed_before_it_serves_is_replaced(cluster: Loca
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("S4")
 def test_a_rank_that_is_stopped_is_killed_and_replaced(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
     epoch, asked = status_of(cluster).epoch, Asked(cluster, 3)
     os.kill(cluster.pids[2], signal.SIGSTOP)
@@ -202,6 +205,7 @@ def test_a_stage_that_computes_forever_is_killed_and_replaced(
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("S16")
 def test_a_stage_that_is_much_slower_than_the_others_is_waited_for(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
     epoch, before, asked = status_of(cluster).epoch, _waited(cluster, 3), Asked(cluster, 3)
     with _slowed(cluster.pids[2]):
@@ -248,6 +252,7 @@ def test_a_rank_killed_while_nothing_runs(cluster: LocalCluster, alone: dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=slow), 2])
 @LEAVES_NOTHING
+@pytest.mark.failure_case("S6")
 def test_beyond_the_limit_the_run_ends_with_the_cause(pair: Pair, rank: int) -> None:
     with LocalCluster(pair.spec(STAGES).replaced(max_restarts=1, restart_window=600)) as cluster:
         os.kill(cluster.pids[1], signal.SIGKILL)
@@ -260,6 +265,7 @@ def test_beyond_the_limit_the_run_ends_with_the_cause(pair: Pair, rank: int) -> 
         )
 
 
+@pytest.mark.failure_case("R4")
 def test_redis_that_dies_is_started_again_and_answers_go_on(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
     """Empty: rank 0 writes back what was lost."""
     asked, first = Asked(cluster, 3), redis_of(cluster)
@@ -270,6 +276,7 @@ def test_redis_that_dies_is_started_again_and_answers_go_on(cluster: LocalCluste
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("R12")
 def test_keys_that_somebody_deletes_are_written_back(cluster: LocalCluster, alone: dict[str, Facts]) -> None:
     asked, pids = Asked(cluster, 3), cluster.pids
     with connect(cluster.address.redis_url) as client:
@@ -279,6 +286,7 @@ def test_keys_that_somebody_deletes_are_written_back(cluster: LocalCluster, alon
 
 
 @pytest.mark.slow
+@pytest.mark.failure_case("R5")
 def test_answers_go_on_when_redis_comes_back_with_its_data(pair: Pair, alone: dict[str, Facts], tmp_path: Path) -> None:
     """One that somebody else runs."""
     with (
@@ -305,6 +313,7 @@ def test_a_cluster_is_stopped_in_the_middle_of_a_recovery(pair: Pair) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, *(pytest.param(rank, marks=slow) for rank in (1, 2, 3))])
 @LEAVES_NOTHING
+@pytest.mark.failure_case("S1")
 def test_answers_survive_a_killed_rank_under_single_tasks(pair: Pair, alone: dict[str, Facts], rank: int) -> None:
     with LocalCluster(pair.spec(STAGES).replaced(dispatch="tasks")) as cluster:
         asked = Asked(cluster, 1)
@@ -345,6 +354,7 @@ def in_threads_alone(threads_cluster: LocalCluster, in_threads: dict[str, Prompt
 @pytest.mark.parametrize(
     ("kind", "rank", "count"), pairwise(["greedy", "drawn", "apar", "parallel", "pasta"], range(STAGES + 1), [1, 3, 8])
 )
+@pytest.mark.failure_case("S1")
 def test_answers_in_threads_survive_a_killed_rank(
     threads_cluster: LocalCluster, in_threads: dict[str, PromptRequest], in_threads_alone: dict[str, Facts], kind: str, rank: int,
     count: int,

@@ -46,11 +46,13 @@ def test_a_rank_that_computes_for_too_long_is_blamed() -> None:
     assert stall.reason == "computed one timestep for more than 5 s (--stall-timeout)"
 
 
+@pytest.mark.failure_case("S16")
 def test_a_rank_may_be_five_times_as_slow_as_it_was() -> None:
     assert find_stall({1: computing(9.9, 2.0)}, 4.0) is None
     assert find_stall({1: computing(10.1, 2.0)}, 4.0) == Stall(1, None, 10.1)
 
 
+@pytest.mark.failure_case("S11")
 def test_of_those_that_wait_in_a_circle_the_first_to_starve_shows_the_silent_link() -> None:
     """An envelope from 1 to 2 was lost: 2 starves, then 3, which gets nothing from it, and so on."""
     activities = {0: waiting(3, 4.4), 1: waiting(0, 4.3), 2: waiting(1, 4.6), 3: waiting(2, 4.5)}

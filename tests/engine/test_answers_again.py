@@ -236,6 +236,7 @@ def test_an_answer_is_resumed_behind_any_token(prompter: Prompter, text: str, co
     st.integers(0, 4),
     st.sampled_from([(), ("b a",), ("é東", "\nb")]),
 )
+@pytest.mark.failure_case("S2")
 def test_another_process_goes_on_behind_any_token(
     prompter: Prompter, text: str, cuts: list[int], said: int, stop: tuple[str, ...]
 ) -> None:

@@ -55,6 +55,7 @@ def undisturbed(pair: Pair) -> list[int]:
 
 @pytest.mark.fast_cases("pipedec-bestfirst")
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "bita"])
+@pytest.mark.failure_case("S7")
 def test_a_request_with_a_corrupt_token_fails_and_others_go_on(
     pair: Pair, undisturbed: list[int], method: str, tmp_path: Path
 ) -> None:
@@ -83,12 +84,14 @@ def test_an_answer_is_ended_where_it_says_a_corrupt_token(
 
 @pytest.mark.parametrize(("tensor", "stage"), [("layers.3.mlp.down_proj", 2), ("layers.6.input_layernorm", 4), ("norm", 4)])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.failure_case("S7")
 def test_the_first_bad_stage_is_named(pair: Pair, tensor: str, stage: int, value: float, tmp_path: Path) -> None:
     target = damaged(pair, tmp_path / "bad", f"model.{tensor}.weight", None, value)
     [answer] = answers(pipeline(target, pair), Request(1, GOOD, GREEDY, "pp")).values()
     assert (answer.token_ids, answer.bad_stage) == ([], stage)
 
 
+@pytest.mark.failure_case("S7")
 def test_the_next_request_does_not_adopt_what_was_corrupt(pair: Pair, undisturbed: list[int], tmp_path: Path) -> None:
     rare = next(token for token in range(100, 250) if token not in undisturbed)
     shared = tuple(range(30, 70))

@@ -47,6 +47,7 @@ def _answers(target: Path, prompts: list[tuple[int, ...]], **sampling: object) -
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}, {"logprobs": 2, "prompt_logprobs": 1}])
+@pytest.mark.failure_case("S7")
 def test_a_token_with_damaged_weights_fails_its_own_requests_only(
     target: Path, tmp_path: Path, sampling: dict[str, object]
 ) -> None:

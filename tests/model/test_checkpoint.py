@@ -87,6 +87,7 @@ def test_shards_give_the_same_stage_as_one_file(tmp_path):
     assert torch.equal(*outputs)
 
 
+@pytest.mark.failure_case("M1")
 def test_a_missing_shard_is_named_by_who_needs_it(sharded):
     missing = shards(sharded)[1]
     config, needed = ModelConfig.from_directory(sharded), load_file(missing)
@@ -102,12 +103,14 @@ def test_a_missing_shard_is_named_by_who_needs_it(sharded):
 
 
 @pytest.mark.parametrize("content", [None, b"<html>not found</html>", b"", b"\xff" * 64])
+@pytest.mark.failure_case("M1")
 def test_a_damaged_file_is_named(sharded, content):
     damaged = shards(sharded)[-1]
     damaged.write_bytes(damaged.read_bytes()[:-10] if content is None else content)
     assert_refused(sharded, damaged.name, "not a whole safetensors file")
 
 
+@pytest.mark.failure_case("M1")
 def test_swapped_shards_are_refused(sharded):
     first, second = shards(sharded)[:2]
     contents = first.read_bytes(), second.read_bytes()
@@ -130,12 +133,14 @@ def test_an_index_that_names_the_wrong_shard_is_refused(sharded):
     assert_refused(sharded, FINAL_NORM, "missing")
 
 
+@pytest.mark.failure_case("M3")
 def test_pickle_weights_and_empty_directories_are_refused(tmp_path):
     assert_refused(tmp_path, "neither model.safetensors")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert_refused(tmp_path, "convert them to safetensors")
 
 
+@pytest.mark.failure_case("M1")
 def test_missing_unused_misshaped_and_quantized_tensors_are_named(single):
     file, norm = single / "model.safetensors", "model.layers.2.input_layernorm.weight"
     original = file.read_bytes()

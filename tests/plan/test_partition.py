@@ -113,6 +113,7 @@ def test_slow_draft_sets_the_timestep(paper: ClusterConfig) -> None:
     assert planned.timestep_ms > planned.draft.compute_ms > planned.stages[1].compute_ms
 
 
+@pytest.mark.failure_case("M6")
 def test_what_does_not_fit_is_said(paper: ClusterConfig) -> None:
     half = {"stages": 7, "groups": None, "layers": (9, 12, 12, 12, 12, 12, 11)}
     planned = plan(paper.for_partition("paper-14", half))
@@ -229,6 +230,7 @@ def test_devices_in_the_order_given() -> None:
     assert planned.draft is None
 
 
+@pytest.mark.failure_case("M5")
 def test_explicit_layers() -> None:
     assert explicit_layers([2, 1, 3], 6) == [range(0, 2), range(2, 3), range(3, 6)]
     with pytest.raises(UserError, match=r"^layers sum to 79, the target has 80$"):
@@ -239,6 +241,7 @@ def test_explicit_layers() -> None:
         plan(small(2, layers=(8, 9)))
 
 
+@pytest.mark.failure_case("M5")
 def test_more_stages_than_layers() -> None:
     with pytest.raises(UserError, match=r"^32 stages, but the target has 24 layers: use at most 24$"):
         even_layers(24, 32)

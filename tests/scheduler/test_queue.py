@@ -182,6 +182,7 @@ def test_the_counters_are_what_was_told_last(scheduler: Scheduler) -> None:
         assert scheduler.status().stats == stats
 
 
+@pytest.mark.failure_case("S16")
 def test_counters_of_stages_are_told_with_their_leases(scheduler: Scheduler) -> None:
     stats = StageStats(1, 100, 250, 30, 1.25, 0.5)
     scheduler.tell(stats)

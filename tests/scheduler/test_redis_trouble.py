@@ -63,6 +63,7 @@ def fill(server: EmbeddedServer) -> redis.Redis:
     return client
 
 
+@pytest.mark.failure_case("R8", "R9")
 def test_calls_on_a_server_without_memory_name_that_and_change_nothing(server: EmbeddedServer, run: WholeScheduler) -> None:
     before = run.status()
     client = fill(server)
@@ -88,6 +89,7 @@ def test_calls_on_a_server_without_memory_name_that_and_change_nothing(server: E
     assert message is not None and message.tasks[0].task == WINDOWS[1].task
 
 
+@pytest.mark.failure_case("R8")
 def test_a_report_on_a_server_without_memory_is_made_when_there_is_some(server: EmbeddedServer, run: WholeScheduler) -> None:
     run.begin_session(1, WINDOWS, 0)
     message = run.wait(1, 1)
@@ -100,6 +102,7 @@ def test_a_report_on_a_server_without_memory_is_made_when_there_is_some(server: 
     assert run.report(1, [message.tasks[0].task], []) is None
 
 
+@pytest.mark.failure_case("R7")
 def test_somebody_else_s_slow_script_is_waited_for_and_then_named(server: EmbeddedServer, run: WholeScheduler) -> None:
     client = redis.Redis.from_url(server.url)
     client.config_set("busy-reply-threshold", "10")
@@ -123,6 +126,7 @@ def suppressed(call: Callable[[], object]) -> None:
         call()
 
 
+@pytest.mark.failure_case("R11")
 def test_a_replica_is_refused_by_name(server: EmbeddedServer, run: WholeScheduler) -> None:
     with EmbeddedServer() as primary:
         redis.Redis.from_url(server.url).replicaof("127.0.0.1", str(primary.port))
@@ -133,6 +137,7 @@ def test_a_replica_is_refused_by_name(server: EmbeddedServer, run: WholeSchedule
             run.submit("more")
 
 
+@pytest.mark.failure_case("R6")
 def test_a_flushed_script_is_sent_again(server: EmbeddedServer, run: WholeScheduler) -> None:
     redis.Redis.from_url(server.url).script_flush()
     assert run.submit("more") == 2
@@ -143,6 +148,7 @@ def test_a_flushed_script_is_sent_again(server: EmbeddedServer, run: WholeSchedu
     assert run.report(1, [message.tasks[0].task], []) is None
 
 
+@pytest.mark.failure_case("R10")
 def test_a_broken_connection_is_an_interruption_after_which_calls_work_again(server: EmbeddedServer, run: WholeScheduler) -> None:
     killer = redis.Redis.from_url(server.url)
     waiting = threading.Timer(0.2, lambda: killer.client_kill_filter(_type="normal", skipme=True))
@@ -154,6 +160,7 @@ def test_a_broken_connection_is_an_interruption_after_which_calls_work_again(ser
     assert run.status().waiting == 1
 
 
+@pytest.mark.failure_case("R10")
 def test_a_paused_server_is_waited_for(server: EmbeddedServer, run: WholeScheduler) -> None:
     redis.Redis.from_url(server.url).client_pause(500)
     assert run.status().waiting == 1
@@ -161,6 +168,7 @@ def test_a_paused_server_is_waited_for(server: EmbeddedServer, run: WholeSchedul
     assert run.submit("more") == 2
 
 
+@pytest.mark.failure_case("R3")
 def test_a_submission_whose_reply_was_lost_is_made_once(run: WholeScheduler) -> None:
     numbers = {run.submit("more", operation="a"), run.submit("more", operation="a")}
     assert numbers == {2}
@@ -177,6 +185,7 @@ def test_a_server_that_was_restarted_without_data_knows_no_epoch(server: Embedde
         run.current_epoch()
 
 
+@pytest.mark.failure_case("R5")
 def test_a_server_that_was_killed_and_has_its_data_again_knows_the_run(tmp_path: Path) -> None:
     """Its scripts are gone; they are sent again."""
     with LastingServer(tmp_path, password="secret") as first:
@@ -197,6 +206,7 @@ def test_a_server_that_was_killed_and_has_its_data_again_knows_the_run(tmp_path:
         run.client.close()
 
 
+@pytest.mark.failure_case("R11")
 def test_a_server_that_is_still_loading_its_data_is_waited_for_and_then_named(tmp_path: Path) -> None:
     slowly = ("appendonly no", "rdbcompression no", "key-load-delay 20000", "loading-process-events-interval-bytes 1024")
     with LastingServer(tmp_path, password="secret", more=slowly) as first:
@@ -238,6 +248,7 @@ def started(command: list[str]) -> Iterator[None]:
             process.kill()
 
 
+@pytest.mark.failure_case("R12")
 def test_flushed_keys_are_noticed_by_every_call_of_rank_0(server: EmbeddedServer, run: WholeScheduler) -> None:
     redis.Redis.from_url(server.url).flushall()
     assert run.current_epoch() is None
@@ -247,6 +258,7 @@ def test_flushed_keys_are_noticed_by_every_call_of_rank_0(server: EmbeddedServer
             call()
 
 
+@pytest.mark.failure_case("R8")
 def test_a_front_end_is_told_of_full_memory_at_once(server: EmbeddedServer, run: WholeScheduler) -> None:
     async def ask() -> None:
         front_end = await AsyncRedisScheduler.connect(server.url, RUN, "front-end")
@@ -260,6 +272,7 @@ def test_a_front_end_is_told_of_full_memory_at_once(server: EmbeddedServer, run:
         asyncio.run(ask())
 
 
+@pytest.mark.failure_case("S4", "R15")
 def test_a_zombie_of_an_ended_epoch_neither_publishes_nor_takes(server: EmbeddedServer, run: WholeScheduler) -> None:
     zombie = WholeScheduler(connect(server.url), RUN, TWO)
     run.enter(run.recover([0], "rank 0 was stopped"))

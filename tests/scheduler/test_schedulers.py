@@ -65,6 +65,7 @@ def test_a_rank_is_granted_in_one_message_what_it_does_in_a_row(make_scheduler: 
     assert taken(scheduler, 2) == ["T:1:2:0", "C:pre:2:0"]
 
 
+@pytest.mark.failure_case("S13")
 def test_a_report_made_twice_has_effect_once(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     begin(scheduler)
@@ -197,6 +198,7 @@ def test_several_answers_are_read_together(make_scheduler: MakeScheduler) -> Non
     assert scheduler.read_answers({0: position, 2: "0"}, 0)[0][1] != position
 
 
+@pytest.mark.failure_case("S18")
 def test_expired_leases_are_found(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     assert scheduler.expired_ranks() == []
@@ -246,6 +248,7 @@ def test_clear_leaves_no_key(make_redis_scheduler: Callable[[Topology], WholeSch
     assert list(scheduler.client.scan_iter(match=scheduler.keys.prefix + "*")) == []
 
 
+@pytest.mark.failure_case("R6")
 def test_an_answer_survives_script_flush(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
     topology = Topology.even(3, 3)
     scheduler = make_redis_scheduler(topology)
@@ -346,6 +349,7 @@ def recovered(scheduler: Scheduler, lost: Sequence[int] = (1,)) -> None:
     scheduler.enter(scheduler.recover(lost, "rank 1 was killed"))
 
 
+@pytest.mark.failure_case("S13", "R14")
 def test_a_caller_of_an_ended_epoch_changes_nothing(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     submit_and_take(scheduler)
@@ -373,6 +377,7 @@ def test_a_caller_of_an_ended_epoch_changes_nothing(make_scheduler: MakeSchedule
     assert scheduler.read_answer(0, "0", 0) == []
 
 
+@pytest.mark.failure_case("R14")
 def test_an_epoch_is_ended_once(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     scheduler.open(DESCRIPTION, recovers=True)
@@ -415,6 +420,7 @@ def test_a_new_epoch_finds_the_running_requests_and_what_their_answers_have(make
     assert [message.text for message in scheduler.take(2).requests] == ["third"]
 
 
+@pytest.mark.failure_case("R4")
 def test_a_run_that_redis_has_lost_is_written_back_once(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     submit_and_take(scheduler)

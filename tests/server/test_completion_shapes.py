@@ -65,6 +65,7 @@ def test_the_role_stands_in_the_first_chunk_which_has_text(site: Site) -> None:
 
 
 @BOTH
+@pytest.mark.failure_case("H19")
 def test_no_half_character_is_streamed(site: Site, path: str) -> None:
     for max_tokens in range(1, 20):
         parts = stream(site, path, max_tokens=max_tokens)
@@ -76,6 +77,7 @@ def test_no_half_character_is_streamed(site: Site, path: str) -> None:
 
 @BOTH
 @pytest.mark.parametrize("stop", ["café", ["zzz", "naïve café"], "京 a", ["need", "and"]])
+@pytest.mark.failure_case("H20")
 def test_text_and_usage_end_exactly_at_a_stop_string(site: Site, text_tokenizer: Tokenizer, path: str, stop: Any) -> None:
     expected = ANSWER[: min(place for text in ([stop] if isinstance(stop, str) else stop) if (place := ANSWER.find(text)) >= 0)]
     document = ask(site, path, stop=stop, max_tokens=200)
@@ -142,6 +144,7 @@ def test_all_sampling_fields_reach_the_engine(site: Site) -> None:
 
 
 @BOTH
+@pytest.mark.failure_case("H4")
 def test_unknown_fields_and_nulls_are_accepted(site: Site, path: str) -> None:
     nulls = dict.fromkeys((
         "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "logprobs",

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import uvicorn
 
 from pipedec.server.listening import MAX_HEAD_BYTES, Address, LimitedConnection
@@ -48,6 +49,7 @@ def read_all(client: socket.socket) -> bytes:
     return received
 
 
+@pytest.mark.failure_case("H10")
 def test_heads_that_are_too_long_are_refused_and_others_are_not() -> None:
     with serving() as port:
         for filler in (b"GET / HTTP/1.1\r\nA: ", b"GET /", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000):
@@ -76,6 +78,7 @@ class Impatient(LimitedConnection):
     head_seconds = 0.2
 
 
+@pytest.mark.failure_case("H10")
 def test_a_head_that_never_ends_is_given_up() -> None:
     with serving(Impatient) as port:
         for beginning in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\n"):

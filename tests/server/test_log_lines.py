@@ -58,12 +58,14 @@ def test_a_terminal_gets_lines_for_people_unless_they_are_to_be_json() -> None:
 
 @pytest.mark.parametrize("form", ["json", "text"])
 @pytest.mark.parametrize("secret", ["sk-1234567890", 'with "quotes" and \\', "schlüssel", 'ü "'])
+@pytest.mark.failure_case("M13")
 def test_secrets_never_appear(tmp_path: Path, secret: str, form: LogFormat) -> None:
     text = written(tmp_path, secret, form=form, header=f"Bearer {secret}", nested={"key": [secret]})
     assert secret not in text and json.dumps(secret)[1:-1] not in text and text.count("***") == 2
 
 
 @pytest.mark.parametrize("url", ["redis://:hunter2@127.0.0.1:6379/0", "rediss://user:hunter2@host/0", "unix://:hunter2@/a/b"])
+@pytest.mark.failure_case("M13")
 def test_passwords_in_urls_never_appear(tmp_path: Path, url: str) -> None:
     text = written(tmp_path, cause=f"cannot reach {url}: it does not answer")
     assert "hunter2" not in text and "***@" in text
@@ -81,6 +83,7 @@ def test_a_traceback_stays_on_its_line_and_keeps_no_secret(tmp_path: Path) -> No
     assert "Traceback" in json.loads(line)["traceback"] and "hunter2" not in line
 
 
+@pytest.mark.failure_case("M11")
 def test_a_full_disk_is_told_once_and_nothing_fails(capsys: pytest.CaptureFixture[str]) -> None:
     with open("/dev/full", "wb") as full, written_log(full.fileno()):
         for _ in range(3):

@@ -29,6 +29,7 @@ def refused(site: Site, body: Any, path: str = COMPLETIONS, status: int = 400) -
     return error
 
 
+@pytest.mark.failure_case("H1")
 def test_a_body_that_is_not_json_is_refused_with_the_offset(site: Site) -> None:
     error = refused(site, b'{"prompt": "hello", }')
     assert error["type"] == "BadRequestError" and error["message"].endswith("at character 20")
@@ -50,12 +51,14 @@ def test_pages_of_other_origins_cannot_ask_without_a_preflight(site: Site, conte
 
 
 @pytest.mark.parametrize(("path", "field"), [(COMPLETIONS, "prompt"), (CHAT, "messages")])
+@pytest.mark.failure_case("H2")
 def test_a_missing_field_is_named(site: Site, path: str, field: str) -> None:
     error = refused(site, {"model": "tiny"}, path)
     assert error["message"] == f"{field} is missing" and error["param"] == field
 
 
 @pytest.mark.parametrize("prompt", [{}, None, 1, [{}], [None] * 100_000, [[None] * 100_000], [[1], "a"], ["a", 1], [[[1]]]])
+@pytest.mark.failure_case("H3")
 def test_a_prompt_of_a_wrong_type_is_refused_in_a_short_answer(site: Site, prompt: Any) -> None:
     error = refused(site, {"prompt": prompt})
     assert error["message"].startswith("prompt must be a text, a list of texts, token ids") and error["param"] == "prompt"
@@ -67,12 +70,14 @@ def test_messages_of_a_wrong_type_are_refused_in_a_short_answer(site: Site, mess
     assert error["message"].startswith("messages must be a list of objects") and error["param"] == "messages"
 
 
+@pytest.mark.failure_case("H3")
 def test_many_mistakes_make_a_short_answer(site: Site) -> None:
     body = {"prompt": "hello", "logit_bias": {f"word{number}": "x" * 50 for number in range(10_000)}}
     assert refused(site, body)["param"] == "logit_bias"
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+@pytest.mark.failure_case("H5")
 def test_another_model_is_not_found(site: Site, path: str) -> None:
     body = {"prompt": "hello", "messages": MESSAGES, "tokens": [1], "model": "gpt-4"}
     error = refused(site, body, path, 404)
@@ -80,6 +85,7 @@ def test_another_model_is_not_found(site: Site, path: str) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["hello", ""]])
+@pytest.mark.failure_case("H6")
 def test_an_empty_prompt_is_refused(site: Site, prompt: Any) -> None:
     assert "empty" in refused(site, {"prompt": prompt})["message"]
 
@@ -88,6 +94,7 @@ def test_no_messages_are_refused(site: Site) -> None:
     assert refused(site, {"messages": []}, CHAT)["param"] == "messages"
 
 
+@pytest.mark.failure_case("H7")
 def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(site: Site) -> None:
     for body, path in (
         ({"prompt": "a b " * CONTEXT}, COMPLETIONS),
@@ -105,6 +112,7 @@ def test_a_long_text_is_refused_before_it_is_tokenized(site: Site, monkeypatch: 
     assert "200000 characters" in refused(site, {"messages": [{"role": "user", "content": text}]}, CHAT)["message"]
 
 
+@pytest.mark.failure_case("H8")
 def test_an_answer_that_does_not_fit_behind_the_prompt_is_refused_with_all_numbers(site: Site) -> None:
     message = refused(site, {"prompt": [5] * 48, "max_tokens": CONTEXT - 47})["message"]
     assert message.startswith(f"the prompt has 48 tokens and max_tokens asks for {CONTEXT - 47} more, but the model's context is")
@@ -125,6 +133,7 @@ def test_an_answer_that_does_not_fit_behind_the_prompt_is_refused_with_all_numbe
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.failure_case("H11")
 def test_a_value_out_of_range_is_refused_with_field_value_and_range(
     site: Site, path: str, field: str, value: Any, shown: str, allowed: str
 ) -> None:
@@ -162,6 +171,7 @@ def test_a_wrong_type_is_refused_with_the_field(site: Site) -> None:
         (CHAT, "allowed_token_ids", [1]), (CHAT, "prompt_logprobs", 1),
     ],
 )  # fmt: skip
+@pytest.mark.failure_case("H12")
 def test_what_is_not_supported_is_refused_and_never_ignored(site: Site, path: str, field: str, value: Any) -> None:
     error = refused(site, {"prompt": "hello", "messages": MESSAGES, field: value}, path)
     assert error["param"] == field and "not supported" in error["message"]
@@ -176,12 +186,14 @@ def test_what_is_not_supported_is_refused_and_never_ignored(site: Site, path: st
         {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f"}}]},
     ],
 )
+@pytest.mark.failure_case("H12")
 def test_images_audio_and_tools_in_messages_are_refused(site: Site, message: dict[str, Any]) -> None:
     error = refused(site, {"messages": [message]}, CHAT)
     assert "send text" in error["message"] and error["param"] == "messages"
 
 
 @pytest.mark.parametrize("token", [-1, 5000, 2**70])
+@pytest.mark.failure_case("H13")
 def test_a_token_beyond_the_vocabulary_is_refused(site: Site, token: int) -> None:
     for body, path in (
         ({"prompt": [1, token]}, COMPLETIONS),
@@ -193,6 +205,7 @@ def test_a_token_beyond_the_vocabulary_is_refused(site: Site, token: int) -> Non
 
 
 @pytest.mark.parametrize("text", [b"\\ud800", b"a\\udc00b"])
+@pytest.mark.failure_case("H14")
 def test_half_a_surrogate_pair_is_refused_wherever_it_stands(site: Site, text: bytes) -> None:
     refused(site, b'{"prompt": "%s"}' % text)
     refused(site, b'{"messages": [{"role": "user", "content": "%s"}]}' % text, CHAT)
@@ -202,12 +215,14 @@ def test_half_a_surrogate_pair_is_refused_wherever_it_stands(site: Site, text: b
     refused(site, b'{"prompt": "a", "model": "%s"}' % text, status=404)
 
 
+@pytest.mark.failure_case("H14")
 def test_a_nul_character_is_a_character(site: Site) -> None:
     assert site.client.post(COMPLETIONS, json={"prompt": "a\0b"}).status_code == 200
     assert site.client.post(CHAT, json={"messages": [{"role": "user", "content": "a\0b"}]}).status_code == 200
 
 
 @pytest.mark.parametrize("stop", [["x"] * 17, ["a" + str(number) for number in range(1000)], "", ["a", ""], ["x" * 1001], 5])
+@pytest.mark.failure_case("H15")
 def test_too_many_stop_strings_and_empty_ones_are_refused(site: Site, stop: Any) -> None:
     assert refused(site, {"prompt": "hello", "stop": stop})["param"] == "stop"
 

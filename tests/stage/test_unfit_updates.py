@@ -18,6 +18,7 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("updates", UNFIT.values(), ids=UNFIT)
+@pytest.mark.failure_case("S12")
 def test_updates_that_do_not_fit_name_their_sender(pair: Pair, updates: list[RequestUpdate]) -> None:
     worker = load_stage(pair.spec(2), 1, torch.device("cpu"))
     with pytest.raises(RankLost, match="rank 0 sent updates that do not fit"):
@@ -25,6 +26,7 @@ def test_updates_that_do_not_fit_name_their_sender(pair: Pair, updates: list[Req
             worker.advance(StageMessage((update,)))
 
 
+@pytest.mark.failure_case("S12")
 def test_an_unknown_request_is_void(pair: Pair) -> None:
     worker = load_stage(pair.spec(2), 1, torch.device("cpu"))
     worker.advance(StageMessage((RequestUpdate(99, slots=((0, 16),)),)))

@@ -233,11 +233,13 @@ def test_many_sends_are_kept_until_they_have_ended(pair: Pair) -> None:
     assert cuda.now >= began + 7 * LATENCY, "messages were let go of before they had left"
 
 
+@pytest.mark.failure_case("S3c")
 def test_neighbours_exchange_a_message_when_they_join(pair: Pair, nccl: Nccl) -> None:
     """NCCL makes a connection when it is first used, which would take seconds of a timestep."""
     assert nccl.calls == [("send", 1), ("receive", 1)]
 
 
+@pytest.mark.failure_case("S3c")
 def test_a_rank_that_does_not_take_part_in_the_first_exchange_is_named(nccl: Nccl) -> None:
     class Groups(ProcessGroups):
         places = MappingProxyType({"nccl": ("cpu",)})

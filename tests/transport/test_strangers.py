@@ -53,6 +53,7 @@ def check_transfers(draft: Peer, stage: Peer) -> None:
     assert stage.result() == (peer.as_lists(peer.make_step(200, None, 1)), Verdict.of(3))
 
 
+@pytest.mark.failure_case("S14")
 def test_strangers_do_not_disturb_ranks_that_have_joined(pair: tuple[Peer, Peer]) -> None:
     draft, stage = pair
     ports = [port for one in pair for port in listening_ports(one.process.pid or 0)]
@@ -65,6 +66,7 @@ def test_strangers_do_not_disturb_ranks_that_have_joined(pair: tuple[Peer, Peer]
         check_transfers(draft, stage)
 
 
+@pytest.mark.failure_case("S14")
 def test_ranks_join_while_strangers_knock(pair: tuple[Peer, Peer], tmp_path: Path) -> None:
     """Whoever listens is found by a scan of its process's ports, again and again."""
     done, knocks = threading.Event(), [0]
@@ -92,6 +94,7 @@ def test_ranks_join_while_strangers_knock(pair: tuple[Peer, Peer], tmp_path: Pat
     assert knocks[0] > 12
 
 
+@pytest.mark.failure_case("S14")
 def test_a_store_outlasts_strangers() -> None:
     server = StoreServer("127.0.0.1")
     held = [connect(server.port, said) for said in SAID]

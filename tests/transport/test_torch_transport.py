@@ -117,6 +117,7 @@ PREFIX = struct.Struct("<8siiiii4x")
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
+@pytest.mark.failure_case("S12")
 def test_what_is_no_envelope_names_its_sender(pair: Pair, message: bytes, reason: str) -> None:
     draft, stage = pair
     stage.order(peer.receive_envelope, 0)
@@ -165,6 +166,7 @@ def test_a_rendezvous_without_the_other_ranks_raises_rank_lost(tmp_path: Path) -
         alone.end()
 
 
+@pytest.mark.failure_case("S11")
 def test_who_waits_for_a_transfer_comes_loose_when_another_thread_aborts(trio: tuple[Peer, ...]) -> None:
     """Here and at the other end, although one of the peers is gone already."""
     draft, first, last = trio
@@ -178,6 +180,7 @@ def test_who_waits_for_a_transfer_comes_loose_when_another_thread_aborts(trio: t
     assert draft.do(peer.send_envelope, 0, 3, None, 1).endswith("could not send to rank 1: the transfers were aborted")
 
 
+@pytest.mark.failure_case("S17")
 def test_joining_ranks_that_do_not_come_can_be_aborted(trio: tuple[Peer, ...], tmp_path: Path) -> None:
     draft, first, _ = trio
     for one in (draft, first):
@@ -188,6 +191,7 @@ def test_joining_ranks_that_do_not_come_can_be_aborted(trio: tuple[Peer, ...], t
         assert one.result() == f"RankLost: rank {rank} could not join the 3 ranks: the transfers were aborted"
 
 
+@pytest.mark.failure_case("S17")
 def test_ranks_that_meet_fifty_times_leave_no_descriptors_and_threads(trio: tuple[Peer, ...], tmp_path: Path) -> None:
     """After transfers, aborted transfers, and the loss of a rank."""
     used: list[list[tuple[int, int]]] = []

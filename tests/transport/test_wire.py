@@ -247,6 +247,7 @@ ROWS = st.integers(-1, 2**17) | st.integers(-(2**31), 2**31 - 1)
 
 
 @given(st.binary(min_size=24, max_size=24) | st.builds(PREFIX.pack, ROWS, ROWS, ROWS, st.just(ROW_BYTES), st.integers(0, 1)))
+@pytest.mark.failure_case("S12")
 def test_any_prefix_is_within_the_bounds_or_refused(lengths: bytes) -> None:
     try:
         prefix = unpack_prefix(np.frombuffer(PROTOCOL.encode() + lengths, np.uint8), ROW_BYTES)
@@ -263,6 +264,7 @@ FIELDS = st.tuples(st.integers(-1, 3) | JSON, st.none() | JSON, st.none() | JSON
 
 
 @given(st.binary(max_size=40) | (JSON | st.lists(FIELDS, max_size=3)).map(lambda value: json.dumps(value).encode()))
+@pytest.mark.failure_case("S12")
 def test_any_head_is_an_envelope_or_refused(head: bytes) -> None:
     """What arrives may be anything: a receiver refuses it with a ValueError, and nothing else happens."""
     padded = head + b" " * (-len(head) % 8)
@@ -276,6 +278,7 @@ PLACES = ["number", "thread", "token", "rows", "slot", "slots", "score"]
 
 
 @given(st.sampled_from(PLACES), HUGE)
+@pytest.mark.failure_case("S12")
 def test_any_wrong_value_in_an_update_is_refused(place: str, value: object) -> None:
     sane: dict[str, object] = dict.fromkeys(PLACES, 0)
     fields = sane | {place: value}
