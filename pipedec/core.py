@@ -1,6 +1,6 @@
-"""The shared nouns: plain classes and errors that every layer may use. Messages to other processes are msgspec Structs.
+"""The data types and errors that every layer may use. Messages to other processes are msgspec Structs.
 
-Nothing here computes. Tensors appear only in annotations, so that a client imports this module without torch.
+Knows no layer, and computes nothing. Tensors appear only in annotations, so that a client imports this module without torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GENERATED_SEED_BITS = 53  # integers that every JSON parser represents exactly
 
 
 class Record(Struct, frozen=True, forbid_unknown_fields=True):
-    """A message from another process: a struct that cannot be changed, and that refuses unknown fields."""
+    """A message from another process: an immutable struct that refuses unknown fields."""
 
 
 class PipedecError(Exception):
@@ -43,7 +43,7 @@ class PipedecError(Exception):
 
 
 class UserError(PipedecError):
-    """The user's mistake: the message gives in one line the mistake and its remedy."""
+    """A mistake of the user. The message names the mistake and its remedy in one line."""
 
 
 class BadValue(UserError, ValueError):
@@ -74,14 +74,14 @@ class SchedulerInterrupted(SchedulerLost):
 
 
 class EpochEnded(PipedecError):
-    """The run is in another epoch than the caller: a rank or Redis was lost, and all ranks have to meet again."""
+    """The run has left the caller's epoch: a rank or Redis was lost, and all ranks have to meet again."""
 
 
 class StructuredOutputs(Record, frozen=True):
     """The required form of an answer, with vLLM's names. Exactly one is given.
 
     Attributes:
-        json: a JSON Schema: its text, or the plain value, of which the text is kept.
+        json: a JSON Schema, as text or as a value. It is kept as text.
         regex: a regular expression that the whole answer matches.
         choice: the answer is one of these texts.
         grammar: a context-free grammar, in Lark's syntax as llguidance reads it, or GBNF.
@@ -114,7 +114,7 @@ class StructuredOutputs(Record, frozen=True):
 
     @property
     def kind(self) -> str:
-        """The name of the given one."""
+        """The name of the field that is given."""
         return next(name for name in STRUCTURES if getattr(self, name) is not None)
 
 
@@ -131,11 +131,11 @@ def _schema_text(schema: Any) -> str:
 class SamplingParams(Record, frozen=True):
     """Sampling parameters of a request, with vLLM's names, meanings and ranges. The default is greedy decoding.
 
-    The order is: logit bias, penalties, temperature, then min_p, top_k and top_p. Filters also keep tokens that are as probable
-    as the last one that they keep.
+    They apply in this order: logit bias, penalties, temperature, min_p, top_k, top_p. The last three also keep tokens that are
+    exactly as probable as the least probable token they keep.
 
     Attributes:
-        temperature: controls randomness. 0 is greedy: the most probable token, of equals the lowest id.
+        temperature: controls randomness. 0 is greedy: the most probable token, in a tie the one with the lowest id.
         top_k: number of most probable tokens to sample from. 0 or −1 considers all tokens.
         top_p: cumulative probability of the most probable tokens to sample from, in (0, 1]. 1 considers all tokens.
         min_p: minimum probability of a token, relative to the most probable one, in [0, 1]. 0 disables it.
@@ -147,13 +147,13 @@ class SamplingParams(Record, frozen=True):
             by it, negative ones multiplied.
         presence_penalty: subtracted from the logits of tokens that the generated text contains, in [−2, 2].
         frequency_penalty: subtracted as often as the generated text contains the token, in [−2, 2].
-        logit_bias: from token id to the value, in [−100, 100], that is added to its logit.
+        logit_bias: by token id, a value in [−100, 100] that is added to its logit.
         logprobs: number of most probable tokens whose log probabilities are returned per output token, besides the chosen
             one. They are taken before bias, penalties and temperature. None returns none.
         ignore_eos: continue after the model's end tokens.
         prompt_logprobs: as ``logprobs``, for the tokens of the prompt. None returns none.
-        structured_outputs: the required form of the answer; not with ``ignore_eos``. Tokens that the form forbids get no
-            probability, before everything else. None for any text.
+        structured_outputs: the required form of the answer; not with ``ignore_eos``. Tokens that it forbids are excluded
+            before everything else. None for any text.
 
     Raises:
         UserError: a value is out of its range.
@@ -193,10 +193,8 @@ class SamplingParams(Record, frozen=True):
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             ("logit_bias", all(token >= 0 for token in bias), "of token ids, which are at least 0"),
             ("logit_bias", all(-100 <= value <= 100 for value in bias.values()), "between -100 and 100"),
-            *(
-                (name, value is None or 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
-                for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))
-            ),
+            ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+            ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
         ):
             if not is_allowed:
                 raise UserError(f"{name} must be {allowed}, not {str(getattr(self, name))[:100]}")
@@ -237,10 +235,10 @@ class Request:
     Attributes:
         number: counts the requests of a run from 0.
         method: a name of the table in ``methods``.
-        options: of the method's own options class; None for its defaults.
+        options: an instance of the method's options class; None for its defaults.
         trace: record every task of every rank.
         threads: the dialect in which the model may open decode threads (``Dialect.to_json``); None for a single thread.
-        priority: requests of a lower one are served first.
+        priority: requests with a lower value are served first.
         output_token_ids: earlier tokens of an answer in one thread, after which it continues.
     """
 
@@ -268,7 +266,7 @@ NO_MASKS = MaskParams()
 
 @dataclass
 class Step:
-    """The rows that enter a stage at one timestep (the paper's data flow df).
+    """The rows that enter a stage at one timestep (PipeDec's data flow df).
 
     Token ids, parents and threads are on the host; only activations are on a device.
 
@@ -278,7 +276,7 @@ class Step:
             a root. The parent may be in the same step: its rows are numbered after the receiver's present rows.
         hidden: [R, E] activations of the previous stage; None on the way into the first stage.
         threads: int64 [R], the decode thread of each row; ``parents`` are indices into that thread's tree. None: thread 0.
-        log_probs: [R], of each row given its parent, as far as its method knows them. They stay on rank 0.
+        log_probs: [R], of each row's token given its parent; None if the method does not know them. They stay on rank 0.
     """
 
     token_ids: Tensor
@@ -297,8 +295,8 @@ class Accepted(NamedTuple):
 
     Attributes:
         tokens: accepted token ids, in order.
-        forecast: for each position after the last accepted token, nearest first, the most probable tokens there by the mask
-            rows, best first; empty without mask rows.
+        forecast: the mask rows' predictions: for each position after the last accepted token, nearest first, the most probable
+            tokens, best first. Empty without mask rows.
     """
 
     thread: Int64
@@ -341,7 +339,7 @@ SlotRuns = tuple[tuple[Int64, Int64], ...]  # slots of a KV pool, in order: (fir
 
 
 class NewRequest(Record, frozen=True):
-    """Everything that a rank must know of a request before its first rows.
+    """Everything that a rank must know about a request before its first rows.
 
     Attributes:
         prompt_length: tokens of the prompt.
@@ -351,8 +349,8 @@ class NewRequest(Record, frozen=True):
         output_token_ids: earlier tokens of the answer, after which the request continues. They and the prompt enter first.
         slots: of every stage's KV pool, for the request's rows; ``RequestUpdate.slots`` adds more.
         cached: how many of the tokens that enter first, from the first one on, are in these slots already; never all of them.
-        copied: the place of the last ``copied[1]`` of the ``cached`` tokens in the pool, from slot ``copied[0]`` on: each stage
-            copies them to the request's own slots when it opens the request. The others are shared with other requests.
+        copied: the last ``copied[1]`` of the ``cached`` tokens are in the pool from slot ``copied[0]`` on; each stage copies them
+            to the request's own slots when it opens the request. The slots before are shared with other requests.
     """
 
     prompt_length: Int64
@@ -385,15 +383,14 @@ NO_LOAD = Load()
 
 
 class RequestUpdate(Struct, frozen=True):
-    """The changes to one request at a timestep: its opening, then a verdict to replay, then rows to compute; each is optional.
+    """The changes to one request at a timestep, in order: its opening, a verdict to replay, rows to compute. Each is optional.
 
     Attributes:
-        number: of the request.
         opening: the request begins, or continues after a pause: every rank opens a lane for it.
         verdict: accepted tokens. With ``finished`` every rank drops the request's lane, and its rows in flight.
         step: a chunk of the prompt (and of the answer's earlier tokens) until all has entered, then rows of the answer's trees.
         logprobs: from the last stage, with a verdict: log-probabilities of the accepted tokens, if requested.
-        prompt_logprobs: from the last stage, while the prompt enters: those of its next tokens, from the second on, if requested.
+        prompt_logprobs: from the last stage, while the prompt enters: the same for its next tokens, from the second on.
         slots: of every stage's KV pool, in addition to those that the request has. They are assigned before the rows.
     """
 
@@ -406,13 +403,9 @@ class RequestUpdate(Struct, frozen=True):
     prompt_logprobs: TokenLogprobs = ()
 
 
-def _nothing_to_await() -> None:
-    """Return at once: all activations have arrived."""
-
-
 @dataclass(frozen=True)
 class StageMessage:
-    """A message from one rank to the next at a timestep: an update for each request concerned. Numbers are distinct.
+    """A message from one rank to the next at a timestep: at most one update for each request.
 
     A message without updates only signals that the timestep has reached this rank. Activations may still be on their way when
     everything else has been received, so that verdicts are replayed meanwhile.
@@ -421,12 +414,12 @@ class StageMessage:
         ends_session: no timestep follows until the scheduler grants the next session.
         await_hidden: call this before activations are used, on the host or by work queued on the device; a second call has no
             effect. Raises RankLost if they cannot arrive any more.
-        tensors: by name, small ones that travel in host memory beside the activations.
+        tensors: small ones by name, which travel in host memory beside the activations.
     """
 
     updates: tuple[RequestUpdate, ...] = ()
     ends_session: bool = False
-    await_hidden: Callable[[], None] = field(default=_nothing_to_await, compare=False, repr=False)
+    await_hidden: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
     tensors: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
 
     @property
@@ -438,7 +431,7 @@ EMPTY = StageMessage()
 
 
 class Metrics(Struct, forbid_unknown_fields=True):
-    """Counters of one request. ``timesteps`` = ``hits`` + groups × ``misses`` for the layer-wise method (paper §3.3.4).
+    """Counters of one request. ``timesteps`` = ``hits`` + groups × ``misses`` for the layer-wise method (PipeDec §3.3.4).
 
     A decoded token is a *hit* if the row that yields it was already in flight when the token before it was accepted: it comes
     one timestep later. It is a *miss* if its row had to enter the empty pipeline. The first token comes from prefill and is
@@ -489,7 +482,7 @@ class Completion(Struct, forbid_unknown_fields=True):
         logprobs: if requested, per output token {token id: log probability}, the chosen token first, then the most probable
             ones. A token that was forced on a thread has the log probability 0.
         prompt_logprobs: if requested, for each token of the prompt as ``logprobs``; None for the first one.
-        threads: of an answer in decode threads: the text of each, in document order, their metrics and anomalies.
+        threads: the texts of decode threads in document order, their metrics and anomalies; None for an answer in one thread.
             ``token_ids`` and ``text`` are in document order.
     """
 

@@ -1,13 +1,13 @@
 """The KV memory of a pipeline as rank 0 manages it: slots for requests, and prefixes that requests share.
 
-Every stage has a pool of as many slots, and gets the same slots for a request. So one decision on rank 0 is enough, and stages
-neither search nor count. Slots are handed out in blocks. Free blocks are kept as runs of consecutive ones: there may be many
-blocks, but runs are few.
+All stages have pools of the same size, and use the same slots for a request. So rank 0 alone decides, and stages neither search
+nor count. Slots are handed out in blocks. Free blocks are stored as runs of consecutive ones: blocks may be many, but runs are
+few.
 
-Known tokens are a tree in which each block follows the block with the tokens before its own: the blocks on the path from the root
-to a block hold a prefix of some request. Running requests use whole paths. The blocks of a request that has ended keep their
-tokens until their memory is needed: the least recently used go first, and none before the blocks that follow it. A block that is
-not full ends a prefix: only a request that has ended leaves one.
+Blocks with known tokens form a tree, in which a block is the child of the block with the tokens before its own: the path from the
+root to a block is a prefix of some request. Running requests use whole paths. The blocks of a request that has ended keep their
+tokens until the memory is needed. Then the least recently used block goes first, but none before its children. Only requests that
+have ended leave blocks that are not full; these have no children.
 
 Plain Python; knows no tensor, no stage and no method.
 """
@@ -25,7 +25,7 @@ _MOST_COMPARED = 64  # latest blocks that are compared with the beginning of a p
 
 
 class FreeRuns:
-    """Blocks 0 to ``total`` − 1, all of them free at first. Later ``total`` is the number of free ones."""
+    """The free blocks: at first 0 to ``total`` − 1. Later ``total`` is their number."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -69,7 +69,7 @@ class FreeRuns:
 
 
 def runs_of(blocks: Iterable[int], size: int = 1) -> Iterator[tuple[int, int]]:
-    """(first, number) of each run of ``blocks``, in their order, counted in units of which a block has ``size``."""
+    """The runs of consecutive ``blocks``, in order: (first, number) of each, in slots if ``size`` is the slots of a block."""
     start, length = 0, 0
     for block in blocks:
         if length and block == start + length:
@@ -87,9 +87,9 @@ class KnownBlock:
     """A block whose tokens are known.
 
     Attributes:
-        tokens: after those of its parents.
-        block: its place.
-        users: running requests with this prefix.
+        tokens: those that follow its parent's.
+        block: its index in the pool.
+        users: number of running requests with this prefix.
         used_at: when the last of them left; −1 while there are any, and once the block is forgotten.
     """
 
@@ -102,7 +102,7 @@ class KnownBlock:
 
 
 class Prefixes:
-    """The tree of known tokens, ``block`` of them in a full block.
+    """The tree of blocks with known tokens, ``block`` tokens in a full one.
 
     Attributes:
         num_kept: blocks that no running request uses.
@@ -120,7 +120,7 @@ class Prefixes:
         """The longest known prefix of ``token_ids``.
 
         Returns:
-            its full blocks, in order; a block that begins with the tokens after them, or None; and the number of these tokens.
+            its full blocks, in order; a block that begins with the next tokens, or None; and the number of these tokens.
         """
         path: list[KnownBlock] = []
         last, first = self._root, 0
@@ -139,7 +139,7 @@ class Prefixes:
         return path, source, most
 
     def use(self, known: Iterable[KnownBlock]) -> None:
-        """Note that a running request has these blocks."""
+        """Note that a running request uses these blocks."""
         for one in known:
             self.num_kept -= not one.users
             one.users += 1
@@ -157,7 +157,7 @@ class Prefixes:
             self._may_leave(path[-1])
 
     def add(self, path: Sequence[KnownBlock], tokens: tuple[int, ...], block: int) -> KnownBlock:
-        """Note that ``block`` holds the tokens after ``path``. Returns the known block with these tokens, perhaps another one."""
+        """Note that ``block`` holds the ``tokens`` after ``path``. Returns the block known for them, perhaps another one."""
         parent = path[-1] if path else self._root
         known = parent.children.get(tokens)
         if known is None:
@@ -166,7 +166,7 @@ class Prefixes:
         return known
 
     def forget(self, known: KnownBlock) -> int:
-        """Forget a block that no running request uses and that no block follows. Returns its place."""
+        """Forget a block without users and children. Returns its index in the pool."""
         assert known.parent is not None
         del known.parent.children[known.tokens]
         self.num_kept -= 1
@@ -175,14 +175,14 @@ class Prefixes:
         return known.block
 
     def evict(self) -> int:
-        """Forget the block that was not used for the longest time. Returns its place. Raises IndexError if all are in use."""
+        """Forget the least recently used block. Returns its index in the pool. Raises IndexError if all are in use."""
         while True:
             used_at, _, known = heappop(self._leaving)
             if known.used_at == used_at:
                 return self.forget(known)
 
     def _may_leave(self, known: KnownBlock) -> None:
-        """Note that a block may be evicted from now on, unless a request uses it or a block follows it."""
+        """Let a block be evicted from now on, unless it has users or children."""
         if known is self._root or known.users or known.children:
             return
         if len(self._leaving) > 2 * self.num_kept + 64:
@@ -206,10 +206,10 @@ class _Holder:
 
     Attributes:
         blocks: in the order of its slots.
-        path: its known first blocks.
+        path: the known blocks that hold its first tokens.
         rest: its tokens after those.
-        num_tokens: the number of known tokens in its first slots.
-        is_double: the tokens of the block after ``path`` are known, but in a block of another running request.
+        num_tokens: number of its known tokens, those in ``path`` and ``rest``.
+        is_double: whether another running request has a known block with the first tokens of ``rest``.
     """
 
     blocks: list[int]
@@ -228,7 +228,8 @@ class _Plan:
         source: the block with the rest of that prefix, if there is one.
         cached: tokens of the prefix.
         num_new: blocks that the request needs in addition to those of the prefix.
-        takes_over: ``source`` is not full, and belongs to no other request: this one continues in it. Else it copies from it.
+        takes_over: whether the request continues in ``source``, a block that is not full and has no users. Otherwise it copies
+            the tokens.
     """
 
     path: list[KnownBlock]
@@ -244,15 +245,15 @@ class KVManager:
     Args:
         capacity: slots of each stage's pool; rounded down to whole blocks.
         block: slots that are handed out together.
-        shares_prefixes: let requests adopt prefixes that other requests, running or ended, hold.
+        shares_prefixes: let requests adopt prefixes of other requests, running or ended.
 
     Attributes:
         capacity: slots in all blocks.
-        queried_tokens: tokens of all requests opened so far that might have been adopted.
-        adopted_tokens: those of them that were adopted.
+        queried_tokens: tokens of all requests opened so far that could have been adopted.
+        adopted_tokens: those that were adopted.
 
     Raises:
-        ValueError: there is not one block.
+        ValueError: there is not even one block.
     """
 
     def __init__(self, capacity: int, block: int = 16, shares_prefixes: bool = True) -> None:
@@ -323,7 +324,7 @@ class KVManager:
         return Lease(tuple(runs_of(blocks, self.block)), plan.cached, copied)
 
     def grow(self, number: int, slots: int) -> SlotRuns | None:
-        """Give a request more slots, up to at least ``slots`` in all; empty if it has them, None if there is no room now."""
+        """Give a request more slots, to at least ``slots`` in all. Returns the new ones; None if there is no room now."""
         blocks = self._holders[number].blocks
         more = -(-slots // self.block) - len(blocks)
         if more <= 0:
@@ -343,9 +344,8 @@ class KVManager:
         return self._holders[number].num_tokens
 
     def extend(self, number: int, token_ids: Sequence[int]) -> None:
-        """Note the tokens in the next slots of a request, from slot ``cached`` of its lease on, valid from the next timestep on.
-
-        Raises ValueError if it has fewer slots.
+        """Note which tokens the next slots of a request hold from the next timestep on, beginning after the ``cached`` tokens
+        of its lease. Raises ValueError if the request has too few slots.
         """
         holder = self._holders[number]
         if not self.shares_prefixes:
@@ -376,9 +376,8 @@ class KVManager:
             self._free.give([self._prefixes.evict()])
 
     def _make_known(self, holder: _Holder, has_ended: bool = False) -> bool:
-        """Make the full blocks after the holder's path known to others. Returns whether all were made known.
-
-        A block whose tokens another running request has, too, is not, until this one has ended.
+        """Add the full blocks after the holder's path to the known ones. Returns whether all were added: not while a block of
+        another running request has the same tokens.
         """
         full = len(holder.rest) - len(holder.rest) % self.block
         for first in range(0, full, self.block):
@@ -410,7 +409,7 @@ class KVManager:
         return _Plan(path, None, num_adopted, num_new)
 
     def _take(self, number: int, blocks: Sequence[int]) -> list[int]:
-        """Take as many blocks as asked for, those after ``blocks`` if possible."""
+        """Take ``number`` blocks, evicting known ones if needed, and those that follow ``blocks`` if possible."""
         while self._free.total < number:
             self._free.give([self._prefixes.evict()])
         return self._free.take(number, blocks[-1] if blocks else None)

@@ -1,7 +1,7 @@
-"""The decoding methods in one table: the name of each, what it needs, which options it takes, where its code is.
+"""The table of decoding methods: their names, needs, options and implementations.
 
-The command line, messages, benchmarks and rank 0 all read this table. A new method is one entry here and one file in
-``decoding``. Nothing here loads torch: a client uses this module, too.
+The command line, messages, benchmarks and rank 0 all read it. A new method is one entry here and one file in ``decoding``.
+Nothing here loads torch, because clients use this module, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from msgspec.structs import asdict, fields, force_setattr
 
-from pipedec.core import DEFAULT_METHOD, BadValue, MethodOptions, Request, UserError
+from pipedec.core import DEFAULT_METHOD, KNEE_ROWS, BadValue, MethodOptions, Request, UserError
 
 MAX_ROWS = 4096  # of one tree
 MAX_DEPTH = 64
@@ -26,13 +26,13 @@ _fields = functools.cache(fields)
 
 @dataclass(frozen=True)
 class Option:
-    """The allowed values of an option, and its help. Stands in the annotation of its field.
+    """The help and the allowed values of an option, as an annotation of its field.
 
     Attributes:
         help: without a full stop.
-        at_most: of a number, which is at least 1.
-        choices: of a text, or of the entries of a list; empty for a number.
-        default: the default in words, where its value says too little.
+        at_most: maximum of a number, whose minimum is 1.
+        choices: allowed texts, or allowed entries of a list; empty for a number.
+        default: the default in words, if the value alone is unclear.
     """
 
     help: str
@@ -90,7 +90,7 @@ class StaticTreeOptions(LayerTreeOptions, frozen=True):
 
 
 class BestFirstOptions(_CheckedOptions, frozen=True):
-    """``pipedec-bestfirst``: what is None is tuned while it decodes."""
+    """``pipedec-bestfirst``: options that are None are tuned while it decodes."""
 
     width: Annotated[int | None, Option("Maximum rows per timestep, w", default="auto-tuned")] = None
     children: Annotated[int | None, Option("Maximum children per row, c", default="auto-tuned")] = None
@@ -104,8 +104,7 @@ class BitaOptions(_CheckedOptions, frozen=True):
     shape: Annotated[str, Option("Shape of the candidate tree", choices=SHAPES)] = "likeliest"
     depth: Annotated[int | None, Option("Mask rows per group, at most those trained", MAX_DEPTH, default="all")] = None
     children: Annotated[int | None, Option("Candidates per mask row", default="16, 5 or 2 by shape")] = None
-    # 64 rows: what most GPUs compute as fast as one (see ``hardware``).
-    rows: Annotated[int, Option("Maximum size of a likeliest tree, mask rows included")] = 64
+    rows: Annotated[int, Option("Maximum size of a likeliest tree, mask rows included")] = KNEE_ROWS
 
 
 def option_rules(kind: type[MethodOptions]) -> dict[str, Option]:
@@ -119,7 +118,9 @@ class MethodEntry:
 
     Attributes:
         help: one sentence.
-        implementation: module and class (a ``decoding.method.Method``), imported when it is first used.
+        implementation: ``module:class`` of a ``decoding.method.Method``, imported when it is first used.
+        draft: whether it uses a draft model.
+        needs_bita: whether the target must have a trained BiTA.
     """
 
     name: str
@@ -183,7 +184,7 @@ def find_method(name: str) -> MethodEntry:
 
 
 def possible_methods(has_draft: bool, has_bita: bool) -> list[str]:
-    """The methods whose draft model or BiTA is there."""
+    """The names of the methods that a pipeline can run."""
     return [entry.name for entry in METHODS.values() if entry.missing(has_draft, has_bita) is None]
 
 
@@ -207,13 +208,15 @@ def make_options(name: str, given: Mapping[str, Any] | None = None, tree: LayerT
 
 
 def applicable_options(name: str, limits: Mapping[str, Any]) -> MethodOptions:
-    """The options of a method from limits that several methods share: those that it does not take, and None, are left out."""
+    """The options of a method from ``limits`` shared by several methods. Those that it does not take, or that are None, are left
+    out. Raises UserError as ``make_options``.
+    """
     taken = find_method(name).option_names
     return make_options(name, {key: value for key, value in limits.items() if key in taken and value is not None})
 
 
 def options_of(request: Request, kind: type[Options]) -> Options:
-    """The request's options, or the defaults of ``kind`` if it has none."""
+    """The request's options, which are of this ``kind``, or its defaults."""
     if request.options is None:
         return kind()
     assert isinstance(request.options, kind), f"{request.method} takes {kind.__name__}, not {request.options}"

@@ -1,4 +1,4 @@
-"""Decoding methods: which rows enter the pipeline, and when. Methods never see processes, transports or Redis."""
+"""Decoding methods: which rows enter the pipeline, and when. They know no process, transport or Redis."""
 
 from pipedec.decoding.batch import Batch
 from pipedec.decoding.controller import Experience, TimestepTiming

@@ -2,9 +2,9 @@
 
 The next token after a drafted row is one of its K choices or some other token: P(i) = exp(w·f_i) / Σ_j exp(w·f_j). Every accepted
 token that follows a drafted row is one observation, whether or not it was in flight, so the estimate is not biased by which
-choices entered the pipeline. The draft model's probability is a feature like any other.
+choices entered the pipeline. The draft model's probability is a feature like any other. Knows no tree and no draft source.
 
-Products, exponentials and roots are torch's; all else is numpy's, which takes less time over so few numbers.
+torch computes products, exponentials and roots; numpy does the rest, because it is faster for so few numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Line(NamedTuple):
     """The choices below one row, on the host."""
 
     token_ids: list[int]
-    log_chances: list[float]  # of each, given that the row is accepted; further values mean nothing
+    log_chances: list[float]  # of each, given that the row is accepted, best first. Values beyond the tokens are meaningless.
     choices: Choices | None  # the choices that contain them, with their features
     place: int  # of the row in ``choices``
 
@@ -43,7 +43,7 @@ _LEARNING_RATE = 0.3  # of AdaGrad
 
 
 class AcceptanceModel:
-    """The model's W feature weights w, at first ``prior``, and one for "none of the choices"."""
+    """The weights w of the W features, at first ``prior``, and a weight for "none of the choices"."""
 
     def __init__(self, prior: tuple[float, ...]) -> None:
         self.weights = torch.tensor((*prior, 0.0))  # [W + 1], the last for "none of the choices"
@@ -59,7 +59,7 @@ class AcceptanceModel:
         return self._log_probs(choices.token_ids.numpy(), choices.features)[:, :-1]
 
     def observe(self, choices: Choices, place: int, token: int) -> bool:
-        """Learn by a step of gradient ascent that ``token`` was accepted after row ``place``. Returns whether it was a choice."""
+        """Learn from ``token``, accepted after row ``place``, by one step of gradient ascent. Returns whether it was a choice."""
         token_ids, features = choices.token_ids.numpy()[place], choices.features[place]
         proposed = token_ids.tolist()
         was_proposed = token in proposed

@@ -1,7 +1,7 @@
 """The batch of requests that are decoded together: their methods, and which of their rows enter the pipeline at each timestep.
 
-Owns the draft model's use, the prompts that have yet to enter, and which requests wait for KV memory. Knows no stage, no process
-and no client.
+Owns the use of the draft model, the prompts that have yet to enter, and the requests that wait for KV memory. Knows no stage, no
+process and no client.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from msgspec import structs
 
-from pipedec.core import DEFAULT_METHOD, Load, Request, RequestUpdate, UserError, Verdict
+from pipedec.core import DEFAULT_METHOD, KNEE_ROWS, Load, Request, RequestUpdate, UserError, Verdict
 from pipedec.decoding.budget import Budget
 from pipedec.decoding.controller import EnteredCounts, Experience, TimestepTiming
 from pipedec.decoding.memory import LaneSizes, Memory
@@ -28,11 +28,10 @@ from pipedec.threads import NewSequence
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows
 
-DRAFTED_ROWS = 16  # of one forward for one request: more make no answer faster
-DRAFT_KNEE = 64  # rows of one draft forward for all requests
+DRAFTED_ROWS = 16  # maximum rows of one request in one draft forward: more make no answer faster
+DRAFT_KNEE = 64  # maximum rows of all requests in one draft forward
 _UNLIMITED = 2**40  # slots
-_DRAFTLESS = {"proposers": ["ngrams"]}  # options of the default method in place of one whose draft model is not loaded yet
-
+_DRAFTLESS = {"proposers": ["ngrams"]}  # options of the default method while it replaces one whose draft model is being loaded
 
 # Returns the context in which a draft forward of this load runs: a timer, or an emulated device.
 ForwardTimer = Callable[[Load], AbstractContextManager[None]]
@@ -41,20 +40,22 @@ ForwardTimer = Callable[[Load], AbstractContextManager[None]]
 class Batch:
     """Runs on rank 0. In every timestep: ``to_pause``, ``propose``, ``draft`` while the stages compute, ``apply`` per verdict.
 
-    A request waits in here until there is KV memory for it; the stages receive it with its first rows. Requests are ordered by
-    priority value, then by number, lower ones first.
+    A request waits here until there is KV memory for it; the stages receive it with its first rows. Requests are ordered by
+    priority value, then by number, lower ones first. Their hits and misses survive a pause if the answer is in one thread.
 
     Args:
         passage: timesteps that a row takes to pass through the pipeline.
         device: of the draft model.
         trained_masks: mask rows that the target's BiTA was trained with; 0 if it has none.
         knee: rows that the stages compute in about the time of one.
+        experience: learned from earlier requests; None to begin without.
         kv: manager of the stages' KV memory; None for unlimited memory without shared prefixes.
     """
 
     def __init__(
         self, passage: int, drafter: Drafter | None = None, device: torch.device | str = "cpu", trained_masks: int = 0,
-        knee: int = 64, experience: Experience | None = None, kv: KVManager | None = None, lane_sizes: LaneSizes = LaneSizes(),
+        knee: int = KNEE_ROWS, experience: Experience | None = None, kv: KVManager | None = None,
+        lane_sizes: LaneSizes = LaneSizes(),
     ) -> None:  # fmt: skip
         self.kv = kv or KVManager(_UNLIMITED, shares_prefixes=False)
         self.device = device
@@ -75,7 +76,7 @@ class Batch:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for KV memory."""
-        return sum(not one.has_lane for one in self.requests.values())
+        return sum(not state.has_lane for state in self.requests.values())
 
     @property
     def num_running(self) -> int:
@@ -83,8 +84,8 @@ class Batch:
         return len(self.requests) - self.num_waiting
 
     def check(self, request: Request, sequence: ThreadSequence) -> None:
-        """Check that the method of ``request`` can run here, and that its answer, with this new sequence, can fit. Raises
-        UserError if not, or if the prompt's log-probabilities are not possible.
+        """Raises UserError if the method of ``request`` cannot run here, prompt and answer (a new ``sequence``) need more memory
+        than there is, or the prompt's log-probabilities are requested with several threads.
         """
         self._new_state(request, lambda: sequence)
 
@@ -102,9 +103,8 @@ class Batch:
         return state
 
     def open(self, request: Request, new_sequence: NewSequence) -> None:
-        """Begin a request: its prompt enters as soon as there is memory. ``new_sequence`` makes the sequence of its answer,
-        including earlier tokens; again if an answer in several threads is paused. Raises UserError as ``check``, or if the
-        prompt is empty.
+        """Begin a request: its prompt enters as soon as there is memory. ``new_sequence`` makes the sequence of its answer with
+        earlier tokens, again if an answer in several threads is paused. Raises UserError as ``check``, or if the prompt is empty.
         """
         if not request.prompt_token_ids:
             raise UserError("the prompt is empty: give at least one token")
@@ -112,50 +112,51 @@ class Batch:
         self.requests = dict(sorted(self.requests.items(), key=lambda item: (item[1].request.priority, item[0])))
 
     def apply(self, number: int, verdict: Verdict) -> None:
-        """Follow a verdict; one with ``finished`` closes the request. One without a lane is ignored."""
-        one = self.requests.get(number)
-        if one is None or not one.has_lane:
+        """Apply a verdict, which closes the request if it is ``finished``. Ignored if the request has no lane."""
+        state = self.requests.get(number)
+        if state is None or not state.has_lane:
             return
-        one.apply(verdict)
+        state.apply(verdict)
         if verdict.finished is not None:
             self.close(number)
 
     def close(self, number: int) -> None:
         """Forget a request, which has ended or was cancelled."""
-        one = self.requests.pop(number, None)
-        if one is not None and one.has_lane:
-            self._leave_lane(one)
+        state = self.requests.pop(number, None)
+        if state is not None and state.has_lane:
+            self._leave_lane(state)
 
     def adopt(self, drafter: Drafter) -> None:
-        """Use the loaded draft model. Requests whose methods would have used it are paused, and continue with it."""
+        """Use the draft model, now that it is loaded. Requests whose own methods use it are paused, and continue with them."""
         self._drafter, self.awaits_drafter = drafter, False
-        undrafted = [one for one in self.requests.values() if one.lacks_drafter]
-        self._undrafted = [one.number for one in undrafted if one.has_lane]
-        for one in undrafted:
-            if not one.has_lane:
-                one.pause(is_closing=one.is_closing)
+        undrafted = [state for state in self.requests.values() if state.lacks_drafter]
+        self._undrafted = [state.number for state in undrafted if state.has_lane]
+        for state in undrafted:
+            if not state.has_lane:
+                state.pause(is_closing=state.is_closing)
 
     def forget_prefixes(self) -> None:
-        """Let requests that open from now on compute their whole prompts: they adopt nothing of those that have ended."""
+        """Let requests that open from now on adopt no prefixes of ended ones."""
         self.kv.forget_kept()
         if self._drafter is not None:
             self._drafter.forget_prefixes()
 
     def interrupt(self) -> None:
         """Discard all lanes and the contents of the stages' KV pools: every request waits, and continues where it was."""
-        for one in self.requests.values():
-            if one.has_lane:
-                self._leave_lane(one)
-                one.pause(is_closing=False)
-            one.is_closing = False
+        for state in self.requests.values():
+            if state.has_lane:
+                self._leave_lane(state)
+                state.pause(is_closing=False)
+            state.is_closing = False
         self.kv.clear()
         self._memory.grown.clear()
 
     def to_pause(self) -> list[int]:
         """Requests to pause before ``propose``: others need their memory, or they continue with the loaded draft model."""
         if self._undrafted:
-            undrafted, self._undrafted = self._undrafted, []
-            return [number for number in undrafted if (one := self.requests.get(number)) and one.has_lane and one.lacks_drafter]
+            undrafted = [self.requests[number] for number in self._undrafted if number in self.requests]
+            self._undrafted = []
+            return [state.number for state in undrafted if state.has_lane and state.lacks_drafter]
         return self._memory.to_pause(list(self.requests.values()))
 
     def pause(self, number: int) -> None:
@@ -177,38 +178,38 @@ class Batch:
         updates: dict[int, RequestUpdate] = {}
         prompt_rows = rows = 0
         for number, room in self._budget.share(self._memory.claims(self.requests.values()), self._controller.pays).items():
-            one, opening = self.requests[number], None
-            if not one.has_lane:
-                lease = self._memory.open(one)
+            state, opening = self.requests[number], None
+            if not state.has_lane:
+                lease = self._memory.open(state)
                 if lease is None:
                     continue
-                opening = one.open(lease)
-            if one.is_prefilling:
-                step = one.next_chunk(room)
+                opening = state.open(lease)
+            if state.is_prefilling:
+                step = state.next_chunk(room)
                 prompt_rows += 0 if step is None else step.num_rows
             else:
-                room = self._memory.room_for(one, room)
-                step = one.propose(room) if room else None
+                room = self._memory.room_for(state, room)
+                step = state.propose(room) if room else None
             rows += 0 if step is None else step.num_rows
             updates[number] = RequestUpdate(number, opening, step=step)
         grown, self._memory.grown = self._memory.grown, {}
         for number, slots in grown.items():
             updates[number] = structs.replace(updates.get(number, RequestUpdate(number)), slots=slots)
-        lanes = [one for one in self.requests.values() if one.has_lane]
-        for one in lanes if self.kv.shares_prefixes else ():
-            if added := one.take_adoptable():
-                self.kv.extend(one.number, added)
-        are_tuned = [one.is_tuned for one in lanes if not one.is_prefilling]
+        lanes = [state for state in self.requests.values() if state.has_lane]
+        for state in lanes if self.kv.shares_prefixes else ():
+            if added := state.take_adoptable():
+                self.kv.extend(state.number, added)
+        are_tuned = [state.is_tuned for state in lanes if not state.is_prefilling]
         self._controller.record_entered(EnteredCounts(rows, prompt_rows, len(are_tuned) if all(are_tuned) else 0))
-        return {number: one for number, one in updates.items() if (one.opening, one.step, one.slots) != (None, None, ())}
+        return {number: update for number, update in updates.items() if update.opening or update.step or update.slots}
 
-    def _leave_lane(self, one: RequestState) -> None:
+    def _leave_lane(self, state: RequestState) -> None:
         """Close a lane. Its last accepted tokens are committed with its last verdict, before others open."""
-        self.kv.extend(one.number, one.take_adoptable())
-        self.kv.close(one.number)
-        self._budget.forget(one.number)
-        if one.drafter is not None:
-            one.drafter.close(one.number)
+        self.kv.extend(state.number, state.take_adoptable())
+        self.kv.close(state.number)
+        self._budget.forget(state.number)
+        if state.drafter is not None:
+            state.drafter.close(state.number)
 
     def draft(self) -> None:
         """Rank 0's compute phase: the draft model's forwards, each for all requests."""
@@ -216,18 +217,19 @@ class Batch:
         if chunks:
             self._controller.drafts_prompts = True
         drafting = [  # requests whose text has entered and is in the draft model's cache
-            one for number, one in self.requests.items()
-            if one.has_lane and not (one.is_idle or one.is_prefilling or number in chunks) and one.drafted >= len(one.text)
+            state for number, state in self.requests.items()
+            if state.has_lane and not (state.is_idle or state.is_prefilling)
+            and number not in chunks and state.drafted >= len(state.text)
         ]  # fmt: skip
-        num_drafting = max(sum(one.drafter is not None for one in drafting), 1)
+        num_drafting = max(sum(state.drafter is not None for state in drafting), 1)
         room = self._draft_room
         room.forwards, room.round = self._controller.forwards, 0
         room.rows = min(max(DRAFT_KNEE // num_drafting, 1), DRAFTED_ROWS)
-        # Candidates below a row whose chance is far below that of a refused one would not enter soon. But its chance grows
-        # with the next verdict, which also frees room: all of it for a request alone, 1/B of it for one of B requests.
+        # Candidates below a row whose chance is far below that of a refused candidate would not enter soon. But chances grow with
+        # the next verdict, which also frees room: all of it for a request alone, 1/B of it for one of B requests.
         room.min_chance = self._budget.refused * (1 - 1 / num_drafting)
         while True:
-            asked = {one.number: rows for one in drafting if (rows := one.draft(room.rows))}
+            asked = {state.number: rows for state in drafting if (rows := state.draft(room.rows))}
             if not asked and not chunks:
                 break
             rows = [entry for of_request in asked.values() for entry in of_request]
@@ -237,7 +239,7 @@ class Batch:
                 method.drafted(of_tree, None if method.drafter is None else next(candidates))
             score(self._proposals)
             self._proposals.clear()
-            drafting, chunks = [one for one in drafting if one.number in asked], {}
+            drafting, chunks = [state for state in drafting if state.number in asked], {}
             room.round += 1
 
     def observe(self, timing: TimestepTiming) -> None:
@@ -257,11 +259,11 @@ class Batch:
         """Take the next chunks of prompts for the draft model; none for requests that do not use it now."""
         chunks: dict[int, Sequence[int]] = {}
         room = self._budget.knee
-        for number, one in self.requests.items():
-            count = min(one.entered - one.drafted, room)
-            if count > 0 and one.has_lane and not (one.is_tuned and not self._controller.is_speculating):
-                chunks[number] = one.text[one.drafted : one.drafted + count]
-                one.drafted += count
+        for number, state in self.requests.items():
+            count = min(state.entered - state.drafted, room)
+            if count > 0 and state.has_lane and not (state.is_tuned and not self._controller.is_speculating):
+                chunks[number] = state.text[state.drafted : state.drafted + count]
+                state.drafted += count
                 room -= count
         return chunks
 

@@ -2,12 +2,12 @@
 
 While the stages compute, the draft model runs several forwards, each on the most probable rows that are not drafted yet, at any
 depth. A row's probability is the product of *learned* acceptance probabilities along its path (``acceptance``). So several layers
-enter at once where drafts are reliable. Where they are not, further siblings near the root enter later: such a token is delayed a
-little, where the paper's policy would have a miss and drain the pipeline. If an accepted token was drafted but has not entered,
-its subtree is kept and enters with it.
+enter at once where drafts are reliable. Where they are not, more siblings near the root enter later: if one of them is accepted,
+its token is delayed a little, where the paper's policy would miss and drain the pipeline. If an accepted token was drafted but
+has not entered, its subtree is kept and enters with it.
 
-If an answer has several threads, the rows of all their trees are compared: roots are certain and so come first. Acceptance
-probabilities are learned from all threads together. How many rows enter is decided for all requests together (``budget``).
+The rows of all threads of an answer are compared; roots are certain and so come first. Acceptance probabilities are learned from
+all threads together. How many rows enter is decided for all requests together (``budget``).
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class BestFirst(Method):
         self._acceptance = context.experience.learned(context.request, AcceptanceModel, prior)
 
     def _new_ngrams(self) -> NgramProposer:
-        """N-grams of the other threads, the prompt and, last, what the thread itself sees, also before it was resumed."""
+        """N-grams of the other threads, the prompt, and the tokens that the thread attends to, also from before a pause."""
         sequence, number = self.context.sequence, self.thread
         threads = sequence.threads
         seen = [token for other, count in threads[number].context() for token in threads[other].token_ids[:count]]
-        siblings = [] if number == 0 else [t for thread in threads if thread.number != number for t in thread.token_ids]
+        others = [] if number == 0 else [t for thread in threads if thread.number != number for t in thread.token_ids]
         own = threads[0].token_ids if number == 0 else []
-        return NgramProposer((*siblings, *self.context.request.prompt_token_ids, *seen, *own))
+        return NgramProposer((*others, *self.context.request.prompt_token_ids, *seen, *own))
 
     @property
     def in_flight(self) -> int:
@@ -72,7 +72,7 @@ class BestFirst(Method):
         return self._controller.is_speculating or not self.is_tuned
 
     def demand(self) -> Demand:
-        """The root and its forced rows, and then the most probable rows."""
+        """The root and its forced rows, then the most probable rows."""
         pending, most = self.tree.num_certain, self._options.width
         certain = pending if most is None else min(pending, most)
         if not self._is_speculating:
@@ -88,7 +88,7 @@ class BestFirst(Method):
         return Step(entering, below, log_probs=self.tree.log_probs)
 
     def draft(self, room: int) -> Sequence[int]:
-        """The most probable rows that are not drafted; called several times in a timestep."""
+        """The most probable rows that are not drafted. Called several times in a timestep."""
         draft_room = self.context.draft_room
         if not self._is_speculating or draft_room.round >= (self._options.forwards or draft_room.forwards):
             return ()
@@ -96,12 +96,12 @@ class BestFirst(Method):
         rows = self.tree.undrafted(room, least)
         if not self.context.sequence.can_fork:
             return rows
-        # The token of a row may join or end the thread: then nothing follows.
         ended = [row for row in rows if self._ends(self.tree.path(row))]
         self.tree.add(ended, [NO_LINE] * len(ended))
         return [row for row in rows if row not in ended]
 
     def _ends(self, path: list[int]) -> bool:
+        """Whether nothing follows the last token of ``path``, because it joins or ends the thread."""
         sequence = self.context.sequence
         return bool(path) and sequence.is_control(path[-1]) and sequence.ends_walk(self.thread, path[-1], path[:-1])
 
@@ -109,7 +109,7 @@ class BestFirst(Method):
         return self.tree.undrafted_chances()
 
     def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
-        """Score the proposals of all requests together, then choose the rows."""
+        """Collect the proposals below ``rows``; those of all requests are then scored together."""
         grammar, occurrences = self.context.grammar, None
         if candidates is not None and grammar is not None:
             candidates = possible(candidates)
@@ -123,7 +123,7 @@ class BestFirst(Method):
         self.context.proposals.append(Proposals(self._acceptance, self.tree, rows, candidates, occurrences))
 
     def accept(self, accepted: Accepted) -> None:
-        """Advance, and learn from every accepted token that follows a drafted row."""
+        """Advance, and learn from each accepted token that follows a drafted row."""
         changes, hit, lessons = self.tree.advance(accepted.tokens)
         self._controller.record_accepted(len(accepted.tokens))
         for choices, place, token in lessons:

@@ -2,12 +2,12 @@
 
 A step is a tree: the last accepted token, candidates for the tokens after it, and groups of masks below some of these rows. One
 pass through all stages verifies the candidates and forecasts the next ones (BiTA §3.2, Algorithm 1): the verdict contains the
-accepted tokens and the masks' predictions for the positions after them. Only accepted rows outlive a verdict, so this class
-keeps no tree and runs no model.
+accepted tokens and the masks' predictions for the positions after them. Only accepted rows outlive a verdict, so the method has
+no prediction tree, and runs no model.
 
 Three shapes of trees are the paper's (BiTA §3.2, Table 4). ``likeliest`` is our own: the candidates and masks of greatest
 expected value, learned from the ranks of tokens accepted so far. With a structure, every shape begins below the forced tokens
-after the root, and only predicted tokens that it allows enter; where it forces a token, that one enters instead.
+after the root, and has only candidates that the structure allows; a forced token replaces them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pipedec.tree import mask_groups
 
 Forecast = Sequence[Sequence[int]]  # for each position after the last accepted token, the predicted tokens, best first
 _PRIOR_TRIALS = 8.0
-_PRIOR_CHANCE = 0.25  # of the best token; the chances of the others fall with a power of their rank
+_PRIOR_CHANCE = 0.25  # of a mask's first prediction; the chances of the others fall with a power of their rank
 _PRIOR_POWER = 1.2
-_MASKS = -1  # stands for a group of masks, instead of the rank of a candidate
-_VALUE_OF_MASKS = 0.4  # accepted tokens that new masks add to the next pass, compared with the remaining older masks
+_MASKS = -1  # replaces the rank of a candidate: a group of masks
+_VALUE_OF_MASKS = 0.4  # accepted tokens that new masks add to the next pass, compared with the rest of the older forecast
 
 
 @dataclass
@@ -69,7 +69,7 @@ class CandidateTree:
 
 
 class RankChances:
-    """For each mask and rank r, how often the accepted token was the mask's r-th prediction, given that all before it hit."""
+    """How often the accepted token was a mask's r-th prediction, given that all before it were predicted: by mask and rank r."""
 
     def __init__(self, masks: MaskParams) -> None:
         self._masks = masks.count
@@ -85,7 +85,7 @@ class RankChances:
                 self._hits[mask][predicted.index(token)] += 1
 
     def of(self, forecast: Forecast) -> list[list[float]]:
-        """For each position of ``forecast``, the chance of each predicted token. A short forecast is of a group's last masks."""
+        """The chance of each token of ``forecast``, by position. A short forecast comes from the last masks of a group."""
         first = self._masks - len(forecast)
         return [[hits / trials for hits in self._hits[mask]] for mask, trials in enumerate(self._trials[first:], start=first)]
 
@@ -93,8 +93,8 @@ class RankChances:
 def _layered(
     root: int, forecast: Forecast, grammar: Grammar | None = None, *, with_children: int | None, width: int | None = None
 ) -> CandidateTree:
-    """A layer for each position, with masks below every row. ``with_children`` rows of each have ``width`` children (None:
-    all).
+    """One layer per position, with masks below every row. The first ``with_children`` rows of a layer have children: the best
+    ``width`` predictions. None: all.
     """
     tree, last = _planted(root, grammar)
     layer = [last]
@@ -122,12 +122,12 @@ SHAPES: dict[str, Shape] = {"straightforward": straightforward, "efficient": eff
 def likeliest(
     root: int, forecast: Forecast, chances: RankChances, rows: int, masks: int, grammar: Grammar | None = None
 ) -> CandidateTree:
-    """The tree of greatest expected value within ``rows`` rows, masks included. The root and its masks are always there;
-    forced tokens after the root are not counted.
+    """The tree of greatest expected value within ``rows`` rows, masks included. The root and its masks are always in it; forced
+    tokens after the root are not counted.
 
-    The value of a candidate is the chance that it is accepted: the product of the chances along its path. A group of
-    ``masks`` masks has value if the accepted path ends at its row, because it then forecasts the next candidates instead of
-    older masks.
+    The value of a candidate is the chance that it is accepted: the product of the chances along its path. A group of ``masks``
+    masks has value if the accepted path ends at its row: then it forecasts the next candidates, instead of what is left of the
+    older forecast.
     """
     tree, last = _planted(root, grammar)
     tree.with_masks = [last]
@@ -178,7 +178,7 @@ def _planted(root: int, grammar: Grammar | None) -> tuple[CandidateTree, int]:
 def _possible(
     path: Sequence[int], predicted: Sequence[int], chances: Iterable[float], grammar: Grammar | None
 ) -> list[tuple[float, int]]:
-    """The tokens that may follow ``path``, each with its chance: the predicted ones that a structure allows, or a forced one."""
+    """The tokens that may follow ``path``, each with its chance: a forced one, or the allowed ones of those predicted."""
     if grammar is None:
         return list(zip(chances, predicted, strict=False))
     if forced := grammar.forced(path, 1):
@@ -187,12 +187,12 @@ def _possible(
     return [(chance, token) for chance, token in zip(chances, predicted, strict=False) if token in allowed]
 
 
-DEFAULT_NAMED = {"likeliest": 16, "efficient": 5, "full": 2}  # tokens of each mask; efficient: BiTA §4.1
-DEFAULT_FORECAST = 64  # maximum tokens of all masks together, unless the request sets the tokens of each
+DEFAULT_NAMED = {"likeliest": 16, "efficient": 5, "full": 2}  # tokens that each mask predicts; efficient: BiTA §4.1
+DEFAULT_FORECAST = 64  # maximum tokens that all masks predict together, unless the request sets those of each mask
 
 
 class Bita(Method):
-    """One tree per passage of the pipeline. Raises UserError if it is too large, or deeper than the target's BiTA has masks."""
+    """One tree per passage through the pipeline. Raises UserError if it is too large, or deeper than the trained masks."""
 
     in_flight = 0
 
@@ -223,11 +223,11 @@ class Bita(Method):
         self._entered = CandidateTree([])  # of the last step
 
     def demand(self) -> Demand:
-        """The root and, at most, all rows for which there is room."""
+        """As many rows as the largest tree has, or as the last step had room for."""
         return Demand(whole=0 if self.root is None else min(self._room, self.whole))
 
     def propose(self, room: int) -> Step | None:
-        """The root, the candidates, then the masks."""
+        """The root, then the candidates, then the masks."""
         self._room = room
         if self.root is None:
             return None
@@ -242,7 +242,7 @@ class Bita(Method):
 
     def accept(self, accepted: Accepted) -> None:
         self._chances.observe(self._forecast, accepted.tokens)
-        has_entered = self._entered.contains(accepted.tokens)  # then it ends the thread, or its successor would be accepted, too
+        has_entered = self._entered.contains(accepted.tokens)  # only if the last token ends the thread: else another would follow
         self.root, self._forecast = None if has_entered else accepted.tokens[-1], accepted.forecast
         self.in_flight = 0
 

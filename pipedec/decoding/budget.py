@@ -1,9 +1,9 @@
 """Shares the rows of a timestep among the running requests.
 
 A timestep has room for as many rows as the stages compute in about the time of one. Rows of accepted tokens come first, since
-each of them is certain to be needed; then chunks of prompts, and candidates in order of the chance that they are accepted, part
-of the room evenly and part by chance. So speculation glides to zero as requests fill the pipeline, without a threshold. Rows that
-must enter together wait their turn. Knows neither methods nor tokens.
+they are certain to be needed. Chunks of prompts and candidates share the rest; of the candidates' part, half is shared evenly and
+half goes to the most probable ones. So speculation fades out as requests fill the pipeline, without a threshold. Rows that must
+enter together wait their turn. Knows neither methods nor tokens.
 """
 
 from __future__ import annotations
@@ -11,23 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
+from itertools import islice
 from math import ceil
 from operator import attrgetter
 
 RESERVED = 8  # one row in 8 is left for prompts, however many certain rows there are
 
-# Whether one more row is worth its time, given the number of rows and the tokens that each running request may expect of it.
+# Whether one more row is worth its time, given the number of rows before it and the tokens it may yield per running request.
 Pays = Callable[[int, float], bool]
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The rows that a method wants to enter at the next timestep. A request alone gets the maximum that it has set."""
+    """The rows that a method wants to enter at the next timestep."""
 
     certain: int = 0  # rows of accepted tokens; some may enter while others wait
     whole: int = 0  # rows that enter together or not at all
-    chances: Iterable[float] = ()  # of further rows, best first. Read only as far as they have a chance to enter.
-    most: int | None = None  # maximum rows that the request itself has set; None if it leaves them to the budget
+    chances: Iterable[float] = ()  # acceptance probabilities of further rows, best first. Read only as far as these may enter.
+    most: int | None = None  # maximum rows set by the request, which gets them all if it is alone; None: the budget decides
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ class Budget:
         self._waiting_since.pop(number, None)
 
     def share(self, claims: Sequence[Claim], pays: Pays) -> dict[int, int]:
-        """The number of rows that each request may let enter at the next timestep, without requests that get none. Claims are
-        in order of arrival.
+        """The number of rows of each request that may enter at the next timestep, without requests that get none.
 
-        Never more than the available room, except for rows of a single request that must enter together: they enter alone.
+        Claims are in order of arrival. The sum never exceeds the available room, except for rows of a single request that must
+        enter together: they enter alone.
         """
         self._timestep += 1
         self.refused = 0.0
@@ -75,7 +76,7 @@ class Budget:
         granted = self._share_certain(claims, room - min(prompt_rows, room // RESERVED))
         rows = sum(granted.values())
         if rows < room:
-            # Prompts come before candidates with half of the free rows, or more if most requests are yet to be prefilled.
+            # Half of the free rows are reserved for prompts, or more if most requests have yet to be prefilled.
             reserved = min(prompt_rows, ceil((room - rows) * max(len(prompts) / len(claims), 0.5))) if prompts else 0
             queues = [_Queue(claim, granted.get(claim.number, 0)) for claim in claims if claim.demand.chances]
             if queues:
@@ -106,8 +107,8 @@ class Budget:
             number, demand = claims[place].number, claims[place].demand
             if demand.whole > left and not granted and waiting <= waiting_prompt:
                 return {number: demand.whole}
-            count = min(demand.certain, left) if not demand.whole else demand.whole * (demand.whole <= left)
-            if count:
+            count = demand.whole or min(demand.certain, left)
+            if 0 < count <= left:
                 granted[number] = count
                 left -= count
         return granted
@@ -139,22 +140,24 @@ class Budget:
 
 
 class _Queue:
-    """The candidates of one request, best first, of which ``certain`` rows enter besides."""
+    """The candidates of one request, best first, after its ``certain`` rows that enter."""
 
     def __init__(self, claim: Claim, certain: int) -> None:
         demand = claim.demand
+        if certain < demand.certain:
+            room: int | None = 0
+        else:
+            room = None if demand.most is None else max(demand.most - certain, 0)
         self.number = claim.number
         self.priority = claim.priority
         self.taken = -1  # before the first candidate, to which ``take`` advances
-        self._chances = iter(demand.chances)
-        self._left = 1 + (0 if certain < demand.certain else demand.most - certain if demand.most is not None else -1)
+        self._chances = islice(demand.chances, room)
         self.take()
 
     def take(self) -> None:
-        """Let the next candidate enter, and move to the one after it: None if there is none, or no more rows may enter."""
+        """Let the next candidate enter, and move to the one after it, whose ``chance`` is None if no more rows may enter."""
         self.taken += 1
-        self._left -= 1
-        self.chance: float | None = next(self._chances, None) if self._left else None
+        self.chance: float | None = next(self._chances, None)
 
     def __lt__(self, other: _Queue) -> bool:
         """Queues are compared only where priority and chance are equal: then they have no order."""

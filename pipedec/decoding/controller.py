@@ -1,13 +1,13 @@
 """Controls speculation: children per row and draft forwards per timestep, and whether to speculate at all.
 
-One for all requests. Everything is measured while answers are decoded and kept for later ones. Limits that a request sets itself
-are not tuned.
+One controller serves all requests. It measures while answers are decoded, and keeps the results for later answers. Limits that a
+request sets itself are not tuned. Knows no tokens, trees or processes.
 
 - *Rows*: one more enters only if it raises the tokens of a timestep by a greater share than the time (see ``pays``).
 - *Forwards*: as many as fit into the time that rank 0 would otherwise wait for the stages; one fewer, at first half as many, when
   it hardly waits, as the pipeline then waits for the draft model.
 - *Children*: more of them, from the next answer on, while many accepted tokens were not proposed by any draft source.
-- *Off*: where speculation does not pay (see ``Trials``), only accepted tokens enter, and nothing is drafted.
+- *Off*: if speculation does not pay (see ``Trials``), only accepted tokens enter, and nothing is drafted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
+from statistics import median_high
 from typing import Any, TypeVar, cast
 
 from msgspec.structs import replace
@@ -25,7 +26,7 @@ from pipedec.core import MethodOptions, Request, SamplingParams
 
 BOUNDS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # maximum rows of each bucket
 _WEIGHT = 0.15  # of a new measurement
-_OUTLIER = 2.0  # a measurement counts as at most this many times the known value
+_OUTLIER = 2.0  # a measurement counts as at most this many times the mean so far
 _MAX_AGE = 4096  # timesteps after which a measurement is forgotten
 _FIRST_TRIED = 8  # rows
 
@@ -89,7 +90,7 @@ class RowCosts:
 
 
 def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Points whose seconds never fall: neighbours that do are replaced by their mean."""
+    """Isotonic regression: neighbouring points whose seconds fall are replaced by their mean (pool adjacent violators)."""
     groups: list[list[tuple[float, float]]] = []
     for point in points:
         groups.append([point])
@@ -115,11 +116,10 @@ _BETTER = 1.02  # factor by which the other way must be better
 
 
 class Trials:
-    """Tries whether speculation pays, in a pipeline of ``passage`` timesteps: compares measured tokens per second with and
-    without it.
+    """Decides whether to speculate in a pipeline of ``passage`` timesteps, by measured tokens per second with and without.
 
     Estimates of a row's cost miss indirect costs, for example if stages and draft model share a processor. So now and then the
-    other way is tried, for a short time: soon after the start, then at growing intervals, so that the trials cost little.
+    other way is tried for a short time: soon after the start, then at growing intervals, so that the trials cost little.
     """
 
     def __init__(self, passage: int) -> None:
@@ -140,7 +140,11 @@ class Trials:
         self._shares = 0.0  # seconds, each times the number of running requests
 
     def record(self, seconds: float, tokens: int, running: int, best_without: float | None) -> None:
-        """Record a timestep in which ``running`` requests were decoded, and what one may take without speculation, if known."""
+        """Record a timestep of ``seconds`` whose verdicts accepted ``tokens`` of ``running`` requests, with no prompt in it.
+
+        Args:
+            best_without: the fewest seconds that a timestep without speculation can be expected to take; None if unknown.
+        """
         if self._unsettled:
             self._unsettled -= 1
             return
@@ -214,7 +218,7 @@ class EnteredCounts:
 
 
 class Controller:
-    """Holds ``forwards`` for the next timestep, and ``children`` for the next answer. A row needs ``passage`` timesteps."""
+    """Owns ``forwards`` for the next timestep and ``children`` for the next answer. A row needs ``passage`` timesteps."""
 
     def __init__(self, passage: int) -> None:
         self.forwards = _INITIAL_FORWARDS
@@ -229,7 +233,7 @@ class Controller:
         self._in_flight: deque[EnteredCounts] = deque(maxlen=passage)
         self._timings: list[TimestepTiming] = []  # of the present epoch
         self._tokens = 0  # accepted since the last timing
-        self.drafts_prompts = False  # the draft model computes a prompt in this timestep, which is then no measure of speculation
+        self.drafts_prompts = False  # in this timestep, which is then no measure of speculation
 
     @property
     def is_speculating(self) -> bool:
@@ -296,17 +300,13 @@ class Controller:
         if not drafted:
             return  # there were too few rows to draft
         self._epoch = min(2 * self._epoch, _EPOCH)
-        waiting = _median([timing.waiting_seconds for timing in drafted])
-        forward = _median([seconds for timing in drafted for seconds in timing.forward_seconds])
-        spare = waiting - _NEGLIGIBLE * _median([timing.seconds for timing in drafted])
+        waiting = median_high(timing.waiting_seconds for timing in drafted)
+        forward = median_high(seconds for timing in drafted for seconds in timing.forward_seconds)
+        spare = waiting - _NEGLIGIBLE * median_high(timing.seconds for timing in drafted)
         if spare > forward:
             self.forwards = min(self.forwards + int(spare / forward), MAX_FORWARDS)
         elif spare < 0:
             self.forwards = max(self.forwards - 1 if self._epoch == _EPOCH else self.forwards // 2, 1)
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 _MAX_KEPT = 64  # entries of each kind
@@ -315,14 +315,16 @@ _Key = tuple[SamplingParams, MethodOptions | None, str | None, bool]
 
 
 class Experience:
-    """Learned state by sampling parameters, method options, dialect, and structured or not: all of these change acceptance."""
+    """State learned from answers: the controller, and statistics by all that changes acceptance: sampling parameters, method
+    options, dialect, and whether answers are structured.
+    """
 
     def __init__(self, passage: int) -> None:
         self.controller = Controller(passage)  # of all requests
         self._learned: dict[type, dict[_Key, Any]] = {}
 
     def learned(self, request: Request, kind: type[_T], *args: Any) -> _T:
-        """Return the statistics of similar requests; ``kind(*args)`` for the first of them. Evicts the least recently used."""
+        """The statistics of similar requests, ``kind(*args)`` for the first of them. The least recently used ones are dropped."""
         sampling = replace(
             request.sampling, seed=None, max_tokens=1, stop=(), stop_token_ids=(), logprobs=None, ignore_eos=False,
             structured_outputs=None,

@@ -1,7 +1,7 @@
-"""Forced tokens: where a structure allows only one token, the row of that token is as certain as the row above it.
+"""Forced tokens: where a structure allows only one token, its row is as certain as the row above it.
 
-So it enters in the same step as that row, without having been drafted; several such rows in a line are a *chain*. Paths are the
-tokens below the root. Knows what a structure forces, and trees; knows no draft model.
+So it enters in the same step as that row, without being drafted; several such rows in a line are a *chain*. A path is the tokens
+below the root. Knows structures and trees; knows no draft model.
 """
 
 from __future__ import annotations
@@ -30,18 +30,23 @@ def plant(tree: PredictionTree, token: int, grammar: Grammar | None) -> slice:
 
 
 def grow(tree: PredictionTree, candidates: Candidates, width: int, grammar: Grammar | None) -> slice:
-    """Add a layer of at most ``width`` rows, the most probable ones; returns them.
+    """Add a layer of at most ``width`` rows, the most probable ones (PipeDec §3.3.3); returns them.
 
-    With a structure, tokens that it forbids, whose log-probability is −∞, are left out. Each candidate comes with its chain, as
-    far as chains take no more than half of the rows.
+    Tokens with log-probability −∞, which a structure forbids, are left out. Each candidate comes with its chain, but all chains
+    together take at most half of the rows.
     """
     if grammar is None:
         return tree.grow(candidates, width)
     rows: list[tuple[int, int, float]] = []
     left = width // 2
-    for token, parent, log_prob in _best(tree, candidates, width):
-        room = width - len(rows)
-        if not room:
+    cumulative = candidates.log_probs + tree.cumulative_log_probs[candidates.rows, None]
+    best = cumulative.flatten().sort(descending=True, stable=True)
+    chosen = best.indices[:width]
+    parents = candidates.rows.to(chosen.device)[chosen // candidates.token_ids.shape[1]]
+    columns = candidates.token_ids.flatten()[chosen], parents, candidates.log_probs.flatten()[chosen], best.values[:width]
+    for token_id, parent_row, log_prob, path_log_prob in torch.stack([column.double() for column in columns]).T.tolist():
+        token, parent, room = int(token_id), int(parent_row), width - len(rows)
+        if not room or path_log_prob == -inf:
             break
         chain = chain_below(grammar, [*tree.path(parent), token])[: min(left, room - 1)]
         left -= len(chain)
@@ -51,20 +56,9 @@ def grow(tree: PredictionTree, candidates: Candidates, width: int, grammar: Gram
 
 
 def of_leaves(tree: PredictionTree, candidates: Candidates) -> Candidates:
-    """The candidates without those of rows that have a child already, which is a forced token."""
+    """The candidates, without those below rows that already have a child, which is a forced token."""
     is_leaf = torch.isin(candidates.rows, tree.ids_of(slice(0, tree.num_rows))[1], invert=True)
     return Candidates(candidates.rows[is_leaf], candidates.token_ids[is_leaf], candidates.log_probs[is_leaf])
-
-
-def _best(tree: PredictionTree, candidates: Candidates, count: int) -> list[tuple[int, int, float]]:
-    """Token, parent and log-probability of the ``count`` most probable paths, best first; fewer if no more are possible."""
-    cumulative = candidates.log_probs + tree.cumulative_log_probs[candidates.rows, None]
-    ranked = cumulative.flatten().sort(descending=True, stable=True)
-    chosen = ranked.indices[:count]
-    parents = candidates.rows.to(chosen.device)[chosen // candidates.token_ids.shape[1]]
-    columns = candidates.token_ids.flatten()[chosen], parents, candidates.log_probs.flatten()[chosen], ranked.values[:count]
-    read = zip(*torch.stack([column.double() for column in columns]).tolist(), strict=True)
-    return [(int(token), int(parent), log_prob) for token, parent, log_prob, path in read if path > -inf]
 
 
 def _appended(tree: PredictionTree, rows: Sequence[tuple[int, int, float]]) -> slice:

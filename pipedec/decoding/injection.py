@@ -1,9 +1,9 @@
 """The tree of best-first injection: all rows that were drafted or have entered the pipeline, and the choices below them.
 
-Knows the probability that each row and choice is accepted (its *chance*), and selects the most probable ones to be drafted or to
+Owns the probability that each row and choice is accepted (its *chance*), and selects the most probable ones to be drafted or to
 enter. The trees of the stages hold only the rows that entered, in order of entry; this class translates between the two
-numberings. It knows no draft source and no clock. Where a token is *forced*, its row follows with the row above it, whose chance
-it has.
+numberings. The row of a *forced* token is added together with the row above it, and is as probable. Knows no draft source, no
+clock and no budget.
 
 Everything is on the host: a tree changes by a few rows at a time, for which a device is slower than Python. Rankings of the rows
 to draft and to enter are computed on demand and last until the next verdict.
@@ -24,7 +24,7 @@ from pipedec.decoding.acceptance import NO_LINE, Choices, Line
 from pipedec.tree import Gaps, RowChanges
 
 _NOT_ENTERED = -1
-_MIN_LOSS = 1e-4  # the log-chance of a choice is at least this much below its row's, so no row is taken before its parent
+_MIN_LOSS = 1e-4  # the log-chance of a choice is at least this much below its row's, so that no row is taken before its parent
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,7 @@ class _TreeRow:
 
     token: int
     parent: _TreeRow | None
-    log_chance: float  # of the path from the first root on, from which the root's must be subtracted
+    log_chance: float  # of the path from the thread's first root on. Subtract the present root's.
     position: int
     gap: int = 0  # positions left empty after it
     index: int = 0  # in the tree
@@ -51,28 +51,29 @@ class _TreeRow:
         return self.log_chance + min(self.line.log_chances[place], -_MIN_LOSS)
 
 
-# A row, or a choice below a row: its cost, which is the difference between the root's log-chance and its own; whether it is a
-# choice; the row's index; the place of the choice; the row. Lower ones come first.
+# A row, or a choice below a row: its cost, i.e. the root's log-chance minus its own; whether it is a choice; the row's index; the
+# place of the choice among those below the row; the row. Lower entries come first.
 _Entry = tuple[float, bool, int, int, _TreeRow]
 
 
 class _Ranking:
-    """Some rows of a tree, and the choices below all of its rows, best first, until they become rows. Sorted on demand."""
+    """Some rows of a tree, and the choices below all of its rows until they become rows, best first. Sorted on demand."""
 
     def __init__(self, rows: Iterable[_TreeRow], all_rows: Sequence[_TreeRow]) -> None:
         self._root = all_rows[0].log_chance if all_rows else 0.0
-        self._sorted: list[_Entry] = []  # no later than all in the heap
+        self._sorted: list[_Entry] = []  # all come before those in the heap
         self._heap: list[_Entry] = [(self._root - row.log_chance, False, row.index, 0, row) for row in rows]
         self._heap += [(self._root - row.best, True, row.index, row.taken, row) for row in all_rows if row.best is not None]
         heapify(self._heap)
 
     def __iter__(self) -> Iterator[_Entry]:
         """All entries except choices that have become rows. None is removed."""
-        place = 0
-        while place < len(self._sorted) or self._sort_one():
-            entry = self._sorted[place]
-            place += 1
-            if not entry[1] or entry[3] >= entry[4].taken:
+        position = 0
+        while position < len(self._sorted) or self._sort_one():
+            entry = self._sorted[position]
+            position += 1
+            _, is_choice, _, place, row = entry
+            if not is_choice or place >= row.taken:
                 yield entry
 
     def take(self, count: int, max_cost: float = inf) -> list[_Entry]:
@@ -119,7 +120,7 @@ class _Ranking:
 
 
 class Lesson(NamedTuple):
-    """An accepted token that follows a drafted row: ``choices`` were proposed there, in row ``place``."""
+    """The observation that ``token`` was accepted after a drafted row, whose choices are row ``place`` of ``choices``."""
 
     choices: Choices
     place: int
@@ -131,7 +132,7 @@ ChainBelow = Callable[[Sequence[int]], Sequence[int]]
 
 
 class InjectionTree:
-    """A prediction tree whose rows are drafted and enter in order of decreasing chance."""
+    """A prediction tree whose rows are drafted, and enter, in order of decreasing chance."""
 
     def __init__(self, chain_below: ChainBelow | None = None) -> None:
         self._chain_below = chain_below
@@ -149,7 +150,7 @@ class InjectionTree:
 
     @property
     def num_certain(self) -> int:
-        """The root and its forced rows that have not entered yet."""
+        """The number of rows among the root and its forced rows that have not entered yet."""
         row, count = self._rows[0] if self._rows else None, 0
         while row is not None:
             count += row.number == _NOT_ENTERED
@@ -158,7 +159,7 @@ class InjectionTree:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether all rows were drafted and have entered, and so has every choice below them."""
+        """Whether every row was drafted and has entered, and every choice is a row."""
         return all(row.line is not None and row.best is None and row.number != _NOT_ENTERED for row in self._rows)
 
     def tokens_of(self, rows: Sequence[int]) -> list[int]:
@@ -216,7 +217,7 @@ class InjectionTree:
         return sorted(found)
 
     def add(self, rows: Sequence[int], lines: Sequence[Line]) -> None:
-        """Add the choices of rows that were just drafted. Forced tokens have none."""
+        """Add the choices below rows that were just drafted. A row with a forced token below it has none."""
         for row, line in zip(rows, lines, strict=True):
             drafted = self._rows[row]
             drafted.line = line if drafted.forced is None else NO_LINE
@@ -240,7 +241,7 @@ class InjectionTree:
                 yield from (-cost - count * _MIN_LOSS for count in range(1, len(chain) + 1))
 
     def enter(self, count: int) -> tuple[list[int], list[int]]:
-        """Let the ``count`` most probable rows enter. Returns their token ids, and their parents in the stages' numbering."""
+        """Let the ``count`` most probable rows enter. Returns their token ids, and their parents in the stages' trees."""
         ranked = self._ranked_not_entered()
         rows, taken = list[_TreeRow](), list[_TreeRow]()
         while (room := count - len(rows) - len(taken)) > 0 and (
@@ -263,8 +264,8 @@ class InjectionTree:
         return [row.token for row in rows], [-1 if row.parent is None else row.parent.number for row in rows]
 
     def advance(self, tokens: Sequence[int]) -> tuple[RowChanges, bool, list[Lesson]]:
-        """Accept ``tokens``. Returns the changes; whether the last token was a row, so that its subtree remains; and the
-        lessons. Raises ValueError if another token is not a row.
+        """Accept ``tokens``. Returns the changes; whether the last token was a row, so that its subtree remains; and the lessons.
+        Raises ValueError if another token is not a row, so the verdict belongs to another tree.
         """
         committed: list[_TreeRow] = []
         row = self._rows[0] if self._rows else None
@@ -321,7 +322,7 @@ class InjectionTree:
         return self._not_entered
 
     def _taken(self, row: _TreeRow) -> list[_TreeRow]:
-        """The most probable choice below ``row``, which becomes a row, and the rows forced after it."""
+        """Make the most probable choice below ``row`` a row. Returns it and the rows forced after it."""
         assert row.line is not None and row.best is not None
         token = row.line.token_ids[row.taken]
         below = row.children[token] = _TreeRow(token, row, row.best, row.position + row.gap + 1)

@@ -1,4 +1,4 @@
-"""Assigns KV memory: which requests open, by how much lanes grow, and which are paused when memory runs short.
+"""Assigns KV memory: which requests open, by how much lanes grow, and which requests are paused when memory runs short.
 
 Certain rows come before candidates, and older requests before younger ones: so the oldest request of the best priority always
 makes progress, and no request waits forever. Knows neither methods nor draft models.
@@ -24,7 +24,9 @@ class LaneSizes:
 
 
 class Memory:
-    """The slots of the stages' KV pools. Usually at most ``knee`` rows enter at a timestep. Requests are in order of age."""
+    """The slots of the stages' KV pools. Requests are given in the order in which they are served; about ``knee`` rows enter at a
+    timestep.
+    """
 
     def __init__(self, kv: KVManager, knee: int, sizes: LaneSizes = LaneSizes()) -> None:
         self._kv = kv
@@ -36,62 +38,62 @@ class Memory:
 
     def claims(self, requests: Collection[RequestState]) -> list[Claim]:
         """The claims of all requests with a lane, and of waiting ones that might get rows now, as far as there is memory."""
-        lanes = [one for one in requests if one.has_lane]
+        lanes = [state for state in requests if state.has_lane]
         self._free.clear()
         self._spared = len(lanes) * self._kv.block
         claims: list[Claim] = []
         prompt_rows = 0
         is_full = False
-        for one in requests:
-            if one.has_lane:
-                claim = self._fitted(one, one.claim())
+        for state in requests:
+            if state.has_lane:
+                claim = self._fitted(state, state.claim())
             else:
-                cached = None if is_full or prompt_rows >= self._knee else self._cached_for(one, lanes)
+                cached = None if is_full or prompt_rows >= self._knee else self._cached_for(state, lanes)
                 if cached is None:
                     is_full = True
                     continue
-                claim = one.claim(cached)
+                claim = state.claim(cached)
             prompt_rows += claim.prompt
             claims.append(claim)
         return claims
 
-    def open(self, one: RequestState) -> Lease | None:
+    def open(self, state: RequestState) -> Lease | None:
         """Give a request its first slots; None if there is no room now."""
-        return self._kv.open(one.number, one.adopts, one.to_reserve(self._sizes.ahead))
+        return self._kv.open(state.number, state.adopts, state.to_reserve(self._sizes.ahead))
 
-    def room_for(self, one: RequestState, rows: int) -> int:
-        """How many of ``rows`` rows may enter: all if there is memory, else those that fit."""
-        free = self._free[one.number]
+    def room_for(self, state: RequestState, rows: int) -> int:
+        """How many of ``rows`` rows fit into a lane, which grows if there is memory."""
+        free = self._free[state.number]
         if free < rows <= free + self._spare:
-            free += self._grow(one, rows - free)
+            free += self._grow(state, rows - free)
         return min(rows, free)
 
     def to_pause(self, requests: Sequence[RequestState]) -> list[int]:
-        """The youngest request of the lowest priority if memory is short; one at a time."""
-        lanes = [one for one in requests if one.has_lane]
+        """The last request with a lane if memory is short. One at a time: pausing it may be enough."""
+        lanes = [state for state in requests if state.has_lane]
         if not lanes:
             return []
         is_short = len(lanes) > 1 and self._is_short(lanes)
         is_short = is_short or (len(lanes) < len(requests) and self._is_in_the_way(lanes, requests))
         return [lanes[-1].number] if is_short else []
 
-    def _cached_for(self, one: RequestState, lanes: Sequence[RequestState]) -> int | None:
+    def _cached_for(self, state: RequestState, lanes: Sequence[RequestState]) -> int | None:
         """The number of cached tokens that a waiting request could adopt now; None if it cannot open."""
-        if one.is_closing:
+        if state.is_closing:
             return None
         growth = (min(max(lane.most - self._kv.slots_of(lane.number), 0), self._sizes.growth) for lane in lanes)
-        return self._kv.cached_for(one.adopts, one.to_reserve(self._sizes.ahead) + sum(growth))
+        return self._kv.cached_for(state.adopts, state.to_reserve(self._sizes.ahead) + sum(growth))
 
-    def _fitted(self, one: RequestState, claim: Claim) -> Claim:
-        """The claim of a request with a lane, as far as memory allows."""
+    def _fitted(self, state: RequestState, claim: Claim) -> Claim:
+        """``claim``, of a request with a lane, reduced to what memory allows."""
         demand = claim.demand
-        if one.is_prefilling or not (claim.entering or demand.chances):
+        if state.is_prefilling or not (claim.entering or demand.chances):
             return claim
-        free = self._kv.slots_of(one.number) - one.past - one.in_flight
-        needed = one.certain_rows(demand)
+        free = self._kv.slots_of(state.number) - state.past - state.in_flight
+        needed = state.certain_rows(demand)
         if needed > free:
-            free += self._grow(one, needed - free)
-        self._free[one.number] = free
+            free += self._grow(state, needed - free)
+        self._free[state.number] = free
         if free < needed and (demand.whole or free <= 0):
             return Claim(claim.number, claim.priority)
         most = free + self._spare
@@ -100,26 +102,26 @@ class Memory:
         return replace(claim, demand=replace(demand, certain=min(demand.certain, most), most=min(most, demand.most or most)))
 
     def _is_short(self, lanes: Sequence[RequestState]) -> bool:
-        """Whether there is not even room for all certain rows with no other rows in flight."""
+        """Whether not all certain rows would fit even if no other rows were in flight."""
         free, block = self._kv.free_slots, self._kv.block
-        if free >= sum(max(self._knee, one.together, len(one.sequence.threads)) + block for one in lanes):
+        if free >= sum(max(self._knee, state.together, len(state.sequence.threads)) + block for state in lanes):
             return False
-        for one in lanes:
-            slots = self._kv.slots_of(one.number) - one.past
-            if one.is_prefilling or one.is_idle or slots >= max(self._knee, one.together):
+        for state in lanes:
+            slots = self._kv.slots_of(state.number) - state.past
+            if state.is_prefilling or state.is_idle or slots >= max(self._knee, state.together):
                 continue
-            missing = one.certain_rows(one.demand()) - slots
+            missing = state.certain_rows(state.demand()) - slots
             free -= -(-max(missing, 0) // block) * block
         return free < 0
 
     def _is_in_the_way(self, lanes: Sequence[RequestState], requests: Sequence[RequestState]) -> bool:
-        """Whether the last of ``lanes`` has memory that a waiting request of a better priority needs, and could have."""
-        waiting = next((one for one in requests if not one.has_lane), None)
+        """Whether the first waiting request could open if the last of ``lanes``, whose priority is worse, gave up its memory."""
+        waiting = next((state for state in requests if not state.has_lane), None)
         if waiting is None or waiting.is_closing or waiting.request.priority >= lanes[-1].request.priority:
             return False
         if self._cached_for(waiting, lanes) is not None:
             return False
-        stays = sum(self._kv.slots_of(one.number) for one in lanes if one.request.priority <= waiting.request.priority)
+        stays = sum(self._kv.slots_of(state.number) for state in lanes if state.request.priority <= waiting.request.priority)
         return self._kv.capacity - stays >= waiting.to_reserve(self._sizes.ahead)
 
     @property
@@ -127,13 +129,13 @@ class Memory:
         """Free slots for candidates."""
         return max(self._kv.free_slots - self._spared, 0)
 
-    def _grow(self, one: RequestState, rows: int) -> int:
+    def _grow(self, state: RequestState, rows: int) -> int:
         """Give a lane slots for ``rows`` more rows. Returns the number given: 0 if there is no memory."""
-        slots = self._kv.slots_of(one.number)
+        slots = self._kv.slots_of(state.number)
         growth = self._sizes.growth
         more = growth if self._spare >= rows + growth else 0
-        new = self._kv.grow(one.number, slots + rows + more)
+        new = self._kv.grow(state.number, slots + rows + more)
         if not new:
             return 0
-        self.grown[one.number] = self.grown.get(one.number, ()) + new
-        return self._kv.slots_of(one.number) - slots
+        self.grown[state.number] = self.grown.get(state.number, ()) + new
+        return self._kv.slots_of(state.number) - slots

@@ -1,7 +1,7 @@
-"""A decoding method at work on one thread of an answer: which of its rows enter the pipeline, and when.
+"""The interface of decoding methods. A method decodes one thread of an answer: it decides which rows enter, and when.
 
-One file per method; ``pipedec.methods`` lists them. A method knows its thread's accepted tokens, its tree and the draft model; it
-knows no other request, no process and no memory.
+Each method has its own file; ``pipedec.methods`` lists them. A method knows its thread's accepted tokens, its tree and the draft
+model; it knows no other request, no process and no memory.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class Drafter(Protocol):
     """A draft model for the trees of all running requests (see ``drafting``)."""
 
     def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int]) -> int:
-        """Begin a request, or continue one after a pause. Returns how many of ``token_ids``, the prompt and the answer's
-        earlier tokens, need not be computed. ``sequence`` is read only; accepted tokens are in it before ``advance`` is called.
+        """Begin a request, or continue one after a pause. Returns how many of ``token_ids``, the prompt and the answer's earlier
+        tokens, need not be computed. ``sequence`` is read only; accepted tokens are in it before ``advance`` is called.
         """
 
     def close(self, number: int) -> None:
         """Forget a request that has ended or is paused."""
 
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
-        """Run one forward over rows of any requests, and over the next chunks of the prompts of others. Entries of one request
-        are adjacent, at most one for each thread. Returns the candidates for each entry of ``requested``, without tokens where
-        there is no memory for its rows.
+        """Run one forward over rows of any requests, and over the next chunks of the prompts of others. Returns the candidates of
+        each entry of ``requested``, without tokens if there is no memory for its rows. Entries of one request are adjacent, at
+        most one for each thread.
         """
 
     def advance(self, number: int, thread: int, changes: RowChanges) -> None:
-        """Follow the tree of a thread of a request, which has advanced."""
+        """Follow the tree of a request's thread, which has advanced."""
 
     def threads_changed(self, number: int) -> None:
         """Follow threads of a request that were opened, joined or ended."""
@@ -54,11 +54,11 @@ class Drafter(Protocol):
 
 @dataclass
 class DraftRoom:
-    """The share of the draft model's forwards that each request may use in this timestep."""
+    """Each request's share of the draft model's forwards in this timestep."""
 
     forwards: int = 2  # maximum forwards for requests whose number of forwards is tuned
     rows: int = 16  # of each forward
-    min_chance: float = 0.0  # of a row that is drafted: the candidates below others are improbable, and would not enter soon
+    min_chance: float = 0.0  # of a row that is drafted: candidates below less probable rows would not enter soon
     round: int = 0  # number of forwards computed in this timestep so far
 
 
@@ -67,7 +67,7 @@ class MethodContext:
     """One answer, and the objects that its methods use."""
 
     request: Request
-    sequence: ThreadSequence  # the answer's threads; methods only read it
+    sequence: ThreadSequence  # methods only read it
     drafter: Drafter | None  # the draft model; None if there is none, or the method does not use it
     experience: Experience  # statistics learned from earlier answers
     proposals: list[Proposals]  # of draft sources, for all requests, which are then scored together
@@ -79,8 +79,8 @@ class MethodContext:
 
 
 class Method(ABC):
-    """Decodes one thread. In every timestep it returns its ``demand`` and, if it gets room, the rows that it ``propose``s. While
-    the stages compute, ``draft`` and ``drafted`` alternate until it has no more rows to draft. ``accept`` follows a verdict.
+    """Decodes one thread. In every timestep ``demand`` is followed, if there is room, by ``propose``. While the stages compute,
+    ``draft`` and ``drafted`` alternate until ``draft`` returns no rows. ``accept`` follows each verdict.
     """
 
     masks: MaskParams = NO_MASKS  # the mask rows after the prompt and after rows of its steps
@@ -103,7 +103,7 @@ class Method(ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing enters and nothing is drafted before the next verdict. False if that is unknown."""
+        """Whether nothing enters and nothing is drafted before the next verdict. False if it cannot know."""
         return self.tree is None and self.root is None
 
     @abstractmethod
@@ -115,15 +115,15 @@ class Method(ABC):
         """The rows that enter at the next timestep, at most ``room``, or None."""
 
     def draft(self, room: int) -> Sequence[int]:
-        """At most ``room`` rows of its tree that the draft model computes next, ascending; none to end drafting."""
+        """The rows of its tree to draft next, ascending; at most ``room``, unless its steps enter whole. None to end drafting."""
         return ()
 
     def undrafted_chances(self) -> Iterable[float]:
-        """The log-chances of the rows that ``draft`` would return, best first: by them the threads of an answer share rows."""
+        """The log-chances of the rows that ``draft`` would return, best first. The threads of an answer share rows by them."""
         return ()
 
     def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
-        """Take the candidates for ``rows``, None if it has no ``drafter``."""
+        """Take the candidates of ``rows``, which were drafted; None if it has no ``drafter``."""
         raise NotImplementedError(f"{type(self).__name__} drafts nothing")
 
     @abstractmethod
@@ -135,7 +135,7 @@ class Method(ABC):
         """Drop all rows: the thread waits or has ended."""
 
     def plant(self, token: int) -> None:
-        """Start over with a certain token: a forced token or a join token."""
+        """Start over with a certain token as root: a forced token or a join token."""
         self.root = token
 
     def to_draft(self, rows: Sequence[int]) -> DraftRows:
@@ -150,7 +150,7 @@ class Method(ABC):
 
 
 def new_method(context: MethodContext, thread: int = 0) -> Method:
-    """The method that the context's request names, for one thread. Raises UserError if it cannot work here, or does not exist."""
+    """The method that the context's request names, for one thread. Raises UserError if it is unknown or cannot work here."""
     entry = find_method(context.request.method)
     entry.check_needs(context.drafter is not None, context.trained_masks > 0)
     if entry.draft == "none":

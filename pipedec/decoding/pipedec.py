@@ -2,8 +2,8 @@
 
 While the stages compute, the draft model expands the layer that entered last. On a hit, the tree and the draft model's output
 are pruned to the subtree of the accepted token, and the next layer is chosen from the remaining candidates. On a miss, the
-accepted token becomes the root of a new tree, which enters the draft model and the first stage at the same time. Tokens that a
-structure forces enter with the row above them.
+accepted token becomes the root of a new tree, which enters the draft model and the first stage at the same time (paper §3.3.2 to
+§3.3.4). Tokens that a structure forces enter with the row above them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PipeDec(Method):
         self.children = limits.children
         self.whole = max(limits.width, 1 + self.max_forced)
         self._width = limits.width  # of the next layer: less if threads share a step
-        self._most = limits.width
+        self._max_width = limits.width
         self._layer = range(0)  # the rows that entered last and have yet to be drafted
         self._candidates: Candidates | None = None  # their children, as drafted
 
@@ -49,8 +49,8 @@ class PipeDec(Method):
         return Demand(whole=min(count, self._width) if grammar is None or not count else self._width)
 
     def propose(self, room: int) -> Step | None:
-        """The root after a miss, else the next layer; None if no candidates are left, because the width limit cut them off."""
-        self._width = min(self._most, room)
+        """The root after a miss, else the next layer; None if no candidates are left: the width limit cut off their rows."""
+        self._width = min(self._max_width, room)
         candidates, self._candidates = self._candidates, None
         if self.root is not None:
             rows = plant(self.tree, self.root, self.context.grammar)

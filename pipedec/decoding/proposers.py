@@ -1,7 +1,8 @@
 """Draft sources for best-first injection: the draft model, and n-grams that recur in the prompt and the answer.
 
 Every source proposes tokens, and has *features* of all tokens that any source proposed; the weights of the features are learned
-(see ``acceptance``). Shapes: F rows that were drafted, K tokens of all sources together, W features of all sources.
+(see ``acceptance``). Shapes: F rows that were drafted, K tokens of all sources together, W features of all sources, c children
+of each row from the draft model.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _EMPTY = 1  # an n-gram is a number: this, and the bits of its tokens, the last 
 
 
 def write_drafted(candidates: Sequence[Candidates], token_ids: IntArray, features: FloatArray) -> None:
-    """Write the draft model's c most probable children of F rows, and the features of all tokens. Reads from the device once.
+    """Write the draft model's children of F rows, and its features of all tokens. Reads from the device once.
 
-    Features: the log-probability, for a token that is not among the children that of the least probable child; 1 for such tokens.
+    Features: the log-probability of the token, or of the least probable child if it is not a child; and 1 if it is not.
 
     Args:
         candidates: of several trees, with equal numbers of children per row.
         token_ids: [F, K], of which the first c are written.
-        features: [F, K + 1, 2], zeros; the last entry of a row is of "none of the choices".
+        features: [F, K + 1, 2], zeros; the last entry of a row stands for "none of the choices".
     """
     children = candidates[0].token_ids.shape[1]
     features[:, children:-1, 1] = 1.0
@@ -56,21 +57,22 @@ def write_drafted(candidates: Sequence[Candidates], token_ids: IntArray, feature
 
 
 def possible(candidates: Candidates) -> Candidates:
-    """The candidates with NO_TOKEN for those whose log-probability is −∞: a structure does not allow them."""
+    """The candidates, with NO_TOKEN for those whose log-probability is −∞, which a structure forbids."""
     log_probs = candidates.log_probs
     token_ids = candidates.token_ids.masked_fill(log_probs == -torch.inf, NO_TOKEN)
     return Candidates(candidates.rows, token_ids, log_probs.clamp(min=log(_MIN_REST)))
 
 
-Occurrences = dict[int, int]  # by token that followed an earlier occurrence of the n-grams at the end of a row's path: the length
-# of the longest of these n-grams. The longest are first, of equally long ones the latest.
+# For each token that followed an earlier occurrence of an n-gram at the end of a row's path: the length of the longest of these.
+# The longest come first; of equally long ones, the latest.
+Occurrences = dict[int, int]
 
 
 class NgramProposer:
     """N-grams of ``text``, the prompt and the answer so far. Needs no forward.
 
-    Features: the length of the longest n-gram that a token followed, one-hot; the same again, but 0 unless the token followed
-    the longest n-gram of all.
+    Features: the length of the longest n-gram that the token followed, one-hot; and the same again for the first of the row's
+    ``Occurrences``, 0 for the others.
     """
 
     prior = tuple(0.5 * min(length, 4) for length in range(1, MAX_MATCH + 1)) + (1.0,) * MAX_MATCH
@@ -78,14 +80,14 @@ class NgramProposer:
     def __init__(self, text: Iterable[int]) -> None:
         self._text = list(text)
         self._indexed = 0  # tokens of it that are in ``_places``
-        self._places: dict[int, list[int]] = {}  # by n-gram, none longer than a unique one: where it ends, and text follows
+        self._places: dict[int, list[int]] = {}  # by n-gram, up to the first unique length: indices of the tokens after it
 
     def accept(self, tokens: Iterable[int]) -> None:
         """Append accepted tokens; the last one is the tree's root."""
         self._text += tokens
 
     def _index(self) -> None:
-        """Index the tokens appended since the last call. Called while the stages compute."""
+        """Index the tokens appended since the last call. Runs while the stages compute."""
         text, known = self._text, self._places
         for end in range(self._indexed, len(text)):
             ngram = _EMPTY
@@ -134,13 +136,13 @@ class NgramProposer:
 
 
 def write_ngrams(occurrences: Sequence[Occurrences], token_ids: IntArray, features: FloatArray) -> None:
-    """Write the tokens that n-grams propose below F rows, and the features of all tokens.
+    """Write the tokens that n-grams propose below F rows, and the n-grams' features of all tokens.
 
-    The first distinct tokens after long enough n-grams are proposed, at most ``MAX_PROPOSED``. They are few, so a loop takes less
-    time than operations on arrays.
+    The first tokens after n-grams of at least ``_MIN_MATCH`` are proposed, at most ``MAX_PROPOSED``. For so few, a loop is faster
+    than operations on arrays.
 
     Args:
-        token_ids: [F, c + MAX_PROPOSED], tokens of another source, c for each row, and NO_TOKEN.
+        token_ids: [F, c + MAX_PROPOSED], the draft model's children and NO_TOKEN.
         features: [F, c + MAX_PROPOSED + 1, W], zeros; the last 2 · MAX_MATCH are those of n-grams.
     """
     first = token_ids.shape[1] - MAX_PROPOSED
@@ -167,7 +169,7 @@ def write_ngrams(occurrences: Sequence[Occurrences], token_ids: IntArray, featur
 
 
 class Proposals(NamedTuple):
-    """The proposals below rows of one tree, of at least one source."""
+    """The proposals of at least one source below rows of one tree."""
 
     acceptance: AcceptanceModel
     tree: InjectionTree
@@ -177,8 +179,8 @@ class Proposals(NamedTuple):
 
 
 def score(proposals: Iterable[Proposals]) -> None:
-    """Score the proposals of all requests together, on the host, which is faster for so few numbers, and add them to the
-    trees.
+    """Score the proposals of all requests, and add them to their trees. Few operations serve many requests, on the host, which is
+    faster for so few numbers.
     """
     kinds: defaultdict[tuple[int, int, bool], list[Proposals]] = defaultdict(list)
     for each in proposals:

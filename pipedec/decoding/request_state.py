@@ -1,9 +1,9 @@
 """A running request on rank 0: which tokens of its prompt have entered, how many slots of KV memory its rows take, and the
 methods of its answer's threads (APAR §2, PASTA §3).
 
-A request has a *lane* on the stages from its first rows on. Before, and after it was paused, it waits for memory. An answer in
-one thread continues after its last token; an answer in several threads starts over. Owns the order in which rows of threads
-enter: first the last tokens of ended threads, then the rows that methods propose.
+A request has a *lane* on the stages from its first rows on. Before that, and while it is paused, it waits for memory. After a
+pause, an answer in one thread continues after its last token; an answer in several threads starts over. Owns the order in which
+rows of threads enter: first the last tokens of ended threads, then the rows that methods propose. Knows no other request.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pipedec.threads import NewSequence, State
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Remaining, ThreadChanges, apply_verdict, is_mask, position_root
 
-ROWS_OF_SEVERAL_THREADS = 128  # rows of a whole step that threads share; more if the options allow one thread more
-POSITIONS = 16  # below a root, at which accepted tokens are counted separately
+ROWS_OF_SEVERAL_THREADS = 128  # of a step that enters whole and that threads share; more if the options allow one thread more
+POSITIONS = 16  # depths below a root at which accepted tokens are counted separately
 
 NewContext = Callable[[Request, ThreadSequence], MethodContext]
 
 
 @dataclass
 class Tally:
-    """Counters of all requests of a run, which only grow."""
+    """Counters of all requests of a run. They never decrease."""
 
     prompt_rows: int = 0  # tokens of prompts that have entered, and of answers that continue after a pause
     root_rows: int = 0  # certain tokens that have entered
@@ -53,14 +53,14 @@ class Tally:
 
 
 class RequestState:
-    """One request. Its sequence includes the tokens of ``request.output_token_ids``."""
+    """One request: its lane, its answer's sequence (with ``request.output_token_ids``), and the methods of its threads."""
 
     def __init__(self, request: Request, new_sequence: NewSequence, new_context: NewContext, tally: Tally) -> None:
         self.request = request
         self.number = request.number
         self.sequence = new_sequence()  # of its answer. Only this object passes accepted tokens to it.
         self.cached_tokens: int | None = None  # of the prompt, when the first lane opened
-        self.has_lane = False  # whether the stages have been informed of a lane for it
+        self.has_lane = False  # whether the stages have a lane for it, or are about to open one
         self.is_closing = False  # whether stages may still have a lane that was paused
         self.hits = self.misses = 0  # see ``Metrics``; the first token of an answer or of a child is neither
         self._new_sequence = new_sequence
@@ -69,17 +69,17 @@ class RequestState:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin with the text and the method of the first thread. A lane uses the learned state from before it opens."""
+        """Set the text that enters first, and the method of the first thread, which takes its context as it is now."""
         accepted = [] if self.sequence.can_fork else self.sequence.main.token_ids
-        self.text = [*self.request.prompt_token_ids, *accepted]  # what must enter before rows of trees
+        self.text = [*self.request.prompt_token_ids, *accepted]  # tokens that enter before rows of trees
         scores_prompt = self.request.sampling.prompt_logprobs is not None
-        self.adopts: Sequence[int] = () if scores_prompt else self.text  # what may be adopted where it is cached
+        self.adopts: Sequence[int] = () if scores_prompt else self.text  # tokens that may be adopted from other requests
         self.entered = 0  # how many tokens of the text have entered, or were cached
         self.drafted = 0  # how many of them are in the draft model's cache
         self.is_prefilling = True  # whether some of the text, or of the masks after it, has yet to enter
-        self.is_idle = False  # none of its rows enter or are drafted before the next verdict
+        self.is_idle = False  # whether no rows enter or are drafted before the next verdict
         self.past = 0  # maximum slots of tokens that verdicts have accepted. The row of the last one may be in a tree.
-        self._adoptable = 0  # tokens of the text, and of those after it, that others may adopt
+        self._adoptable = 0  # number of its first tokens that others may adopt
         self._context = self._new_context(self.request, self.sequence)
         self.lacks_drafter = self._context.request is not self.request  # another method runs until the draft model is loaded
         first = new_method(self._context)
@@ -87,8 +87,8 @@ class RequestState:
         self._running: dict[int, Method] = {0: first}  # by running thread
         self._last: dict[int, int] = {}  # by thread: last tokens of ended threads that have yet to enter
         self._depths: dict[int, int] = {}  # by thread: accepted tokens after the root that entered last
-        self._order: list[int] = []  # threads of the rows that may enter at the next timestep, certain ones first, by chance
-        self._next_thread = 0  # the first to be served, if the rows did not suffice for all threads
+        self._order: list[int] = []  # thread of each row that may enter at the next timestep: certain rows first, then by chance
+        self._next_thread = 0  # the first thread to be served, if the last step had no room for all
         self.masks: MaskParams = first.masks  # mask rows after the prompt and after rows of steps
         self.is_tuned = first.is_tuned  # whether the number of its rows is tuned
         self.drafter = first.drafter  # the draft model; None if its method uses none
@@ -96,7 +96,7 @@ class RequestState:
         self.together = max(1, self._largest if self.sequence.can_fork else first.whole)  # rows of the largest whole step, or 1
         self.most = len(self.request.prompt_token_ids) + self.request.sampling.max_tokens + self.together  # slots in one thread
 
-    # The prompt and the memory that its rows and those of the answer take
+    # Memory, and the prompt
 
     def to_reserve(self, ahead: int) -> int:
         """Slots for a lane: the text, at most ``ahead`` tokens after it, and the rows that must enter together."""
@@ -115,7 +115,7 @@ class RequestState:
         return demand.whole or demand.certain
 
     def open(self, lease: Lease) -> NewRequest:
-        """Begin a lane, on the stages and in the draft model."""
+        """Open a lane, on the stages and in the draft model. Returns the message for the stages."""
         self._begin()
         self.has_lane = True
         self.entered = self.past = self._adoptable = lease.cached
@@ -131,7 +131,7 @@ class RequestState:
         )  # fmt: skip
 
     def pause(self, is_closing: bool = True) -> None:
-        """Give up the lane, which some stages may have yet to close, and wait for another. Without one, only change methods."""
+        """Give up the lane, which stages have yet to close if ``is_closing``. Without a lane, only change the method."""
         self.has_lane, self.is_closing = False, is_closing
         if self.sequence.can_fork:
             self.sequence = self._new_sequence()
@@ -178,7 +178,7 @@ class RequestState:
     # Which rows of the answer enter
 
     def claim(self, cached: int = 0) -> Claim:
-        """The rows that it wants to enter at the next timestep; without a lane, all but ``cached`` tokens."""
+        """The rows that it wants to enter at the next timestep; without a lane, all of the text but ``cached`` tokens."""
         number, priority = self.number, self.request.priority
         if self.is_idle and self.has_lane:
             return Claim(number, priority)
@@ -200,16 +200,16 @@ class RequestState:
         self._order = [number for number, demand in demands.items() for _ in range(demand.certain)]
         most = next((demand.most for demand in demands.values()), None)
         certain = len(self._order) if most is None else min(len(self._order), most)
-        return Demand(certain + len(self._last), chances=self._merged(demands), most=most)
+        return Demand(certain + len(self._last), chances=self._ordered(demands), most=most)
 
-    def _merged(self, demands: dict[int, Demand]) -> Iterator[float]:
-        """The chances of candidates of all threads, best first; records their threads."""
+    def _ordered(self, demands: dict[int, Demand]) -> Iterator[float]:
+        """The chances of candidates of all threads, best first. Records their threads in ``_order``."""
         for chance, number in _ranked({number: demand.chances for number, demand in demands.items()}):
             self._order.append(number)
             yield chance
 
     def propose(self, room: int) -> Step | None:
-        """At most ``room`` rows that enter at the next timestep, or None. A step that enters whole has the demanded rows."""
+        """The rows that enter at the next timestep, or None. At most ``room``; a step that enters whole has the demanded rows."""
         room = self._largest or room
         if self.sequence.can_fork:
             step, roots, drafts = self._propose_threads(room)
@@ -227,7 +227,7 @@ class RequestState:
 
     def _propose_threads(self, room: int) -> tuple[Step | None, int, int]:
         """Rows of several threads, first the last tokens of ended ones, to which a join token in the same step attends. Returns
-        the step; the number of its certain rows, and of those whose threads have nothing in flight.
+        the step; the number of its certain rows; and how many of those are of threads with nothing in flight.
         """
         last = list(self._last.items())[:room]
         for number, _ in last:
@@ -264,14 +264,14 @@ class RequestState:
         return steps
 
     def _sees_opener(self, number: int, entering: set[int]) -> bool:
-        """Whether the opener of a thread has entered, or enters now. Only one that is its thread's last token can be missing."""
+        """Whether the opener of a thread has entered, or enters now. It is missing at most if it is its thread's last token."""
         threads = self.sequence.threads
         parent, opened_at = threads[number].parent, threads[number].opened_at
         if parent is None or parent not in self._running or parent in entering or threads[parent].num_tokens > opened_at:
             return True
         return self._running[parent].root is None
 
-    # What is drafted, and what was accepted
+    # Drafts and verdicts
 
     def draft(self, room: int) -> list[tuple[Method, Sequence[int]]]:
         """The rows that the draft model computes in the next forward. Several threads share twice the ``room`` of one."""

@@ -1,8 +1,8 @@
 """Static tree pipeline parallelism (``stpp``, PipeDec §4.2, after SpecInfer): a whole tree enters in one step.
 
-After a verdict the draft model works alone for a timestep: layer by layer it grows the tree below the last accepted token, while
-the stages are idle. The tree then passes through all stages as one step. Its verdict accepts the path on which target and tree
-agree, and one more token, which is the next root. Tokens that a structure forces belong to the layer of the row above them.
+After a verdict the draft model works alone for one timestep: it grows the tree below the last accepted token layer by layer,
+while the stages are idle. The tree then passes through all stages as one step. Its verdict accepts the path on which target and
+tree agree, and one more token, which is the next root. Tokens that a structure forces belong to the layer of the row above them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipedec.tree import Candidates, PredictionTree
 
 
 class StaticTree(Method):
-    """``depth`` layers of at most ``width`` rows, or their ``rows`` most probable ones, without forced rows after the root."""
+    """``depth`` layers of at most ``width`` rows, or their ``rows`` most probable ones, besides forced rows after the root."""
 
     tree: PredictionTree
 
@@ -68,7 +68,7 @@ class StaticTree(Method):
         return ()
 
     def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
-        """Add the next layer. The ``rows`` most probable rows of a tree are among the ``rows`` most probable of their layers."""
+        """Add the next layer: ``rows`` rows, if given, because the tree's ``rows`` most probable ones may all be in one layer."""
         assert candidates is not None
         if self.context.grammar is not None:
             candidates = of_leaves(self.tree, candidates)
@@ -82,7 +82,7 @@ class StaticTree(Method):
     def accept(self, accepted: Accepted) -> None:
         advance = self.tree.advance(accepted.tokens)
         self._follow(advance.changes)
-        self.root = None if advance.hit else accepted.tokens[-1]  # a hit ends the thread, or its successor would be accepted, too
+        self.root = None if advance.hit else accepted.tokens[-1]  # a hit ends the thread: else another token would follow it
         self._is_drafted = False
 
     def cut(self) -> None:

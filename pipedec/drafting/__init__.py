@@ -1,4 +1,4 @@
-"""Draft models, which predict candidates for rows of prediction trees. Knows neither methods nor stages nor processes."""
+"""Draft models, which predict candidates for rows of prediction trees. Knows no method, stage or process."""
 
 from pipedec.drafting.draft_model import DraftModel
 

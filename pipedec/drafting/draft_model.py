@@ -1,10 +1,10 @@
-"""The draft model S: a small model that predicts the tokens after rows of prediction trees, with its own two-level KV caches.
+"""The draft model S (PipeDec §3.2): a small model that predicts the tokens after rows of prediction trees.
 
-Owns the draft model's weights, and a *lane* for each running request: its cache, and which tree rows are in it. The decoding
+Owns its weights, its KV memory, and a *lane* for each running request: its cache, and which tree rows are in it. The decoding
 method decides which rows are drafted and which candidates enter the pipeline. Shapes: C accepted tokens that were never drafted,
-F rows to draft, R = C + F.
+F rows to draft, R = C + F; E hidden size, V tokens of the vocabulary.
 
-Drafts need not be complete, so its KV memory is best effort: a request without memory has no lane, and gets no candidates.
+Drafts need not be complete, so KV memory is best effort: a request without memory has no lane, and gets no candidates.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, RowChanges
 
 _SLOTS = 4096  # of a pool whose size is not configured
-_MOST_RESERVED = 1024  # slots for tokens of the answer that a lane gets when it opens
+_MAX_RESERVED = 1024  # slots for tokens of the answer that a lane gets when it opens
 
 
 class DraftModel:
-    """A whole model on one device. Rows of a tree may be drafted in any order, each after its ancestors."""
+    """A whole model on one device, with a KV pool of ``slots`` slots in blocks of ``block``. Rows of a tree may be drafted in any
+    order, each after its ancestors.
+    """
 
     def __init__(
         self, model: StageModel, slots: int = _SLOTS, block: int = 16, shares_prefixes: bool = True,
@@ -43,7 +45,7 @@ class DraftModel:
         self._lanes: dict[int, DraftLane] = {}  # by request
 
     def warm_up(self, usual: Usual, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compute forwards as of usual requests (see ``model.warm_up``), before the first request."""
+        """Compute the forwards of usual requests before the first one arrives (see ``model.warm_up``)."""
 
         def use(forward: FirstForward, hidden_RE: Tensor) -> None:
             to_host(self._model.logits(hidden_RE[-forward.num_judged :]).log_softmax(-1).topk(1).indices)
@@ -62,13 +64,13 @@ class DraftModel:
 
     @property
     def cache_slots(self) -> int:
-        """KV cache entries for all requests together."""
+        """KV cache entries that there are for all requests together."""
         return self._pool.slots
 
     def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int]) -> int:
-        """Make the lane of a request. Returns how many of ``token_ids`` are cached; all of them if there is no memory."""
+        """Open the lane of a request. Returns how many of ``token_ids`` are cached, or all of them if there is no memory."""
         left = sequence.max_tokens - (len(token_ids) - sequence.prompt_length)
-        lease = self._kv.open(number, token_ids, len(token_ids) + min(left, _MOST_RESERVED))
+        lease = self._kv.open(number, token_ids, len(token_ids) + min(left, _MAX_RESERVED))
         lease = lease or self._kv.open(number, token_ids, len(token_ids))
         if lease is None:
             return len(token_ids)
@@ -82,9 +84,8 @@ class DraftModel:
             self._kv.close(number)
 
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
-        """Run one forward over rows of several trees and the next chunks of several prompts, of other requests, as
-        ``Drafter.expand``. Raises ValueError if rows of a tree are not ascending, one was drafted before, or an ancestor was not
-        and is not among them.
+        """Run one forward over rows of several trees, and the next chunks of other requests' prompts (see ``Drafter.expand``).
+        Raises ValueError if rows of a tree are not ascending, one was drafted before, or an ancestor was not, nor is among them.
         """
         drafting: dict[int, Entering] = {}
         for number, entries in groupby(requested, attrgetter("number")):
@@ -106,7 +107,7 @@ class DraftModel:
         return [next(found) if entry.number in self._lanes else self._no_candidates(entry) for entry in requested]
 
     def _fit(self, number: int, entries: Sequence[DraftRows]) -> bool:
-        """Whether there is memory for rows of a request and its chains. If not, it gives up its lane in favour of others."""
+        """Whether there is memory for rows of a request and its chains. If not, its lane is closed."""
         lane = self._lanes.get(number)
         if lane is None:
             return False
@@ -127,7 +128,7 @@ class DraftModel:
         counts = [len(entry.rows) for entry in requested]
         log_probs_FV = self._model.logits(hidden_FE).log_softmax(-1)
         if self._vocabulary is not None:
-            log_probs_FV[:, 0] = -torch.inf  # of the token that represents all others
+            log_probs_FV[:, 0] = -torch.inf  # the token that stands for all unknown ones
         for entry, log_probs_RV in zip(requested, log_probs_FV.split(counts), strict=True):
             if allowed := self._lanes[entry.number].allowed(entry):
                 log_probs_RV.copy_(self._among(log_probs_RV, allowed))
@@ -139,7 +140,7 @@ class DraftModel:
         return [Candidates(rows, ids[:, : entry.children], chances[:, : entry.children]) for entry, rows, ids, chances in found]
 
     def _among(self, log_probs_RV: Tensor, allowed: Sequence[Bitmask]) -> Tensor:
-        """The distribution over the allowed tokens: −∞ for others, and for all in a row without allowed ones."""
+        """The distribution over the allowed tokens. −∞ for the others, and for the whole of a row without allowed ones."""
         known = self._vocabulary
         size = log_probs_RV.shape[1] if known is None else len(known.draft_ids)
         allowed_RV = allowed_tokens(allowed, size, log_probs_RV.device)
@@ -149,7 +150,7 @@ class DraftModel:
         return log_probs_RV.masked_fill(~allowed_RV, -torch.inf).log_softmax(-1).masked_fill(~allowed_RV, -torch.inf)
 
     def _no_candidates(self, requested: DraftRows) -> Candidates:
-        """Empty candidates for rows that are not computed."""
+        """No tokens for rows that are not computed."""
         nothing = torch.zeros(len(requested.rows), 0, device=self._model.device)
         return Candidates(torch.tensor(requested.rows), nothing.long(), nothing)
 

@@ -37,11 +37,11 @@ class Entering:
 
 
 class DraftLane:
-    """The tree slots of its cache, which has the slots and the adopted rows of the request's lease, are in order of drafting.
+    """Owns a cache, which begins with the rows adopted by the request's lease. Its tree slots are in order of drafting.
 
-    Accepted rows that were never drafted form the *chain* of their thread, which the next forward computes together with its
-    rows. If there are several threads, the last tokens of joined threads are never computed, and a chain attends to the present
-    context when it is computed: drafts need not be exact.
+    Accepted tokens that were never drafted form the *chain* of their thread, which the next forward computes together with its
+    rows. With several threads, drafts are not exact: the last tokens of joined threads are never computed, and a chain attends to
+    the context at the time of its forward.
     """
 
     def __init__(self, cache: KVCache, sequence: ThreadSequence, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class DraftLane:
 
     @property
     def next_length(self) -> int:
-        """Rows in the cache after a forward without requested rows: the next one also computes the chains."""
+        """The length of the cache after a forward over the chains alone."""
         return self.cache.length + sum(map(len, self._chains.values()))
 
     def allowed(self, requested: DraftRows) -> list[Bitmask]:
@@ -66,19 +66,19 @@ class DraftLane:
         return [grammar.allowed(tree.tokens_of(tree.ancestors_of(row)[-2::-1])) for row in requested.rows]
 
     def take_added(self) -> list[int]:
-        """The tokens that have joined the past since the last call; with several threads, those of the prompt."""
+        """The tokens that have joined the past since the last call; with several threads, only those of the prompt."""
         added, self._added = self._added, []
         return added
 
     def enter_prompt(self, token_ids: Sequence[int]) -> Entering:
-        """The next chunk of the prompt for a forward."""
+        """The rows of the prompt's next chunk, for a forward."""
         first = self.cache.past_length
         positions = torch.arange(first, first + len(token_ids), device=self._device)
         self._added += token_ids
         return Entering(list(token_ids), LaneRows(positions, self.cache, prefill_length=self._sequence.prompt_length), [])
 
     def enter(self, requested: Sequence[DraftRows]) -> Entering:
-        """The chains and then ``requested`` for a forward; then call ``settle``. Raises ValueError as ``DraftModel.expand``."""
+        """The chains and then ``requested``, for a forward. Then call ``settle``. Raises ValueError as ``DraftModel.expand``."""
         for entry in requested:
             self._check(entry)
         drafted = [(entry.thread, row) for entry in requested for row in entry.rows]
@@ -104,7 +104,7 @@ class DraftLane:
                 raise ValueError("rows must be drafted after their ancestors")
 
     def _visibility(self, requested: DraftRows) -> tuple[Tensor, Visibility]:
-        """Positions and attention mask of chain and rows for an answer that cannot fork."""
+        """Position ids, int64 [R], and attention mask of chain and rows, if the answer cannot fork."""
         tree, past = requested.tree, self.cache.past_length
         chained = len(self._chains.get(requested.thread, ()))
         positions = [*range(past, past + chained), *tree.positions_of(requested.rows)]
@@ -117,7 +117,7 @@ class DraftLane:
         return _tensor(positions), Visibility(seen, past, lambda: _tensor(slot_positions))
 
     def settle(self, entered: Entering) -> None:
-        """Finish a forward with these rows of ``enter``: the chains join the past, the drafted rows the tree slots."""
+        """Finish the forward of rows from ``enter``: the chains join the past, and the drafted rows join the tree slots."""
         first, chained = len(self._slots), entered.rows.num_rows - len(entered.drafted)
         if chained:
             self._join(entered.token_ids[:chained])
@@ -162,7 +162,7 @@ class DraftLane:
 
 
 class _ThreadLabels:
-    """The thread of each slot of the past and of the trees, and so which slots each row attends to, if an answer can fork."""
+    """The thread of each slot of the past and of the trees: decides which slots each row attends to, if the answer can fork."""
 
     def __init__(self, sequence: ThreadSequence) -> None:
         self._sequence = sequence  # read only
@@ -187,8 +187,8 @@ class _ThreadLabels:
     def enter(
         self, chains: dict[int, list[int]], requested: Collection[DraftRows], slots: Sequence[Row]
     ) -> tuple[Tensor, Visibility]:
-        """Add the rows of a forward: the chains, by thread, join the past; the requested rows the N tree slots, which have
-        these threads and rows. Returns int64 [R], position ids; and the attention mask. The chains come first.
+        """Add the rows of a forward: the chains, by thread, join the past; the requested rows join the N tree ``slots``. Returns
+        position ids, int64 [R], and the attention mask, both of the chains first.
         """
         chained = [(number, self._past_tokens[number] + index) for number, chain in chains.items() for index in range(len(chain))]
         chain = _tensor([[number for number, _ in chained], [index for _, index in chained]])
@@ -204,8 +204,8 @@ class _ThreadLabels:
         return entering, Visibility(seen, self._sequence.prompt_length, lambda: slot_positions)
 
     def _seen(self, chain: Tensor, threads: Tensor, requested: Collection[DraftRows], slot_rows: list[int]) -> Tensor:
-        """The attention mask of a forward: bool [R, P + N + R]. ``chain`` int64 [2, C] has thread and token index of the
-        chained tokens, ``threads`` int64 [F] the threads of the requested rows.
+        """The attention mask of a forward, bool [R, P + N + R]. ``chain``: int64 [2, C], thread and token index of the chained
+        tokens. ``threads``: int64 [F], of the requested rows. ``slot_rows``: the row in each tree slot.
         """
         num_chained = chain.shape[1]
         of_threads = torch.cat((self._threads, chain[0], threads))  # [N + R], as the next two
@@ -232,7 +232,7 @@ class _ThreadLabels:
 
 
 def _ancestor_mask(tree: DraftTree, rows: Sequence[int], in_slots: Sequence[int]) -> Tensor:
-    """Which of the rows in N slots, and then of F ``rows``, each of ``rows`` descends from, or is: bool [F, N + F]."""
+    """Which of the rows in N slots, and then of the F ``rows``, are each of ``rows`` or its ancestors: bool [F, N + F]."""
     columns = {row: column for column, row in enumerate((*in_slots, *rows))}
     seen = np.zeros((len(rows), len(columns)), dtype=np.bool_)
     for line, row in zip(seen, rows, strict=True):

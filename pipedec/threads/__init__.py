@@ -1,7 +1,4 @@
-"""Answers in several decode threads (APAR, PASTA). Knows token ids and texts; knows no model, no process, no Redis.
-
-Importing this package does not import torch.
-"""
+"""Answers in several decode threads (APAR, PASTA). Knows token ids and texts; knows no model, process or Redis, and no torch."""
 
 from pipedec.threads.dialect import DIALECTS, NO_DIALECT, BoundDialect, Dialect, bind, load_dialect
 from pipedec.threads.metrics import ThreadMetrics, measure

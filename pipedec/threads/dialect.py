@@ -31,16 +31,16 @@ _Count = Annotated[int, Meta(ge=1)]
 class Dialect:
     """How an answer marks the parts of it that are decoded in parallel.
 
-    Limits apply to each thread. A limit on all threads of an answer (APAR's 32) would depend on which thread happens to open a
-    child first; limits on depth and on children per thread bound the same number in any order of decoding.
+    Limits apply to each thread, and so in any order of decoding alike. The effect of APAR's limit, 32 threads in an answer, would
+    depend on which thread happens to open a child first.
 
     Attributes:
         name: name shown to users.
         opener: token that opens a child, or the first token of a tag that opens one.
         opener_end: text that ends the tag, e.g. ``/>``; the child opens at the token that completes it. If not given, the opener
             is a single token.
-        opener_form: how training data write a tag after the opener: what it must hold, with ``{topic}`` and ``{tokens}``.
-        opener_tokens: parts of tags that are one token each if the tokenizer has them; elsewhere they are spelled out.
+        opener_form: format of a tag after the opener in training data, with ``{topic}`` and ``{tokens}``.
+        opener_tokens: parts of tags that are one token each if the tokenizer has them, and otherwise are spelled out.
         max_topic_words: maximum words of a topic in training data.
         max_opener_tokens: maximum tokens of a tag; one that is not complete by then is ordinary text.
         length_pattern: regular expression searched in the tag; its one group is the predicted length of the child.
@@ -51,7 +51,7 @@ class Dialect:
         child_end: token that closes a child; if not given, the end token does.
         join: token at which a thread waits for its children and then attends to them; if not given, threads never join.
         never_sampled: control tokens that are banned from sampling, besides ``child_start``.
-        no_opening_after: tokens directly after which the opener is banned.
+        no_opening_after: tokens after which the opener is banned as the next token.
         markers: further control tokens, without effect on threads.
         after_opening: position of the parent's next token after an opener at position t: ``next`` is t + 1, ``predicted`` is
             t + 1 + the predicted length of the child.
@@ -133,8 +133,8 @@ def _has_one_group(pattern: str) -> bool:
 
 
 def load_dialect(name_or_path: str | Path) -> Dialect:
-    """Load a shipped dialect by its name (see DIALECTS), or another one from a JSON file. Raises UserError if there is no such
-    dialect or file, or the file does not describe a dialect.
+    """Load a shipped dialect by its name (see DIALECTS), or one from a JSON file. Raises UserError if there is no such dialect or
+    file, or the file does not describe a dialect.
     """
     path = _DIRECTORY / f"{name_or_path}.json" if name_or_path in DIALECTS else Path(name_or_path)
     if path.suffix != ".json" and not path.exists():
@@ -159,7 +159,7 @@ class BoundDialect:
         control: all control tokens, those of ``opener_tokens`` included.
         opener_tokens: ids of the dialect's ``opener_tokens`` that the tokenizer has, by text.
         never_sampled: control tokens that are banned from sampling.
-        no_opening_after: tokens directly after which ``opener`` is banned.
+        no_opening_after: tokens after which ``opener`` is banned as the next token.
         text_of: the text of a token id.
     """
 
@@ -195,7 +195,7 @@ class BoundDialect:
         return None if found < 0 else found + len(self.dialect.opener_end)
 
     def stated_length(self, text: str) -> int | None:
-        """The length in tokens that a complete tag states for its child; None if it states none."""
+        """The number of tokens that a complete tag states for its child; None if it states none."""
         found = re.search(self.dialect.length_pattern, text) if self.dialect.length_pattern else None
         if found is None:
             return None
@@ -214,7 +214,7 @@ NO_DIALECT = BoundDialect(
 
 
 def bind(dialect: Dialect, token_of: Callable[[str], int | None], text_of: Callable[[int], str]) -> BoundDialect:
-    """Look up the control tokens of a dialect in a tokenizer; ``token_of`` returns None for text that is no token. Raises
+    """Look up the control tokens of a dialect in a tokenizer; ``token_of`` returns None for text that is not a token. Raises
     UserError if the tokenizer lacks a control token, or gives two of them the same id.
     """
     ids: dict[str, int] = {}

@@ -1,8 +1,8 @@
 """How parallel an answer is, and what its threads save (APAR Tables 1 and 2, PASTA §5.1).
 
 All metrics cover the document, truncated at max_tokens, and so do not depend on the order of decoding. The *step* of a token is
-the earliest at which it can be decoded if every thread decodes one token per step. Forced tokens take no step, and a join token
-comes no earlier than the last token of the threads it joins.
+the earliest one in which it can be decoded if every thread decodes one token per step. Forced tokens take no step, and a join
+token comes no earlier than the last token of the threads it joins.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Steps = dict[int, list[int]]
 class ThreadMetrics:
     """Metrics of one answer, finished or not.
 
-    The fields named ``…_flat`` are for the same text without control tokens, decoded by a single thread.
+    Fields named ``…_flat`` are of the same text without control tokens, decoded by a single thread.
 
     Attributes:
         threads: number of threads, the main thread included (as in APAR).
@@ -54,7 +54,7 @@ def measure(sequence: Sequence) -> ThreadMetrics:
     steps = _steps(sequence, document)
     longest_chain = max((thread_steps[-1] for thread_steps in steps.values()), default=0)
     prompt, count = sequence.prompt_length, len(text)
-    predicting = (sequence.sees(token.thread, token.ordinal - 1) for token in text if token.ordinal)  # of the token before it
+    predicting = (sequence.sees(token.thread, token.ordinal - 1) for token in text if token.ordinal)  # by the token before
     attended = sum(seen for context in predicting for _, seen in context)
     return ThreadMetrics(
         threads=max(1, len(steps)),

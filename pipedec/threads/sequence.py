@@ -24,7 +24,7 @@ Context = tuple[tuple[int, int], ...]  # (thread number, number of its leading t
 
 
 class State(Enum):
-    """A waiting thread waits for its open children: before its join token enters, or before it ends."""
+    """A thread waits for its open children before its join token enters, or before it ends."""
 
     RUNNING = "running"
     WAITING = "waiting"
@@ -173,7 +173,7 @@ class Sequence:
         threads: by number, the main thread first.
         max_tokens: maximum tokens of the document, control and forced tokens included; the answer is truncated there.
         finished: None until the answer ends; then ``stop``, ``length`` (max_tokens was reached), or the argument of ``end_all``.
-        grammar: what the answer, which is in one thread, must look like: as far as the accepted tokens. None for any text.
+        grammar: the answer's structure, advanced past the accepted tokens; None for any text.
         can_fork: whether the answer may ever have more than one thread.
         leaves_gaps: whether positions are left empty after openers.
     """
@@ -195,8 +195,8 @@ class Sequence:
     def accept(self, number: int, token: int) -> list[Start]:
         """Append an accepted token to a thread; returns tokens that have entered because of it, without being sampled.
 
-        A token of a thread that was cut is ignored: another thread's token cut the thread in the same timestep. Raises ValueError
-        if the thread is waiting or has ended without being cut.
+        Tokens of a thread that was cut are ignored: another thread's token cut it in the same timestep. Raises ValueError if the
+        thread is waiting, or has ended without being cut.
         """
         thread = self.threads[number]
         if thread.is_cut:
@@ -213,8 +213,8 @@ class Sequence:
         return []
 
     def ends_walk(self, number: int, token: int, after: Iterable[int] = ()) -> bool:
-        """Whether ``token`` joins or ends the thread, so that its successor cannot be predicted yet. ``after``: text and openers
-        between the thread's own tokens and ``token``, not accepted yet.
+        """Whether ``token`` joins or ends the thread, so that its successor cannot be predicted yet. It follows the tokens
+        ``after`` the thread's own, text and openers, which are not accepted yet.
         """
         return token in self._end_token_ids or len(self.threads[number].token_ids) + len(tuple(after)) + 1 >= self.max_tokens
 
@@ -229,11 +229,11 @@ class Sequence:
 
     @property
     def anomalies(self) -> dict[str, int]:
-        """Count by name (see ``Anomaly``). Tokens decoded beyond ``max_tokens`` of the document depend on the interleaving."""
+        """Counts by name (see ``Anomaly``). Those of tokens beyond ``max_tokens`` of the document depend on the interleaving."""
         return {}
 
     def sees(self, number: int, index: int) -> Context:
-        """``context`` of a token, and its own thread's tokens up to itself, inclusive."""
+        """The ``context`` of a token, and the tokens of its own thread up to and including itself."""
         return (*self.threads[number].context(index), (number, index + 1))
 
     def banned(self, number: int, after: Iterable[int] = ()) -> frozenset[int]:
@@ -241,8 +241,8 @@ class Sequence:
         return frozenset()
 
     def gap(self, number: int, path: list[int]) -> int:
-        """The number of positions left empty between the last token of ``path`` and its successor. ``path``: text and openers
-        after the thread's own tokens, not accepted yet.
+        """The number of positions left empty between the last token of ``path`` and its successor. ``path`` follows the thread's
+        own tokens and has text and openers, not accepted yet.
         """
         return 0
 
@@ -288,8 +288,8 @@ def _in_document_order(threads: list[DecodeThread], thread: DecodeThread) -> Ite
 
 
 def _document_token(thread: DecodeThread, index: int, remaining: int) -> DocumentToken:
-    """Token ``index`` of a thread, from which on ``remaining`` tokens fit into ``max_tokens``. A tag's tokens are consecutive in
-    the document, so a token of a broken tag is text if the token that broke the tag is among them.
+    """Token ``index`` of a thread, the first of ``remaining`` ones within ``max_tokens``. A tag's tokens are consecutive in the
+    document, so a token of a broken tag is text if the token that broke the tag is among them.
     """
     is_reverted = thread.reverted.get(index, index + remaining) < index + remaining
     is_control = thread.is_control[index] and not is_reverted
@@ -297,7 +297,7 @@ def _document_token(thread: DecodeThread, index: int, remaining: int) -> Documen
 
 
 def next_indices(threads: list[DecodeThread]) -> list[int]:
-    """For each thread, the smallest index that its next token can have in the document; tokens yet to come may precede it."""
+    """For each thread, the smallest index in the document that its next token can have. Tokens yet to come may precede it."""
     sizes = [thread.num_tokens for thread in threads]
     for thread in reversed(threads[1:]):  # children have larger numbers than their parents
         assert thread.parent is not None
@@ -312,7 +312,7 @@ def next_indices(threads: list[DecodeThread]) -> list[int]:
 
 
 class ReorderBuffer:
-    """Returns each token of an answer once, in document order, as soon as no other token can still precede it."""
+    """Returns each token of an answer once, in document order, as soon as no later token can precede it."""
 
     def __init__(self, threads: list[DecodeThread], max_tokens: int) -> None:
         self._threads = threads

@@ -1,9 +1,9 @@
 """One answer in several decode threads: how accepted tokens open, close and join them (APAR Algorithm 1, PASTA §3).
 
-Every rank replays the accepted tokens through a sequence, as through its ``PredictionTree``. Document, positions and
-visibility depend only on the tokens of each thread, not on how the decoding of threads interleaves; only thread numbers depend
-on that. Knows token ids and texts, no model, no rows and no process. Broken structure never ends an answer: it is counted in
-``anomalies`` and resolved by fixed rules (docs/threads.md).
+Every rank replays the accepted tokens through a sequence, as through its ``PredictionTree``. Document, positions and visibility
+depend only on the tokens of each thread, not on how the decoding of threads interleaves; only thread numbers depend on that.
+Broken structure never ends an answer: it is counted in ``anomalies`` and resolved by fixed rules (docs/threads.md). Knows token
+ids and texts, no model, no rows and no process.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ class Lookahead:
 
 
 class DialectGrammar:
-    """The rules of a bound dialect, with the model's end tokens: the effect of a token on its thread, and which tokens are banned
-    next, as functions of the dialect and the thread's state.
-
-    ``lookahead`` is always a list of tokens that follow the thread's own but are not accepted yet: text and openers.
+    """The rules of a bound dialect and the model's end tokens: the effect of a token on its thread, and which tokens are banned
+    next. Stateless. ``lookahead`` is always text and openers that follow the thread's own tokens and are not accepted yet.
     """
 
     def __init__(self, bound: BoundDialect, end_token_ids: frozenset[int]) -> None:
@@ -127,7 +125,7 @@ class DialectGrammar:
 class ThreadedSequence(Sequence):
     """An answer whose tokens may open further threads.
 
-    Predicted lengths are clamped so that ``max_tokens`` tokens always fit into the model's ``max_positions``; None for no limit.
+    Predicted lengths are clamped so that ``max_tokens`` tokens always fit into ``max_positions``, the model's limit, if any.
     """
 
     can_fork = True

@@ -1,8 +1,8 @@
-"""The prediction trees of an answer: one for every decode thread; the rows of all trees share the slots of one KV cache.
+"""The prediction trees of an answer, one for each decode thread (APAR §2, PASTA §3). Their rows share the slots of one KV cache.
 
 Owns which row of which tree each cache slot holds, what each row attends to in its own and in other threads, and how a verdict
-changes each thread and its tree: all ranks derive the same from the same verdict. A row is sent with its thread and its parent's
-index in that thread's tree, so ranks need not agree on the order of rows across threads.
+changes threads and trees: all ranks derive the same changes from the same verdict. A row is sent with its thread and its parent's
+index in that thread's tree, so ranks need not agree on the order of rows across threads. Knows no model and no method.
 
 Slots are in cache order: first the past, beginning with the prompt, then the rows of all trees. All threads attend to the whole
 prompt, so its slots have no labels. A token is *certain* when it is accepted or forced. Shapes: N rows of all trees, in order of
@@ -23,7 +23,7 @@ from pipedec.threads import DecodeThread, Sequence, Start, State
 from pipedec.tree.masks import Visibility
 from pipedec.tree.prediction_tree import Advance, DraftTree, Gaps, PredictionTree
 
-UNSEEN = 2**40  # token index of rows that are not certain: only rows of their own tree attend to them
+UNSEEN = 2**40  # in place of the token index, for rows that are not certain: only rows of their own tree attend to them
 
 
 class Remaining(Enum):
@@ -40,8 +40,8 @@ class ThreadChanges:
 
     Attributes:
         accepted: accepted tokens.
-        remaining: the rest of the trees of threads with accepted tokens, and of threads that have ended or were cut.
-        last: last tokens of ended threads that other threads will attend to: each enters, and has no successor.
+        remaining: what is left of the trees of threads that accepted tokens, have ended or were cut.
+        last: last tokens of ended threads that other threads will attend to. They enter, and nothing is decoded after them.
         starts: tokens that become roots of new trees.
     """
 
@@ -57,9 +57,9 @@ class ThreadChanges:
 
 
 def apply_verdict(sequence: Sequence, verdict: Verdict) -> ThreadChanges:
-    """Pass the accepted tokens to ``sequence`` and return the effects on all threads.
+    """Pass the accepted tokens to ``sequence``; returns the effects on all threads.
 
-    Tokens of a thread that another thread's token of the same verdict has cut are void.
+    Tokens of a thread are void if another thread's token in the same verdict has cut it.
     """
     changes = ThreadChanges()
     running = [thread.number for thread in sequence.threads if thread.state is State.RUNNING]
@@ -110,7 +110,7 @@ def position_root(tree: DraftTree, sequence: Sequence, number: int) -> None:
 
 
 class Slots:
-    """The labels of all slots of the past, and how many tokens of every other thread each thread attends to; on the host.
+    """Labels of the slots of the past, and how many tokens of every other thread each thread attends to. On the host.
 
     Attributes:
         past: int64 [3, P]: thread, token index and position id of each slot.
@@ -119,14 +119,14 @@ class Slots:
     def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
         self.past = torch.zeros(3, 0, dtype=torch.int64)
-        self._limits: Tensor | None = None  # [T, T], see ``_visible_tokens``; None = outdated
+        self._limits: Tensor | None = None  # int64 [T, T], how many tokens of each thread a thread attends to; None: outdated
 
     def commit(self, threads: Tensor, indices: Tensor, positions: Tensor) -> None:
         """Append rows to the past: the thread of each token, its index there, and its position id, each int64 [R]."""
         self.past = torch.cat((self.past, torch.stack((threads, indices, positions))), 1)
 
     def seen(self, threads_R: Tensor, tree_threads_N: Tensor, tree_indices_N: Tensor) -> Tensor:
-        """The certain tokens after the prompt that rows attend to, bool [R, P + N].
+        """Which certain tokens after the prompt the rows attend to: bool [R, P + N].
 
         Args:
             threads_R: int64, the thread of each row.
@@ -135,11 +135,19 @@ class Slots:
         labels = torch.cat((self.past[0], tree_threads_N))
         indices = torch.cat((self.past[1], tree_indices_N))
         if self._limits is None:
-            self._limits = self._visible_tokens()
+            threads = self._sequence.threads
+            table = [[0] * len(threads) for _ in threads]
+            for thread, limits in zip(threads, table, strict=True):
+                for other, tokens in thread.context():
+                    limits[other] = max(limits[other], tokens)
+                limits[thread.number] = UNSEEN
+            self._limits = torch.tensor(table)
         return indices < self._limits[threads_R][:, labels]
 
     def release(self) -> Tensor | None:
-        """Forget tokens that no later token attends to. Returns the slots that remain, int64, with the prompt's; None: all."""
+        """Forget tokens that no later token attends to (APAR §2.4). Returns int64, the slots that remain, the prompt's included;
+        None if all do.
+        """
         needed = torch.tensor(self._sequence.needed())
         is_kept = self.past[1] < needed[self.past[0]]
         if bool(is_kept.all()):
@@ -152,25 +160,15 @@ class Slots:
         """Call this when threads were opened or have joined others."""
         self._limits = None
 
-    def _visible_tokens(self) -> Tensor:
-        """int64 [T, T], the number of tokens of each other thread that a thread attends to."""
-        threads = self._sequence.threads
-        table = [[0] * len(threads) for _ in threads]
-        for thread, limits in zip(threads, table, strict=True):
-            for other, tokens in thread.context():
-                limits[other] = max(limits[other], tokens)
-            limits[thread.number] = UNSEEN
-        return torch.tensor(table)
-
 
 class Forest:
-    """The tree of an answer that cannot fork. Its rows are in the order of entry and attend to the whole past.
+    """The tree of an answer that cannot fork. Its rows are in order of entry and attend to the whole past.
 
-    Replays the verdicts on the answer. Everything is on the host, where every rank learns of rows and verdicts: the parts that a
-    model needs are copied to its device.
+    Replays the verdicts on the answer. Everything is on the host, where rows and verdicts arrive; what a model needs is copied to
+    its device.
 
     Args:
-        sequence: the answer; the forest passes accepted tokens to it. Tokens that it has already are in the past.
+        sequence: the answer, to which the forest passes accepted tokens. Earlier tokens are in the past.
 
     Attributes:
         trees: by thread number.
@@ -208,7 +206,7 @@ class Forest:
         return range(self._tree.num_rows)
 
     def by_thread(self, rows: slice) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """For each thread its number, which of ``rows`` are its own (int64 indices), and the same as rows of its tree, int64."""
+        """Yields for each thread of ``rows`` its number, and its rows twice: int64, indices into ``rows``, and into its tree."""
         own = torch.arange(rows.start, rows.stop)
         yield 0, own - rows.start, own
 
@@ -237,8 +235,8 @@ class Forest:
         """Replay a verdict, which may free slots of the past.
 
         Returns:
-            which rows of all trees are committed and kept; the effects on each thread; int64, the slots of the past, with the
-            committed rows, to which later tokens may attend, None if these are all.
+            the rows of all trees that are committed and kept; the effects on each thread; int64, the slots of the past, committed
+            rows included, to which later tokens may attend, or None if these are all.
         """
         changes = apply_verdict(self.sequence, verdict)
         return self._tree.advance(changes.accepted.get(0, ())), changes, None

@@ -1,9 +1,9 @@
-"""Attention masks: which slots of the KV cache rows attend to, ordinary ones and masks (BiTA §3).
+"""Attention masks: the slots of the KV cache that ordinary rows and mask rows attend to (BiTA §3).
 
-Mask rows stand for tokens not yet known and predict the tokens after them. A *group* of M masks is a chain of rows below an
-ordinary row. The m-th mask has the token id −m and a position m after that of the ordinary row. It attends to everything that row
-attends to, to the masks before it in its group, and to the learned prompt. Groups do not attend to each other, and no ordinary
-row attends to a mask. Training and decoding share this module.
+Mask rows stand for tokens that are not yet known, and predict the tokens after them. A *group* of M masks is a chain of rows
+below an ordinary row. The m-th mask has the token id −m, and the position of the ordinary row plus m. It attends to everything
+that row attends to, to the masks before it in its group, and to the learned prompt. Groups do not attend to each other, and no
+ordinary row attends to a mask. Training and decoding share this module. It knows no tree and no thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Visibility:
         seen: bool [R, S − shared], ``[i, j]``: row i attends to slot ``shared`` + j.
         shared: number of leading slots that every row attends to: the whole past of an answer in one thread, else the prompt.
             The position id of each is its slot number.
-        slot_positions: returns int64 [S − shared], the position id of each of the other slots. Only sliding windows need it.
+        slot_positions: returns int64 [S − shared], position ids of the other slots; only sliding windows need them.
     """
 
     seen: Tensor
@@ -47,7 +47,7 @@ def is_mask(token_ids: Tensor) -> Tensor:
 
 
 def mask_groups(rows: Tensor, first: int, num_masks: int) -> tuple[Tensor, Tensor]:
-    """A group of M masks below each of ``rows``, int64 [G], of a tree, group after group; row ``first`` will be the first mask.
+    """One group of M masks below each of the tree's ``rows``, int64 [G], group after group. The first mask will be row ``first``.
 
     Returns:
         token_ids, parents: int64 [G · M], for ``PredictionTree.append``.

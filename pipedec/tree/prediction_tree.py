@@ -21,13 +21,13 @@ from pipedec.threads import Sequence as ThreadSequence
 
 @dataclass(frozen=True)
 class Gaps:
-    """Positions left empty after a row of a thread's tree: room for the predicted length of a child that its token opens."""
+    """Positions left empty after rows of a thread's tree: room for the predicted length of a child that the row opens (PASTA)."""
 
     sequence: ThreadSequence
     thread: int
 
     def may_follow(self, token: int) -> bool:
-        """Whether a gap is possible after this token. False means ``after`` is 0 for every path that ends with it."""
+        """Whether a gap is possible after this token. If not, ``after`` is 0 for every path that ends with it."""
         return self.sequence.may_leave_gap(token)
 
     def after(self, path: list[int]) -> int:
@@ -37,9 +37,9 @@ class Gaps:
 
 @dataclass(frozen=True)
 class Advance:
-    """How a verdict changes a tree of N rows; everything stored per row (caches, pending outputs) follows it.
+    """The changes of a verdict to a tree of N rows; everything stored per row (caches, pending outputs) follows them.
 
-    Its tensors are on the host, even if the tree is not.
+    The tensors are on the host, even if the tree is not.
 
     Attributes:
         committed: int64, rows that move from the tree to the past, in order.
@@ -56,7 +56,7 @@ class Advance:
     hit: bool
 
     def renumber(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of ``rows``, int64 [R] on the host, are kept: bool [R]; and the new indices of those, int64."""
+        """For ``rows``, int64 [R] on the host: which are kept, bool [R], and the new indices of those, int64."""
         numbers = torch.full((self.num_rows,), -1, dtype=torch.int64)
         numbers[self.kept] = torch.arange(len(self.kept))
         renumbered = numbers[rows]
@@ -90,7 +90,7 @@ class Candidates:
 
 
 class DraftTree(Protocol):
-    """A tree as the draft model sees it: facts about some of its rows, on the host. See ``PredictionTree``."""
+    """A tree as the draft model sees it. See ``PredictionTree``."""
 
     gaps: Gaps | None
 
@@ -108,7 +108,7 @@ class DraftTree(Protocol):
 
 @dataclass(frozen=True)
 class DraftRows:
-    """Rows of one tree, that of ``thread`` of request ``number``, which the draft model computes next.
+    """Rows that the draft model computes next, of the tree of ``thread`` of request ``number``.
 
     Attributes:
         rows: ascending, not drafted yet. Their ancestors were drafted or are among them.
@@ -157,7 +157,7 @@ class PredictionTree:
         self.reset(0)
 
     def reset(self, root_position: int) -> None:
-        """Drop all rows; the next root will have position ``root_position``."""
+        """Drop all rows. The next root gets position ``root_position``."""
         self.num_rows = 0
         self.root_position = root_position
         self._token_ids: list[int] = []
@@ -207,10 +207,8 @@ class PredictionTree:
     def append(self, token_ids: Tensor, parents: Tensor, log_probs: Tensor | None = None) -> slice:
         """Add R rows after the existing ones; returns the slice of their indices.
 
-        Ids on the host need no wait for the tree's device.
-
         Args:
-            token_ids: int64 [R].
+            token_ids: int64 [R]; on the host, or the call waits for the device. So are ``parents``.
             parents: int64 [R], index of an existing row or of an earlier row of this call (numbered from N on); −1 for the
                 root of an empty tree.
             log_probs: [R], log-probability of each token given its parent; None if unused.

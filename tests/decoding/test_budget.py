@@ -137,6 +137,11 @@ def test_a_width_that_is_set_is_a_limit() -> None:
     }
 
 
+def test_a_width_that_certain_rows_exceed_leaves_no_candidates() -> None:
+    wide = Demand(5, chances=[0.9] * 50, most=3)  # the last tokens of ended threads are certain rows besides the width
+    assert share(Claim(0, demand=wide), Claim(1, demand=Demand(1))) == {0: 5, 1: 1}
+
+
 def test_a_whole_waits_until_it_has_waited_longest() -> None:
     budget, tree = Budget(KNEE), Claim(99, demand=Demand(whole=KNEE))
     busy = [Claim(number, demand=Demand(1)) for number in range(3)]
