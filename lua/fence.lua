@@ -1,5 +1,5 @@
 -- fence.lua: keeps callers of other epochs out. Not a script of its own: shared by scripts that name it in their first line.
--- Purpose:   tells whether a caller takes part in the run's present epoch.
+-- Purpose:   checks that a caller takes part in the run's present epoch.
 -- Invariant: read-only. A run that is not stored is in epoch 0: its ranks meet before it is opened.
 local fence = {}
 

@@ -7,7 +7,7 @@
 -- ARGV:      1 time to live of the keys in seconds  2 duration of the lease in milliseconds  3 rank  4 prefix of the answer keys
 --            5 counters of the rank, JSON; empty if there are none
 --            6 what it does, JSON; empty if that is not known  7 epoch of the caller
--- Note:      doing holds, for each rank, the time in microseconds at which it has told this, a space, and the JSON
+-- Note:      doing holds, for each rank, the time of its report in microseconds, a space, and the JSON
 -- Returns:   1; error PIPEDEC STALE if the run is in another epoch
 local stale = fence.refusal(KEYS[4], ARGV[7])
 if stale then

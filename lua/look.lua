@@ -1,5 +1,5 @@
 -- look.lua
--- Purpose:   tells in one call all that a waiting client needs to know of the run, and what is shown of it.
+-- Purpose:   returns in one call the state of the run for waiting clients, status commands and metrics.
 -- Invariant: read-only.
 -- KEYS:      1 run (hash)  2 running (set)  3 waiting (zset)  4 members (set)  5 recoveries (list)  6 + rank: alive of that
 --            rank (string)

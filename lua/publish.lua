@@ -2,9 +2,8 @@
 -- publish.lua
 -- Purpose:   appends events to the answers of any number of requests, and ends those requests whose last events these are;
 --            notes rank 0's counters.
--- Invariant: what is published of a request that does not run, because it has ended, is dropped. A request leaves the running
---            ones in the same step in which its answer gets its last events, and nothing of it is
---            left but that answer.
+-- Invariant: events of a request that has ended are dropped. A request leaves the running ones in the same step in which its
+--            answer gets its last events, and nothing of it is left but that answer.
 -- KEYS:      1 running (set)  2 cancelled (set)  3 unread (set)  4 run (hash)  5 requests (hash)  6 attempts (hash)
 --            7 ...: answers (streams), one for each item of ARGV[2]
 -- ARGV:      1 time to live of the keys in seconds  2 JSON [[request number, 1 if it ends else 0, event JSON text, ...], ...]

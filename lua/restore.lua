@@ -1,12 +1,11 @@
 -- restore.lua
 -- Purpose:   writes back what rank 0 knows of a run that Redis has lost, in its next epoch.
 -- Invariant: a run that is stored is not changed. Requests that waited are gone: their clients submit them again.
--- KEYS:      1 run (hash)  2 running (set)  3 requests (hash)  4 recoveries (list)  5 ...: answers (streams), one for each
---            request
--- ARGV:      1 time to live of the keys in seconds  2 the epoch that has ended  3 description of the run for clients, JSON  4
---            first and
---            last stage of each group  5 duplex of the links  6 how many requests run at the same time  7 how many may wait
---            8 number of the next request  9 reason  10 JSON [[request number, request's JSON, event JSON text, ...], ...]
+-- KEYS:      1 run (hash)  2 running (set)  3 requests (hash)  4 recoveries (list)  5 ...: answers (streams), one per request
+-- ARGV:      1 time to live of the keys in seconds  2 the epoch that has ended  3 description of the run for clients, JSON
+--            4 first and last stage of each group, as in open.lua  5 duplex of the links  6 how many requests run at the same
+--            time  7 how many may wait  8 number of the next request  9 reason
+--            10 JSON [[request number, request's JSON, event JSON text, ...], ...]
 -- Returns:   the run's epoch
 local stored = redis.call('HGET', KEYS[1], 'epoch')
 if stored then

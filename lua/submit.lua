@@ -2,12 +2,11 @@
 -- Purpose:   queues a request for rank 0.
 -- Invariant: requests are accepted only while the run is up and has not failed, and while fewer are unfinished than it allows
 --            (those for which there is a place do not count as waiting); they are numbered from 0 without gaps. While a request
---            waits that rank 0 has not looked for, the bell holds an element. An operation with an id that is sent again,
---            because its
---            reply was lost, submits nothing more and gets the same number.
+--            waits that rank 0 has not looked for, the bell holds an element. An operation that is sent again under the same id,
+--            because its reply was lost, submits nothing more and gets the same number.
 -- KEYS:      1 run (hash)  2 waiting (zset)  3 requests (hash)  4 bell (list)  5 running (set)  6 owners (hash)
 --            7 lease of its owner (string)  8 the operation (string)
--- ARGV:      1 time to live of the keys in seconds  2 the request's JSON  3 its priority, an integer; a lower one is sooner
+-- ARGV:      1 time to live of the keys in seconds  2 the request's JSON  3 its priority, an integer; lower ones come first
 --            4 its owner; empty for none  5 duration of the owner's lease in milliseconds  6 1 if the operation has an id, else 0
 -- Returns:   the request's number; error PIPEDEC FAILED if the run has failed, PIPEDEC NOTUP if it is not up or is stopping,
 --            PIPEDEC FULL if too many requests are unfinished

@@ -1,16 +1,15 @@
 -- uses: room fence
 -- take.lua
--- Purpose:   gives rank 0 the next waiting requests, as many as it has room for, and tells it which running ones were cancelled.
+-- Purpose:   gives rank 0 the next waiting requests, as many as it has room for, and the running ones that were cancelled.
 -- Invariant: requests are taken in the order of (priority, number), each once. A taken request is running until publish.lua ends
---            it; its JSON is kept until then, because a new rank 0 needs it, and its cancellation is told with every call. No
---            more
---            are running than the run allows.
+--            it; its JSON is kept until then, because a new rank 0 needs it, and its cancellation is returned by every call. No
+--            more are running than the run allows.
 -- KEYS:      1 run (hash)  2 waiting (zset)  3 requests (hash)  4 running (set)  5 cancelled (set)  6 bell (list)
 --            7 watchers (string)
 -- ARGV:      1 time to live of the keys in seconds  2 how many requests at most  3 epoch of the caller
--- Returns:   {state of the run, {cancelled number, ...}, name of who has begun to watch last, empty if nobody watches, number,
---            JSON, number, JSON, ...}; error PIPEDEC FAILED if the run has failed, PIPEDEC LOST if it is no longer stored,
---            PIPEDEC STALE if the run is in another epoch
+-- Returns:   {state of the run, {cancelled number, ...}, id of the newest watcher (empty without one), number, JSON, number,
+--            JSON, ...}; error PIPEDEC FAILED if the run has failed, PIPEDEC LOST if it is no longer stored, PIPEDEC STALE if
+--            the run is in another epoch
 local stale = fence.refusal(KEYS[1], ARGV[3])
 if stale then
   return stale

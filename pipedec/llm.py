@@ -35,7 +35,7 @@ Resumable = Completion | Sequence[int] | None  # an answer so far
 
 
 class Resident:
-    """Starts a cluster in its constructor; ``_cluster.stop`` ends it.
+    """Owns a cluster on this machine, which its constructor starts and a subclass stops.
 
     Args:
         target, draft: checkpoint directories; the shipped pair by default, ``draft="none"`` for a pipeline without one.

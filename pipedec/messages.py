@@ -30,7 +30,7 @@ class PromptRequest(Record, frozen=True):
         prompt: text, or token ids, which are taken as they are.
         raw: skip the chat template.
         method: None for the default.
-        options: what is set of the method's options, by name; rank 0 fills in the rest.
+        options: the method's options that are set, by name; rank 0 fills in the rest.
         threads: a dialect as JSON text (``Dialect.to_json``); None for an answer in one thread.
         priority: requests of a lower one are served first.
         resume: token ids of the answer so far: it continues after them, and only the rest is streamed. They need the seed
@@ -54,7 +54,7 @@ class PromptRequest(Record, frozen=True):
     def seeded(self) -> PromptRequest:
         """The request as it is submitted: with a seed, if its tokens are drawn. Another attempt then draws the same tokens.
 
-        UserError if it goes on with an answer that was drawn with a seed that it does not give.
+        Raises UserError if it resumes an answer that was drawn at random, without its seed.
         """
         if self.resume and self.sampling.is_stochastic and self.sampling.seed is None:
             raise UserError("the answer to resume was drawn at random: give its seed, which was reported with it")
@@ -84,13 +84,13 @@ class RankDescription(Record, frozen=True):
     """Where a rank runs, and how it computes and sends.
 
     Attributes:
-        host: in cluster.yaml, else what the machine calls itself.
-        device: ``cpu``, or a GPU as its driver names it.
-        dtype: of its model, with what its weights are quantized to.
+        host: its name in cluster.yaml, else the machine's own.
+        device: ``cpu``, or the driver's name of a GPU.
+        dtype: of its model, with the format of quantized weights.
         transport, interface: of the steps that it sends.
         attention: the kernel of its layers.
-        remarks: what else a user should know.
-        since_epoch: in which its process has loaded its weights.
+        remarks: further notes for users.
+        since_epoch: the epoch in which its process has loaded its weights.
     """
 
     rank: int
@@ -119,7 +119,7 @@ class BitaDescription(Record, frozen=True):
 
 
 class RunDescription(Record, frozen=True):
-    """A run as its clients see it: how its pipeline is cut, and what it is made of.
+    """A run's description for clients: its settings, and how its pipeline is cut and computed.
 
     Attributes:
         groups: see ``Topology``.
@@ -194,8 +194,8 @@ class RunStats(Record, frozen=True):
         prompt_rows, root_rows, draft_rows, mask_rows: rows that entered the pipeline: of prompts (and of answers that go on
             after a pause), roots of trees, which are certain, other tokens of trees, which are guesses, and masks.
         drafts: roots that entered an empty pipeline.
-        accepted_tokens: guesses that were accepted (``Metrics.hits``); so 1 + accepted_tokens / drafts is tokens per refill.
-        accepted_per_pos: the same by their depth below the root that entered, from 1; deeper ones are left out.
+        accepted_tokens: accepted guesses (``Metrics.hits``), so that tokens per refill are 1 + accepted_tokens / drafts.
+        accepted_per_pos: the same by depth below the root that entered, from 1; greater depths are left out.
         rows_per_timestep: of timesteps in which rows entered.
         timestep_seconds: of timesteps of a full pipeline.
         corrupted: requests that have failed because a stage computed NaN or infinity.
@@ -239,13 +239,13 @@ class ActivityReport(Record, frozen=True):
     """The activity of a rank, as its lease reports it.
 
     Attributes:
-        kind: ``idle``, ``computing``, ``warming`` (computing what may take long because it is computed for the first time),
+        kind: ``idle``, ``computing``, ``warming`` (a computation that may take long because it is the first of its kind),
             ``waiting`` (for a transfer), ``loading``, ``meeting`` or ``connecting`` (to another host).
         peer: the rank that it waits for, or whose host it tries to reach.
-        seconds: how long it had lasted at the time of the report.
-        longest_seconds: of its completed timesteps.
-        warmed_seconds: how long ago it was warming last; None if it has not been.
-        age_seconds: the age of the report, by Redis' clock.
+        seconds: how long the activity had lasted at the time of the report.
+        longest_seconds: the longest of its completed timesteps.
+        warmed_seconds: how long ago it last was ``warming``; None if it never was.
+        age_seconds: the age of the report, by Redis's clock.
     """
 
     kind: str
@@ -294,12 +294,12 @@ class CardEvent(EventRecord, frozen=True, tag="card"):
     """A rank's description of itself before the ranks connect.
 
     Attributes:
-        host: in cluster.yaml, else what the machine calls itself.
-        machine: the same for ranks that share a machine and its network, and for no others.
-        address: its own address on the way to Redis.
+        host: its name in cluster.yaml, else the machine's own.
+        machine: see ``network.machine_id``.
+        address: its own address on the route to Redis.
         versions: of pipedec, torch, llguidance and the protocols in Redis and between ranks.
-        configs: digests of what is not weights, by model.
-        settings: what follows from its flags and must be the same everywhere.
+        configs: digests of the checkpoints without their weights, by model.
+        settings: consequences of its flags that must be the same on all ranks.
         gpu: the identifier of the GPU on which it will load its weights; empty on a processor, and once they are loaded.
     """
 
@@ -317,8 +317,8 @@ class AddressEvent(EventRecord, frozen=True, tag="address"):
     """Where a rank can be reached by the others.
 
     Attributes:
-        port: a port on which it listens until all ranks have connected; on rank 0, the one of the store in which they meet.
-        kv_bytes: for which it has measured memory for keys and values; None if it has not.
+        port: a port on which it listens until all ranks have connected; on rank 0, that of the store in which they meet.
+        kv_bytes: measured memory for keys and values; None if it has measured none.
         digests: of the tensors that the rank reads, by model and name, if there are several machines.
     """
 
@@ -354,13 +354,12 @@ class ThreadNews(Record, frozen=True):
 
 
 class TokensEvent(EventRecord, frozen=True, tag="tokens"):
-    """New tokens of an answer and their text; of an answer whose threads are shown, also what is new of each.
-
-    After a recovery tokens may come again.
+    """New tokens of an answer and their text; with ``show_threads`` also news of each thread. After a recovery tokens may be
+    repeated.
 
     Attributes:
-        index: how many tokens of this answer came before, not counting those that the request has brought with it.
-        offset: how many characters.
+        index: how many tokens of this answer came before, without those that the request contained.
+        offset: how many characters came before.
     """
 
     token_ids: list[int]
@@ -374,8 +373,8 @@ class LogprobsEvent(EventRecord, frozen=True, tag="logprobs"):
     """For sampled tokens, in the order of sampling: (token id, log probability) of the chosen one, then of the most probable.
 
     Attributes:
-        index: the ordinal of the first one among all sampled tokens, those that the request has brought with it included. What
-            was sent earlier for the same ordinals counts no more.
+        index: the ordinal of the first one among all sampled tokens, including those that the request contained. Earlier values
+            for the same ordinals are void.
     """
 
     logprobs: list[list[tuple[int, float]]]
@@ -419,9 +418,8 @@ class ResumedEvent(EventRecord, frozen=True, tag="resumed"):
 
 
 class CompletionEvent(EventRecord, frozen=True, tag="completion"):
-    """The answer is complete.
-
-    ``sampled`` has, of an answer in threads, each token's ordinal in the order of sampling; −1: it was forced.
+    """The answer is complete. For an answer in threads, ``sampled`` has each token's ordinal in the order of sampling; -1 for a
+    forced token.
     """
 
     completion: Completion
@@ -452,7 +450,7 @@ _decoder = msgspec.json.Decoder(Event)
 
 
 def event_from_json(text: str | bytes) -> Event:
-    """Raises PipedecError, in one line, for anything that is no event."""
+    """Raises PipedecError, in one line, for anything but an event."""
     try:
         return cast(Event, _decoder.decode(text))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -2,9 +2,9 @@
 
 Files are read strictly: with limits of size and depth, without duplicate keys.
 
-Every mistake is a UserError of one line that begins with the path of the key and says what is allowed there. Ranges stand in
-the annotations (``msgspec.Meta``), rules among several fields in ``__post_init__``, as a BadValue. Messages of msgspec have
-neither values nor keys of mappings, and it ignores unknown keys of dataclasses: ``_check`` finds the mistake to be named.
+Every mistake is a UserError of one line that begins with the path of the key and says what is allowed there. Ranges are in the
+annotations (``msgspec.Meta``); rules among several fields are in ``__post_init__``, which raises BadValue. As msgspec's messages
+name neither values nor keys of mappings, and it ignores unknown keys of dataclasses, ``_check`` finds the mistake to name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_YAML_DEPTH = 20
 
 
 def read_text(path: Path) -> str:
-    """Raises UserError unless it is a UTF-8 file of at most MAX_FILE_BYTES."""
+    """The text of a file. Raises UserError unless it is UTF-8 of at most MAX_FILE_BYTES."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -117,7 +117,7 @@ def parse_json(kind: type[Config], text: str | bytes, source: str = "") -> Confi
 
 
 def validated(kind: type[Config], document: object, source: str = "") -> Config:
-    """As ``parse_json``, from plain values: what JSON can hold."""
+    """As ``parse_json``, from plain values that JSON can hold."""
     try:
         json.dumps(document, default=_refuse, ensure_ascii=False).encode()
         _check(_type_info(cast(Any, kind)), document, "")
@@ -134,7 +134,7 @@ _type_info = functools.cache(inspect.type_info)
 
 
 def _check(kind: inspect.Type, value: Any, path: str) -> None:
-    """Raises UserError, as ``PATH: must be …, not …``, for the first mistake in a value that is to be of this type."""
+    """Raises UserError (``PATH: must be …, not …``) for the first mistake in a value that should be of this type."""
     members = list(_members(kind))
     if isinstance(value, dict) and len(tags := {one.tag: one for one, _ in members if isinstance(one, inspect.StructType)}) > 1:
         return _check_inside(_tagged(tags, value, path), value, path)
@@ -164,7 +164,7 @@ def _check(kind: inspect.Type, value: Any, path: str) -> None:
 
 
 def _tagged(tags: dict[Any, inspect.StructType], value: dict[str, Any], path: str) -> inspect.StructType:
-    """The struct that a mapping is to be, by its tag."""
+    """The struct that a mapping describes, by its tag."""
     field = str(next(iter(tags.values())).tag_field)
     if field not in value:
         raise UserError(joined(joined(path, field, "."), "missing"))
@@ -175,7 +175,7 @@ def _tagged(tags: dict[Any, inspect.StructType], value: dict[str, Any], path: st
 
 
 def _check_inside(kind: Any, value: Any, path: str) -> None:
-    """As ``_check``, of the parts of a mapping or a list, then of ``__post_init__``."""
+    """As ``_check``, for the parts of a mapping or a list, then for ``__post_init__``."""
     match kind:
         case inspect.DataclassType() | inspect.StructType():
             known = {field.encode_name: field for field in kind.fields}

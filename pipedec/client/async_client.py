@@ -102,8 +102,8 @@ class AsyncClient:
     Attributes:
         description: of the run.
         scheduler: the connection; counts its round trips.
-        last_status: the latest report of the run, a second or two old; None before the first.
-        failure: why there are no more answers: a rank or Redis is lost, the run was stopped, or this client was closed.
+        last_status: the latest state of the run, a second or two old; None before the first.
+        failure: why there will be no more answers: a rank or Redis is lost, the run was stopped, or this client was closed.
     """
 
     def __init__(self, scheduler: AsyncRedisScheduler, description: RunDescription, check: Callable[[], None]) -> None:
@@ -114,7 +114,7 @@ class AsyncClient:
         self._check = check
         self._open: dict[int, AsyncReply] = {}
         self._run = RunWatch()
-        self._is_reading = False  # Redis is being read for all open answers
+        self._is_reading = False  # whether ``read_answers`` is waiting for events of all open answers
         self._tasks: set[asyncio.Task[Any]] = set()  # short ones
         self._following = [asyncio.create_task(self._until_lost(work)) for work in (self._follow(), self._watch())]
 

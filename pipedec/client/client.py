@@ -32,8 +32,8 @@ class Client:
     """Sends requests to a running cluster, and waits while it recovers. Used from one thread.
 
     Args:
-        check: called while waiting; raises if the cluster is known to be in trouble (``LocalCluster.check``). None if nothing is
-            but the status that Redis returns every two seconds.
+        check: called while waiting; raises if the cluster is known to be in trouble (``LocalCluster.check``). None to rely on the
+            status in Redis, read every two seconds.
         silence_seconds: how long to wait for the next event of an answer before the cluster counts as lost.
     """
 
@@ -162,7 +162,7 @@ class Client:
             self._bear(error)
         for number, position, event in events:
             if isinstance(event, AbortEvent):
-                self._check()  # the supervisor knows better than the other ranks what happened to a process
+                self._check()  # the supervisor knows better than other ranks how a process ended
             self._open[number].take(position, event)
         if not events:
             self._check()

@@ -157,22 +157,22 @@ class Reply:
                 self._take_tokens(event)
             case PausedEvent():
                 self.waits = True
-                self._tell()
+                self._report()
             case ResumedEvent(epoch):
                 self.waits = False
                 self._epochs |= set() if epoch is None else {epoch}
-                self._tell()
-            case TraceEvents(rows):
-                self.trace += rows
+                self._report()
+            case TraceEvents(tasks):
+                self.trace += tasks
             case CacheSlotsEvent(rank, slots):
                 self.cache_slots[rank] = slots
             case OverranEvent(timesteps):
                 self.overran.update(timesteps)
             case LogprobsEvent(logprobs, index):
-                said = {ordinal: dict(pairs) for ordinal, pairs in enumerate(logprobs, start=index)}
-                new = [row for ordinal, row in said.items() if ordinal not in self._logprobs]
-                self._logprobs |= said
-                self._tell(logprobs=new)
+                rows = {ordinal: dict(pairs) for ordinal, pairs in enumerate(logprobs, start=index)}
+                new = [row for ordinal, row in rows.items() if ordinal not in self._logprobs]
+                self._logprobs |= rows
+                self._report(logprobs=new)
             case PromptLogprobsEvent(logprobs, index):
                 self._prompt_logprobs[index : index + len(logprobs)] = map(dict, logprobs)
             case CompletionEvent():
@@ -192,7 +192,7 @@ class Reply:
         """Record the state of the run: whether it has lost ranks, or Redis, and will continue."""
         if recovers != self._run_recovers and not self.has_ended:
             self._run_recovers = recovers
-            self._tell()
+            self._report()
 
     def _take_tokens(self, event: TokensEvent) -> None:
         """Report new tokens: after a recovery an answer may repeat earlier ones."""
@@ -200,7 +200,7 @@ class Reply:
         token_ids, text = event.token_ids[max(tokens - event.index, 0) :], event.text[max(characters - event.offset, 0) :]
         self._known = tokens + len(token_ids), characters + len(text)
         self.arrivals.note(len(token_ids))
-        self._tell(text, token_ids, threads=[new for news in event.threads or [] if (new := self._new_of(news)) is not None])
+        self._report(text, token_ids, threads=[new for news in event.threads or [] if (new := self._new_of(news)) is not None])
 
     def _new_of(self, news: ThreadNews) -> ThreadNews | None:
         """The new part of a thread; None if there is none."""
@@ -211,13 +211,12 @@ class Reply:
         self._threads[news.path] = news.tokens, max(characters, news.offset) + len(text)
         return replace(news, text=text, offset=characters)
 
-    def _tell(self, text: str = "", token_ids: Sequence[int] = (), **news: Any) -> None:
+    def _report(self, text: str = "", token_ids: Sequence[int] = (), **news: Any) -> None:
         self.on_delta(Delta(text, list(token_ids), is_paused=self.is_paused, **news))
 
     def _completed(self, event: CompletionEvent) -> Completion:
-        """The completion, with the log-probabilities of its tokens (the last stage may have sent those of more tokens).
-
-        Those of tokens that the request contained are empty.
+        """The completion, with its times, and with the log-probabilities of its own tokens (the last stage may have sent more);
+        those of tokens that the request contained are empty.
         """
         completion, metrics = event.completion, event.completion.metrics
         metrics.recoveries = len(self._epochs)

@@ -19,7 +19,7 @@ class Resumption:
 
     Attributes:
         token_ids: in the order of ``Completion.token_ids``.
-        seed: with which they were drawn; None if they were not, or if unknown.
+        seed: the seed with which they were drawn; None if they were not, or if it is unknown.
         logprobs: as in ``Completion``; None if unknown.
     """
 

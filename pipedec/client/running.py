@@ -1,4 +1,4 @@
-"""A running cluster to measure: its description, and a client. Needs no torch and no checkpoint."""
+"""A running cluster for benchmarks: its description, and a client. Needs no torch and no checkpoint."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Running:
         return Topology(self.description.groups)
 
     def methods(self) -> list[str]:
-        """The methods that it can decode with."""
+        """The methods with which it can decode."""
         return possible_methods(self.description.draft is not None, self.description.bita is not None)
 
     def check_method(self, name: str) -> None:

@@ -52,9 +52,9 @@ class RunWatch:
         return status.state == "gone" or (self._restored is not None and _restored(status) > self._restored)
 
     def lost(self, status: RunStatus, replies: Iterable[Reply]) -> list[Reply]:
-        """Open answers that a Redis which has lost its data does not know any more; each once."""
+        """Open answers that Redis no longer knows because it has lost its data; each is returned once."""
         if status.state == "gone":
-            return []  # it may come back with them
+            return []  # rank 0 may restore the run with them
         is_forgotten, self._restored = self.is_forgotten(status), _restored(status)
         if not is_forgotten:
             return []
@@ -66,7 +66,7 @@ def _restored(status: RunStatus) -> int:
 
 
 def is_away(status: RunStatus) -> bool:
-    """True while the run is recovering."""
+    """Whether the run does not serve: it recovers, or Redis has lost it."""
     return status.is_recovering or status.state == "gone"
 
 

@@ -1,4 +1,4 @@
-"""Copies to the hosts of a cluster.yaml what they lack of the checkpoints, from this machine over ssh. Loads no torch."""
+"""Copies missing checkpoint files from this machine to the hosts of a cluster.yaml, over ssh. Loads no torch."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from pipedec.gguf import is_gguf, is_named
 
 INBOX_MODULE = "pipedec.cluster.inbox"
 CONNECT_SECONDS = 30.0
-COMPARE_SECONDS = 3600.0  # in which a host must have digested what it has, or a file that has come
+COMPARE_SECONDS = 3600.0  # for a host to digest its files, or one that it has received
 END_SECONDS = 5.0
 
-Wanted = tuple[WantedFile, Path]  # a file as it is to be on a host, and where it is here
+Wanted = tuple[WantedFile, Path]  # a file as a host should have it, and its path here
 
 
 class Sources:
-    """The checkpoints on this machine, and where they are to be on the hosts (``models``, by key)."""
+    """The checkpoints on this machine; ``models`` are their paths on the hosts, by key."""
 
     def __init__(self, models: Mapping[str, str]) -> None:
         self._models = models
         self._digests: dict[Path, str] = {}
 
     def wanted(self, parts: Iterable[CheckpointPart], checking: Callable[[Path], None] = lambda file: None) -> list[Wanted]:
-        """Every file of parts of the checkpoints here, as it is to be on a host, and where it is here. Calls ``checking`` with
-        each file before its digest is computed. Raises UserError if a checkpoint is not here at all, or damaged.
+        """Every file of these parts of checkpoints. Calls ``checking`` with each file before its digest is computed. Raises
+        UserError if a checkpoint is not here at all, or damaged.
         """
         found = []
         for part in parts:
@@ -54,7 +54,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Missing:
-    """How many files a host lacks, their bytes in all, and how many of these have come before."""
+    """How many files a host lacks, their total size in bytes, and how many of these bytes it already has."""
 
     files: int
     num_bytes: int
@@ -62,7 +62,9 @@ class Missing:
 
 
 class Delivery:
-    """The files that one host lacks. A context manager, which ends the connection. Raises UserError without ssh here."""
+    """The transfer of checkpoint files to one host, over a connection that ends with the ``with`` block. Raises UserError if this
+    machine has no ssh.
+    """
 
     def __init__(self, config: ClusterConfig, host: str, files: Sequence[Wanted]) -> None:
         self._host = host
@@ -81,7 +83,9 @@ class Delivery:
         self._link.wait(time.monotonic() + END_SECONDS)
 
     def compare(self) -> Missing:
-        """Ask what is missing. Raises UserError, which says why the host cannot take files in, or which file neither has."""
+        """Ask the host what it lacks. Raises UserError if it cannot receive files (with the reason), or if this machine lacks one
+        of them, too; PipedecError if it does not answer in time.
+        """
         hello = self._await("hello", CONNECT_SECONDS)
         if hello["pipedec"] != __version__:
             raise UserError(f"{self._host} has pipedec {hello['pipedec']}, but here it is {__version__}: install the same")
@@ -93,7 +97,7 @@ class Delivery:
         return Missing(len(files), sum(file.num_bytes for file in files), sum(self._missing.values()))
 
     def send(self, sent: Callable[[int], None]) -> None:
-        """Send what is missing, after ``compare``; ``sent`` is called with numbers of further bytes. Raises as ``compare``."""
+        """Send what ``compare`` has found; calls ``sent`` with the number of bytes of each piece. Raises as ``compare``."""
         for path, offset in self._missing.items():
             file, source = self._files[path]
             self._link.order("take", file=asdict(file), offset=offset)

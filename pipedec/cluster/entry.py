@@ -1,6 +1,6 @@
 """The main function of a rank's process: prepares its pipeline, serves, and reports a failure to all others.
 
-Loads torch and the models' code as late as possible: a wrong place or a missing file is reported within a second or two.
+Loads torch and the models' code as late as possible, so that mistakes in its place or files are reported within a second or two.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ def run_rank(
 ) -> int:  # fmt: skip
     """Serve as one rank until the run is stopped; returns the exit status.
 
-    A failure is reported to the other ranks and to clients that wait for an answer, then printed in one line. If another rank has
+    A failure is reported to the other ranks and to clients that wait for an answer, then printed in one line; if another rank has
     reported one before, only one rank of each host prints it. The caller should end the process by ``os._exit``: a process group
     that has lost a peer can hang in its own clean-up.
 
-    ``make_spec`` may raise any error. The process groups meet in ``store``, if there is one already. ``describe`` is called with
-    the description of this rank, once its weights are loaded.
+    Args:
+        make_spec: resolves the pipeline; may raise any error.
+        store: the store in which the process groups meet; None if rank 0 is to open it.
+        describe: called with the description of this rank, once its weights are loaded.
     """
     set_rank_environment()
     scheduler: RankScheduler | None = None

@@ -1,6 +1,6 @@
 """Imports of the fork server, before it serves: torch and everything else that a rank needs, which takes seconds.
 
-Until that is done it cannot notice that the supervisor has ended (Ctrl-C while a cluster starts), so the kernel watches for it.
+Until then it cannot notice that the supervisor has ended (Ctrl-C while a cluster starts), so the kernel kills it in that case.
 """
 
 import atexit

@@ -1,8 +1,7 @@
-"""Watches the ranks of one host, and replaces those that are lost: the loop of ``pipedec up`` and of the nodes of a cluster.
+"""Watches the ranks of one host and replaces those that are lost, for ``pipedec up`` and for the nodes of a cluster.
 
-Every action follows from the present state of processes and Redis; the first to see a loss begins the next epoch. Knows
-processes and the scheduler; the caller decides how ranks are started, where Redis runs and which hosts there are. Loads no
-torch.
+Every action follows from the present state of processes and Redis; the first watch to see a loss begins the next epoch. Knows
+processes and the scheduler; the caller decides how ranks are started, where Redis runs and which hosts there are. Loads no torch.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from pipedec.messages import Recovery
 from pipedec.scheduler import Supervision, SupervisorScheduler
 from pipedec.topology import rank_name
 
-TURN_SECONDS = 0.5  # an end of a process is seen at once
+TURN_SECONDS = 0.5  # between two turns, unless a process ends
 OUTAGE_SECONDS = 10.0  # how long Redis may be away, or without the run
 _LATE_SECONDS = 3.0  # on a busy machine a killed rank is seen to end long after its neighbours
-_ABORTED_SECONDS = 1.0  # in which it usually is; less than ranks wait that have lost one and begin the next epoch themselves
-_ENTER_SECONDS = 15.0  # in which a rank that is alive should have taken part in a new epoch
-_START_SECONDS = 60.0  # in which a new process should have, which first checks its checkpoints, and loads its weights afterwards
-_SLOW_SECONDS = 1.0  # a reply that takes longer says little about the leases of the others
-_GRACE_SECONDS = 5.0  # in which they are renewed
+_ABORTED_SECONDS = 1.0  # as above on an idle machine; less than ``lease.PATIENCE_SECONDS``, when ranks begin the next epoch
+_ENTER_SECONDS = 15.0  # for a live rank to take part in a new epoch
+_START_SECONDS = 60.0  # the same for a new process, which checks its checkpoints first; it loads its weights afterwards
+_SLOW_SECONDS = 1.0  # after a slower reply from Redis, expired leases may be Redis's fault
+_GRACE_SECONDS = 5.0  # for ranks to renew their leases afterwards
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class WatchedHost:
-    """A host as its watch sees it."""
+    """The host of a watch."""
 
     node: str  # its name in ``Supervision.places``
     processes: RankProcesses  # of its ranks
     start_rank: Callable[[int], None]  # starts the process of a rank here, for the first time or again
-    keep_redis: Callable[[], None] = lambda: None  # called now and then; starts Redis again if it was started here and has died
+    keep_redis: Callable[[], None] | None = None  # called at every turn; restarts Redis if it has died; None if not started here
     on_recovery: Callable[[Recovery], None] = lambda recovery: None  # called with every recovery when it is over
 
     def has(self, rank: int, look: Supervision) -> bool:
-        """Whether a rank belongs here: no other host has taken it over."""
+        """Whether a rank belongs here, so that no other host has taken it over."""
         return look.places.get(rank, self.node) == self.node
 
 
@@ -53,8 +52,8 @@ class HostWatch:
     """The watch over one host.
 
     Args:
-        scheduler: of this watch alone. It must not retry: ``keep_redis`` is this watch's business.
-        spares: says which other hosts take over ranks that are not replaced here; None if there are no others.
+        scheduler: used by this watch alone.
+        spares: decides which other hosts take over ranks that are not replaced here; None if there are no others.
         timestep_ms: as planned, or emulated; 0 if neither is.
     """
 
@@ -67,30 +66,31 @@ class HostWatch:
         self._processes = host.processes
         self._settings = settings
         self._spares = spares
-        self._restarts: list[float] = []  # the budget that is used: when ranks were replaced lately; monotonic
-        # When a rank was last lost, here or on another host, until the run is served again. Up to ``_LATE_SECONDS`` later, ranks
-        # that have served may end because of it; one that never has answers for itself, or it might fail without end.
+        self._stall_seconds = stall_limit(settings.stall_timeout, timestep_ms)
+        # All times are on the monotonic clock.
+        self._restarts: list[float] = []  # when ranks were replaced, within the last ``restart_window``
+        # When a rank was last lost, here or on another host, until the run is served again. For ``_LATE_SECONDS`` the ends of
+        # ranks that have served count as its consequences; those of others never do, or a rank could fail without end.
         self._loss: float | None = None
         self._served: set[int] = set()
-        self._known = 0  # the last epoch of which it is noted who was lost
-        self._stall_seconds = stall_limit(settings.stall_timeout, timestep_ms)
-        self._outage: float | None = None  # since when there is one; times are on the monotonic clock
+        self._noted = 0  # the last epoch whose lost ranks are in ``_loss``
+        self._outage: float | None = None  # since when Redis, or the run in it, is away
         self._grace_until = 0.0
         self._epoch, self._since = -1, 0.0  # the current one, and since when it is known
         self._first_end: float | None = None  # when the first of several ranks was seen to have lost another
         self._started: dict[int, float] = {}  # when the processes began that have not taken part in any epoch yet
         self._reasons: dict[int, str] = {}  # why this watch has killed ranks that are yet to be replaced
-        self._told = 0  # the last epoch of which ``on_recovery`` knows
+        self._announced = 0  # the last epoch that was passed to ``on_recovery``
 
     def turn(self) -> bool:
         """Look once at everything, and do what is necessary; False when the run has ended in order, with all ranks here. To be
         called whenever a process ends, and at least every ``TURN_SECONDS``. Raises RankLost if the run has failed, or too many
         ranks were lost (the run has been aborted, so the others end, too); SchedulerLost if Redis, or the run in it, is gone.
         """
-        if self._settings.recovers:
+        if self._settings.recovers and self._host.keep_redis is not None:
             self._host.keep_redis()
         self._processes.read(0.0)  # so that no rank waits for a reader of its reports
-        ended = self._processes.exit_statuses  # before the look: who has ended is no member of an epoch that begins later
+        ended = self._processes.exit_statuses  # before ``supervise``: these are no members of an epoch that begins later
         began = time.monotonic()
         try:
             look = self._scheduler.supervise(self._host.node, self._processes.alive)
@@ -110,7 +110,7 @@ class HostWatch:
         if look.epoch is None:
             return self._wait_for(SchedulerLost("Redis lost the run: its keys were deleted"))
         now = time.monotonic()
-        if self._outage is not None or now - began > _SLOW_SECONDS:  # all ranks waited for Redis: do not trust their reports yet
+        if self._outage is not None or now - began > _SLOW_SECONDS:  # all ranks waited for Redis, too
             self._grace_until = now + _GRACE_SECONDS
         self._outage = None
         if look.epoch != self._epoch:
@@ -129,7 +129,7 @@ class HostWatch:
         return True
 
     def _wait_for(self, error: SchedulerLost) -> bool:
-        """Wait for Redis, or for the run's return to it, but not for long."""
+        """Wait for Redis, or for the run's return to it. Raises ``error`` after ``OUTAGE_SECONDS``."""
         now = time.monotonic()
         if self._outage is None:
             logger.warning("waits up to %.0f s for Redis: %s", OUTAGE_SECONDS, error)
@@ -139,16 +139,16 @@ class HostWatch:
         return True
 
     def _note_recoveries(self, look: Supervision) -> None:
-        """Note ranks that other hosts have lost, and whether the run is served. Passes on every recovery that is over: its
-        epoch is served, or has ended before it was.
+        """Note ranks that other hosts have lost, and whether the run is served. Pass on every recovery that is over: its epoch
+        is served, or has ended before it was.
         """
         for recovery in look.recoveries:
-            if recovery.epoch > self._known and not all(self._host.has(rank, look) for rank in recovery.lost):
+            if recovery.epoch > self._noted and not all(self._host.has(rank, look) for rank in recovery.lost):
                 self._loss = time.monotonic()
-            self._known = max(self._known, recovery.epoch)
+            self._noted = max(self._noted, recovery.epoch)
             is_served = recovery.seconds is not None
-            if recovery.epoch > self._told and (is_served or recovery.epoch != look.epoch):
-                self._told = recovery.epoch
+            if recovery.epoch > self._announced and (is_served or recovery.epoch != look.epoch):
+                self._announced = recovery.epoch
                 outcome = f"was served after {recovery.seconds:.1f} s" if is_served else "was not served"
                 logger.info("epoch %d %s: %s", recovery.epoch, outcome, recovery.reason)
                 self._host.on_recovery(recovery)
@@ -157,7 +157,7 @@ class HostWatch:
             self._served.update(look.members)
 
     def _take_over(self, look: Supervision) -> bool:
-        """Let other hosts have the ranks of those that are gone, or no longer send; whether there are any."""
+        """Give the ranks of hosts that are gone or cut off to other hosts; returns whether there are any."""
         if self._spares is None or time.monotonic() < self._grace_until:
             return False
         reasons = dict.fromkeys(look.lost_nodes, "stopped answering")
@@ -171,7 +171,7 @@ class HostWatch:
         return bool(away)
 
     def _move(self, spares: Spares, look: Supervision, ranks: Sequence[int], reason: str) -> None:
-        """Let other hosts have these ranks. Raises RankLost if there is none; the run has then been aborted."""
+        """Give these ranks to other hosts. Raises RankLost if no device is free; the run has then been aborted."""
         logger.warning("gives %s to other hosts: %s", ", ".join(map(rank_name, ranks)), reason)
         try:
             places = spares.reassigned(ranks, look)
@@ -182,7 +182,7 @@ class HostWatch:
         self._scheduler.recover(ranks, reason, places)
 
     def _kill(self, look: Supervision) -> None:
-        """Kill own ranks that run and must not."""
+        """Kill own ranks that stall, have stopped answering, or did not take part in the epoch."""
         now, alive, doomed = time.monotonic(), self._processes.alive, dict[int, str]()  # with reasons, as ends of sentences
         if now > self._grace_until:
             stall = find_stall(look.activities, self._stall_seconds)
@@ -215,9 +215,9 @@ class HostWatch:
             if time.monotonic() < self._first_end + (_LATE_SECONDS if LOST_ANOTHER in statuses else _ABORTED_SECONDS):
                 return
         self._first_end = None
-        # The ranks because of which the others have ended, as far as can be known. Not those that report that they have lost
-        # another, nor one that ends soon after a loss: over NCCL a library may abort or fail a rank whose neighbour is gone. Such
-        # ends come at any time, so where there is another one, an abort is not the cause.
+        # The ranks that have made the others end, as far as can be known: not those that report the loss of another rank, nor
+        # those that end soon after a loss (over NCCL, a library may abort or fail a rank whose neighbour is gone). As such an
+        # abort may come first, it is the cause only if no other rank is.
         follows_loss = self._loss is not None and time.monotonic() < self._loss + _LATE_SECONDS
         explained = self._served if follows_loss else set()
         own = [rank for rank in lost if ended[rank] != LOST_ANOTHER and rank not in explained]
@@ -244,7 +244,7 @@ class HostWatch:
             )  # fmt: skip
 
     def _give_up(self, look: Supervision, lost: Sequence[int], cause: int) -> None:
-        """Ranks that are no longer replaced here: another host may have them. Raises RankLost if none does."""
+        """Give ranks that are no longer replaced here to other hosts. Raises RankLost if there are none."""
         message, settings = self._describe(cause, look.ends), self._settings
         if settings.recovers:
             ranks = f"{len(self._restarts)} rank{'' if len(self._restarts) == 1 else 's'}"
@@ -258,9 +258,8 @@ class HostWatch:
             raise RankLost(message)
 
     def _failed(self, look: Supervision) -> RankLost:
-        """Why a run has failed that was aborted, or a rank of one that was asked to stop: a rank that was killed comes first.
-
-        A rank that fails reports why. One that was killed cannot; the other ranks then only report that they lost it.
+        """Why the run was aborted, or a rank failed while it stopped. A rank that was killed comes first: it cannot report why,
+        and the others only report that they have lost it.
         """
         deadline = time.monotonic() + _LATE_SECONDS
         while set((ended := self._processes.exit_statuses).values()) <= {LOST_ANOTHER} and time.monotonic() < deadline:
@@ -276,5 +275,5 @@ class HostWatch:
 
     def _describe(self, rank: int, ends: Mapping[int, str]) -> str:
         """How a rank ended, as a sentence."""
-        said = f": {ends[rank]}" if rank in ends else ""
-        return f"{rank_name(rank)} {self._reasons.get(rank) or self._processes.describe_end(rank)}{said}"
+        reported = f": {ends[rank]}" if rank in ends else ""
+        return f"{rank_name(rank)} {self._reasons.get(rank) or self._processes.describe_end(rank)}{reported}"

@@ -1,7 +1,7 @@
 """The process that ``pipedec distribute`` starts on a host: reports which checkpoint files are missing, and receives them.
 
 It speaks JSON, one object per line: orders on standard input, news on standard output; the bytes of a file follow the order
-that announces them. A file that has not come whole is kept as ``NAME.DIGEST.part`` and continued the next time. Loads no torch.
+that announces them. An incomplete file is kept as ``NAME.DIGEST.part`` and continued by the next call. Loads no torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pipedec.directories import cache_directory
 from pipedec.hardware import GIGA
 
 PIECE_BYTES = 1 << 20
-DIGEST_DIGITS = 12  # of the name of a part
-_SPARE_BYTES = 1 << 26  # that stay free
+DIGEST_DIGITS = 12  # in the name of an incomplete file
+_SPARE_BYTES = 1 << 26  # of the disk that stay free
 
 
 @dataclass(frozen=True)
 class WantedFile:
-    """A file as it is on the launching machine; ``digest`` is its ``content_digest``, None where that machine has not got it."""
+    """A file as it should be on this host; ``digest`` is its ``content_digest``, None if the launching machine lacks the file."""
 
     path: str
     num_bytes: int
@@ -53,7 +53,7 @@ class WantedFile:
 
     @property
     def bytes_here(self) -> int:
-        """Those that have come before."""
+        """Bytes that an earlier call has left."""
         return min(self.part.stat().st_size, self.num_bytes) if self.digest is not None and self.part.is_file() else 0
 
 
@@ -69,7 +69,7 @@ def main() -> None:
                     _check_room(file for file in missing if file.digest is not None)
                     say("compared", missing={file.path: file.bytes_here for file in missing})
                 case {"order": "take", "file": file, "offset": offset}:
-                    _take(WantedFile(**file), offset, orders)
+                    _receive(WantedFile(**file), offset, orders)
                     say("taken", path=file["path"])
     except PipedecError as error:
         say("failed", message=str(error))
@@ -80,8 +80,10 @@ def main() -> None:
         return
 
 
-def _take(file: WantedFile, offset: int, stream: BinaryIO) -> None:
-    """Append the rest of a file to what has come before, and put it into its place when it is whole and right."""
+def _receive(file: WantedFile, offset: int, stream: BinaryIO) -> None:
+    """Append the bytes from ``offset`` on to what is here, and move the file into place if its digest is right. Raises UserError
+    if it is not, if the stream ends early, or if another process writes the file.
+    """
     path, part = Path(file.path), file.part
     path.parent.mkdir(parents=True, exist_ok=True)
     for other in path.parent.glob(f"{path.name}.*.part"):
@@ -116,7 +118,7 @@ def _take(file: WantedFile, offset: int, stream: BinaryIO) -> None:
 
 
 def _check_room(files: Iterable[WantedFile]) -> None:
-    """Raises UserError if a file system has no room for what is missing there."""
+    """Raises UserError if a directory cannot be written, or its file system has no room for what is missing."""
     needed: dict[int, tuple[Path, int]] = {}
     for file in files:
         directory = next(parent for parent in Path(file.path).parents if parent.exists())

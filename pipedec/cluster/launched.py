@@ -1,7 +1,7 @@
-"""A resident cluster on the hosts of a cluster.yaml, started over ssh: a node per host, its ranks, and Redis unless there is one.
+"""A resident cluster on the hosts of a cluster.yaml, started over ssh: a node per host, its ranks, and Redis unless one is given.
 
-Until the cluster is up, everything ends with this process, however it ends. From then on the nodes watch and replace the ranks:
-the cluster goes on if this process is killed, and ends if it stops or kills it. Loads no torch.
+Until the cluster is up, everything ends with this process, however it ends. From then on the nodes watch and replace the ranks,
+so that the cluster goes on if this process is killed; ``stop`` and ``kill`` end it. Loads no torch.
 """
 
 from __future__ import annotations
@@ -43,22 +43,25 @@ from pipedec.topology import Topology, rank_name
 
 _THIS_MACHINE = (None, "localhost", "127.0.0.1", "::1")  # as hosts of a URL; None for a Unix socket
 
-TURN_SECONDS = 1.0  # of any wait
-LIST_SECONDS = 3600.0
+TURN_SECONDS = 1.0  # the longest wait without a check
+LIST_SECONDS = 3600.0  # to digest the weights on this machine
 REPORT_SECONDS = 15.0  # after rank 0 reports that all are ready, for earlier reports of the others to arrive
 _END_SECONDS = 10.0
 
 
 class LaunchedCluster(Supervisor):
-    """All ranks of a partition, on the hosts that it names. Use as a context manager, or ``start`` and ``stop``. Raises UserError
-    if there is no such partition, or there are too few devices for it.
+    """All ranks of a partition, on the hosts that it names. Raises UserError if there is no such partition, or there are too few
+    devices for it.
 
     Args:
         partition: its name; None for the one that the file names.
-        given: settings by name that take precedence over the file's.
         run_id: name of the run; None for a random one.
-        log: gets what the hosts print, one line after another, while the cluster runs; None to drop it.
+        log: file for the output of the hosts while the cluster runs; None to drop it.
         spares: how many devices stand by for ranks whose hosts are lost; None for those that the file names.
+        given: settings by name that take precedence over the file's.
+
+    Attributes:
+        redis_host: the host on which Redis is started: the configured one, else rank 0's; None if one runs already.
     """
 
     outlives_supervisor = True
@@ -74,18 +77,14 @@ class LaunchedCluster(Supervisor):
         self.nodes = Nodes(self.config, self.places, self.spares)
         cut = self.config.settings.cut
         super().__init__(Topology.even(cut.stages, cut.num_groups), run_id or f"launch-{secrets.token_hex(4)}", self.nodes)
+        self.redis_host = None if self.config.redis.url else self.config.redis.host or self.places[0].host
         self._owns_redis = self.redis_host is not None
         self._log_path = log
         self._log: IO[str] | None = None
         self._is_watched = False  # by the nodes
-        self._listed: ListedWeights | None = None  # if there are several hosts, which may have different ones
+        self._listed: ListedWeights | None = None  # if there are several hosts, which may have different weights
         self._digests: dict[int, TensorDigests] = {}  # that ranks have reported
-        self._told = 0  # the last epoch of which ``on_recovery`` knows
-
-    @property
-    def redis_host(self) -> str | None:
-        """The host on which Redis is started: the configured one, else rank 0's; None if one runs already."""
-        return None if self.config.redis.url else self.config.redis.host or self.places[0].host
+        self._announced = 0  # the last epoch that was passed to ``on_recovery``
 
     def _open_redis(self) -> str:
         models, wanted = checkpoints_of(self.config), self.config.redis
@@ -136,7 +135,7 @@ class LaunchedCluster(Supervisor):
         self._is_watched = True
 
     def check(self) -> None:
-        """Raise RankLost, which says what has ended the run. Ranks and hosts that were lost and replaced are no failure."""
+        """Raise RankLost, with the reason, if the run has failed. Ranks and hosts that were lost and replaced are no failure."""
         if not self._is_watched:
             return super().check()
         self._take_news(0.0)
@@ -165,10 +164,10 @@ class LaunchedCluster(Supervisor):
             self._take_news(min(left, TURN_SECONDS))
 
     def _take_news(self, seconds: float) -> None:
-        """Wait for news of nodes, and tell of recoveries, of each one once."""
+        """Wait up to ``seconds`` for news of nodes, and pass on each recovery once, though every node reports it."""
         for recovery in self.nodes.recoveries(seconds):
-            if recovery.epoch > self._told:
-                self._told = recovery.epoch
+            if recovery.epoch > self._announced:
+                self._announced = recovery.epoch
                 self.on_recovery(structs.replace(recovery, reason=self.with_hosts(recovery.reason)))
 
     def with_hosts(self, message: str) -> str:
@@ -190,8 +189,8 @@ class LaunchedCluster(Supervisor):
 
 
 class ListedWeights:
-    """The digests of all tensors that this machine has of a run's checkpoints, with which those of every host are compared. They
-    are computed in a thread while the hosts start. ``models`` are directories or GGUF files by key, and need not be here.
+    """The digests of all tensors of a run's checkpoints on this machine, for comparison with those of every host. They are
+    computed in a thread while the hosts start. ``models`` are directories or GGUF files by key, and need not be here.
     """
 
     def __init__(self, models: Mapping[str, str]) -> None:
@@ -201,13 +200,14 @@ class ListedWeights:
                 if located(model).exists() and has_weights(model_files(model)):
                     self._models[key] = model
         self._is_over = False
-        self._told = (0, 1)
+        self._progress = (0, 1)  # tensors digested, tensors in all
         self._thread = ThreadPoolExecutor(1, "weights")
         self._future: Future[TensorDigests] = self._thread.submit(self._digests)
 
     def wait(self, turn: Callable[[int, int], None]) -> TensorDigests:
-        """The digests by model and name. Calls ``turn`` about once a second until they are there, with those done and all. Raises
-        UserError if a file is damaged or cannot be read or the BiTA is that of another target, PipedecError if it takes too long.
+        """The digests by model and name. While they are computed, calls ``turn`` about once a second with the number of tensors
+        done and in all. Raises UserError if a file is damaged or cannot be read, or the BiTA was trained for another target;
+        PipedecError after ``LIST_SECONDS``.
         """
         deadline = time.monotonic() + LIST_SECONDS
         while True:
@@ -218,7 +218,7 @@ class ListedWeights:
                     places = ", ".join(self._models.values())
                     message = f"this machine has not digested {places} within {LIST_SECONDS:.0f} s"
                     raise PipedecError(f"{message}: launch from one with a faster disk, or with none of it") from None
-                turn(*self._told)
+                turn(*self._progress)
 
     def close(self) -> None:
         """Give up what has not been digested."""
@@ -227,7 +227,7 @@ class ListedWeights:
 
     def _digests(self) -> TensorDigests:
         def progress(done: int, total: int) -> None:
-            self._told = done, total
+            self._progress = done, total
             if self._is_over:
                 raise CancelledError
 
@@ -237,12 +237,12 @@ class ListedWeights:
         return part_digests(parts, cache_directory(), progress, whatever_is_here=True)
 
 
-def proved_one(told: Iterable[tuple[str, TensorDigests]], listed: TensorDigests) -> dict[str, dict[str, str]]:
-    """All digests that are known, by model and name: those that ranks have reported, each with its host, and this machine's.
-    Raises UserError if a host has another tensor than this machine.
+def proved_one(reported: Iterable[tuple[str, TensorDigests]], listed: TensorDigests) -> dict[str, dict[str, str]]:
+    """All known digests, by model and name: those that ranks have ``reported``, each with its host, and those ``listed`` on this
+    machine. Raises UserError if a tensor differs between a host and this machine.
     """
     known = {model: dict(tensors) for model, tensors in listed.items()}
-    for host, digests in told:
+    for host, digests in reported:
         if difference := first_difference(digests, listed):
             model, tensor = difference
             raise UserError(f"{host} has other weights of the {model} than this machine ({tensor}): {COPY_AGAIN}")
@@ -252,7 +252,7 @@ def proved_one(told: Iterable[tuple[str, TensorDigests]], listed: TensorDigests)
 
 
 def for_hosts(config: ClusterConfig) -> ClusterConfig:
-    """With checkpoint directories that do not depend on where a rank runs."""
+    """With absolute paths of checkpoints, as ranks do not run in this process's directory."""
     named = {key: getattr(config.settings.models, key) for key in ("target", "draft", "bita")}
     files = {key: model for key, model in named.items() if model not in (None, NONE, *MODEL_SHAPES) and not is_named(model)}
     return config.for_partition(given={key: str(Path(model).absolute()) for key, model in files.items()})

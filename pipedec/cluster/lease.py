@@ -1,5 +1,5 @@
-"""Which ranks are alive, and how they go on together: each renews a lease in Redis, and waits for the next epoch of the run
-where another one was lost. Also the claim to a run's name, before its ranks meet. Knows no weights.
+"""Which ranks are alive, and how they go on together: each renews a lease in Redis, and waits for the next epoch of the run when
+another one was lost. Also the claim to a run's name, before its ranks meet. Knows no weights.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pipedec.topology import Topology, rank_name
 
 LEASE_RENEWAL_SECONDS = 1.0
 GIVE_UP_SECONDS = 5.0
-RECOVERY_SECONDS = 20.0  # in which a rank must take part in the epoch after one that has ended, or reach Redis again
-BUSY_LEASE_MS = 30_000  # while a rank meets the others, loads weights or warms up, which may keep its other threads waiting
-PATIENCE_SECONDS = 1.5  # in which a supervisor sees that a process has ended
+RECOVERY_SECONDS = 20.0  # for a rank to take part in the next epoch when one has ended, or to reach Redis again
+BUSY_LEASE_MS = 30_000  # while a rank meets the others, loads weights or warms up, which may block its other threads
+PATIENCE_SECONDS = 1.5  # for a supervisor to see that a process has ended, before ranks begin the next epoch themselves
 _BUSY = ("meeting", "loading", "connecting")
 _POLL_SECONDS = 0.02
 logger = logging.getLogger(__name__)
@@ -45,13 +45,13 @@ class LeaseKeeper:
     The thread also ends the process if the run has failed and the rank does not notice because it waits in a transfer for a peer
     that has stopped, or if the process itself was suspended for longer than its lease.
 
-    Where lost ranks are replaced (``place.recovers``), this rank judges no other one, waits for a Redis that is away, and
-    survives the end of an epoch.
+    Where lost ranks are replaced (``place.recovers``), this rank leaves it to supervisors to judge the others, waits for a Redis
+    that is away, and survives the end of an epoch.
 
     Args:
-        transport: is aborted when the epoch has ended, so that the rank comes loose; where it cannot rejoin, as over NCCL, only
-            the end of this process does that.
-        give_up_seconds: in which the rank itself may notice that the run has failed, before its process is ended.
+        transport: is aborted when the epoch has ended, to free the rank from a transfer; where it cannot rejoin, as over NCCL,
+            this process ends instead.
+        give_up_seconds: for the rank itself to notice that the run has failed, before its process is ended.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LeaseKeeper:
         self._thread.start()
 
     def enter(self, epoch: int) -> None:
-        """The rank takes part in another epoch from now on. Raises EpochEnded if that has ended, too."""
+        """Take part in another epoch from now on. Raises EpochEnded if that has ended, too."""
         with self._changing:
             self._scheduler.enter(epoch)
             self._trouble = None
@@ -88,7 +88,7 @@ class LeaseKeeper:
         self._renew()
 
     def settle(self) -> None:
-        """The rank has met the others and can serve: from now on it soon counts as dead. Raises as ``enter``."""
+        """The rank has met the others and can serve: from now on its lease is short. Raises as ``enter``."""
         self._activity.begin("idle")
         self._is_settled = True
         self._renew()
@@ -153,7 +153,7 @@ class LeaseKeeper:
             return str(error)
 
     def _outlive(self, epoch: int, error: EpochEnded) -> str | None:
-        """The epoch has ended; the rank must notice, or its process ends."""
+        """The epoch has ended: interrupt the rank, or end its process if its transport cannot rejoin."""
         with self._changing:
             if self._scheduler.epoch != epoch:
                 return None
@@ -165,7 +165,7 @@ class LeaseKeeper:
         return self._wait(error)
 
     def _wait(self, error: PipedecError) -> str | None:
-        """Wait for the next epoch or for Redis, but not for too long."""
+        """Wait for the next epoch or for Redis; returns why the process must end after ``RECOVERY_SECONDS``."""
         now = time.monotonic()
         if self._trouble is None:
             logger.warning("waits for the next epoch, or for Redis: %s", error)
@@ -181,8 +181,8 @@ class LeaseKeeper:
 
 def next_epoch(scheduler: RankScheduler, rank: int, error: PipedecError, restore: Callable[[], None]) -> int:
     """Wait for the epoch after the one of ``scheduler``, which ``error`` has ended or will; begin it if no rank was lost. Calls
-    ``restore`` when Redis has lost the run, for rank 0 to write it back. Raises RankLost if the run has failed; or it is aborted,
-    because there is no next epoch in time.
+    ``restore`` when Redis has lost the run, for rank 0 to write it back. Raises RankLost if the run has failed, another process
+    has taken this rank's place, or there is no next epoch in time, which aborts the run.
     """
     with suppress(EpochEnded, SchedulerLost):
         scheduler.suspect(rank, str(error))
@@ -213,10 +213,8 @@ def next_epoch(scheduler: RankScheduler, rank: int, error: PipedecError, restore
 
 
 def claim_run(scheduler: SupervisorScheduler) -> None:
-    """Make sure that no other ranks serve under this run's name, and delete the keys that a dead run has left.
-
-    To be called before the ranks meet: until then no rank of this run has written any key. Raises UserError if a run of this name
-    is up.
+    """Make sure that no other ranks serve under this run's name, and delete the keys that a dead run has left. To be called
+    before the ranks meet and write any key. Raises UserError if a run of this name is up.
     """
     deadline = time.monotonic() + LEASE_MS / 1000 + LEASE_RENEWAL_SECONDS
     while True:

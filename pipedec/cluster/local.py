@@ -1,4 +1,4 @@
-"""A resident cluster on this machine: an embedded Redis and one process per rank, started and ended together.
+"""A resident cluster on this machine: one process per rank, and an embedded Redis unless one is given.
 
 Once it is up, a thread watches the ranks and Redis, and replaces lost ones. All of them end with this process, however it ends.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing.connection import wait
 
 from pipedec.cluster.entry import run_rank
@@ -19,7 +18,6 @@ from pipedec.cluster.processes import RankProcesses, run_apart
 from pipedec.cluster.supervisor import StartProgress, Supervisor
 from pipedec.config import Settings
 from pipedec.config.settings import LogLevel
-from pipedec.core import SchedulerLost, UserError
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer, SupervisorScheduler
 
@@ -39,23 +37,21 @@ def _resolve(settings: Settings) -> PipelineSpec:
 
 
 class LocalCluster(Supervisor):
-    """All ranks of a pipeline on this machine. Use as a context manager, or ``start`` and ``stop``.
-
-    Starts a Redis that belongs to this cluster unless the settings name one. Without a ``run_id`` the run's name is random.
+    """All ranks of a pipeline on this machine, and a Redis of its own unless the settings name one. ``run_id`` is the name of the
+    run; None for a random one.
     """
 
     def __init__(self, spec: PipelineSpec, run_id: str | None = None) -> None:
         self._processes = RankProcesses()
         super().__init__(spec.topology, run_id or f"local-{secrets.token_hex(4)}", self._processes)
         self.spec = spec
-        self._password = secrets.token_hex(24)
         self._server: EmbeddedServer | None = None
         self._watching: _WatchThread | None = None
 
     def _open_redis(self) -> str:
         if (url := self.spec.settings.cluster.redis.connection_url) is not None:
             return url
-        self._server, self._owns_redis = EmbeddedServer(password=self._password), True
+        self._server, self._owns_redis = EmbeddedServer(), True
         return self._server.url
 
     def _start_ranks(self) -> None:
@@ -70,22 +66,15 @@ class LocalCluster(Supervisor):
     def _start(self, progress: StartProgress | None) -> None:
         super()._start(progress)
         settings, scheduler = self.spec.settings.cluster, self.address.scheduler(SupervisorScheduler, self.topology)
-        host = WatchedHost(
-            _NODE, self._processes, self._start_rank, self._keep_redis, lambda recovery: self.on_recovery(recovery)
-        )
+        keep_redis = self._server.revive if self._server is not None else None
+        host = WatchedHost(_NODE, self._processes, self._start_rank, keep_redis, lambda recovery: self.on_recovery(recovery))
         watch = HostWatch(scheduler, host, settings, timestep_ms=self.spec.emulation.timestep_ms if self.spec.emulation else 0.0)
         self._watching = _WatchThread(scheduler, watch, self._processes, settings.log_level)
         self._watching.start()
 
-    def _keep_redis(self) -> None:
-        """Restart the embedded Redis if it has died: at the same address, and empty."""
-        if self._server is not None and not self._server.is_running:
-            with suppress(SchedulerLost, UserError):  # reported when it has failed for too long
-                self._server = EmbeddedServer(port=self._server.port, password=self._password)
-
     def check(self) -> None:
-        """Raise if the cluster has failed; lost ranks that were replaced are no failure. RankLost names the lost rank, and how,
-        or another reason for the end of the run; SchedulerLost says that Redis was away for too long.
+        """Raise if the cluster has failed; lost ranks that were replaced are no failure. RankLost names the lost rank and how it
+        ended, or another reason for the end of the run; SchedulerLost: Redis was away for too long.
         """
         if self._watching is None:
             super().check()
@@ -114,7 +103,7 @@ class LocalCluster(Supervisor):
 
 
 class _WatchThread(threading.Thread):
-    """A thread in which this machine's watch runs."""
+    """The thread of this machine's watch."""
 
     def __init__(self, scheduler: SupervisorScheduler, watch: HostWatch, processes: RankProcesses, level: LogLevel) -> None:
         super().__init__(name="pipedec watch", daemon=True)
@@ -142,4 +131,4 @@ class _WatchThread(threading.Thread):
 
 def serve_rank(place: RankPlace, spec: PipelineSpec, address: RunAddress, report: Callable[[tuple[str, int, int]], None]) -> int:
     """Serve in a rank's process; returns its exit status. Its reports are not read once the cluster is up."""
-    return run_rank(place, spec.topology, lambda: spec, address, lambda *told: report(told))
+    return run_rank(place, spec.topology, lambda: spec, address, lambda *contents: report(contents))

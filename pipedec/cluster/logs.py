@@ -1,4 +1,4 @@
-"""The log files of a run, in the state directory: one per rank, and one of the watch over the ranks of a host.
+"""The log files of a run, in the state directory: one per rank, and one for the watch over a host's ranks.
 
 Modules log with ``logging.getLogger(__name__)``: at INFO what was chosen and why, epochs, losses, refusals and slow timesteps.
 Prompts, answers, passwords and the URL of Redis are never logged. Loads no torch.
@@ -23,7 +23,7 @@ from pipedec.config.settings import LogLevel
 from pipedec.core import PipedecError
 
 MOST_BYTES = 10_000_000  # of a file, and of the older one that is kept beside it
-MOST_RUNS = 20  # whose logs are kept, and those of all that are up
+MOST_RUNS = 20  # whose logs are kept, besides those of runs that are up
 WATCH = "watch"  # the log of the supervisor that replaces the ranks of a host
 _PACKAGE = logging.getLogger("pipedec")
 
@@ -35,14 +35,15 @@ def log_directory(run_id: str) -> Path:
 
 @contextmanager
 def run_log(run_id: str, name: str, level: LogLevel, epoch: Callable[[], int], own_process: bool = True) -> Iterator[None]:
-    """Write what this process logs to the file ``name`` of a run, each line with its ``epoch``. A full disk, or none to write to,
-    stops no rank.
+    """Write what this process logs to ``name``.log in the run's directory, each line with its ``epoch``. Errors of the disk are
+    ignored, so that they stop no rank.
 
     With ``own_process`` the level of the package's logger is set. Otherwise the process is the user's: only what this thread logs
     is written, at the level that the user has chosen (by default WARNING).
     """
     try:
-        handler = _LogFile(_opened(run_id) / f"{name}.log")
+        path = _opened(run_id) / f"{name}.log"
+        handler = _LogFile(path, maxBytes=MOST_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
     except (OSError, PipedecError):
         yield
         return
@@ -72,9 +73,6 @@ def run_log(run_id: str, name: str, level: LogLevel, epoch: Callable[[], int], o
 class _LogFile(RotatingFileHandler):
     """A file that is locked as long as it is open, so that it is not removed."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, maxBytes=MOST_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
-
     def _open(self) -> TextIOWrapper:
         stream = super()._open()
         fcntl.flock(stream, fcntl.LOCK_SH)
@@ -85,7 +83,7 @@ class _LogFile(RotatingFileHandler):
 
 
 def _opened(run_id: str) -> Path:
-    """The directory of a run's logs, made if necessary; the oldest of other runs are removed."""
+    """The directory of a run's logs, created if necessary; removes the oldest of other runs."""
     directory = log_directory(run_id)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     others = [other for other in directory.parent.iterdir() if other != directory]

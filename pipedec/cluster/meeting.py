@@ -56,7 +56,6 @@ _POLL_SECONDS = 0.2
 _Kind = TypeVar("_Kind", CardEvent, AddressEvent, LoadedEvent)
 _DONE: Mapping[type[Event], str] = {CardEvent: "come", AddressEvent: "come", LoadedEvent: "load the weights"}
 Progress = Callable[[int, int], None]  # tensors digested, tensors in all
-RouteTo = Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
@@ -75,14 +74,14 @@ class Met:
     rendezvous: Rendezvous
     interface: Interface
     digests: Mapping[str, str]  # of the weights by model, if the ranks are on several hosts
-    own: TensorDigests  # digests of the tensors that this rank reads, by model and name, if there may be several hosts
+    own: TensorDigests  # of the tensors that this rank reads, by model and name, if there may be several hosts
     kv_slots: int | None  # of every rank's KV pool, if ranks have measured their memory
 
 
 class RankMemory:
-    """The memory of one rank's device, until its weights are loaded. Each rank asks its GPU before any of them loads (``free``),
-    and the scarcest decides on how many slots of KV memory all agree. That number is the run's: a rank that is replaced takes it
-    from there, as those that are left have pools of that size.
+    """The memory of one rank's device, until its weights are loaded. Each rank measures the ``free`` memory of its GPU before any
+    of them loads, and the scarcest determines the number of KV slots for all. The run keeps that number: a rank that is replaced
+    takes it over, as the others have pools of that size.
 
     Attributes:
         gpu: identifies the GPU on which it is about to load; empty on a processor, and once it has loaded.
@@ -97,9 +96,9 @@ class RankMemory:
         self._free, self._patience_seconds = free, patience_seconds
 
     def kv_bytes(self, ranks: Sequence[int], slots: int) -> int | None:
-        """Memory left for keys and values; None if their number does not depend on it. ``ranks`` are about to load on the same
-        GPU, this one included; the run has agreed on ``slots`` in an earlier epoch, 0 if it has not. Raises UserError if its GPU
-        has too little memory for them, or for their weights.
+        """Bytes left for keys and values; None if the number of slots does not depend on them. ``ranks`` are about to load on the
+        same GPU, this one included; ``slots`` is the number on which the run agreed in an earlier epoch, 0 if it has not. Raises
+        UserError if the GPU has too little memory for these slots, or for the ranks' weights.
         """
         if not self.gpu:
             return None
@@ -115,8 +114,8 @@ class Meeting:
 
     Args:
         memory: of its device; None if that is a processor.
-        store: the store in which the process groups meet, if there is one already (torchrun's); None if rank 0 is to open it.
-        nccl_versions: what all stages must have alike that request NCCL; empty if this rank does not.
+        store: the store in which the process groups meet (torchrun's); None if rank 0 is to open one.
+        nccl_versions: versions that must be equal on all stages that request NCCL; empty if this rank does not.
     """
 
     def __init__(
@@ -137,9 +136,9 @@ class Meeting:
 
     @contextmanager
     def hold(self, progress: Progress) -> Iterator[Met]:
-        """Meet the other ranks. In the context the ranks connect; other hosts may still try whether they reach this one. Raises
-        UserError if this rank does not fit rank 0 (the message names both, their hosts and what differs), RankLost if a rank did
-        not come in time, or two hosts cannot connect, EpochEnded if the epoch has ended.
+        """Meet the other ranks. In the context the ranks connect, while other hosts may still test whether they reach this one.
+        Raises UserError if this rank does not match another one (naming both, their hosts and what differs), RankLost if a rank
+        did not come in time or two hosts cannot connect, EpochEnded if the epoch has ended.
         """
         self._position, self._events = "0", []
         own = structs.replace(self.card, gpu=self._memory.gpu)
@@ -183,12 +182,12 @@ class Meeting:
             yield Met(rendezvous, interface, of_models, digests, agreed)
 
     def loaded(self, description: RankDescription) -> None:
-        """Tell rank 0 that this rank can serve."""
+        """Report to rank 0 that this rank can serve."""
         self._publish(LoadedEvent(description))
 
-    def wait_for_all(self, seconds: float = LOADING_SECONDS) -> list[RankDescription]:
-        """Rank 0 waits until every rank can serve, and closes the meeting. Raises as ``hold``."""
-        loaded = self._gather(LoadedEvent, seconds)
+    def wait_for_all(self) -> list[RankDescription]:
+        """For rank 0: wait until every rank can serve, and close the meeting. Raises as ``hold``."""
+        loaded = self._gather(LoadedEvent, LOADING_SECONDS)
         self._scheduler.close_meeting()
         return [event.description for event in loaded]
 
@@ -257,8 +256,8 @@ class Meeting:
             raise EpochEnded(f"the run is in epoch {epoch}")
 
     def _probe(self, own: CardEvent, cards: Sequence[CardEvent], addresses: Sequence[AddressEvent]) -> None:
-        """Make sure that this host can connect to every other one. One that could be reached in an earlier epoch is tried again,
-        until the supervisors go on without it, or without this one. Raises RankLost, which names both ends, and as ``_check``.
+        """Check that this host can connect to every other one. After the first epoch, retry for ``RECOVERY_SECONDS``, in which
+        supervisors may replace either host. Raises RankLost, which names both ends, and as ``_check``.
         """
         for card in {card.machine: card for card in reversed(cards) if card.machine != own.machine}.values():  # one of each
             self._activity.begin("connecting", card.rank)
@@ -285,7 +284,7 @@ def check_cards(own: CardEvent, first: CardEvent) -> None:
 
 
 def check_nccl(own: CardEvent, stages: Sequence[CardEvent], mine: Mapping[str, str]) -> None:
-    """Raises UserError if NCCL will be used, as all stages request it, and this one has other versions than the first."""
+    """Raises UserError if all stages request NCCL, so that it will be used, and this one has other versions than the first."""
     build = "{own} has {name} {mine}, but {other} has {theirs}: install the same build on both, or give --transport gloo"
     if all(mine.keys() <= stage.versions.keys() for stage in stages):
         check_equal(own, stages[0], build, mine, stages[0].versions)
@@ -300,20 +299,21 @@ def check_equal(own: CardEvent, first: CardEvent, message: str, mine: Mapping[st
 
 
 def check_tensors(own: CardEvent, mine: TensorDigests, than: str, theirs: TensorDigests) -> None:
-    """Raises UserError for the first tensor that is another one here than ``theirs``; ``than`` says whose those are."""
+    """Raises UserError for the first tensor that differs; ``than`` is the message's phrase for the owner of ``theirs``."""
     if difference := first_difference(mine, theirs):
         model, tensor = difference
         raise UserError(f"{_name(own)} has other weights of the {model} {than} ({tensor}): {COPY_AGAIN}")
 
 
 def choose_interface(
-    own: CardEvent, cards: Sequence[CardEvent], configured: str | None, route_to: RouteTo = routed_address
-) -> Interface:
+    own: CardEvent, cards: Sequence[CardEvent], configured: str | None,
+    route_to: Callable[[str], str | None] = routed_address,
+) -> Interface:  # fmt: skip
     """The network interface for the transfers of rank ``own``: the configured one, else the one that routes to the other hosts.
     ``route_to`` finds the address of this machine from which it reaches another. Raises UserError if there is no such interface,
     or no route.
 
-    A host's own name is not asked: where it is 127.0.1.1 (Debian, Ubuntu), gloo would wait for the others on the loopback.
+    The host's own name is not resolved: where it is 127.0.1.1 (Debian, Ubuntu), gloo would wait for the others on the loopback.
     """
     if configured is not None:
         if (address := interface_address(configured)) is None:
@@ -331,7 +331,7 @@ def choose_interface(
 
 
 def use_interface(interface: Interface) -> None:
-    """Tell NCCL, which finds its own way on a single machine."""
+    """Set NCCL's interface; not to be called on a single machine, where NCCL needs none."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.name}")
 
 

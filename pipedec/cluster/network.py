@@ -1,6 +1,6 @@
-"""This machine and others: its name, addresses, interfaces and packages, what it can connect to, how far clocks are apart.
+"""This machine and others: its name, addresses, interfaces and packages, what it can connect to, offsets between clocks.
 
-Asks the operating system. Knows no rank, no plan and no Redis.
+Queries the operating system. Knows no rank, no plan and no Redis.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import psutil
 from pipedec.config import ServerConfig
 
 CLOCK_SAMPLES = 8
-_DISCARD_PORT = 9  # nothing is sent there: a route depends on an address alone
+_DISCARD_PORT = 9  # any port will do, as nothing is sent: a route depends on the address alone
 
 
 def addresses_of(host: str) -> list[str]:
@@ -32,10 +32,10 @@ def addresses_of(host: str) -> list[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
-def routed_address(host: str, port: int = _DISCARD_PORT) -> str | None:
+def routed_address(host: str) -> str | None:
     """The address of this machine from which it reaches ``host``; None if the name is unknown or no route leads there."""
     with suppress(OSError, UnicodeError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)
                 return str(probe.getsockname()[0])
@@ -61,10 +61,10 @@ def interface_address(interface: str) -> str | None:
 
 
 def is_this_host(server: ServerConfig) -> bool | None:
-    """Whether ``server`` of a cluster.yaml is this machine; None if that cannot be decided.
+    """Whether ``server`` of a cluster.yaml is this machine; None if its names are unknown here.
 
-    A configured ``hostname`` decides alone. Else ``host``, and then the destination of ``ssh``, is this machine's name or is
-    looked up.
+    A configured ``hostname`` is compared with this machine's name. Otherwise ``host``, then the host of ``ssh``, must be this
+    machine's name or resolve to one of its addresses.
     """
     if server.hostname is not None:
         return is_own_name(server.hostname)
@@ -77,7 +77,7 @@ def is_this_host(server: ServerConfig) -> bool | None:
 
 
 def is_own_name(name: str) -> bool:
-    """Whether this machine calls itself so; the domain need not be given, and case does not matter."""
+    """Whether this is the machine's own name, in any case and with or without its domain."""
     own, other = socket.gethostname().lower(), name.lower()
     if own == other:
         return True
@@ -94,7 +94,7 @@ def host_of_destination(destination: str) -> str:
 
 
 def can_connect(address: str, port: int, seconds: float) -> str | None:
-    """None if a TCP connection can be opened in time, else why not, in words."""
+    """None if a TCP connection can be opened in time, else the reason, in lower case."""
     try:
         socket.create_connection((address, port), seconds).close()
     except (socket.gaierror, UnicodeError):
@@ -107,7 +107,7 @@ def can_connect(address: str, port: int, seconds: float) -> str | None:
 
 
 def machine_id() -> str:
-    """The same for processes that share a machine and its network, and for no others."""
+    """An identifier that processes have in common if, and only if, they share a machine and its network namespace."""
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     if boot.is_file() and network.exists():
         return f"{boot.read_text().strip()}-{network.stat().st_ino}"
@@ -120,8 +120,8 @@ def is_loopback(address: str) -> bool:
 
 
 def measured_offset_us(their_clock_us: Callable[[], int]) -> int:
-    """The clock of another machine minus this one's, from the fastest of several round trips (a slow one is imprecise).
-    ``their_clock_us`` asks the other machine for its time, in microseconds since the epoch.
+    """The clock of another machine minus this one's, in µs, from the fastest of several round trips, which is the most precise.
+    ``their_clock_us`` asks the other machine for its time, in µs since the epoch.
     """
     samples = []
     for _ in range(CLOCK_SAMPLES):
@@ -133,7 +133,7 @@ def measured_offset_us(their_clock_us: Callable[[], int]) -> int:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of a package, which is not imported for that; None if it is not installed."""
+    """The version of a package, without importing it; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

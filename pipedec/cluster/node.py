@@ -2,9 +2,9 @@
 
 It speaks JSON, one object per line: orders come on standard input, news go to standard output; other output of the ranks
 goes to standard error. Until the run is up, everything that the node has started ends with standard input, so a launcher that
-is killed leaves nothing behind. From then on the node watches its ranks, replaces them and takes over those of other hosts by
-itself, and ends with the run: it needs the launcher no longer. Loads no torch to start ranks: they are forked from a server
-process that does, and which is all that a spare consists of. ``pipedec doctor`` asks it about its host.
+is killed leaves nothing behind. From then on the node watches its ranks, replaces them and takes over those of other hosts
+without the launcher, and ends with the run. Loads no torch: ranks are forked from a server process that does, which is all
+that a spare consists of. ``pipedec doctor`` examines hosts through nodes, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -27,7 +26,7 @@ from pipedec import __version__
 from pipedec.cluster.network import installed_version, interface_address, routed_address
 from pipedec.cluster.processes import RankProcesses, start_fork_server
 from pipedec.config import state_directory
-from pipedec.core import PipedecError, SchedulerLost, UserError
+from pipedec.core import PipedecError, UserError
 from pipedec.validation import validated
 
 if TYPE_CHECKING:
@@ -38,15 +37,15 @@ if TYPE_CHECKING:
 
 PROTOCOL = 3  # of orders and news: to be raised whenever a launcher and a node of different versions would misunderstand
 END_SECONDS = 3.0
-LINGER_SECONDS = 5.0  # for which clients may still read the end of a run from a Redis that this node has started
-TURN_SECONDS = 0.5  # an end of a process is seen at once
+LINGER_SECONDS = 5.0  # for clients to read the end of a run from a Redis that this node has started
+TURN_SECONDS = 0.5  # between two turns, unless a process ends
 LINGER_TURN_SECONDS = 0.1
 IDLE_SECONDS = 60.0
 LOG_NAME = "node.log"
 MOST_LOG_BYTES = 20_000_000
 DRAIN_SECONDS = 0.5
 
-Say = Callable[..., None]  # the name of the news, and what it holds
+Say = Callable[..., None]  # sends news: their name, and their contents by keyword
 
 
 def main() -> None:
@@ -60,7 +59,7 @@ def main() -> None:
 
 
 def take_standard_streams() -> tuple[BinaryIO, Say]:
-    """Keep standard input and output for orders and news: the ranks inherit /dev/null and standard error in their places."""
+    """Keep standard input and output for orders and news; ranks inherit /dev/null and standard error in their places."""
     stdin, stdout = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -75,9 +74,8 @@ def take_standard_streams() -> tuple[BinaryIO, Say]:
 
 
 def _read_orders(stdin: BinaryIO, orders: Connection, is_on_its_own: threading.Event) -> None:
-    """Pass orders on to the main thread. When they end, it has some seconds to end the ranks; then the kernel does it.
-
-    Not if the node needs no launcher any longer: then only the order to end ends it.
+    """Pass orders on to the main thread. When they end, it has ``END_SECONDS`` to end the ranks; then this process exits, and the
+    kernel ends them. A node that is on its own ends only by the order ``end``.
     """
     for line in stdin:
         if json.loads(line)["order"] == "end":
@@ -92,8 +90,8 @@ def _read_orders(stdin: BinaryIO, orders: Connection, is_on_its_own: threading.E
 
 @contextmanager
 def relayed_output() -> Iterator[None]:
-    """Standard output and error of this process and of those that it starts go through a thread of this one: to the launcher as
-    long as that reads, and afterwards into a file on the host.
+    """Relay standard output and error of this process, and of those that it starts, to the launcher as long as that reads, and
+    afterwards to a log file on the host.
     """
     usual = os.dup(2)
     receiver, sender = os.pipe()
@@ -131,10 +129,10 @@ class Node:
     """This host's ranks, and Redis if it is this host's.
 
     Args:
-        orders: one message each; its end is the order to end, unless the node is on its own.
+        orders: one message each; end of file is the order to end, unless the node is on its own.
         say: sends news to the launcher.
         is_on_its_own: set by this node when it needs no launcher any longer.
-        idle_seconds: a launcher that does not end the node so long after its ranks' end has lost its connection.
+        idle_seconds: after the end of its ranks; a launcher that has not ended the node by then has lost its connection.
     """
 
     def __init__(self, orders: Connection, say: Say, is_on_its_own: threading.Event, idle_seconds: float = IDLE_SECONDS) -> None:
@@ -147,17 +145,16 @@ class Node:
         self._run: NodeRun | None = None
         self._watch: HostWatch | None = None
         self._server: EmbeddedServer | None = None
-        self._new_server: Callable[..., EmbeddedServer] | None = None
         self._doctor: HostDoctor | None = None
 
     def run(self) -> None:
-        """Follow orders and tell what the ranks report, until there are no more orders."""
+        """Follow orders and pass on the ranks' reports; once the run is up, watch the ranks until it ends."""
         try:
             self._say(
                 "hello", protocol=PROTOCOL, pipedec=__version__, torch=installed_version("torch"),
                 python=platform.python_version(), hostname=socket.gethostname(), pid=os.getpid(),
             )  # fmt: skip
-            while self._start() if self._watch is None else self._watch_over(self._watch):
+            while self._turn_before_up() if self._watch is None else self._turn_while_up(self._watch):
                 continue
         except PipedecError as error:
             self._say("failed", message=str(error), is_mistake=isinstance(error, UserError))
@@ -173,23 +170,24 @@ class Node:
                     time.sleep(LINGER_TURN_SECONDS)
                 self._server.stop()
 
-    def _watch_over(self, watch: HostWatch) -> bool:
+    def _turn_while_up(self, watch: HostWatch) -> bool:
         """A turn of a node whose run is up; False when that has ended."""
         orders = [] if self._orders is None else [self._orders]
-        if self._orders in wait([*orders, *self._ranks.waitables(self._ranks.alive)], timeout=TURN_SECONDS) and not self._hear():
+        ready = wait([*orders, *self._ranks.waitables(self._ranks.alive)], timeout=TURN_SECONDS)
+        if self._orders in ready and not self._follow_next():
             return False
         if watch.turn():
             return True
         self._say("over")
         return False
 
-    def _start(self) -> bool:
+    def _turn_before_up(self) -> bool:
         """A turn of a node whose run is not up yet; False when there are no more orders, or the ranks have ended long ago."""
         assert self._orders is not None
         idle_seconds = self._idle_seconds if self._ranks.pids and not self._running else None
         if not (ready := wait([self._orders, *self._ranks.waitables(self._running)], timeout=idle_seconds)):
             return False
-        if self._orders in ready and not self._hear():
+        if self._orders in ready and not self._follow_next():
             return False
         for rank, report in self._ranks.read(0.0):
             if report is not None:
@@ -200,8 +198,8 @@ class Node:
             self._say("ended", rank=rank, status=ended[rank])
         return True
 
-    def _hear(self) -> bool:
-        """Follow an order; False if there are no more and the launcher is needed."""
+    def _follow_next(self) -> bool:
+        """Follow the next order; False if there are no more and the node is not on its own."""
         assert self._orders is not None
         try:
             self._follow(json.loads(self._orders.recv_bytes()))
@@ -216,7 +214,12 @@ class Node:
                 os.environ.update(order["environment"])  # before the process from which ranks inherit it
                 start_fork_server()
             case "redis":
-                self._start_redis(**order)
+                from pipedec.scheduler.server import ALL_ADDRESSES, LOOPBACK, EmbeddedServer
+
+                address = own_address(order["towards"], order["interface"])
+                bind = ALL_ADDRESSES if address else LOOPBACK
+                self._server = EmbeddedServer(bind=bind, port=order["port"], password=order["password"])
+                self._say("redis", address=address or LOOPBACK, port=self._server.port)
             case "join":
                 from pipedec.cluster.node_run import LaunchedRun, NodeRun
 
@@ -229,7 +232,7 @@ class Node:
             case "watch":
                 assert self._run is not None
                 self._run.digests = order["digests"]
-                self._watch = self._run.watch(self._keep_redis)
+                self._watch = self._run.watch(self._server.revive if self._server is not None else None)
                 self._watch.turn()  # publishes which ranks are here
                 self._is_on_its_own.set()
                 self._say("watching")
@@ -249,26 +252,11 @@ class Node:
 
                 self._say("measured", link=asdict(measure(order["address"], order["port"])))
 
-    def _start_redis(self, port: int | None, password: str, towards: list[str], interface: str | None) -> None:
-        from pipedec.scheduler.server import ALL_ADDRESSES, LOOPBACK, EmbeddedServer
-
-        address = own_address(towards, interface)
-        self._new_server = partial(EmbeddedServer, bind=ALL_ADDRESSES if address else LOOPBACK, password=password)
-        self._server = self._new_server(port=port)
-        self._say("redis", address=address or LOOPBACK, port=self._server.port)
-
-    def _keep_redis(self) -> None:
-        """Start Redis again if it has died: where it was, and empty."""
-        if self._server is not None and self._new_server is not None and not self._server.is_running:
-            with suppress(SchedulerLost, UserError):  # reported when it has failed for too long
-                self._server = self._new_server(port=self._server.port)
-
 
 def own_address(towards: list[str], interface: str | None) -> str | None:
-    """The address at which other hosts reach this one; None if the launcher is on this host, and there are no others.
-
-    It is that of the configured interface, else of the route to one of ``towards``, else the one that ssh was given. Raises
-    PipedecError if there is no such address.
+    """The address at which other hosts reach this one: of the configured interface, else of the route to one of ``towards``, else
+    the one to which ssh connected; None if the launcher is on this host, and there are no others. Raises PipedecError if there is
+    no such interface or route.
     """
     if interface is not None:
         if (address := interface_address(interface)) is None:

@@ -1,7 +1,7 @@
-"""The launcher's connection to the node of one host: a process of the user's own ssh, orders to it, news and complaints from it.
+"""The launcher's connection to the node of one host: a process of the user's own ssh, orders to it, news and output from it.
 
-The host ``localhost`` is this machine: programs are started there without ssh. Knows why a connection fails and says so in one
-line. What orders and news mean is the business of ``nodes``.
+The host ``localhost`` is this machine: programs are started there without ssh. Explains in one line why a connection has failed.
+Does not know what orders and news mean (``nodes``).
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _LINE_CHARS = 500
 _LOG_LINES = 20_000
 _REASON_CHARS = 200
 
-News = tuple[str, "dict[str, Any] | None"]  # the host, and what its node says; None once the connection has ended
+News = tuple[str, "dict[str, Any] | None"]  # the host, and the object that its node sent; None once the connection has ended
 
 
 def is_local(server: ServerConfig) -> bool:
-    """Whether this machine is meant."""
+    """Whether the server is this machine."""
     return server.ssh_destination == "localhost"
 
 
 def remote_command(server: ServerConfig, command: list[str], directory: str | None = None) -> list[str]:
-    """The command line, for this machine, that runs ``command`` on a host with the streams of the local process: in
-    ``directory``, where the exit status is ``NO_DIRECTORY`` if that does not exist, or where the host's shell starts.
+    """The local command line that runs ``command`` on a host, with the streams of the local process. It runs in ``directory``,
+    with the exit status ``NO_DIRECTORY`` if that does not exist, or by default where the host's shell starts.
     """
     enter = f"cd {shlex.quote(directory)} || exit {NO_DIRECTORY}; " if directory else ""
     script = f"{enter}exec {shlex.join(command)}"
@@ -55,7 +55,7 @@ def remote_command(server: ServerConfig, command: list[str], directory: str | No
 
 
 def node_python(server: ServerConfig, launch: LaunchConfig) -> str:
-    """The interpreter of a host: its own, else that of all hosts, else the path of the one that runs here."""
+    """The interpreter on a host: the server's, else that of ``launch``, else the path of this process's own."""
     return server.python or launch.python or sys.executable
 
 
@@ -65,7 +65,7 @@ def node_command(server: ServerConfig, launch: LaunchConfig, module: str = NODE_
 
 
 def end_links(links: Iterable[NodeLink], seconds: float) -> None:
-    """End several connections at once, after ``seconds`` by force."""
+    """End several connections at once; those that last longer than ``seconds`` are killed."""
     every, deadline = list(links), time.monotonic() + seconds
     for link in every:
         link.end()
@@ -77,9 +77,9 @@ class NodeLink:
     """A node that is being started, or runs. Raises UserError if there is no ssh on this machine.
 
     Args:
-        news: gets what the node says.
-        log: gets what the host prints, each line after the host's name; None to drop it.
-        module: what runs there, and speaks as a node does.
+        news: receives the node's news.
+        log: receives the host's output, each line after the host's name; None to drop it.
+        module: the module that runs there: the node, or one with the same protocol.
     """
 
     def __init__(
@@ -109,16 +109,16 @@ class NodeLink:
         self._listener.start()
 
     def order(self, name: str, **contents: Any) -> None:
-        """Give an order. One that does not arrive is no error: the end of the connection is news."""
+        """Send an order. It is no error if the connection has ended: that is reported as news."""
         self.write(json.dumps({"order": name} | contents).encode() + b"\n")
 
     def write(self, content: bytes) -> bool:
-        """Send bytes; whether there is still a connection."""
+        """Send bytes; returns whether there still is a connection."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(content)
             self._process.stdin.flush()
-        except (BrokenPipeError, ValueError):  # it has ended there, or was ended here
+        except (BrokenPipeError, ValueError):  # ended there, or closed here
             return False
         return True
 
@@ -155,7 +155,7 @@ class NodeLink:
             self._process.stdin.close()
 
     def wait(self, deadline: float) -> None:
-        """Wait until the connection has ended; end it by force at ``deadline`` (monotonic)."""
+        """Wait until the connection has ended; kill it at ``deadline`` (monotonic)."""
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -165,22 +165,22 @@ class NodeLink:
             thread.join(1.0)
 
     def _listen(self) -> None:
-        """Pass on the node's news, without the output of login shells."""
+        """Pass on the node's news, and skip what a login shell prints."""
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
                 try:
-                    said = json.loads(line)
+                    news = json.loads(line)
                 except ValueError:
                     continue
-                if isinstance(said, dict) and "news" in said:
-                    self._news.put((self.server.host, said))
+                if isinstance(news, dict) and "news" in news:
+                    self._news.put((self.server.host, news))
         self._process.wait()
         self._scribe.join(1.0)
         self._news.put((self.server.host, None))
 
     def _write_down(self) -> None:
-        """Keep the last lines that the host prints, and write them into the log as long as there are not too many."""
+        """Keep the last lines of the host's output, and write the first ``_LOG_LINES`` to the log."""
         assert self._process.stderr is not None
         with self._process.stderr as lines:
             texts = (text for line in lines if (text := line.decode(errors="replace").strip()))

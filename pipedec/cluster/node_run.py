@@ -1,6 +1,6 @@
-"""A node's part in a run: its ranks, their watch, and what a host does that takes over a rank of another one. Loads no torch.
+"""A node's part in a run: which ranks it starts on which devices, their own and taken over, and the watch over them.
 
-Also the data of the run, which nodes receive and pass on to the processes of their ranks.
+Also the data of the run, which nodes receive and pass on to the processes of their ranks. Loads no torch.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LaunchedRun:
-    """The data that every node has, so that each can start any rank."""
+    """The data of a run that every node has, so that each can start any rank."""
 
     config: str = field(repr=False)  # the cluster.yaml with one partition, as JSON
     redis_url: str = field(repr=False)
     run_id: str
     redis_host: str | None  # the host on which Redis was started; None if it runs elsewhere
-    num_spares: int | None  # as --spares
+    num_spares: int | None  # see ``spare_places``
 
 
 class NodeRun:
-    """The ranks of one host. ``digests``, once known, are of the tensors with which the run began. Raises UserError if this host
-    lacks a part of the checkpoints, that of a spare included.
+    """The ranks of one host. Raises UserError if this host lacks a part of the checkpoints, that of a spare included.
+
+    Attributes:
+        digests: of the tensors with which the run began, by model and name; empty until they are known.
     """
 
     def __init__(self, run: LaunchedRun, host: str, processes: RankProcesses, say: Callable[..., None]) -> None:
@@ -82,13 +84,12 @@ class NodeRun:
         self._processes.start(rank, serve_rank, self._run, place, placed)
         self._say("started", rank=rank, pid=self._processes.pids[rank])
 
-    def watch(self, keep_redis: Callable[[], None]) -> HostWatch:
-        """The watch over this host's ranks, from now on."""
+    def watch(self, keep_redis: Callable[[], None] | None) -> HostWatch:
+        """The watch over this host's ranks, from now on. ``keep_redis``: see ``WatchedHost``."""
         cut, cluster, spares = self._settings.cut, self._settings.cluster, self._spares
         topology = Topology.even(cut.stages, cut.num_groups)
         self._scheduler = scheduler = RunAddress(self._run.redis_url, self._run.run_id).scheduler(SupervisorScheduler, topology)
         self._log.enter_context(run_log(self._run.run_id, WATCH, cluster.log_level, lambda: scheduler.epoch))
-
         try:
             timestep_ms = plan(self._config).timestep_ms
         except UserError:  # the models are not on this host, as on a spare that is not ready
@@ -120,4 +121,4 @@ def serve_rank(run: LaunchedRun, place: RankPlace, placed: Placement, report: Ca
         return replace(spec, places=tuple(places))
 
     topology = Topology.even(cut.stages, cut.num_groups)
-    return run_rank(place, topology, make_spec, RunAddress(run.redis_url, run.run_id), lambda *told: report(told))
+    return run_rank(place, topology, make_spec, RunAddress(run.redis_url, run.run_id), lambda *contents: report(contents))

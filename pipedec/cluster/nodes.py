@@ -1,4 +1,4 @@
-"""The nodes of a cluster as its launcher sees them, and through them its ranks: connecting, orders, reports, ends.
+"""The launcher's side of a cluster's nodes, and through them of its ranks: connecting, orders, reports, ends.
 
 Knows which host each rank is on. Loads no torch.
 """
@@ -27,15 +27,17 @@ from pipedec.validation import validated
 
 CONNECT_SECONDS = 15.0
 REDIS_SECONDS = 15.0
-JOIN_SECONDS = 60.0  # the headers of many shards may come over a network
+JOIN_SECONDS = 60.0  # nodes read the headers of checkpoints, perhaps over a network
 WATCH_SECONDS = 15.0
 END_SECONDS = 6.0
 _LOST = -signal.SIGHUP  # exit status of a rank that was lost with its host
 
 
 class Nodes:
-    """One node per host of a partition, and its ranks; a supervisor asks for these as it asks ``RankProcesses``. ``host_of`` has
-    the host of each rank, as far as its node has reported it.
+    """One node per host of a partition, and its ranks, which a supervisor handles as those of ``RankProcesses``.
+
+    Attributes:
+        host_of: the host of each rank: as its node has last reported it, else as planned.
     """
 
     def __init__(self, config: ClusterConfig, places: Sequence[Placement], spares: Sequence[Placement] = ()) -> None:
@@ -65,7 +67,7 @@ class Nodes:
         return node_command(self._config.server(host), self._config.launch)
 
     def environment(self, host: str) -> dict[str, str]:
-        """The variables that a host's ranks get: GPUs are counted as ``nvidia-smi`` does unless the file says otherwise."""
+        """The variables of a host's ranks; GPUs are numbered as by ``nvidia-smi`` unless the file sets another order."""
         server, passed_on = self._config.server(host), transport_environment()
         if server.interface is not None:  # the file knows the host better than the launching shell does
             passed_on = {name: value for name, value in passed_on.items() if not name.endswith("_SOCKET_IFNAME")}
@@ -73,8 +75,8 @@ class Nodes:
         return {**usual, **passed_on, **self._config.launch.environment, **server.environment}
 
     def connect(self, log: IO[str] | None, seconds: float = CONNECT_SECONDS) -> None:
-        """Start all nodes at once, and compare their versions with this one's. Their ranks' imports begin. Raises
-        PipedecError, which names a host that cannot be used or does not answer within ``seconds``, why, and what to do.
+        """Start all nodes at once, let them begin to import torch, and compare their versions with this one's. Raises
+        PipedecError if a host cannot be used or does not answer within ``seconds``; it names the host, the reason and a remedy.
         """
         for host in self.hosts:
             self._links[host] = NodeLink(self._config.server(host), self._config.launch, self._news, log)
@@ -103,7 +105,7 @@ class Nodes:
         return url
 
     def start(self, run: LaunchedRun) -> None:
-        """Describe the run to all nodes, and start its ranks. Raises UserError if a host lacks a part of the checkpoints."""
+        """Send the run to all nodes, and start its ranks. Raises UserError if a host lacks a part of the checkpoints."""
         for host, link in self._links.items():
             link.order("join", run=asdict(run), host=host)
         self._await("joined", self._links, JOIN_SECONDS)
@@ -111,7 +113,7 @@ class Nodes:
             self._links[host].order("start", rank=rank)
 
     def watch(self, digests: Mapping[str, Mapping[str, str]]) -> None:
-        """Let every node watch its ranks: from now on they need this process no longer. Later ranks must have the same
+        """Let every node watch its ranks; they no longer need this process. Ranks that are started later must have the same
         ``digests`` of tensors, by model and name. Raises PipedecError, which names a host that could not begin.
         """
         for link in self._links.values():
@@ -125,11 +127,11 @@ class Nodes:
 
     @property
     def are_over(self) -> bool:
-        """Whether the part of all hosts with ranks in the run has ended; a spare may not have noticed yet."""
+        """Whether the run has ended on all hosts with ranks; a spare may not have noticed yet."""
         return set(self.host_of.values()) <= self._over | self._lost.keys()
 
     def recoveries(self, seconds: float) -> list[Recovery]:
-        """Wait up to ``seconds`` for news; the recoveries that nodes have reported since the last call."""
+        """Wait up to ``seconds`` for news; returns the recoveries that nodes have reported since the last call."""
         self._take(seconds)
         found, self._recoveries = self._recoveries, []
         return found
@@ -158,7 +160,7 @@ class Nodes:
         return reports
 
     def kill(self) -> None:
-        """End all nodes, and with them their ranks and Redis; forget them."""
+        """End all nodes, and with them their ranks and Redis, and forget them."""
         for link in self._links.values():
             link.order("end")
         end_links(self._links.values(), END_SECONDS)
@@ -169,7 +171,7 @@ class Nodes:
         self._reports, self._recoveries = [], []
 
     def _await(self, kind: str, hosts: Iterable[str], seconds: float) -> dict[str, dict[str, Any]]:
-        """The next news of one kind from each of ``hosts``. Raises if one of them fails or says nothing in time."""
+        """The next news of one kind from each of ``hosts``. Raises PipedecError if one fails or does not answer in time."""
         found: dict[str, dict[str, Any]] = {}
         deadline = time.monotonic() + seconds
         while silent := [host for host in hosts if host not in found]:
@@ -188,7 +190,7 @@ class Nodes:
         return found
 
     def _take(self, seconds: float) -> None:
-        """Take in all news that there are, after waiting up to ``seconds`` for the first."""
+        """Handle all news that have arrived, after waiting up to ``seconds`` for the first."""
         try:
             while True:
                 self._note(*self._news.get(timeout=seconds))
@@ -201,8 +203,8 @@ class Nodes:
             case {"news": "started", "rank": rank, "pid": pid}:
                 self._pids[rank], self.host_of[rank] = pid, host
                 self._statuses.pop(rank, None)
-            case {"news": "recovery", "recovery": told}:
-                self._recoveries.append(validated(Recovery, told))
+            case {"news": "recovery", "recovery": recovery}:
+                self._recoveries.append(validated(Recovery, recovery))
             case {"news": "over"}:
                 self._over.add(host)
             case {"news": "report", "rank": rank, "report": report}:

@@ -36,9 +36,9 @@ class RankPlace:
     recovers: bool = False  # whether lost ranks are replaced; if not, the loss of one ends the run
     # Whether this process goes on when another rank is lost; if not, it ends and all ranks are started again
     survives: bool = True
-    # Of the tensors with which the run began, by model and name, as far as they are known
+    # Digests of the tensors with which the run began, by model and name, as far as they are known
     digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False, hash=False)
-    lists: bool = False  # whether it digests all tensors that its host has, so that the others are compared with them
+    lists: bool = False  # whether it digests all tensors on its host, for comparison with the other hosts'
 
     @property
     def has_others_elsewhere(self) -> bool:

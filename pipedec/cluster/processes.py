@@ -39,7 +39,7 @@ _SHORT_DIRECTORY = "/tmp"
 
 
 class RankProcesses:
-    """The processes of several ranks, each with a pipe on which it reports to this process. For one thread at a time."""
+    """The processes of several ranks, each with a pipe on which it reports to this process. Not thread-safe."""
 
     def __init__(self) -> None:
         self._processes: dict[int, ForkServerProcess] = {}
@@ -92,7 +92,7 @@ class RankProcesses:
         return reports
 
     def describe_end(self, rank: int) -> str:
-        """How a rank ended that should still run, as the end of a sentence."""
+        """See ``describe_exit``."""
         return describe_exit(self.exit_statuses[rank])
 
     def end(self, rank: int) -> None:
@@ -101,7 +101,7 @@ class RankProcesses:
         self._processes[rank].join(_END_SECONDS)
 
     def forget(self, rank: int) -> None:
-        """No longer know a rank that has ended: another host has it."""
+        """Drop a rank that has ended, because another host has it."""
         self._close_pipe(rank)
         del self._processes[rank]
 
@@ -150,7 +150,7 @@ def run_apart(body: Callable[..., Result], *arguments: Any) -> Result:
 
 
 def describe_exit(status: int) -> str:
-    """How a rank ended that should still run, as the end of a sentence."""
+    """How a process ended that should still run, as the end of a sentence."""
     if status < 0:
         known = -status in [number.value for number in signal.Signals]
         return f"was killed by {signal.Signals(-status).name if known else f'signal {-status}'}"
@@ -158,27 +158,27 @@ def describe_exit(status: int) -> str:
 
 
 def killed_ranks(statuses: Mapping[int, int]) -> list[int]:
-    """The ranks that a signal has ended; those that have aborted themselves come last, as a library may do so for a lost peer."""
+    """The ranks that a signal has ended. Those that aborted come last: a library may abort a rank that has lost its peer."""
     return sorted((rank for rank, status in statuses.items() if status < 0), key=lambda rank: statuses[rank] == ABORTED)
 
 
 def leave() -> NoReturn:
-    """End this process, which has lost another, at once: nothing is taken apart, as that may wait for the lost one."""
+    """End this process, which has lost another, at once: its clean-up may wait for the lost one."""
     with suppress(OSError):
         sys.stderr.flush()
     os._exit(LOST_ANOTHER)
 
 
 def die_with_parent(die: bool = True) -> None:
-    """Ask the kernel (Linux) to kill this process when the thread that started it ends, however that happens; or no longer to."""
+    """Ask the kernel (Linux) to kill this process when the thread that started it ends for any reason; or no longer to."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL if die else 0)  # PR_SET_PDEATHSIG
 
 
 def start_fork_server() -> ForkServerContext:
-    """The context to start ranks with, its fork server running; does not wait until that has imported torch.
+    """The context in which ranks are started. Its fork server runs, but may not have imported torch yet.
 
-    The server ignores Ctrl-C, which is for the supervisor alone. Ranks get the environment that this process has now.
+    The server ignores Ctrl-C, which is for the supervisor alone. Ranks inherit the present environment of this process.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
@@ -199,8 +199,8 @@ def start_fork_server() -> ForkServerContext:
 def _spawn(main: Callable[..., None], name: str, body: Callable[..., Any], arguments: tuple[Any, ...]) -> _Spawned:
     """A process that runs ``main(body, arguments, sender)``, and the other end of that pipe.
 
-    multiprocessing would import the program's main module in the process, which needs nothing of it: so a script that starts
-    ranks needs no ``if __name__ == "__main__":``, and may be read from standard input.
+    The program's main module is hidden from multiprocessing, which would import it in the process. So a script that starts ranks
+    needs no ``if __name__ == "__main__":``, and may be read from standard input.
     """
     context = start_fork_server()
     receiver, sender = context.Pipe(duplex=False)
@@ -238,7 +238,7 @@ def _answer(body: Callable[..., Any], arguments: tuple[Any, ...], answers: Conne
 
 
 def _begin_rank_process() -> None:
-    """Leave Ctrl-C to the supervisor, and end when the supervisor ends."""
+    """Ignore Ctrl-C, which is for the supervisor, and end when the supervisor ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # the fork server ends with the supervisor

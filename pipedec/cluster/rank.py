@@ -1,6 +1,6 @@
 """One rank of a resident cluster, from process start to process end.
 
-Owns the order of a rank's start (meet the others, load its own weights, warm up, report that it is alive, serve), how it
+Owns the order of a rank's start (meet the others, load its own weights, warm up, report that it can serve, serve), how it
 continues in the next epoch when another rank, or Redis, is lost, and the order of its end. ``entry`` handles failures.
 """
 
@@ -59,7 +59,8 @@ _LARGE_OFFSET_US = 1_000_000
 
 
 class Rank:
-    """A process that takes part in one epoch of the run after another, and loads its weights once.
+    """A process that takes part in one epoch of the run after another, and loads its weights once. Owns the rank's scheduler
+    lease, transport and loop.
 
     For the arguments see ``run_rank``. Raises UserError if this host, its checkpoints or its GPU do not suit the rank.
     """
@@ -97,7 +98,7 @@ class Rank:
         self._loop: DraftLoop | StageLoop | None = None  # once the weights are loaded
         self._cold: StageWorker | DraftModel | None = None  # loaded, and not warmed up yet
         self._has_served = False
-        self._apart: float | None = None  # since when it is separated from the others, after it had met them; monotonic
+        self._apart: float | None = None  # since when it has been separated from the others; monotonic
         self._opened: RunDescription | None = None  # by rank 0
         self._submitted = 0  # requests, when it was
 
@@ -124,7 +125,7 @@ class Rank:
         self._transport.close()
 
     def _take_part(self) -> DraftLoop | StageLoop:
-        """Meet and connect to the others; load the weights and warm up, unless that is done. Returns the loop, ready to serve."""
+        """Meet and connect to the others; load the weights and warm up if that is not done. Returns the loop, ready to serve."""
 
         def warming(done: int, total: int) -> None:
             self._activity.begin("warming")
@@ -184,7 +185,7 @@ class Rank:
         return loop
 
     def _load_late(self) -> Drafter:
-        """Load the draft model in another thread."""
+        """Load the draft model; runs in a thread of its own."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # which is set per thread
         drafter = allocated(lambda: load_drafter(self._spec, self._device, capture=self._timed_capture), self._name)
@@ -197,7 +198,7 @@ class Rank:
         return Usual(self._spec.knee if self._place.rank > 0 else DRAFT_KNEE, self._spec.max_context)
 
     def _timed_capture(self, device: torch.device) -> Capture | None:
-        """How forwards are captured. Each capture counts as warming up whenever it happens."""
+        """The device's capture of forwards, each of which counts as warming up whenever it happens; None if it has none."""
         if (capture := device_capture(device)) is None:
             return None
 
@@ -266,8 +267,8 @@ class Rank:
         )  # fmt: skip
 
     def _outlive(self, error: PipedecError) -> None:
-        """The epoch has ended, or will: wait for the next one and take part in it. With NCCL, end this process. Raises RankLost
-        if there is no next epoch, the run has failed, the ranks do not meet, or this process cannot take part in another one.
+        """The epoch has ended, or will: wait for the next one and enter it, or end this process if its transport cannot rejoin.
+        Raises RankLost if there is no next epoch, the run has failed, the ranks do not meet, or this process cannot go on.
         """
         logger.warning("epoch %d is over: %s", self._scheduler.epoch, error)
         self._transport.abort()
@@ -313,7 +314,7 @@ def check_device(place: RankPlace, spec: PipelineSpec, device: torch.device) -> 
 
 
 def chosen_backend(place: RankPlace, spec: PipelineSpec, gpus: int) -> Choice:
-    """NCCL if every stage of this host has one of its ``gpus`` to itself, else gloo. Rank 0 does not count, and may share one.
+    """NCCL if every stage of this host has one of its ``gpus`` to itself, else gloo. Rank 0 does not count: it may share a GPU.
 
     Without a plan the ranks of a host are consecutive, so rank 0 is on this host if this rank equals its local rank.
     """

@@ -15,23 +15,22 @@ from pipedec.topology import rank_name
 
 @dataclass(frozen=True)
 class Spares:
-    """The devices of a run."""
+    """The devices of a run: those of ranks 0..n, and those that stand by."""
 
-    # Those of ranks 0..n. Two ranks of one device share it wherever they compute on the same host.
-    planned: tuple[Placement, ...]
-    standing_by: tuple[Placement, ...]  # those of the spares
+    planned: tuple[Placement, ...]  # by rank; ranks that share a device share one on any host that takes them over
+    standing_by: tuple[Placement, ...]
     redis_host: str | None = None  # where the run's Redis was started; None if it runs elsewhere
 
     @property
     def hosts(self) -> list[str]:
-        """Those of spares first, then those that are free only after they have lost a rank."""
+        """Hosts with spares first, then those whose devices are free only after they have lost a rank."""
         return list(dict.fromkeys(place.host for place in (*self.standing_by, *self.planned)))
 
     def devices(self, host: str) -> list[Placement]:
         return [place for place in dict.fromkeys((*self.planned, *self.standing_by)) if place.host == host]
 
     def device_for(self, rank: int, host: str, others: Mapping[int, Placement]) -> Placement:
-        """Where a rank computes on a host that has taken it over, beside ``others``. Raises RankLost if no device is free."""
+        """The device of a rank on ``host``, where ``others`` are in use. Raises RankLost if no device is free."""
         for other, place in others.items():
             if self.planned[other] == self.planned[rank]:
                 return place
@@ -43,7 +42,7 @@ class Spares:
         return free[-1]
 
     def reassigned(self, ranks: Sequence[int], look: Supervision) -> Mapping[int, str]:
-        """The hosts that take over ``ranks``: others than their present ones. Raises RankLost if too few devices are free."""
+        """For each of ``ranks`` another host, which takes it over. Raises RankLost if too few devices are free."""
         places = {rank: look.places.get(rank, place.host) for rank, place in enumerate(self.planned)}
         left = {places[rank] for rank in ranks}.union(look.lost_nodes)
         taken = Counter(host for _, host in {(self.planned[rank], host) for rank, host in places.items()})
@@ -56,9 +55,9 @@ class Spares:
         return {rank: hosts[self.planned[rank]] for rank in ranks}
 
     def host_to_leave(self, stall: Stall, look: Supervision) -> str | None:
-        """Which of the two hosts between which nothing arrives is given up; None if they are one, or one cannot be replaced.
+        """The host to give up of the two between which nothing arrives; None if it is one host, or neither can be replaced.
 
-        Not that of Redis or rank 0 if the other will do, then that with fewer ranks.
+        The host of Redis or rank 0 comes last; otherwise the one with fewer ranks is given up.
         """
         ends = {stall.rank, stall.suspect}
         hosts = {place for rank, place in look.places.items() if rank in ends.difference(look.expired)}

@@ -81,8 +81,8 @@ class RunningCluster:
 
 
 class MachineLock:
-    """Held by the one ``pipedec up`` or ``launch`` that may run under a state directory, from before it starts until it ends.
-    Raises UserError if another process holds the lock, or the state file names a cluster that is alive.
+    """The lock of a state directory, for the one ``pipedec up`` or ``launch`` that may run under it. Raises UserError if another
+    process holds the lock, or the state file names a cluster that is alive.
 
     The kernel releases the lock when the process that holds it ends for any reason. A detached process inherits the lock from the
     command that started it, as an open file descriptor (``fileno``, then ``inherited``).
@@ -110,7 +110,7 @@ class MachineLock:
         return self._descriptor
 
     def release(self) -> None:
-        """Let go of the lock; a process that has inherited it still holds it."""
+        """Release the lock; a process that has inherited it still holds it."""
         os.close(self._descriptor)
 
 

@@ -1,7 +1,7 @@
 """The supervisor of a run: claims the run's name, waits until its ranks serve, names the rank that was lost, ends everything.
 
-What is the same wherever the ranks run. How they are started and where Redis runs is known to the subclasses, ``LocalCluster``
-and ``LaunchedCluster``. Loads no torch.
+Does not know how ranks are started and where Redis runs: that is for the subclasses, ``LocalCluster`` and ``LaunchedCluster``.
+Loads no torch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class Supervisor(ABC):
     """All ranks of a run. Use as a context manager, or ``start`` and ``stop``.
 
     Attributes:
+        scheduler: for this process; None before the start and after the end.
         on_recovery: called, perhaps in another thread, with every recovery when it is over.
-        outlives_supervisor: the cluster, once it is up, goes on if this process is killed.
+        outlives_supervisor: whether the cluster, once it is up, goes on if this process is killed.
     """
 
     outlives_supervisor = False
@@ -81,7 +82,7 @@ class Supervisor(ABC):
         return self._ranks.pids
 
     def start(self, progress: StartProgress | None = None) -> None:
-        """Start everything; return when the cluster takes requests. Raises PipedecError if it cannot: all has been stopped."""
+        """Start everything; return when the cluster takes requests. Raises PipedecError if that fails; all has been stopped."""
         try:
             self._start(progress)
         except BaseException:
@@ -104,9 +105,9 @@ class Supervisor(ABC):
                         progress(rank, what, done, total)
 
     def check(self) -> None:
-        """Raise if a rank has ended although the run was not stopped. Subclasses have a check of their own once the run is up.
-        RankLost names the rank and how it ended, and the run has been aborted, so the other ranks end, too; SchedulerLost: Redis
-        died, and the ranks with it.
+        """Raise if a rank has ended although the run was not stopped; subclasses replace this check once the run is up. RankLost
+        names the rank and how it ended, and the run has been aborted, so the other ranks end, too; SchedulerLost: Redis died, and
+        the ranks with it.
         """
         if not self._ranks.exit_statuses or self.scheduler is None:
             return
@@ -136,7 +137,7 @@ class Supervisor(ABC):
         return RankLost(self.with_hosts(failure) if failure and reports else f"{rank_name(rank)} {end}")
 
     def with_hosts(self, message: str) -> str:
-        """A rank's message, with the hosts of the ranks that it names."""
+        """The message with the host of every rank that it names, where there are several hosts."""
         return message
 
     def description(self) -> RunDescription:

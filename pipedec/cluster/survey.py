@@ -1,8 +1,7 @@
-"""The doctor on every host of a cluster.yaml at once: a node on each is asked, in rounds, and has a deadline for each.
+"""The doctor on every host of a cluster.yaml at once: nodes answer questions in rounds, each with a deadline. In the last round
+the links are measured one after the other, so that none disturbs another.
 
-In the last round one link after the other is measured, so that none disturbs another.
-
-Knows what the hosts are asked; what the answers mean is for ``doctor.comparison``.
+Does not know what the answers mean (``doctor.comparison``).
 """
 
 from __future__ import annotations
@@ -36,19 +35,18 @@ END_SECONDS = 5.0
 
 
 class Survey:
-    """Nodes on all hosts of ``config``. A context manager, which ends them. The hosts are to suit ``partition``: None for the
-    file's default, or none if it has none. Raises UserError if there is no such partition.
+    """Nodes on all hosts of ``config``, which end with the ``with`` block. The hosts are examined for ``partition``: None for the
+    file's default, if it has one. Raises UserError if there is no such partition.
 
     Attributes:
-        unplanned: why it is not known what the hosts need, or what is wrong with the plan.
+        unplanned: why it is unknown what the hosts need, or what is wrong with the plan; None if nothing is.
     """
 
-    def __init__(self, config: ClusterConfig, partition: str | None = None, seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(self, config: ClusterConfig, partition: str | None = None) -> None:
         self._needs, self.unplanned = planned_needs(config, partition)
         with suppress(UserError):  # the file names no partition
             config = config.for_partition(partition)
         self._config = config
-        self._seconds = seconds
         self._news: SimpleQueue[News] = SimpleQueue()
         self._links: dict[str, NodeLink] = {}
 
@@ -61,12 +59,12 @@ class Survey:
         end_links(self._links.values(), END_SECONDS)
 
     def answers(self) -> dict[str, HostAnswer]:
-        """The answer of every host, by name; one that does not answer in time has an answer that says so."""
+        """The answer of every host, by name; for a host that does not answer in time, a failure."""
         for host, questions in questions_for(self._config, self._needs).items():
             environment = {**self._config.launch.environment, **self._config.server(host).environment}
             self._links[host].order("examine", questions=asdict(questions), environment=environment)
         answers = {}
-        for host, news in self._collect("examined", self._links, self._seconds).items():
+        for host, news in self._collect("examined", self._links, ANSWER_SECONDS).items():
             if isinstance(news, Finding):
                 answers[host] = HostAnswer(failure=news)
                 continue
@@ -80,7 +78,7 @@ class Survey:
         places = {host: (one.address, one.port) for host, one in networks.items() if one.address and one.port}
         for host in networks:
             self._links[host].order("reach", places={other: place for other, place in places.items() if other != host})
-        for host, news in self._collect("reached", networks, self._seconds).items():
+        for host, news in self._collect("reached", networks, ANSWER_SECONDS).items():
             if isinstance(news, Finding):
                 answers[host] = HostAnswer(failure=news)
             else:
@@ -88,7 +86,7 @@ class Survey:
         return {host: self._measured(host, answer, places) for host, answer in answers.items()}
 
     def _measured(self, host: str, answer: HostAnswer, places: Mapping[str, tuple[str, int]]) -> HostAnswer:
-        """With the links from this host to those to which its ranks send."""
+        """Add the links from this host to those to which its ranks send."""
         if answer.report is None or (needs := self._needs.get(host)) is None or not needs.ranks:
             return answer
         lost = {target: "no answer from it" for target in needs.targets if target not in places} | dict(answer.unreachable)
@@ -125,7 +123,7 @@ class Survey:
                     found[host] = problem("ssh", message, f"run `pipedec doctor` on {host}")
                 case {"news": "hello", "pipedec": version} if version != __version__:
                     found[host] = problem("pipedec", f"{version}, but {__version__} here", f"install pipedec {__version__} there")
-                case {"news": told} if told == kind:
+                case {"news": found_kind} if found_kind == kind:
                     found[host] = news | {"received_us": time.time_ns() // 1000}
         return {host: found[host] for host in hosts}
 

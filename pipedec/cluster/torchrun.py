@@ -43,8 +43,7 @@ _PROGRAM = "torchrun … -m -- pipedec.cluster.torchrun"
 def main() -> None:
     """Entry point under torchrun. Exits 0 after ``pipedec down``, 1 after anything else.
 
-    torchrun writes to standard error what it thinks of an end; this process writes to standard output, so that they can be kept
-    apart.
+    This process writes to standard output alone, so that its lines can be separated from torchrun's on standard error.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun passes Ctrl-C on and waits for the ranks to end
     die_with_parent()
@@ -68,7 +67,7 @@ def run(arguments: list[str]) -> int:
         return 2 if isinstance(error, UserError) else 1
 
     def report(what: str, done: int, total: int) -> None:
-        if what == "ready":  # that a rank has loaded its weights, its description says
+        if what == "ready":  # other reports add nothing to the descriptions of ranks
             print("pipedec: the cluster takes requests", flush=True)
 
     def describe(description: RankDescription) -> None:
@@ -78,9 +77,9 @@ def run(arguments: list[str]) -> int:
 
 
 def _claim(place: RankPlace, scheduler: SupervisorScheduler, store: Store) -> None:
-    """Rank 0 claims the run's name; the others wait for that, because it deletes what a dead run has left.
+    """Rank 0 claims the run's name, which deletes what a dead run has left; the others wait for that.
 
-    Ranks that torchrun has started again go on with the run that they served before: its requests are in Redis.
+    Ranks that torchrun has started again continue the run that they served before: its requests are in Redis.
     """
     from pipedec.transport.rendezvous import MEETING_SECONDS, wait_for_key
 
@@ -97,13 +96,13 @@ def _claim(place: RankPlace, scheduler: SupervisorScheduler, store: Store) -> No
 
 
 def _restarts(count: str = "RESTART_COUNT") -> int:
-    """How often torchrun has started these ranks again; or, of MAX_RESTARTS, how often it may."""
+    """How often torchrun has started these ranks again; with ``MAX_RESTARTS``, how often it may."""
     return int(os.environ.get(f"TORCHELASTIC_{count}", "0"))
 
 
 @dataclass(frozen=True)
 class TorchrunOptions:
-    """Options of a rank besides the settings, which take precedence over those of the file."""
+    """Options of a rank besides the settings; both take precedence over the file."""
 
     redis: Annotated[
         str | None, Help("Redis server of the run (default: $PIPEDEC_REDIS_URL, then the file's).", "redis://HOST:PORT/0")

@@ -1,7 +1,7 @@
 """Configuration from files and the environment, as frozen dataclasses: settings, ``cluster.yaml``, Redis, sizes of models.
 
 With ``cluster.torchrun``, the only package that reads configuration files and environment variables. Does not know what a
-partition costs or whether it fits. What is used in many places can be imported from here.
+partition costs or whether it fits. Exports the names that are used in many places.
 """
 
 from pipedec.config.cluster import ClusterConfig, DeviceConfig, ServerConfig, load_cluster, paper_cluster

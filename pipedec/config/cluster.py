@@ -27,7 +27,7 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """The links between devices. Only plans and emulation use them; a running cluster has the network it has.
+    """The links between devices. Plans and emulation use their speed; a running cluster uses only ``duplex``.
 
     Attributes:
         latency_us: one way, between servers.
@@ -53,7 +53,7 @@ class ServerConfig:
     Attributes:
         devices: number of devices by kind. GPUs in the order of their PCI bus; ``cpu`` is a rank that computes on the processor.
         ssh: where ``pipedec launch`` connects to, as an argument of ssh; ``host`` if not given.
-        hostname: what the machine calls itself, where that is not ``host``.
+        hostname: the machine's own name, where that is not ``host``.
         interface: network interface of its transfers; the one that routes to the other hosts if not given.
         python: the interpreter that has pipedec there; that of ``launch`` if not given.
         environment: variables for its ranks, besides those of ``launch``.
@@ -330,4 +330,5 @@ _ClusterDocument = _document("ClusterDocument", ClusterConfig, _FILE_KEYS, {"par
 
 
 def _relative_to(folder: Path, model: str) -> str:
+    """The path of a checkpoint that ``model`` names relative to ``folder``; other values as they are."""
     return model if model == NONE or model in MODEL_SHAPES or is_named(model) else str(folder / os.path.expanduser(model))

@@ -1,4 +1,4 @@
-"""Secrets, directories, the choice of network interfaces, of instructions and of graphs, from environment variables."""
+"""Configuration from environment variables: secrets, directories, network interfaces, instruction sets, CUDA graphs, ssh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANK_ENVIRONMENT: Mapping[str, str] = MappingProxyType({
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # no wait for dumps of the flight recorder
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",  # each group has one pair and one direction: nothing to overlap
 })  # fmt: skip
-"""What the processes of ranks find in their environment unless it sets another value."""
+"""Variables of rank processes, unless the environment sets other values."""
 
 
 def optional_secret(name: str) -> str | None:
@@ -31,7 +31,9 @@ def optional_secret(name: str) -> str | None:
 
 
 def set_rank_environment() -> None:
-    """Set those of ``RANK_ENVIRONMENT`` that are not set, in a process that is or starts a rank, before it loads torch."""
+    """Set the variables of ``RANK_ENVIRONMENT`` that are not set. To be called before torch is loaded, in a process that is or
+    starts a rank.
+    """
     for name, value in RANK_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
@@ -55,7 +57,7 @@ def onednn_limit() -> str:
 
 
 def ssh_program() -> list[str]:
-    """The command that stands for ssh: $PIPEDEC_SSH, for example ``ssh -F FILE``, else ``ssh``."""
+    """The command to run for ssh: $PIPEDEC_SSH, for example ``ssh -F FILE``, else ``ssh``."""
     return shlex.split(os.environ.get("PIPEDEC_SSH") or "ssh")
 
 

@@ -1,4 +1,4 @@
-"""Everything that a user can set of a pipeline, in one tree of frozen dataclasses. Loads no torch.
+"""All settings of a pipeline, in one tree of frozen dataclasses. Loads no torch.
 
 A setting is one line: its name, type, range, default and help. From it follow the option of every command that starts a
 pipeline (``pipedec.flags``), the key of cluster.yaml and of its partitions, the keyword argument of ``LLM``, the option of ranks
@@ -156,7 +156,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Settings:
-    """The whole tree."""
+    """All settings of a pipeline."""
 
     models: Models = Models()
     cut: Cut = Cut()
@@ -187,7 +187,7 @@ class Settings:
         return replace(self, **groups)
 
     def replaced(self, **values: Any) -> Settings:
-        """These settings with others by name, which are known to be right."""
+        """These settings with others by name, which are not checked."""
         groups: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             groups.setdefault(GROUPS[name], {})[name] = value
@@ -219,7 +219,7 @@ class Settings:
 
 
 def _plain(value: Any) -> Any:
-    """A value as a file would have it, of what Python callers may also pass."""
+    """A value from Python in the form that a file has."""
     if isinstance(value, Path):
         return str(value)
     return to_builtins(value) if isinstance(value, MethodOptions | RedisConfig) else value

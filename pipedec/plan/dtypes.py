@@ -19,14 +19,14 @@ GIVEN = "as given"
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The 16-bit formats that a device has instructions for: all GPUs for float16; a processor is not asked for that."""
+    """Whether a device has instructions for 16-bit formats. All GPUs have float16, which is not used on processors."""
 
     is_gpu: bool
     has_bfloat16: bool
 
     @classmethod
     def planned(cls, device: str) -> Arithmetic:
-        """Return what a kind of device computes. A plan does not know the processor, and assumes no bfloat16 instructions."""
+        """The arithmetic of a kind of device in a plan, which does not know the processor: without bfloat16 instructions."""
         return cls(DEVICES[device].is_gpu, DEVICES[device].is_gpu)
 
 

@@ -1,6 +1,5 @@
-"""Which parts and files of the checkpoints each host of a partition needs: those of its ranks, and all if it has a spare.
-
-A spare may take over any rank.
+"""Which parts and files of the checkpoints each host of a partition needs: those of its ranks, and all if it has a spare, which
+may take over any rank.
 """
 
 from __future__ import annotations

@@ -22,13 +22,13 @@ CUDA_BLOCK = 256  # that flash-attention with block tables needs
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """The memory of a GPU, in bytes: what is free of all processes at the moment, and all of it."""
+    """The memory of a GPU, in bytes: free of all processes at the moment, and total."""
 
     free: int
     total: int
 
     def usable(self, utilization: float) -> int:
-        """Bytes that may still be taken, if all processes together may have this share of it. Negative if they have more."""
+        """Bytes that may still be allocated if all processes together may use this share; negative if they use more."""
         return round(self.total * utilization) - (self.total - self.free)
 
 
@@ -41,7 +41,9 @@ class RankNeeds:
 
 
 def tokens_beside(usable: int, needs: Iterable[RankNeeds]) -> int:
-    """For how many tokens ranks that share a GPU have memory, the same for each. Negative if not even their weights fit."""
+    """The number of tokens, the same for each, for which ranks that share a GPU have memory; negative if their weights do not
+    fit.
+    """
     needs = list(needs)
     return (usable - sum(one.fixed_bytes for one in needs)) // sum(one.token_bytes for one in needs)
 

@@ -35,7 +35,7 @@ class StagePlan:
         memory_bytes: what ranks may take of the device's memory, or this rank's part of it.
         kv_token_bytes: one token in the KV caches of its layers.
         rows: of a full tree layer.
-        shared: whether rank 0 and a stage share the device.
+        shared: whether the draft and a stage share the device.
     """
 
     rank: int

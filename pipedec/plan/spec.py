@@ -32,8 +32,8 @@ class PipelineSpec:
     """One pipeline.
 
     Attributes:
-        settings: completed: every model is a directory or ``none``, and the dtype of the target is never ``auto``. Where that of
-            the draft is, the processor of rank 0 decides when it loads the draft.
+        settings: completed: every model is a directory or ``none``, and the dtype of the target is never ``auto``. If the draft's
+            is, rank 0 chooses by its processor when it loads the draft.
         layers: for each stage, its first layer of the target and the layer after its last.
         dtype_why, draft_dtype_why: why the target and the draft have their dtypes.
         num_gpus: GPUs of the machine on which the ranks run; of no meaning with ``places``.
@@ -60,7 +60,7 @@ class PipelineSpec:
     row_room: int = KNEE_ROWS
 
     def replaced(self, **values: Any) -> PipelineSpec:
-        """With other settings by name, which are known to be right."""
+        """With other settings by name, which are not checked."""
         return replace(self, settings=self.settings.replaced(**values))
 
     @property
@@ -171,7 +171,7 @@ class PipelineSpec:
         return budget
 
     def kv_budget(self, measured: Mapping[int, int] | None = None) -> KVBudget:
-        """The memory of every rank for keys and values, in bytes as ``measured`` by rank, else as planned."""
+        """The memory of every rank for keys and values: bytes as given by the user, else as ``measured`` (by rank) or planned."""
         limits, target = self.settings.limits, self._costs(1)
         token_bytes = {rank: (stop - start) * target.layer_token_bytes for rank, (start, stop) in enumerate(self.layers, start=1)}
         if self.draft is not None:

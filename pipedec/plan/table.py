@@ -22,7 +22,24 @@ _CONCURRENT = (1, 4, 8, 16, 32, 64)
 
 def plan_table(plan: Plan) -> Group:
     """One line per rank, in at most 100 columns; expected times and problems are below it. Ranks that lack memory are red."""
-    return Group(_ranks(plan), Text(_summary(plan)))
+    title = f"{plan.partition}: {plan.target} in {plan.weights}, {len(plan.stages)} stages in {plan.num_groups} groups"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("rank", justify="right")
+    table.add_column("group", justify="right")
+    table.add_column("server", overflow="ellipsis", max_width=20, no_wrap=True)
+    table.add_column("device", no_wrap=True)
+    for heading in ("layers", "weights\nGB", "KV\nGB", "other\nGB", "total /\nusable GB", "compute\nms", "send\nms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in ([plan.draft] if plan.draft else []) + list(plan.stages):
+        device = f"{row.placement.device} #{row.placement.index}{' *' if row.shared else ''}"
+        table.add_row(
+            str(row.rank), str(row.group) if row.group else "draft", row.placement.host,
+            device, f"{row.layers.start}-{row.layers.stop - 1}",
+            *(f"{part / GIGA:.1f}" for part in (row.weight_bytes, row.kv_bytes, row.workspace_bytes)),
+            f"{row.total_bytes / GIGA:.1f} / {row.memory_bytes / GIGA:.1f}", f"{row.compute_ms:.1f}", f"{row.transfer_ms:.2f}",
+            style=None if row.fits else "red",
+        )  # fmt: skip
+    return Group(table, Text(_summary(plan)))
 
 
 def files_table(hosts: Collection[str], files: Sequence[NeededFile]) -> Group:
@@ -50,27 +67,6 @@ def _size(files: Sequence[NeededFile]) -> str:
         return "?"
     about = "" if all(file.is_here for file in files) else "~"
     return f"{about}{sum(file.num_bytes or 0 for file in files) / GIGA:.2f}"
-
-
-def _ranks(plan: Plan) -> Table:
-    title = f"{plan.partition}: {plan.target} in {plan.weights}, {len(plan.stages)} stages in {plan.num_groups} groups"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("rank", justify="right")
-    table.add_column("group", justify="right")
-    table.add_column("server", overflow="ellipsis", max_width=20, no_wrap=True)
-    table.add_column("device", no_wrap=True)
-    for heading in ("layers", "weights\nGB", "KV\nGB", "other\nGB", "total /\nusable GB", "compute\nms", "send\nms"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in ([plan.draft] if plan.draft else []) + list(plan.stages):
-        device = f"{row.placement.device} #{row.placement.index}{' *' if row.shared else ''}"
-        table.add_row(
-            str(row.rank), str(row.group) if row.group else "draft", row.placement.host,
-            device, f"{row.layers.start}-{row.layers.stop - 1}",
-            *(f"{part / GIGA:.1f}" for part in (row.weight_bytes, row.kv_bytes, row.workspace_bytes)),
-            f"{row.total_bytes / GIGA:.1f} / {row.memory_bytes / GIGA:.1f}", f"{row.compute_ms:.1f}", f"{row.transfer_ms:.2f}",
-            style=None if row.fits else "red",
-        )  # fmt: skip
-    return table
 
 
 def _summary(plan: Plan) -> str:

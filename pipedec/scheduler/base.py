@@ -1,4 +1,4 @@
-"""Redis calls of every process that takes part in a run. The Lua scripts hold the rules; key names are in keys.py."""
+"""Redis calls that ranks, clients and supervisors share. The rules are in the Lua scripts, the names of keys in ``keys``."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class BaseScheduler:
     their process takes part. If the run is in another one, those that would change something raise EpochEnded and change nothing.
 
     Attributes:
-        patience_seconds: how long Redis may execute no commands because it is busy or has no memory, before a call raises
+        patience_seconds: how long Redis may refuse commands because it is busy or out of memory before a call raises
             SchedulerBusy. Requests are refused at once.
-        round_trips: the commands sent to the server.
+        round_trips: number of commands sent to the server.
     """
 
     def __init__(self, client: redis.Redis, run_id: str, topology: Topology) -> None:
@@ -101,7 +101,7 @@ class BaseScheduler:
         """The new events of several answers, each with its request and position; [] if none arrives within ``timeout_seconds``.
 
         ``last`` holds, by request number, the position of the last event already read; ``"0"`` to start at the beginning. Raises
-        PipedecError if something else than an event has arrived.
+        PipedecError if anything but an event has arrived.
         """
         streams: Any = {self.keys.answer(number): position for number, position in last.items()}
         deadline = time.monotonic() + timeout_seconds
@@ -120,7 +120,7 @@ class BaseScheduler:
         return int(seconds) * 1_000_000 + int(microseconds)
 
     def clear(self) -> None:
-        """Delete everything the run has stored."""
+        """Delete all keys of the run."""
         if stored := self._stored():
             self._ask(lambda: self.client.delete(*stored))
 
@@ -148,9 +148,9 @@ def read_description(client: redis.Redis, run_id: str) -> RunDescription | None:
     return parse_json(RunDescription, text, "the description of the run") if text is not None else None
 
 
-def activity_of(told: str, now_us: int) -> ActivityReport:
-    """Read the record that ``lease.lua`` has written."""
-    at_us, text = told.split(" ", 1)
+def activity_of(record: str, now_us: int) -> ActivityReport:
+    """Parse what ``lease.lua`` has written to ``doing``. ``now_us`` is Redis's clock."""
+    at_us, text = record.split(" ", 1)
     return structs.replace(parse_json(ActivityReport, text, "the rank's activity"), age_seconds=(now_us - int(at_us)) / 1e6)
 
 

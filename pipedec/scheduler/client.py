@@ -21,8 +21,8 @@ from pipedec.core import EpochEnded, QueueFull, RankLost, SchedulerBusy, Schedul
 
 OLDEST_SERVER = (6, 2)
 CONNECT_SECONDS = 3.0
-# A server that vanished without closing the connection is noticed after REPLY_SECONDS: blocking commands wait at most
-# BLOCK_SECONDS, so no reply takes longer.
+# A server that vanished without closing the connection is noticed after REPLY_SECONDS; no reply takes longer, as blocking
+# commands wait at most BLOCK_SECONDS.
 REPLY_SECONDS = 10.0
 BLOCK_SECONDS = 5.0
 MAX_CONNECTIONS = 16  # of a process with an event loop
@@ -50,9 +50,9 @@ def address_of(url: str) -> str:
 
 
 def connect(url: str) -> redis.Redis:
-    """A client (connection pool) of the server at ``url``, which has answered and whose version has been checked.
+    """A client (connection pool) of the server at ``url``, once the server has answered and its version has been checked.
 
-    Commands are never retried: redis-py's default would run a script a second time when only its reply was lost.
+    Commands are never retried: redis-py by default runs a script a second time when only its reply was lost.
 
     Args:
         url: ``redis://``, ``rediss://`` or ``unix://``.
@@ -82,7 +82,7 @@ async def async_connect(url: str) -> redis.asyncio.Redis:
 
 
 def _checked_address(url: str) -> str:
-    """See ``address_of``. Raises UserError also for another scheme."""
+    """As ``address_of``. Raises UserError for another scheme, too."""
     address = address_of(url)
     if not url.startswith(("redis://", "rediss://", "unix://")):
         raise UserError(f"the Redis address of {address} must start with redis://, rediss:// or unix://")
@@ -110,9 +110,8 @@ def _async_options(url: str, reply_seconds: float) -> dict[str, Any]:
 class DedicatedConnection:
     """One connection of ``client``'s pool, reserved for the commands on the pipeline's critical path.
 
-    redis-py's pool checkout, retries and metrics cost a rank more CPU than the command itself; here the command is written
-    and its reply is read, nothing else. Thread-safe: a call made while another one is in progress goes through the pool.
-    No command is sent twice.
+    It skips redis-py's pool checkout, retries and metrics, which cost a rank more CPU than the command itself. Thread-safe: a
+    call made while another one is in progress goes through the pool. No command is sent twice.
     """
 
     def __init__(self, client: redis.Redis) -> None:
@@ -178,7 +177,7 @@ def pauses(seconds: float) -> Iterator[float]:
 
 
 def is_refused_for_now(error: redis.RedisError) -> bool:
-    """Whether the server has not executed a command, but may do so later."""
+    """Whether the server has not executed the command, but may do so later."""
     return isinstance(error, _REFUSALS) or (isinstance(error, redis.ResponseError) and _reason(str(error)) is not None)
 
 

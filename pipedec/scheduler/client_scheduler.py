@@ -1,6 +1,6 @@
-"""Redis calls of a run's clients: those who send requests, watch the run, measure it or stop it.
+"""Redis calls of a run's clients, which send requests, or watch, measure or stop the run.
 
-``AsyncRedisScheduler`` is for a front-end with one event loop and any number of requests; it has the same keys, scripts and
+``AsyncRedisScheduler`` is for a front-end with one event loop and any number of requests; it uses the same keys, scripts and
 errors.
 """
 
@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import redis
@@ -46,9 +45,9 @@ class ServerUsage:
     """Load on the Redis server.
 
     Attributes:
-        cpu_seconds: CPU time that the server has used since it started.
+        cpu_seconds: CPU time of the server since it started.
         keys: number of keys of the run, without leases.
-        is_working: whether a workflow is running: until it has ended, keys come and go.
+        is_working: whether a workflow is running, so that the number of keys varies.
     """
 
     cpu_seconds: float
@@ -87,7 +86,7 @@ class ClientScheduler(BaseScheduler):
         return bool(self._run_script(*cancel_call(self.keys, request_number)))
 
     def close_answer(self, request_number: int) -> None:
-        """Delete an answer that has been read, or that will not be read: nothing is written to it any more."""
+        """Delete an answer that has been read or is no longer wanted; nothing more is written to it."""
         self._run_script(*close_call(self.keys, request_number, self._operations.pop(request_number, "")))
 
     def watch(self, begins: bool = False) -> None:
@@ -120,7 +119,7 @@ class ClientScheduler(BaseScheduler):
 
     def stop(self) -> None:
         """Ask every rank to end after the messages already in its queue, and refuse further requests."""
-        while True:  # a client takes part in no epoch
+        while True:  # the epoch may end in between
             epoch = self.current_epoch() or 0
             keys = Keys(self.run_id, epoch)
             with suppress(EpochEnded):
@@ -129,12 +128,12 @@ class ClientScheduler(BaseScheduler):
 
     def activities(self) -> dict[int, ActivityReport]:
         """The activity of each rank when it last renewed its lease."""
-        told: Any = self._ask(lambda: self.client.hgetall(self.keys.doing))
+        records: Any = self._ask(lambda: self.client.hgetall(self.keys.doing))
         now_us = self.clock_us()
-        return {int(rank): activity_of(text.decode(), now_us) for rank, text in told.items()}
+        return {int(rank): activity_of(text.decode(), now_us) for rank, text in records.items()}
 
     def nodes(self) -> dict[str, bool]:
-        """The supervisors of hosts, by name: whether they hold their leases."""
+        """Whether each host's supervisor holds its lease, by the host's name."""
         names: Any = self._ask(lambda: self.client.smembers(self.keys.nodes))
         found = sorted(name.decode() for name in names)
         alive: Any = self._ask(lambda: self.client.mget([self.keys.node(name) for name in found])) if found else []
@@ -142,13 +141,12 @@ class ClientScheduler(BaseScheduler):
 
     def places(self) -> dict[int, str]:
         """The host of each rank, as far as supervisors have reported it."""
-        told: Any = self._ask(lambda: self.client.hgetall(self.keys.places))
-        return {int(rank): node.decode() for rank, node in told.items()}
+        nodes: Any = self._ask(lambda: self.client.hgetall(self.keys.places))
+        return {int(rank): node.decode() for rank, node in nodes.items()}
 
     def usage(self) -> ServerUsage:
-        """The CPU time of the server and the state of the run's keys, for the benchmarks.
-
-        Leases are not counted: on a busy machine one may be renewed too late, and be missing for a moment.
+        """The CPU time of the server and the state of the run's keys, for the benchmarks. Leases are not counted, as one that is
+        renewed too late on a busy machine may be missing for a moment.
         """
         cpu: Any = self._ask(lambda: self.client.info("cpu"))
         is_working = self._ask(lambda: self.client.hget(self.keys.workflow, "running")) == b"1"
@@ -158,11 +156,12 @@ class ClientScheduler(BaseScheduler):
 
 
 class AsyncRedisScheduler:
-    """One run on one Redis server, for requests of one owner. Every call may raise SchedulerLost.
+    """The scheduler for a client with an event loop, whose requests have this client as their owner. Every call may raise
+    SchedulerLost.
 
     Attributes:
-        description: of the run; None if there is none.
-        round_trips: the commands sent to the server.
+        description: of the run; None if there is no such run.
+        round_trips: number of commands sent to the server.
     """
 
     def __init__(self, client: redis.asyncio.Redis, address: str, run_id: str, owner: str) -> None:
@@ -214,12 +213,12 @@ class AsyncRedisScheduler:
         streams: Any = {wake: self._woken, **{self._keys.answer(number): position for number, position in last.items()}}
         block = max(1, int(timeout_seconds * 1000))
         reply: Any = await self._ask(lambda: self._client.xread(streams, block=block))
-        if reply and reply[0][0] == wake.encode():  # in the order of the question
+        if reply and reply[0][0] == wake.encode():  # the reply has the order of ``streams``
             self._woken = reply.pop(0)[1][-1][0].decode()
         return events_read(self._keys, reply)
 
     async def wake(self) -> None:
-        """Let ``read_answers``, which another task awaits, return now, or at its next call."""
+        """Let ``read_answers`` in another task return now, or at its next call."""
         pipe = self._client.pipeline(transaction=True)
         pipe.xadd(self._keys.wake(self._owner), {"wake": ""}, maxlen=1)
         pipe.pexpire(self._keys.wake(self._owner), LEASE_MS)
@@ -270,14 +269,15 @@ class AsyncRedisScheduler:
         await self._client.aclose()
 
     async def _run(self, call: Call, patience_seconds: float = PATIENCE_SECONDS) -> Any:
-        return await self._ask(partial(self._evaluate, call), patience_seconds)
-
-    async def _evaluate(self, call: Call) -> Any:
         arguments = [len(call.keys), *call.keys, *call.arguments]
-        try:
-            return await self._client.evalsha(script_sha(call.script), *arguments)
-        except NoScriptError:  # nothing was executed: this server does not have the script yet
-            return await self._client.eval(script_text(call.script), *arguments)
+
+        async def evaluate() -> Any:
+            try:
+                return await self._client.evalsha(script_sha(call.script), *arguments)
+            except NoScriptError:  # nothing was executed: this server does not have the script yet
+                return await self._client.eval(script_text(call.script), *arguments)
+
+        return await self._ask(evaluate, patience_seconds)
 
     async def _ask(self, command: Callable[[], Awaitable[Any]], patience_seconds: float = PATIENCE_SECONDS) -> Any:
         self.round_trips += 1

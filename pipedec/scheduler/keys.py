@@ -1,4 +1,4 @@
-"""Every Redis key of a run, in one place. ``lua/README.md`` lists their contents."""
+"""The names of all Redis keys of a run. ``lua/README.md`` lists their contents."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Keys:
     """The key names of run ``run_id``. The braces are a hash tag, so that a Redis cluster keeps a run's keys on one node.
 
     Attributes:
-        epoch: of the run; keys that only the ranks of one epoch use are different in each.
-        meeting: the number of the answer, of no request, in which ranks meet and report that they have loaded their weights.
+        epoch: part of the names of keys that only the ranks of one epoch use.
+        meeting: negative number of the answer stream in which ranks meet and report that they have loaded their weights.
 
     Raises:
-        UserError: ``run_id`` is empty, too long or has other characters than letters, digits, ``_``, ``.`` and ``-``.
+        UserError: ``run_id`` is not 1 to 100 letters, digits, ``_``, ``.`` or ``-``.
     """
 
     def __init__(self, run_id: str, epoch: int = 0) -> None:

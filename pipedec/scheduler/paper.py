@@ -1,8 +1,9 @@
-"""Algorithm 4: the tasks that follow from a task that is done. Pure functions; the numbers in brackets are the paper's cases.
+"""The tasks to schedule after a task is done, when Redis grants every task: Algorithm 4 of the PipeDec paper (Appendices A and B;
+Algorithm 2 is in ``lua/graph.lua``, Algorithm 3 in ``engine/stage_loop.py``). Pure functions; numbers in brackets are its cases.
 
-Deviations, so that a rank asks Redis at most twice in a timestep: transfers between two timesteps wait for the barrier, and [2]
-and [4] are scheduled ahead, with the first task of a group. So consecutive tasks of a rank are granted at once: it sends and
-receives, computes, and sends on to the next stage of its group.
+Deviations, so that a rank calls Redis at most twice in a timestep: transfers between two timesteps wait for the barrier, and [2]
+and [4] are scheduled ahead, with the first task of a group. So consecutive tasks of a rank are granted at once: it receives and
+sends between timesteps, computes, and sends on to the next stage of its group.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from pipedec.topology import Topology
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about a task that is done which the rules need, as its rank reports them.
+    """The outcome of a finished task, as its rank reports it.
 
     Attributes:
-        has_output: whether there is a message for the next rank, after pruning: rows, or updates that open and close requests.
+        has_output: whether, after pruning, the rank has a message for the next one: rows, or updates that open or close requests.
         results: after a pre or dec of rank n, its results for the rows that it has computed.
         active: after a dec, the entry ranks active in this timestep, as granted with the task.
         finished: after a sync or dec of rank 0, whether the session ends.
@@ -36,7 +37,7 @@ class Facts:
 
 
 class _Result(NamedTuple):
-    """A result in the payload of a sync: an ``RequestUpdate`` without the fields that the last stage never sets."""
+    """A result in the payload of a sync: a ``RequestUpdate`` without the fields that the last stage never sets."""
 
     number: int
     verdict: Verdict | None = None
@@ -45,7 +46,7 @@ class _Result(NamedTuple):
 
 
 def results_of(payload: Payload) -> tuple[RequestUpdate, ...]:
-    """The results in a sync's payload: verdicts to replay; for rank 0 everything that the last stage reports."""
+    """The results in a sync's payload: verdicts to replay; for rank 0 all results of the last stage."""
     results = convert(payload["results"], list[_Result])
     return tuple(
         RequestUpdate(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=prompt)
@@ -56,21 +57,17 @@ def results_of(payload: Payload) -> tuple[RequestUpdate, ...]:
 def initial_tasks(topology: Topology) -> list[Planned]:
     """The tasks that start a session: [1], and [2] for every stage.
 
-    Deviation: rank 0 has the prompts, and sends them to stage 1 by a transfer, like all rows; its seq is that before prefill.
+    Deviation: rank 0 has the prompts, and sends them to stage 1 by a transfer, like all rows, with the seq before prefill (-1).
     """
     prompts = Task.transfer(0, 1, -1)
     planned = [Planned(Task.compute("pre", 0, 0)), Planned(prompts), Planned(Task.compute("pre", 1, 0), (prompts,))]  # [1]
-    for rank in range(1, topology.num_stages):  # [2]
-        transfer = Task.transfer(rank, rank + 1, 0)
-        planned += [
-            Planned(transfer, (Task.compute("pre", rank, 0),)),
-            Planned(Task.compute("pre", rank + 1, 0), (transfer,)),
-        ]
+    for rank in range(1, topology.num_stages):
+        planned += _pass_on("pre", rank, 0)  # [2]
     return planned
 
 
 def post_process(task: Task, topology: Topology, facts: Facts) -> list[Planned]:
-    """The tasks that a rank schedules after finishing ``task``; none after a transfer or the end."""
+    """The tasks that a rank schedules after finishing ``task``; none after a transfer or the session's end."""
     if task.name == "pre" and task.target == topology.final_rank:  # [3]
         # Deviation: the first tokens reach the ranks by a sync like all later ones, and those syncs schedule the tasks of
         # timestep 1 ([11], [12]).
@@ -129,19 +126,23 @@ def _send_on(topology: Topology, rank: int, seq: int) -> list[Planned]:
     """Send the output of timestep ``seq`` to the next group, whose stages compute it in ``seq`` + 1 one after another."""
     barrier, transfer = Task.finish_all(seq), Task.transfer(rank, rank + 1, seq)
     planned = [Planned(transfer, (barrier,)), Planned(Task.compute("dec", rank + 1, seq + 1), (transfer, barrier))]
-    for stage in topology.groups[topology.group_of(rank + 1)][:-1]:  # [4]
-        inside = Task.transfer(stage, stage + 1, seq + 1)
-        planned += [
-            Planned(inside, (Task.compute("dec", stage, seq + 1),)),
-            Planned(Task.compute("dec", stage + 1, seq + 1), (inside,)),
-        ]
+    for stage in topology.groups[topology.group_of(rank + 1)][:-1]:
+        planned += _pass_on("dec", stage, seq + 1)  # [4]
     return planned
 
 
+def _pass_on(name: str, stage: int, seq: int) -> list[Planned]:
+    """Send the output of a stage's task to the next stage, which computes it in the same timestep."""
+    transfer = Task.transfer(stage, stage + 1, seq)
+    return [Planned(transfer, (Task.compute(name, stage, seq),)), Planned(Task.compute(name, stage + 1, seq), (transfer,))]
+
+
 def _syncs(seq: int, results: Sequence[RequestUpdate], after: dict[int, list[Task]]) -> list[Planned]:
-    """Every rank replays the accepted tokens. Only rank 0 receives the other results, and it passes on which answers end."""
+    """A sync for every rank, to replay the accepted tokens. Only rank 0 receives the other results; it passes on which answers
+    have ended.
+    """
     verdicts = ((result.number, result.verdict) for result in results if result.verdict is not None)
     accepted = [_Result(number, Verdict(verdict.accepted)) for number, verdict in verdicts if verdict.tokens]
-    said = [_Result(result.number, result.verdict, result.logprobs, result.prompt_logprobs) for result in results]
-    whole, tokens = ({"results": to_builtins(told)} for told in (said, accepted))
-    return [Planned(Task.compute("sync", rank, seq), tuple(after[rank]), tokens if rank else whole) for rank in after]
+    complete = [_Result(result.number, result.verdict, result.logprobs, result.prompt_logprobs) for result in results]
+    for_stages, for_rank_zero = ({"results": to_builtins(part)} for part in (accepted, complete))
+    return [Planned(Task.compute("sync", rank, seq), tuple(after[rank]), for_stages if rank else for_rank_zero) for rank in after]

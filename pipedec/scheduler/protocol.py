@@ -11,16 +11,16 @@ from pipedec.messages import ActivityReport, Event, Recovery, RunStats, StageSta
 from pipedec.scheduler.workflow import Payload, Task
 
 WATCH_SECONDS = 5.0  # duration of a viewer's lease
-SHOWN_BATCHES = 128  # of the live feed, that are kept
-SHOWN_SECONDS = 15.0  # for which frames are kept after the last one
+SHOWN_BATCHES = 128  # of the live feed that are kept
+SHOWN_SECONDS = 15.0  # that the live feed is kept after its last batch
 SESSION_TRACE = 4096  # windows of a session whose trace is kept
-TASKS_TRACE = 1_000_000  # single tasks, while a request is traced
+TASKS_TRACE = 1_000_000  # single tasks whose trace is kept, while a request is traced
 RESTORED = "Redis had lost the run"  # the reason of a recovery
 
 
 @dataclass(frozen=True)
 class Granted:
-    """A task that a rank may do now.
+    """A task that a rank may execute now.
 
     Attributes:
         payload: see ``Planned``. A window also has ``transfers``, the order in which the rank takes part in transfers between
@@ -43,7 +43,7 @@ class RankMessage:
         number: the request, or the session of the tasks; -1 for stop and abort.
         tasks: the tasks that the rank executes next, one after another.
         text: for a request its JSON, for an abort or the end of an epoch the reason.
-        told: of a request in the journal, the token ids that its answer has.
+        told: of a request in the journal, the token ids of its answer so far.
         attempts: of a request in the journal, how many epochs have ended since it got its last token.
     """
 
@@ -69,11 +69,7 @@ def _granted(raw: dict[str, Any]) -> Granted:
 
 
 class Post(NamedTuple):
-    """Events for the answer of a request.
-
-    Attributes:
-        ends: these are the last ones: the request has ended.
-    """
+    """Events for the answer of a request; ``ends`` if they are the last ones."""
 
     number: int
     events: tuple[Event, ...]
@@ -81,12 +77,7 @@ class Post(NamedTuple):
 
 
 class Remembered(NamedTuple):
-    """Rank 0's copy of a running request.
-
-    Attributes:
-        request: its JSON.
-        events: its answer so far, in few events.
-    """
+    """Rank 0's copy of a running request: its JSON, and its answer so far in few events."""
 
     number: int
     request: str
@@ -97,8 +88,8 @@ class FrameBatch(NamedTuple):
     """A batch of the live feed.
 
     Attributes:
-        number: counts the batches, from 1.
-        frames: JSON, a list of objects.
+        number: of the batch, from 1.
+        frames: a JSON list of objects.
     """
 
     position: str
@@ -108,13 +99,13 @@ class FrameBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Taken:
-    """The state of the queue, as rank 0 reads it.
+    """The requests and commands that rank 0 takes from the queue.
 
     Attributes:
-        requests: messages of kind ``request``, earlier ones first. They run until their last events are published.
-        cancelled: all running requests that have been cancelled, with every call until they end.
-        stopping: the run was asked to stop.
-        watcher: the name of the newest reader of the live feed; empty if there is none.
+        requests: messages of kind ``request``, in order. They count as running until their last events are published.
+        cancelled: all running requests that have been cancelled; each is repeated until it ends.
+        stopping: whether the run was asked to stop.
+        watcher: the id of the newest reader of the live feed; empty if there is none.
     """
 
     requests: list[RankMessage]
@@ -125,11 +116,11 @@ class Taken:
 
 def published_token_ids(events: Iterable[Event]) -> tuple[int, ...]:
     """The token ids of an answer, parts of which may have been written twice."""
-    told: list[int] = []
+    token_ids: list[int] = []
     for event in events:
         if isinstance(event, TokensEvent):
-            told[event.index :] = event.token_ids
-    return tuple(told)
+            token_ids[event.index :] = event.token_ids
+    return tuple(token_ids)
 
 
 @dataclass(frozen=True)
@@ -182,13 +173,13 @@ class RunStatus:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether the ranks have yet to serve in the present epoch."""
+        """Whether the ranks do not serve yet in the present epoch."""
         return self.epoch != self.serving
 
 
 @dataclass(frozen=True)
 class Supervision:
-    """The state of a run from which a supervisor decides.
+    """The state of a run on which a supervisor bases its decisions.
 
     Attributes:
         epoch: of the run; None if Redis does not know the run.
@@ -197,7 +188,7 @@ class Supervision:
         expired: members whose lease has expired.
         activities: those of members, by rank.
         suspects: reports of ranks that cannot continue, by rank.
-        ends: why ranks end, by rank, as far as they have reported it.
+        ends: why ranks have ended, by rank, as far as they have reported it.
         places: by rank, the node to which it was assigned.
         recoveries: the latest ones, in order.
         lost_nodes: nodes whose lease has expired.

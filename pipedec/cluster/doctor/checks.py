@@ -1,5 +1,5 @@
-"""The doctor on this host, for the command and for a node that is asked from elsewhere: facts become findings, the rows of the
-table. Compares with no other host, and knows those only as addresses.
+"""The doctor on one host, for the command and for a node that is asked from elsewhere: facts become findings, the rows of the
+table. Knows other hosts only as addresses, and compares with none.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pipedec.cluster.doctor.links import LinkServer
 from pipedec.cluster.doctor.needs import HostNeeds
 from pipedec.cluster.network import can_connect, is_loopback
 
-FEWEST_FILES = 256  # a rank has some dozens open; the node of a host, those of its ranks
-NCCL_SHARED_MEMORY_BYTES = 1 << 30  # what Docker gives (64 MiB) is too little for NCCL
-LARGEST_OFFSET_US = 1_000_000  # traces and time limits are aligned to Redis; logs and certificates are not
+FEWEST_FILES = 256  # a rank opens some dozens, and a node those of its ranks
+NCCL_SHARED_MEMORY_BYTES = 1 << 30  # Docker's default (64 MiB) is too little for NCCL
+LARGEST_OFFSET_US = 1_000_000  # traces and time limits are aligned to Redis's clock; logs and certificates are not
 REACH_SECONDS = 3.0
-NAMED = 3  # files whose names are listed
+NAMED = 3  # the most file names in a finding
 DISTRIBUTE = "`pipedec distribute cluster.yaml`"
 
 
@@ -37,19 +37,17 @@ class HostReport:
 
 
 class HostDoctor:
-    """Examines this host. Keeps a TCP port open until ``close``, which other hosts connect to and measure."""
+    """Examines this host. Keeps a TCP port open until ``close``, for other hosts to connect to and measure."""
 
     def __init__(self) -> None:
-        self._listener: socket.socket | None = None
         self._server: LinkServer | None = None
 
     def examine(self, questions: Questions) -> HostReport:
-        """The facts and what they mean. Takes some seconds: torch is loaded."""
-        if self._listener is None:
+        """The facts and findings. Takes some seconds, as it imports torch."""
+        if self._server is None:
             with suppress(OSError):  # the system refuses
-                self._listener = socket.create_server(("", 0), backlog=64)
-                self._server = LinkServer(self._listener)
-        facts = gather(questions, self._listener.getsockname()[1] if self._listener else None)
+                self._server = LinkServer(socket.create_server(("", 0), backlog=64))
+        facts = gather(questions, self._server.port if self._server else None)
         return HostReport(facts, examine(facts, questions), time.time_ns() // 1000)
 
     def close(self) -> None:
@@ -58,7 +56,7 @@ class HostDoctor:
 
 
 def unreachable(places: Mapping[str, tuple[str, int]]) -> dict[str, str]:
-    """Try to connect to all hosts at once, at their addresses and ports. Why some cannot be connected to, by name."""
+    """Try to connect to all hosts at once, at their addresses and ports. Returns why some cannot be reached, by name."""
     with ThreadPoolExecutor(max(1, len(places))) as pool:
         reasons = pool.map(lambda place: can_connect(place[0], place[1], REACH_SECONDS), places.values())
         return {name: reason for name, reason in zip(places, reasons, strict=True) if reason is not None}

@@ -1,6 +1,6 @@
-"""Findings that need more than one host or the cluster.yaml: what differs between hosts, and what the file expects of them.
+"""Findings that need more than one host or the cluster.yaml: differences between hosts, and from the file.
 
-Judges answers that have been collected; sends nothing.
+Judges collected answers; sends nothing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ SHOULD_AGREE = ("python", "transformers")
 
 @dataclass(frozen=True)
 class HostAnswer:
-    """The outcome of asking one host."""
+    """The answers of one host."""
 
-    report: HostReport | None = None  # None if the host did not answer; ``failure`` says why
-    failure: Finding | None = None
-    clock_offset_us: int = 0  # the host's clock minus this machine's, as far as the delay of ssh lets it be known
-    # Why other hosts cannot be connected to from this one, by their name
-    unreachable: Mapping[str, str] = field(default_factory=dict)
+    report: HostReport | None = None  # None if the host did not answer
+    failure: Finding | None = None  # why it did not; else None
+    clock_offset_us: int = 0  # the host's clock minus this machine's, plus the delay of ssh
+    unreachable: Mapping[str, str] = field(default_factory=dict)  # why it cannot connect to other hosts, by their names
     links: Mapping[str, MeasuredLink] | None = None  # to the hosts to which its ranks send, as measured; None if it has no ranks
 
 
@@ -36,8 +35,7 @@ def compare(
     config: ClusterConfig, answers: Mapping[str, HostAnswer], unplanned: Finding | None = None
 ) -> dict[str, dict[str, Finding]]:
     """All findings of every host by name, in the order of the table. A finding from the comparison replaces the host's own of the
-    same name, unless that is a problem already. ``unplanned`` says why no partition is planned, or what is wrong with the plan,
-    and stands in the column of the first host.
+    same name, unless that is a problem already. ``unplanned`` (see ``Survey``) goes to the first host's column.
     """
     reports = {host: answer.report for host, answer in answers.items() if answer.report is not None}
     table = {}
@@ -84,7 +82,7 @@ def _versions(report: HostReport, reports: Mapping[str, HostReport]) -> list[Fin
 
 
 def _cuda(report: HostReport, reports: Mapping[str, HostReport]) -> list[Finding]:
-    """Builds of torch for different CUDA, and different versions of NCCL, do not understand each other."""
+    """Builds of torch for different CUDA, and different versions of NCCL, cannot communicate."""
     gpus, all_gpus = report.facts.gpus, [one.facts.gpus for one in reports.values() if one.facts.gpus.usable]
     if not gpus.usable:
         return []
@@ -125,7 +123,7 @@ def _usual(values: Iterable[str | None]) -> str | None:
 
 
 def _public(version: str | None) -> str | None:
-    """Without what a build adds: 2.13.0+cpu and 2.13.0+cu128 understand each other."""
+    """Without the build's suffix: 2.13.0+cpu and 2.13.0+cu128 can communicate."""
     return version.partition("+")[0] if version else None
 
 

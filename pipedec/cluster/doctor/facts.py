@@ -1,6 +1,6 @@
-"""Facts about a host, as plain data that fits into JSON, and how to find them out.
+"""Facts about a host, as plain data that fits into JSON, and how they are gathered.
 
-Judges nothing: ``checks`` and ``comparison`` interpret the facts. An unknown fact is None, or a text that gives the reason.
+Judges nothing: that is for ``checks`` and ``comparison``. An unknown fact is None, or a text that gives the reason.
 """
 
 from __future__ import annotations
@@ -53,28 +53,26 @@ SAMPLE_BYTES = 1 << 16
 class Questions:
     """Information that a host cannot find out by itself."""
 
-    # The Redis to reach, with its password: never print it. None if there is none yet.
-    redis_url: str | None = field(default=None, repr=False)
-    starts_redis: bool = True  # a Redis server will be started on this host
-    checkpoints: tuple[str, ...] = ()  # those that must be there as a whole
+    redis_url: str | None = field(default=None, repr=False)  # of the Redis to reach, with its password; None if there is none yet
+    starts_redis: bool = True  # whether a Redis server will be started on this host
+    checkpoints: tuple[str, ...] = ()  # those that must be complete here
     peers: tuple[str, ...] = ()  # names or addresses of the other hosts
     server: ServerConfig | None = None  # the host's entry in the file; None without a file
-    # What the ranks of the partition take here; None if there is no partition, or no rank of it on this host
-    needs: HostNeeds | None = None
+    needs: HostNeeds | None = None  # of the partition's ranks on this host; None if there are none
 
 
 @dataclass(frozen=True)
 class NetworkFacts:
-    """Names and addresses."""
+    """Names, addresses and interfaces."""
 
-    host_name: str  # what the machine calls itself
-    is_in_file: bool | None  # whether that is the host that the file means; None if unknown
-    own_addresses: tuple[str, ...]  # what that name resolves to on the machine itself
+    host_name: str  # the machine's own
+    is_in_file: bool | None  # whether this is the host of the file's entry; None if unknown
+    own_addresses: tuple[str, ...]  # to which its own name resolves on the machine itself
     interfaces: Mapping[str, str]  # name and address of every interface that has an address
-    address: str | None  # the one to talk to the other hosts with; None if there is none but loopback
+    address: str | None  # for connections with other hosts; None if there is none but loopback
     interface: str | None  # the interface of ``address``
     port: int | None  # a TCP port that could be opened on all addresses; None if none could
-    speeds_mbps: Mapping[str, int] = field(default_factory=dict)  # what interfaces have negotiated, in Mbit/s, where they tell
+    speeds_mbps: Mapping[str, int] = field(default_factory=dict)  # negotiated by interfaces, in Mbit/s, where that is known
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class RedisFacts:
 
 @dataclass(frozen=True)
 class MissingFile:
-    """A file with weights that is not here; ``num_bytes`` is an estimate."""
+    """A missing file of weights; ``num_bytes`` is an estimate."""
 
     name: str
     num_bytes: int
@@ -98,12 +96,11 @@ class MissingFile:
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """A checkpoint directory."""
+    """A checkpoint on a host."""
 
-    error: str | None  # what is wrong with it; None if nothing is but ``missing``
+    error: str | None  # what is wrong with it, besides missing files; None if nothing is
     config_digest: str = ""  # of configuration, tokenizer and index
-    # By the name of each file with weights that is here, its size and a digest of samples of it
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)  # size and digest of samples, by name, of the files of weights here
     weight_bytes: int = 0  # of these files
     missing: tuple[MissingFile, ...] = ()  # files that the ranks of this host would read
     free_bytes: int | None = None  # of the disk; None if unknown
@@ -111,7 +108,7 @@ class CheckpointFacts:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """All of it."""
+    """All facts about a host."""
 
     python: str  # path of the interpreter
     versions: Mapping[str, str | None]  # of pipedec, python and packages; None for a package that is not installed
@@ -133,9 +130,8 @@ class HostFacts:
 
 
 def gather(questions: Questions, port: int | None) -> HostFacts:
-    """The facts of this host. Takes as long as importing torch, and some seconds more if Redis does not answer.
-
-    ``port`` is a TCP port that was opened on this host; None if none could be.
+    """The facts of this host; ``port`` as in ``NetworkFacts``. Imports torch, and takes some seconds more if Redis does not
+    answer.
     """
     server = state = state_error = flash_attention_error = total_shared = free_shared = None
     with suppress(PipedecError):
@@ -214,11 +210,11 @@ def _redis(url: str) -> RedisFacts:
 
 
 def checkpoint_facts(part: CheckpointPart, spare: CheckpointPart | None = None) -> CheckpointFacts:
-    """Whether the part of a checkpoint, or the prompt of a BiTA, is there that the ranks of this host read, and the part that
-    they may have to read when they take over others.
+    """The state of a checkpoint: whether the part that this host's ranks read is here, and the part for a ``spare``, which may
+    take over other ranks.
     """
     free: int | None = None
-    typical = 0  # bytes of a file with weights, by the index
+    typical = 0  # mean bytes of a file of weights, by the index
     with suppress(OSError):
         path = Path(part.model).absolute()
         free = shutil.disk_usage(next(one for one in (path, *path.parents) if one.exists())).free
@@ -226,7 +222,7 @@ def checkpoint_facts(part: CheckpointPart, spare: CheckpointPart | None = None) 
         if not (directory := model_files(part.model)).is_dir():
             return CheckpointFacts("no such directory", free_bytes=free)
         if not has_weights(directory) and part.is_read:
-            TensorFiles(part.model)  # says what it lacks
+            TensorFiles(part.model)  # raises UserError, which names what is missing
         present, lacking = weight_files(Path(part.model)), part.missing()
         later = [file for file in (spare or part).missing() if file not in lacking]
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
@@ -242,7 +238,7 @@ def checkpoint_facts(part: CheckpointPart, spare: CheckpointPart | None = None) 
 
 
 def _sampled(file: Path) -> str:
-    """The size of a file and a digest of pieces of it: most of what could differ, in no time."""
+    """The size of a file and a digest of pieces of it, which take little time to read."""
     size, total = file.stat().st_size, hashlib.sha256()
     with file.open("rb") as opened:
         for index in range(SAMPLES):

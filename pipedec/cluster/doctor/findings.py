@@ -1,4 +1,4 @@
-"""A finding of the doctor: the state of one thing, and what to do about it. Does not know how anything is examined."""
+"""A finding of the doctor: the state of one thing, and how to mend it. Does not know how anything is examined."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Finding:
     """One row of the doctor's table."""
 
     name: str  # what was examined
-    level: Level  # ``problem`` if a run will fail, ``note`` if it is worth knowing
+    level: Level  # ``problem`` if a run will fail, ``note`` if it may suffer
     value: str  # what was found, in a few words
     mend: str | None = None  # what to do, in one line; every problem has one
 

@@ -1,4 +1,4 @@
-"""The GPUs of a host: facts that the driver's own program and torch report, and what they mean for the ranks there."""
+"""The GPUs of a host: facts from ``nvidia-smi`` and torch, and findings about them in view of the ranks' needs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from pipedec.cluster.doctor.needs import GpuNeed
 
 NVIDIA_SMI_SECONDS = 20.0
 MIB = 1 << 20
-HELD_DOWN = 0x2  # by application clocks that were set; bits of NVML's reasons for lower clocks
+# Bits of NVML's reasons for lower clocks:
+HELD_DOWN = 0x2  # application clocks that were set
 TOO_HOT = 0x20 | 0x40  # software's and hardware's slowdown by temperature
 TOO_LITTLE_POWER = 0x8 | 0x80  # hardware's slowdown, which has other causes too, and its power brake
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # by the major version of CUDA
 TORCH_INDEX = "https://download.pytorch.org/whl"
-MOSTLY_FREE = 0.9  # of the memory: what a desktop takes does not matter
-WATTS = 1.0  # by which power limits may be rounded
+MOSTLY_FREE = 0.9  # of the memory; a desktop may use the rest
+WATTS = 1.0  # rounding of power limits
 
 _STATE = (
     "memory.free", "power.limit", "power.default_limit", "clocks.sm", "clocks.max.sm", "clocks.max.memory", "persistence_mode",
@@ -36,7 +37,7 @@ _SLOWDOWNS = (
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that computes on a GPU; ``num_bytes`` is None where the driver does not tell."""
+    """A process that computes on a GPU; ``num_bytes`` is None where the driver does not report it."""
 
     pid: int
     program: str
@@ -45,23 +46,23 @@ class Holder:
 
 @dataclass(frozen=True)
 class GpuState:
-    """The state of a GPU that may differ from one day to the next; None where the driver does not report it."""
+    """The state of a GPU, which may change; None where the driver does not report it."""
 
     free_bytes: int | None = None
-    power_watts: float | None = None  # the limit that is set
-    default_power_watts: float | None = None  # the limit that it left the factory with
+    power_watts: float | None = None  # the present limit
+    default_power_watts: float | None = None  # the manufacturer's limit
     sm_mhz: int | None = None  # clock of the multiprocessors now
     max_sm_mhz: int | None = None  # their highest clock
     max_memory_mhz: int | None = None  # highest clock of the memory
     is_persistent: bool | None = None
     compute_mode: str | None = None  # ``Default``, ``Exclusive_Process`` or ``Prohibited``
-    slowdown: int = 0  # bits of NVML that say why clocks are low
-    holders: tuple[Holder, ...] = ()  # processes that compute on it, as far as this host sees them
+    slowdown: int = 0  # NVML's reasons for lower clocks, as bits
+    holders: tuple[Holder, ...] = ()  # processes that compute on it, as far as they are visible here
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """As its driver names it."""
+    """A GPU with its driver's name for it."""
 
     name: str
     memory_bytes: int
@@ -73,16 +74,16 @@ class GpuFacts:
     """GPUs in the order of their PCI bus."""
 
     driver: str | None  # version of the NVIDIA driver; None without one
-    installed: tuple[Gpu, ...]  # those the driver lists
-    usable: tuple[Gpu, ...]  # those torch can use
+    installed: tuple[Gpu, ...]  # as the driver lists them
+    usable: tuple[Gpu, ...]  # by torch
     cuda: str | None  # version of CUDA that torch was built for; None for a build without CUDA
-    error: str | None = None  # why torch could not say
+    error: str | None = None  # why torch cannot use the GPUs; None if it can
     nccl: str | None = None  # version of NCCL in torch; None without it
-    driver_error: str | None = None  # why the driver's program is there, but lists nothing
+    driver_error: str | None = None  # why ``nvidia-smi`` lists no GPUs, if it is installed
 
 
 def gpu_facts() -> GpuFacts:
-    """Ask the driver and torch. Takes as long as importing torch; no GPU is used for that."""
+    """The facts from the driver and torch, without using a GPU. Takes as long as importing torch."""
     driver, listed, driver_error = _listed()
     installed, usable, cuda, nccl = tuple(listed.values()), list[Gpu](), None, None
     try:
@@ -105,14 +106,14 @@ def gpu_facts() -> GpuFacts:
 
 
 def _listed() -> tuple[str | None, dict[str, Gpu], str | None]:
-    """The version of the driver, the GPUs that it lists by UUID (or position), and why it lists none."""
+    """The version of the driver, the GPUs by UUID (or position), and the error if there are none."""
     try:
         rows = _asked("gpu", "driver_version", "name", "memory.total")
         gpus = [Gpu(name, int(float(memory)) * MIB) for _, name, memory in rows]
         driver = rows[0][0]
     except subprocess.CalledProcessError as error:
-        said = f"{error.stdout}\n{error.stderr}".strip().splitlines()
-        return None, {}, said[0][:200] if said else f"nvidia-smi ended with exit status {error.returncode}"
+        lines = f"{error.stdout}\n{error.stderr}".strip().splitlines()
+        return None, {}, lines[0][:200] if lines else f"nvidia-smi ended with exit status {error.returncode}"
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None, {}, None
     states = _states(len(gpus)) or [(str(index), GpuState()) for index in range(len(gpus))]
@@ -120,7 +121,7 @@ def _listed() -> tuple[str | None, dict[str, Gpu], str | None]:
 
 
 def _states(count: int) -> list[tuple[str, GpuState]]:
-    """UUID and state of every GPU; empty where a driver does not know a field."""
+    """UUID and state of every GPU; empty if the driver does not know a field."""
     if not (rows := _table("gpu", count, "uuid", *_STATE)):
         return []
     reasons = next((found for name in _REASONS if (found := _table("gpu", count, name))), None)
@@ -143,7 +144,7 @@ def _states(count: int) -> list[tuple[str, GpuState]]:
 
 
 def _table(kind: str, count: int, *columns: str) -> list[list[str]] | None:
-    """The answer to a question if it has the right number of rows and columns, else None."""
+    """The rows of ``_asked`` if rows and columns are as many as expected, else None."""
     try:
         rows = _asked(kind, *columns)
     except (OSError, subprocess.SubprocessError):
@@ -171,7 +172,7 @@ def _whole(text: str, unit: int = 1) -> int | None:
 
 
 def gpu_findings(gpus: GpuFacts, needs: Sequence[GpuNeed] = ()) -> list[Finding]:
-    """Rows about GPUs: those that say that all is well, and all that is worth knowing, given what the ranks need."""
+    """The rows about GPUs, in view of what the ranks need."""
     found = [_usable(gpus), _driver(gpus)]
     every = gpus.usable or gpus.installed
     if gpus.cuda is not None and every:
@@ -226,7 +227,7 @@ def _driver(gpus: GpuFacts) -> Finding:
 
 
 def _memory(gpus: Sequence[Gpu], needs: Mapping[int, GpuNeed]) -> Finding | None:
-    """Free memory against what the plan needs there, or against nearly all of it."""
+    """Compares free memory with what the plan needs on each GPU, or without a plan with nearly all of it."""
     known = [(index, gpu, free) for index, gpu in enumerate(gpus) if (free := gpu.state.free_bytes) is not None]
     short, held = [], []
     for index, gpu, free in known:
@@ -257,7 +258,7 @@ def _memory(gpus: Sequence[Gpu], needs: Mapping[int, GpuNeed]) -> Finding | None
 
 
 def _power(gpus: Sequence[Gpu]) -> Finding | None:
-    """Limits that are lower than usual, else the limits and highest clocks: ``350 W, SM to 2100 MHz, memory to 9751 MHz``."""
+    """Limits that are below the default, else limits and highest clocks: ``350 W, SM to 2100 MHz, memory to 9751 MHz``."""
     limited: dict[float, list[int]] = {}  # GPUs with a lower limit, by the default one
     for index, gpu in enumerate(gpus):
         watts, usual = gpu.state.power_watts, gpu.state.default_power_watts
@@ -305,7 +306,7 @@ def _compute_mode(states: Sequence[tuple[int, GpuState]], needs: Mapping[int, Gp
 
 
 def _numbers(indices: Iterable[int]) -> str:
-    """As nvidia-smi takes them."""
+    """In the form of nvidia-smi's arguments."""
     return ",".join(map(str, indices))
 
 

@@ -1,7 +1,7 @@
-"""How fast the network between two hosts is, by plain TCP (one host serves, the other one measures), and what that means.
+"""The speed of the network between two hosts, measured by plain TCP (one host serves, the other one measures), and its finding.
 
-The client sends a head, then messages that the server sends back, then as much as it can for some time, and gets the number of
-bytes that have arrived and how long that took. Everything has a deadline.
+The client sends a head, then messages that the server sends back, then as much as it can for some time; the server answers with
+the number of bytes that have arrived and the nanoseconds that this took. Everything has a deadline.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pipedec.core import PipedecError
 
 ROUND_TRIPS = 100
 SEND_SECONDS = 1.0
-STREAMS = 4  # one connection may be bound by a processor where the network is not
+STREAMS = 4  # a single connection may be limited by a processor before the network is
 SESSION_SECONDS = 15.0  # for a whole measurement, both sides
 MESSAGE_BYTES = 64
-BUFFER_BYTES = 1 << 18  # that may still be on the way when the time is over
-SLOWEST_SHARE = 0.8  # of the given bandwidth: headers and pauses take some
-SLOWEST_TIMES = 2.0  # the given latency, plus
-SPARE_US = 100.0  # what the interpreter adds to it on a busy host
+BUFFER_BYTES = 1 << 18  # of a connection: may still be on the way when the time is over
+SLOWEST_SHARE = 0.8  # of the configured bandwidth; headers and pauses take the rest
+SLOWEST_TIMES = 2.0  # the configured latency, plus
+SPARE_US = 100.0  # for the interpreter on a busy host
 _HEAD = struct.Struct("!8sI")  # and the number of messages
 _RESULT = struct.Struct("!QQ")  # bytes, nanoseconds
 _MAGIC = b"pdlinks1"
@@ -49,11 +49,12 @@ class LinkServer:
     """Answers measurements on a listening socket, in threads of its own, until the socket is closed."""
 
     def __init__(self, listener: socket.socket) -> None:
+        self.port = int(listener.getsockname()[1])
         self._listener = listener
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Measurements that have begun go on until their deadline."""
+        """Accept no more connections; measurements that have begun continue."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
@@ -66,7 +67,7 @@ class LinkServer:
 
 
 def measure(address: str, port: int) -> MeasuredLink:
-    """Measure the way to a host whose ``LinkServer`` listens there. Takes ``SEND_SECONDS``, or ``SESSION_SECONDS`` at most."""
+    """Measure the link to the ``LinkServer`` at this address. Takes ``SEND_SECONDS``, at most ``SESSION_SECONDS``."""
     deadline = time.monotonic() + SESSION_SECONDS
     try:
         with _connected(address, port, deadline) as connection:
@@ -89,7 +90,7 @@ def measure(address: str, port: int) -> MeasuredLink:
 
 
 def _send(address: str, port: int, until: float, deadline: float) -> tuple[int, int]:
-    """Send as much as fits through until then. Bytes that the other side has received, and nanoseconds that it took."""
+    """Send as much as possible until then. Returns the bytes that the other side received, and its nanoseconds for them."""
     with _connected(address, port, deadline) as connection:
         connection.sendall(_HEAD.pack(_MAGIC, 0))
         while time.monotonic() < until:
@@ -100,7 +101,7 @@ def _send(address: str, port: int, until: float, deadline: float) -> tuple[int, 
 
 
 def _serve(connection: socket.socket) -> None:
-    """The other side of ``measure``. A peer that sends anything else, or nothing, is left alone."""
+    """The other side of ``measure``. Ignores a peer that sends anything else, or nothing."""
     deadline = time.monotonic() + SESSION_SECONDS
     with suppress(OSError, PipedecError), connection:
         _prepare(connection, deadline)
@@ -147,9 +148,7 @@ def _prepare(connection: socket.socket, deadline: float) -> socket.socket:
 
 
 def link_findings(network: NetworkConfig, facts: NetworkFacts, links: Mapping[str, MeasuredLink] | None) -> list[Finding]:
-    """The row about the links of a host, measured from the one with these ``facts``, by the other host; empty without ranks,
-    where ``links`` is None.
-    """
+    """The row about the ``links`` from the host with these ``facts``, by target; empty if it has no ranks (None)."""
     if not links:
         return [] if links is None else [ok("links", "not measured: no rank here sends to another host")]
     shown = {host: link.error or f"{_rounded(link.gbps)} Gbit/s, {link.latency_us:.0f} µs" for host, link in links.items()}

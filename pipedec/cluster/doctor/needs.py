@@ -1,6 +1,6 @@
 """The needs of a partition of a cluster.yaml on each host: memory, parts of checkpoints, links to other hosts.
 
-Taken from the plan, on the machine that has the file. Plain data that fits into JSON, for the host that is asked.
+Computed from the plan on the machine that has the file, as plain data that fits into JSON.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pipedec.hardware import DEVICES, DTYPE_BYTES, MODEL_SHAPES
 from pipedec.plan.partition import Plan, StagePlan
 from pipedec.plan.placement import rank_places, spare_places
 
-PROCESS_BYTES = 1_000_000_000  # of memory for a rank's process with torch, beside weights
+PROCESS_BYTES = 1_000_000_000  # of RAM for a rank's process with torch, besides weights
 
 
 @dataclass(frozen=True)
 class GpuNeed:
-    """Memory of one GPU that its ranks take."""
+    """The memory that ranks need on one GPU."""
 
     index: int  # of the GPU among those of the host that torch can use
     ranks: tuple[int, ...]  # on this GPU
-    least_bytes: int  # weights, workspace, and keys and values of one request: with less they cannot start
-    planned_bytes: int  # with the keys and values that the plan counts on
+    least_bytes: int  # to start: weights, workspace, and keys and values of one request
+    planned_bytes: int  # with the keys and values of the plan
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,14 @@ class HostNeeds:
     ranks: tuple[int, ...] = ()  # on this host
     has_spare: bool = False  # whether the host may take over further ranks
     gpus: tuple[GpuNeed, ...] = ()  # by their index
-    # RAM while weights are loaded: processes, the weights of ranks on the processor, the largest tensor of each
-    memory_bytes: int = 0
-    checkpoint_bytes: int = 0  # what the ranks read of target and draft
+    memory_bytes: int = 0  # RAM to load weights: processes, weights that stay in RAM, the largest tensor for each rank
+    checkpoint_bytes: int = 0  # that the ranks read of target and draft
     layers: tuple[tuple[int, int], ...] = ()  # of every stage, as in ``rank_parts``
-    # The checkpoints by key; None for what the pipeline does without, or has no weights of
-    models: Mapping[str, str | None] = field(default_factory=dict)
+    models: Mapping[str, str | None] = field(default_factory=dict)  # checkpoints by key; None for a model without weights
     targets: tuple[str, ...] = ()  # other hosts to which the ranks send
 
     def parts(self) -> list[tuple[CheckpointPart, CheckpointPart]]:
-        """For every checkpoint, the part that the ranks read, and the part that the host may have to read later."""
+        """For every checkpoint, the part that the ranks read, and the part that a spare may have to read later."""
         now = merged(part for rank in self.ranks for part in rank_parts(rank, self.layers, self.models))
         by_key = {part.key: part for part in now}
         named = [(key, model) for key, model in self.models.items() if model is not None]
