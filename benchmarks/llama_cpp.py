@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from pipedec.bench.load.benchmark import Place
 from pipedec.bench.load.offered import OfferedLoad, Policy
 from pipedec.bench.load.results import LoadOutcome, ServedRequest
 from pipedec.bench.options import DrawnPrompt
-from pipedec.bench.record import Row
 from pipedec.core import UserError
 from pipedec.gguf import is_gguf, located
 from pipedec.methods import PlainOptions
@@ -85,14 +83,8 @@ class OnLlamaCpp(Place):
 
     def __init__(self, model: Path) -> None:
         self._model = model
-
-    @cached_property
-    def prompter(self) -> Prompter:
-        return Prompter(self._model, ModelConfig.from_directory(self._model).max_positions)
-
-    @property
-    def cluster(self) -> Row:
-        return {"preset": None, "run": NAME, "stages": 1, "model": str(self._model)}
+        self.prompter = Prompter(model, ModelConfig.from_directory(model).max_positions)
+        self.cluster = {"preset": None, "run": NAME, "stages": 1, "model": str(model)}
 
     def offer(self, load: OfferedLoad) -> LoadOutcome:
         prompts = [prompt for prompt, *_ in load.conversations]

@@ -1,6 +1,6 @@
 """Prompt files: JSONL, JSONL.gz or CSV, with the prompt in one field of each record.
 
-Knows how to select and sample prompts, but nothing of models or of the use of the prompts.
+Knows how to select and sample prompts, but neither models nor what the prompts are for.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ def read_prompts(path: Path, field: str | None = None, key: str | None = None, v
         field: the field that holds the prompt; None to try the usual names.
         key, values: select the records whose field ``key`` is one of ``values``; None for all records.
 
-    Raises:
-        UserError: the file cannot be read as one of these formats, a record has no prompt, or none is selected.
+    Raises UserError if the file cannot be read as one of these formats, a record has no prompt, or none is selected.
     """
     rows = read_rows(path)
     if not rows:

@@ -213,7 +213,7 @@ def _metavar(members: list[Any]) -> str | None:
 
 
 def _switch(names: list[str], note: Help, default: bool) -> Option:
-    """An option without a value, which turns the field's default around; or two, which set it."""
+    """An option without a value, which inverts the field's default; or a pair of them, which set it."""
     if "/" in names[1]:
         return click.option(*names, default=default, show_default=True, help=note.text, hidden=note.hidden)
     flag = note.flag or flag_name(f"no_{names[0]}" if default else names[0])

@@ -67,7 +67,7 @@ class PassTime:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a model's numbers are kept.
+    """How a model's weights, activations and caches are stored.
 
     Attributes:
         dtype: of activations, caches, and weights that are not quantized.
@@ -154,7 +154,7 @@ class DeviceSpec:
         return round(self.reported_gib * 2**30) if self.is_gpu else round(self.memory_gb * GIGA)
 
     def difference(self, name: str, memory_bytes: int) -> str | None:
-        """How a GPU, as its driver reports it, differs from this kind, as the end of a sentence; None if it does not."""
+        """How a GPU, as its driver reports it, differs from this device, as the end of a sentence; None if it does not."""
         if re.search(self.reported, name) is None:
             return f"a {name}, but the plan has a {self.name} there"
         if memory_bytes < _SMALLEST_SHARE * self.memory_bytes:

@@ -119,9 +119,9 @@ def random_tokens(source: random.Random, tokens: int, vocabulary: int) -> tuple[
 
 
 def continued(before: DrawnPrompt, answer: tuple[int, ...], following: DrawnPrompt, bos_token_id: int | None) -> DrawnPrompt:
-    """The prompt of the next turn: the whole conversation, token for token, and what the user says next."""
-    says = following.token_ids[1:] if following.token_ids[:1] == (bos_token_id,) else following.token_ids
-    return replace(following, token_ids=(*before.token_ids, *answer, *says))
+    """The prompt of the next turn: the whole conversation, token for token, and the user's next message."""
+    message = following.token_ids[1:] if following.token_ids[:1] == (bos_token_id,) else following.token_ids
+    return replace(following, token_ids=(*before.token_ids, *answer, *message))
 
 
 UNLIMITED = 2**40  # slots, where the emulated devices are too small even for the weights
@@ -233,7 +233,7 @@ def offer(
     on_submit: Callable[[int, OfferedRequest], None] = lambda number, job: None,
     on_end: Callable[[], None] = lambda: None,
 ) -> LoadOutcome:
-    """Offer ``jobs``, in their order, as ``arrivals`` says, and the turns that follow them. Numbers count submissions.
+    """Offer ``jobs`` in their order, at the times of ``arrivals``, and the turns that follow them. Numbers count submissions.
 
     ``on_submit`` is called with the number of each request before it begins, ``on_end`` after each answer.
     """
@@ -271,23 +271,17 @@ class OnReplay(Place):
     clock = "computed"
 
     def __init__(self, shape: Shape, recording: Path | None, asked: PromptRequest) -> None:
-        self._shape, self._spec = shape, shape.spec
+        self._spec = shape.spec
         self._recording = None
         if recording is not None:
             self._recording = AnswerRecording(recording, pair_digest(self._spec), plain(asked.sampling))
         self._memos: dict[tuple[int, ...], tuple[DrawnPrompt, DraftMemo]] = {}
-
-    @property
-    def cluster(self) -> Row:
-        return {"preset": self._shape.preset, **self._shape.cluster}
+        self.prompter: Prompter = load_prompter(shape.spec)
+        self.cluster = {"preset": shape.preset, **shape.cluster}
 
     @property
     def is_recording(self) -> bool:
         return self._recording is not None
-
-    @cached_property
-    def prompter(self) -> Prompter:
-        return load_prompter(self._spec)
 
     @cached_property
     def vocabulary(self) -> int:

@@ -19,33 +19,29 @@ from pipedec.gguf import is_gguf, located, model_files
 
 VOCABULARY_FILE = "draft_vocabulary.safetensors"  # beside the weights of a draft that does not know all tokens of its target
 CONFIG_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "model.safetensors.index.json",
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json",
     VOCABULARY_FILE,
-)
+)  # fmt: skip
 MAX_ENTRIES = 256  # files in the cache
-COPY_AGAIN = "copy the same checkpoint to all hosts with `pipedec distribute`"  # the mend where digests differ
+COPY_AGAIN = "copy the same checkpoint to all hosts with `pipedec distribute`"  # what to do where digests differ
 _MAX_THREADS = 8
 _PIECE = 1 << 22  # bytes
 _WHOLE = ""  # stands for the name of a tensor: the digest of a whole file
 _UNUSED = ".rotary_emb.inv_freq"  # tensors of old checkpoints that are not used
 
-Progress = Callable[[int, int], None]  # tensors digested, tensors in all; what it raises ends the digest
+Progress = Callable[[int, int], None]  # tensors digested, tensors in all; an exception that it raises ends the digest
 Digests = Mapping[str, str]  # by name of the tensor, 64 hex digits each
 TensorDigests = Mapping[str, Digests]  # by model
 
 
 def config_digest(model: Path) -> str:
-    """Digest what is not weights: sizes, end tokens, tokenizer, index (64 hex digits). Missing files do not count."""
+    """Digest everything but weights: sizes, end tokens, tokenizer, index (64 hex digits). Missing files do not count."""
     files = [model_files(model) / name for name in CONFIG_FILES]
     return combined({path.name: file_digest(path) for path in files if path.is_file()})
 
 
 def weights_digest(model: Path, cache: Path | None) -> str:
-    """Digest all tensors of a checkpoint, every byte (64 hex digits); see ``tensor_digests``. UserError if a file is missing."""
+    """Digest every byte of all tensors of a checkpoint (64 hex digits). Raises UserError if a file is missing or unreadable."""
     files = TensorFiles(model)
     files.check_here(files.file_of)
     return combined({tensor.name: digest for tensor, digest in tensor_digests(files.places.values(), cache).items()})
@@ -66,8 +62,7 @@ def tensor_digests(
         cache: a directory in which digests are kept while path, size, inode and both times of a file are the same; None reads all
             tensors.
 
-    Raises:
-        UserError: a file cannot be read.
+    Raises UserError if a file cannot be read.
     """
     wanted = [tensor for tensor in tensors if not tensor.name.endswith(_UNUSED)]
     entries = {file: _Entry(file, cache) for file in {tensor.file for tensor in wanted}}
@@ -92,13 +87,8 @@ def tensor_digests(
 def content_digest(path: Path, cache: Path | None, name: str | None = None, digests: dict[str, str] | None = None) -> str:
     """Digest all bytes of a file; of a safetensors file, by way of the digests of its tensors (64 hex digits).
 
-    Args:
-        cache: as in ``tensor_digests``.
-        name: of the file when it is in its place.
-        digests: gets what ``remember`` is to keep.
-
-    Raises:
-        UserError: it cannot be read.
+    ``cache`` is as in ``tensor_digests``, ``name`` the file's final name; ``digests`` receives what ``remember`` is to keep.
+    Raises UserError if the file cannot be read.
     """
     found = {} if digests is None else digests
     if (name or path.name).endswith(".safetensors"):
@@ -114,7 +104,7 @@ def content_digest(path: Path, cache: Path | None, name: str | None = None, dige
 
 
 def remember(path: Path, digests: Digests, cache: Path) -> None:
-    """Keep digests that are known of a file which has just been written."""
+    """Keep the known digests of a file that has just been written."""
     _Entry(path, cache).keep(digests)
 
 
@@ -137,8 +127,7 @@ def file_digest(path: Path) -> str:
 def fingerprint(model: Path) -> str:
     """A quick digest of weights: SHA-256 over the name, shape and first row of every tensor (16 hex digits).
 
-    Raises:
-        UserError: a file is missing.
+    Raises UserError if a file is missing.
     """
     files = TensorFiles(model)
     files.check_here(files.file_of)
@@ -173,11 +162,7 @@ def _digest(tensor: StoredTensor) -> str:
 
 
 class _Entry:
-    """The cached digests of a file in its present state.
-
-    Attributes:
-        known: digests of its tensors.
-    """
+    """The cached digests of a file in its present state: ``known``, by tensor."""
 
     def __init__(self, file: Path, cache: Path | None) -> None:
         self.known: dict[str, str] = {}
@@ -191,7 +176,7 @@ class _Entry:
         self.known = self._read()
 
     def keep(self, digests: Digests) -> None:
-        """Another process may write the same entry at the same time. What cannot be kept is computed again."""
+        """Add digests. Another process may write the same entry at the same time; what cannot be kept is computed again."""
         if self._path is None or digests.items() <= self.known.items():
             return
         entry, partial = self._path, self._path.with_suffix(f".{os.getpid()}")

@@ -37,7 +37,7 @@ class CheckpointPart:
     Attributes:
         key: ``target``, ``draft`` or ``bita``.
         model: the directory, or a GGUF file.
-        spans: of which the tensors are read.
+        spans: the layers whose tensors are read.
         is_whole: whether all tensors are read; then ``spans`` are ignored.
     """
 
@@ -52,10 +52,9 @@ class CheckpointPart:
         return self.is_whole or bool(self.spans)
 
     def __or__(self, other: CheckpointPart) -> CheckpointPart:
-        """The union of two parts."""
-        return CheckpointPart(
-            self.key, self.model, tuple(dict.fromkeys(self.spans + other.spans)), self.is_whole or other.is_whole
-        )
+        """The union of two parts of one checkpoint."""
+        spans = tuple(dict.fromkeys(self.spans + other.spans))
+        return CheckpointPart(self.key, self.model, spans, self.is_whole or other.is_whole)
 
     def tensors(self, files: TensorFiles) -> list[str]:
         """The names of the tensors, of a checkpoint with these files."""
@@ -68,13 +67,9 @@ class CheckpointPart:
         return list(dict.fromkeys(name for names in shapes for name in names))
 
     def files(self) -> list[Path]:
-        """The files with these tensors, whether or not they are here. A GGUF file is always needed.
-
-        Raises:
-            UserError: the checkpoint is damaged.
-        """
+        """The files with these tensors, whether or not they are here. Raises UserError if the checkpoint is damaged."""
         if is_gguf(self.model):
-            return [located(self.model)]
+            return [located(self.model)]  # which also describes the model
         if not self.is_read:
             return []
         directory = Path(self.model)
@@ -84,7 +79,7 @@ class CheckpointPart:
         return sorted({stored.file_of[name] for name in self.tensors(stored) if name in stored.file_of})
 
     def describing_files(self) -> list[Path]:
-        """Those that are here of the files that every host needs: sizes, tokenizer, chat template, index."""
+        """The files that every host needs, as far as they are here: sizes, tokenizer, chat template, index."""
         if is_gguf(self.model):
             return []
         directory = Path(self.model)
@@ -98,12 +93,11 @@ class CheckpointPart:
 
 
 def rank_parts(rank: int, layers: Sequence[tuple[int, int]], models: Mapping[str, str | Path | None]) -> list[CheckpointPart]:
-    """The parts of all models that a rank reads.
+    """The parts of all models that a rank reads; rank 0 has the draft.
 
     Args:
-        rank: 0 for the draft's.
         layers: for each stage, its first layer of the target and the layer after its last.
-        models: the checkpoints by key; None for what the pipeline does without.
+        models: the checkpoints by key; None for those that the pipeline does without.
     """
     spans = (LayerSpan(range(*layers[rank - 1]), rank == 1, rank == len(layers)),) if rank else ()
     parts = {
@@ -123,16 +117,12 @@ def merged(parts: Iterable[CheckpointPart]) -> list[CheckpointPart]:
 
 
 def missing_files(parts: Iterable[CheckpointPart]) -> list[Path]:
-    """The files that are needed and not on this host. UserError for a damaged checkpoint."""
+    """The files that are needed and not on this host. Raises UserError for a damaged checkpoint."""
     return [file for part in parts for file in part.missing()]
 
 
 def check_here(parts: Iterable[CheckpointPart], whose: str) -> None:
-    """Raises UserError if a file that is needed is not on this host.
-
-    Args:
-        whose: who needs them, as the beginning of the sentence.
-    """
+    """Raises UserError, a sentence that begins with ``whose``, if a file that is needed is not on this host."""
     if missing := missing_files(parts):
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         named = ", ".join(file.name for file in missing[:_SHOWN])
@@ -144,8 +134,7 @@ def part_digests(
 ) -> dict[str, dict[str, str]]:
     """Digests by model and name: of the tensors of these parts, or of all tensors that this host has. See ``tensor_digests``.
 
-    Raises:
-        UserError: a file that is needed is not here, or cannot be read.
+    Raises UserError if a file that is needed is not here, or cannot be read.
     """
     chosen = {}
     for part in parts:
@@ -160,7 +149,7 @@ def part_digests(
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether a directory says what tensors its checkpoint has."""
+    """Whether a directory lists the tensors of its checkpoint."""
     return any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE, GGUF_INDEX))
 
 
@@ -179,8 +168,7 @@ def check_trained_for(bita: Path, target: Path) -> None:
 def span_shapes(config: ModelConfig, span: LayerSpan, known: Iterable[str] = ()) -> dict[str, Shape]:
     """Name and shape of every tensor that a stage needs, in the order of the model.
 
-    Args:
-        known: names of the checkpoint's tensors: if the head is tied and is not among them, the last stage needs the embedding.
+    ``known`` are the checkpoint's tensors: if the head is tied and not among them, the last stage needs the embedding.
     """
     shapes: dict[str, Shape] = {EMBEDDING: (config.vocab_size, config.hidden_size)} if span.first else {}
     for layer in span.layers:

@@ -38,10 +38,7 @@ class StoredTensor:
 
 
 class TensorFiles:
-    """The file of every tensor of a checkpoint, and the place of those whose files are here.
-
-    Args:
-        model: the directory of a Hugging Face checkpoint, or a GGUF file.
+    """The tensors of a Hugging Face checkpoint, or of a GGUF file: the file of each, and its place if the file is here.
 
     Attributes:
         directory: that of ``config.json``.
@@ -49,9 +46,8 @@ class TensorFiles:
         file_of: the file of every tensor by name, whether or not it is here.
         places: of the tensors whose files are here.
 
-    Raises:
-        UserError: there is neither an index nor a single file, a shard is truncated or not in safetensors format, or the index
-            does not match its shards.
+    Raises UserError if there is neither an index nor a single file, a shard is truncated or not in safetensors format, or the
+    index does not match its shards.
     """
 
     def __init__(self, model: str | Path) -> None:
@@ -60,12 +56,24 @@ class TensorFiles:
         self.file_of: dict[str, Path] = {}
         self.places: dict[str, StoredTensor] = {}
         if self.gguf is not None:
-            for name, place in self.gguf.tensors.items():
-                self._add(StoredTensor(name, self.gguf.file, place.type, place.shape, place.offset, place.num_bytes))
+            file = self.gguf.file
+            self._add(
+                StoredTensor(name, file, place.type, place.shape, place.offset, place.num_bytes)
+                for name, place in self.gguf.tensors.items()
+            )
         elif (self.directory / SINGLE_FILE).exists():
-            self._read_header(self.directory / SINGLE_FILE)
+            self._add(read_header(self.directory / SINGLE_FILE))
         elif (self.directory / INDEX_FILE).exists():
-            self._read_shards(read_weight_map(self.directory / INDEX_FILE))
+            weight_map = read_weight_map(self.directory / INDEX_FILE)
+            for shard in sorted(set(weight_map.values())):
+                if (self.directory / shard).is_file():
+                    self._add(read_header(self.directory / shard))
+            for name, shard in weight_map.items():
+                file = self.directory / shard
+                if not file.is_file():
+                    self.file_of.setdefault(name, file)
+                if self.file_of.get(name) != file:
+                    raise UserError(f"{file}: tensor {name} is missing, though {INDEX_FILE} names it here")
         elif any(self.directory.glob("*.bin")) or any(self.directory.glob("*.pth")):
             raise UserError(
                 f"{self.directory} holds only pickle weights; convert them to safetensors "
@@ -88,27 +96,13 @@ class TensorFiles:
             if name not in self.places:
                 raise UserError(f"{self.file_of[name]} is missing; download the checkpoint again")
 
-    def _add(self, place: StoredTensor) -> None:
-        self.file_of[place.name], self.places[place.name] = place.file, place
-
-    def _read_shards(self, weight_map: dict[str, str]) -> None:
-        for shard in sorted(set(weight_map.values())):
-            if (self.directory / shard).is_file():
-                self._read_header(self.directory / shard)
-        for name, shard in weight_map.items():
-            file = self.directory / shard
-            if not file.is_file():
-                self.file_of.setdefault(name, file)
-            if self.file_of.get(name) != file:
-                raise UserError(f"{file}: tensor {name} is missing, though {INDEX_FILE} names it here")
-
-    def _read_header(self, file: Path) -> None:
-        for place in read_header(file):
-            self._add(place)
+    def _add(self, places: Iterable[StoredTensor]) -> None:
+        for place in places:
+            self.file_of[place.name], self.places[place.name] = place.file, place
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """The name of the file of every tensor. Raises UserError for a damaged index."""
+    """The file name of every tensor. Raises UserError for a damaged index."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = set(weight_map.values())
@@ -120,11 +114,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """The places of all tensors of a safetensors file.
-
-    Raises:
-        UserError: it is missing, truncated, or in another format.
-    """
+    """The places of all tensors of a safetensors file. Raises UserError if it is missing, truncated, or in another format."""
     try:
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size

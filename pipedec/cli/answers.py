@@ -88,8 +88,8 @@ def ask_and_show(
 ) -> None:
     """Submit the requests, stream their text (or print one JSON document for each), then print their metrics.
 
-    Raises UserError if a request was refused; of several, the others are answered and shown first. ``resumption`` is of the only
-    one.
+    Raises UserError if a request was refused; of several, the others are answered and shown first. ``trace`` and ``resumption``
+    go with a single request.
     """
     if len(requests) == 1:
         _ask_one(client, requests[0], as_json, trace, resumption)
@@ -110,7 +110,7 @@ def ask_and_show(
 
 
 class Pages:
-    """The texts of several answers on standard output, one after the other, each as it is generated once those before it end."""
+    """The texts of several answers on standard output, in order: each streams once those before it have ended."""
 
     def __init__(self, count: int) -> None:
         self._held: list[list[str]] = [[] for _ in range(count)]

@@ -83,12 +83,8 @@ def serve_cluster(cluster: Supervisor, bars: Mapping[str, Collection[int]], for_
 
     ``for_parent``: where it is, with the password of Redis, is for the parent process alone.
     """
-
-    def print_recovery(recovery: Recovery) -> None:
-        _print_line(described_recovery(recovery))
-
     interrupts = Interrupts()
-    cluster.on_recovery = print_recovery
+    cluster.on_recovery = lambda recovery: _print_line(described_recovery(recovery))
     running: RunningCluster | None = None
     try:
         with loading_bars(bars) as progress:

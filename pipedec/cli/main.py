@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import click
 
 from pipedec import __version__
 from pipedec.core import UserError
-from pipedec.flags import run_command
+from pipedec.flags import Command, run_command
 
 # command: (module, help line). A module is imported only when its command runs.
 COMMANDS = {
@@ -55,8 +55,6 @@ MOVED = {
     "train annotate": f"is now python -m recipes.thread_models annotate, {_CHECKOUT}",
     "train reference": f"is now python -m recipes.reference_models pair, {_CHECKOUT}",
 }
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class LazyGroup(click.Group):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import click
 from click.core import ParameterSource
@@ -20,15 +20,13 @@ from pipedec.client.running import Running
 from pipedec.cluster.state import RunningCluster, find_run
 from pipedec.core import DEFAULT_METHOD, SamplingParams, StructuredOutputs, UserError
 from pipedec.data import PromptSource
-from pipedec.flags import Help, Option, option, option_fields, options_of, with_options
+from pipedec.flags import Command, Help, Option, option, option_fields, options_of, with_options
 from pipedec.grammar import check
 from pipedec.messages import PromptRequest
 from pipedec.methods import METHOD_NAMES, METHODS, make_options, option_rules
 from pipedec.threads import load_dialect
 
 OPTION_NAMES = tuple(dict.fromkeys(name for entry in METHODS.values() for name in entry.option_names))
-Command = TypeVar("Command", bound=Callable[..., Any])
-
 
 Prompts = Annotated[
     tuple[str, ...],
@@ -47,11 +45,9 @@ MinP = Annotated[float, Help("Minimum probability relative to the most probable 
 MaxTokens = Annotated[int, Help("Maximum number of output tokens.")]
 Redis = Annotated[
     str | None,
-    Help(
-        "Redis server (default: the one that pipedec up starts); its password is in $PIPEDEC_REDIS_PASSWORD.",
-        "redis://HOST:PORT/0",
-    ),
-]
+    Help("Redis server (default: the one that pipedec up starts); its password is in $PIPEDEC_REDIS_PASSWORD.",
+         "redis://HOST:PORT/0"),
+]  # fmt: skip
 RunName = Annotated[str | None, Help("Name of the run, if several share a Redis.", "NAME", "--run")]
 Json = Annotated[bool, Help("Print one JSON document instead of text.", flag="--json")]
 
@@ -64,7 +60,7 @@ class ClusterFlags:
     run: RunName = None
 
     def find(self) -> RunningCluster:
-        """Raises UserError if there is none."""
+        """The cluster. Raises UserError if there is none."""
         return find_run(self.redis, self.run)
 
 
@@ -252,24 +248,22 @@ def _decoded(text: bytes, source: str) -> str:
 
 def request_options(command: Command) -> Command:
     """Add the options of a request and those of the methods; the command gets them as ``asked``."""
-    own = {name: _method_option(name) for name in OPTION_NAMES}
+    own: dict[str, Option] = {}
+    for name in OPTION_NAMES:
+        meanings: dict[str, list[str]] = {}  # of the option, with the methods that take it so and their defaults
+        for entry in METHODS.values():
+            if name in entry.option_names:
+                rule, default = option_rules(entry.options)[name], getattr(entry.options(), name)
+                shown = rule.default or (",".join(default) if isinstance(default, tuple) else default)
+                meanings.setdefault(rule.help, []).append(f"{entry.name}: {shown}")
+        text = " ".join(f"{meaning} ({', '.join(methods)})." for meaning, methods in meanings.items())
+        if isinstance(default, tuple):
+            own[name] = option(name, tuple[str, ...], Help(text, ",".join(rule.choices)), None)
+        else:
+            own[name] = option(name, str if rule.choices else int, Help(text, choices=rule.choices), None)
 
     def gather(values: dict[str, Any]) -> dict[str, Any]:
         given = {name: value for name in own if (value := values.pop(name)) is not None}
         return {"asked": RequestFlags(**values, options=given)}
 
     return with_options(command, option_fields(RequestFlags) | own, gather)
-
-
-def _method_option(name: str) -> Option:
-    """An option of the methods. Its help says which methods take it, and their defaults."""
-    meanings: dict[str, list[str]] = {}
-    for entry in METHODS.values():
-        if name in entry.option_names:
-            rule, default = option_rules(entry.options)[name], getattr(entry.options(), name)
-            shown = rule.default or (",".join(default) if isinstance(default, tuple) else default)
-            meanings.setdefault(rule.help, []).append(f"{entry.name}: {shown}")
-    text = " ".join(f"{meaning} ({', '.join(methods)})." for meaning, methods in meanings.items())
-    if isinstance(default, tuple):
-        return option(name, tuple[str, ...], Help(text, ",".join(rule.choices)), None)
-    return option(name, str if rule.choices else int, Help(text, choices=rule.choices), None)

@@ -42,9 +42,8 @@ def loading_bars(bars: Mapping[str, Collection[int]]) -> Iterator[Callable[[int,
 class Interrupts:
     """From its creation on, SIGTERM raises KeyboardInterrupt like Ctrl-C, even where Ctrl-C is ignored (in a background job).
 
-    Python drops an exception that a signal handler raises in a finalizer or in the callback of a weak reference, such as the ones
-    that every import has. A command that waits therefore asks in every turn whether it has missed one. What Python would print of
-    the dropped exception is not printed.
+    Python drops, and prints, an exception that a signal handler raises in a finalizer or in the callback of a weak reference;
+    every import has such callbacks. Here it is not printed, and a command that waits checks for missed ones in every turn.
     """
 
     def __init__(self) -> None:

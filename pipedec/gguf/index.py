@@ -31,7 +31,7 @@ class TensorPlace:
     Attributes:
         type: of its values, one of TYPES.
         shape: as in the checkpoint: [R, C], or [C].
-        offset: bytes in front of it.
+        offset: its first byte in the file.
         num_bytes: its size in the file.
         heads: llama.cpp keeps the two halves of each of so many heads interleaved, row by row; 0 if the rows are in order.
     """
@@ -62,10 +62,9 @@ class TensorIndex:
         (directory / INDEX_FILE).write_text(json.dumps(document), encoding="utf-8")
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> npt.NDArray[np.float32]:
-        """Rows ``first`` up to ``last`` of a tensor, float32 [rows, C]; of a vector all of it, [C].
+        """Rows ``first`` up to ``last`` of a matrix, float32 [rows, C]; a vector as a whole, [C].
 
-        Raises:
-            UserError: the file is shorter than it was.
+        Raises UserError if the file cannot be read, or is shorter than it was.
         """
         import numpy as np
         from gguf import GGMLQuantizationType

@@ -34,24 +34,16 @@ _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "ex
 _LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral")
 _LIKE_LLAMA3_NAMES = (*_LLAMA3_NAMES, "dbrx", "smaug-bpe")
 _QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan")
-_WHOLE_WORDS = (
-    *_LLAMA3_NAMES,
-    "tekken",
-)  # a word that is a token is never merged from parts; texts start with a token of their own
+_WHOLE_WORDS = (*_LLAMA3_NAMES, "tekken")  # words that are tokens are never merged from parts; texts begin with a bos token
 PRE_TOKENIZERS = (*_GPT2, *_SINGLE_DIGITS, *_LIKE_LLAMA3_NAMES, *_QWEN2, "tekken")
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 def config_of(metadata: Mapping[str, Any], tensors: Collection[str], vocab_size: int, frequencies: Any | None) -> dict[str, Any]:
-    """The contents of ``config.json``.
+    """The contents of ``config.json``, from all fields of the file and the names of its tensors.
 
-    Args:
-        metadata: all fields of the file.
-        tensors: names of all tensors of the file.
-        frequencies: the tensor ``rope_freqs.weight``, factors of wave lengths; None if there is none.
-
-    Raises:
-        UserError: the architecture, its experts or its rotary embedding are not supported, or a size is missing.
+    ``frequencies`` is the tensor ``rope_freqs.weight``, factors of wave lengths; None if there is none. Raises UserError if the
+    architecture, its experts or its rotary embedding are not supported, or a size is missing.
     """
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -98,7 +90,7 @@ def config_of(metadata: Mapping[str, Any], tensors: Collection[str], vocab_size:
 
 
 def end_tokens_of(metadata: Mapping[str, Any]) -> list[int]:
-    """Tokens that end an answer."""
+    """The tokens that end an answer."""
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return list(dict.fromkeys(token for token in named if token is not None))
 
@@ -119,7 +111,7 @@ def _scaling(metadata: Mapping[str, Any], architecture: str, head_dim: int, freq
 
 
 def _llama3(base: float, head_dim: int, frequencies: Any) -> dict[str, Any]:
-    """GGUF has the factors of wave lengths that Llama 3's scaling results in: find the scaling."""
+    """The scaling of Llama 3, found from the factors of wave lengths that it results in, which is all that GGUF has."""
     low, high, original = _LLAMA3.values()
     waves = [2 * math.pi * base ** (index / head_dim) for index in range(0, head_dim, 2)]
     smooth = [min(max((original / wave - low) / (high - low), 0.0), 1.0) for wave in waves]
@@ -131,10 +123,9 @@ def _llama3(base: float, head_dim: int, frequencies: Any) -> dict[str, Any]:
 
 
 def write_tokenizer(metadata: Mapping[str, Any], directory: Path) -> None:
-    """Write both files into ``directory``.
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``directory``.
 
-    Raises:
-        UserError: the kind of tokenizer or its pre-tokenizer is not supported, or a field is missing.
+    Raises UserError if the kind of tokenizer or its pre-tokenizer is not supported, or a field is missing.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
@@ -202,7 +193,7 @@ def _sentence_piece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> token
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
-    """The merges of a SentencePiece BPE: any two tokens that make a third one, the one with the best score first."""
+    """The merges of a SentencePiece BPE: all pairs of tokens that make a third one, the one with the best score first."""
     found: list[tuple[float, int, int, tuple[str, str]]] = []
     for token, number in vocabulary.items():
         if types[number] in (_CONTROL, _BYTE):
@@ -222,9 +213,9 @@ def _add_ends(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], toke
         metadata.get(f"tokenizer.ggml.{name}_token_id") if metadata.get(f"tokenizer.ggml.add_{name}_token", usual) else None
         for name, usual in flags
     )
-    before, behind = ([] if token is None else [tokens[token]] for token in (first, last))
-    if before or behind:
-        template = " ".join([*before, "$A", *behind])
+    before, after = ([] if token is None else [tokens[token]] for token in (first, last))
+    if before or after:
+        template = " ".join([*before, "$A", *after])
         named = [(tokens[token], token) for token in dict.fromkeys((first, last)) if token is not None]
         level = [tokenizer.post_processor] if tokenizer.post_processor is not None else []
         ends = processors.TemplateProcessing(single=template, special_tokens=named)

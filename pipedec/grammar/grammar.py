@@ -17,11 +17,7 @@ MAX_STATES = 1024  # that are kept: of each its mask, an eighth of a byte per to
 
 @dataclass(frozen=True)
 class Bitmask:
-    """A set of token ids. Tokens beyond the bits are not in it.
-
-    Attributes:
-        bits: of token id t, bit t % 8 of byte t // 8.
-    """
+    """A set of token ids: id t is bit t % 8 of byte t // 8 of ``bits``. Ids beyond the bits are not in it."""
 
     bits: bytes = b""
 
@@ -63,16 +59,13 @@ class Grammar:
     Args:
         new_matcher: makes a matcher at the grammar's start. May raise UserError, from ``allowed`` and ``forced``.
         end_token_ids: the model's. One of them ends the answer; nothing is allowed after it.
-        max_states: about how many are kept; then they begin anew.
-
-    Attributes:
-        num_states: that are kept, at most.
+        max_states: when about as many are kept, all are dropped.
     """
 
     def __init__(
         self, new_matcher: Callable[[], LLMatcher], end_token_ids: tuple[int, ...], max_states: int = MAX_STATES
     ) -> None:
-        self.num_states = 0
+        self.num_states = 0  # kept now, at most
         self._max_states = max_states
         self._new_matcher = new_matcher
         self._end_token_ids = end_token_ids
@@ -83,7 +76,7 @@ class Grammar:
         self._root: _State | None = None  # None until the tokens allowed after the accepted ones are asked for
 
     def advance(self, token_ids: Iterable[int]) -> None:
-        """The answer goes on with these tokens. Those that it could not say leave a state in which nothing is allowed."""
+        """Accept the next tokens of the answer. Tokens that are not allowed lead to a state in which nothing is."""
         for token in token_ids:
             self._accepted.append(token)
             known = None if self._root is None else self._root.children.get(token)
@@ -163,7 +156,9 @@ class Grammar:
             wanted.pop()
         if not set(self._end_token_ids).isdisjoint(wanted):
             return self._matcher, False
-        common = _num_common(self._ahead, wanted)
+        pairs = enumerate(zip(self._ahead, wanted, strict=False))
+        shorter = min(len(self._ahead), len(wanted))
+        common = next((index for index, (ahead, token) in pairs if ahead != token), shorter)  # length of the common prefix
         self._matcher.rollback(len(self._ahead) - common)
         count = common + self._matcher.try_consume_tokens(wanted[common:])
         self._ahead = wanted[:count]
@@ -173,9 +168,3 @@ class Grammar:
         self._num_consumed += num_accepted
         del self._ahead[:num_accepted]
         return self._matcher, True
-
-
-def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -29,13 +29,9 @@ _JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "item_separat
 
 
 def check(structure: StructuredOutputs, tokens: LLTokenizer | None = None) -> None:
-    """Check a structure without a model.
+    """Check a structure without a model. ``tokens`` has the special tokens that a grammar may name; None accepts all names.
 
-    Args:
-        tokens: to look up the special tokens that a grammar names; None takes any for known.
-
-    Raises:
-        UserError: in one line with the place of the mistake, the structure is invalid or not supported.
+    Raises UserError, one line with the place of the mistake, if the structure is invalid or not supported.
     """
     message = _mistake(source(structure), tokens)
     if message and structure.json is not None:
@@ -46,7 +42,7 @@ def check(structure: StructuredOutputs, tokens: LLTokenizer | None = None) -> No
 
 
 def _mistake(text: str, tokens: LLTokenizer | None) -> str:
-    """In one line; empty if there is none."""
+    """llguidance's complaint in one line; empty if there is none."""
     is_wrong, messages = LLMatcher.validate_grammar_with_warnings(text, tokens)
     return one_line(messages[0]) if is_wrong else ""
 
@@ -69,7 +65,7 @@ def source(structure: StructuredOutputs) -> str:
 
 
 def _schema(structure: StructuredOutputs) -> dict[str, Any]:
-    """An object; llguidance does not take ``true`` and ``false`` for a whole schema."""
+    """The JSON schema as an object: llguidance refuses a schema that is just ``true`` or ``false``."""
     assert isinstance(structure.json, str)
     schema = json.loads(structure.json)
     return {"allOf": [schema]} if isinstance(schema, bool) else schema
@@ -88,7 +84,9 @@ def _place(schema: Any, message: str, mistake_of: Callable[[Any], str]) -> str:
     left = iter(range(_MAX_CHECKS))
     parts = _parts(schema, found)
     while (part := next(parts, None)) is not None and next(left, None) is not None:
-        if mistake_of(_without(schema, part)) != message:
+        changed = deepcopy(schema)
+        reduce(getitem, part[:-1], changed)[part[-1]] = {}  # which allows everything
+        if mistake_of(changed) != message:
             found, parts = part, _parts(schema, part)
     return "/".join(["#", *(str(key).replace("~", "~0").replace("/", "~1") for key in found)])
 
@@ -103,13 +101,6 @@ def _parts(schema: Any, at: tuple[str | int, ...]) -> Iterator[tuple[str | int, 
             yield from _parts(schema, (*at, key))
 
 
-def _without(schema: Any, at: tuple[str | int, ...]) -> Any:
-    """A copy with an object there that allows everything."""
-    changed = deepcopy(schema)
-    reduce(getitem, at[:-1], changed)[at[-1]] = {}
-    return changed
-
-
 def one_line(message: str) -> str:
     """The parser's first lines, up to its quotation of the source."""
     lines = [line.strip() for line in re.sub(r"^at \d+\(\d+\): (?=invalid regex)", "", message).splitlines()]
@@ -118,13 +109,10 @@ def one_line(message: str) -> str:
 
 
 class Vocabulary:
-    """A tokenizer's tokens. Those of a model that its tokenizer does not have are never allowed.
+    """A tokenizer's tokens. Tokens of the model that the tokenizer lacks are never allowed.
 
-    Args:
-        end_token_ids: the model's end tokens; without any the tokenizer's, which is enough to check structures.
-
-    Raises:
-        UserError: structured outputs are not possible with this tokenizer, or without end tokens.
+    ``end_token_ids`` are the model's; without any the tokenizer's, which is enough to check structures. Raises UserError if
+    structured outputs are not possible with this tokenizer, or there is no end token.
     """
 
     def __init__(self, tokenizer: Tokenizer, end_token_ids: tuple[int, ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Reading the live feed (docs/live.md): that of a run, with figures once a second, and recordings of it in files.
+"""Reading the live feed (docs/live.md) of a run, with figures once a second, and recordings of it in files.
 
 Blocking and asyncio readers share this; it has no connection.
 """
@@ -92,7 +92,7 @@ class LiveReading:
 
 
 class RecordedFrames:
-    """Frames of a file, of one or several runs, as fast as they were. Raises as ``read_recording``."""
+    """Frames of a file, of one or several runs, at their original speed. Raises as ``read_recording``."""
 
     def __init__(self, path: Path, at_once: bool = False) -> None:
         frames = read_recording(path)
@@ -128,7 +128,7 @@ class RecordedFrames:
 
 
 def read_recording(path: Path) -> list[Frame]:
-    """The frames of a recording: JSON Lines, which may be compressed by gzip. Raises UserError if it is none."""
+    """The frames of a recording: JSON Lines, perhaps compressed by gzip. Raises UserError for any other file."""
     try:
         raw = path.read_bytes()
         lines = (gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw).decode().splitlines()

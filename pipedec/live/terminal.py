@@ -272,10 +272,8 @@ def _cell(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
     if len(parts) == 1:
         return parts[0]
     (_, upper), (_, lower) = parts
-    if not upper and not lower:
-        return " ", ""
     if not upper:
-        return "▄", lower
+        return ("▄", lower) if lower else (" ", "")
     return "▀", upper + (f" on {lower}" if lower else "")
 
 
@@ -298,20 +296,15 @@ def _requests(shown: ShownRun, width: int, lines: int) -> list[Text]:
     hits = f"hits {full.hits / full.judged:.0%}" if full.judged else ""
     parts = [f"▸ {full.number}", full.method, f"{full.tokens} tokens", hits, full.reason, printable(full.prompt)]
     about = _cropped("  ".join(part for part in parts if part), width, f"bold {_colour(full.number)}")
-    drawn = [about, *_answer(full, width, answer)]
+    guesses = printable("".join(row.text for row in full.likely())) if full.reason is None else ""
+    ahead = Text().append(f"┊{guesses}" if guesses else "", "dim italic")  # the most likely continuation
+    ahead.truncate(max(1, width * answer // 2), overflow="ellipsis")
+    said = _tail(full, width * answer - cell_len(ahead.plain) - answer)
+    drawn = [about, *[*_wrapped(said.append_text(ahead), width)][-answer:]]
     for other in others[: max(0, lines - len(drawn))]:
         head = f"  {other.number}  " + ("" if other.reason is None else f"{other.reason}  ")
         drawn.append(Text().append(head, _style(other)).append_text(_tail(other, width - cell_len(head))))
     return drawn
-
-
-def _answer(request: RequestView, width: int, lines: int) -> list[Text]:
-    """The last lines of an answer and, while it runs, the most likely continuation."""
-    guesses = printable("".join(row.text for row in request.likely())) if request.reason is None else ""
-    ahead = Text().append(f"┊{guesses}" if guesses else "", "dim italic")
-    ahead.truncate(max(1, width * lines // 2), overflow="ellipsis")
-    said = _tail(request, width * lines - cell_len(ahead.plain) - lines)
-    return [*_wrapped(said.append_text(ahead), width)][-lines:]
 
 
 def _tail(request: RequestView, width: int) -> Text:

@@ -267,7 +267,7 @@ class ShownRun:
     chosen: int | None = None  # number of the request that is shown in full; None for the first that runs
 
     def request(self) -> RequestView | None:
-        """The one that is shown in full: the chosen one, else the first that runs, else the last that has run."""
+        """The request that is shown in full: the chosen one, else the first that runs, else the last that has run."""
         requests = self.run.requests
         if self.chosen in requests:
             return requests[self.chosen]

@@ -37,12 +37,12 @@ class AnswerPart:
 
 
 def text_of(completion: Completion) -> str:
-    """Without a last character that was cut off."""
+    """The text of an answer, without a last character that was cut off."""
     return completion.text if completion.finish_reason == "stop" else completion.text.rstrip(_INCOMPLETE)
 
 
 def finish_reason(completion: Completion) -> str:
-    """In OpenAI's words; ``abort`` for an answer that was cancelled."""
+    """The finish reason in OpenAI's words; ``abort`` for an answer that was cancelled."""
     return _REASONS.get(completion.finish_reason) or str(completion.finish_reason)
 
 

@@ -30,7 +30,7 @@ class SamplingDefaults:
 
 
 def sampling_defaults(choice: str, target: str) -> SamplingDefaults:
-    """The defaults that ``--generation-config`` asks for.
+    """The defaults that ``--generation-config`` asks for: the keys that vLLM takes, and ``do_sample: false`` as temperature 0.
 
     Args:
         choice: ``auto`` for the target's, ``vllm`` for neutral ones, or a directory with a ``generation_config.json``.
@@ -41,20 +41,13 @@ def sampling_defaults(choice: str, target: str) -> SamplingDefaults:
     if choice == NEUTRAL:
         return SamplingDefaults()
     path = (model_files(target) if choice == AUTO else Path(choice)) / _FILE
-    if path.is_file():
-        return _read(path)
-    if choice == AUTO:
-        return SamplingDefaults()
-    missing = f"there is no {_FILE} in it" if path.parent.is_dir() else "there is no such directory"
-    raise UserError(f"--generation-config {choice}: {missing}: give a directory that has one, {AUTO} or {NEUTRAL}")
-
-
-def _read(path: Path) -> SamplingDefaults:
-    """The keys that vLLM takes; and ``do_sample: false`` as temperature 0, unless the file has a temperature.
-
-    vLLM ignores that one, but a file has no other way to recommend greedy answers: transformers complains about temperature 0.
-    """
+    if not path.is_file():
+        if choice == AUTO:
+            return SamplingDefaults()
+        missing = f"there is no {_FILE} in it" if path.parent.is_dir() else "there is no such directory"
+        raise UserError(f"--generation-config {choice}: {missing}: give a directory that has one, {AUTO} or {NEUTRAL}")
     document = json_object(path)
+    # vLLM ignores this, but a file has no other way to recommend greedy answers: transformers complains about temperature 0.
     if document.get("do_sample") is False and document.get("temperature") is None:
         document["temperature"] = 0.0
     given = {name: document[name] for name in (*_NEUTRAL, _MAX_TOKENS) if document.get(name) is not None}

@@ -1,4 +1,4 @@
-"""Errors of any origin in OpenAI's shape: one line that says what was wrong and what to do.
+"""Errors of any origin in OpenAI's shape: one line about what was wrong and what to do.
 
 ``{"error": {"message": …, "type": …, "param": …, "code": …}}``, with vLLM's types and the HTTP status as the code.
 """
@@ -96,7 +96,7 @@ async def on_internal_error(request: Request, error: Exception) -> Response:
 
 
 def invalid(mistakes: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The mistakes that pydantic found, at most ``_MAX_MISTAKES``, with the field of the first as the parameter."""
+    """The error for the mistakes that pydantic found, at most ``_MAX_MISTAKES``; ``param`` is the field of the first."""
     first = mistakes[0]
     if first["type"] == "json_invalid":
         return bad_request(f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")

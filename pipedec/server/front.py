@@ -95,7 +95,7 @@ class HttpExchange:
 
 
 class Observer:
-    """Hears what happens; every method may be left as it is."""
+    """Receives the events of answers and responses; a subclass overrides what it needs."""
 
     def began(self, generation: Generation) -> None:
         """The engine has taken the request."""
@@ -117,7 +117,7 @@ class Observer:
 
 
 class Front:
-    """The one front-end of a process. Its ``observers`` hear of every answer and every response."""
+    """The one front-end of a process. Its ``observers`` receive the events of every answer and every response."""
 
     def __init__(self, settings: ServerSettings, observers: Sequence[Observer] = (), created: int = 0) -> None:
         self.settings = settings
@@ -134,7 +134,7 @@ class Front:
         self.served = served
 
     def lose(self, reason: str) -> None:
-        """No answers come any more: refuse everything. The engine itself ends the open answers with an error."""
+        """Refuse everything: the cluster is lost. The engine itself ends the open answers with an error."""
         self._lost = reason
 
     def drain(self) -> None:
@@ -172,7 +172,7 @@ class Front:
         def forget(task: asyncio.Future[Any]) -> None:
             self._background.discard(task)
             if not task.cancelled():
-                task.exception()  # the run is lost: the answer itself says so
+                task.exception()  # the run is lost, as the answer itself reports
 
         task = asyncio.ensure_future(work)
         self._background.add(task)

@@ -99,7 +99,7 @@ def _tcp_socket(host: str, port: int) -> socket.socket:
 
 
 def _unix_socket(path: Path) -> socket.socket:
-    """Replace a socket on which no process listens any more."""
+    """A listening Unix socket, which replaces one on which no process listens any more."""
     if path.exists() and not path.is_socket():
         raise UserError(f"--uds {path}: there is a file of that name, which is no socket: choose another path")
     listener = socket.socket(socket.AF_UNIX)

@@ -47,26 +47,21 @@ class _RedactingFormatter(logging.Formatter):
         self._is_text = is_text
 
     def format(self, record: logging.LogRecord) -> str:
-        line = self._text(record) if self._is_text else self._json(record)
+        """Time, level, event and the fields of ``extra={"fields": …}``; people read the event's ``text`` if it has one."""
+        fields: dict[str, object] = getattr(record, "fields", {})
+        traceback = self.formatException(record.exc_info) if record.exc_info else None
+        if self._is_text:
+            when = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+            text = "".join(f" {name}={_shown(value)}" for name, value in fields.items())
+            line = f"{when} {record.levelname:<7} {getattr(record, 'text', None) or record.getMessage() + text}"
+            line += "" if traceback is None else f"\n{traceback}"
+        else:
+            when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+            document = {"time": when, "level": record.levelname.lower(), "event": record.getMessage(), **fields}
+            line = json.dumps(document if traceback is None else document | {"traceback": traceback}, default=str)
         for secret in self._secrets:
             line = line.replace(secret, _HIDDEN)
         return _PASSWORD_IN_URL.sub(rf"\1{_HIDDEN}@", line)
-
-    def _json(self, record: logging.LogRecord) -> str:
-        """One JSON object: time, level, event, and the fields of ``extra={"fields": …}``."""
-        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line: dict[str, object] = {"time": when, "level": record.levelname.lower(), "event": record.getMessage()}
-        line |= getattr(record, "fields", {})
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
-
-    def _text(self, record: logging.LogRecord) -> str:
-        """Time, level, event and ``key=value``; or the text that the event has for people."""
-        when = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
-        fields = "".join(f" {name}={_shown(value)}" for name, value in getattr(record, "fields", {}).items())
-        line = f"{when} {record.levelname:<7} {getattr(record, 'text', None) or record.getMessage() + fields}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 def _shown(value: object) -> str:

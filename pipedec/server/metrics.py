@@ -58,12 +58,10 @@ class ServerMetrics(Observer):
         self._arrivals: dict[Generation, tuple[float, float]] = {}  # of the first and the last token
         self._ttft = self._histogram("time_to_first_token_seconds", "Time to first token.", _TTFT_SECONDS)
         self._between = self._histogram("inter_token_latency_seconds", "Time between arrivals of tokens.", _TOKEN_SECONDS)
-        self._between_old = self._histogram(
-            "time_per_output_token_seconds", "The older name of inter_token_latency_seconds.", _TOKEN_SECONDS
-        )
-        self._tpot = self._histogram(
-            "request_time_per_output_token_seconds", "Time per output token after the first, by request.", _TOKEN_SECONDS
-        )
+        text = "The older name of inter_token_latency_seconds."
+        self._between_old = self._histogram("time_per_output_token_seconds", text, _TOKEN_SECONDS)
+        text = "Time per output token after the first, by request."
+        self._tpot = self._histogram("request_time_per_output_token_seconds", text, _TOKEN_SECONDS)
         self._e2e = self._histogram("e2e_request_latency_seconds", "From the request to the end of its answer.", _REQUEST_SECONDS)
         self._queue = self._histogram("request_queue_time_seconds", "Waiting for a place in the pipeline.", _REQUEST_SECONDS)
         self._prefill = self._histogram("request_prefill_time_seconds", "Prefill.", _REQUEST_SECONDS)

@@ -1,4 +1,4 @@
-"""Middleware of every route, as pure ASGI: request ids and notes for the observer, API keys, limits of bodies.
+"""Middleware of every route, as pure ASGI: request ids and notes for observers, API keys, limits of bodies.
 
 Starlette's own base class for middleware would hide from the routes that a client goes away.
 """
@@ -27,9 +27,9 @@ _GUARDED = re.compile(r"/(v1|live/feed)(/|$)")
 
 
 class RequestNotes:
-    """Gives every request an id, which the response has, too, and reports to the observer how it ended.
+    """Gives every request and its response an id, and reports to the observers how the request ended.
 
-    The id is the client's ``X-Request-Id`` if it has one; nothing is ever found by it, so two requests may have the same.
+    The id is the client's ``X-Request-Id`` if it has one. It is never used as a key, so two requests may have the same.
     """
 
     def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
@@ -85,7 +85,7 @@ class ApiKeys:
 
 
 class BodyLimits:
-    """Refuses bodies that are too large (413), before all of them has come, or come too slowly (408)."""
+    """Refuses bodies that are too large (413), before they have arrived as a whole, or that arrive too slowly (408)."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
@@ -103,10 +103,7 @@ class BodyLimits:
 
 
 class _Body:
-    """One body while it arrives.
-
-    A client that is refused while it still sends notices it only if its data is read for a while.
-    """
+    """One body while it arrives. A client that still sends notices a refusal only if its data is read for a while."""
 
     def __init__(self, receive: Receive, send: Send, settings: ServerSettings) -> None:
         self._receive = receive

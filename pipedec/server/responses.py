@@ -100,12 +100,13 @@ class LogprobWriter:
 
 
 class ChoiceWriter(ABC):
+    """Gives ``count`` choices their shape, with log-probabilities unless ``most_probable`` is None."""
+
     kind: str  # the ``object`` of a document
     chunk_kind: str  # and of a chunk
     num_dropped = 0  # tokens at the end of each answer that are not the client's
 
     def __init__(self, body: GenerationBody, most_probable: int | None, count: int, served: ServedRun) -> None:
-        """Writes ``count`` choices, with log-probabilities unless ``most_probable`` is None."""
         self._has_logprobs = most_probable is not None
         as_ids = bool(body.return_tokens_as_token_ids)
         self._writers = [LogprobWriter(served.tokenizer, most_probable or 0, as_ids) for _ in range(count)]
@@ -155,7 +156,7 @@ class _Counter:
 def answers_of(
     front: Front, request: Request, head: ResponseHead, prompts: Sequence[Prompt], asked: GenerationParams, is_streamed: bool
 ) -> Generations:
-    """Not yet submitted; the choices of each prompt are together. Raises ApiError if one does not fit into the context."""
+    """The answers of a request, not yet submitted, prompt by prompt. Raises ApiError if one does not fit into the context."""
     generations = [
         Generation(
             head.id, request.state.request_id, request.scope["route"].path, head.model, asked.n, is_streamed, one,
@@ -234,7 +235,7 @@ class EventStream(EventSourceResponse):
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result | None:
-    """Do the work while the client waits for it. None as soon as it does not."""
+    """The result of ``work``; None as soon as the client has gone away."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -85,7 +85,7 @@ class ClusterProcess:
         return self._process is not None and self._process.returncode is not None
 
     async def raise_cause(self) -> None:
-        """Wait for the supervisor, which prints why the cluster has ended. Raises ClusterEnded unless it was to end."""
+        """Wait for the supervisor, which prints why the cluster has ended. Raises ClusterEnded unless the end was asked for."""
         assert self._process is not None
         try:
             status = await asyncio.wait_for(self._process.wait(), _CAUSE_SECONDS)
@@ -95,7 +95,7 @@ class ClusterProcess:
             raise ClusterEnded(status)
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """End the cluster in order; by force after ``_STOP_SECONDS``, or soon after ``hurry`` is set. May be called twice."""
+        """End the cluster in order, or by force after ``_STOP_SECONDS`` or soon after ``hurry`` is set. May be called twice."""
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -219,12 +219,9 @@ class ServerProcess:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _close(self, http: asyncio.Task[None], hurry: asyncio.Event) -> None:
-        """End the server, then the connection to the cluster, then the cluster if it is ours: by force in a hurry.
-
-        A cluster that has not taken requests has nothing to finish.
-        """
+        """End the server, then the connection to the cluster, then the cluster if it is ours: by force in a hurry."""
         self._server.should_exit = True
-        if self._client is None:
+        if self._client is None:  # a cluster that has not taken requests has nothing to finish
             hurry.set()
         try:
             await http

@@ -1,4 +1,4 @@
-"""From the fields of a body to what the engine is asked for. Ranges are checked by the nouns themselves."""
+"""From the fields of a body to requests to the engine. ``SamplingParams`` and the options of methods check their own ranges."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _method(body: GenerationBody, description: RunDescription) -> str | None:
 
 
 def _dialect(name: str | None, tokenizer: Tokenizer) -> Dialect | None:
-    """A shipped one; never a file, because a client has none here."""
+    """A shipped dialect; never a file, as clients have none on this machine. Raises ApiError for any other."""
     if name is None:
         return None
     if name not in DIALECTS:

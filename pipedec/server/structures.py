@@ -91,7 +91,7 @@ async def require_possible(structure: Structure, body: GenerationBody) -> None:
 
 
 def refusal(error: UserError, place: str, field: str) -> ApiError:
-    """With the client's own name of the place."""
+    """The error under the client's own name for the place of the mistake."""
     text = str(error) if place == "structured_outputs" else re.sub(r"^structured_outputs\.\w+", place, str(error))
     return bad_request(text, field)
 

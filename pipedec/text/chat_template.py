@@ -51,8 +51,7 @@ class ChatTemplate:
             add_generation_prompt: end where the answer of the assistant begins.
             variables: what else the template may ask for.
 
-        Raises:
-            UserError: the template refuses the messages, fails on them, takes too long or writes too much.
+        Raises UserError if the template refuses the messages, fails on them, takes too long or writes too much.
         """
         ends = time.monotonic() + self._max_seconds
         variables = {"tools": None, "documents": None, **variables, _TICK: lambda: _check_time(ends)}
@@ -88,14 +87,14 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_time(ends: float) -> str:
-    """Nothing, while there is time."""
+    """An empty text while there is time, else SecurityError."""
     if time.monotonic() > ends:
         raise SecurityError("takes too long")
     return ""
 
 
 def _within_limits(value: Any) -> Any:
-    """The value itself, if it is small enough to go on with."""
+    """The value itself. Raises SecurityError if it is too large to go on with."""
     if isinstance(value, (str, list, tuple)) and len(value) > MAX_CHARS:
         raise SecurityError(f"makes a value of more than {MAX_CHARS} characters")
     return value

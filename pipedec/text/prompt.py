@@ -41,9 +41,8 @@ class Prompter:
             threads: dialect in which the answer may open decode threads, passed to the template as ``threads``; None for none.
             begun: the beginning of the answer to a text; the model continues it. Without a template it is a line of its own.
 
-        Raises:
-            UserError: the prompt is empty, has a token that is not in the vocabulary, or exceeds the context of the model or
-                the cluster together with ``max_tokens``.
+        Raises UserError if the prompt is empty, has a token that is not in the vocabulary, or exceeds the context of the model or
+        the cluster together with ``max_tokens``.
         """
         if isinstance(prompt, tuple):
             token_ids = prompt
@@ -53,23 +52,22 @@ class Prompter:
                 if not 0 <= token < len(self.tokenizer):
                     raise UserError(f"the prompt has the token id {token}: give ids from 0 to {len(self.tokenizer) - 1}")
         else:
-            token_ids = self._tokenized(prompt, raw, threads, begun)
+            if not prompt.strip():
+                raise UserError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
+            self.tokenizer.check_length(prompt, self._context)
+            is_plain = raw or not self.tokenizer.has_chat_template
+            if is_plain:
+                text = f"{prompt}\n{begun}" if begun else prompt
+            else:
+                options: dict[str, Any] = {} if threads is None else {"threads": threads}
+                text = self.tokenizer.render_chat([{"role": "user", "content": prompt}], **options) + begun
+            token_ids = tuple(self.tokenizer.encode(text, add_special_tokens=is_plain))
         if len(token_ids) + max_tokens > self._context:
             raise UserError(
                 f"the prompt has {len(token_ids)} tokens and --max-tokens asks for {max_tokens} more, "
                 f"but the {self._owner}'s context is {self._context}: shorten the prompt or lower --max-tokens"
             )
         return token_ids
-
-    def _tokenized(self, prompt: str, raw: bool, threads: str | None, begun: str) -> tuple[int, ...]:
-        if not prompt.strip():
-            raise UserError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
-        self.tokenizer.check_length(prompt, self._context)
-        if raw or not self.tokenizer.has_chat_template:
-            return tuple(self.tokenizer.encode(f"{prompt}\n{begun}" if begun else prompt))
-        options: dict[str, Any] = {} if threads is None else {"threads": threads}
-        conversation = self.tokenizer.render_chat([{"role": "user", "content": prompt}], **options)
-        return tuple(self.tokenizer.encode(conversation + begun, add_special_tokens=False))
 
     def check_bias(self, logit_bias: Mapping[int, float] | None) -> None:
         """Raises UserError if a biased token is not in the vocabulary."""
@@ -86,7 +84,7 @@ class Prompter:
 
 
 def vocabulary_digest(tokenizer: Tokenizer) -> str:
-    """SHA-256 over all tokens and their ids (16 hex digits): which targets a draft with few tokens of its own fits."""
+    """SHA-256 over all tokens and their ids (16 hex digits): identifies the targets that a draft with a small vocabulary fits."""
     listed = json.dumps(sorted(tokenizer.vocabulary.items(), key=lambda item: (item[1], item[0])))
     return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
@@ -107,8 +105,9 @@ def same_tokenizer(target: Path, draft: Path) -> None:
 
 
 def fits_vocabulary(directory: Path, vocab_size: int) -> None:
-    """Raises UserError unless a model has an embedding for every token of the tokenizer in its directory, if there is one, but
-    for tokens that were added to it: some fine-tuned models come with a padding token that is never used.
+    """Raises UserError unless a model has an embedding for every token of its directory's tokenizer, if there is one.
+
+    Added tokens are exempt: some fine-tuned models come with a padding token that is never used.
     """
     if not (model_files(directory) / "tokenizer.json").exists():
         return

@@ -25,14 +25,22 @@ _SPACES += [(f" '{word}", f"'{word}") for word in ("m", "s", "ve", "re")]
 
 
 class Tokenizer:
-    """From text to token ids and back, for a checkpoint with ``tokenizer.json`` or a GGUF file. Raises UserError if there is no
-    ``tokenizer.json``, or a damaged file.
+    """From text to token ids and back, for a checkpoint with ``tokenizer.json`` or a GGUF file. Raises UserError if it is missing
+    or damaged.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory = model_files(directory)
-        self._backend = _read_backend(directory)
+        path = directory / "tokenizer.json"
+        if not path.exists():
+            raise UserError(f"no tokenizer in {directory}: expected tokenizer.json beside config.json")
+        try:
+            self._backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises a bare Exception for a corrupt file
+            raise UserError(f"the tokenizer in {directory} cannot be read: {str(error).splitlines()[0][:160]}") from error
+        self._backend.no_truncation()
+        self._backend.no_padding()
         config = _read_json(directory / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # older checkpoints name their special tokens in a file of its own
             config |= _read_json(directory / "special_tokens_map.json")
@@ -44,7 +52,7 @@ class Tokenizer:
         self._template_sources = _read_templates(directory, config)
 
     def __len__(self) -> int:
-        """Token ids are below this, if they have no gaps."""
+        """The number of tokens, added ones included; without gaps all ids are below it."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
@@ -59,7 +67,7 @@ class Tokenizer:
 
     @cached_property
     def max_chars_per_token(self) -> int:
-        """No token stands for more characters."""
+        """The most characters that a token stands for."""
         return max(map(len, self.vocabulary))
 
     @property
@@ -72,7 +80,7 @@ class Tokenizer:
 
     @cached_property
     def all_special_ids(self) -> frozenset[int]:
-        """Tokens that are no text."""
+        """Ids of the special tokens, which are no text."""
         return frozenset(token for token, added in self._added.items() if added.special)
 
     @property
@@ -91,8 +99,7 @@ class Tokenizer:
             add_special_tokens: with the tokens that the tokenizer puts before or after every text. Special tokens that the text
                 itself names are read as such in any case.
 
-        Raises:
-            UserError: the text has half a surrogate pair, which is no character.
+        Raises UserError if the text has half a surrogate pair, which is no character.
         """
         try:
             text.encode()
@@ -142,7 +149,7 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
     def to_json(self) -> str:
-        """As ``tokenizer.json``, with the tokens that stand in the configuration only."""
+        """The contents of ``tokenizer.json``, with the tokens that only the configuration has."""
         return self._backend.to_str()
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any) -> str:
@@ -182,7 +189,7 @@ class Tokenizer:
         return None if name is None else self._backend.token_to_id(name)
 
     def _add_tokens(self, config: Mapping[str, Any]) -> None:
-        """Tokens that stand in the configuration only, in the order of their ids; what it names is special."""
+        """Add the tokens that only the configuration has, in the order of their ids; those that it names are special."""
         listed = sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
         known = self._backend.get_added_tokens_decoder()
         self._backend.add_tokens([_added(entry) for number, entry in listed if int(number) not in known])
@@ -191,19 +198,6 @@ class Tokenizer:
         self._backend.add_special_tokens(
             [_added(entry) if isinstance(entry, dict) else AddedToken(entry, special=True, normalized=False) for entry in named]
         )
-
-
-def _read_backend(directory: Path) -> tokenizers.Tokenizer:
-    path = directory / "tokenizer.json"
-    if not path.exists():
-        raise UserError(f"no tokenizer in {directory}: expected tokenizer.json beside config.json")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises a bare Exception for a corrupt file
-        raise UserError(f"the tokenizer in {directory} cannot be read: {str(error).splitlines()[0][:160]}") from error
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class CallReader:
         return self._before_mark() if self._begin else self._before_object()
 
     def _before_object(self) -> bool:
-        """Calls that nothing marks are the whole answer, or stand at its beginning."""
+        """Calls without marks are the whole answer, or stand at its beginning."""
         text = self._held.lstrip(_SEPARATORS if self.num_calls else None)
         if not text:
             return False
@@ -148,7 +148,7 @@ class CallReader:
         return True
 
     def _header(self) -> bool:
-        """Until it is known which tool is called, if any is."""
+        """Read until it is known which tool is called, if any is."""
         found = _HEADER.match(self._held)
         if found is not None and found["name"] in self._names:
             self._parts.append(CallPart(self.num_calls, found["name"], ""))
@@ -161,19 +161,16 @@ class CallReader:
         if place is None:
             self._num_seen = len(self._held)
             return False
-        return self._whole(self._num_seen + place)
-
-    def _whole(self, place: int) -> bool:
-        """The object has ended, and it does not begin as most calls do."""
-        call = _call_in(self._held[:place])
+        end = self._num_seen + place  # of an object that does not begin as most calls do
+        call = _call_in(self._held[:end])
         if call is None or call[0] not in self._names:
             return self._reject()
         self._parts.append(CallPart(self.num_calls, *call))
-        self._held = self._held[place:]
+        self._held = self._held[end:]
         return self._called()
 
     def _reject(self) -> bool:
-        """It is no call, but text."""
+        """The held text is no call."""
         self._say(self._opened)
         return self._go_on(self._outside if self._begin else self._prose)
 
@@ -195,7 +192,7 @@ class CallReader:
         return self._go_on(self._closing)
 
     def _closing(self) -> bool:
-        """A mark that is missing does not matter."""
+        """Skip the mark after a call; a missing one does not matter."""
         rest = self._held.lstrip()
         if not rest.startswith(self._end) and self._end.startswith(rest):
             return False
@@ -228,7 +225,7 @@ class _ObjectEnd:
 
 
 def _call_in(text: str) -> tuple[str, str] | None:
-    """Name and arguments, if it is a call."""
+    """Name and arguments of the call that the text is; None if it is no call."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -78,8 +78,9 @@ class BitaRecipe:
 
 
 def train_bita(target_path: Path, prompts: dict[str, SplitPrompts], recipe: BitaRecipe, run: Run) -> dict[str, Any]:
-    """Train and write ``run.out``: the weights in bfloat16, ``training.json`` and a model card; returns what was measured. Raises
-    UserError if target, prompts or ``run.work`` do not fit.
+    """Train and write ``run.out``: the weights in bfloat16, ``training.json`` and a model card; returns ``training.json``.
+
+    Raises UserError if target, prompts or ``run.work`` do not fit.
     """
     torch.set_num_threads(run.threads)
     config, name = ModelConfig.from_directory(target_path), fingerprint(target_path)
@@ -147,21 +148,17 @@ class MaskSteps:
         num_labels = sum(int(rows.labelled.sum()) for rows in batches_of_rows)
         total, correct, counts = 0.0, torch.zeros(recipe.masks), torch.zeros(recipe.masks)
         for rows in batches_of_rows:
-            loss, is_correct = self._loss(rows.on(self._target.device))
+            placed = rows.on(self._target.device)
+            past, prompt = token_pass(self._target, placed.tokens), self._learned.prompt_of(self._target)
+            logits = mask_pass(self._target, prompt, self._learned.masks, placed, past)
+            labels = placed.labels[placed.labelled]
+            loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
             (loss / num_labels).backward()
             total += loss.item()
-            masks = rows.masks[rows.labelled]
+            masks, is_correct = rows.masks[rows.labelled], logits.detach().argmax(-1) == labels
             correct += torch.bincount(masks, is_correct.float().cpu(), minlength=recipe.masks)
             counts += torch.bincount(masks, minlength=recipe.masks)
         return {"loss": total / num_labels, "top1": [round(share, 4) for share in (correct / counts).tolist()]}
-
-    def _loss(self, rows: MaskRows) -> tuple[Tensor, Tensor]:
-        """The summed loss of the rows that have a label, and which of them predict it."""
-        past = token_pass(self._target, rows.tokens)
-        prompt = self._learned.prompt_of(self._target)
-        logits = mask_pass(self._target, prompt, self._learned.masks, rows, past)
-        labels = rows.labels[rows.labelled]
-        return nn.functional.cross_entropy(logits, labels, reduction="sum"), logits.detach().argmax(-1) == labels
 
 
 @torch.no_grad()

@@ -50,8 +50,7 @@ def file_prompts(
         max_prompts: of each set; None = all.
         taken: names that no set may have.
 
-    Raises:
-        UserError: a prompt file is unsound, two sets have one name, or no prompt of a set fits the target's context.
+    Raises UserError if a prompt file is unsound, two sets have one name, or no prompt of a set fits the target's context.
     """
     sets: dict[str, SplitPrompts] = {}
     for source in sources:
@@ -141,11 +140,20 @@ def continue_greedily(
     paths = [store / f"{number:04}.safetensors" for number in range(len(batches))]
     for number, path in enumerate(track(paths, f"continuations: {store.name}", disable=not replicas.is_first)):
         if replicas.shares(number) and not path.exists():
-            _save(list(_generate(target, batches[number], new_tokens)), path)
+            generated = list(_generate(target, batches[number], new_tokens))
+            tensors = {
+                "ids": torch.tensor([token for one in generated for token in one.ids]),
+                "lengths": torch.tensor([len(one.ids) for one in generated]),
+                "prompt_lengths": torch.tensor([one.prompt_length for one in generated]),
+            }
+            with replacing(path) as unfinished:
+                save_file(tensors, unfinished)
     replicas.wait()
     found: list[Continuation] = []
     for path, batch in zip(paths, batches, strict=True):
-        stored = _load(path)
+        tensors = load_file(path)
+        pieces = map(Tensor.tolist, tensors["ids"].split(tensors["lengths"].tolist()))
+        stored = [Continuation(*pair) for pair in zip(pieces, tensors["prompt_lengths"].tolist(), strict=True)]
         if [continuation.ids[: continuation.prompt_length] for continuation in stored] != batch:
             raise UserError(f"{path} comes from other prompts: give another --work, or remove it")
         found.extend(stored)
@@ -181,22 +189,6 @@ def end_tokens(target: Model) -> frozenset[int]:
     """The tokens that end an answer of ``generate``: its generation config names one, several or none."""
     named = target.generation_config.eos_token_id
     return frozenset() if named is None else frozenset(named) if isinstance(named, list) else frozenset([named])
-
-
-def _save(continuations: list[Continuation], path: Path) -> None:
-    tensors = {
-        "ids": torch.tensor([token for one in continuations for token in one.ids]),
-        "lengths": torch.tensor([len(one.ids) for one in continuations]),
-        "prompt_lengths": torch.tensor([one.prompt_length for one in continuations]),
-    }
-    with replacing(path) as unfinished:
-        save_file(tensors, unfinished)
-
-
-def _load(path: Path) -> list[Continuation]:
-    tensors = load_file(path)
-    pieces = tensors["ids"].split(tensors["lengths"].tolist())
-    return [Continuation(*pair) for pair in zip(map(Tensor.tolist, pieces), tensors["prompt_lengths"].tolist(), strict=True)]
 
 
 def invented_set(

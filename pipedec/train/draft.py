@@ -78,22 +78,18 @@ def new_draft(target: Model, shape: DraftShape, vocabulary: DraftVocabulary | No
         initializer_range=_STD, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     draft = LlamaForCausalLM(config)
-    draft.get_input_embeddings().weight.data.copy_(_main_directions(embedding_DE, shape.hidden_size))
+    # The embeddings, projected to as many main directions as the draft is wide, and scaled to the deviation of new weights.
+    centred = embedding_DE - embedding_DE.mean(0)
+    _, vectors = torch.linalg.eigh(centred.T @ centred)  # eigenvalues ascend
+    found = centred @ vectors[:, -shape.hidden_size :].flip(-1)
+    missing = shape.hidden_size - found.shape[1]  # where the draft is wider than its target
+    found = torch.nn.functional.pad(found, (0, max(missing, 0)))
+    draft.get_input_embeddings().weight.data.copy_(found * (_STD / found.std()))
     draft.generation_config.eos_token_id = target.generation_config.eos_token_id
     draft.save_pretrained(out)
     if vocabulary is not None:
         vocabulary.save(out)
     return out
-
-
-def _main_directions(embedding_DE: Tensor, size: int) -> Tensor:
-    """The embeddings, projected to their ``size`` main directions and scaled to the deviation of new weights, [D, size]."""
-    centred = embedding_DE - embedding_DE.mean(0)
-    _, vectors = torch.linalg.eigh(centred.T @ centred)  # eigenvalues ascend
-    found = centred @ vectors[:, -size:].flip(-1)
-    missing = size - found.shape[1]  # where the draft is wider than its target
-    found = torch.nn.functional.pad(found, (0, max(missing, 0)))
-    return found * (_STD / found.std())
 
 
 # From a model and some rows to the mean loss of their tokens.
@@ -162,9 +158,8 @@ def train_draft(
         start: the directory of a draft to continue, or the size of a new one.
         compiled: use torch.compile, which needs a C++ compiler.
 
-    Raises:
-        UserError: ``run.work`` belongs to another run, or the answers fill no row.
-        RankLost: another process of this training has ended.
+    Raises UserError if ``run.work`` belongs to another run, or the answers fill no row; RankLost if another process of this
+    training has ended.
     """
     torch.set_num_threads(run.threads)
     target = load_transformers(target_path, run.torch_dtype, run.device)
@@ -179,7 +174,13 @@ def train_draft(
     draft, seen_tokens = learn(target_path, draft_path, rows, recipe, run, compiled)
     if not run.replicas.is_first:
         return {}
-    _save(draft, draft_path, target_path, run.out / "draft")
+    out = run.out / "draft"
+    draft.to(torch.bfloat16).save_pretrained(out)
+    vocabulary = DraftVocabulary.load(draft_path)
+    if vocabulary is not None:
+        vocabulary.save(out)
+    else:
+        load_for_training(target_path).save_pretrained(out)
     continuation = {
         "recipe": asdict(recipe) | (text.description if text is not None else {}),
         "new": None if isinstance(start, Path) else asdict(start),
@@ -189,7 +190,7 @@ def train_draft(
         "seen_tokens": seen_tokens,
     }
     held_out = HeldOut(target, text.held_out if text is not None else {}, answered.held_out)
-    report = _report(draft_path, target_path, run.out / "draft", continuation, held_out)
+    report = _report(draft_path, target_path, out, continuation, held_out)
     run.write_report(report, card(CARDS / "draft.md.jinja", report))
     return report
 
@@ -213,15 +214,6 @@ def _begin(target: Model, path: Path, shape: DraftShape, answered: Continuations
         new_draft(target, shape, vocabulary, seed, path)
     run.replicas.wait()
     return path
-
-
-def _save(draft: Model, draft_path: Path, target_path: Path, out: Path) -> None:
-    draft.to(torch.bfloat16).save_pretrained(out)
-    vocabulary = DraftVocabulary.load(draft_path)
-    if vocabulary is not None:
-        vocabulary.save(out)
-    else:
-        load_for_training(target_path).save_pretrained(out)
 
 
 def learn(

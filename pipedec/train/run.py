@@ -45,7 +45,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Run:
-    """Options that decide where a training runs and what it leaves behind."""
+    """Where a training computes and writes."""
 
     out: Annotated[Path, Help("Directory for the trained model and its training.json.", "DIR")]
     work: Annotated[Path, Help("Directory for checkpoint, log and generated answers; a second run continues it.", "DIR")]
@@ -129,8 +129,7 @@ class TrainingLoop:
         max_norm: gradients are clipped to this norm; None = no clipping.
         replicas: the processes that take the same steps; the first one writes.
 
-    Raises:
-        UserError: ``work`` holds the checkpoint of another run.
+    Raises UserError if ``work`` holds the checkpoint of another run.
     """
 
     SAVE_EVERY = 20  # steps
@@ -168,7 +167,9 @@ class TrainingLoop:
                 if self._replicas.is_first:
                     log.write(json.dumps({"step": step + 1, **figures}) + "\n")
                     log.flush()
-                progress.update(bar, advance=1, description=f"{self._name} {_described(figures)}")
+                lists = {name: value if isinstance(value, list) else [value] for name, value in figures.items()}
+                shown = ", ".join(f"{name} {' '.join(f'{each:.3g}' for each in values)}" for name, values in lists.items())
+                progress.update(bar, advance=1, description=f"{self._name} {shown}")
                 if self._replicas.is_first and ((step + 1) % self.SAVE_EVERY == 0 or step + 1 == steps):
                     self._save(step + 1)
         self._model.eval()
@@ -248,8 +249,3 @@ def check_identity(path: Path, found: dict[str, Any], wanted: dict[str, Any]) ->
 
 def _rounded(value: Any) -> Any:
     return [_rounded(each) for each in value] if isinstance(value, list) else round(value, 5)
-
-
-def _described(figures: Figures) -> str:
-    texts = {name: value if isinstance(value, list) else [value] for name, value in figures.items()}
-    return ", ".join(f"{name} {' '.join(f'{each:.3g}' for each in values)}" for name, values in texts.items())

@@ -1,4 +1,4 @@
-"""Where two answers to one question part, and whether rounding explains it.
+"""Where two answers to one question diverge, and whether rounding explains it.
 
 Owns the bounds of a near tie. Knows logits only as the log-probabilities that an answer came with, and needs no torch.
 
@@ -18,7 +18,7 @@ from msgspec import structs
 from pipedec.core import MAX_LOGPROBS, SamplingParams
 from pipedec.messages import PromptRequest
 
-# The largest difference of two logits that rounding may turn around. The best logits of chat models lie between 16 and 32, where
+# The largest difference of two logits that rounding may reverse. The best logits of chat models lie between 16 and 32, where
 # the last place of bfloat16 (8 bits) is 1/8 and that of float16 (11 bits) 1/64: four of them, since each of the two is rounded,
 # and so is all that they were computed from. In float32 and float64 there is no such bound: all methods give the same tokens.
 TIE_BOUNDS = {"bfloat16": 4 / 8, "float16": 4 / 64}

@@ -1,7 +1,7 @@
 """Compares a pipeline's answer with the one that the target generates in ``transformers``, token by token.
 
 The reference for answers in decode threads is a separate forward pass for every token, over exactly the tokens it sees: no cache,
-no tree, no pipeline, but explicit mask and positions.
+no tree and no pipeline, only an explicit mask and positions.
 
 Shapes: T tokens that a row sees (the prompt and the row's own token included), V vocabulary.
 """
@@ -76,7 +76,7 @@ class Reference:
 
 
 def shortest(running: list[DecodeThread]) -> DecodeThread:
-    """The thread with the fewest tokens, the oldest if several have as few: the threads advance side by side."""
+    """The thread with the fewest tokens, the oldest of several: the threads advance side by side."""
     return min(running, key=lambda thread: thread.num_tokens)
 
 
@@ -96,8 +96,7 @@ def naive_threads(
             ``stop_token_ids``, ``ignore_eos`` and ``stop`` of ``sampling`` are ignored.
         choose: selects the running thread that generates the next token. The answer does not depend on it.
 
-    Raises:
-        ValueError: ``sampling`` is stochastic but has no seed.
+    Raises ValueError if ``sampling`` is stochastic but has no seed.
     """
     prompt = list(prompt_ids)
     while sequence.finished is None:
@@ -110,7 +109,10 @@ def _next_token(
 ) -> int:
     """Sample the token after a thread's last one; for a main thread without tokens, the one after the prompt."""
     device = model.device
-    visible = _visible_tokens(sequence, thread)
+    # (thread number, index) of every token of the answer that the thread's last token sees, ending with that token
+    context: Context = sequence.sees(thread.number, thread.num_tokens - 1) if thread.num_tokens else ()
+    parts = sorted(context, key=lambda part: (part[0] == thread.number, sequence.threads[part[0]].path))
+    visible = [(number, index) for number, count in parts for index in range(count)]
     answer = [sequence.threads[number].token_ids[index] for number, index in visible]
     positions = [sequence.threads[number].positions[index] for number, index in visible]
     logits_TV = model(
@@ -131,13 +133,6 @@ def _next_token(
         torch.tensor(answer, dtype=torch.int64, device=device),
     )
     return int(token)
-
-
-def _visible_tokens(sequence: ThreadSequence, thread: DecodeThread) -> list[tuple[int, int]]:
-    """(thread number, index) of every token of the answer that the thread's last token sees, ending with that token."""
-    context: Context = sequence.sees(thread.number, thread.num_tokens - 1) if thread.num_tokens else ()
-    parts = sorted(context, key=lambda part: (part[0] == thread.number, sequence.threads[part[0]].path))
-    return [(number, index) for number, count in parts for index in range(count)]
 
 
 def _attention_bias(sequence: ThreadSequence, visible: list[tuple[int, int]]) -> Tensor:

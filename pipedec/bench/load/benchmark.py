@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +31,6 @@ from pipedec.core import MAX_NUM_SEQS, SamplingParams, UserError
 from pipedec.engine.build import load_prompter
 from pipedec.flags import Help, check_fields
 from pipedec.messages import PromptRequest
-from pipedec.text.prompt import Prompter
 
 SCHEMA = "pipedec.load/1"
 _LONGEST_WAIT = 0.25
@@ -116,42 +114,25 @@ class Place(ABC):
     """A pipeline to which load is offered, with ``measured`` or ``computed`` times."""
 
     clock = "measured"
-
-    @property
-    @abstractmethod
-    def prompter(self) -> Tokenizes:
-        """Says whether a prompt fits."""
-
-    @property
-    @abstractmethod
-    def cluster(self) -> Row:
-        """The fields of a row about it."""
+    prompter: Tokenizes  # decides whether a prompt fits
+    cluster: Row  # a row's fields about the pipeline
 
     @abstractmethod
     def offer(self, load: OfferedLoad) -> LoadOutcome:
         """Offer a load. The turns of a conversation follow one another as soon as they are answered.
 
-        Raises:
-            UserError: the pipeline cannot decode by its policy.
-            RankLost, SchedulerLost: the cluster died.
+        Raises UserError if the pipeline cannot decode by the load's policy, RankLost or SchedulerLost if the cluster died.
         """
 
 
 class OnRunning(Place):
-    """A cluster that runs; its own limits count."""
+    """A cluster that runs, with its own limits."""
 
     def __init__(self, running: Running, prompts: Path) -> None:
+        shape = running_shape(running)
         self._running = running
-        self._shape = running_shape(running)
-        self._prompter = AskedPrompts(running.check_accepts, prompts, self._shape.scope)
-
-    @property
-    def prompter(self) -> AskedPrompts:
-        return self._prompter
-
-    @property
-    def cluster(self) -> Row:
-        return {"preset": None, "run": self._running.run_id, **self._shape.cluster}
+        self.prompter = AskedPrompts(running.check_accepts, prompts, shape.scope)
+        self.cluster = {"preset": None, "run": running.run_id, **shape.cluster}
 
     def offer(self, load: OfferedLoad) -> LoadOutcome:
         return offer_to(self._running, load)
@@ -166,15 +147,9 @@ class OnProcesses(Place):
     def __init__(self, shape: Shape, clusters: ExitStack) -> None:
         self._shape = shape
         self._stack = clusters
-        self._started: tuple[int, Running] | None = None  # by max_num_seqs
-
-    @property
-    def cluster(self) -> Row:
-        return {"preset": self._shape.preset, **self._shape.cluster}
-
-    @cached_property
-    def prompter(self) -> Prompter:
-        return load_prompter(self._shape.spec)
+        self._started: tuple[int, Running] | None = None  # with its max_num_seqs
+        self.prompter = load_prompter(shape.spec)
+        self.cluster = {"preset": shape.preset, **shape.cluster}
 
     def offer(self, load: OfferedLoad) -> LoadOutcome:
         assert self._shape.spec.emulation is not None
@@ -187,7 +162,7 @@ class OnProcesses(Place):
 
 @dataclass(frozen=True)
 class _Turn:
-    """One turn of a conversation: the whole prompt, and the user's texts in the turns after it."""
+    """One turn of a conversation: the whole prompt, and the user's texts of the turns after it."""
 
     prompt: DrawnPrompt
     turn: int
@@ -196,7 +171,7 @@ class _Turn:
 
 @dataclass
 class _Crowd:
-    """Requests at the cluster, and the outcomes of those that have ended. Times are divided by ``slow_motion``."""
+    """The requests of a load: those the cluster has, and the outcomes of the others. Times are divided by ``slow_motion``."""
 
     client: Client
     slow_motion: float
@@ -216,34 +191,35 @@ class _Crowd:
         try:
             self.replies[self.client.submit(prompt.request).number] = order, asked
         except UserError as error:  # the queue is full
-            now = self.now()
-            self.served[order] = ServedRequest(
-                prompt.prompt_set, prompt.index, 0, now, (), now, turn=asked.turn, refused=str(error)
-            )  # fmt: skip
+            self._refuse(order, asked, self.now(), (), error)
 
     def end(self, reply: Reply) -> None:
         """An answer is complete, or was refused; then the next turn of its conversation is submitted."""
         order, asked = self.replies.pop(reply.number)
-        prompt = asked.prompt
+        prompt, completion = asked.prompt, reply.completion
         submitted = (reply.arrivals.submitted - self.began) / self.slow_motion
         events = tuple((submitted + at / self.slow_motion, tokens) for at, tokens in reply.arrivals.events)
-        if reply.completion is None:
-            self.served[order] = ServedRequest(
-                prompt.prompt_set, prompt.index, 0, submitted, events, self.now(), turn=asked.turn, refused=str(reply.error)
-            )
+        if completion is None:
+            self._refuse(order, asked, submitted, events, reply.error)
             return
-        metrics = reply.completion.metrics
+        metrics = completion.metrics
         self.overran += len(reply.overran)
         self.timesteps += metrics.timesteps
         self.served[order] = ServedRequest(
-            prompt.prompt_set, prompt.index, reply.completion.prompt_tokens, submitted, events,
+            prompt.prompt_set, prompt.index, completion.prompt_tokens, submitted, events,
             submitted + (metrics.e2e_seconds or 0.0) / self.slow_motion, (metrics.queue_seconds or 0.0) / self.slow_motion,
             metrics.timesteps, metrics.hits, metrics.misses, metrics.draft_tokens, turn=asked.turn,
             cached_tokens=metrics.cached_tokens, pauses=metrics.pauses,
         )  # fmt: skip
         if asked.left:
-            following = continued_text(prompt, reply.completion.text, asked.left[0])
+            following = continued_text(prompt, completion.text, asked.left[0])
             self.submit(_Turn(following, asked.turn + 1, asked.left[1:]))
+
+    def _refuse(self, order: int, asked: _Turn, submitted: float, events: tuple[tuple[float, int], ...], reason: object) -> None:
+        prompt, now = asked.prompt, self.now()
+        self.served[order] = ServedRequest(
+            prompt.prompt_set, prompt.index, 0, submitted, events, now, turn=asked.turn, refused=str(reason)
+        )
 
 
 def offer_to(running: Running, load: OfferedLoad, slow_motion: float = 1.0) -> LoadOutcome:

@@ -16,9 +16,7 @@ from pipedec.bench.record import Row
 from pipedec.bench.report import style
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
 
 PERCENTILES = (50, 90, 99)
 _PANELS = (("throughput (tokens/s)", "tokens_per_s", None), ("TPOT (ms)", "tpot_ms", "mean"), ("TTFT (ms)", "ttft_ms", "mean"))
@@ -34,7 +32,7 @@ class ServedRequest:
     """One request. All times are seconds since the load began.
 
     Attributes:
-        events: by event that brought tokens, its time and their number.
+        events: for each event that brought tokens, its time and their number.
         ended: when it was complete.
         queue_seconds: waiting for a place in the pipeline.
         timesteps: from the first token to the last.
@@ -105,12 +103,10 @@ class LoadOutcome:
     """A whole run of one method under one load.
 
     Attributes:
-        timesteps: of the pipeline, while any request was in it; None if only its own rank 0 knows.
-        rows: rows that entered it; None likewise.
-        own_seconds: rank 0's own work in the timesteps; None likewise.
+        timesteps, rows: of the pipeline while any request was in it, and rows that entered; None if only its own rank 0 knows.
+        own_seconds, kv: rank 0's own work in the timesteps; a row's field about the pools of KV memory; None likewise.
         fill: by timestep, for each group the requests and their numbers of rows there; empty if not recorded.
         overran: share of the answers' timesteps in which real work took longer than its emulated time.
-        kv: a row's field about the pools of KV memory; None if only the pipeline's own rank 0 knows.
     """
 
     served: tuple[ServedRequest, ...]
@@ -185,7 +181,7 @@ def _prompt_figures(served: Sequence[ServedRequest]) -> Row:
 
 
 def _distribution(seconds: Iterable[float]) -> Row | None:
-    """Mean, percentiles and the largest in ms; None of nothing."""
+    """Mean, percentiles and maximum in ms; None if there are no values."""
     ordered = sorted(seconds)
     if not ordered:
         return None
@@ -253,7 +249,7 @@ def _number(value: float | None) -> str:
 
 
 def load_figure(rows: Sequence[Row], title: str | None = None) -> Figure | None:
-    """Throughput, time per output token and time to first token over the load, a line for each method; None of a single load."""
+    """Throughput, time per output token and time to first token over the load, a line per method; None for a single load."""
     rows = [row for row in rows if row["max_num_seqs"] == rows[0]["max_num_seqs"]]
     by_rate = all(row["pattern"]["rate"] is not None for row in rows)
     key = "rate" if by_rate else "concurrency"
@@ -261,10 +257,20 @@ def load_figure(rows: Sequence[Row], title: str | None = None) -> Figure | None:
     loads = sorted({row["pattern"][key] for row in rows})
     if len(loads) < 2:
         return None
+    looks = style.method_looks(row["method"] for row in rows)
+    policies = sorted(dict.fromkeys(row["policy"] for row in rows), key=lambda one: list(looks).index(one.partition(":")[0]))
     figure = style.new_figure(style.FULL_WIDTH, 2.5)
     panels = figure.subplots(1, len(_PANELS))
     for axes, (label, name, part) in zip(panels, _PANELS, strict=True):
-        _draw_lines(axes, rows, key, name, part)
+        for policy in policies:
+            look = looks[policy.partition(":")[0]]
+            own = [row for row in rows if row["policy"] == policy]
+            values = {row["pattern"][key]: row[name] if part is None else (row[name] or {}).get(part) for row in own}
+            points = sorted((load, value) for load, value in values.items() if value is not None)
+            label = policy if ":" in policy else look.name()
+            axes.plot(
+                *zip(*points, strict=True), color=look.color, marker=look.marker, markersize=4, linewidth=1.4, label=label
+            )  # fmt: skip
         style.dress(axes, "requests per second" if by_rate else "concurrent requests", label, grid="both")
         style.log_axis(axes, "x", loads)
         axes.set_ylim(0, 1.08 * axes.dataLim.ymax)
@@ -278,19 +284,6 @@ def load_figure(rows: Sequence[Row], title: str | None = None) -> Figure | None:
     return style.finish(figure, [provenance(rows), f"Means over {span} requests"], title)
 
 
-def _draw_lines(axes: Axes, rows: Sequence[Row], key: str, name: str, part: str | None) -> None:
-    """A line for each policy."""
-    looks = style.method_looks(row["method"] for row in rows)
-    names = list(dict.fromkeys(row["policy"] for row in rows))
-    for policy in sorted(names, key=lambda one: list(looks).index(one.partition(":")[0])):
-        look = looks[policy.partition(":")[0]]
-        label = policy if ":" in policy else look.name()
-        own = [row for row in rows if row["policy"] == policy]
-        values = {row["pattern"][key]: row[name] if part is None else (row[name] or {}).get(part) for row in own}
-        points = sorted((load, value) for load, value in values.items() if value is not None)
-        axes.plot(*zip(*points, strict=True), color=look.color, marker=look.marker, markersize=4, linewidth=1.4, label=label)
-
-
 def provenance(rows: Sequence[Row]) -> str:
     """Cluster, clock and version of the rows, for small print."""
     row = rows[0]
@@ -301,5 +294,5 @@ def provenance(rows: Sequence[Row]) -> str:
 
 
 def draw(figures: dict[str, Figure | None], out: Path) -> list[Path]:
-    """Write those that there are into the directory ``out``. Raises UserError if they cannot be written."""
+    """Write the figures, except those that are None, into the directory ``out``. Raises UserError if that fails."""
     return [path for name, figure in figures.items() if figure is not None for path in style.save(figure, out / name)]

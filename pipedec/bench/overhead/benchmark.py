@@ -21,9 +21,8 @@ import torch
 
 from pipedec.bench.breakdown import PHASES, breakdown, slowest_compute_ms
 from pipedec.bench.options import Counts, Positive
-from pipedec.bench.overhead.null_rank import RankPlan, RankSample, measure_rank
+from pipedec.bench.overhead.null_rank import RankPlan, measure_rank
 from pipedec.bench.record import Row, header, plain, spread
-from pipedec.client.reply import Reply
 from pipedec.client.running import Running
 from pipedec.cluster.processes import RankProcesses, describe_exit
 from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
@@ -36,7 +35,7 @@ PROMPT = "Count from one to one hundred in words."
 _START_SECONDS = 120.0
 _TIMESTEP_SECONDS = 0.5
 
-RankBody = Callable[[Any, Callable[[Any], None]], None]  # called with the rank's plan and a function that reports
+RankBody = Callable[[Any, Callable[[Any], None]], None]  # called with the rank's plan and a function for its reports
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,7 @@ def measure_overhead(config: OverheadConfig, on_row: Callable[[Row], None] = lam
     and ``ratio`` compares these: without a barrier several results may arrive at once, so single timesteps mean little.
     Round trips per rank are Redis commands counted by each rank's scheduler, lease renewals (one per second) included.
 
-    Raises:
-        RankLost: a rank died or stopped reporting; all processes have ended.
+    Raises RankLost if a rank died or stopped reporting; all processes have ended then.
     """
     first = header("overhead", asdict(config))
     rows = []
@@ -100,46 +98,42 @@ def _measure_stages(config: OverheadConfig, stages: int, dispatch: str, server: 
         plans = [replace(plan, rank=rank) for rank in range(stages + 1)]
         reports = run_ranks(measure_rank, plans, _START_SECONDS + verdicts * _TIMESTEP_SECONDS)
     for num_rows in config.rows:
-        own, raw = (
+        own, raw = (  # the samples of each rank: of the pipeline, and of the bare messages
             [[sample for sample in samples if (sample.kind, sample.rows) == (kind, num_rows)] for samples in reports]
             for kind in ("pipedec", "raw")
         )
-        message = {"messages": stages, "message_bytes": message_bytes(num_rows, config.hidden_size, torch.float32)}
-        yield {"dispatch": dispatch, "stages": stages, "rows": num_rows, **_combined(own, raw), **message}
-
-
-def _combined(own: list[list[RankSample]], raw: list[list[RankSample]]) -> Row:
-    """The figures of all ranks' samples, by rank: of the pipeline, and of the bare messages."""
-    first = {"pipedec": own[0], "raw": raw[0]}
-    times = {kind: [time_ms for sample in samples for time_ms in sample.timesteps_ms] for kind, samples in first.items()}
-    means = {kind: [round(statistics.fmean(sample.timesteps_ms), 4) for sample in samples] for kind, samples in first.items()}
-    mean_ms = {kind: statistics.median(values) for kind, values in means.items()}
-    trips = [statistics.mean(sample.round_trips for sample in samples) for samples in own]
-    return {
-        "timesteps": len(times["pipedec"]),
-        "pipedec_ms": spread(times["pipedec"]),
-        "raw_ms": spread(times["raw"]),
-        "mean_ms": mean_ms,
-        "ratio": mean_ms["pipedec"] / mean_ms["raw"],
-        "repeat_means_ms": means,
-        "round_trips_per_rank": [round(trip, 2) for trip in trips],
-        "round_trips": round(sum(trips), 2),
-        "cpu_ms": {
-            "ranks": sum(statistics.mean(sample.cpu_ms for sample in samples) for samples in own),
-            "redis": statistics.mean(sample.redis_cpu_ms for sample in own[0]),
-            "raw": sum(statistics.mean(sample.cpu_ms for sample in samples) for samples in raw),
-        },
-    }
+        first = {"pipedec": own[0], "raw": raw[0]}
+        times = {kind: [time_ms for sample in samples for time_ms in sample.timesteps_ms] for kind, samples in first.items()}
+        means = {kind: [round(statistics.fmean(one.timesteps_ms), 4) for one in samples] for kind, samples in first.items()}
+        mean_ms = {kind: statistics.median(values) for kind, values in means.items()}
+        trips = [statistics.mean(sample.round_trips for sample in samples) for samples in own]
+        yield {
+            "dispatch": dispatch,
+            "stages": stages,
+            "rows": num_rows,
+            "timesteps": len(times["pipedec"]),
+            "pipedec_ms": spread(times["pipedec"]),
+            "raw_ms": spread(times["raw"]),
+            "mean_ms": mean_ms,
+            "ratio": mean_ms["pipedec"] / mean_ms["raw"],
+            "repeat_means_ms": means,
+            "round_trips_per_rank": [round(trip, 2) for trip in trips],
+            "round_trips": round(sum(trips), 2),
+            "cpu_ms": {
+                "ranks": sum(statistics.mean(sample.cpu_ms for sample in samples) for samples in own),
+                "redis": statistics.mean(sample.redis_cpu_ms for sample in own[0]),
+                "raw": sum(statistics.mean(sample.cpu_ms for sample in samples) for samples in raw),
+            },
+            "messages": stages,
+            "message_bytes": message_bytes(num_rows, config.hidden_size, torch.float32),
+        }
 
 
 def run_ranks(body: RankBody, plans: Sequence[Any], silence_seconds: float) -> list[list[Any]]:
     """Run ``body(plans[rank], report)`` in a process per rank; everything each rank reported, by rank, once all have ended.
 
-    ``body``, the plans and the reports must be picklable. All processes have ended when it returns or raises.
-
-    Raises:
-        RankLost: a rank died, or no rank has reported anything for ``silence_seconds``.
-        PipedecError: a rank failed; the message is its own.
+    ``body``, the plans and the reports must be picklable. All processes have ended when it returns or raises. Raises RankLost if
+    a rank died, or none reports for ``silence_seconds``; PipedecError, with the rank's own message, if a rank failed.
     """
     reports: list[list[Any]] = [[] for _ in plans]
     processes = RankProcesses()
@@ -186,9 +180,8 @@ def measure_running(
     On a GPU a forward counts until its kernels are launched, so ``left_ms`` contains a part of it. ``breakdown_ms`` has the
     phases of ``breakdown``, means over stages.
 
-    Raises:
-        UserError: the cluster refuses the request, or has no draft model and 1 is not among the rows.
-        RankLost, SchedulerLost: the cluster died.
+    Raises UserError if the cluster refuses the request, or has no draft model and 1 is not among the rows; RankLost or
+    SchedulerLost if it died.
     """
     first, rows = header("overhead", asdict(config)), []
     possible = [num_rows for num_rows in config.rows if num_rows == 1 or cluster.description.draft is not None]
@@ -208,7 +201,16 @@ def _measure_answers(config: RunningOverheadConfig, cluster: Running, num_rows: 
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     request = PromptRequest(PROMPT, method=method, sampling=sampling, options=options, trace=True)
     cluster.client.ask(request)  # warms up
-    answers = [_times(cluster, cluster.client.follow(request)) for _ in range(config.repeats)]
+    answers: list[dict[str, float]] = []  # of each traced answer its number of timesteps, and means in ms
+    for _ in range(config.repeats):
+        reply = cluster.client.follow(request)
+        metrics = reply.completed().metrics
+        slowest = slowest_compute_ms(reply.trace, cluster.topology)
+        phases = breakdown(reply.trace, cluster.topology.num_stages)
+        assert slowest is not None and phases is not None, "the answer was traced"
+        timestep_ms = 1000 * metrics.decode_seconds / metrics.timesteps
+        times = {"timestep_ms": timestep_ms, "slowest_compute_ms": slowest, "left_ms": timestep_ms - slowest}
+        answers.append({"timesteps": metrics.timesteps, **times, **phases})
     medians = {name: round(statistics.median(answer[name] for answer in answers), 4) for name in answers[0]}
     described = cluster.description
     return {
@@ -226,14 +228,3 @@ def _measure_answers(config: RunningOverheadConfig, cluster: Running, num_rows: 
         **{name: medians[name] for name in ("timestep_ms", "slowest_compute_ms", "left_ms")},
         "breakdown_ms": {name: medians[name] for name in PHASES},
     }
-
-
-def _times(cluster: Running, reply: Reply) -> dict[str, float]:
-    """The means of one traced answer, in ms, and its number of timesteps."""
-    answer, trace = reply.completed(), reply.trace
-    timesteps = answer.metrics.timesteps
-    timestep_ms, slowest = 1000 * answer.metrics.decode_seconds / timesteps, slowest_compute_ms(trace, cluster.topology)
-    phases = breakdown(trace, cluster.topology.num_stages)
-    assert slowest is not None and phases is not None, "the answer was traced"
-    left_ms = timestep_ms - slowest
-    return {"timesteps": timesteps, "timestep_ms": timestep_ms, "slowest_compute_ms": slowest, "left_ms": left_ms, **phases}

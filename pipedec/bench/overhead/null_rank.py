@@ -49,7 +49,7 @@ from pipedec.tree import Forest
 
 WARM_UP = 5
 PEER_SECONDS = 60.0
-_TOKEN = 7
+_TOKEN = 7  # of all prompts and answers
 _SLOTS = 2**20  # of pools that take no memory
 _QUEUE_SECONDS = 10.0
 
@@ -140,7 +140,7 @@ def _drive(plan: RankPlan, scheduler: RankScheduler, wiring: Wiring, probe: Prob
     layers = tuple((rank - 1, rank) for rank in range(1, plan.stages + 1))
     scheduler.open(RunDescription(Settings.of(target="null"), wiring.topology.groups, layers))
     samples = []
-    # Verdicts on prefill, on the step that fills the pipeline, of the warm-up, and one per timed timestep.
+    # Verdicts: on prefill, on the step that fills the pipeline, those of the warm-up, and one per timed timestep.
     verdicts = 2 + WARM_UP + plan.timesteps
     with loop.serving():
         for number, rows in enumerate(plan.rows):
@@ -284,11 +284,8 @@ class ScriptedBatch:
         self._probe.begin()
         opening = NewRequest(len(request.prompt_token_ids), request.sampling, slots=((0, _SLOTS),))
         self.requests[request.number] = SimpleNamespace(hits=0, misses=0)  # which a pool reads at its end
-        first, following = (
-            RequestUpdate(request.number, opening, step=_step(1)),
-            RequestUpdate(request.number, step=_step(self.rows)),
-        )
-        self._updates = chain([first], repeat(following))
+        following = RequestUpdate(request.number, step=_step(self.rows))
+        self._updates = chain([RequestUpdate(request.number, opening, step=_step(1))], repeat(following))
 
     def to_pause(self) -> list[int]:
         return []
@@ -346,10 +343,7 @@ class ScriptedDraftLoop(DraftLoop):
         return self._queue.serving()
 
     def run_scripted(self, num_rows: int, max_tokens: int) -> None:
-        """Run one request of ``max_tokens`` verdicts.
-
-        Raises PipedecError if the run was aborted, or a rank or Redis was lost.
-        """
+        """Run one request of ``max_tokens`` verdicts. Raises PipedecError if the run was aborted, or a rank or Redis was lost."""
         self._script.rows, self._max_tokens = num_rows, max_tokens
         self._client.submit("scripted")
         message = self._queue.wait(_QUEUE_SECONDS)

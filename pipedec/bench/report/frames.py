@@ -276,7 +276,7 @@ def over_shared_cases(answers: pd.DataFrame) -> pd.DataFrame:
 
 
 def bita_preference(trained: TrainedBita | None, tree: Tree | None) -> int:
-    """The higher, the closer to the paper's prompt, then to the default shape of tree, then to the paper's tree."""
+    """Higher if closer to the paper's prompt, then to the default shape of tree, then to the paper's tree."""
     has_papers_prompt = trained is not None and (trained.prompting, trained.prompt_tokens) == PAPER_PROMPT
     is_default = tree is not None and tree.shape == BitaOptions().shape
     is_papers = tree is not None and (tree.shape, tree.children) == PAPER_TREE

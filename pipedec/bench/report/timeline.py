@@ -119,7 +119,7 @@ def draw_timeline(timeline: Timeline, out: Path, title: str | None = None) -> No
 
 
 def _bar(event: dict[str, Any]) -> Bar | None:
-    """A bar for a task; None for events that are not a pipeline's task (the end of an answer, other tools' events)."""
+    """A bar for a pipeline's task; None for other events (the end of an answer, other tools' events)."""
     name, start = str(event["name"]), float(event["ts"]) / 1000
     category = _NAMES.get(event["cat"]) or next((kind for letter, kind in _LETTERS.items() if letter in name), None)
     if category is None:

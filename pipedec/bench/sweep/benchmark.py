@@ -32,7 +32,7 @@ _UNUSED_LIMITS: dict[str, Row] = {"pipedec": {"depth": 4, "rows": None}, DEFAULT
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to decode: the row's method (``label``), and the method and tree of the request."""
+    """One way to decode: the row's method (``label``), and the method and the tree of the requests."""
 
     label: str
     method: str
@@ -54,12 +54,8 @@ def sweep(
 ) -> list[Row]:
     """Measure the rows that ``out`` lacks; returns all rows of this sweep, earlier ones included.
 
-    Args:
-        make_runner: creates what measures the answers of a pipeline.
-
-    Raises:
-        UserError: no prompt fits, or ``out`` holds rows of another schema.
-        PipedecError: a method gave another answer than ``pp``, and no near tie explains it, or a rank was lost.
+    ``make_runner`` creates what measures the answers of a pipeline. Raises UserError if no prompt fits, or ``out`` holds rows of
+    another schema; PipedecError if a rank was lost, or a method's answer differs from that of ``pp`` and is no near tie.
     """
     return _Sweep(config, out, progress, make_runner).run(prompt_sets)
 
@@ -86,24 +82,18 @@ class _Sweep:
             self._progress.busy(shape.label)
             with self._make_runner(shape, self._config.clock, self._prompts_path) as runner:
                 prompts = draw(runner.prompter, prompt_sets, template, self._config.samples, self._config.seed)
-                cells = [
-                    self._cell(method, limits, shape, runner, prompts)
-                    for method in shape.methods
-                    for limits in self._config.limits(method, shape)
-                ]
+                cells = []
+                for method in shape.methods:
+                    for limits in self._config.limits(method, shape):
+                        if isinstance(limits, StaticTreeOptions) and shape.is_emulated:
+                            assert isinstance(runner, OneProcess | RealProcesses)
+                            tuned = self._tuned(method, limits, shape, runner.computed, prompts)
+                            cells.append(Cell(method, "stpp", tuned))
+                        else:
+                            cells.append(Cell(method, "pp" if limits is None else method, limits))
                 for repeat, prompt, cell in product(range(self._config.repeats), prompts, cells):
                     self._measure(shape, cell, prompt, repeat, runner)
         return self._grid.rows
-
-    def _cell(
-        self, method: str, limits: MethodOptions | None, shape: Measurable, runner: Runner, prompts: list[DrawnPrompt]
-    ) -> Cell:
-        if limits is None:
-            return Cell(method, "pp", None)
-        if isinstance(limits, StaticTreeOptions) and shape.is_emulated:
-            assert isinstance(runner, OneProcess | RealProcesses)
-            return Cell(method, "stpp", self._tuned(method, limits, shape, runner.computed, prompts))
-        return Cell(method, method, limits)
 
     def _tuned(
         self, method: str, limits: StaticTreeOptions, shape: Measurable, pipeline: OneProcess, prompts: list[DrawnPrompt]
@@ -143,8 +133,22 @@ class _Sweep:
             is_traced = self._config.clock == "measured" and indices <= {prompt.index}
             options = asdict(cell.tree) if cell.tree else {}
             answer = runner.answer(replace(request, method=cell.method, options=options, trace=is_traced))
-            divergence = self._divergence(shape, request, answer, runner)
-            return {"bita": identity.get("bita"), **_results(answer), "divergence": divergence}
+            metrics, decoded, computed_ms = answer.metrics, len(answer.token_ids) - 1, answer.computed_ms
+            return {
+                "bita": identity.get("bita"),
+                "answer": key_of(list(answer.token_ids)),
+                "prompt_tokens": answer.prompt_tokens,
+                "output_tokens": len(answer.token_ids),
+                "finish_reason": answer.finish_reason,
+                **{name: getattr(metrics, name) for name in ("timesteps", "hits", "misses")},
+                "decode_ms": round(answer.decode_ms, 3),
+                "prefill_ms": round(answer.prefill_ms, 3),
+                "ms_per_token": round(answer.decode_ms / decoded, 3) if decoded else None,
+                "computed_ms_per_token": round(computed_ms / decoded, 3) if decoded and computed_ms is not None else None,
+                "overran": round(answer.overran, 4),
+                "breakdown": answer.breakdown and {name: round(time_ms, 3) for name, time_ms in answer.breakdown.items()},
+                "divergence": self._divergence(shape, request, answer, runner),
+            }
 
         self._grid.row(identity, [prompt.request.prompt], answered, lambda row: _check_difference(row, shape.dtype))
 
@@ -176,25 +180,6 @@ class _Sweep:
             "sampling": plain(sampling),
             **bita,
         }
-
-
-def _results(answer: MeasuredAnswer) -> Row:
-    decoded = len(answer.token_ids) - 1
-    return {
-        "answer": key_of(list(answer.token_ids)),
-        "prompt_tokens": answer.prompt_tokens,
-        "output_tokens": len(answer.token_ids),
-        "finish_reason": answer.finish_reason,
-        "timesteps": answer.metrics.timesteps,
-        "hits": answer.metrics.hits,
-        "misses": answer.metrics.misses,
-        "decode_ms": round(answer.decode_ms, 3),
-        "prefill_ms": round(answer.prefill_ms, 3),
-        "ms_per_token": round(answer.decode_ms / decoded, 3) if decoded else None,
-        "computed_ms_per_token": round(answer.computed_ms / decoded, 3) if decoded and answer.computed_ms is not None else None,
-        "overran": round(answer.overran, 4),
-        "breakdown": answer.breakdown and {name: round(time_ms, 3) for name, time_ms in answer.breakdown.items()},
-    }
 
 
 def _check_difference(row: Row, dtype: str) -> None:

@@ -38,7 +38,7 @@ _NEED_EMULATION = (TUNED, SMALL_MODEL)  # or a pipeline of their own, which a cl
 
 @dataclass(frozen=True)
 class TreeGrid:
-    """Limits of trees, all combinations; empty ones are left to the method. Raises UserError for a wrong number or name."""
+    """Limits of trees, in all combinations; the method chooses those left empty. Raises UserError for a wrong number or name."""
 
     widths: Annotated[
         tuple[Positive, ...], Help("Rows per timestep, like 16,32 (default: adapted by pipedec-bestfirst, 32 for others).")
@@ -79,17 +79,13 @@ class TreeGrid:
             for children in self.children or (None,)
             for rows in (self.rows if shape == "likeliest" and self.rows else (BitaOptions().rows,))
         ]
-        return list(dict.fromkeys(_with_masks(tree, trained_masks) for tree in requested))
-
-
-def _with_masks(tree: BitaOptions, trained_masks: int) -> BitaOptions:
-    """``tree`` with the numbers of masks and candidates that ``bita`` would use."""
-    request = Request(0, (0,), method=BITA, options=tree)
-    sequence = ThreadSequence(1, (), 1)
-    batch = Batch(passage=1, trained_masks=trained_masks)
-    batch.open(request, lambda: sequence)
-    masks = batch.requests[request.number].masks
-    return structs.replace(tree, depth=masks.count, children=masks.named)
+        found: dict[BitaOptions, None] = {}
+        for tree in requested:  # with the numbers of masks and candidates that ``bita`` would use
+            batch = Batch(passage=1, trained_masks=trained_masks)
+            batch.open(Request(0, (0,), method=BITA, options=tree), lambda: ThreadSequence(1, (), 1))
+            masks = batch.requests[0].masks
+            found[structs.replace(tree, depth=masks.count, children=masks.named)] = None
+        return list(found)
 
 
 @dataclass(frozen=True)
@@ -119,8 +115,7 @@ class SweepConfig(Drawing):
         running: a cluster that is running, to be measured instead of pipelines that are started here.
         launched: likewise, partitions of ``cluster`` that are launched on their hosts one after another.
 
-    Raises:
-        UserError: an unknown method or clock, a number below 1, or a combination that cannot work.
+    Raises UserError for an unknown method or clock, a number below 1, or a combination that cannot work.
     """
 
     cluster: ClusterConfig
@@ -158,12 +153,14 @@ class SweepConfig(Drawing):
         for method in self.methods:
             check_known("method", method, SWEEP_METHODS)
         check_fields(self)
-        if self.running is not None or self.launched:
-            self._check_real()
-        else:
-            self._check_started_here()
-
-    def _check_real(self) -> None:
+        if self.running is None and not self.launched:
+            for preset in self.presets:
+                self.cluster.find_partition(preset)
+            if not self.presets and (not self.stages or self.clock == "computed" or TUNED in self.methods):
+                raise UserError("without --preset nothing is emulated: give --stages, --clock measured and no stpp-tuned")
+            if self.bita and BITA not in self.methods:
+                raise UserError(f"--bita needs the method {BITA}: add it to --methods")
+            return
         for method in self.methods:
             if method in _NEED_EMULATION:
                 raise UserError(f"method {method} needs a pipeline that the sweep starts here: leave it out of --methods")
@@ -172,16 +169,8 @@ class SweepConfig(Drawing):
             for name in self.launched:
                 own = self.cluster.for_partition(name)
                 find_method(method).check_needs(own.draft != "none", own.bita != "none")
-        if self.running is not None and (preset := self.running.description.emulation) is not None:
-            raise UserError(f"run {self.running.run_id} emulates {preset}: measure a cluster that does not, or use --preset")
-
-    def _check_started_here(self) -> None:
-        for preset in self.presets:
-            self.cluster.find_partition(preset)
-        if not self.presets and (not self.stages or self.clock == "computed" or TUNED in self.methods):
-            raise UserError("without --preset nothing is emulated: give --stages, --clock measured and no stpp-tuned")
-        if self.bita and BITA not in self.methods:
-            raise UserError(f"--bita needs the method {BITA}: add it to --methods")
+        if self.running is not None and (emulated := self.running.description.emulation) is not None:
+            raise UserError(f"run {self.running.run_id} emulates {emulated}: measure a cluster that does not, or use --preset")
 
     def shapes(self) -> Iterator[pipelines.Measurable]:
         """The pipelines, in the order in which they are measured.

@@ -51,7 +51,7 @@ class ModelPair:
 
 @dataclass(frozen=True)
 class Shape:
-    """A pipeline that the sweep starts here. All shapes have these attributes, before any of them runs:
+    """A pipeline that the sweep starts here. All shapes have these attributes before any of them runs.
 
     Attributes:
         preset: the partition, emulated or launched; None if there is none.
@@ -60,8 +60,8 @@ class Shape:
         bita: a row's field about its BiTA, if it has one.
         trained_masks: of its BiTA; 0 if it has none.
         dtype: in which it computes (that of ``cluster`` may be emulated).
-        scope: answers of pipelines of one scope must be equal: of all that are started here with one pair, of one running
-            cluster, or of one partition.
+        scope: pipelines of one scope must give equal answers: all that are started here with one pair, one running cluster, or
+            one partition.
         label: for progress bars and titles.
     """
 
@@ -196,7 +196,7 @@ def emulated(
     )
 
 
-def small_model_alone(config: ClusterConfig, pair: ModelPair, slow_motion: float = 1.0, own_work: bool = True) -> Shape:
+def small_model_alone(config: ClusterConfig, pair: ModelPair, slow_motion: float, own_work: bool) -> Shape:
     """``slm``: the pair's small model runs and emulates the paper's on one device."""
     dtype = config.settings.numbers.dtype
     partition = PartitionConfig(Settings.of(target=_SMALL_MODEL, draft=NONE, stages=1, dtype=dtype))
@@ -227,7 +227,7 @@ def _digest(path: Path) -> str:
 
 
 def _bita_of(directory: Path) -> Row:
-    """Raises UserError if it is not here."""
+    """The field ``bita`` for a BiTA of this machine. Raises UserError if it is not here."""
     return _bita_row(directory.resolve().name, _digest(directory), BitaConfig.from_directory(directory))
 
 

@@ -28,13 +28,12 @@ Number = Annotated[float, Meta(ge=0, le=LARGEST, description="finite and at leas
 
 
 class PipelineColumns(Struct, frozen=True):
-    """The cluster that decoded an answer, emulated or not. ``groups`` is the paper's number of stages.
+    """The cluster that decoded an answer, emulated or not.
 
     Attributes:
-        stages: devices that hold layers.
+        stages: devices that hold layers; ``groups`` is the paper's number of stages.
         model, dtype: the emulated ones, or those of a launched partition.
-        devices: their names, in order, if they are known.
-        fits: whether the model fits into their memory.
+        devices: their names, in order, if they are known; ``fits``: whether the model fits into their memory.
         preset: the partition, emulated or launched; None if there is none.
         dispatch: what Redis granted, ``windows`` or single ``tasks``; with computed times, whose order of pruning was followed.
     """

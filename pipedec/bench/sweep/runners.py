@@ -55,7 +55,7 @@ class MeasuredAnswer:
 
 
 class Runner(AbstractContextManager["Runner"]):
-    """Measures answers of one pipeline; ``prompter`` says whether a prompt fits. What it has started ends with the context."""
+    """Measures answers of one pipeline; ``prompter`` decides whether a prompt fits. What it starts ends with the context."""
 
     prompter: Tokenizes
 
@@ -192,7 +192,7 @@ def runner_of(
 ) -> Runner:
     """The runner of a pipeline, which starts it when the first answer is needed; ``computed`` decodes in this process.
 
-    A cluster that is running or launched says itself whether a prompt fits; the file ``prompts`` keeps that (see
+    A running or launched cluster decides itself whether a prompt fits; the file ``prompts`` keeps its replies (see
     ``AskedPrompts``). ``launch`` creates the cluster of a partition.
     """
     if isinstance(shape, Shape):

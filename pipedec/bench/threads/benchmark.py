@@ -61,7 +61,7 @@ class ThreadsConfig(Drawing):
         self.styles()
 
     def styles(self) -> dict[str, Style]:
-        """By name."""
+        """The styles by name. Raises UserError for one that is named twice."""
         found = [self.style(name) for name in self.dialects]
         named = {style.name: style for style in found}
         if len(named) < len(found):
@@ -78,12 +78,10 @@ class ThreadsConfig(Drawing):
 
 
 def bench_threads(config: ThreadsConfig, prompt_sets: list[PromptSet], out: Path, progress: SweepProgress) -> list[Row]:
-    """Measure the answers that are missing in ``out``; returns the rows of all answers of this configuration.
+    """Measure the answers that ``out`` lacks; returns the rows of all answers of this configuration.
 
-    Raises:
-        UserError: no prompt fits into the context, the target lacks a dialect's control tokens, or ``out`` contains rows of
-            another schema.
-        PipedecError: two methods or pipelines gave different answers in the same style.
+    Raises UserError if no prompt fits into the context, the target lacks a dialect's control tokens, or ``out`` holds rows of
+    another schema; PipedecError if two methods or pipelines gave different answers in the same style.
     """
     shapes, styles = list(config.shapes()), config.styles()
     sampling = replace(config.sampling, seed=config.seed) if config.sampling.is_stochastic else config.sampling
@@ -153,7 +151,7 @@ def written_fields(
     decoded_text: int,
     metrics: ThreadMetrics,
     anomalies: Mapping[str, int],
-) -> Row:  # fmt: skip
+) -> Row:
     """The part of a row that does not depend on methods and pipelines: an answer's tokens and their statistics.
 
     Args:
@@ -183,7 +181,7 @@ class Style:
 
     @property
     def settings(self) -> str | None:
-        """Everything that the answer depends on besides prompt, model and sampling; None for nothing."""
+        """Everything the answer depends on besides prompt, model and sampling; None if there is nothing else."""
         return self.dialect.to_json() if self.dialect else None
 
     def prompt(self, prompter: Prompter, request: PromptRequest) -> tuple[int, ...]:

@@ -44,7 +44,13 @@ def fill_figure(frame: DataFrame, title: str | None = None) -> Figure:
     panels = figure.subplots(len(answers), 1, sharey=True)
     for axes, one in zip(panels, answers.values(), strict=True):
         image = _draw_fill(axes, one["fill"], length, most)
-        axes.set_title(_panel_title(one), fontsize=style.LABEL_POINTS, color=style.TEXT, loc="left", pad=3)
+        threads = f"{one['threads']} threads" if one["threads"] > 1 else "one thread"
+        rows_where_busy = one["rows"] / one["busy"] if one["busy"] else 0.0
+        heading = (
+            f"{one['method']}, {threads}: {one['text_tokens']} text tokens in {one['timesteps']} timesteps; "
+            f"{one['busy'] / one['group_timesteps']:.0%} occupied, {rows_where_busy:.1f} rows"
+        )
+        axes.set_title(heading, fontsize=style.LABEL_POINTS, color=style.TEXT, loc="left", pad=3)
     panels[-1].set_xlabel("timestep", fontsize=style.LABEL_POINTS, color=style.TEXT)
     figure.supylabel("stage", fontsize=style.LABEL_POINTS, color=style.TEXT)
     bar = figure.colorbar(image, ax=list(panels), pad=0.01, fraction=0.025, aspect=40)
@@ -133,15 +139,6 @@ def _draw_fill(axes: Axes, fill: list[list[int]], length: int, most: int) -> Axe
     axes.grid(False)
     axes.set_yticks(sorted({1, shown.shape[0]}))
     return image
-
-
-def _panel_title(answer: Row) -> str:
-    threads = f"{answer['threads']} threads" if answer["threads"] > 1 else "one thread"
-    rows_where_busy = answer["rows"] / answer["busy"] if answer["busy"] else 0.0
-    return (
-        f"{answer['method']}, {threads}: {answer['text_tokens']} text tokens in {answer['timesteps']} timesteps; "
-        f"{answer['busy'] / answer['group_timesteps']:.0%} occupied, {rows_where_busy:.1f} rows"
-    )
 
 
 FIGURES: dict[str, Draw] = {"pipeline-fill": fill_figure, "threads-speedup": speedup_figure}

@@ -1,8 +1,8 @@
 """The speed-up by decode threads: the rows of a run as one data frame, and its statistics as a Markdown document and as JSON.
 
-*Forked* answers have two threads or more; every table has
-them beside all answers. Ratios are geometric means over prompts (PASTA §5.1), other figures arithmetic ones; time per token is
-all milliseconds over all text tokens. Frames are as of ``read_frame``; NaN means that there is nothing to compare with.
+*Forked* answers have two threads or more; every table has them beside all answers. Ratios are geometric means over prompts
+(PASTA §5.1), other figures arithmetic ones; time per token is all milliseconds over all text tokens. Frames are those of
+``read_frame``; NaN means that there is nothing to compare with.
 """
 
 from __future__ import annotations
@@ -248,7 +248,16 @@ def markdown(frame: DataFrame, about: str = "", papers: Mapping[str, Sequence[li
     costs["dialect"] = costs["dialect"].astype(str).replace(SEQUENTIAL, "one thread")
     parts += ["## What they cost", _table(costs, _SPEED_COLUMNS, (1, 2, 3))]
     if fours := combinations(frame):
-        parts += ["## Threads, speculation, both", _combination_table(fours)]
+        lines = []
+        for one in fours:
+            begin = [str(one[name]) for name in ("stages", "dialect", "method", "answers", "count")]
+            for unit, name in (("token", "text token"), ("answer", "answer")):
+                times = (f"{one[f'ms_per_{unit}'][way]:.1f}" for way in COMBINATIONS)
+                speedups = (f"{one[f'speedup_{unit}'][way]:.2f}×" for way in COMBINATIONS[1:])
+                lines.append([*begin, name, *times, *speedups])
+        titles = ["stages", "dialect", "speculation by", "answers", "number", "ms per", *COMBINATIONS]
+        titles += [f"{way}, over neither" for way in COMBINATIONS[1:]]
+        parts += ["## Threads, speculation, both", markdown_table(titles, lines, left=(1, 2, 3, 5))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -266,18 +275,6 @@ def _geometric_mean(ratios: Series, none: float = np.nan) -> float:
 def _records(frame: DataFrame) -> list[dict[Any, Any]]:
     """The rows of a frame as plain values, None for NaN."""
     return frame.astype(object).where(frame.notna(), None).to_dict("records")
-
-
-def _combination_table(found: list[Row]) -> str:
-    lines = []
-    for one in found:
-        begin = [str(one[name]) for name in ("stages", "dialect", "method", "answers", "count")]
-        for unit, name in (("token", "text token"), ("answer", "answer")):
-            times = (f"{one[f'ms_per_{unit}'][way]:.1f}" for way in COMBINATIONS)
-            speedups = (f"{one[f'speedup_{unit}'][way]:.2f}×" for way in COMBINATIONS[1:])
-            lines.append([*begin, name, *times, *speedups])
-    titles = ["stages", "dialect", "speculation by", "answers", "number", "ms per", *COMBINATIONS]
-    return markdown_table([*titles, *(f"{way}, over neither" for way in COMBINATIONS[1:])], lines, left=(1, 2, 3, 5))
 
 
 def _table(found: DataFrame, columns: Sequence[tuple[str, str]], left: Sequence[int], more: Sequence[list[str]] = ()) -> str:

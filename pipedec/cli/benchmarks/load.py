@@ -64,7 +64,7 @@ class LoadFlags:
     system_prompt: Annotated[Path | None, Help("Put this text before the first prompt of each.", "FILE")] = None
 
     def settings(self) -> dict[str, Any]:
-        """Fields of a load's configuration. Raises UserError for an unknown method or option, a wrong number, or other goals."""
+        """Fields of a load's configuration. Raises UserError for an unknown method, option or goal, or a wrong number."""
         patterns = (*(Pattern(concurrency=each) for each in self.concurrency), *(Pattern(rate=each) for each in self.rate))
         goals: dict[str, float] = {}
         for part in (part for text in self.goodput for part in text.split(",")):
@@ -132,7 +132,14 @@ def load(
     request = config.request(drawing.raw_prompts)
     rows = []
     with ExitStack() as clusters, shared.ProgressBar() as bar:
-        pipeline = _place(where, asked, place, out, clusters)
+        if place.are_given:
+            refuse_flags(_STARTED_HERE, shared.AS_IT_IS)
+            pipeline: Place = OnRunning(place.connect(), out / "prompts.json")
+        elif where.preset is None:
+            raise UserError("where? give --preset NAME, or --running, --redis or --run for a running cluster")
+        else:
+            shape = where.shape(asked.config, asked.pair, where.slow_motion).dispatched(where.dispatch)
+            pipeline = OnProcesses(shape, clusters)
         if config.turns > 1 and not request.raw:
             raise UserError("--turns continues a conversation as text: give --raw-prompt")
         drawn = drawn_in_turn(pipeline.prompter, asked.prompt_sets(), request, config.most, config.seed, config.turns)
@@ -141,12 +148,3 @@ def load(
             rows.append(measured.row)
     shared.print_table(load_table(rows), 150)
     shared.print_files(out / ROWS_FILE, *draw({"load": load_figure(rows)}, out))
-
-
-def _place(where: ProcessFlags, asked: shared.BenchPromptFlags, place: RunningFlags, out: Path, clusters: ExitStack) -> Place:
-    if place.are_given:
-        refuse_flags(_STARTED_HERE, shared.AS_IT_IS)
-        return OnRunning(place.connect(), out / "prompts.json")
-    if where.preset is None:
-        raise UserError("where? give --preset NAME, or --running, --redis or --run for a running cluster")
-    return OnProcesses(where.shape(asked.config, asked.pair, where.slow_motion).dispatched(where.dispatch), clusters)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import click
 from rich.table import Table
 
 from pipedec.bench.overhead.benchmark import OverheadConfig, RunningOverheadConfig, measure_overhead, measure_running
-from pipedec.bench.record import Row, check_writable
+from pipedec.bench.record import Row, append_rows, check_writable
 from pipedec.bench.report.style import terminal_table
-from pipedec.cli.benchmarks.shared import AS_IT_IS, Out, append, print_table
+from pipedec.cli.benchmarks.shared import AS_IT_IS, print_table
 from pipedec.cli.options import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
-from pipedec.flags import options_of, own_options
+from pipedec.flags import Help, options_of, own_options
+
+Out = Annotated[Path | None, Help("Append the results to this JSONL file.", "FILE")]
 
 
 @click.command()
@@ -42,7 +47,9 @@ def overhead(config: OverheadConfig, place: RunningFlags, out: Out = None) -> No
                 config, lambda row: status.update(f"measured {row['stages']} stages, {row['dispatch']}, {row['rows']} rows")
             )
         print_table(_overhead_table(measured), 100)
-    append(out, measured)
+    if out is not None:
+        append_rows(out, measured)
+        console.print(f"Results appended to {out}")
 
 
 def _running_table(rows: list[Row]) -> Table:

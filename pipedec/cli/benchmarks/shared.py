@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pipedec.bench.options import ClusterFile, Draft, Target
-from pipedec.bench.record import ROWS_FILE, append_rows
+from pipedec.bench.record import ROWS_FILE
 from pipedec.bench.sweep.pipelines import ModelPair
 from pipedec.cli.options import MaxTokens, PromptField, Prompts, Temperature, TopK, TopP
 from pipedec.cli.show import console
@@ -21,7 +20,6 @@ from pipedec.core import SamplingParams, UserError
 from pipedec.data import PromptSet, PromptSource
 from pipedec.flags import Help, options_of
 
-Out = Annotated[Path | None, Help("Append the results to this JSONL file.", "FILE")]
 OutDirectory = Annotated[Path, Help("Directory of the results; an interrupted run is resumed.", "DIR")]
 AS_IT_IS = "a running cluster is measured as it is: leave this out, or --redis, --run and --running"
 PromptTexts = Annotated[tuple[str, ...], Help("A prompt; may be repeated.", "TEXT", "--prompt", repeated=True)]
@@ -37,7 +35,7 @@ class EmulatedClusterFlags:
 
     @property
     def config(self) -> ClusterConfig:
-        """Raises UserError for an unsound file."""
+        """The cluster.yaml. Raises UserError for an unsound file."""
         return load_cluster(self.cluster) if self.cluster else paper_cluster()
 
     @property
@@ -130,10 +128,3 @@ class ProgressBar:
 
     def row(self) -> None:
         self._progress.advance(self._task)
-
-
-def append(out: Path | None, rows: Iterable[dict[str, Any]]) -> None:
-    """Append ``rows`` to the results file, if one was given, and report it."""
-    if out is not None:
-        append_rows(out, rows)
-        console.print(f"Results appended to {out}")

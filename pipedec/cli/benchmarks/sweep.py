@@ -72,7 +72,21 @@ def sweep(
         rows: list[Row] = run_sweep(config, prompt_sets, out, bar)
     shared.print_table(_summary(rows), 110)
     console.print(f"{len(rows)} rows in {out / ROWS_FILE}; figures and tables: pipedec bench plot {out} --out {out}")
-    _warn(rows)
+    ties = [row for row in rows if row.get("divergence")]
+    if ties:
+        margin = max(row["divergence"]["margin"] or 0.0 for row in ties)
+        console.print(
+            f"[yellow]{len(ties)} of {len(rows)} answers differ from that of pp after a near tie (at most {margin:.2g} between "
+            "two logits): see divergence in their rows.[/yellow]"
+        )
+    late = sum(row["overran"] > MAX_OVERRUN for row in rows)
+    if late:
+        console.print(
+            f"[yellow]In {late} of {len(rows)} answers more than {MAX_OVERRUN:.0%} of the timesteps took this machine "
+            "longer than the emulated devices: these times are too high. Use a larger --slow-motion.[/yellow]"
+        )
+    if any(not row["cluster"]["fits"] for row in rows):
+        console.print("[yellow]Some of these pipelines do not fit into their devices' memory: see pipedec plan.[/yellow]")
 
 
 def _real(place: RunningFlags, launching: LaunchFlags) -> dict[str, Any]:
@@ -104,7 +118,7 @@ def _usual(possible: list[str]) -> tuple[str, ...]:
 
 
 def _summary(rows: list[Row]) -> Table:
-    """By pipeline, method and tree: totals of all answers."""
+    """Figures by pipeline, method and tree: the number of answers, and ratios of their totals."""
     emulated, computed = rows[0]["emulated"], rows[0]["clock"] == "computed"
     title = "Time per output token (TPOT)" + ", emulated" * emulated + ", computed" * computed
     names = ("pipeline", "method", "tree")
@@ -115,22 +129,17 @@ def _summary(rows: list[Row]) -> Table:
         key = row["preset"] or row["pair"].get("run") or "here", row["cluster"]["stages"], row["method"], _tree(row)
         groups.setdefault(key, []).append(row)
     for (preset, stages, method, tree), found in groups.items():
-        table.add_row(f"{preset} ({stages})", method, tree, *_totals(found))
+        decoded = sum(row["output_tokens"] - 1 for row in found) or 1
+        timesteps, hits = sum(row["timesteps"] for row in found), sum(row["hits"] for row in found)
+        verified = hits + sum(row["misses"] for row in found) or 1
+        known = [row for row in found if row["computed_ms_per_token"] is not None]
+        computed_ms = sum(row["computed_ms_per_token"] * (row["output_tokens"] - 1) for row in known) / decoded
+        overran = sum(row["overran"] * row["timesteps"] for row in found) / max(1, timesteps)
+        table.add_row(
+            f"{preset} ({stages})", method, tree, str(len(found)), f"{sum(row['decode_ms'] for row in found) / decoded:.1f}",
+            f"{computed_ms:.1f}" if known else "-", f"{timesteps / decoded:.2f}", f"{hits / verified:.0%}", f"{overran:.1%}",
+        )  # fmt: skip
     return table
-
-
-def _totals(rows: list[Row]) -> list[str]:
-    """The number of answers, then ratios of their totals."""
-    decoded = sum(row["output_tokens"] - 1 for row in rows) or 1
-    timesteps, hits = sum(row["timesteps"] for row in rows), sum(row["hits"] for row in rows)
-    verified = hits + sum(row["misses"] for row in rows) or 1
-    known = [row for row in rows if row["computed_ms_per_token"] is not None]
-    computed = sum(row["computed_ms_per_token"] * (row["output_tokens"] - 1) for row in known) / decoded
-    overran = sum(row["overran"] * row["timesteps"] for row in rows) / max(1, timesteps)
-    return [
-        str(len(rows)), f"{sum(row['decode_ms'] for row in rows) / decoded:.1f}", f"{computed:.1f}" if known else "-",
-        f"{timesteps / decoded:.2f}", f"{hits / verified:.0%}", f"{overran:.1%}",
-    ]  # fmt: skip
 
 
 def _tree(row: Row) -> str:
@@ -143,21 +152,3 @@ def _tree(row: Row) -> str:
         return f"{row['bita']['name']}: {tree['shape']}, {tree['depth']} masks × {tree['children']}{rows}"
     size = f"{tree['width'] or 'auto'}×{tree['children'] or 'auto'}" if tree["rows"] is None else f"{tree['rows']} rows"
     return f"{size}, depth {tree['depth']}" if row["method"].startswith("stpp") else size
-
-
-def _warn(rows: list[Row]) -> None:
-    ties = [row for row in rows if row.get("divergence")]
-    if ties:
-        margin = max(row["divergence"]["margin"] or 0.0 for row in ties)
-        console.print(
-            f"[yellow]{len(ties)} of {len(rows)} answers differ from that of pp after a near tie (at most {margin:.2g} between "
-            "two logits): see divergence in their rows.[/yellow]"
-        )
-    late = sum(row["overran"] > MAX_OVERRUN for row in rows)
-    if late:
-        console.print(
-            f"[yellow]In {late} of {len(rows)} answers more than {MAX_OVERRUN:.0%} of the timesteps took this machine "
-            "longer than the emulated devices: these times are too high. Use a larger --slow-motion.[/yellow]"
-        )
-    if any(not row["cluster"]["fits"] for row in rows):
-        console.print("[yellow]Some of these pipelines do not fit into their devices' memory: see pipedec plan.[/yellow]")

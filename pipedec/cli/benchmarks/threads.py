@@ -31,12 +31,9 @@ def threads(measured: Callable[..., ThreadsConfig], asked: shared.BenchPromptFla
 
 
 def measure_threads(
-    measured: Callable[..., ThreadsConfig],
-    asked: shared.BenchPromptFlags,
-    out: Path,
-    about: str = "",
+    measured: Callable[..., ThreadsConfig], asked: shared.BenchPromptFlags, out: Path, about: str = "",
     papers: Mapping[str, Sequence[list[str]]] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Measure, write and print; ``about`` and ``papers`` as in ``markdown``."""
     if asked.target is None:
         draft = asked.draft or str(reference_threads() / "draft")
