@@ -1,8 +1,8 @@
-"""Work that a device does while its host goes on: marks in it, streams beside the one that computes, and pinned copies.
+"""Asynchronous work on a device: events, streams beside the one that computes, and pinned copies.
 
-A GPU carries out what it is given later than the call that gives it, so neither the end of a call nor a result that exists means
-that the work is done: a mark that is made after the work shows it. A CPU's work ends with the call. Knows neither models nor
-messages. All times are seconds of ``time.perf_counter``.
+A GPU does its work some time after the call that queues it, so neither the end of the call nor its result shows that the work is
+done; an event recorded afterwards does. A CPU's work ends with the call. Knows neither models nor messages. All times are seconds
+of ``time.perf_counter``.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Event = Any
 
 
 class HostEvent(NamedTuple):
-    """A point in the work of a CPU, which is reached when the mark is made."""
+    """A point in the work of a CPU, which has passed when the event is recorded."""
 
     seconds: float
     has_passed: bool = True
 
     def wait(self) -> None:
-        """It has passed."""
+        """Return at once."""
 
     def join(self, tensors: Sequence[Tensor] = ()) -> None:
-        """It has passed."""
+        """Return at once."""
 
 
 class HostDevice:
-    """The CPU: the work that it is given is done when the call returns."""
+    """The CPU: work is done when the call returns."""
 
     def record_event(self) -> DeviceEvent:
         return HostEvent(time.perf_counter())
@@ -45,42 +45,42 @@ class HostDevice:
 
 
 class GpuEvent:
-    """A point in a GPU's work, after everything that the stream of the mark had been given before.
+    """A point in a GPU's work, after everything queued before on the stream that was current when it was recorded.
 
     Args:
         event: of CUDA.
         origin: an earlier event, and when the device reached it.
-        present: returns the present stream.
+        current_stream: returns the current stream.
     """
 
-    def __init__(self, event: Event, origin: tuple[Event, float], present: Callable[[], Stream]) -> None:
+    def __init__(self, event: Event, origin: tuple[Event, float], current_stream: Callable[[], Stream]) -> None:
         self._event = event
         self._origin = origin
-        self._present = present
+        self._current_stream = current_stream
 
     @property
     def has_passed(self) -> bool:
-        """Whether the device has come so far. Does not wait."""
+        """Whether the device has reached it. Does not wait."""
         return bool(self._event.query()) and bool(self._origin[0].query())
 
     @property
     def seconds(self) -> float:
-        """When the device came so far. Raises RuntimeError if it has not yet."""
+        """When the device reached it. Raises RuntimeError if it has not yet."""
         event, seconds = self._origin
         return seconds + float(event.elapsed_time(self._event)) / 1000
 
     def wait(self) -> None:
-        """Wait on the host until the device has come so far."""
+        """Wait on the host until the device has reached it."""
         self._event.synchronize()
-        self._origin[0].synchronize()  # of another stream, maybe
+        self._origin[0].synchronize()  # perhaps of another stream
 
     def join(self, tensors: Sequence[Tensor] = ()) -> None:
-        """Let the present stream wait for the mark before it carries out what it is given from now on. The host does not wait.
+        """Let work queued on the current stream from now on wait for the event. The host does not wait.
 
         Args:
-            tensors: made on the stream of the mark; their memory is not used again before the present stream is done with them.
+            tensors: of the event's stream; their memory is not reused before the current stream is done with them.
         """
-        stream = self._present()
+        stream = self._current_stream()
         stream.wait_event(self._event)
         for tensor in tensors:
             if tensor.is_cuda:
@@ -88,10 +88,10 @@ class GpuEvent:
 
 
 class GpuDevice:
-    """A GPU. Its events show only how much time is between two of them.
+    """A GPU. CUDA measures only the time between two events, so times count from an origin that the host's clock knows.
 
-    An event on a stream that has nothing to do is reached at once, when the host makes it; so every such event is a new origin
-    for the times of those that follow. Its error is that of a call, some microseconds, and clocks cannot drift apart.
+    An event on an idle stream is reached as soon as the host records it, so every such event becomes the origin of those that
+    follow. Its error is the duration of a call, some microseconds, and the clocks cannot drift apart.
 
     Args:
         cuda: ``torch.cuda``.
@@ -110,15 +110,15 @@ class GpuDevice:
         self._origin: tuple[Event, float] = (first, now())
 
     def record_event(self) -> DeviceEvent:
-        """A mark after all that the present stream has been given so far."""
-        is_idle, now = bool(self._present().query()), self._now()
+        """An event after all work queued on the current stream so far."""
+        is_idle, now = bool(self._current_stream().query()), self._now()
         event = self._recorded()
         if is_idle:
             self._origin = (event, now)
-        return GpuEvent(event, self._origin, self._present)
+        return GpuEvent(event, self._origin, self._current_stream)
 
     def beside(self, name: str) -> AbstractContextManager[Any]:
-        """In the context, the device is given work on a stream of this name, which waits for no other stream."""
+        """Context in which work is queued on a stream of this name, which waits for no other stream."""
         if name not in self._streams:
             self._streams[name] = self._cuda.Stream(self._device)
         context: AbstractContextManager[Any] = self._cuda.stream(self._streams[name])
@@ -126,10 +126,10 @@ class GpuDevice:
 
     def _recorded(self) -> Event:
         event = self._cuda.Event(enable_timing=True)
-        event.record(self._present())
+        event.record(self._current_stream())
         return event
 
-    def _present(self) -> Stream:
+    def _current_stream(self) -> Stream:
         return self._cuda.current_stream(self._device)
 
 
@@ -145,22 +145,22 @@ def device_of(place: torch.device) -> Device:
 class PhaseTimes:
     """Adds up how long a device is in each phase of its work; a phase begins where the one before it ends.
 
-    A phase that the host begins while the device is still at the one before begins on the device when that has ended. It counts
-    as soon as the device has passed its end.
+    A phase that the host begins while the device is busy with the one before begins when that has ended. It counts once the
+    device has passed its end.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._open: deque[tuple[str, DeviceEvent]] = deque()  # phases that have not been counted, the present one last
+        self._open: deque[tuple[str, DeviceEvent]] = deque()  # phases that have not been counted, the current one last
         self._seconds: dict[str, float] = {}
 
     def begin(self, phase: str) -> None:
-        """A phase begins after all that the device has been given so far, and the phase before ends there."""
+        """Begin a phase after all work queued so far; the phase before ends there."""
         self._open.append((phase, self._device.record_event()))
         self._count()
 
     def seconds(self, phase: str) -> float:
-        """How long the device has been in this phase, as far as it has passed the end of it."""
+        """How long the device has been in this phase, not counting one that has not ended."""
         self._count()
         return self._seconds.get(phase, 0.0)
 
@@ -171,14 +171,14 @@ class PhaseTimes:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """``tensor`` on ``device``. A GPU fetches it from pinned memory when its stream gets there; the host does not wait."""
+    """``tensor`` on ``device``. A GPU copies it from pinned memory in the order of its stream; the host does not wait."""
     if tensor.device == HOST and torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """``tensor`` on the host, which waits for what computes it. A GPU writes it into pinned memory."""
+    """``tensor`` on the host, which waits for its computation. A GPU copies it into pinned memory."""
     if tensor.device.type != "cuda":
         return tensor.cpu()
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -15,7 +15,7 @@ class Topology:
     """The groups of stages (PipeDec §3.1): ``groups[i]`` lists the stage ranks of the paper's G_{i+1}, in order.
 
     Rank 0 is the draft rank (the paper's S); stages are ranks 1..n. Within a timestep the stages of a group run one after
-    another, and the groups run in parallel. UserError if a group is empty or the ranks 1..n are not listed in order.
+    another, and the groups run in parallel. Raises UserError if a group is empty, or 1..n are not listed in order.
     """
 
     groups: tuple[tuple[int, ...], ...]

@@ -1,7 +1,7 @@
 """Records the tasks of every rank with their times, and writes them as a Chrome/Perfetto trace.
 
-Owns the event and the file format, not the collection of events from other ranks. All times are microseconds of one clock, that
-of Redis, to which the ranks align theirs.
+Owns the event and the file format. Does not know how the events of other ranks are collected. All times are microseconds of the
+clock of Redis, to which the ranks align theirs.
 """
 
 from __future__ import annotations

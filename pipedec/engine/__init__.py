@@ -1,4 +1,4 @@
-"""The tasks of every rank, and the same pipeline in one process.
+"""The loops of the ranks of a cluster, and the same pipeline in one process.
 
-The only package that knows both methods and workers.
+The only package that knows both decoding methods and stage workers.
 """

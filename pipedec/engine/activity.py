@@ -19,22 +19,22 @@ _LOG_SECONDS = 1.0  # between two log lines about slow timesteps
 logger = logging.getLogger(__name__)
 
 
-class _Doing(NamedTuple):
+class _Current(NamedTuple):
     kind: str
     peer: int | None
     since: float
 
 
 class Activity:
-    """A rank is idle, computes, loads, warms up, meets the others, or waits for a peer. Beginning one activity ends the other.
-    In the first timesteps after ``meet_again``, computing counts as warming up.
+    """One rank's activity, of the kinds of ``ActivityReport``: beginning one ends the other. In the first timesteps after
+    ``meet_again``, computing counts as warming up.
     """
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._unusual_timesteps = 0  # first timesteps that are still to come
         self._warmed: float | None = None  # when warming ended last
-        self._now = _Doing("idle", None, time.monotonic())
+        self._now = _Current("idle", None, time.monotonic())
         self._longest_seconds = 0.0
         self._usual_seconds = 0.0  # of a timestep
         self._logged = 0.0  # when a slow timestep was logged last
@@ -48,8 +48,8 @@ class Activity:
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        """Context in which the rank computes something for the first time, which may take long; then the former activity
-        continues. Never raises the reason of ``interrupt``. No effect in other threads than the rank's.
+        """Context in which the rank computes something for the first time, which may take long; afterwards the activity before
+        continues. Does not raise the reason of ``interrupt``. No effect in other threads than the rank's.
         """
         if threading.get_ident() != self._thread:
             yield
@@ -69,7 +69,7 @@ class Activity:
         before, now = self._now, time.monotonic()
         if before.kind == "warming":
             self._warmed = now
-        self._now = _Doing(kind, peer, now)
+        self._now = _Current(kind, peer, now)
         if before.kind == "computing":
             seconds = now - before.since
             self._longest_seconds = max(self._longest_seconds, seconds)
@@ -93,4 +93,4 @@ class Activity:
         """End an interruption: the rank waits for the others and meets them."""
         self._interruption = None
         self._unusual_timesteps = _FIRST_TIMESTEPS
-        self._now = _Doing("meeting", None, time.monotonic())
+        self._now = _Current("meeting", None, time.monotonic())

@@ -1,7 +1,7 @@
-"""Admits requests on rank 0, and makes the sequences of their answers on every rank, which know where an answer ends and, in a
-dialect, which tokens open threads.
+"""Admits requests on rank 0, and makes the sequences of their answers on every rank. A sequence knows where its answer ends, and
+which tokens open threads.
 
-A rank reads the target's tokenizer itself, at the first request that asks for threads or for a structured output.
+A rank reads the target's tokenizer at the first request that asks for threads or a structured output. Knows no rows.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pipedec.text.prompt import Prompter, load_tokenizer
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.threads import BoundDialect, Dialect, NewSequence, Sequence, ThreadedSequence, bind, replay
 
-_ROWS_IN_FLIGHT = 256  # of an answer in threads, beside the tokens that it keeps
+_ROWS_IN_FLIGHT = 256  # most of an answer in threads, beside its cached tokens
 
 
 class Sequences:
-    """Makes the sequences of answers of one target, whose checkpoint is in this directory."""
+    """Makes the sequences of answers of the target in a checkpoint directory."""
 
     def __init__(self, target: Path) -> None:
         self._target = target
@@ -42,10 +42,12 @@ class Sequences:
     def maker(
         self, prompt_length: int, sampling: SamplingParams, dialect: str | None = None, output_token_ids: tuple[int, ...] = ()
     ) -> NewSequence:
-        """A function that creates the sequence of one answer, in a dialect as ``Dialect.to_json`` writes it, or in one
-        thread. The answer continues after ``output_token_ids``, which are in document order. Raises UserError if ``dialect``
-        is invalid or given with a structure, or the target lacks tokens; so does the function if no answer contains
-        ``output_token_ids``.
+        """A function that creates the sequence of one answer. Raises UserError if ``dialect`` is invalid or given with a
+        structure, or the target lacks tokens; so does the function if no answer contains ``output_token_ids``.
+
+        Args:
+            dialect: as ``Dialect.to_json`` writes it; None for a single thread.
+            output_token_ids: earlier tokens, in document order, after which the answer continues.
         """
         structure = sampling.structured_outputs
         ends = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self._config.eos_token_ids)
@@ -64,7 +66,7 @@ class Sequences:
         return partial(_replayed, new_sequence, output_token_ids)
 
     def check_prompt(self, token_ids: tuple[int, ...]) -> None:
-        """Raises UserError if the target lacks an embedding for one of them: tokens that were added to its tokenizer."""
+        """Raises UserError if the target lacks an embedding for a token, as for one that was added to its tokenizer."""
         if (largest := max(token_ids)) >= self._config.vocab_size:
             raise UserError(
                 f"the prompt has the token {largest}, which was added to the tokenizer, but the target has only "
@@ -72,9 +74,7 @@ class Sequences:
             )
 
     def check(self, structure: StructuredOutputs, output_token_ids: tuple[int, ...] = ()) -> None:
-        """Raises UserError if the structure is invalid or impossible with the target, or no such answer begins with the
-        tokens.
-        """
+        """Raises UserError if the structure is invalid or impossible with the target, or excludes the earlier tokens."""
         if not self._config.eos_token_ids:
             raise UserError(f"structured_outputs end with an end token, and the model in {self._target} names none")
         self._vocabulary.check(structure)
@@ -127,12 +127,12 @@ class Admission:
     def admit(self, message: RankMessage, batch: Batch) -> tuple[RunningAnswer, NewSequence]:
         """The answer to a request, and what makes sequences for its method. Raises UserError if it cannot be answered here."""
         prompt = PromptRequest.from_json(message.text)
-        heard = prompt.resume + message.told
-        request = self._request(message.number, prompt, heard, batch.kv)
+        received = prompt.resume + message.told
+        request = self._request(message.number, prompt, received, batch.kv)
         maker = partial(self.sequences.maker, len(request.prompt_token_ids), request.sampling, request.threads)
         brought, known = (
             EarlierOutput(maker(output_token_ids), len(output_token_ids)) if output_token_ids else None
-            for output_token_ids in (prompt.resume, heard)
+            for output_token_ids in (prompt.resume, received)
         )
         new_sequence = maker(request.output_token_ids)
         answer = RunningAnswer(request, new_sequence, self.prompter, self.num_stages, prompt.show_threads, brought, known)
@@ -140,24 +140,25 @@ class Admission:
             batch.check(request, new_sequence())
         return answer, new_sequence
 
-    def _request(self, number: int, prompt: PromptRequest, heard: tuple[int, ...], kv: KVManager) -> Request:
+    def _request(self, number: int, prompt: PromptRequest, received: tuple[int, ...], kv: KVManager) -> Request:
+        """The tokenized and checked request. ``received``: tokens of the answer that the client has already."""
         name, sampling = prompt.method or DEFAULT_METHOD, prompt.sampling
         dialect = None if prompt.threads is None else Dialect.from_json(prompt.threads).name
         token_ids = self.prompter.token_ids(prompt.prompt, prompt.raw, sampling.max_tokens, dialect)
         self.sequences.check_prompt(token_ids)
         self.prompter.check_bias(sampling.logit_bias)
         if sampling.structured_outputs is not None:
-            self.sequences.check(sampling.structured_outputs, heard)
+            self.sequences.check(sampling.structured_outputs, received)
         if sampling.is_stochastic and sampling.seed is None:
             raise UserError("the answer is to be drawn at random and has no seed: the client that submits it must choose one")
         options = make_options(name, prompt.options, self.tree)
-        output_token_ids = () if prompt.threads else heard  # an answer in threads is generated again from its first token
+        output_token_ids = () if prompt.threads else received  # an answer in threads is generated again from its first token
         threads = threads_within(prompt.threads, kv)
         return Request(number, token_ids, sampling, name, options, prompt.trace, threads, prompt.priority, output_token_ids)
 
 
 def threads_within(dialect: str | None, kv: KVManager) -> str | None:
-    """Limit a dialect (UserError if invalid) so that its answers end as ``cache_full`` before the KV memory does."""
+    """Limit a dialect so that its answers end as ``cache_full`` before the KV memory is full. Raises UserError if invalid."""
     if dialect is None:
         return None
     checked, most = Dialect.from_json(dialect), max(kv.capacity - _ROWS_IN_FLIGHT, 1)

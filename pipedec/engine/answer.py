@@ -20,16 +20,16 @@ from pipedec.threads import DocumentToken, NewSequence, Sequence, measure
 NOT_SAMPLED = -1
 
 _Path = tuple[int, ...]  # of a thread
-Place = tuple[_Path, int]  # of an accepted token, in any order of decoding: path of its thread, ordinal there
+Place = tuple[_Path, int]  # of an accepted token, however it was decoded: path of its thread, ordinal there
 
 
 class Transcript:
-    """The final part of an answer as text, in document order of its threads. Replays verdicts into its own ``sequence``."""
+    """The part of an answer that cannot change any more, as text in document order. Replays verdicts into its ``sequence``."""
 
     def __init__(self, sequence: Sequence, prompter: Prompter, stop: str | tuple[str, ...]) -> None:
         self.sequence = sequence
         self.token_ids: list[int] = []  # in document order
-        self.text = ""  # the final text, without characters that may yet be part of a stop string
+        self.text = ""  # without characters that may yet be part of a stop string
         self.finished: str | None = None  # why the answer has ended; None while it goes on
         self._reader = sequence.reader()
         self._stream = prompter.stream()
@@ -87,7 +87,9 @@ class _ThreadText:
 
 
 class News:
-    """New tokens and text of each decode thread, for clients that watch the threads grow; once, however often it is generated."""
+    """New tokens and text of each decode thread, for clients that watch the threads grow; each piece once, even if the answer is
+    generated again.
+    """
 
     def __init__(self, prompter: Prompter) -> None:
         self._prompter = prompter
@@ -95,7 +97,7 @@ class News:
         self._published: dict[_Path, tuple[int, int]] = {}  # by thread: tokens and characters reported so far
 
     def restart(self) -> None:
-        """Begin again: the answer is being generated once more."""
+        """Read the answer, which is generated again, from its first token."""
         self._texts.clear()
 
     def take(self, sequence: Sequence) -> list[ThreadNews]:
@@ -115,18 +117,18 @@ class News:
 
 @dataclass(frozen=True)
 class EarlierOutput:
-    """The part of an answer that was generated earlier. After an opener, the sequence has one token more, which is forced."""
+    """The part of an answer that was generated earlier."""
 
     new_sequence: NewSequence
-    num_tokens: int  # the number of tokens generated earlier
+    num_tokens: int  # of this part; after an opener, the sequence has one token more, which is forced
 
 
 class RunningAnswer:
-    """A running request. Raises UserError if no answer contains the client's tokens.
+    """A running request: its completion, and the events for its client. Raises UserError if no answer contains its tokens.
 
     Args:
-        brought: the earlier tokens that the request contains; None if there are none.
-        known: the tokens that the client has, perhaps from another process; None if there are none.
+        brought: the earlier output that the request contains; None if there is none.
+        known: all output that the client has, perhaps from another process; None if there is none.
         show_threads: also publish the text of each thread as it is generated.
     """
 
@@ -170,7 +172,7 @@ class RunningAnswer:
         self._has_opened = True
 
     def _start_over(self) -> None:
-        """Start over with an answer in threads: its tokens are the same, but come in another order."""
+        """Repeat an answer in threads: its tokens will be the same, but come in another order."""
         if self._transcript.sequence.can_fork:
             self._again = self._new_transcript()
         if self._news is not None:
@@ -210,7 +212,7 @@ class RunningAnswer:
         return CompletionEvent(self.completion, self._describe_threads() if self._transcript.sequence.can_fork else None)
 
     def _describe_threads(self) -> list[int]:
-        """Add the threads to the completion. Returns the ordinal of each of its tokens among all sampled ones."""
+        """Add the threads to the completion. Returns the ordinal of each of its tokens among the sampled ones, or NOT_SAMPLED."""
         sequence = self._transcript.sequence
         sequence.max_tokens = len(self.completion.token_ids)  # nothing past the end of the answer is reported or counted
         written = sequence.document()

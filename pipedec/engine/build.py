@@ -47,9 +47,9 @@ Progress = Callable[[int, int], None]
 
 
 def resolve(settings: Settings = DEFAULTS, in_parts: bool = False) -> PipelineSpec:
-    """Resolve a user's settings; by default the shipped pair in four stages. ``in_parts`` accepts a host without all weights:
-    ranks that load them check that. Raises UserError if a checkpoint, a number or the KV budget is wrong, or this machine lacks
-    the device.
+    """Resolve a user's settings; by default the shipped pair in four stages. ``in_parts`` accepts a host without all weights,
+    which ranks check when they load them. Raises UserError if a checkpoint, a number or the KV budget is wrong, or this machine
+    lacks the device.
     """
     chosen_device(settings.cut.device)
     spec = _resolved(settings, None, in_parts)
@@ -60,8 +60,8 @@ def resolve(settings: Settings = DEFAULTS, in_parts: bool = False) -> PipelineSp
 
 def resolve_partition(config: ClusterConfig, name: str | None = None) -> PipelineSpec:
     """The pipeline that a partition of a cluster.yaml describes, with the place of every rank. This host need not hold all
-    weights; the ranks that load weights must check that they are present. Raises UserError if there is no such partition, a
-    model is a shape without weights, or as ``resolve``.
+    weights; ranks check that when they load them. Raises UserError if there is no such partition, a model is a shape without
+    weights, or as ``resolve``.
     """
     config = config.for_partition(name)
     name, _ = config.find_partition()
@@ -93,7 +93,7 @@ def _resolved(settings: Settings, places: tuple[Placement, ...] | None, in_parts
     drafting = draft_dtype(numbers.draft_dtype, chosen.name, drafts_on)
     layers, num_layers = settings.cut.layers, ModelConfig.from_directory(target).num_layers
     parts = explicit_layers(layers, num_layers) if isinstance(layers, tuple) else even_layers(num_layers, settings.cut.stages)
-    is_open = not drafts_on.is_gpu  # rank 0 asks its own processor
+    is_open = not drafts_on.is_gpu  # rank 0 chooses by its own processor
     return PipelineSpec(
         settings.replaced(
             target=str(target), draft=str(draft or NONE), bita=str(bita or NONE), dtype=chosen.name,
@@ -178,7 +178,7 @@ def load_prompter(spec: PipelineSpec) -> Prompter:
 def load_stage(
     spec: PipelineSpec, rank: int, device: torch.device, progress: Progress | None = None, capture: NewCapture = device_capture
 ) -> StageWorker:
-    """The worker of stage ``rank`` (1..n), its weights read from the target's checkpoint; ``capture`` captures forwards."""
+    """The worker of stage ``rank`` (1..n) with weights from the target's checkpoint; ``capture``: how forwards are captured."""
     config = ModelConfig.from_directory(spec.target)
     layers, dtype = range(*spec.layers[rank - 1]), DTYPES[spec.dtype]
     model = StageModel.load(spec.target, layers, dtype, device, config, progress, spec.settings.numbers.quantize)

@@ -82,7 +82,7 @@ class Counters:
 
 
 class _Histogram:
-    """Grows on demand."""
+    """Counts values up to each bound, and adds them up."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds

@@ -34,10 +34,10 @@ _Made = TypeVar("_Made")
 
 
 def arithmetic_of(device: torch.device) -> Arithmetic:
-    """Return which data types are fast on a device; for ``cuda`` without an index, on all GPUs."""
+    """The data types that are fast on a device; for ``cuda`` without an index, on all GPUs."""
     if device.type != "cuda":
-        # The processor must have AVX512_BF16, as processors with AMX do, and oneDNN, which computes the products, may use it.
-        # oneDNN itself claims bfloat16 from AVX512 on, and widens it to float32 where there are no instructions.
+        # The processor needs AVX512_BF16, and oneDNN, which computes the products, must be allowed to use it. oneDNN itself
+        # reports bfloat16 from AVX512 on, but widens it to float32 where there are no instructions for it.
         is_allowed = torch.backends.mkldnn.is_available() and onednn_limit() not in _LIMITS_WITHOUT_BFLOAT16
         return Arithmetic(is_gpu=False, has_bfloat16=is_allowed and torch.cpu._is_avx512_bf16_supported())
     indices = range(torch.cuda.device_count()) if device.index is None else [device.index]
@@ -57,7 +57,7 @@ def free_memory(device: torch.device) -> GpuMemory:
 
 
 def gpu_id(device: torch.device) -> str:
-    """An identifier of the GPU that is the same in all processes, even if they number it differently; empty for a processor."""
+    """An identifier of the GPU that is the same in all processes, even if they number it differently; empty for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
@@ -104,9 +104,11 @@ def measured_tokens(
     spec: PipelineSpec, ranks: Sequence[int], device: torch.device, who: str, slots: int | None = None,
     free: FreeMemory = free_memory, patience_seconds: float = FREED_SECONDS,
 ) -> int:  # fmt: skip
-    """How many tokens each of ``ranks``, which share a GPU, has memory for, before any of them loads its weights. Raises
-    UserError, which names them as ``who``, if that is too little for ``slots``, or for the smallest pool with which the
-    pipeline can work.
+    """How many tokens each of ``ranks``, which share a GPU, has memory for, before any of them loads its weights.
+
+    Raises:
+        UserError: after ``patience_seconds`` that is still too little for ``slots``, or for the smallest pool with which the
+            pipeline can work. It names the ranks as ``who``.
     """
     limits = spec.settings.limits
     needed = slots or spec.kv_budget().needed(limits.max_model_len, spec.knee)
@@ -122,7 +124,7 @@ def measured_tokens(
             needed_bytes = sum(one.fixed_bytes + needed * one.token_bytes for one in needs)
             raise UserError(
                 f"{who} cannot load: weights, workspace, and keys and values of {needed:,} tokens need {_gb(needed_bytes)}, but "
-                f"{_shown(memory, limits.gpu_memory_utilization, device, len(ranks))}"
+                f"{_memory_and_remedy(memory, limits.gpu_memory_utilization, device, len(ranks))}"
             )
         if not is_waiting:
             is_waiting = True
@@ -141,7 +143,9 @@ def with_measured_memory(spec: PipelineSpec, device: torch.device, free: FreeMem
 
 
 def allocated(load: Callable[[], _Made], who: str, patience_seconds: float = FREED_SECONDS) -> _Made:
-    """The result of ``load``, called again while its GPU has too little memory; UserError if it has for ``patience_seconds``."""
+    """The result of ``load``, called again while its GPU has too little memory. Raises UserError, which names the rank as
+    ``who``, ``patience_seconds`` after the first failure.
+    """
     deadline: float | None = None
     while True:
         try:
@@ -162,14 +166,14 @@ def allocated(load: Callable[[], _Made], who: str, patience_seconds: float = FRE
         time.sleep(_POLL_SECONDS)
 
 
-def _shown(memory: GpuMemory, utilization: float, device: torch.device, num_ranks: int) -> str:
-    """A sentence on the memory of a GPU, and how to make room."""
+def _memory_and_remedy(memory: GpuMemory, utilization: float, device: torch.device, num_ranks: int) -> str:
+    """The end of a message: the memory of a GPU, and how to make room."""
     others = memory.total - memory.free - num_ranks * CONTEXT_BYTES
-    held, mend = (f", other processes hold {_gb(others)}", "end them, ") if others > CONTEXT_BYTES else ("", "")
+    held, remedy = (f", other processes hold {_gb(others)}", "end them, ") if others > CONTEXT_BYTES else ("", "")
     usable = max(0, memory.usable(utilization))
     return (
         f"GPU #{device.index or 0} has {_gb(memory.free)} free of {_gb(memory.total)}{held}, and of that may be used "
-        f"{_gb(usable)} (--gpu-memory-utilization {utilization:g}): {mend}use more stages, quantize, or lower --max-model-len"
+        f"{_gb(usable)} (--gpu-memory-utilization {utilization:g}): {remedy}use more stages, quantize, or lower --max-model-len"
     )
 
 

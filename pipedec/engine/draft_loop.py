@@ -29,22 +29,22 @@ from pipedec.transport import Transport
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3  # epochs that may end while a request is running, without a new token of it
-_TELLING_SECONDS = 1.0  # between two publications of the counters
+_STATS_SECONDS = 1.0  # between two publications of the counters
 
 
 class Feed(Protocol):
-    """Shows what happens in the pipeline, frame by frame, as a listener of the pool for as long as there is a watcher."""
+    """A live view of the pipeline in frames, made by a listener of the pool while there is a watcher."""
 
     watcher: str  # names the latest watcher; empty if there is none
 
     def follow(self, watcher: str, pool: RequestPool, timestep: int) -> None:
-        """``watcher`` begins to watch, or there is none any more. Called between two timesteps, after number ``timestep``."""
+        """Show frames to a new ``watcher``, or to none if it is empty. Called after timestep number ``timestep``."""
 
     def begin_epoch(self, epoch: int) -> None:
-        """All rows in flight are lost."""
+        """Begin an epoch: all rows in flight are lost."""
 
 
-# Makes a feed from two functions: the text of a running answer so far, and where frames go, in order.
+# Makes a feed from two functions: one returns the text of a running answer so far, one takes frames in order.
 MakeFeed = Callable[[Callable[[int], str], Callable[[list[Frame]], None]], Feed]
 
 
@@ -53,8 +53,8 @@ class DraftLoop:
 
     Args:
         wiring: of the first epoch; every other one has a transport of its own.
-        load_drafter: loads the draft model that ``batch`` lacks while requests are decoded without it, in place of a lost
-            process.
+        load_drafter: loads the draft model while requests are decoded without it, in a process that replaces a lost one; None
+            if ``batch`` has all it needs.
         make_feed: makes the live feed; None for a pipeline that cannot be watched.
     """
 
@@ -115,7 +115,7 @@ class DraftLoop:
         return self._queue.remembered()
 
     def _give_up(self, message: RankMessage) -> None:
-        """End a request that may be the cause of lost epochs."""
+        """End a request that may be why epochs are lost."""
         logger.warning("gives up request %d, which was running when ranks were lost %d times", message.number, message.attempts)
         if message.number in self._pool.running:
             self._pool.drop(message.number)
@@ -150,12 +150,12 @@ class DraftLoop:
         self._publish_counters()
 
     def _follow_queue(self) -> None:
-        """Before a timestep: begin requests for which there is room, and end those that were cancelled."""
+        """Before a timestep, begin requests for which there is room, and end cancelled ones."""
         self._queue.check()
         if self._late_drafter is not None and self._late_drafter.done():
             self._batch.adopt(self._late_drafter.result())
             self._late_drafter = None
-        if time.monotonic() > self._published + _TELLING_SECONDS:
+        if time.monotonic() > self._published + _STATS_SECONDS:
             self._publish_counters()
         for number in self._queue.cancelled():
             self._pool.cancel(number)
@@ -170,7 +170,7 @@ class DraftLoop:
         self._queue.tell(self._run_counters.stats())
 
     def _note(self, record: Record) -> None:
-        """Add the record to this rank's traces, and note that it makes progress."""
+        """Trace and count this rank's timesteps."""
         if isinstance(record, Timestep):
             self._tasks.note(record)
             self._wiring.activity.count_timestep()

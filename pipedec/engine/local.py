@@ -1,6 +1,6 @@
-"""LocalPipeline: all stages in one process, without Redis. The distributed pipeline must give the same answers.
+"""LocalPipeline: all stages in one process and one thread, without Redis. A cluster must give the same answers.
 
-The simplest place to debug a method: one timestep after another in one thread.
+The simplest place to debug a method. Knows neither tokenizers nor transports.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import NewSequence, Sequence
 from pipedec.topology import Topology
 
-_IDLE_TIMESTEPS = 16
+_IDLE_TIMESTEPS = 16  # in a row are an error
 Prunes = Literal["at once", "with the rows"]
 
 
 @dataclass
 class LocalAnswer:
-    """A request and its result. Lists are in the order of decoding; of an answer in threads since its last pause."""
+    """A request and its result. Lists are in the order of decoding; those of an answer in threads begin at its last pause."""
 
     request: Request  # with the seed that was chosen for it
     new_sequence: NewSequence
@@ -61,11 +61,12 @@ class LocalAnswer:
 
 
 class LocalPipeline:
-    """Runs requests through the ``stages`` of ``spec``, the workers of stages 1..n, whose KV slots ``batch`` knows. Prefixes
-    outlast a run.
+    """Runs requests through ``stages``, the workers of stages 1..n of ``spec``. Cached prefixes outlast a run.
 
-    It ``prunes`` by a verdict before a stage's next step, as with the paper's dispatcher, or when the rows after the verdict
-    reach the stage, as with windows. Tokens, hits, misses and timesteps are the same; rows per stage are not.
+    Args:
+        batch: with a KV manager of the stages' slots.
+        prunes: when a stage prunes by a verdict: ``at once``, before its next step, as with the paper's dispatcher, or ``with
+            the rows`` that follow the verdict, as with windows. Only the number of rows per stage depends on it.
     """
 
     def __init__(self, spec: PipelineSpec, stages: list[StageWorker], batch: Batch, prunes: Prunes = "at once") -> None:
@@ -82,7 +83,6 @@ class LocalPipeline:
         batch.time_forward = self._recorder.drafting
         self._emulation = spec.emulation
         self._prunes_at_once = prunes == "at once"
-        self._clock: EmulatedClock | None = None
         self._counters = Counters()
         self.pool = RequestPool(self._batch, listeners=[self._counters.note, self._note])  # observers are its listeners, too
         self.answers: dict[int, LocalAnswer] = {}  # of the last run, by number; their metrics use the emulated time, if any
@@ -111,17 +111,18 @@ class LocalPipeline:
         losses: Container[int] = (),
     ) -> Iterator[tuple[int, Verdict]]:  # fmt: skip
         """Decode requests together; yields (request number, verdict). Those of an answer in threads start over after a pause.
-        Raises UserError if a request has stop strings (there is no tokenizer here), its method needs a draft or a BiTA and
-        there is none, or it can never have enough memory.
 
         Args:
-            arrivals: by timestep, counted from 1, the requests that begin then. While no request is running, time passes at
-                once.
+            arrivals: by timestep, counted from 1, the requests that begin then. Timesteps without any request are skipped.
             cancels: by timestep, the numbers of requests to cancel.
             losses: timesteps at which the stages lose all lanes and caches, as when a rank of a cluster is lost.
+
+        Raises:
+            UserError: a request has stop strings (there is no tokenizer here), its method needs a draft or a BiTA and there is
+                none, or it can never have enough memory.
         """
         self.answers, self.fill = {}, []
-        clock = self._clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
+        clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
         self._counters.now = clock.seconds if clock else time.perf_counter
         stages = LocalStages(self.stages, self._topology, self._recorder, clock, self._prunes_at_once)
         waiting, timestep = sorted(arrivals.items()), 0
@@ -152,7 +153,7 @@ class LocalPipeline:
             self.pool.closed()
 
     def forget_prefixes(self) -> None:
-        """Between two runs: discard the cached prompts and answers, so that the next run finds no prefixes."""
+        """Discard the cached prompts and answers, so that the next run finds no prefixes. Call it between runs."""
         self._batch.forget_prefixes()
 
     @property
@@ -176,7 +177,7 @@ class LocalPipeline:
 
     def seconds(self) -> float:
         """The time of the present run, on the emulated devices if there are any."""
-        return time.perf_counter() if self._clock is None else self._clock.seconds()
+        return self._counters.now()
 
     def stats(self) -> RunStats:
         """The counters of all runs so far."""
@@ -256,12 +257,12 @@ class LocalStages:
             self._compute()
 
     def _empty_queues(self) -> list[deque[StageMessage]]:
-        """Nothing is on its way."""
+        """The queues of groups to which nothing is on its way."""
         return [deque(), *(deque([EMPTY]) for _ in self._groups[1:])]
 
     @torch.inference_mode()
     def _replay(self, entering: StageMessage) -> StageMessage:
-        """Let every stage replay verdicts that do not end answers, and prune waiting messages; returns the rest of them."""
+        """Let every stage replay verdicts that do not end answers, and prune waiting messages. Returns what is left to enter."""
         verdicts, left = list[RequestUpdate](), list[RequestUpdate]()
         for update in entering.updates:
             if update.verdict is None or update.verdict.finished is not None:

@@ -3,8 +3,8 @@
 A driver of the loop is a ``Pipeline``: ``local`` (one process, no Redis) or ``rank_zero`` (a cluster). The pool collects what
 enters at the next timestep, and distributes the results that come out. It knows no row, no method and no memory: the batch
 decides which rows enter, and which requests must wait. Numbers of requests never repeat, so a late result of a request that
-has ended is ignored, and the pipeline need not drain before another one begins. A request that is paused opens its lanes anew
-under the same number, but only once every stage has closed the old ones.
+has ended is ignored, and the pipeline need not drain before another one begins. A paused request opens new lanes under the same
+number, but only once every stage has closed the old ones.
 
 Loop and pool emit records of events to listeners: counters, traces, the publisher of answers, the live feed. Other ranks keep
 records of their own timesteps.
@@ -39,11 +39,13 @@ class Pipeline(Protocol):
         """
 
     def close(self, last: StageMessage) -> None:
-        """Send the stages the verdicts that end the last answers. No more rows in flight are needed."""
+        """Send the stages the verdicts that end the last answers. Rows in flight are not needed any more."""
 
 
 def decode(pool: RequestPool, pipeline: Pipeline, admit: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Verdict]]:
-    """Decode until no request is left; yields (number, verdict) once its method has followed it. ``admit`` opens and cancels."""
+    """Decode until no request is left; yields (request number, verdict) once its method has followed it. ``admit``, called before
+    every timestep, opens and cancels requests.
+    """
     for number in count(1):
         admit()
         if not pool.running:
@@ -75,8 +77,11 @@ class RunningRequest:
 
 
 class RequestPool:
-    """Requests between their arrival and the closing of their lanes. ``take`` cuts answers, if there is text: called with
-    each result that has a verdict, it returns the verdict, cut and finished where the answer ends earlier.
+    """Requests between their arrival and the closing of their lanes.
+
+    Args:
+        take: called with each result that has a verdict; returns the verdict, cut at a stop string if the answer ends there. None
+            if no answer does.
     """
 
     def __init__(
@@ -130,7 +135,7 @@ class RequestPool:
         return StageMessage(tuple(updates.values()))
 
     def take(self, result: RequestUpdate, timestep: int) -> Verdict | None:
-        """Take a result of the last stage. Returns the verdict as far as the answer goes; None if the result is void."""
+        """Take a result of the last stage. Returns the verdict as far as the answer goes; None without one, or if it is late."""
         number, verdict, one = result.number, result.verdict, self.running.get(result.number)
         if one is None or one.is_closing:
             if verdict is not None and verdict.finished is not None and not verdict.tokens:
@@ -269,7 +274,7 @@ class PromptScored(Struct, frozen=True):
 
 
 class RequestEnded(Struct, frozen=True):
-    """The answer has ended, and the method has followed its last verdict. The stages learn it with the next envelope."""
+    """The answer has ended, and the method has followed its last verdict. The next envelope informs the stages."""
 
     number: int
     reason: str

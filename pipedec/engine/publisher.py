@@ -23,7 +23,7 @@ class _OpenRequest:
     answer: RunningAnswer
     goes_on: bool  # it was running in an epoch that has ended, and has not been opened since
     began_us: int  # on the scheduler's clock, if it is traced
-    waits: bool = False  # the client has been informed that the request waits
+    waits: bool = False  # the client knows that the request waits
     num_scored: int = 0  # tokens of the prompt whose log-probabilities were published
     completion: CompletionEvent | ErrorEvent | None = None  # the last event, until the other ranks have closed the request's lane
 
@@ -52,7 +52,7 @@ class Publisher:
         return self._open[number].answer.completion.text
 
     def take(self, result: RequestUpdate) -> Verdict:
-        """Publish accepted tokens; returns the verdict as far as the answer goes."""
+        """Publish accepted tokens; returns the verdict, cut at a stop string."""
         assert result.verdict is not None
         verdict, events = self._open[result.number].answer.take(result.verdict, result.logprobs)
         self._queue.put(result.number, *events)
@@ -86,7 +86,7 @@ class Publisher:
             case RequestClosed(number):
                 one = self._open.pop(number)
                 if one.completion is not None:
-                    traces = [TraceEvents(self._scheduler_rows(one.began_us))] if one.answer.request.trace else []
+                    traces = [TraceEvents(self._scheduler_events(one.began_us))] if one.answer.request.trace else []
                     self._queue.finish(number, *traces, *self.tasks.closed(number), one.completion)
 
     def _completion(self, ended: RequestEnded, answer: RunningAnswer) -> CompletionEvent | ErrorEvent:
@@ -99,6 +99,6 @@ class Publisher:
             self._queue.put(ended.number, *answer.take(Verdict((), ended.reason))[1])
         return answer.completed()
 
-    def _scheduler_rows(self, began_us: int) -> list[TraceEvent]:
+    def _scheduler_events(self, began_us: int) -> list[TraceEvent]:
         since = [granted for granted in self._scheduler.trace() if granted.finished_us >= began_us]
         return [TraceEvent(SCHEDULER_TRACK, one.task.label, one.task.kind, one.granted_us, one.finished_us) for one in since]

@@ -50,8 +50,8 @@ class Wiring:
     turn: AbstractContextManager[object] = field(default_factory=nullcontext)
 
 
-class _TracedRequest(NamedTuple):
-    """A running request whose trace or overruns are reported, with the start time."""
+class _WatchedRequest(NamedTuple):
+    """A running request whose trace or overruns are reported at its end, and the first of them."""
 
     traced: bool
     first_event: int
@@ -67,7 +67,7 @@ class RankTasks:
         self._wiring = wiring
         self._following: RankMessage | None = None  # the next message, if the last report brought it
         self._overran: list[int] = []  # timesteps whose real work took longer than its emulated time
-        self._watched: dict[int, _TracedRequest] = {}  # requests with a report at their end
+        self._watched: dict[int, _WatchedRequest] = {}  # requests with a report at their end
 
     def next(self) -> RankMessage:
         """Wait for the next message, without a deadline: the loss of another rank also arrives as a message. Raises EpochEnded
@@ -95,7 +95,9 @@ class RankTasks:
     def report(
         self, done: Sequence[Task], planned: Sequence[Planned], waits: bool = True, trace_lines: int | None = None
     ) -> None:
-        """Report tasks done, and those that follow. If ``waits``, a message for ``next`` may come in the same round trip."""
+        """Report tasks done, and those that follow. If ``waits``, a message for ``next`` may come in the same round trip.
+        ``trace_lines``: as of ``RankScheduler.report``.
+        """
         scheduler, seconds = self._wiring.scheduler, POLL_SECONDS if waits else 0.0
         self._following = self._waited(partial(scheduler.report, self.rank, done, planned, seconds, trace_lines))
 
@@ -115,7 +117,7 @@ class RankTasks:
         return Timestep(number, entered, results, timing, spans=spans, overran=overran)
 
     def note(self, timestep: Timestep) -> None:
-        """Listen to the timesteps of this rank: trace their spans, and note those that overran."""
+        """Trace the spans of a timestep of this rank, and note whether it overran."""
         self._trace(timestep.spans)
         if timestep.overran:
             self._overran.append(timestep.number)
@@ -127,7 +129,7 @@ class RankTasks:
     def opened(self, number: int, traced: bool) -> None:
         """Note that a request begins, or continues after a pause."""
         if number not in self._watched and (traced or self.recorder.pacer.is_emulating):
-            self._watched[number] = _TracedRequest(traced, len(self._wiring.tracer.events), len(self._overran))
+            self._watched[number] = _WatchedRequest(traced, len(self._wiring.tracer.events), len(self._overran))
             self._wiring.tracer.enabled |= traced
 
     def closed(self, number: int) -> list[Event]:

@@ -1,8 +1,8 @@
 """Times the pieces of a rank's work by events recorded on its device, and emulates slower devices.
 
-A piece ends when the device has done it, perhaps long after the call that queued it. On an emulated device it lasts as long as
-there: ``Pacer`` lets a real rank sleep, ``EmulatedClock`` adds up the times of a pipeline in one process. ``plan/emulation.py``
-defines how long work takes. Chunks of prompts are rows like others. Verdicts, rank 0's own work and Redis take real time.
+A piece ends when the device has done it, perhaps long after the call that queued it. An emulated piece takes as long as
+``plan/emulation.py`` says: ``Pacer`` lets a real rank sleep, ``EmulatedClock`` adds up the times of a pipeline in one process.
+Verdicts, rank 0's own work and Redis take real time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _ALONE: AbstractContextManager[object] = nullcontext()
 
 
 class Turn:
-    """Context of a forward on the emulated device that rank 0 and a stage of run ``run_id`` share: a lock on one byte of a
-    file of all runs of a state directory, released when its process ends.
+    """Context of a forward on the emulated device that rank 0 and a stage of run ``run_id`` share: a lock on one byte of a file
+    that all runs of a state directory use. It ends with its process.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -106,18 +106,18 @@ def _sleep_until(end: float) -> None:
 
 @dataclass
 class TimestepLoad:
-    """The work of one timestep. Rank 0's own work, without draft forwards, is before and beside that of the stages."""
+    """The work of one timestep."""
 
     drafted: list[Load] = field(default_factory=list)  # the load of each draft forward
     computed: dict[int, Load] = field(default_factory=dict)  # by rank
     sent: dict[int, int] = field(default_factory=dict)  # rows by sender
-    deciding_seconds: float = 0.0
-    beside_seconds: float = 0.0
+    deciding_seconds: float = 0.0  # rank 0's work between two timesteps, for which all stages wait
+    beside_seconds: float = 0.0  # rank 0's work while the stages compute, without draft forwards
 
 
 class EmulatedClock:
-    """Adds up the duration of timesteps: rank 0's decisions, then the slowest group or rank 0, then the slowest transfers. A
-    device that rank 0 and a stage share gives each half of its time while both compute.
+    """Adds up the duration of timesteps: rank 0's decisions, then the slowest group or rank 0, then the slowest transfers. If
+    rank 0 and a stage share a device, each gets half of its time while both compute.
     """
 
     def __init__(self, emulation: Emulation, topology: Topology) -> None:
@@ -213,12 +213,12 @@ class Recorder:
         self._forwards.clear()
 
     def computing(self, load: Load) -> AbstractContextManager[None]:
-        """Let the body take as long as ``load`` takes on the emulated device."""
+        """Context whose body takes as long as ``load`` on the emulated device, if there is one."""
         return self.pacer.computing(load) if load.rows and self.pacer.is_emulating else nullcontext()
 
     @contextmanager
     def span(self, label: str, category: str, load: Load = NO_LOAD) -> Iterator[None]:
-        """Record the body of the ``with`` statement. If it computes rows, it takes as long as on the emulated device."""
+        """Context whose body is recorded as a span, paced as by ``computing``."""
         began = self.record_event()
         with self.computing(load):
             yield
@@ -230,7 +230,7 @@ class Recorder:
 
     @contextmanager
     def drafting(self, load: Load) -> Iterator[None]:
-        """Time one draft forward."""
+        """Context of one draft forward, which is timed and paced."""
         began, cpu_began = self.record_event(), time.thread_time()
         with self.computing(load):
             yield
@@ -239,13 +239,13 @@ class Recorder:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The rank has nothing to do once its device has finished the queued work."""
+        """Context in which the rank waits; it counts from when its device has finished the queued work."""
         began = self.record_event()
         yield
         self._waits.append(_Piece(began, self.record_event()))
 
     def note_beside(self, load: TimestepLoad) -> None:
-        """Add to ``load`` this thread's computing time since ``restart``, beside the stages; draft forwards apart."""
+        """Enter the draft forwards since ``restart`` into ``load``, and this thread's other CPU time."""
         load.drafted = [forward.load for forward in self._forwards]
         load.beside_seconds = time.thread_time() - self._own_began - self._drafting
 

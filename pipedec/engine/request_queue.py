@@ -110,7 +110,7 @@ class RequestQueue:
         self._limit = 0  # the pipeline's capacity for requests
         self._arrived: list[RankMessage] = []
         self._cancelled: set[int] = set()  # given out, and cancelled, which the pipeline does not know yet
-        self._reported: set[int] = set()  # given out, and cancelled, which the pipeline knows
+        self._reported: set[int] = set()  # cancelled, as Redis reported last
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -130,8 +130,8 @@ class RequestQueue:
         self._failure = None
 
     def journal(self) -> list[RankMessage]:
-        """Running requests before ``serving`` in a new epoch, also another process's; none that this one has ended or not
-        begun.
+        """The requests that run when an epoch begins, before ``serving``, also those that another process began; without those
+        that this one has ended or not begun. Raises PipedecError.
         """
         self._keep_posts()
         if self._unsent:
@@ -140,7 +140,7 @@ class RequestQueue:
         return [message for message in self._scheduler.journal() if message.number not in arrived]
 
     def give_out(self, message: RankMessage) -> None:
-        """Begin a request from the journal."""
+        """Note that the pipeline begins a request."""
         self._running[message.number] = PublishedOutput(message)
 
     def remembered(self) -> list[Remembered]:
@@ -166,11 +166,11 @@ class RequestQueue:
         self._stats = stats
 
     def show(self, frames: list[Frame]) -> None:
-        """Publish frames of the live feed soon, unless there are too many."""
+        """Publish frames of the live feed soon; if too many are waiting, the oldest are dropped."""
         self._frames.append(frames)
 
     def arrivals(self, limit: int) -> list[RankMessage]:
-        """At most ``limit`` requests that have arrived, the pipeline's capacity, in order. The others stay in Redis."""
+        """The next requests, at most ``limit``, for which the pipeline has room. The others stay in Redis."""
         self.check()
         with self._changing:
             arrived, self._arrived = self._arrived[:limit], self._arrived[limit:]
@@ -235,7 +235,7 @@ class RequestQueue:
             self._failure = error
 
     def _publish_frames(self) -> None:
-        """Publish the waiting frames of the live feed. Errors of Redis are left to the other calls."""
+        """Publish the waiting frames of the live feed. Other calls report the loss of Redis."""
         frames = list[str]()
         while self._frames and len(frames) < _FRAMES:
             frames += [json.dumps(frame, separators=(",", ":")) for frame in self._frames.popleft()]
@@ -260,12 +260,12 @@ class RequestQueue:
         return True
 
     def _keep_posts(self) -> None:
-        """The thread has ended, perhaps before it could publish everything: keep the rest."""
+        """Keep the posts that the ended thread has not taken."""
         while not self._posts.empty():
             self._take_posts(0)
 
     def _look(self) -> None:
-        """Take requests while there is room, and learn which running ones were cancelled."""
+        """Take requests while there is room, and note which were cancelled."""
         if not self._taking.acquire(blocking=False):
             return  # the pipeline waits for a request
         try:
@@ -273,9 +273,7 @@ class RequestQueue:
             cancelled = set(taken.cancelled)
             with self._changing:
                 self._arrived += taken.requests
-                ended = {
-                    message.number for message in self._arrived
-                } & cancelled  # not given out yet; the pipeline ends the others
+                ended = {message.number for message in self._arrived} & cancelled  # the pipeline ends those that it has begun
                 self._arrived = [message for message in self._arrived if message.number not in ended]
                 for number in sorted(ended):
                     self._posts.put(Post(number, (CancelledEvent(),), ends=True))

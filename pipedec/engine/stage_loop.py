@@ -25,7 +25,7 @@ TELLING_SECONDS = 1.0  # between two publications of the counters
 
 
 class StageLoop:
-    """Ranks 1..n."""
+    """The loop of one rank 1..n. Owns the messages that wait to be computed or sent."""
 
     def __init__(self, worker: StageWorker, rank: int, wiring: Wiring) -> None:
         self._worker = worker
@@ -55,7 +55,7 @@ class StageLoop:
                 self._execute(late)
 
     def _execute(self, message: RankMessage) -> None:
-        """Execute the granted tasks, one after another, and report them: a transfer is reported by its receiver."""
+        """Execute the granted tasks, one after another, and report them; the receiver of a transfer reports it."""
         done, planned = list[Task](), list[Planned]()
         for granted in message.tasks:
             task, facts = granted.task, Facts()
@@ -102,7 +102,7 @@ class StageLoop:
         self._tasks.send(reply, self._topology.following(self._rank), number)
 
     def _transfer(self, task: Task) -> None:
-        """Algorithm 3. Ends when the device has finished the transfer, so that the rank is free for the next one."""
+        """Receive or send (Algorithm 3). Returns when the device has finished, so that the rank is free for the next transfer."""
         if task.target == self._rank:
             self._arrived = self._tasks.receive(task.source)
             self._arrived.await_hidden()
@@ -121,7 +121,7 @@ class StageLoop:
             return Facts(has_output=bool(self._waiting.updates))
 
         def span(name: str, load: Load) -> AbstractContextManager[None]:
-            return nullcontext() if name == "sync" else recorder.span(task.label, name, load)  # answers that end are part of it
+            return nullcontext() if name == "sync" else recorder.span(task.label, name, load)  # ends of answers are part of it
 
         self._arrived, arrived = EMPTY, self._arrived
         reply = self._advance(arrived, task.seq, span)

@@ -1,8 +1,7 @@
 """The rows of requests in a forward, and their attention over the accepted past and the prediction tree (paper Algorithm 1).
 
-Each row attends to its own request's cache only. The scores over past and tree share one softmax; the past needs no mask. For
-CPU and CUDA, request by request. ``Rectangles`` let one call attend for several requests. Knows caches and masks; knows neither
-weights nor what the rows stand for.
+Each row attends to its own request's cache only. The scores over past and tree share one softmax; the past needs no mask. A call
+attends for one request, or with ``Rectangles`` for several. Knows caches and masks, but neither weights nor tokens.
 
 Shape legend: R rows in this step, P past tokens, N tree slots including this step's rows, S = P + N, H query heads,
 K key-value heads, G = H / K, D head size, E hidden size, V vocabulary, L layers.
@@ -32,7 +31,7 @@ class LaneRows:
         cache: the request's. The forward adds the rows to the tree level if ``visibility`` is given, else to the past.
         visibility: the slots of past and tree (older rows, then these) that each row attends to. None for a chunk of the prompt,
             which directly follows the past.
-        prefill_length: for a chunk of the prompt, or of an answer that goes on, the number of tokens in the whole prompt.
+        prefill_length: for a chunk of the prompt, or of a resumed answer, the number of tokens in the whole prompt.
         num_masks: number of mask rows, which are the last of the rows. Those after a chunk of the prompt attend to all of it and
             to each other causally, and are added to no level.
         num_tokens: number of the other rows.
@@ -62,7 +61,7 @@ class LaneRows:
 
     @property
     def num_shared(self) -> int:
-        """The leading slots that all of the rows attend to, if they are of trees."""
+        """Number of leading slots that all rows of a tree attend to."""
         assert self.visibility is not None
         return self.visibility.shared
 
@@ -73,7 +72,7 @@ class LaneRows:
 
     @property
     def num_slots(self) -> int:
-        """Slots that any of the rows attends to."""
+        """Number of slots that any of the rows attends to."""
         return self.num_prompt_slots + self.cache.length + self.num_rows
 
     def slots(self) -> list[range]:
@@ -84,9 +83,9 @@ class LaneRows:
         return [self.cache.prompt, *rows] if self.num_prompt_slots else rows
 
     def lengths(self) -> Tensor:
-        """int64 [R], the sequence length that each row's rotary frequencies depend on, if they do.
+        """int64 [R], the sequence length that each row's rotary frequencies depend on, for rope types that have one.
 
-        A token of the answer has the length that it had when it was decoded, also if it enters again.
+        A token of the answer has the length at which it was decoded, also if it enters again.
         """
         lengths = self.positions + 1
         if self.prefill_length is not None:
@@ -94,7 +93,7 @@ class LaneRows:
         return lengths
 
     def append(self) -> None:
-        """Add the rows to the cache, in which their keys and values have been written."""
+        """Add the rows, whose keys and values have been written, to a level of the cache."""
         is_chunk = self.visibility is None
         self.cache.append(self.num_tokens if is_chunk else self.num_rows, to_past=is_chunk)
 
@@ -113,7 +112,7 @@ class LaneRows:
         return self._chain(slice(self.num_tokens, self.num_rows), self.cache.length + self.num_tokens)
 
     def _chain(self, rows: slice, shared: int) -> Visibility:
-        """Some of the rows attend to ``shared`` slots and to each other causally."""
+        """The mask of rows that attend to ``shared`` slots and to each other causally."""
         positions = self.positions[rows]
         chain = torch.ones(len(positions), len(positions), dtype=torch.bool, device=positions.device).tril()
         return Visibility(chain, shared, lambda: positions)
@@ -141,13 +140,11 @@ class LayersShape:
 class AttentionPlan:
     """The masks of one step, prepared once and used by every layer.
 
-    Attributes:
-        is_prefill: the rows directly follow the past and attend to each other causally.
-        biases: for each sliding window, the tensor that is added to the scores, 0 or −inf: [R, S] in prefill (None = plain causal
-            attention from slot 0), else [R·G, S] for the folded queries (None = all slots are seen).
+    ``biases`` has for each sliding window the tensor that is added to the scores, 0 or −inf: [R, S] in prefill (None = plain
+    causal attention from slot 0), else [R·G, S] for the folded queries (None = all slots are seen).
     """
 
-    is_prefill: bool
+    is_prefill: bool  # the rows directly follow the past and attend to each other causally
     biases: dict[int | None, Tensor | None]
 
     @classmethod
@@ -207,7 +204,7 @@ class RowAttention(Protocol):
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """Rows of one request that share a plan, its ordinary rows or its mask rows, and the keys and values that they attend to."""
+    """The ordinary rows or the mask rows of one request, which share a plan, and the keys and values that they attend to."""
 
     rows: slice
     plan: AttentionPlan
@@ -288,21 +285,16 @@ def in_window(visibility: Visibility, positions_R: Tensor, window: int) -> Tenso
 class Rectangles:
     """The rows of B requests, and the cache slots that they attend to, padded to the most rows M and slots N of any of them."""
 
-    rows: Tensor  # int64 [B, M], indices into the forward's rows; filled up with a request's first row
-    slots: Tensor  # int64 [B, N], slots of the pool; filled up with a request's first one
+    rows: Tensor  # int64 [B, M], indices into the forward's rows; padded with a request's first row
+    slots: Tensor  # int64 [B, N], slots of the pool; padded with a request's first one
     order: Tensor  # int64 [T], the T rows without padding, as indices into [B · M]
-
-    @classmethod
-    def empty(cls, requests: int, most_rows: int, most_slots: int, rows: int) -> Rectangles:
-        """B, M, N and T; all indices are 0, on the host."""
-        sizes = (requests, most_rows), (requests, most_slots), (rows,)
-        return cls(*(torch.zeros(size, dtype=torch.int64) for size in sizes))
 
     @classmethod
     def of(cls, rows: Sequence[range], slots: Sequence[Sequence[range]], device: torch.device) -> Rectangles:
         """The smallest rectangles for each request's range of the forward's rows and its runs of slots of the pool."""
         most_rows, most_slots = max(map(len, rows)), max(sum(map(len, runs)) for runs in slots)
-        found = cls.empty(len(rows), most_rows, most_slots, sum(map(len, rows)))
+        sizes = (len(rows), most_rows), (len(rows), most_slots), (sum(map(len, rows)),)
+        found = cls(*(torch.zeros(size, dtype=torch.int64) for size in sizes))
         found.fill(rows, slots)
         return cls(*(to_device(indices, device) for indices in (found.rows, found.slots, found.order)))
 
@@ -336,7 +328,7 @@ class Rectangles:
 
 
 def fill_indices(target: Tensor, ranges: Iterable[range]) -> None:
-    """Write the numbers of ``ranges`` one after the other, then repeat the first one."""
+    """Write the numbers of ``ranges`` one after the other, and pad with the first one."""
     first = 0
     for numbers in ranges:
         torch.arange(numbers.start, numbers.stop, out=target[first : first + len(numbers)])

@@ -1,7 +1,7 @@
 """The files of a trained BiTA: keys and values of a learned prompt for every layer of a target, and one embedding per mask.
 
-Knows the file format and which target a file belongs to, but not how the tensors are used. Shapes: L layers, K key-value heads,
-Q prompt tokens, D head size, M masks, E hidden size.
+Owns the file format, and the check of which target a file belongs to. Does not know how the tensors are used. Shapes: L layers,
+K key-value heads, Q prompt tokens, D head size, M masks, E hidden size.
 """
 
 from __future__ import annotations
@@ -29,17 +29,13 @@ _FORMAT = "pipedec-bita-1"
 class BitaConfig(Record, frozen=True):
     """``config.json`` of a BiTA directory.
 
-    Attributes:
-        target: ``fingerprint`` of the target it was trained for.
-        num_masks: M.
-        num_prompt_tokens: Q; 0 without a prompt.
-        prompting: how the prompt was learned (BiTA Table 3): ``deep`` (keys and values of every layer), ``shallow`` (input
-            embeddings, from which the layers computed the keys and values) or ``none``.
+    ``prompting`` is how the prompt was learned (BiTA Table 3): ``deep`` (keys and values of every layer), ``shallow`` (input
+    embeddings, from which the layers computed the keys and values) or ``none``.
     """
 
-    target: str
-    num_masks: Annotated[int, Meta(ge=1, le=MAX_MASKS)]
-    num_prompt_tokens: Annotated[int, Meta(ge=0)]
+    target: str  # ``fingerprint`` of the target it was trained for
+    num_masks: Annotated[int, Meta(ge=1, le=MAX_MASKS)]  # M
+    num_prompt_tokens: Annotated[int, Meta(ge=0)]  # Q; 0 without a prompt
     prompting: Literal["deep", "shallow", "none"] = "deep"
 
     @classmethod
@@ -67,8 +63,8 @@ class BitaWeights:
 
     @classmethod
     def load(cls, directory: Path, config: ModelConfig, layers: range, dtype: torch.dtype, device: torch.device) -> BitaWeights:
-        """Read the tensors of ``layers`` only, for a target of the shape ``config``. Raises UserError if the file is missing or
-        truncated, or a shape does not match the BiTA's config and the target.
+        """Read the tensors of ``layers`` only. ``config``: of the target. Raises UserError if the file is missing or truncated,
+        or a shape does not match the BiTA's config and the target.
         """
         path = directory / SINGLE_FILE
         bita = BitaConfig.from_directory(directory)

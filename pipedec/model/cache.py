@@ -84,7 +84,7 @@ class KVPool:
             first += len(target)
 
     def reader(self, ranges: Sequence[range]) -> Reader:
-        """Reads keys_KSD and values_KSD of one or more ranges of slots, a layer at a time; of a single one without copying."""
+        """A function that reads one or more ranges of slots in a layer: keys_KSD, values_KSD. A single range is not copied."""
         parts = [self.tensor[:, :, :, part.start : part.stop] for part in ranges]  # each [L, 2, K, slots, D]
         if len(parts) == 1:
             views = parts[0].flatten(0, 1).unbind(0)
@@ -113,7 +113,7 @@ class KVCache:
     levels as one block. A step's rows are written after both; ``append`` then adds them to a level.
 
     Its slots are *runs* of consecutive slots of the pool. One run is read without copying, several are joined layer by layer.
-    The first slots may be shared with other requests: nothing is ever written before ``past_length``, but for ``release``.
+    The first slots may be shared with other requests: only ``release`` ever writes before ``past_length``.
 
     Args:
         slots: its first slots (see ``extend``).
@@ -170,7 +170,7 @@ class KVCache:
         self.past_length = self.length = 0
 
     def ranges(self, first: int, stop: int) -> list[range]:
-        """The pool's slots of slots ``first`` to ``stop`` − 1, run by run: one range or more. Raises ValueError beyond all."""
+        """The pool's slots for slots ``first`` to ``stop`` − 1, run by run, at least one range. Raises ValueError for too few."""
         if stop > self.slots:
             raise ValueError(f"{stop} rows do not fit into the {self.slots} slots that this request was given")
         if len(self._runs) == 1:
@@ -185,7 +185,7 @@ class KVCache:
         return found or [range(0)]
 
     def next_slots(self, rows: int) -> list[range]:
-        """The pool's slots for ``rows`` new rows, which are in no level before ``append``. Raises ValueError as ``ranges``."""
+        """The pool's slots for the next ``rows`` rows, which ``append`` adds to a level. Raises ValueError as ``ranges``."""
         return self.ranges(self.length, self.length + rows)
 
     def blocks(self, slots: int) -> list[int]:
@@ -194,10 +194,7 @@ class KVCache:
         return [first // block for run in self.ranges(0, slots) for first in range(run.start, run.stop, block)]
 
     def append(self, rows: int, to_past: bool = False) -> None:
-        """Add ``rows`` written rows to the tree level, or ``to_past``.
-
-        Raises ValueError if there are too few slots for them, or for ``to_past`` with rows in the tree.
-        """
+        """Add ``rows`` written rows to the tree, or ``to_past`` if the tree is empty. Raises ValueError if that is impossible."""
         if rows < 0 or self.length + rows > self.slots:
             raise ValueError(f"{rows} rows cannot have been written: {self.length} of {self.slots} slots are used")
         if to_past and self.length > self.past_length:
@@ -209,8 +206,11 @@ class KVCache:
     def advance(self, committed: Tensor, kept: Tensor) -> None:
         """Commit tree rows to the past and prune those that are not kept (one copy over all layers).
 
-        Both arguments are int64 indices into the tree rows, in their new order, on the host. Raises ValueError if an index is
-        outside the tree or occurs twice.
+        Args:
+            committed, kept: int64 indices into the tree rows, in their new order, on the host.
+
+        Raises:
+            ValueError: an index is outside the tree or occurs twice.
         """
         order, past, size = committed.tolist() + kept.tolist(), self.past_length, self.length - self.past_length
         if len(set(order)) != len(order) or (order and not 0 <= min(order) <= max(order) < size):
@@ -220,9 +220,8 @@ class KVCache:
         self.length = past + len(order)
 
     def release(self, kept: Tensor) -> None:
-        """Drop all past rows except ``kept``, int64 slots on the host, ascending; the tree follows directly after them.
-
-        Raises ValueError if a slot is outside the past or out of order.
+        """Drop all past rows except ``kept``, int64 slots on the host, ascending; the tree follows directly after them. Raises
+        ValueError if a slot is outside the past or out of order.
         """
         slots = kept.tolist()
         if slots != sorted(set(slots)) or not all(0 <= slot < self.past_length for slot in slots):
@@ -232,7 +231,7 @@ class KVCache:
         self.past_length, self.length = len(slots), len(sources)
 
     def _gather(self, first: int, sources: list[int]) -> None:
-        """Copy the rows of the slots ``sources`` to the slots from ``first`` on, except leading ones that are there already."""
+        """Move the rows in slots ``sources`` to the slots from ``first`` on, except leading ones that are there already."""
         moved = next((slot for slot, source in enumerate(sources, start=first) if slot != source), first + len(sources))
         if sources := sources[moved - first :]:
             runs = [bisect_right(self._firsts, source) - 1 for source in sources]

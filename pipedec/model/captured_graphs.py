@@ -1,7 +1,7 @@
 """Captured forwards: a stage's computation is recorded once for each bucket of sizes and then replayed as one graph.
 
 Owns the buckets, the tensors that the graphs read and write, and when a forward is captured. A bucket holds any smaller forward.
-Padding rows do no harm: their keys and values go to a slot that no request has, and no row of a request attends to them.
+Padding rows are harmless: their keys and values go to a slot that no request has, and no row of a request attends to them.
 Knows caches and masks, but neither layers nor weights; CUDA only in ``CudaCapture``. Shapes as in ``Rectangles``; R includes
 padding rows.
 """
@@ -23,7 +23,7 @@ from pipedec.model.attention import LaneRows, LayersShape, Rectangles, RowAttent
 from pipedec.model.cache import KVPool
 from pipedec.tree import Visibility
 
-FEWEST_SLOTS = 128  # of a request
+FEWEST_SLOTS = 128  # of a request in a bucket
 MOST_FILLING = 4  # the rectangles may have this many times as many rows as the forward
 MOST_GRAPHS = 256  # of one pool
 _WARM_UPS = 2  # runs before a capture, in which libraries allocate their memory
@@ -47,7 +47,7 @@ class CapturedGraphs:
 
     Attributes:
         pool: the pool whose addresses the graphs contain.
-        turn: (index, number of turns) of forwards that may be captured; (0, 1) for each.
+        turn: (index, number of turns): forward number i may be captured if i % turns == index; (0, 1) for each.
     """
 
     def __init__(self, shape: LayersShape, pool: KVPool, capture: Capture, most_graphs: int = MOST_GRAPHS) -> None:
@@ -59,7 +59,7 @@ class CapturedGraphs:
         self._graphs: dict[Bucket, tuple[BucketTensors, Run]] = {}
 
     def bucket_of(self, lanes: Sequence[LaneRows]) -> Bucket | None:
-        """The bucket in which these rows are computed; None if they should not be captured."""
+        """The bucket in which these rows are computed; None if they are not captured."""
         bucket, (own, turns) = Bucket.of(lanes), self.turn
         self._num_forwards += 1
         may_capture = self._num_forwards % turns == own and len(self._graphs) < self._most_graphs
@@ -138,7 +138,7 @@ class Bucket:
 
     @classmethod
     def of(cls, lanes: Sequence[LaneRows]) -> Bucket | None:
-        """The smallest bucket that holds these rows; None if there is none, as for many or very uneven rows."""
+        """The smallest bucket that holds these rows; None for too many rows, or requests of very uneven sizes."""
         bucket = cls(
             _power(sum(lane.num_rows for lane in lanes)),
             _power(len(lanes)),
@@ -162,7 +162,7 @@ class Bucket:
 
 
 def usual_sizes(rows: int, slots: int) -> list[tuple[int, int]]:
-    """Rows and slots of forwards of one request, ascending by slots: one for each bucket up to this size, at least 1 of both."""
+    """(Rows, slots) of forwards of one request, ascending by slots: one for each bucket up to this size. Both are at least 1."""
     counts = [min(1 << exponent, rows) for exponent in range(_power(rows).bit_length())]
     contexts = [min(FEWEST_SLOTS << exponent, slots) for exponent in range(max(_power(slots) // FEWEST_SLOTS, 1).bit_length())]
     sizes = [(count, context) for context in contexts for count in counts if count <= context]
@@ -170,9 +170,7 @@ def usual_sizes(rows: int, slots: int) -> list[tuple[int, int]]:
 
 
 class BucketBuffers:
-    """The memory that all buckets of a stage share: one forward at a time. It is allocated once, for rows like ``inputs``, and
-    never moves.
-    """
+    """The memory that all buckets of a stage share, for one forward at a time of rows like ``inputs``. It never moves."""
 
     def __init__(self, inputs: Tensor, windows: Sequence[int | None], head_dim: int, dtype: torch.dtype) -> None:
         device = inputs.device
@@ -185,25 +183,16 @@ class BucketBuffers:
 
 @dataclass(frozen=True)
 class BucketTensors:
-    """The inputs of a forward of one bucket: views of ``BucketBuffers``, so that its values change and its addresses do not.
-
-    Attributes:
-        inputs: int64 [R], or hidden_RE.
-        cos, sin: [R, D].
-        indices: int64, the memory of ``slots`` and ``rectangles``.
-        slots: int64 [R], where keys and values are written in the pool.
-        rectangles: with T = R.
-        seen: for each sliding window, bool [B, M, N]: which slots of its request a row attends to.
-    """
+    """The inputs of a forward of one bucket: views of ``BucketBuffers``, whose values change and whose addresses do not."""
 
     bucket: Bucket
-    inputs: Tensor
-    cos: Tensor
-    sin: Tensor
-    indices: Tensor
-    slots: Tensor
-    rectangles: Rectangles
-    seen: Mapping[int | None, Tensor]
+    inputs: Tensor  # int64 [R], or hidden_RE
+    cos: Tensor  # [R, D]
+    sin: Tensor  # [R, D]
+    indices: Tensor  # int64, the memory of ``slots`` and ``rectangles``
+    slots: Tensor  # int64 [R], where keys and values are written in the pool
+    rectangles: Rectangles  # with T = R
+    seen: Mapping[int | None, Tensor]  # for each sliding window, bool [B, M, N]: the slots of its request that a row attends to
 
     @classmethod
     def of(cls, bucket: Bucket, buffers: BucketBuffers) -> BucketTensors:
@@ -214,8 +203,8 @@ class BucketTensors:
                 for window, part in zip(buffers.windows, buffers.seen, strict=True)}  # fmt: skip
         return cls(bucket, buffers.inputs[:rows], buffers.cos[:rows], buffers.sin[:rows], indices, slots, rectangles, seen)
 
-    def fill(self, inputs: Tensor, cos_sin: tuple[Tensor, Tensor], lanes: Sequence[LaneRows], spare_slot: int) -> None:
-        """Enter the rows of a forward. Padding takes the ``spare_slot``, and overwrites leftovers of earlier forwards.
+    def fill(self, inputs: Tensor, cos_sin: CosSin, lanes: Sequence[LaneRows], spare_slot: int) -> None:
+        """Enter the rows of a forward. Padding rows write to ``spare_slot``, and replace those of earlier forwards.
 
         Indices are copied all at once, from other memory each time: the host does not wait for a device that still reads them.
         """

@@ -28,7 +28,7 @@ class DraftVocabulary:
 
     @classmethod
     def create(cls, tokens: Tensor, vocab_size: int, of: str) -> DraftVocabulary:
-        """Build from ``tokens`` (int64) of the target's V, in this order. Raises ValueError for others and for repetitions."""
+        """The vocabulary of the target's ``tokens``, int64, in this order. Raises ValueError if one repeats or is not below V."""
         if len(tokens.unique()) != len(tokens) or not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
             raise ValueError(f"a draft's tokens must be different, and below {vocab_size}")
         draft_ids = torch.zeros(vocab_size, dtype=torch.int64, device=tokens.device)

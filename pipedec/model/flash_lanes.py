@@ -26,10 +26,9 @@ Placed = tuple[LaneRows, int]  # a lane, and the index of its first row in the f
 
 
 class FlashLaneAttention:
-    """Mask rows, and rows of trees in layers with a sliding window, attend request by request: the kernel has no mask for them.
+    """Attention of a forward's rows by a ``kernel`` with the arguments and results of ``flash_attn_varlen_func``.
 
-    Args:
-        kernel: has the arguments and results of ``flash_attn_varlen_func``. The others are those of ``LaneAttention``.
+    Mask rows, and rows of trees in layers with a sliding window, attend request by request: the kernel has no mask for them.
     """
 
     def __init__(self, lanes: Sequence[LaneRows], shape: LayersShape, kernel: Any) -> None:
@@ -43,10 +42,8 @@ class FlashLaneAttention:
         self._trees = TreeRows.of(with_past, shape.group, shape.dtype) if with_past else None
         self._parts = [AttentionPart.of_masks(lane, first, shape) for lane, first in placed if lane.num_masks]
         self._parts += [AttentionPart.of_tokens(lane, first, shape) for lane, first in trees if not lane.num_shared]
-        has_window = any(window is not None for window in shape.windows)
-        self._windowed = (
-            [AttentionPart.of_tokens(lane, first, shape) for lane, first in with_past] if has_window else list[AttentionPart]()
-        )
+        windowed = with_past if any(window is not None for window in shape.windows) else []
+        self._windowed = [AttentionPart.of_tokens(lane, first, shape) for lane, first in windowed]
 
     def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
         window, out_RHD = self._windows[layer], q_RHD.new_empty(q_RHD.shape)
@@ -65,11 +62,11 @@ class PagedRows:
     """Rows of some requests that attend to the first slots of their caches, for a kernel that reads these block by block."""
 
     rows: Tensor  # int64 [T], indices into the forward's rows, request by request
-    first_rows: Tensor  # int32 [B + 1], where each request's rows begin if they are counted one after the other
+    first_rows: Tensor  # int32 [B + 1], where each request's rows begin among ``rows``, and their number
     first_slots: Tensor  # int32 [B + 1], the same of slots
     most_rows: int  # of any request
     most_slots: int
-    block_table: Tensor  # int32 [B, blocks], the pool's blocks of each request; filled up with its first one
+    block_table: Tensor  # int32 [B, blocks], the pool's blocks of each request; padded with its first one
 
     @classmethod
     def of(cls, placed: Sequence[Placed], num_slots: Sequence[int]) -> PagedRows:
@@ -178,9 +175,8 @@ def flash_kernel(dtype: torch.dtype, device: torch.device) -> tuple[Any, str]:
 
 
 def described_attention(dtype: torch.dtype, device: torch.device, captures: bool) -> tuple[str, str]:
-    """The kernel of layers without a sliding window, and the reason for it, for users.
-
-    ``captures``: forwards on a GPU are captured if they have few rows.
+    """The kernel of layers without a sliding window, and the reason for it, for users. ``captures``: whether forwards of few
+    rows are captured on a GPU.
     """
     kernel, why = flash_kernel(dtype, device)
     name = "SDPA" if kernel is None else "flash-attention"

@@ -27,7 +27,8 @@ TYPICAL_ROWS = 16  # the packed layout is chosen for products of this many rows
 SMALLEST_PACKED = 192 * 192  # numbers; below, a call of the packed kernel costs more than it saves
 _SLICE_VALUES = {"cpu": 1 << 19, "cuda": WIDENED_VALUES}  # widened at once
 LOADED_VALUES = {"cpu": 1 << 19, "cuda": 1 << 22}  # rounded at once, in float32 and float64
-_PACKED_OUTPUTS, _PACKED_BLOCK = 16, 1024  # torch's kernels for 4 bits take a multiple of them; packed at once
+_PACKED_OUTPUTS = 16  # torch's kernels for 4 bits take a multiple of this
+_PACKED_BLOCK = 1024  # outputs packed at once
 
 Kernel = Callable[[Tensor], Tensor]
 
@@ -69,7 +70,7 @@ class QuantizedMatrix:
             self._kernel = self._packed()
 
     def linear(self, rows_RK: Tensor) -> Tensor:
-        """rows · matrixᵀ, [R, N]. Each row's result depends on the number of rows as much as that of an ordinary product."""
+        """rows · matrixᵀ, [R, N]. As in an ordinary product, the last bits of a row may depend on the number of rows."""
         if self._kernel is not None:
             return self._kernel(rows_RK)
         parts = [functional.linear(rows_RK, self._widened(part)) for part in self._slices(_SLICE_VALUES)]
@@ -97,7 +98,7 @@ class QuantizedMatrix:
         raise NotImplementedError
 
     def _packed(self) -> Kernel | None:
-        """The product with bfloat16 rows by one kernel, if there is one."""
+        """torch's kernel for the product with bfloat16 rows, with the values packed for it; None if there is none."""
         raise NotImplementedError
 
 
@@ -141,7 +142,7 @@ class Int4Matrix(QuantizedMatrix):
 
     @classmethod
     def empty(cls, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Int4Matrix:
-        """Raises UserError if it cannot be halved into whole groups."""
+        """A matrix without values. Raises UserError if it cannot be halved into whole groups."""
         if inputs % (2 * GROUP):
             raise UserError(f"int4 takes matrices whose inputs are a multiple of {2 * GROUP}, not {inputs}: use int8")
         values = torch.empty(outputs, inputs // 2, dtype=torch.int8, device=device)
@@ -187,7 +188,8 @@ class Int4Matrix(QuantizedMatrix):
 
     def packed_for_cuda(self) -> Tensor:
         """The values as CUDA's kernel reads them, int32 [N / 8, K / (16 · T), 32, T / 2] with T tiles of 16 inputs side by side.
-        In place, as tiles of 8 outputs lie one after the other."""
+        Repacked in place, as tiles of 8 outputs lie one after the other.
+        """
         tiles = 8 if self.shape[1] % 128 == 0 else 4
         packed = self.values.view(torch.int32).view(len(self) // 8, self.shape[1] // (16 * tiles), 32, tiles // 2)
         for start in range(0, len(self), _PACKED_BLOCK):

@@ -44,7 +44,7 @@ class Rotary:
         elif self.rope_type == "llama3":
             frequencies = _llama3_frequencies(config)
         else:
-            self._initialise = _of_transformers(config)
+            self._initialise = _frequencies_by_transformers(config)
             frequencies, self._scaling = self._initialise(self._device)
         if 2 * len(frequencies) != config.head_dim:
             raise UserError(
@@ -107,9 +107,9 @@ def _plain_frequencies(config: ModelConfig, share: float = 1.0) -> Tensor:
 
 
 def _llama3_frequencies(config: ModelConfig) -> Tensor:
-    """Return the frequencies of Llama 3.1 and later: long wavelengths are scaled by ``factor``, medium ones interpolated.
+    """The frequencies of Llama 3.1 and later: long wavelengths are scaled by ``factor``, medium ones interpolated.
 
-    The operations and their order are those of transformers, so the results are equal bit by bit.
+    Operations and their order are those of transformers, so the results are equal bit by bit.
     """
     rope = config.rope
     length, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
@@ -122,8 +122,8 @@ def _llama3_frequencies(config: ModelConfig) -> Tensor:
     return torch.where(is_between_D, partly_D, stretched_D)
 
 
-def _of_transformers(config: ModelConfig) -> Callable[..., tuple[Tensor, float]]:
-    """Return transformers' function for the other rope types; it takes a device and, for some types, a sequence length.
+def _frequencies_by_transformers(config: ModelConfig) -> Callable[..., tuple[Tensor, float]]:
+    """transformers' function for the other rope types; it takes a device and, for some types, a sequence length.
 
     Importing transformers takes two seconds.
     """

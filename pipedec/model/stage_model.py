@@ -109,7 +109,7 @@ class StageModel:
         return 0 if self._bita is None else self._bita.num_masks
 
     def attach(self, bita: BitaWeights) -> None:
-        """Enable mask rows with these weights. Only pools made afterwards hold the learned prompt."""
+        """Enable mask rows with these weights. Only pools made later hold the learned prompt."""
         self._bita = bita
 
     def make_pool(self, slots: int, block: int = 16) -> KVPool:
@@ -149,12 +149,11 @@ class StageModel:
             self._graphs.turn = self.capture_turn
             bucket = self._graphs.bucket_of(lanes)
         if self._graphs is not None and bucket is not None:
-            hidden_RE = self._graphs.forward(bucket, self._computed, inputs, cos_sin, lanes)
-        elif self.flash is not None:
-            attention: RowAttention = FlashLaneAttention(lanes, self._shape, self.flash)
-            hidden_RE = self._computed(inputs, cos_sin, slots_of(lanes), pool, attention)
+            hidden_RE = self._graphs.forward(bucket, self._compute, inputs, cos_sin, lanes)
         else:
-            hidden_RE = self._computed(inputs, cos_sin, slots_of(lanes), pool, LaneAttention(lanes, self._shape))
+            flash, shape = self.flash, self._shape
+            attention: RowAttention = LaneAttention(lanes, shape) if flash is None else FlashLaneAttention(lanes, shape, flash)
+            hidden_RE = self._compute(inputs, cos_sin, slots_of(lanes), pool, attention)
         for lane in lanes:
             lane.append()
         return hidden_RE
@@ -169,10 +168,9 @@ class StageModel:
         logits_RV = product(self._norm(hidden_RE, norm_E), head_VE)
         return logits_RV.to(torch.promote_types(self.dtype, torch.float32))
 
-    def _computed(self, inputs: Tensor, cos_sin: CosSin, slots: slice | Tensor, pool: KVPool, attention: RowAttention) -> Tensor:
-        """All layers, hidden_RE. A function of tensors that reads none of their values on the host, so it can be captured.
-
-        Keys and values are written to ``slots`` of the pool. ``cos_sin``: cos_RD, sin_RD.
+    def _compute(self, inputs: Tensor, cos_sin: CosSin, slots: slice | Tensor, pool: KVPool, attention: RowAttention) -> Tensor:
+        """hidden_RE after all layers, whose keys and values are written to ``slots`` of the pool. Reads no tensor's values on the
+        host, so it can be captured.
         """
         heads, kv_heads, head_dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         product = _padded_linear if self.pad_rows else linear

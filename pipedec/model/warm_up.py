@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 CHUNK = 2 * CAPTURED_ROWS  # rows of a prompt that are too many for a graph
 _CPU_ROWS = 8  # enough to load everything on any processor
-_TURNS = 16  # of models, each of which captures new buckets only in its own
+_TURNS = 16  # a model captures new buckets only in every 16th forward
 
 
 @dataclass(frozen=True)
 class Usual:
     """The usual size of requests to a model."""
 
-    rows: int  # maximum that enter together
-    context: int  # maximum tokens of a prompt and its answer
+    rows: int  # most that enter together
+    context: int  # most tokens of a prompt and its answer
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class FirstForward:
         return 1 + self.masks if self.is_prompt else self.rows
 
     def compute(self, model: StageModel, pool: KVPool) -> Tensor:
-        """hidden_RE of tokens 0, or of activations 0. Overwrites the pool's first slots, of which no request may have any."""
+        """hidden_RE of tokens 0, or of activations 0. Overwrites the pool's first slots, which no request may have."""
         blocks = -(-self.slots // pool.block) * pool.block
         pool.tensor.narrow(3, 0, blocks).zero_()  # memory that was never written may hold NaN
         cache = KVCache(pool, ((0, blocks),), cached=self.slots - self.rows, with_prompt=self.masks > 0)
@@ -81,6 +81,7 @@ def warm_up(
         pool: no request may have slots in it.
         use: processes the rows of a forward, hidden_RE, and waits until the device has computed it.
         progress: called with the number of forwards computed, and their total: before each, and at the end.
+        turn: number of the model among those that rows pass.
     """
     is_captured = model.capture is not None
     if not is_captured and model.device.type == "cpu":

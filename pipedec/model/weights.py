@@ -1,5 +1,4 @@
-"""The weights of a checkpoint, in safetensors files or a GGUF file, and of one stage: which tensors it needs, reading only
-those, and how they are quantized and packed as they are read.
+"""The weights of a checkpoint (safetensors files or a GGUF file), and those of one stage, quantized and packed as they are read.
 
 Knows no activations. ``load_transformers`` makes the model of transformers: to train, to learn from, to compare with. Shapes as
 in ``stage_model``.
@@ -201,7 +200,7 @@ class StageWeights:
         if is_first and is_last and head_name == EMBEDDING:
             self.head_VE = self.embedding_VE
         names = list(checkpoint.expected_shapes(self._config, self._numbers, is_first, is_last))
-        read, matrices = count(1), dict[str, Tensor]()
+        num_read, matrices = count(1), dict[str, Tensor]()
         for layer, group in groupby(names, _layer_of):
             weights = None if layer is None else replace(self.layers[layer - self._numbers.start], **matrices)
             if weights is None:
@@ -209,7 +208,7 @@ class StageWeights:
                 targets: dict[str, Matrix] = {name: weight for name, weight in edges if weight is not None}
             else:
                 targets = self._layer_targets(f"model.layers.{layer}.", weights)
-            checkpoint.read_into({name: targets[name] for name in group}, lambda: progress(next(read), len(names)))
+            checkpoint.read_into({name: targets[name] for name in group}, lambda: progress(next(num_read), len(names)))
             if layer is not None and weights is not None:
                 matrices = _packable(weights)
                 self.layers[layer - self._numbers.start] = _packed(weights)

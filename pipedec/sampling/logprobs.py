@@ -16,8 +16,8 @@ ScoredTokens = tuple[tuple[int, float], ...]  # (id, log-probability) of a token
 
 
 class Logprobs:
-    """For each row, the token chosen after it and then the ``num_top`` most probable ones, which may include it again; and the
-    same of accepted tokens, not yet reported.
+    """The log-probabilities after each row, of the chosen token and then of the ``num_top`` most probable ones, which may include
+    it again. Keeps those of accepted tokens until they are taken.
     """
 
     def __init__(self, num_top: int) -> None:
@@ -26,23 +26,23 @@ class Logprobs:
         self._accepted: list[ScoredTokens] = []
 
     def accept_first(self, logits_1V: Tensor, token: Tensor) -> None:
-        """The first token of the answer, int64 [1], is accepted. It follows no row."""
+        """Accept the first token of the answer, int64 [1], which follows no row."""
         self._accepted += _scored(*_top(logits_1V, token, self._num_top))
 
     def add(self, logits_RV: Tensor, chosen_R: Tensor) -> None:
-        """Add rows after the present ones. Chosen tokens: int64."""
+        """Add rows after the present ones, and the tokens chosen after them, int64 [R]."""
         token_ids, values = _top(logits_RV, chosen_R, self._num_top)
         present = (token_ids[:0], values[:0]) if self._rows is None else self._rows
         self._rows = torch.cat((present[0], token_ids)), torch.cat((present[1], values))
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows except ``rows``: int64."""
+        """Drop all rows except ``rows``, int64."""
         if self._rows is not None:
             rows = to_device(rows, self._rows[0].device)
             self._rows = self._rows[0][rows], self._rows[1][rows]
 
     def accept(self, rows: list[int]) -> None:
-        """The tokens chosen after these rows are accepted."""
+        """Accept the tokens chosen after these rows."""
         if self._rows is not None:
             self._accepted += _scored(self._rows[0][rows], self._rows[1][rows])
 
@@ -67,18 +67,17 @@ class PromptLogprobs:
         return self._left > 0
 
     def add(self, logits_RV: Tensor, token_ids_R: Tensor) -> None:
-        """The next rows, of these tokens (int64), the first of which belong to the prompt."""
+        """Add the next rows, of tokens int64 [R]; those past the end of the prompt are ignored."""
         logits_RV, token_ids_R = logits_RV[: self._left], token_ids_R[: self._left]
         self._left -= len(token_ids_R)
-        if self._last is not None:
-            self._score(torch.cat((self._last, logits_RV[:-1])), token_ids_R)
+        before_RV = logits_RV[:-1]  # the logits of the rows before these tokens
+        if self._last is None:
+            token_ids_R = token_ids_R[1:]
         else:
-            self._score(logits_RV[:-1], token_ids_R[1:])
-        self._last = logits_RV[-1:].clone() if self._left else None
-
-    def _score(self, logits_RV: Tensor, token_ids_R: Tensor) -> None:
+            before_RV = torch.cat((self._last, before_RV))
         if len(token_ids_R):
-            self._ready += _scored(*_top(logits_RV, token_ids_R, self._num_top))
+            self._ready += _scored(*_top(before_RV, token_ids_R, self._num_top))
+        self._last = logits_RV[-1:].clone() if self._left else None
 
     def take(self) -> TokenLogprobs:
         """As ``Logprobs.take``, for the tokens since the last call."""

@@ -1,9 +1,9 @@
 """Choosing a token from the target's logits: greedily, or sampled with noise that depends only on seed, thread and position.
 
-Penalties, temperature, and the filters min-p, top-k and top-p map logits to logits. Filters put −inf for excluded tokens. Equally
+Penalties, temperature, and the filters min-p, top-k and top-p map logits to logits. Filters set excluded tokens to −inf. Equally
 probable tokens are kept or excluded together, so no result depends on how a sort breaks ties. Parameters that exclude nothing
-return the logits unchanged. Penalties have vLLM's meanings; ``History`` owns the token counts of the prompt and of the accepted
-output, and the tokens on a row's path in the tree are passed with the row.
+return the logits unchanged. ``History`` owns the token counts of the prompt and of the accepted output; the tokens on a row's
+path in the tree are passed with the row. Knows no model.
 
 Shapes: R rows, N tree slots, V vocabulary, P distinct positions, K sorted tokens, T tokens, some of them repeatedly.
 """

@@ -21,7 +21,7 @@ from pipedec.threads import NewSequence
 from pipedec.tree import Advance, ThreadChanges
 
 _CORRUPTED = -(2**32)  # less the number of a stage; masks are negative, too, but near 0
-_BY_CHANCE = SamplingParams(temperature=1.0, top_p=0.9, seed=0)  # typical of requests that sample
+_TYPICAL_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
 
 
 class SlotTokens:
@@ -144,7 +144,7 @@ class FinalLane(Lane):
         return torch.cat((token_1, self._forecasts.first(logits_RV[1:], self._prefill_length + 1).flatten()))
 
     def _corrupted(self, token_ids_R: Tensor, bad_R: Tensor) -> Tensor:
-        """The token ids, int64, with one that encodes the first corrupted stage after each bad row: bool [R]."""
+        """The token ids, int64 [R]; after bad rows (bool [R]) ids that encode the first corrupted stage."""
         stage_1 = torch.minimum(self._first_bad, self._stage)
         return torch.where(bad_R, _CORRUPTED - stage_1.nan_to_num(posinf=0).long(), token_ids_R)
 
@@ -152,12 +152,11 @@ class FinalLane(Lane):
         """The first verdict after the last chunk of the prefill; later the one on the rows computed so far.
 
         Args:
-            number: of the request.
             token_ids: the result of ``judge``, read from the device; empty if no row needed logits.
 
         Returns:
-            with log-probabilities, if requested, of the accepted tokens, and of tokens of the prompt that have entered since the
-            last call; None if no further token is accepted, and there are none of the prompt.
+            the verdict with the requested log-probabilities of the accepted tokens, and of tokens of the prompt that have entered
+            since the last call; None without either.
         """
         if self._entered.visibility is not None:
             verdict = self._verdict(token_ids)
@@ -187,8 +186,8 @@ class FinalLane(Lane):
         walks = self._acceptance.verify(self.forest, self._successors)
         if not walks:
             return None
-        if named := [token for walk in walks for token in walk.tokens if token <= _CORRUPTED]:
-            return Verdict(finished="corrupted", bad_stage=_CORRUPTED - named[0])
+        if corrupted := [token for walk in walks for token in walk.tokens if token <= _CORRUPTED]:
+            return Verdict(finished="corrupted", bad_stage=_CORRUPTED - corrupted[0])
         if self._logprobs is not None:
             self._logprobs.accept([row for walk in walks for row in walk.rows])
         finished = self._acceptance.sequence.finished
@@ -227,7 +226,7 @@ class FinalStageWorker(StageWorker):
         """Choose tokens greedily and by sampling."""
         logits_RV = self._model.logits(hidden_RE[-forward.num_judged :])
         rows, device = len(logits_RV), logits_RV.device
-        sampler = Sampler(_BY_CHANCE, self._model.config.vocab_size, device)
+        sampler = Sampler(_TYPICAL_SAMPLING, self._model.config.vocab_size, device)
         mask_RN, token_ids = torch.eye(rows, dtype=torch.bool, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
         drawn = sampler.choose(logits_RV, torch.arange(rows), mask_RN, token_ids)
         to_host(torch.cat((greedy(logits_RV), drawn)))
@@ -252,8 +251,9 @@ class FinalStageWorker(StageWorker):
 
     def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> list[list[int]]:
         """Compute the logits of all requests at once, let each lane choose its tokens, and read these from the device once."""
-        for lane, own_RE in () if is_finite else computed:
-            lane.note_corruption(own_RE)
+        if not is_finite:
+            for lane, own_RE in computed:
+                lane.note_corruption(own_RE)
         judging = [(lane, own_RE[own_RE.shape[0] - lane.num_judged :]) for lane, own_RE in computed if lane.num_judged]
         if not judging:
             return [[] for _ in computed]

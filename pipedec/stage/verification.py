@@ -33,7 +33,6 @@ class TokenChooser:
     def __init__(self, sequence: Sequence, sampling: SamplingParams, vocab_size: int, device: torch.device | str) -> None:
         self._sequence, self._sampling, self._vocab_size, self._device = sequence, sampling, vocab_size, device
         self._is_constrained = sequence.can_fork or sequence.grammar is not None  # otherwise every token may follow
-        self._has_penalties = sampling.has_penalties
         self._prompt: list[Tensor] = []  # in chunks
         self._samplers: dict[int, Sampler] = {}  # by thread; empty if decoding is greedy
         if not sampling.is_plainly_greedy:
@@ -41,7 +40,7 @@ class TokenChooser:
 
     def add_prompt(self, token_ids: Tensor) -> None:
         """Add a chunk of the prompt: int64 [any number]."""
-        if self._has_penalties:
+        if self._sampling.has_penalties:
             self._prompt.append(token_ids)
             self._samplers[0].add_prompt(token_ids)
 
@@ -52,8 +51,8 @@ class TokenChooser:
         if not self._samplers:
             return greedy(logits_1V)
         position = torch.tensor([self._sequence.main.next_position])
-        last_said = self._tensor(self._sequence.main.token_ids[-1:])  # not counted yet, like the root of a tree
-        return self._samplers[0].choose(logits_1V, position, torch.ones_like(last_said, dtype=torch.bool)[None], last_said)
+        last_token = self._tensor(self._sequence.main.token_ids[-1:])  # not counted yet, like the root of a tree
+        return self._samplers[0].choose(logits_1V, position, torch.ones_like(last_token, dtype=torch.bool)[None], last_token)
 
     def choose(self, logits_RV: Tensor, forest: Forest, rows: slice) -> Tensor:
         """The token after each of ``rows``, none of which is a mask: int64 [R]."""
@@ -90,7 +89,12 @@ class TokenChooser:
         return logits_RV
 
     def scores(self, logits_MV: Tensor, positions_M: Tensor, threads_M: Tensor | None = None) -> Tensor:
-        """Scores that rank the predictions of mask rows, [M, V] (see ``Sampler.scores``); without threads, of the main one."""
+        """Scores that rank the predictions of mask rows, [M, V] (see ``Sampler.scores``).
+
+        Args:
+            positions_M: int64, position ids of the predicted tokens, on the host.
+            threads_M: int64, the thread of each mask; None if all are in the main thread.
+        """
         if not self._samplers:
             return logits_MV
         if threads_M is None:
@@ -106,7 +110,7 @@ class TokenChooser:
         """Call this after the forest has replayed a verdict with these changes."""
         if not self._samplers:
             return
-        if self._has_penalties:
+        if self._sampling.has_penalties:
             for number, tokens in changes.accepted.items():
                 token_ids = self._sequence.threads[number].token_ids
                 self._samplers[number].add_accepted(self._tensor(token_ids[-1 - len(tokens) : -1]))
@@ -128,10 +132,10 @@ class TokenChooser:
 
 
 class Walk(NamedTuple):
-    """Rows of the forest of one thread, each the child of the one before, and their successors, which are accepted."""
+    """Rows of one thread, each the child of the one before, and the target's tokens after them, which are accepted."""
 
     thread: int
-    rows: list[int]
+    rows: list[int]  # of the forest
     tokens: tuple[int, ...]
 
 

@@ -25,7 +25,7 @@ from pipedec.tree import Advance, ThreadChanges, forest_of, is_mask
 
 
 class SpanContext(Protocol):
-    """Returns the context for a part of a timestep's work."""
+    """Makes the context for a part of a timestep's work, by its name ("sync" or "dec") and load."""
 
     def __call__(self, name: str, load: Load, /) -> AbstractContextManager[None]: ...
 
@@ -129,15 +129,15 @@ class StageWorker:
         return self._pool.slots
 
     def warm_up(self, usual: Usual, progress: Callable[[int, int], None]) -> None:
-        """Compute forwards as of usual requests (see ``model.warm_up``), before the first request. Nothing is counted."""
+        """Compute forwards of usual sizes before the first request (see ``model.warm_up``); they do not count as ``rows``."""
         warm_up(self._model, self._pool, usual, self._rehearse, progress, self._stage)
 
     def _rehearse(self, forward: FirstForward, hidden_RE: Tensor) -> None:
-        """Process the rows of a forward in the usual way, and wait for the device."""
+        """Read results of a warm-up forward from the device, as after any forward."""
         to_host(hidden_RE[-1:])
 
     def reset(self) -> None:
-        """Drop all lanes: requests are sent again with all their rows, and own nothing in the pool any more."""
+        """Drop all lanes and their claims on the pool: requests are sent again with all their rows."""
         self.pruned_rows += sum(lane.forest.num_rows for lane in self._lanes.values())
         self._lanes.clear()
 
@@ -149,13 +149,13 @@ class StageWorker:
         slots of requests that a verdict ends.
 
         Returns:
-            ``waiting``, the last result of ``advance``, without the rows that were pruned; without updates if nothing is left.
+            ``waiting``, the last result of ``advance`` if it has not been sent, without the rows that were pruned.
 
         Raises:
             ValueError: a request is open already, or its slots are not in the pool.
             UserError: on the last stage, ``logit_bias`` names a token that is not in the vocabulary.
         """
-        left = {update.number: update for update in waiting.updates}
+        unsent = {update.number: update for update in waiting.updates}
         for update in sorted(updates, key=lambda update: update.opening is not None):
             if (opening := update.opening) is not None:
                 if update.number in self._lanes:
@@ -164,18 +164,18 @@ class StageWorker:
                 cache = KVCache(self._pool, opening.slots, opening.cached, opening.copied, with_prompt=has_masks)
                 self._lanes[update.number] = self._new_lane(update.number, opening, cache)
             if update.verdict is not None:
-                self._sync(update.number, update.verdict, left)
+                self._sync(update.number, update.verdict, unsent)
             if update.slots and (lane := self._lanes.get(update.number)) is not None:
                 lane.cache.extend(update.slots)
-        if not left:
+        if not unsent:
             return waiting
-        return dataclasses.replace(waiting, updates=tuple(one for one in left.values() if one != RequestUpdate(one.number)))
+        return dataclasses.replace(waiting, updates=tuple(one for one in unsent.values() if one != RequestUpdate(one.number)))
 
     def advance(self, message: StageMessage, span: SpanContext = _unrecorded) -> StageMessage:
         """Run one timestep: replay the updates of the message, await its activations, and compute its rows.
 
         Args:
-            span: the context for a part of the work, by its name ("sync" or "dec") and load.
+            span: called for each part of the work.
 
         Returns:
             the message to the next rank: the same updates with the rows that leave this stage; from the last stage to rank 0 its
@@ -216,15 +216,15 @@ class StageWorker:
     def _new_lane(self, number: int, opening: NewRequest, cache: KVCache) -> Lane:
         return Lane(opening, self._new_sequence(opening), cache, self._device)
 
-    def _sync(self, number: int, verdict: Verdict, waiting: dict[int, RequestUpdate]) -> None:
-        """Replay a verdict, and prune the waiting rows by it."""
+    def _sync(self, number: int, verdict: Verdict, unsent: dict[int, RequestUpdate]) -> None:
+        """Replay a verdict, and prune the request's unsent rows by it."""
         if (lane := self._lanes.get(number)) is None:
             return
         if (replayed := lane.sync(verdict)) is not None:
             advance, _ = replayed
             self.pruned_rows += advance.num_rows - advance.committed.shape[0] - advance.kept.shape[0]
-            if (update := waiting.get(number)) is not None and update.step is not None:
-                waiting[number] = replace(update, step=lane.pruned(update.step, advance))
+            if (update := unsent.get(number)) is not None and update.step is not None:
+                unsent[number] = replace(update, step=lane.pruned(update.step, advance))
         if verdict.finished is not None:
             self.pruned_rows += lane.forest.num_rows
             del self._lanes[number]
@@ -233,11 +233,11 @@ class StageWorker:
         self, updates: tuple[RequestUpdate, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
     ) -> tuple[RequestUpdate, ...]:
         """The updates for the next rank, with the rows of each step. ``is_finite``: their activations are known to be finite."""
-        left = {
+        leaving = {
             number: Step(step.token_ids, step.parents, own_RE, step.threads)
             for (number, step), own_RE in zip(steps.items(), activations, strict=True)
         }
-        return tuple(replace(update, step=left.get(update.number)) for update in updates)
+        return tuple(replace(update, step=leaving.get(update.number)) for update in updates)
 
 
 def known_finite(values: Tensor) -> bool:
@@ -250,10 +250,10 @@ def known_finite(values: Tensor) -> bool:
 
 
 def marked(inputs: Tensor, hidden_RE: Tensor, stage: int) -> Tensor:
-    """The activations, with a mark in each row that is not finite. Does not wait for a device.
+    """``hidden_RE``, which ``stage`` computed from ``inputs``, with a mark in place of each row that is not finite.
 
     A mark is NaN except for its first value, the number of the first stage to compute such a row. Later stages compute NaN from
-    it and pass the mark on; the last one turns it into a token id that no vocabulary has. ``inputs``: of the computation.
+    it and pass the mark on; the last one turns it into a token id that no vocabulary has. Does not wait for a device.
     """
     mark_E = torch.full_like(hidden_RE[0], torch.nan)
     mark_E[0] = stage

@@ -1,5 +1,4 @@
-"""Transfers between ranks. The only package that touches torch.distributed; knows envelopes, but not when or why they are
-sent."""
+"""Transfers between ranks. The only package that uses torch.distributed; knows envelopes, but not when or why they are sent."""
 
 from __future__ import annotations
 
@@ -15,10 +14,8 @@ class Transport(Protocol):
     """Point-to-point transfer of envelopes."""
 
     def send_envelope(self, envelope: StageMessage, dst: int) -> DeviceEvent:
-        """Send an envelope to rank ``dst``. Does not wait for the receiver.
-
-        Returns:
-            the end of the transfer of its activations, if a device sends them; otherwise the present moment.
+        """Send an envelope to rank ``dst`` without waiting for the receiver. Returns the event at the end of the transfer of its
+        activations, if a device sends them; else the present moment.
 
         Raises:
             RankLost: the connection failed or timed out.

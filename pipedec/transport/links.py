@@ -1,7 +1,7 @@
 """Messages between two ranks over a process group, and their progress.
 
-A link through host memory knows when a message has arrived. Over NCCL a device's stream knows: the host records an event after
-the transfer, and the device's work waits for it without the host. Knows bytes, not what they mean.
+Through host memory, the host waits until a message has arrived. Over NCCL it records an event after the transfer, for which the
+device's later work waits without the host. Knows bytes, not what they mean.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class HostTransfer:
     timeout: timedelta
 
     def wait(self) -> None:
-        """Wait on the host until the message has left or arrived. Raises RuntimeError if it cannot any more.
-
-        Call either this or ``join``, once.
+        """Wait on the host until the message has left or arrived. Raises RuntimeError if the transfer has failed. Call either
+        this or ``join``, once.
         """
         self.work.wait(self.timeout)
 
     join = wait
 
-    def event(self) -> DeviceEvent:
-        """The present moment: these transfers run by themselves."""
+    @property
+    def end(self) -> DeviceEvent:
+        """The present moment: no device takes part in the transfer."""
         return HostEvent(time.perf_counter())
 
 
@@ -56,18 +56,18 @@ class HostLink:
     place: torch.device = HOST
 
     def send(self, message: Tensor, tag: int = STEP_TAG) -> HostTransfer:
-        """Begin to send ``message``, which must not change until the transfer has ended. Raises RuntimeError."""
+        """Begin to send ``message``, which must not change until the transfer has ended. Raises RuntimeError if it fails."""
         return HostTransfer(message, self.group.send([message], self.peer, tag), self.timeout)
 
     def receive(self, num_bytes: int, tag: int = STEP_TAG) -> HostTransfer:
-        """Begin to receive a message of at most ``num_bytes``. Raises RuntimeError."""
+        """Begin to receive a message of at most ``num_bytes``. Raises RuntimeError if that fails."""
         message = torch.empty(num_bytes, dtype=torch.uint8)
         return HostTransfer(message, self.group.recv([message], self.peer, tag), self.timeout)
 
 
 @dataclass(frozen=True)
 class DeviceTransfer:
-    """A transfer on a stream of its own, with an event at its end; otherwise as ``HostTransfer``."""
+    """As ``HostTransfer``, on a stream of the device, with an event at its end."""
 
     message: Tensor
     end: DeviceEvent
@@ -87,10 +87,6 @@ class DeviceTransfer:
     def join(self) -> None:
         """As ``wait``, but only for work that is queued on the device from now on."""
         self.end.join([self.message])
-
-    def event(self) -> DeviceEvent:
-        """The end of the transfer."""
-        return self.end
 
 
 @dataclass(frozen=True)
@@ -115,13 +111,13 @@ class DeviceLink:
             return self._under_way(message, work)
 
     def receive(self, num_bytes: int, tag: int = STEP_TAG) -> DeviceTransfer:
-        """Begin to receive a message of exactly ``num_bytes``. Raises RuntimeError."""
+        """As ``HostLink.receive``, for a message of exactly ``num_bytes``."""
         with self.device.beside("receive"):
             message = torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
             return self._under_way(message, self.group.recv([message], self.peer, tag))
 
     def _under_way(self, message: Tensor, work: Work) -> DeviceTransfer:
-        work.wait()  # the present stream waits, and the host does not
+        work.wait()  # the current stream waits, and the host does not
         return DeviceTransfer(message, self.device.record_event(), self.timeout, self.is_aborted)
 
 

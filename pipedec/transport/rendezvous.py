@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.002
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How the ranks of a run find each other: all of them give the same store."""
+    """How the ranks of a run find each other: through one store, which all of them pass."""
 
     rank: int
     world_size: int
@@ -59,7 +59,9 @@ class AbortableStore(Store):
         return self._store.add(key, amount)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all ``keys`` are set. ``timeout`` is ignored: the library's is that of a connection."""
+        """Wait until all ``keys`` are set. Ignores ``timeout``, in which the library passes that of a connection. Raises
+        RuntimeError on ``abort``, or when the store's own time is over.
+        """
         deadline = time.monotonic() + self._timeout_seconds
         while not self._store.check(keys):
             if self._is_aborted or time.monotonic() > deadline:
@@ -87,7 +89,7 @@ class StoreServer:
 
 
 def join_store(address: str, port: int) -> Store:
-    """Raises RankLost if it does not answer within CONNECT_SECONDS."""
+    """Join the store of a ``StoreServer``. Raises RankLost if it does not answer within CONNECT_SECONDS."""
     try:
         return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS))
     except (RuntimeError, DistError):
@@ -95,7 +97,7 @@ def join_store(address: str, port: int) -> Store:
 
 
 def store_from_environment(timeout_seconds: float) -> Store:
-    """The store named by MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE of torchrun. RankLost if it does not answer in time."""
+    """The store named by MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE of torchrun. Raises RankLost if it is silent."""
     try:
         store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_seconds))))
     except (RuntimeError, ValueError, DistError) as error:
@@ -114,7 +116,7 @@ def store_of_epoch(store: Store, epoch: int) -> Store:
 
 
 def wait_for_key(store: Store, key: str, seconds: float) -> bool:
-    """Whether ``key`` is set in time."""
+    """Whether ``key`` is set within ``seconds``."""
     try:
         store.wait([key], timedelta(seconds=seconds))
         return True

@@ -46,7 +46,7 @@ _Gloo: Any = ProcessGroupGloo
 _MAX_PENDING_SENDS = 16  # a sender waits for a slow receiver only when this many messages are pending
 ENVELOPE_TAG = 1  # receives of envelopes are posted early; the tag keeps them from matching steps
 _ABORT_TAG = 2  # nothing is ever sent with it
-_TRIAL_TAG = 3
+_TRIAL_TAG = 3  # see ``_try_link``
 _AT_ONCE = timedelta(milliseconds=1)
 _INLINE_ROWS = 128  # of steps in an envelope's first message
 _SOURCE_LINE = re.compile(r"\[/\S+:\d+\] ")  # where in gloo's source an error was raised
@@ -82,13 +82,10 @@ class ProcessGroups:
         return self._all
 
     def connect_neighbours(self, device: torch.device) -> dict[int, Group]:
-        """NCCL groups of two stages, from ``device`` to device: of this stage with the one before and with the one after it.
+        """NCCL groups of this stage, on ``device``, with the one before and with the one after it, by the neighbour's rank.
 
         A stage sends over one and receives over the other, so that neither waits for the other. Every second pair of the chain
         connects first, then the others, so that no stage waits for more than one before its own turn.
-
-        Returns:
-            the groups, by the neighbour's rank.
         """
         rank, last = self.rendezvous.rank, self.rendezvous.world_size - 1
         senders = [sender for sender in (rank - 1, rank) if 1 <= sender < last]
@@ -142,7 +139,7 @@ def gloo_group(store: Store, rank: int, world_size: int, interface: str) -> Grou
 
 
 class TorchTransport:
-    """One rank's member of the process groups. Steps from rank 0 have no activations.
+    """The ``Transport`` of one rank, its member of the process groups. Rows from rank 0 have no activations.
 
     Args:
         backend: for steps between stages, ``gloo`` or ``nccl``; NCCL is used only if every stage requests it.
@@ -153,7 +150,7 @@ class TorchTransport:
     Attributes:
         backend: of the steps between stages, once the ranks have joined.
         all_ranks: the group of all ranks, for measurements.
-        can_rejoin: this process can join other ranks after ``abort``; with a communicator of NCCL only its successor can.
+        can_rejoin: this process can join other ranks after ``abort``. With an NCCL communicator only a new process can.
 
     Raises:
         UserError: the backend is unknown or does not work on ``place``.
@@ -194,7 +191,7 @@ class TorchTransport:
         self._groups = groups = self._new_groups(rendezvous)
         try:
             self.all_ranks = groups.connect()
-            # NCCL only if every stage requests it: with ``auto``, they may choose differently on their hosts. Rank 0 abstains.
+            # With ``auto``, stages may choose differently on their hosts, so NCCL needs all votes. Rank 0's is always yes.
             votes = torch.tensor([self._rank == 0 or self._wanted == "nccl"], dtype=torch.uint8)
             self.all_ranks.allreduce(votes, ReduceOp.MIN).wait(self._timeout)
             uses_nccl = bool(votes.item()) and self._rank > 0
@@ -230,11 +227,11 @@ class TorchTransport:
             self._attempt("receive from", peer, lambda: link.receive(1, _TRIAL_TAG).wait())
 
     def _inline_rows(self, peer: int) -> int:
-        """The maximum number of rows whose activations are sent in an envelope's first message, to or from a peer."""
+        """Most rows whose activations are sent in an envelope's first message, to or from a peer."""
         return _INLINE_ROWS if self._links[peer] is self._host_links[peer] else 0
 
     def _hidden_size_from(self, peer: int) -> int:
-        """Width of the activations that a peer sends."""
+        """Size E of the activations that a peer sends."""
         return self._hidden_size if peer > 0 else 0
 
     def _message_bytes(self, num_rows: int, peer: int) -> int:
@@ -254,7 +251,7 @@ class TorchTransport:
                 pending.append(link.send(pack_hidden(hidden, link.place)))
 
         self._attempt("send to", dst, send)
-        return pending[-1].event()
+        return pending[-1].end
 
     def receive_envelope(self, src: int) -> StageMessage:
         transfer = self._pending_receives.pop(src) if src in self._pending_receives else self._post_receive(src)
@@ -266,8 +263,8 @@ class TorchTransport:
             prefix = unpack_prefix(buffer, self._message_bytes(1, src))
             if not prefix.ends_session:
                 self._pending_receives[src] = self._post_receive(src)
-            head = self._head(buffer, prefix, src)
-            hidden, await_hidden = self._hidden(buffer, prefix, src)
+            head = self._receive_head(buffer, prefix, src)
+            hidden, await_hidden = self._receive_hidden(buffer, prefix, src)
             envelope = unpack_envelope(head, hidden, prefix)
         except ValueError as error:
             raise RankLost(f"rank {src} sent a message that is not an envelope: {error}") from None
@@ -281,14 +278,14 @@ class TorchTransport:
         room = PREFIX_BYTES + INLINE_HEAD_BYTES + self._message_bytes(self._inline_rows(src), src)
         return self._attempt("receive from", src, lambda: self._host_links[src].receive(room, ENVELOPE_TAG))
 
-    def _head(self, buffer: Bytes, prefix: Prefix, src: int) -> Bytes:
+    def _receive_head(self, buffer: Bytes, prefix: Prefix, src: int) -> Bytes:
         if prefix.head_bytes <= INLINE_HEAD_BYTES:
             return buffer[PREFIX_BYTES : prefix.end]
         transfer = self._attempt("receive from", src, lambda: self._host_links[src].receive(prefix.head_bytes))
         self._attempt("receive from", src, transfer.wait)
         return transfer.message.numpy()
 
-    def _hidden(self, buffer: Bytes, prefix: Prefix, src: int) -> tuple[Tensor | None, Callable[[], None]]:
+    def _receive_hidden(self, buffer: Bytes, prefix: Prefix, src: int) -> tuple[Tensor | None, Callable[[], None]]:
         """The activations of an envelope's rows [R, E], and a function that waits for those in a message of their own."""
         shape = prefix.rows, self._hidden_size_from(src), self._dtype
         if not all(shape[:2]):

@@ -143,11 +143,11 @@ def _array(tensor: Tensor) -> Buffer:
 
 
 class Packed(NamedTuple):
-    """The messages of an envelope: the head and the activations of all rows, [R, E], only if they are not in the first one."""
+    """The messages of an envelope; the later ones are None if the first one contains them."""
 
     first: Tensor
     head: Tensor | None
-    hidden: Tensor | None
+    hidden: Tensor | None  # [R, E], of all rows
 
 
 def pack_envelope(envelope: StageMessage, inline_rows: int) -> Packed:
@@ -206,8 +206,8 @@ def _padded(part: Buffer) -> bytes:
 
 
 def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:
-    """Read the announcement in an envelope's first message; ``row_bytes``: size of the sender's rows. Raises ValueError if it is
-    not such a message, or its lengths are impossible.
+    """The prefix of an envelope's first message, with rows of ``row_bytes`` bytes. Raises ValueError if it is another message, or
+    its lengths are impossible.
     """
     magic, *lengths = _PREFIX.unpack_from(buffer.data)
     if magic != PROTOCOL.encode():
@@ -225,13 +225,13 @@ def unpack_envelope(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> St
     if not len(head):
         return StageMessage((), ends_session)
     try:
-        said = _decoder.decode(head[: prefix.text_bytes].data)
+        decoded = _decoder.decode(head[: prefix.text_bytes].data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UserError):
         raise ValueError("its head cannot be read") from None
-    counts = [update.num_rows for update in said.updates]
+    counts = [update.num_rows for update in decoded.updates]
     if sum(counts) != prefix.rows:
         raise ValueError(f"its updates have {sum(counts)} rows, not {prefix.rows}")
-    if len({update.number for update in said.updates}) < len(counts):
+    if len({update.number for update in decoded.updates}) < len(counts):
         raise ValueError("it has two updates of one request")
     steps: Iterator[Step] = iter(())
     if prefix.rows:
@@ -243,9 +243,9 @@ def unpack_envelope(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> St
             one.number, one.opening, one.verdict, next(steps) if one.num_rows else None, one.logprobs, one.slots,
             one.prompt_logprobs,
         )
-        for one in said.updates
+        for one in decoded.updates
     )  # fmt: skip
-    tensors = _unpack_tensors(head, prefix.text_bytes + prefix.rows * ROW_ID_BYTES, said.tensors)
+    tensors = _unpack_tensors(head, prefix.text_bytes + prefix.rows * ROW_ID_BYTES, decoded.tensors)
     return StageMessage(updates, ends_session, tensors=tensors)
 
 
