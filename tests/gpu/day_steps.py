@@ -44,7 +44,7 @@ class Step:
         commands, toy: run one after the other until one fails; no ``toy`` if another step has the same. Placeholders are filled
             in: ``{python}``, ``{pipedec}``, ``{device}``, ``{card}``, ``{models}``, and ``{folder}``, the step's own.
         if_fails: what to look at.
-        cleanup: commands that run behind the others, whatever became of them.
+        cleanup: commands that run after the others, even if those fail.
         files, toy_files: written to the step's folder before it begins, by name; filled in likewise.
         read: the figures in the step's folder, once its commands have ended.
     """
@@ -106,11 +106,11 @@ def stages(count: int, toy_count: int | None = None) -> Step:
 STEPS = (
     Step("doctor", 60, (pipedec("doctor"),), (pipedec("doctor"),), "each line with a cross says what to mend"),
     tests(
-        "kernels", 240, "tests/gpu/test_gpu_kernels.py", "captured and float32 and llama and 0 or without_flash",
+        "kernels", 120, "tests/gpu/test_gpu_kernels.py", "captured and float32 and llama and 0 or without_flash",
         "`PIPEDEC_GRAPHS=off`, then without `flash-attn`: which kernels are to blame",
     ),
     tests(
-        "answers", 420, "tests/gpu/test_gpu_answers.py", "middle_stage",
+        "answers", 240, "tests/gpu/test_gpu_answers.py", "middle_stage",
         "the message names method and token; `PIPEDEC_GRAPHS=off` tells whether graphs are to blame",
     ),
     tests(
@@ -118,7 +118,7 @@ STEPS = (
         "`NCCL_DEBUG=INFO`; `--transport gloo` does without NCCL",
     ),
     tests(
-        "clusters", 360, "tests/gpu/test_gpu_clusters.py", "methods and windows",
+        "clusters", 300, "tests/gpu/test_gpu_clusters.py", "methods and windows",
         "`PIPEDEC_GRAPHS=off`; `--transport gloo`; the log of each rank",
     ),
     tests(
@@ -134,17 +134,17 @@ STEPS = (
         "the line that failed, by itself",
     ),
     Step(
-        "verify", 120, (pipedec("verify --device {device} --shapes 1,4 --max-tokens 64 --prompt", PROMPT),),
+        "verify", 260, (pipedec("verify --device {device} --shapes 1,4 --max-tokens 64 --prompt", PROMPT),),
         (pipedec("verify --device {device} --shapes 1,3x2 --max-tokens 16 --prompt", PROMPT),),
         "`--dtype float32`: there no token may differ; the message names method and token",
     ),
     Step(
-        "verify-float32", 120, (pipedec("verify --device {device} --dtype float32 --shapes 4 --max-tokens 64 --prompt", PROMPT),),
+        "verify-float32", 200, (pipedec("verify --device {device} --dtype float32 --shapes 4 --max-tokens 64 --prompt", PROMPT),),
         (pipedec("verify --device {device} --dtype float32 --shapes 1 --local --methods pp --max-tokens 4 --prompt", PROMPT),),
         "`PIPEDEC_GRAPHS=off`; `--local` does without processes and transfers",
     ),
     Step(
-        "threads", 90,
+        "threads", 200,
         (pipedec(f"{THREADS} --shapes 4 --max-tokens 120 --prompt", THREADS_PROMPT),),
         (pipedec(f"{THREADS} --shapes 3x2 --methods pipedec-bestfirst --max-tokens 40 --prompt", THREADS_PROMPT),),
         "`--local` does without processes and transfers",
