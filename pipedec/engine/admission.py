@@ -127,7 +127,7 @@ class Admission:
     def admit(self, message: RankMessage, batch: Batch) -> tuple[RunningAnswer, NewSequence]:
         """The answer to a request, and what makes sequences for its method. Raises UserError if it cannot be answered here."""
         prompt = PromptRequest.from_json(message.text)
-        received = prompt.resume + message.told
+        received = prompt.resume + message.output_token_ids
         request = self._request(message.number, prompt, received, batch.kv)
         maker = partial(self.sequences.maker, len(request.prompt_token_ids), request.sampling, request.threads)
         brought, known = (

@@ -137,7 +137,7 @@ class DraftLoop:
         request = answer.request
         logger.debug("begins request %d: %d prompt tokens by %s", request.number, len(request.prompt_token_ids), request.method)
         self._counters.begin(request.number, answer.completion.metrics)
-        self._publisher.begin(answer, goes_on=bool(message.told) or message.attempts > 0)
+        self._publisher.begin(answer, goes_on=bool(message.output_token_ids) or message.attempts > 0)
         self._pool.open(request, new_sequence)
 
     def _decode(self) -> None:
@@ -167,7 +167,7 @@ class DraftLoop:
 
     def _publish_counters(self) -> None:
         self._published = time.monotonic()
-        self._queue.tell(self._run_counters.stats())
+        self._queue.publish_stats(self._run_counters.stats())
 
     def _note(self, record: Record) -> None:
         """Trace and count this rank's timesteps."""

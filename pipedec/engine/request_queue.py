@@ -48,7 +48,7 @@ class PublishedOutput:
 
     def __init__(self, message: RankMessage) -> None:
         self._message = message
-        self._token_ids: list[int] = list(message.told)
+        self._token_ids: list[int] = list(message.output_token_ids)
         self._text: list[str] = []
         self._first, self._length = 0, 0  # where the text begins, and its length, in characters
         self._threads: dict[tuple[int, ...], ThreadNews] = {}
@@ -161,7 +161,7 @@ class RequestQueue:
             self._ending[number] = output
         self._posts.put(Post(number, events, ends=True))
 
-    def tell(self, stats: RunStats) -> None:
+    def publish_stats(self, stats: RunStats) -> None:
         """Publish the counters of the run, with the next events."""
         self._stats = stats
 

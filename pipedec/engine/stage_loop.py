@@ -21,7 +21,7 @@ from pipedec.stage.worker import SpanContext
 from pipedec.transport import Transport
 
 STOPPING_SECONDS = 0.05
-TELLING_SECONDS = 1.0  # between two publications of the counters
+PUBLISH_SECONDS = 1.0  # between two publications of the counters
 
 
 class StageLoop:
@@ -141,7 +141,7 @@ class StageLoop:
         phases.begin("between timesteps")  # the work of this one is queued on the device
         self._timesteps += 1
         self._wiring.activity.count_timestep()
-        if (now := time.perf_counter()) > self._published + TELLING_SECONDS:
+        if (now := time.perf_counter()) > self._published + PUBLISH_SECONDS:
             self._published = now
             self._publish_counters()
         self._tasks.note(self._tasks.timestep(number))
@@ -161,4 +161,4 @@ class StageLoop:
             self._rank, self._timesteps, self._worker.rows, self._worker.pruned_rows,
             compute_seconds=phases.seconds("computing"), wait_seconds=phases.seconds("waiting"),
         )  # fmt: skip
-        self._wiring.scheduler.tell(stats)
+        self._wiring.scheduler.publish_stats(stats)

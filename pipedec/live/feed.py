@@ -52,19 +52,19 @@ class LiveFeed:
     Args:
         about: describes the source, for its first frame: ``run`` (its name), ``epoch``, ``stages``, ``groups``, ``target``, …
         text: the text of token ids.
-        said: returns the text of an answer so far, by the number of its request.
+        answer_text: returns the text of an answer so far, by the number of its request.
         send: receives frames, in order. It must not wait.
         now_us: returns the time in microseconds.
     """
 
     def __init__(
-        self, about: Mapping[str, Any], text: Text, said: Callable[[int], str], send: Callable[[list[Frame]], None],
+        self, about: Mapping[str, Any], text: Text, answer_text: Callable[[int], str], send: Callable[[list[Frame]], None],
         now_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:  # fmt: skip
         self.watcher = ""  # names the latest one; empty if there is none
         self._about = dict(about)
         self._text = text
-        self._said = said
+        self._answer_text = answer_text
         self._send = send
         self._now_us = now_us
         self._texts: dict[int, str] = {}  # of single tokens
@@ -148,8 +148,8 @@ class LiveFeed:
             return
         assert self._present is not None
         rows, pruned, is_hit = request.accept(verdict)
-        text = self._said(number)
-        news, request.num_said = text[request.num_said :], len(text)
+        text = self._answer_text(number)
+        news, request.num_shown = text[request.num_shown :], len(text)
         request.latest = {
             "r": number,
             "tokens": [[token, self._token_text(token), row] for token, row in zip(verdict.tokens, rows, strict=True)],
@@ -177,12 +177,12 @@ class LiveFeed:
         return {"k": "run", "v": VERSION, **self._about, "us": self._now_us()}
 
     def _open_frame(self, opened: loop.RequestOpened) -> Frame:
-        request, opening, said = opened.request, opened.opening, self._said(opened.number)
-        self._requests[opened.number].num_said = len(said)
+        request, opening, answer = opened.request, opened.opening, self._answer_text(opened.number)
+        self._requests[opened.number].num_shown = len(answer)
         prompt = self._text(request.prompt_token_ids[:_PROMPT])[:_PROMPT]
         length, cached = opening.prompt_length, opening.cached
         about = {"r": request.number, "method": request.method, "prompt": prompt, "prompt_tokens": length, "cached": cached}
-        return self._frame("open", **about, said=said)
+        return self._frame("open", **about, said=answer)
 
     def _frame(self, kind: str, **values: Any) -> Frame:
         return {"k": kind, "run": self._about["run"], "t": self._timestep, "us": self._now_us(), **values}
@@ -200,7 +200,7 @@ class _WatchedRequest:
         self.is_prefilling = True  # no verdict since it was opened, so all its rows are of its prompt
         self.has_threads = False
         self.latest: Frame | None = None  # the frame of its last verdict, until rows follow
-        self.num_said = 0  # characters of the answer that are in frames
+        self.num_shown = 0  # characters of the answer that are in frames
         self._is_default = False  # decoded by the default method
         self._num_rows = 0  # that are in frames
         self._trees: dict[int, _Tree] | None = None  # by thread; None while the rows in flight are not known

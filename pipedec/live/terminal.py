@@ -299,8 +299,8 @@ def _requests(shown: ShownRun, width: int, lines: int) -> list[Text]:
     guesses = printable("".join(row.text for row in full.likely())) if full.reason is None else ""
     ahead = Text().append(f"┊{guesses}" if guesses else "", "dim italic")  # the most likely continuation
     ahead.truncate(max(1, width * answer // 2), overflow="ellipsis")
-    said = _tail(full, width * answer - cell_len(ahead.plain) - answer)
-    drawn = [about, *[*_wrapped(said.append_text(ahead), width)][-answer:]]
+    accepted = _tail(full, width * answer - cell_len(ahead.plain) - answer)
+    drawn = [about, *[*_wrapped(accepted.append_text(ahead), width)][-answer:]]
     for other in others[: max(0, lines - len(drawn))]:
         head = f"  {other.number}  " + ("" if other.reason is None else f"{other.reason}  ")
         drawn.append(Text().append(head, _style(other)).append_text(_tail(other, width - cell_len(head))))

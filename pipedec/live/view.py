@@ -173,14 +173,14 @@ class RunView:
         self._forget_rows()
 
     def _take_open(self, frame: Frame) -> None:
-        number, said = frame["r"], frame.get("said", "")
+        number, answer = frame["r"], frame.get("said", "")
         known = self.requests.get(number)
         about = {name: frame[name] for name in ("method", "prompt") if name in frame}
         request = self.requests[number] = RequestView(number, **about)
-        if known is not None and known.text == said[-_TEXT:]:
+        if known is not None and known.text == answer[-_TEXT:]:
             request.spans, request.tokens, request.hits, request.judged = known.spans, known.tokens, known.hits, known.judged
         else:
-            request.add(said, False)
+            request.add(answer, False)
         self.requests = dict(sorted(self.requests.items()))
 
     def _take_step(self, frame: Frame) -> None:

@@ -43,7 +43,7 @@ class RankMessage:
         number: the request, or the session of the tasks; -1 for stop and abort.
         tasks: the tasks that the rank executes next, one after another.
         text: for a request its JSON, for an abort or the end of an epoch the reason.
-        told: of a request in the journal, the token ids of its answer so far.
+        output_token_ids: of a request in the journal, the token ids of its answer so far.
         attempts: of a request in the journal, how many epochs have ended since it got its last token.
     """
 
@@ -51,7 +51,7 @@ class RankMessage:
     number: int = -1
     tasks: tuple[Granted, ...] = ()
     text: str = ""
-    told: tuple[int, ...] = ()
+    output_token_ids: tuple[int, ...] = ()
     attempts: int = 0
 
     @classmethod

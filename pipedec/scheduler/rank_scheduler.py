@@ -96,7 +96,7 @@ class RankScheduler(BaseScheduler):
             field = str(number).encode()
             text, count = requests[field].decode(), int(attempts.get(field, 0))
             token_ids = published_token_ids(event for _, _, event in self.read_answers({number: "0"}, 0))
-            found.append(RankMessage("request", number, text=text, told=token_ids, attempts=count))
+            found.append(RankMessage("request", number, text=text, output_token_ids=token_ids, attempts=count))
         return found
 
     def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None:
@@ -204,7 +204,7 @@ class RankScheduler(BaseScheduler):
         pipe.pexpire(self.keys.live, int(1000 * SHOWN_SECONDS))
         self._ask(pipe.execute)
 
-    def tell(self, stats: StageStats) -> None:
+    def publish_stats(self, stats: StageStats) -> None:
         """Publish a stage's counters for ``status`` when its lease is renewed next. Sends nothing itself."""
         self._stats = to_json(stats)
 

@@ -76,9 +76,9 @@ def compiled(source: str) -> ChatTemplate:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    said = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((said[name] for name in _REASONING if name in said), None)
-    return said if reasoning is None else {"thinking": reasoning, **said, "reasoning_content": reasoning}
+    fields = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((fields[name] for name in _REASONING if name in fields), None)
+    return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
 def _first_line(error: Exception) -> str:

@@ -127,10 +127,10 @@ class CallReader:
     def _before_mark(self) -> bool:
         place = self._held.find(self._begin)
         rest = len(self._held) - num_begun(self._held, [self._begin]) if place < 0 else place
-        said = self._held[:rest].rstrip()
-        self._say(said)
-        self._held = self._held[len(said) :]
-        return place >= 0 and self._open(place - len(said) + len(self._begin))
+        text = self._held[:rest].rstrip()
+        self._say(text)
+        self._held = self._held[len(text) :]
+        return place >= 0 and self._open(place - len(text) + len(self._begin))
 
     def _prose(self) -> bool:
         self._say(self._held)

@@ -173,7 +173,7 @@ def test_counters_are_published_without_events_too(scheduler: Losable) -> None:
     queue, told = RequestQueue(scheduler), [run_stats(used) for used in (16, 0)]
     with queue.serving():
         for stats in told:
-            queue.tell(stats)
+            queue.publish_stats(stats)
         assert wait_until(lambda: scheduler.status().stats == told[-1], 5)
 
 

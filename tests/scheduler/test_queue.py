@@ -185,7 +185,7 @@ def test_the_counters_are_what_was_told_last(scheduler: Scheduler) -> None:
 @pytest.mark.failure_case("S16")
 def test_counters_of_stages_are_told_with_their_leases(scheduler: Scheduler) -> None:
     stats = StageStats(1, 100, 250, 30, 1.25, 0.5)
-    scheduler.tell(stats)
+    scheduler.publish_stats(stats)
     assert scheduler.status().stages == ()
     scheduler.renew_lease(1)
     assert scheduler.status().stages == (stats,)
@@ -194,7 +194,7 @@ def test_counters_of_stages_are_told_with_their_leases(scheduler: Scheduler) -> 
 def test_counters_outlive_no_run(make_scheduler: MakeScheduler) -> None:
     """A rank that renews its lease before the run is up, or once more at its end, brings nothing to life."""
     made = make_scheduler(TWO)
-    made.tell(StageStats(2, 1, 1, 0, 0.0, 0.0))
+    made.publish_stats(StageStats(2, 1, 1, 0, 0.0, 0.0))
     made.renew_lease(2)
     assert made.status().stages == () and made.status().state == "gone"
 

@@ -200,7 +200,7 @@ def test_a_server_that_was_killed_and_has_its_data_again_knows_the_run(tmp_path:
         with LastingServer(tmp_path, first.port, "secret"):
             assert run.current_epoch() == 0 and run.submit("running", operation="a") == 0
             run.enter(run.recover([], "Redis was away"))
-            assert [(one.text, one.told, one.attempts) for one in run.journal()] == [("running", (7,), 1)]
+            assert [(one.text, one.output_token_ids, one.attempts) for one in run.journal()] == [("running", (7,), 1)]
             run.complete(0, TokensEvent([8], "b", index=1))
             assert [event.token_ids for _, event in run.read_answer(0, "0", 0)] == [[7], [8]]  # type: ignore[union-attr]
         run.client.close()

@@ -406,7 +406,7 @@ def test_a_new_epoch_finds_the_running_requests_and_what_their_answers_have(make
         0, TokensEvent([5, 6], "a", index=0), TokensEvent([7], "b", index=2, offset=1), TokensEvent([7, 8], "bc", None, 2, 1)
     )
     recovered(scheduler)
-    assert [(one.number, one.text, one.told, one.attempts) for one in scheduler.journal()] == [
+    assert [(one.number, one.text, one.output_token_ids, one.attempts) for one in scheduler.journal()] == [
         (0, "first", (5, 6, 7, 8), 1), (1, "second", (), 1)
     ]  # fmt: skip
     scheduler.publish(0, TokensEvent([], "", index=4))
@@ -432,7 +432,7 @@ def test_a_run_that_redis_has_lost_is_written_back_once(make_scheduler: MakeSche
     assert scheduler.restore(DESCRIPTION, "full", 7, []) == 1
     scheduler.enter(1)
     scheduler.open(DESCRIPTION, recovers=True)
-    assert [(one.number, one.text, one.told) for one in scheduler.journal()] == [(0, "first", (5,))]
+    assert [(one.number, one.text, one.output_token_ids) for one in scheduler.journal()] == [(0, "first", (5,))]
     assert [event for _, event in scheduler.read_answer(0, "0", 0)] == list(said)
     assert scheduler.submit("next") == 7
 
