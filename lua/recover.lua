@@ -2,12 +2,14 @@
 -- recover.lua
 -- Purpose:   ends the run's epoch, because ranks or Redis were lost: wakes all ranks up, and notes what happened.
 -- Invariant: an epoch is ended once, however many callers ask for it. Nothing of the ended epoch's workflow is left but one
---            message in each queue. Requests, answers and cancellations stay; the attempts of running requests are counted.
+--            message in each queue. Requests, answers and cancellations stay; the attempts of running requests are counted
+--            unless Redis was the cause.
 -- KEYS:      1 run (hash)  2 members (set)  3 running (set)  4 attempts (hash)  5 doing (hash)  6 suspects (hash)  7 ends (hash)
 --            8 places (hash)  9 recoveries (list)  10 bell (list)  11 waiting (zset)  12 ...: alive of each rank (string),
 --            then the queue of each rank in the epoch that ends (list), then workflow, done, trace and meeting of that epoch
 -- ARGV:      1 time to live of the keys in seconds  2 the epoch to end  3 lost ranks, JSON list  4 reason  5 number of ranks
 --            6 how many recoveries to keep  7 new places, JSON [[rank, node], ...]
+--            8 whether the attempts are counted, 1 or 0
 -- Returns:   the run's epoch; error PIPEDEC FAILED if the run has failed, PIPEDEC LOST if it is not stored
 local run = redis.call('HMGET', KEYS[1], 'failure', 'state', 'epoch')
 if run[1] then
@@ -25,8 +27,10 @@ redis.call('HINCRBY', KEYS[1], 'recoveries', 1)
 redis.call('RPUSH', KEYS[9], '{"epoch":' .. epoch .. ',"lost":' .. ARGV[3] .. ',"reason":' .. cjson.encode(ARGV[4]) .. ',"at_us":'
   .. string.format('%.0f', time[1] * 1000000 + time[2]) .. ',"served_us":null}')
 redis.call('LTRIM', KEYS[9], -tonumber(ARGV[6]), -1)
-for _, number in ipairs(redis.call('SMEMBERS', KEYS[3])) do
-  redis.call('HINCRBY', KEYS[4], number, 1)
+if ARGV[8] == '1' then
+  for _, number in ipairs(redis.call('SMEMBERS', KEYS[3])) do
+    redis.call('HINCRBY', KEYS[4], number, 1)
+  end
 end
 redis.call('DEL', KEYS[2], KEYS[5], KEYS[6], KEYS[7])
 for _, place in ipairs(cjson.decode(ARGV[7])) do

@@ -186,6 +186,7 @@ def next_epoch(scheduler: RankScheduler, rank: int, error: PipedecError, restore
     """
     with suppress(EpochEnded, SchedulerLost):
         scheduler.suspect(rank, str(error))
+    is_outage = isinstance(error, SchedulerLost)
     now = began = time.monotonic()
     while now < began + RECOVERY_SECONDS:
         patience = 0.0 if isinstance(error, SchedulerInterrupted) else PATIENCE_SECONDS
@@ -196,7 +197,7 @@ def next_epoch(scheduler: RankScheduler, rank: int, error: PipedecError, restore
             if epoch is None:
                 restore()
             elif epoch == scheduler.epoch:
-                epoch = scheduler.recover([], str(error)) if now > began + patience else None
+                epoch = scheduler.recover([], str(error), counts=not is_outage) if now > began + patience else None
             if epoch is not None:
                 recoveries = [recovery for recovery in scheduler.status().recoveries if recovery.epoch > scheduler.epoch]
                 if any(rank in recovery.lost for recovery in recoveries):  # this host was cut off, or the process suspended

@@ -67,17 +67,20 @@ class BaseScheduler:
         self.keys = Keys(self.run_id, epoch)
         self._queues = [self.keys.queue(rank) for rank in self.topology.ranks]
 
-    def recover(self, lost: Sequence[int], reason: str, places: Mapping[int, str] = MappingProxyType({})) -> int:
+    def recover(
+        self, lost: Sequence[int], reason: str, places: Mapping[int, str] = MappingProxyType({}), counts: bool = True
+    ) -> int:
         """End the epoch in which this process takes part, if it is still the run's; returns the run's epoch.
 
         All ranks get a message of kind ``recover``; requests and their answers stay. The processes of ``lost`` ranks are
-        replaced, by the nodes in ``places``. Raises RankLost if the run has failed, SchedulerLost if it is no longer stored.
+        replaced, by the nodes in ``places``. Without ``counts`` no running request can be the cause, and none is charged with an
+        attempt. Raises RankLost if the run has failed, SchedulerLost if it is no longer stored.
         """
         keys, ranks = self.keys, self.topology.ranks
         names = [keys.run, keys.members, keys.running, keys.attempts, keys.doing, keys.suspects, keys.ends, keys.places]
         names += [keys.recoveries, keys.bell, keys.waiting, *map(keys.alive, ranks), *self._queues]
         names += [keys.workflow, keys.done, keys.trace, keys.answer(keys.meeting)]
-        arguments = [json.dumps(list(lost)), reason, len(ranks), KEPT_RECOVERIES, json.dumps(list(places.items()))]
+        arguments = [json.dumps(list(lost)), reason, len(ranks), KEPT_RECOVERIES, json.dumps(list(places.items())), int(counts)]
         return int(self._run_script("recover", names, [KEY_SECONDS, self.epoch, *arguments]))
 
     def abort(self, rank: int, message: str) -> bool:

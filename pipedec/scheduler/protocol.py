@@ -44,7 +44,7 @@ class RankMessage:
         tasks: the tasks that the rank executes next, one after another.
         text: for a request its JSON, for an abort or the end of an epoch the reason.
         output_token_ids: of a request in the journal, the token ids of its answer so far.
-        attempts: of a request in the journal, how many epochs have ended since it got its last token.
+        attempts: of a request in the journal, how many epochs ranks or links have ended since it got its last token.
     """
 
     kind: str

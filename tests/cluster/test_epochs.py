@@ -83,6 +83,18 @@ def test_a_broken_connection_to_redis_begins_the_next_epoch_at_once(
     assert sum(slept) < PATIENCE_SECONDS / 10
 
 
+def test_an_outage_of_redis_is_no_attempt_of_a_running_request(
+    attach: Callable[[], WholeScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, clock = attach(), Clock(monkeypatch)
+    monkeypatch.setattr(time, "sleep", clock.advance)
+    rank.submit("running")
+    rank.take(1)
+    for error, attempts in ((SchedulerInterrupted("cannot reach Redis"), 0), (RankLost("rank 2 sends nothing"), 1)):
+        rank.enter(next_epoch(rank, 1, error, no_restore))
+        assert [one.attempts for one in rank.journal()] == [attempts]
+
+
 def test_a_run_that_does_not_recover_is_aborted_with_the_cause(
     attach: Callable[[], WholeScheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -412,6 +412,8 @@ def test_a_new_epoch_finds_the_running_requests_and_what_their_answers_have(make
     scheduler.publish(0, TokensEvent([], "", index=4))
     recovered(scheduler)
     assert [one.attempts for one in scheduler.journal()] == [2, 2]
+    scheduler.enter(scheduler.recover([], "Redis was away", counts=False))
+    assert [one.attempts for one in scheduler.journal()] == [2, 2]
     scheduler.publish(0, TokensEvent([9], "d", index=4))
     assert [one.attempts for one in scheduler.journal()] == [0, 2]
     scheduler.complete(0)

@@ -201,7 +201,9 @@ class MemoryScheduler:
             self._queues = {rank: deque() for rank in self.topology.ranks}
         self._entered = epoch
 
-    def recover(self, lost: Sequence[int], reason: str, places: Mapping[int, str] = MappingProxyType({})) -> int:
+    def recover(
+        self, lost: Sequence[int], reason: str, places: Mapping[int, str] = MappingProxyType({}), counts: bool = True
+    ) -> int:
         self._check_failure()
         if self._state is None:
             raise SchedulerLost("its keys were deleted")
@@ -209,7 +211,8 @@ class MemoryScheduler:
             return self._epoch
         self._epoch += 1
         self._recoveries.append(Recovery(self._epoch, tuple(lost), reason, _now_us()))
-        self._attempts.update(self._running)
+        if counts:
+            self._attempts.update(self._running)
         self.graph = None
         for told in (self._leases, self._suspects, self._ends):
             told.clear()
@@ -222,8 +225,10 @@ class MemoryScheduler:
         return [self._journaled(number) for number in sorted(self._running)]
 
     def _journaled(self, number: int) -> RankMessage:
-        told = published_token_ids(self._answers[number])
-        return RankMessage("request", number, text=self._requests[number], told=told, attempts=self._attempts[number])
+        token_ids = published_token_ids(self._answers[number])
+        return RankMessage(
+            "request", number, text=self._requests[number], output_token_ids=token_ids, attempts=self._attempts[number]
+        )
 
     def restore(self, description: RunDescription, duplex: str, submitted: int, remembered: Sequence[Remembered]) -> int:
         if self._state is None:
