@@ -133,7 +133,7 @@ class Epochs(RuleBasedStateMachine):
     def nothing_is_lost(self) -> None:
         journal = self._journal(self.real)
         assert journal == self._journal(self.twin)
-        assert {one.number: list(one.told) for one in journal} == {number: self.told[number] for number in self.given}
+        assert {one.number: list(one.output_token_ids) for one in journal} == {number: self.told[number] for number in self.given}
         real, twin = self.real.status(), self.twin.status()
         assert (real.running, real.waiting, real.epoch) == (twin.running, twin.waiting, twin.epoch)
         assert set(real.running) == self.given and real.waiting == len(self.told) - len(self.given)
