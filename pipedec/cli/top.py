@@ -48,7 +48,7 @@ class TopFlags:
 @click.command()
 @options_of(TopFlags, "asked")
 def top(asked: TopFlags) -> None:
-    """Watch runs think: stages and timesteps, verdicts, answers as they grow, and figures. Ctrl-C or q leaves.
+    """Watch runs: stages and timesteps, verdicts, answers as they grow, and figures. Ctrl-C or q leaves.
 
     Any number of runs: --run may be repeated. What --json prints is a recording, which --recording plays, as does the page /live.
     """

@@ -10,7 +10,7 @@ BENCHMARKS = {
     "sweep": ("pipedec.cli.benchmarks.sweep", "Methods × stage counts × trees × prompt sets, one JSONL row per answer."),
     "load": ("pipedec.cli.benchmarks.load", "Many requests at once: latencies, throughput and goodput under load."),
     "threads": ("pipedec.cli.benchmarks.threads", "Answers in one thread and in several, with speculation and without."),
-    "plot": ("pipedec.cli.benchmarks.plot", "The paper's figures and tables from the rows of a sweep."),
+    "plot": ("pipedec.cli.benchmarks.plot", "Figures from the rows of a sweep."),
     "overhead": ("pipedec.cli.benchmarks.overhead", "The fixed cost of a timestep beside the bare transport."),
     "timeline": ("pipedec.cli.benchmarks.timeline", "A figure of a trace."),
 }

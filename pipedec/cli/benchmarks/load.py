@@ -110,7 +110,7 @@ class ProcessFlags(LoadPipelineFlags):
 @options_of(Drawing, "drawing", only=("seed", "raw_prompts"))
 @running_options
 @own_options
-@moved_flags(_MOVED_FLAGS, "is now of python -m benchmarks.load, in a checkout of pipedec")
+@moved_flags(_MOVED_FLAGS, "has moved to python -m benchmarks.load, in a checkout of pipedec")
 def load(
     where: ProcessFlags,
     offered: LoadFlags,

@@ -25,7 +25,7 @@ sources_argument = click.argument("sources", nargs=-1, required=True, type=click
 @click.command()
 @sources_argument
 @own_options
-@moved_flags({"--tables": False}, "is now of python -m benchmarks.reports, in a checkout of pipedec")
+@moved_flags({"--tables": False}, "has moved to python -m benchmarks.reports, in a checkout of pipedec")
 def plot(
     sources: tuple[Path, ...],
     out: OutDirectory,
