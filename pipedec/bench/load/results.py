@@ -261,7 +261,7 @@ def load_figure(rows: Sequence[Row], title: str | None = None) -> Figure | None:
     policies = sorted(dict.fromkeys(row["policy"] for row in rows), key=lambda one: list(looks).index(one.partition(":")[0]))
     figure = style.new_figure(style.FULL_WIDTH, 2.5)
     panels = figure.subplots(1, len(_PANELS))
-    for axes, (label, name, part) in zip(panels, _PANELS, strict=True):
+    for axes, (y_label, name, part) in zip(panels, _PANELS, strict=True):
         for policy in policies:
             look = looks[policy.partition(":")[0]]
             own = [row for row in rows if row["policy"] == policy]
@@ -271,7 +271,7 @@ def load_figure(rows: Sequence[Row], title: str | None = None) -> Figure | None:
             axes.plot(
                 *zip(*points, strict=True), color=look.color, marker=look.marker, markersize=4, linewidth=1.4, label=label
             )  # fmt: skip
-        style.dress(axes, "requests per second" if by_rate else "concurrent requests", label, grid="both")
+        style.dress(axes, "requests per second" if by_rate else "concurrent requests", y_label, grid="both")
         style.log_axis(axes, "x", loads)
         axes.set_ylim(0, 1.08 * axes.dataLim.ymax)
     handles, names = panels[0].get_legend_handles_labels()

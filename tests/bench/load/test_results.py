@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipedec.bench.load.results import Goals, LoadOutcome, ServedRequest, steady_throughput
+from pipedec.bench.load.results import Goals, LoadOutcome, ServedRequest, load_figure, steady_throughput
 
 
 def served(submitted: float, *events: tuple[float, int], ended: float | None = None, refused: str | None = None) -> ServedRequest:
@@ -64,3 +64,18 @@ def test_steady_throughput_counts_while_the_load_is_full() -> None:
     assert steady_throughput(four, 2) == pytest.approx((5 + 3 + 2) / (6.0 - 2.0))
     assert steady_throughput(four, None) == pytest.approx((1 + 5 + 1 + 3 + 2) / 6.0)
     assert steady_throughput(four[:2], 2) is None and steady_throughput([], 2) is None
+
+
+def test_the_figure_has_a_panel_for_each_measure_and_a_line_for_each_policy() -> None:
+    figures = LoadOutcome((FAST, SLOW)).figures(2, Goals())
+    run = {"cluster": {"preset": "paper-14", "stages": 14}, "clock": "computed", "version": "1", "revision": "0" * 12}
+    rows = [
+        {**run, **figures, "method": method, "policy": method, "max_num_seqs": 4, "pattern": {"rate": None, "concurrency": load}}
+        for method in ("pp", "pipedec")
+        for load in (1, 2)
+    ]
+    figure = load_figure(rows)
+    assert figure is not None and load_figure(rows[:1]) is None
+    assert [axes.get_ylabel() for axes in figure.axes] == ["throughput (tokens/s)", "TPOT (ms)", "TTFT (ms)"]
+    assert {axes.get_xlabel() for axes in figure.axes} == {"concurrent requests"}
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["PP", "PipeDec"]
