@@ -56,7 +56,7 @@ def layers(folder: Path) -> Reading:
         return Reading("no step was bound by memory", "")
     worst = min(small, key=lambda row: row["share_of_bound"])
     state = "reached" if worst["share_of_bound"] >= GOAL else "MISSED"
-    where = f"{worst['share_of_bound']:.0%} with {worst['rows']} rows behind {worst['past']} tokens"
+    where = f"{worst['share_of_bound']:.0%} with {worst['rows']} rows after {worst['past']} tokens"
     source = rows[0]["roofline"]["source"]
     note = f"goal of {GOAL:.0%} of the memory's bound {state}: at worst {where} (bandwidth: {source})"
     cells = [

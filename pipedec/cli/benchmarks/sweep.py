@@ -71,7 +71,7 @@ def sweep(
     with shared.ProgressBar() as bar:
         rows: list[Row] = run_sweep(config, prompt_sets, out, bar)
     shared.print_table(_summary(rows), 110)
-    console.print(f"{len(rows)} rows in {out / ROWS_FILE}; figures and tables: pipedec bench plot {out} --out {out}")
+    console.print(f"{len(rows)} rows in {out / ROWS_FILE}; figures: pipedec bench plot {out} --out {out}")
     ties = [row for row in rows if row.get("divergence")]
     if ties:
         margin = max(row["divergence"]["margin"] or 0.0 for row in ties)
