@@ -50,7 +50,7 @@ class Wiring:
     turn: AbstractContextManager[object] = field(default_factory=nullcontext)
 
 
-class _WatchedRequest(NamedTuple):
+class _ReportedRequest(NamedTuple):
     """A running request whose trace or overruns are reported at its end, and the first of them."""
 
     traced: bool
@@ -67,7 +67,7 @@ class RankTasks:
         self._wiring = wiring
         self._following: RankMessage | None = None  # the next message, if the last report brought it
         self._overran: list[int] = []  # timesteps whose real work took longer than its emulated time
-        self._watched: dict[int, _WatchedRequest] = {}  # requests with a report at their end
+        self._reported: dict[int, _ReportedRequest] = {}  # requests with a report at their end
 
     def next(self) -> RankMessage:
         """Wait for the next message, without a deadline: the loss of another rank also arrives as a message. Raises EpochEnded
@@ -128,24 +128,24 @@ class RankTasks:
 
     def opened(self, number: int, traced: bool) -> None:
         """Note that a request begins, or continues after a pause."""
-        if number not in self._watched and (traced or self.recorder.pacer.is_emulating):
-            self._watched[number] = _WatchedRequest(traced, len(self._wiring.tracer.events), len(self._overran))
+        if number not in self._reported and (traced or self.recorder.pacer.is_emulating):
+            self._reported[number] = _ReportedRequest(traced, len(self._wiring.tracer.events), len(self._overran))
             self._wiring.tracer.enabled |= traced
 
     def closed(self, number: int) -> list[Event]:
         """Note that a request has ended. Returns this rank's report on it: its trace, and the timesteps that overran."""
-        watched = self._watched.pop(number, None)
-        if watched is None:
+        reported = self._reported.pop(number, None)
+        if reported is None:
             return []
         tracer, events = self._wiring.tracer, list[Event]()
-        if watched.traced:
+        if reported.traced:
             self.recorder.await_spans()
             self._trace(self.recorder.take_spans())
-            events.append(TraceEvents(tracer.events[watched.first_event :]))
-        if overran := self._overran[watched.first_overran :]:
+            events.append(TraceEvents(tracer.events[reported.first_event :]))
+        if overran := self._overran[reported.first_overran :]:
             events.append(OverranEvent(overran))
-        tracer.enabled = any(other.traced for other in self._watched.values())
-        if not self._watched:
+        tracer.enabled = any(other.traced for other in self._reported.values())
+        if not self._reported:
             self._overran.clear()
             tracer.events.clear()
         return events
