@@ -46,7 +46,7 @@ class OneWindow:
     def report(self, *report: Any) -> RankMessage:
         return RankMessage("stop")
 
-    def tell(self, stats: StageStats) -> None:
+    def publish_stats(self, stats: StageStats) -> None:
         self.stats.append(stats)
 
     def publish(self, number: int, *events: Event) -> None:

@@ -393,7 +393,7 @@ class MemoryScheduler:
                     numbers.discard(post.number)
                 self._requests.pop(post.number, None)
 
-    def tell(self, stats: StageStats) -> None:
+    def publish_stats(self, stats: StageStats) -> None:
         self._told[stats.rank] = stats
 
     def _append(self, number: int, event: Event) -> None:
