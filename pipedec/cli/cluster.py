@@ -96,13 +96,15 @@ def serve_cluster(cluster: Supervisor, bars: Mapping[str, Collection[int]], for_
             print(json.dumps({"redis_url": running.redis_url, "run_id": running.run_id}), flush=True)
         else:
             _announce(running, cluster.description())
-        cluster.wait(interrupts.raise_missed)
+        with interrupts.deferred():
+            cluster.wait(interrupts.raise_missed)
         cluster.stop()
         _print_line("Cluster stopped.")
-    except KeyboardInterrupt:
-        _print_line("Stopping the cluster.")
-        cluster.stop()
     except BaseException:
+        if interrupts.has_come:  # the exception may also be another one: a signal can break the code that it interrupts
+            _print_line("Stopping the cluster.")
+            cluster.stop()
+            return
         if running is not None:
             time.sleep(CLIENT_GRACE_SECONDS)  # clients elsewhere read the cause before Redis stops
         cluster.kill()

@@ -47,7 +47,8 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self._has_come = False
+        self.has_come = False
+        self._raises = True
         self._print_unraisable = sys.unraisablehook
         sys.unraisablehook = self._dropped
         signal.signal(signal.SIGTERM, self._interrupt)
@@ -56,13 +57,25 @@ class Interrupts:
 
     def raise_missed(self) -> None:
         """Raises KeyboardInterrupt if a signal has come."""
-        if self._has_come:
+        if self.has_come:
             raise KeyboardInterrupt
 
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Signals raise nothing here: raised within a lock's code, the exception could leave the lock held for ever.
+        Call ``raise_missed`` in every turn.
+        """
+        self._raises = False
+        try:
+            yield
+        finally:
+            self._raises = True
+
     def _dropped(self, dropped: sys.UnraisableHookArgs) -> None:
-        if not (self._has_come and isinstance(dropped.exc_value, KeyboardInterrupt)):
+        if not (self.has_come and isinstance(dropped.exc_value, KeyboardInterrupt)):
             self._print_unraisable(dropped)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._has_come = True
-        raise KeyboardInterrupt
+        self.has_come = True
+        if self._raises:
+            raise KeyboardInterrupt

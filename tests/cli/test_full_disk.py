@@ -76,7 +76,7 @@ class Scripted:
         self.on_recovery(Recovery(1, (1,), "rank 1 was killed by SIGKILL", 0, 1))
         self.done.append("recovered")
         with self.ends:
-            return
+            turn()
 
     def stop(self) -> None:
         self.done.append("stop")
@@ -86,20 +86,34 @@ class Scripted:
 
 
 class Interrupted:
+    """By a signal, which broke a lock's code or did not."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+        self.was_deferred = False
+
     def __enter__(self) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGTERM)
+        self.was_deferred = True
+        if self._error is not None:
+            raise self._error
 
     def __exit__(self, *error: object) -> None: ...
 
 
 @pytest.mark.usefixtures("state_directory", "usual_signals")
-@pytest.mark.parametrize("ends", [nullcontext(), Interrupted()], ids=["down", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "ends",
+    [nullcontext(), Interrupted(), Interrupted(RuntimeError("release unlocked lock"))],
+    ids=["down", "Ctrl-C", "in a lock"],
+)
 @pytest.mark.failure_case("M11")
 def test_a_cluster_whose_log_is_full_goes_on_and_ends_in_order(full: IO[str], monkeypatch: pytest.MonkeyPatch, ends: Any) -> None:
     monkeypatch.setattr(sys, "stderr", full)
     cluster: Any = Scripted(ends)
     serve_cluster(cluster, {}, for_parent=True)
     assert cluster.done == ["start", "recovered", "stop"]
+    assert getattr(ends, "was_deferred", True), "a signal raised in the middle of a wait"
 
 
 @pytest.mark.failure_case("M11")

@@ -29,6 +29,15 @@ def test_a_signal_interrupts(interrupts: Interrupts, number: signal.Signals) -> 
         signal.raise_signal(number)
 
 
+def test_a_deferred_signal_waits_until_the_command_asks(interrupts: Interrupts) -> None:
+    with interrupts.deferred():
+        signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.raise_missed()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+
+
 def test_a_signal_that_comes_while_an_object_is_finalized_is_not_lost_and_prints_nothing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
