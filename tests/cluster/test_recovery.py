@@ -192,12 +192,8 @@ def test_a_stage_that_computes_forever_is_killed_and_replaced(
 ) -> None:
     """Its lease goes on: another thread renews it."""
     epoch, asked, pid = status_of(cluster).epoch, Asked(cluster, 3), cluster.pids[2]
-
-    def computes_forever() -> bool:
-        os.kill(pid, signal.SIGUSR2)
-        return endless_file(folder, pid).exists()
-
-    assert wait_until(computes_forever, 60)
+    os.kill(pid, signal.SIGUSR2)
+    assert wait_until(endless_file(folder, pid).exists, 60)
     assert asked.answers() == [alone[kind] for kind in asked.kinds]
     recovery = recovered(cluster, epoch + 1)
     assert recovery.lost == (2,)

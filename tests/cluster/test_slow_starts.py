@@ -89,12 +89,8 @@ def hang(cluster: LocalCluster, folder: Path, rank: int) -> tuple[int, ...]:
     said = list[str]()
     reply = client.submit(LONG, said.append)
     assert wait_until(lambda: client.read(0.01) is not None and said, 60)
-
-    def computes_forever() -> bool:
-        os.kill(pid, signal.SIGUSR2)
-        return wait_until(endless_file(folder, pid).exists, 0.1)
-
-    assert wait_until(computes_forever, 60)
+    os.kill(pid, signal.SIGUSR2)
+    assert wait_until(endless_file(folder, pid).exists, 60)
     assert wait_until(lambda: client.read(0.1) is not None and reply.has_ended, 120)
     return tuple(reply.completed().token_ids)
 

@@ -6,18 +6,22 @@ import gc
 import json
 import os
 import signal
+from functools import wraps
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
+from pipedec.model.stage_model import StageModel
 from pipedec.model.weights import LayerWeights
 
 
 def obey(folder: Path) -> None:
-    """From now on SIGUSR1 makes this process write to ``folder`` where its weights are. SIGUSR2 makes it compute forever, if it
-    computes rows at that moment.
+    """From now on SIGUSR1 makes this process write to ``folder`` where its weights are. After SIGUSR2 its next forward lasts
+    forever.
     """
+    forward, signals = StageModel.forward, list[int]()  # SIGUSR2 that have come
 
     def show(number: int, frame: FrameType | None) -> None:
         gc.unfreeze()  # or they would not be found
@@ -27,14 +31,18 @@ def obey(folder: Path) -> None:
         partial.write_text(json.dumps(places))
         partial.rename(folder / str(os.getpid()))
 
-    def compute_forever(number: int, frame: FrameType | None) -> None:
-        while frame is not None and frame.f_code.co_qualname != "StageModel.forward":
-            frame = frame.f_back
-        if frame is not None:
+    @wraps(forward)
+    def forward_or_hang(*args: Any, **kwargs: Any) -> Any:
+        if signals:
             endless_file(folder, os.getpid()).touch()
             while True:
                 pass
+        return forward(*args, **kwargs)
 
+    def compute_forever(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
+    StageModel.forward = forward_or_hang  # type: ignore[method-assign]
     signal.signal(signal.SIGUSR1, show)
     signal.signal(signal.SIGUSR2, compute_forever)
 
