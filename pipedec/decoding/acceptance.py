@@ -39,7 +39,7 @@ class Line(NamedTuple):
 
 
 NO_LINE = Line([], [], None, 0)  # of a row without possible successors
-_LEARNING_RATE = 0.3  # of AdaGrad
+_LEARNING_RATE = 0.5  # of AdaGrad
 
 
 class AcceptanceModel:

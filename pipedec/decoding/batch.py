@@ -28,7 +28,7 @@ from pipedec.threads import NewSequence
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows
 
-DRAFTED_ROWS = 16  # maximum rows of one request in one draft forward: more make no answer faster
+DRAFTED_ROWS = 32  # maximum rows of one request in one draft forward: more make no answer faster
 DRAFT_KNEE = 64  # maximum rows of all requests in one draft forward
 _UNLIMITED = 2**40  # slots
 _DRAFTLESS = {"proposers": ["ngrams"]}  # options of the default method while it replaces one whose draft model is being loaded

@@ -6,6 +6,9 @@ enter at once where drafts are reliable. Where they are not, more siblings near 
 its token is delayed a little, where the paper's policy would miss and drain the pipeline. If an accepted token was drafted but
 has not entered, its subtree is kept and enters with it.
 
+Where the text recurs, the draft model is too slow: a chain of tokens that followed a long n-gram before enters at once, and is
+drafted when there is time (``_guess``). The chance of such a token is how often n-grams of that length were right.
+
 The rows of all threads of an answer are compared; roots are certain and so come first. Acceptance probabilities are learned from
 all threads together. How many rows enter is decided for all requests together (``budget``).
 """
@@ -20,14 +23,19 @@ from math import exp, inf, log
 import torch
 
 from pipedec.core import Accepted, Step, UserError
-from pipedec.decoding.acceptance import NO_LINE, AcceptanceModel
+from pipedec.decoding.acceptance import NO_LINE, AcceptanceModel, Line
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.forced import chain_below
 from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.method import Method, MethodContext
-from pipedec.decoding.proposers import DRAFT_PRIOR, NgramProposer, Proposals, possible
+from pipedec.decoding.proposers import DRAFT_PRIOR, MatchRates, NgramProposer, Occurrences, Proposals, SeenTokens, possible
 from pipedec.methods import BestFirstOptions, options_of
 from pipedec.tree import Candidates
+
+_GUESSED_ROWS = 8  # in one round
+_GUESS_ROUNDS = 8
+_MIN_GUESSED = 0.15  # chance of the rows below which tokens are guessed
+_MIN_RATE = 0.5  # of a guessed token, given the row above it
 
 
 class BestFirst(Method):
@@ -40,8 +48,14 @@ class BestFirst(Method):
         self._options = options_of(context.request, BestFirstOptions)
         if "draft" not in self._options.proposers:
             self.drafter = None
-        self._ngrams = self._new_ngrams() if "ngrams" in self._options.proposers else None
-        prior = (*(DRAFT_PRIOR if self.drafter else ()), *(NgramProposer.prior if self._ngrams else ()))
+        self._ngrams, self._seen = None, None
+        if "ngrams" in self._options.proposers:
+            text = self._text()
+            self._ngrams, self._seen = NgramProposer(text), SeenTokens(text)
+        prior = (
+            *(DRAFT_PRIOR if self.drafter else ()),
+            *((*NgramProposer.prior, *SeenTokens.prior) if self._ngrams else ()),
+        )
         if not prior:
             raise UserError("method pipedec-bestfirst has no proposer: give --draft DIR, or let the n-grams propose")
         self.is_tuned = self._options.width is None
@@ -49,15 +63,16 @@ class BestFirst(Method):
         self.tree = InjectionTree(None if context.grammar is None else partial(chain_below, context.grammar))
         self._controller = context.experience.controller
         self._acceptance = context.experience.learned(context.request, AcceptanceModel, prior)
+        self._rates = context.experience.learned(context.request, MatchRates)
 
-    def _new_ngrams(self) -> NgramProposer:
-        """N-grams of the other threads, the prompt, and the tokens that the thread attends to, also from before a pause."""
+    def _text(self) -> Sequence[int]:
+        """The tokens of the other threads, of the prompt, and those that the thread attends to, also from before a pause."""
         sequence, number = self.context.sequence, self.thread
         threads = sequence.threads
         seen = [token for other, count in threads[number].context() for token in threads[other].token_ids[:count]]
         others = [] if number == 0 else [t for thread in threads if thread.number != number for t in thread.token_ids]
         own = threads[0].token_ids if number == 0 else []
-        return NgramProposer((*others, *self.context.request.prompt_token_ids, *seen, *own))
+        return *others, *self.context.request.prompt_token_ids, *seen, *own
 
     @property
     def in_flight(self) -> int:
@@ -90,7 +105,10 @@ class BestFirst(Method):
     def draft(self, room: int) -> Sequence[int]:
         """The most probable rows that are not drafted. Called several times in a timestep."""
         draft_room = self.context.draft_room
-        if not self._is_speculating or draft_room.round >= (self._options.forwards or draft_room.forwards):
+        if not self._is_speculating:
+            return ()
+        if draft_room.round >= (self._options.forwards or draft_room.forwards):
+            self._guess()
             return ()
         least = log(draft_room.min_chance) if draft_room.min_chance > 0 and self.is_tuned else -inf
         rows = self.tree.undrafted(room, least)
@@ -99,6 +117,23 @@ class BestFirst(Method):
         ended = [row for row in rows if self._ends(self.tree.path(row))]
         self.tree.add(ended, [NO_LINE] * len(ended))
         return [row for row in rows if row not in ended]
+
+    def _guess(self) -> None:
+        """Add tokens that followed long n-grams, below the most probable rows that the draft model has not reached."""
+        if self._ngrams is None or self.context.sequence.can_fork:
+            return
+        for _ in range(_GUESS_ROUNDS):
+            rows, lines = list[int](), list[Line]()
+            for row in self.tree.without_choices(_GUESSED_ROWS, log(_MIN_GUESSED)):
+                path = self.tree.path(row)
+                for token, match in islice(self._ngrams.find(path).items(), 1):
+                    rate, grammar = self._rates.rate(match.length), self.context.grammar
+                    if rate >= _MIN_RATE and (grammar is None or token in grammar.allowed(path)):
+                        rows.append(row)
+                        lines.append(Line([token], [log(rate)], None, 0))
+            if not rows:
+                return
+            self.tree.guess(rows, lines)
 
     def _ends(self, path: list[int]) -> bool:
         """Whether nothing follows the last token of ``path``, because it joins or ends the thread."""
@@ -110,27 +145,30 @@ class BestFirst(Method):
 
     def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
         """Collect the proposals below ``rows``; those of all requests are then scored together."""
-        grammar, occurrences = self.context.grammar, None
+        grammar, found = self.context.grammar, list[list[Occurrences]]()
         if candidates is not None and grammar is not None:
             candidates = possible(candidates)
         if self._ngrams is not None:
             paths = [self.tree.path(row) for row in rows]
-            occurrences = [self._ngrams.find(path) for path in paths]
+            found.append([self._ngrams.find(path) for path in paths])
             if grammar is not None:
                 allowed = [grammar.allowed(path) for path in paths]
-                found = zip(occurrences, allowed, strict=True)
-                occurrences = [{token: length for token, length in one.items() if token in may} for one, may in found]
-        self.context.proposals.append(Proposals(self._acceptance, self.tree, rows, candidates, occurrences))
+                pairs = zip(found[0], allowed, strict=True)
+                found = [[{token: match for token, match in one.items() if token in may} for one, may in pairs]]
+        proposes_seen = self._controller.proposes_seen and grammar is None
+        self.context.proposals.append(Proposals(self._acceptance, self.tree, rows, candidates, found, self._seen, proposes_seen))
 
     def accept(self, accepted: Accepted) -> None:
         """Advance, and learn from each accepted token that follows a drafted row."""
+        if self._ngrams is not None and not self.context.sequence.can_fork:
+            for count, token in enumerate(accepted.tokens):
+                self._rates.observe(self._ngrams.find(accepted.tokens[:count]), token)
         changes, hit, lessons = self.tree.advance(accepted.tokens)
         self._controller.record_accepted(len(accepted.tokens))
         for choices, place, token in lessons:
             self._controller.record_proposed(self._acceptance.observe(choices, place, token))
         self._follow(changes)
-        if self._ngrams is not None:
-            self._ngrams.accept(accepted.tokens)
+        self._append(accepted.tokens)
         self.root = None if self.tree.num_entered else accepted.tokens[-1]
         if not hit:
             self.tree.plant(accepted.tokens[-1])
@@ -141,6 +179,11 @@ class BestFirst(Method):
 
     def plant(self, token: int) -> None:
         super().plant(token)
-        if self._ngrams is not None:
-            self._ngrams.accept((token,))
+        self._append((token,))
         self.tree.plant(token)
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        """Add accepted tokens to the text."""
+        if self._ngrams is not None and self._seen is not None:
+            self._ngrams.accept(tokens)
+            self._seen.accept(tokens)

@@ -223,6 +223,7 @@ class Controller:
     def __init__(self, passage: int) -> None:
         self.forwards = _INITIAL_FORWARDS
         self.children = CHILDREN[0]
+        self.proposes_seen = False  # whether tokens are proposed only because they occur in the text
         self._passage = passage
         self._costs = RowCosts()
         self._trials = Trials(passage)
@@ -260,9 +261,9 @@ class Controller:
         """Record whether the token accepted after a drafted row was among that row's choices."""
         self._unproposed_share = _TOKEN_DECAY * self._unproposed_share + (1 - _TOKEN_DECAY) * (not was_proposed)
         if self._unproposed_share > _MANY_UNPROPOSED:
-            self.children = CHILDREN[-1]
+            self.children, self.proposes_seen = CHILDREN[-1], True
         elif self._unproposed_share < _FEW_UNPROPOSED:
-            self.children = CHILDREN[0]
+            self.children, self.proposes_seen = CHILDREN[0], False
 
     def record_accepted(self, num_tokens: int) -> None:
         """Record the number of tokens that a verdict accepted."""
@@ -273,7 +274,10 @@ class Controller:
         tokens, self._tokens = self._tokens, 0
         is_prefill, self.drafts_prompts = self.drafts_prompts, False
         is_prefill |= any(entered.prompt_rows for entered in self._in_flight)
-        if timing.waiting_seconds > _NEGLIGIBLE * timing.seconds or self.forwards == 1 or not timing.forward_seconds:
+        # While the pipeline fills, rank 0 waits for no rows, and its timesteps are shorter than those of the stages.
+        is_full = len(self._in_flight) == self._passage and self._in_flight[0].rows > 0
+        is_waiting = timing.waiting_seconds > _NEGLIGIBLE * timing.seconds
+        if is_full and (is_waiting or self.forwards == 1 or not timing.forward_seconds):
             rows = max((entered.rows for entered in self._in_flight), default=0)
             if 2 * sum(entered.rows > 0 for entered in self._in_flight) >= self._passage:  # else slower stages may be idle
                 self._costs.record(rows, timing.seconds)

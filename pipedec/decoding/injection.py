@@ -24,6 +24,7 @@ from pipedec.decoding.acceptance import NO_LINE, Choices, Line
 from pipedec.tree import Gaps, RowChanges
 
 _NOT_ENTERED = -1
+_UNPROPOSED = -8.0  # the log-chance of a guessed token, given its row, that no source proposes when the row is drafted
 _MIN_LOSS = 1e-4  # the log-chance of a choice is at least this much below its row's, so that no row is taken before its parent
 
 
@@ -38,7 +39,8 @@ class _TreeRow:
     gap: int = 0  # positions left empty after it
     index: int = 0  # in the tree
     number: int = _NOT_ENTERED  # in the stages' trees
-    line: Line | None = None  # the choices below it; None until it is drafted
+    line: Line | None = None  # the choices below it; None until it is drafted or guessed
+    is_drafted: bool = False
     taken: int = 0  # how many of these are rows
     best: float | None = None  # log-chance of the path to its most probable choice that is not yet a row; None if there is none
     forced: _TreeRow | None = None  # the row of the only token that may follow, if known
@@ -160,7 +162,7 @@ class InjectionTree:
     @property
     def is_exhausted(self) -> bool:
         """Whether every row was drafted and has entered, and every choice is a row."""
-        return all(row.line is not None and row.best is None and row.number != _NOT_ENTERED for row in self._rows)
+        return all(row.is_drafted and row.best is None and row.number != _NOT_ENTERED for row in self._rows)
 
     def tokens_of(self, rows: Sequence[int]) -> list[int]:
         """The token ids of ``rows``."""
@@ -216,15 +218,58 @@ class InjectionTree:
             found.append(row.index)
         return sorted(found)
 
+    def without_choices(self, count: int, min_log_chance: float) -> list[int]:
+        """The ``count`` most probable rows that are neither drafted nor guessed, of at least this log-chance, ascending."""
+        ranked, found = self._ranked_undrafted(), list[int]()
+        probable = takewhile(lambda entry: entry[0] <= -min_log_chance, ranked)
+        for _, is_choice, _, _, row in list(islice((one for one in probable if one[1] or one[-1].line is None), count)):
+            if is_choice:
+                new = self._taken(row)
+                ranked.add_rows(new)
+                if self._not_entered is not None:
+                    self._not_entered.add_rows(new)
+                row = new[0]
+            found.append(row.index)
+        return sorted(found)
+
+    def guess(self, rows: Sequence[int], lines: Sequence[Line]) -> None:
+        """Add choices below rows ``without_choices``, which hold until the rows are drafted."""
+        for row, line in zip(rows, lines, strict=True):
+            if self._rows[row].forced is None:
+                self._add_choices(self._rows[row], line)
+
     def add(self, rows: Sequence[int], lines: Sequence[Line]) -> None:
         """Add the choices below rows that were just drafted. A row with a forced token below it has none."""
         for row, line in zip(rows, lines, strict=True):
             drafted = self._rows[row]
-            drafted.line = line if drafted.forced is None else NO_LINE
-            drafted.best = drafted.choice_at(0)
-            for ranking in (self._undrafted, self._not_entered):
-                if ranking is not None:
-                    ranking.add_choices(drafted)
+            drafted.is_drafted = True
+            if drafted.forced is not None:
+                drafted.line = NO_LINE
+            elif drafted.line is not None:
+                self._replace_choices(drafted, line)
+            else:
+                self._add_choices(drafted, line)
+
+    def _add_choices(self, row: _TreeRow, line: Line) -> None:
+        row.line = line
+        row.best = row.choice_at(0)
+        for ranking in (self._undrafted, self._not_entered):
+            if ranking is not None:
+                ranking.add_choices(row)
+
+    def _replace_choices(self, row: _TreeRow, line: Line) -> None:
+        """Replace guessed choices. Those that have become rows stay, with their new chances."""
+        chances = dict(zip(line.token_ids, line.log_chances, strict=False))
+        for token, child in row.children.items():
+            log_chance = row.log_chance + min(chances.pop(token, _UNPROPOSED), -_MIN_LOSS)
+            moved, changed = [child], log_chance - child.log_chance
+            for below in moved:
+                below.log_chance += changed
+                below.best = None if below.best is None else below.best + changed
+                moved += below.children.values()
+        row.line = Line(list(chances), list(chances.values()), line.choices, line.place)
+        row.taken, row.best = 0, row.choice_at(0)
+        self._undrafted = self._not_entered = None
 
     def entering_chances(self) -> Iterator[float]:
         """The log-chances of the rows that ``enter`` would take, best first."""
@@ -278,7 +323,7 @@ class InjectionTree:
         lessons = [
             Lesson(above.line.choices, above.line.place, token)
             for above, token in zip(committed, tokens, strict=False)
-            if above.line is not None and above.line.choices is not None
+            if above.is_drafted and above.line is not None and above.line.choices is not None
         ]
         return self._keep(committed, row), row is not None, lessons
 
@@ -313,7 +358,7 @@ class InjectionTree:
 
     def _ranked_undrafted(self) -> _Ranking:
         if self._undrafted is None:
-            self._undrafted = _Ranking([row for row in self._rows if row.line is None], self._rows)
+            self._undrafted = _Ranking([row for row in self._rows if not row.is_drafted], self._rows)
         return self._undrafted
 
     def _ranked_not_entered(self) -> _Ranking:

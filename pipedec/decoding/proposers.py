@@ -1,4 +1,4 @@
-"""Draft sources for best-first injection: the draft model, and n-grams that recur in the prompt and the answer.
+"""Draft sources for best-first injection: the draft model, n-grams that recur in a text, and tokens that recur in it.
 
 Every source proposes tokens, and has *features* of all tokens that any source proposed; the weights of the features are learned
 (see ``acceptance``). Shapes: F rows that were drafted, K tokens of all sources together, W features of all sources, c children
@@ -7,8 +7,10 @@ of each row from the draft model.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from math import log
 from typing import NamedTuple
 
@@ -23,10 +25,15 @@ from pipedec.tree import Candidates
 FloatArray = NDArray[np.float32]
 DRAFT_PRIOR = (1.0, 0.0)  # weights of its features
 
-MAX_MATCH = 8  # longest n-gram that is compared
-_MIN_MATCH = 2  # shortest n-gram after which a token is proposed
+MAX_MATCH = 32  # longest n-gram that is compared
+_INDEXED = 8  # longest n-gram that is found by its number; longer ones are compared token by token
+_COMPARED = 8  # the latest occurrences of an n-gram of that length whose further tokens are compared
 _MAX_OCCURRENCES = 32  # occurrences considered for each row
-MAX_PROPOSED = 4  # tokens that n-grams propose for a row
+MAX_PROPOSED = 8  # tokens that n-grams propose for a row
+_LAST_LENGTHS = (*range(1, _INDEXED + 1), 12, 16, 24, MAX_MATCH)  # n-grams up to each of these lengths share a feature
+_BUCKETS = [bisect_left(_LAST_LENGTHS, length) for length in range(MAX_MATCH + 1)]
+_RATE_WEIGHT = 0.1  # of a new observation in ``MatchRates``
+MAX_SEEN = 64  # tokens that are proposed because they occur somewhere in the text
 _MIN_REST = 1e-4  # minimum probability assumed for all tokens that the draft model does not propose together
 _UNKNOWN = 0.01  # probability assumed for tokens where the draft model proposes nothing
 _EMPTY = 1  # an n-gram is a number: this, and the bits of its tokens, the last one first
@@ -63,19 +70,26 @@ def possible(candidates: Candidates) -> Candidates:
     return Candidates(candidates.rows, token_ids, log_probs.clamp(min=log(_MIN_REST)))
 
 
-# For each token that followed an earlier occurrence of an n-gram at the end of a row's path: the length of the longest of these.
-# The longest come first; of equally long ones, the latest.
-Occurrences = dict[int, int]
+class Match(NamedTuple):
+    """Earlier occurrences of the tokens at the end of a row's path."""
+
+    length: int  # of the longest n-gram that occurred there
+    occurrences: int  # those after which the token followed, as far as they were looked at
+
+
+# By token that followed an earlier occurrence of an n-gram at the end of a row's path. The longest n-grams come first; of equally
+# long ones, the latest.
+Occurrences = dict[int, Match]
 
 
 class NgramProposer:
     """N-grams of ``text``, the prompt and the answer so far. Needs no forward.
 
-    Features: the length of the longest n-gram that the token followed, one-hot; and the same again for the first of the row's
-    ``Occurrences``, 0 for the others.
+    Features: the length of the longest n-gram that the token followed, one-hot by bucket; the same again for the first of the
+    row's ``Occurrences``, 0 for the others; and the logarithm of 1 + the number of occurrences.
     """
 
-    prior = tuple(0.5 * min(length, 4) for length in range(1, MAX_MATCH + 1)) + (1.0,) * MAX_MATCH
+    prior = (*(0.5 * min(length, 4) for length in _LAST_LENGTHS), *(1.0,) * len(_LAST_LENGTHS), 0.2)
 
     def __init__(self, text: Iterable[int]) -> None:
         self._text = list(text)
@@ -91,13 +105,13 @@ class NgramProposer:
         text, known = self._text, self._places
         for end in range(self._indexed, len(text)):
             ngram = _EMPTY
-            for length in range(1, min(MAX_MATCH, end) + 1):
+            for length in range(1, min(_INDEXED, end) + 1):
                 ngram = ngram << 32 | text[end - length]
                 places = known.get(ngram)
                 if places is None:
                     known[ngram] = [end]
                     break
-                if len(places) == 1 and length < min(MAX_MATCH, places[0]):
+                if len(places) == 1 and length < min(_INDEXED, places[0]):
                     known[ngram << 32 | text[places[0] - length - 1]] = places[:]
                 places.append(end)
         self._indexed = len(text)
@@ -110,62 +124,145 @@ class NgramProposer:
         context = [*text[-MAX_MATCH:], *path][: -MAX_MATCH - 1 : -1]  # the last token first
         matches: list[list[int]] = []
         ngram = _EMPTY
-        for token in context:
+        for token in context[:_INDEXED]:
             ngram = ngram << 32 | token
             places = known.get(ngram)
             if places is None:
                 break
             matches.append(places)
-        found: Occurrences = {}
-        seen = set[int]()
-        if matches and len(matches[-1]) == 1:
-            length, (place,) = len(matches), matches.pop()
-            while length < min(len(context), place) and text[place - length - 1] == context[length]:
-                length += 1
-            seen.add(place)
-            found[text[place]] = length
+        lengths: list[tuple[int, int]] = []  # and places, the longest n-grams first
+        if matches and (len(matches[-1]) == 1 or len(matches) == _INDEXED):
+            for place in matches[-1][-_COMPARED:]:
+                length, most = len(matches), min(len(context), place)
+                while length < most and text[place - length - 1] == context[length]:
+                    length += 1
+                lengths.append((length, place))
+            lengths.sort(reverse=True)
+        seen = {place for _, place in lengths}
         for length in range(len(matches), 0, -1):
             places = matches[length - 1]
-            for place in reversed(places) if len(places) > len(seen) else ():
+            for place in reversed(places) if len(places) > len(seen) and len(seen) < _MAX_OCCURRENCES else ():
                 if place not in seen:
                     seen.add(place)
-                    found.setdefault(text[place], length)
+                    lengths.append((length, place))
                     if len(seen) == _MAX_OCCURRENCES:
-                        return found
+                        break
+        counts = Counter([text[place] for _, place in lengths])
+        found: Occurrences = {}
+        for length, place in lengths:
+            token = text[place]
+            if token not in found:
+                found[token] = Match(length, counts[token])
         return found
 
 
-def write_ngrams(occurrences: Sequence[Occurrences], token_ids: IntArray, features: FloatArray) -> None:
-    """Write the tokens that n-grams propose below F rows, and the n-grams' features of all tokens.
+class MatchRates:
+    """How often the token that followed the longest n-gram was accepted, by the length of the n-gram: moving averages."""
 
-    The first tokens after n-grams of at least ``_MIN_MATCH`` are proposed, at most ``MAX_PROPOSED``. For so few, a loop is faster
-    than operations on arrays.
+    def __init__(self) -> None:
+        self._rates = [1 - 0.5 ** (1 + length / 4) for length in range(MAX_MATCH + 1)]  # by length
+
+    def rate(self, length: int) -> float:
+        """The probability that the first of ``Occurrences`` is accepted if its n-gram has this length."""
+        return self._rates[length]
+
+    def observe(self, found: Occurrences, accepted: int) -> None:
+        """Learn from an accepted token, before which the n-grams ``found`` ended."""
+        for token, match in islice(found.items(), 1):
+            bucket = _BUCKETS[match.length]
+            for length, of_length in enumerate(_BUCKETS):
+                if of_length == bucket:
+                    self._rates[length] += _RATE_WEIGHT * ((token == accepted) - self._rates[length])
+
+
+def write_ngrams(occurrences: Sequence[Occurrences], token_ids: IntArray, features: FloatArray, first: int) -> None:
+    """Write the tokens that n-grams of one text propose below F rows, and their features of all tokens.
+
+    At most ``MAX_PROPOSED`` tokens are proposed. For so few, a loop is faster than operations on arrays.
 
     Args:
-        token_ids: [F, c + MAX_PROPOSED], the draft model's children and NO_TOKEN.
-        features: [F, c + MAX_PROPOSED + 1, W], zeros; the last 2 · MAX_MATCH are those of n-grams.
+        token_ids: [F, K], the tokens of earlier sources and NO_TOKEN.
+        features: [F, K + 1, W], zeros. Must be a view whose last dimension is contiguous.
+        first: column of the first token that is proposed here.
     """
-    first = token_ids.shape[1] - MAX_PROPOSED
-    _, columns, width = features.shape
-    new: list[int] = []
-    new_places: list[int] = []
-    found_places: list[int] = []
-    for row, (found, known) in enumerate(zip(occurrences, token_ids.tolist(), strict=True)):
-        for rank, (token, length) in enumerate(found.items()):
+    buckets = len(_LAST_LENGTHS)
+    for row, (found, known) in enumerate(zip(occurrences, token_ids[:, :first].tolist(), strict=True)):
+        for rank, (token, (length, count)) in enumerate(found.items()):
             if token in known:
                 column = known.index(token)
-            elif length >= _MIN_MATCH and rank < MAX_PROPOSED:
+            elif rank < MAX_PROPOSED:
                 column = first + rank
-                new.append(token)
-                new_places.append(row * (columns - 1) + column)
+                token_ids[row, column] = token
             else:
                 continue
-            place = (row * columns + column + 1) * width - 2 * MAX_MATCH + length - 1
-            found_places.append(place)
+            of_token = features[row, column]
+            of_token[_BUCKETS[length]] = 1.0
             if not rank:
-                found_places.append(place + MAX_MATCH)
-    token_ids.put(new_places, new)
-    features.put(found_places, 1.0)
+                of_token[buckets + _BUCKETS[length]] = 1.0
+            of_token[-1] = log(1 + count)
+
+
+class SeenTokens:
+    """The distinct tokens of the prompt and the answer so far: one may recur although nothing before it does.
+
+    Features: 1 for every token that has occurred; the logarithm of 1 + how often; and of 1 + how long ago, in tokens; and 1 for a
+    token that no other source proposes.
+    """
+
+    prior = (0.0, 0.3, 0.0, -0.5)
+
+    def __init__(self, text: Iterable[int]) -> None:
+        self._counts: Counter[int] = Counter()
+        self._last: dict[int, int] = {}  # by token, the place after its last occurrence
+        self._length = 0
+        self._table: tuple[IntArray, FloatArray, IntArray] | None = None
+        self.accept(text)
+
+    def accept(self, tokens: Iterable[int]) -> None:
+        """Append accepted tokens."""
+        for token in tokens:
+            self._length += 1
+            self._counts[token] += 1
+            self._last[token] = self._length
+        self._table = None
+
+    def table(self) -> tuple[IntArray, FloatArray, IntArray]:
+        """The T tokens, ascending [T]; their features, without the last one [T, 3]; and their places, the most frequent first
+        and of equally frequent ones the latest [T].
+        """
+        if self._table is None:
+            tokens = np.array(sorted(self._counts), np.int64)
+            counts = np.array([self._counts[token] for token in tokens.tolist()], np.float32)
+            ages = self._length - np.array([self._last[token] for token in tokens.tolist()], np.float32)
+            features = np.stack((np.ones_like(counts), np.log1p(counts), np.log1p(ages)), axis=1)
+            self._table = tokens, features, np.lexsort((ages, -counts))
+        return self._table
+
+
+def write_seen(seen: SeenTokens, token_ids: IntArray, features: FloatArray, first: int) -> None:
+    """Write up to ``MAX_SEEN`` tokens below F rows of one tree that no other source proposes, and the features of all tokens.
+
+    Args:
+        token_ids: [F, K], the tokens of all other sources and NO_TOKEN.
+        features: [F, K + 1, 4], zeros.
+        first: column of the first token that is proposed here; if it is K, none is.
+    """
+    tokens, values, ranked = seen.table()
+    known = token_ids[:, :first]
+    places = np.searchsorted(tokens, known).clip(max=len(tokens) - 1)
+    is_seen = tokens[places] == known
+    features[:, :first, :3][is_seen] = values[places[is_seen]]
+    if first == token_ids.shape[1]:
+        return
+    is_new = np.ones((len(known), len(tokens)), bool)
+    rows, columns = is_seen.nonzero()
+    is_new[rows, places[rows, columns]] = False
+    for row, new in enumerate(is_new[:, ranked]):
+        found = ranked[new.nonzero()[0][:MAX_SEEN]]
+        columns = slice(first, first + len(found))
+        token_ids[row, columns] = tokens[found]
+        features[row, columns, :3] = values[found]
+        features[row, columns, 3] = 1.0
 
 
 class Proposals(NamedTuple):
@@ -175,17 +272,19 @@ class Proposals(NamedTuple):
     tree: InjectionTree
     rows: Sequence[int]
     candidates: Candidates | None  # of the draft model, if it is a source
-    occurrences: Sequence[Occurrences] | None  # of n-grams, for each row, if they are a source
+    found: Sequence[Sequence[Occurrences]] = ()  # n-grams, by text and then by row
+    seen: SeenTokens | None = None  # None if they are no source
+    proposes_seen: bool = False  # whether they propose tokens; else they only have features of those of other sources
 
 
 def score(proposals: Iterable[Proposals]) -> None:
     """Score the proposals of all requests, and add them to their trees. Few operations serve many requests, on the host, which is
     faster for so few numbers.
     """
-    kinds: defaultdict[tuple[int, int, bool], list[Proposals]] = defaultdict(list)
+    kinds: defaultdict[tuple[int, int, int, bool, bool], list[Proposals]] = defaultdict(list)
     for each in proposals:
         children = 0 if each.candidates is None else each.candidates.token_ids.shape[1]
-        kinds[id(each.acceptance), children, each.occurrences is not None].append(each)
+        kinds[id(each.acceptance), children, len(each.found), each.seen is not None, each.proposes_seen].append(each)
     for several in kinds.values():
         choices = _joined(several)
         ranked = several[0].acceptance.log_chances(choices).sort(descending=True)
@@ -200,17 +299,26 @@ def score(proposals: Iterable[Proposals]) -> None:
 
 
 def _joined(several: Sequence[Proposals]) -> Choices:
-    """The proposals of all sources, by kind: the draft model's children, then other tokens after n-grams."""
+    """The proposals of all sources, by kind: the draft model's children, tokens after n-grams of each text, other seen tokens."""
     drafted = [each.candidates for each in several if each.candidates is not None]
-    occurrences = [one for each in several if each.occurrences is not None for one in each.occurrences]
+    texts = [[one for rows in parts for one in rows] for parts in zip(*(each.found for each in several), strict=True)]
     num_rows = sum([len(each.rows) for each in several])
-    children, width = (drafted[0].token_ids.shape[1], len(DRAFT_PRIOR)) if drafted else (0, 0)
-    proposed, further = (MAX_PROPOSED, 2 * MAX_MATCH) if occurrences else (0, 0)
-    token_ids = torch.full((num_rows, children + proposed), NO_TOKEN)
-    features = torch.zeros(num_rows, children + proposed + 1, width + further)
+    children, place = (drafted[0].token_ids.shape[1], len(DRAFT_PRIOR)) if drafted else (0, 0)
+    num_seen = MAX_SEEN if several[0].proposes_seen else 0
+    width = place + len(texts) * len(NgramProposer.prior) + (0 if several[0].seen is None else len(SeenTokens.prior))
+    token_ids = torch.full((num_rows, children + len(texts) * MAX_PROPOSED + num_seen), NO_TOKEN)
+    features = torch.zeros(num_rows, token_ids.shape[1] + 1, width)
     ids, values = token_ids.numpy(), features.numpy()
     if drafted:
-        write_drafted(drafted, ids, values[..., :width])
-    if occurrences:
-        write_ngrams(occurrences, ids, values)
+        write_drafted(drafted, ids, values[..., :place])
+    for occurrences in texts:
+        write_ngrams(occurrences, ids, values[..., place : place + len(NgramProposer.prior)], children)
+        place += len(NgramProposer.prior)
+        children += MAX_PROPOSED
+    row = 0
+    for each in several:
+        rows = slice(row, row + len(each.rows))
+        row += len(each.rows)
+        if each.seen is not None:
+            write_seen(each.seen, ids[rows], values[rows, :, place:], children)
     return Choices(token_ids, features)
