@@ -27,8 +27,7 @@ DRAFT_PRIOR = (1.0, 0.0)  # weights of its features
 
 MAX_MATCH = 32  # longest n-gram that is compared
 _INDEXED = 8  # longest n-gram that is found by its number; longer ones are compared token by token
-_COMPARED = 8  # the latest occurrences of an n-gram of that length whose further tokens are compared
-_MAX_OCCURRENCES = 32  # occurrences considered for each row
+_MAX_OCCURRENCES = 8  # occurrences considered for each row
 MAX_PROPOSED = 8  # tokens that n-grams propose for a row
 _LAST_LENGTHS = (*range(1, _INDEXED + 1), 12, 16, 24, MAX_MATCH)  # n-grams up to each of these lengths share a feature
 _BUCKETS = [bisect_left(_LAST_LENGTHS, length) for length in range(MAX_MATCH + 1)]
@@ -120,40 +119,49 @@ class NgramProposer:
         """The best occurrences of the n-grams at the end of the text and ``path``, the tokens below the root up to a row."""
         if self._indexed < len(self._text):
             self._index()
-        text, known = self._text, self._places
-        context = [*text[-MAX_MATCH:], *path][: -MAX_MATCH - 1 : -1]  # the last token first
-        matches: list[list[int]] = []
-        ngram = _EMPTY
-        for token in context[:_INDEXED]:
-            ngram = ngram << 32 | token
-            places = known.get(ngram)
-            if places is None:
-                break
-            matches.append(places)
-        lengths: list[tuple[int, int]] = []  # and places, the longest n-grams first
-        if matches and (len(matches[-1]) == 1 or len(matches) == _INDEXED):
-            for place in matches[-1][-_COMPARED:]:
-                length, most = len(matches), min(len(context), place)
-                while length < most and text[place - length - 1] == context[length]:
-                    length += 1
-                lengths.append((length, place))
-            lengths.sort(reverse=True)
-        seen = {place for _, place in lengths}
-        for length in range(len(matches), 0, -1):
-            places = matches[length - 1]
-            for place in reversed(places) if len(places) > len(seen) and len(seen) < _MAX_OCCURRENCES else ():
-                if place not in seen:
-                    seen.add(place)
-                    lengths.append((length, place))
-                    if len(seen) == _MAX_OCCURRENCES:
-                        break
-        counts = Counter([text[place] for _, place in lengths])
+        text = self._text
+        ranked = self._ranked([*text[-MAX_MATCH:], *path][: -MAX_MATCH - 1 : -1])
+        counts = Counter([text[place] for _, place in ranked])
         found: Occurrences = {}
-        for length, place in lengths:
+        for length, place in ranked:
             token = text[place]
             if token not in found:
                 found[token] = Match(length, counts[token])
         return found
+
+    def _ranked(self, context: Sequence[int]) -> list[tuple[int, int]]:
+        """Lengths of n-grams at the end of ``context``, whose last token comes first, and the places after them in the text: the
+        longest n-grams first, and of equally long ones the latest.
+        """
+        matches: list[list[int]] = []  # places by length of the n-gram
+        ngram = _EMPTY
+        for token in context[:_INDEXED]:
+            ngram = ngram << 32 | token
+            places = self._places.get(ngram)
+            if places is None:
+                break
+            matches.append(places)
+        if not matches:
+            return []
+        longest = len(matches)
+        ranked = [(longest, place) for place in matches[-1][: -_MAX_OCCURRENCES - 1 : -1]]
+        if longest == _INDEXED or len(matches[-1]) == 1:  # else no n-gram is longer
+            ranked = sorted([(self._length(context, longest, place), place) for _, place in ranked], reverse=True)
+        seen = {place for _, place in ranked}
+        for length in range(longest - 1, 0, -1):
+            if len(ranked) >= _MAX_OCCURRENCES:
+                break
+            fewer = [place for place in matches[length - 1][: -_MAX_OCCURRENCES - 1 : -1] if place not in seen]
+            ranked += [(length, place) for place in fewer[: _MAX_OCCURRENCES - len(ranked)]]
+            seen.update(fewer)
+        return ranked
+
+    def _length(self, context: Sequence[int], length: int, place: int) -> int:
+        """The length of the n-gram before ``place`` that is equal to the end of ``context``, of which ``length`` are known."""
+        text, most = self._text, min(len(context), place)
+        while length < most and text[place - length - 1] == context[length]:
+            length += 1
+        return length
 
 
 class MatchRates:

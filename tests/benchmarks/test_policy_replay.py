@@ -216,8 +216,9 @@ class ScriptedMemo(DraftMemo):
         return token_ids, -5 - token_ids / 100
 
 
-def test_a_token_after_a_row_that_was_not_drafted_was_not_proposed() -> None:
-    """Row 0 enters with 63 children. Two draft forwards reach 32 of them, but not 62, which is accepted with one token more."""
+def test_a_token_after_a_row_that_was_not_drafted_was_not_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 0 enters with 63 children. Two draft forwards of 16 rows miss 62, which is accepted with another token."""
+    monkeypatch.setattr("pipedec.decoding.batch.DRAFTED_ROWS", 16)
     drafter = RecordedDrafter(lambda number: ScriptedMemo(), lambda: pytest.fail("a model was loaded"), VOCAB)
     replay = ReplayedPipeline(make_emulation("paper-14", 1), Topology.even(1, 1), drafter, WatchedExperience(1))
     options = BestFirstOptions(64, 64, forwards=2, proposers=("draft",))

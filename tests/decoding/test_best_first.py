@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import islice, pairwise
+from math import exp, log
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from support.drafters import PROMPT, RARE, Alone, Line, ScriptedDrafter, Switch,
 from pipedec.core import Request, Step, UserError, Verdict
 from pipedec.decoding import Experience, TimestepTiming
 from pipedec.decoding.acceptance import AcceptanceModel
+from pipedec.decoding.acceptance import Line as AcceptedLine
+from pipedec.decoding.injection import InjectionTree
 from pipedec.methods import MAX_ROWS, BestFirstOptions
 from pipedec.tree import DraftTree, PredictionTree
 
@@ -123,10 +126,42 @@ def test_ngrams_alone_find_the_continuation() -> None:
     method.apply(Verdict.of(3))
     assert rows(method.propose()) == [(3, -1)]
     method.draft()
-    assert rows(method.propose()) == [(4, 0), (5, 1), (6, 2)]
+    assert rows(method.propose()) == [(4, 0), (5, 1), (6, 2), (7, 3), (8, 4), (9, 5), (1, 6), (2, 7)]
     method.apply(Verdict.of(4, 5))
     method.draft()
-    assert rows(method.propose()) == [(7, 1), (8, 2), (9, 3)]
+    assert rows(method.propose())[:3] == [(3, 6), (4, 7), (5, 8)]
+
+
+def test_a_copied_chain_enters_without_a_forward_and_is_drafted_later() -> None:
+    """The draft model reaches only the root in the first timestep, and is sure of something else."""
+    drafter = ScriptedDrafter({3: ((11, 0.9), (12, 0.05))})
+    method = best_first(drafter, width=8, proposers=("draft", "ngrams"), forwards=1, prompt=(*range(1, 10), 1, 2))
+    method.apply(Verdict.of(2))
+    method.apply(Verdict.of(3))
+    method.draft()
+    assert [token for token, _ in rows(method.propose()) if token < 10] == [3, 4, 5, 6, 7]
+    asked = len(drafter.expanded)
+    method.draft()
+    assert 4 in drafter.expanded[asked], "drafted when there is time"
+
+
+def test_what_was_copied_gives_way_to_what_the_draft_says() -> None:
+    """A copied token that no source proposes any more is not probable; rows that entered stay, whatever their chance."""
+    tree = InjectionTree()
+    tree.plant(1)
+    assert tree.undrafted(1) == [0]
+    tree.add([0], [AcceptedLine([2, 3], [log(0.9), log(0.05)], None, 0)])
+    (row,) = tree.without_choices(1, log(0.5))
+    tree.guess([row], [AcceptedLine([7], [log(0.8)], None, 0)])
+    assert tree.enter(3) == ([1, 2, 7], [-1, 0, 1])
+    assert tree.undrafted(1) == [row]
+    tree.add([row], [AcceptedLine([5, 6], [log(0.6), log(0.3)], None, 0)])
+    chances = [round(exp(each), 3) for each in islice(tree.entering_chances(), 3)]
+    assert chances == [0.54, 0.27, 0.05]
+    (undrafted, *_) = tree.undrafted_chances()
+    assert exp(undrafted) == pytest.approx(0.54), "not the copied token"
+    changes, hit, _ = tree.advance([2, 7])
+    assert hit and changes.committed == [0, row], "it was right all the same"
 
 
 def test_ngrams_alone_leave_the_draft_alone() -> None:
@@ -139,7 +174,9 @@ def test_ngrams_alone_leave_the_draft_alone() -> None:
 
 def test_ngrams_and_draft_together() -> None:
     """The draft knows nothing of 4 after 3, the text nothing of what the draft says."""
-    method = best_first(ScriptedDrafter({3: ((11, 0.3), (12, 0.1))}), proposers=("draft", "ngrams"), forwards=1, prompt=PROMPT)
+    method = best_first(
+        ScriptedDrafter({3: ((11, 0.3), (12, 0.1))}), proposers=("draft", "ngrams"), forwards=1, prompt=PROMPT, width=16
+    )
     method.apply(Verdict.of(2))
     method.apply(Verdict.of(3))
     method.propose()

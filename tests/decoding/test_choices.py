@@ -13,10 +13,24 @@ from support.examples import examples
 
 from pipedec.decoding.acceptance import NO_TOKEN, AcceptanceModel, Line
 from pipedec.decoding.injection import InjectionTree
-from pipedec.decoding.proposers import DRAFT_PRIOR, MAX_MATCH, NgramProposer, Occurrences, Proposals, score
+from pipedec.decoding.proposers import (
+    DRAFT_PRIOR,
+    MAX_MATCH,
+    MAX_PROPOSED,
+    MAX_SEEN,
+    Match,
+    MatchRates,
+    NgramProposer,
+    Occurrences,
+    Proposals,
+    SeenTokens,
+    score,
+)
 from pipedec.tree import Candidates
 
 DRAFT = len(DRAFT_PRIOR)
+LENGTHS = (*range(1, 9), 12, 16, 24, 32)  # the last n-gram length of each feature
+BUCKETS = len(LENGTHS)
 
 
 class Scored(InjectionTree):
@@ -38,13 +52,27 @@ def candidates(*children: dict[int, float]) -> Candidates:
     return Candidates(torch.arange(len(children)), token_ids.long(), chances.log())
 
 
-def scored(drafted: Candidates | None, found: list[Occurrences] | None, acceptance: AcceptanceModel | None = None) -> list[Line]:
+def scored(
+    drafted: Candidates | None,
+    found: list[Occurrences] | None,
+    acceptance: AcceptanceModel | None = None,
+    seen: SeenTokens | None = None,
+    proposes_seen: bool = False,
+) -> list[Line]:
     """The lines of the rows of one tree."""
-    prior = (*(DRAFT_PRIOR if drafted else ()), *(NgramProposer.prior if found else ()))
+    prior = (
+        *(DRAFT_PRIOR if drafted else ()), *(NgramProposer.prior if found else ()), *(SeenTokens.prior if seen else ()),
+    )  # fmt: skip
     tree = Scored()
-    rows = range(len(found) if drafted is None else len(drafted.rows))
-    score([Proposals(acceptance or AcceptanceModel(prior), tree, rows, drafted, found)])
+    rows = range(len(found or ()) if drafted is None else len(drafted.rows))
+    texts = [] if found is None else [found]
+    score([Proposals(acceptance or AcceptanceModel(prior), tree, rows, drafted, texts, seen, proposes_seen)])
     return tree.lines
+
+
+def matches(found: dict[int, int]) -> Occurrences:
+    """One occurrence of each token, after an n-gram of this length."""
+    return {token: Match(length, 1) for token, length in found.items()}
 
 
 def features_of(line: Line) -> dict[int, list[float]]:
@@ -58,8 +86,8 @@ def features_of(line: Line) -> dict[int, list[float]]:
 
 
 def test_choices_are_the_union_without_repeats() -> None:
-    lines = scored(candidates({7: 0.5, 3: 0.2}, {4: 0.6, 8: 0.3}), [{3: 4, 9: 2}, {4: 5, 5: 3, 6: 2, 2: 1}])
-    assert [set(line.token_ids) for line in lines] == [{7, 3, 9}, {4, 8, 5, 6}]
+    lines = scored(candidates({7: 0.5, 3: 0.2}, {4: 0.6, 8: 0.3}), [matches({3: 4, 9: 2}), matches({4: 5, 5: 3, 6: 2, 2: 1})])
+    assert [set(line.token_ids) for line in lines] == [{7, 3, 9}, {4, 8, 5, 6, 2}]
     assert all(len(line.token_ids) == len(set(line.token_ids)) for line in lines)
 
 
@@ -67,14 +95,16 @@ def test_features_of_all_sources_stand_beside_their_tokens() -> None:
     """Also for a token that another source proposes. One that the draft does not propose counts as likely as its last one, and is
     marked; all that is left has the rest.
     """
-    (line,) = scored(candidates({8: 0.6, 5: 0.3}), [{5: 3, 9: 2, 7: 1}])
+    (line,) = scored(candidates({8: 0.6, 5: 0.3}), [{5: Match(30, 4), 9: Match(2, 1)}])
     features = features_of(line)
     expected = {8: (0.6, 0), 5: (0.3, 0), 9: (0.3, 1), NO_TOKEN: (0.1, 0)}
     assert features.keys() == expected.keys()
     for token, (chance, is_other) in expected.items():
         assert math.exp(features[token][0]) == pytest.approx(chance) and features[token][1] == is_other
-    matches = {token: [place for place, value in enumerate(row[DRAFT:]) if value] for token, row in features.items()}
-    assert matches == {8: [], 5: [2, MAX_MATCH + 2], 9: [1], NO_TOKEN: []}
+    lengths = {token: [place for place, value in enumerate(row[DRAFT:-1]) if value] for token, row in features.items()}
+    assert lengths == {8: [], 5: [BUCKETS - 1, 2 * BUCKETS - 1], 9: [1], NO_TOKEN: []}, "from 25 to 32 tokens are one feature"
+    counts = {token: row[-1] for token, row in features.items()}
+    assert counts == pytest.approx({8: 0, 5: math.log(5), 9: math.log(2), NO_TOKEN: 0})
 
 
 def test_a_draft_that_is_certain_leaves_something_for_others() -> None:
@@ -85,7 +115,7 @@ def test_a_draft_that_is_certain_leaves_something_for_others() -> None:
 def test_without_memory_for_a_draft_only_ngrams_propose() -> None:
     """The draft model has no children for any row."""
     nothing = Candidates(torch.arange(2), torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, 0))
-    lines = scored(nothing, [{5: 3, 6: 2}, {}])
+    lines = scored(nothing, [matches({5: 3, 6: 2}), {}])
     assert [line.token_ids for line in lines] == [[5, 6], []]
     assert features_of(lines[0])[5][:DRAFT] == pytest.approx([math.log(0.01), 1.0])
 
@@ -95,15 +125,15 @@ def test_trees_of_one_kind_are_scored_together_and_get_their_own_lines() -> None
     prior = (*DRAFT_PRIOR, *NgramProposer.prior)
     shared, other = AcceptanceModel(prior), AcceptanceModel(tuple(0.5 * each for each in prior))
     asked = [
-        (shared, candidates({7: 0.5, 3: 0.2}), [{3: 4}]),
-        (other, candidates({7: 0.5, 3: 0.2}), [{3: 4}]),
-        (shared, candidates({1: 0.9}, {2: 0.4}), [{9: 2}, {}]),
-        (shared, candidates({4: 0.6, 5: 0.1}, {6: 0.3, 8: 0.2}), [{4: 8}, {1: 2}]),
+        (shared, candidates({7: 0.5, 3: 0.2}), [matches({3: 4})]),
+        (other, candidates({7: 0.5, 3: 0.2}), [matches({3: 4})]),
+        (shared, candidates({1: 0.9}, {2: 0.4}), [matches({9: 2}), {}]),
+        (shared, candidates({4: 0.6, 5: 0.1}, {6: 0.3, 8: 0.2}), [matches({4: 8}), matches({1: 2})]),
     ]
     trees = [Scored() for _ in asked]
     score(
         [
-            Proposals(one, tree, range(len(found)), drafted, found)
+            Proposals(one, tree, range(len(found)), drafted, [found])
             for tree, (one, drafted, found) in zip(trees, asked, strict=True)
         ]
     )
@@ -128,13 +158,16 @@ class NaiveSearch:
             while length < min(MAX_MATCH, place + 1) and text[place - length] == context[-1 - length]:
                 length += 1
             places.append((length, place))
-        self.best = [(length, text[place + 1]) for length, place in sorted(places, reverse=True)[:32]]
+        self.best = [(length, text[place + 1]) for length, place in sorted(places, reverse=True) if length][:8]
 
     def named(self) -> list[int]:
-        return list(dict.fromkeys(token for length, token in self.best if length >= 2))[:4]
+        return list(dict.fromkeys(token for _, token in self.best))[:MAX_PROPOSED]
 
     def length(self, token: int) -> int:
         return max((length for length, named in self.best if named == token), default=0)
+
+    def count(self, token: int) -> int:
+        return sum(named == token for _, named in self.best)
 
     def is_best(self, token: int) -> bool:
         return bool(self.best) and self.best[0][1] == token
@@ -148,20 +181,23 @@ def check_row(line: Line, children: list[int], naive: NaiveSearch) -> None:
     ]
     assert set(children) <= features.keys()
     for token, row in features.items():
-        expected = [0.0] * (2 * MAX_MATCH)
+        expected = [0.0] * (2 * BUCKETS + 1)
         length = 0 if token == NO_TOKEN else naive.length(token)
         if length:
-            expected[length - 1] = 1.0
-            expected[MAX_MATCH + length - 1] = float(naive.is_best(token))
-        assert row[DRAFT if children else 0 :] == expected
+            bucket = next(place for place, last in enumerate(LENGTHS) if length <= last)
+            expected[bucket] = 1.0
+            expected[BUCKETS + bucket] = float(naive.is_best(token))
+            expected[-1] = math.log(1 + naive.count(token))
+        assert row[DRAFT if children else 0 :] == pytest.approx(expected)
 
 
 @examples(200)
-@given(st.integers(0, 2**32), st.integers(1, 60), st.integers(0, 6))
+@given(st.integers(0, 2**32), st.integers(1, 120), st.integers(0, 6))
 def test_ngrams_equal_a_naive_search(seed: int, length: int, below: int) -> None:
     """From a text of two tokens on: few different tokens, so that there are long matches; rows anywhere in a small tree."""
     chooser = random.Random(seed)
     text = [chooser.choice((0, 0, 1, 2)) for _ in range(length)]
+    text += text[-chooser.randint(1, 60) :]  # so that there are matches of any length
     accepted = [chooser.choice((0, 1, 2)) for _ in range(chooser.randint(1, 3))]
     proposer = NgramProposer(tuple(text))
     proposer.accept(tuple(accepted))
@@ -183,13 +219,53 @@ def named(proposer: NgramProposer, path: list[int]) -> list[int]:
 
 def test_a_path_inside_the_tree_continues_the_text() -> None:
     proposer = NgramProposer((5, 6, 7, 8, 9, 5))
-    assert [named(proposer, path) for path in ([], [6], [6, 7], [6, 7, 8])] == [[], [7], [8], [9]]
+    assert [named(proposer, path) for path in ([], [6], [6, 7], [6, 7, 8])] == [[6], [7], [8], [9]]
 
 
 def test_the_latest_of_equally_long_matches_is_first() -> None:
-    assert list(NgramProposer((5, 6, 1, 5, 6, 2, 5, 6)).find([]).items()) == [(2, 2), (1, 2)]
+    assert list(NgramProposer((5, 6, 1, 5, 6, 2, 5, 6)).find([]).items()) == [(2, (2, 1)), (1, (2, 1))]
 
 
-@pytest.mark.parametrize("text", [(5,), (5, 5), (5, 6)])
+@pytest.mark.parametrize("text", [(), (5,), (5, 6)])
 def test_a_short_text_names_nothing(text: tuple[int, ...]) -> None:
     assert named(NgramProposer(text), []) == []
+
+
+def test_a_copy_counts_the_occurrences_that_it_follows() -> None:
+    assert NgramProposer((1, 2, 9, 1, 2, 9, 1, 2, 8, 1, 2)).find([]) == {8: (2, 1), 9: (2, 2)}
+
+
+def test_tokens_seen_anywhere_have_features_and_may_be_proposed() -> None:
+    """The most frequent first; one that another source proposes is not repeated."""
+    seen = SeenTokens((4, 5, 5, 6, 6, 6))
+    seen.accept((8,))
+    (line,) = scored(candidates({6: 0.6, 7: 0.3}), [matches({5: 1})], seen=seen)
+    features = {token: row[-4:] for token, row in features_of(line).items()}
+    assert features == {
+        6: pytest.approx([1, math.log(4), math.log(2), 0]), 7: [0, 0, 0, 0],
+        5: pytest.approx([1, math.log(3), math.log(5), 0]), NO_TOKEN: [0, 0, 0, 0],
+    }  # fmt: skip
+    (line,) = scored(candidates({6: 0.6, 7: 0.3}), [matches({5: 1})], seen=seen, proposes_seen=True)
+    features = {token: row[-4:] for token, row in features_of(line).items()}
+    assert features.keys() == {6, 7, 5, 8, 4, NO_TOKEN}
+    assert features[4] == pytest.approx([1, math.log(2), math.log(7), 1]) and features[6][-1] == 0
+
+
+def test_of_many_seen_tokens_the_most_frequent_are_proposed() -> None:
+    seen = SeenTokens([token for token in range(100) for _ in range(1 + token % 7)])
+    (line,) = scored(candidates({200: 0.5}), [{}], seen=seen, proposes_seen=True)
+    proposed = set(line.token_ids) - {200}
+    least = min(1 + token % 7 for token in proposed)
+    assert len(proposed) == MAX_SEEN and proposed >= {token for token in range(100) if 1 + token % 7 > least}
+
+
+def test_the_rate_of_a_match_is_that_of_its_length() -> None:
+    rates = MatchRates()
+    before = [rates.rate(length) for length in (2, 9, 12, 13)]
+    assert before == sorted(before), "longer n-grams are more reliable, until there is evidence"
+    for _ in range(30):
+        rates.observe(matches({5: 10, 7: 2}), 7)
+    assert [rates.rate(length) < 0.1 for length in (2, 9, 12, 13)] == [False, True, True, False], "only the first token counts"
+    for _ in range(30):
+        rates.observe(matches({7: 2}), 7)
+    assert rates.rate(2) > 0.9

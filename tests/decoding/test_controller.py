@@ -83,6 +83,15 @@ def test_a_pipeline_that_is_not_half_full_says_nothing_of_costs() -> None:
     assert controller.pays(7, 1e-6)
 
 
+def test_timesteps_while_the_pipeline_fills_say_nothing_of_costs() -> None:
+    """Until the first rows return, rank 0 waits for no stage: its timesteps are short, as if few rows were cheap."""
+    controller = Controller(PASSAGE)
+    for rows, seconds in ((1, 0.1), (8, 0.1), (8, 0.1), (8, 0.1), (16, 1.0), (16, 1.0), (16, 1.0)):
+        controller.record_entered(EnteredCounts(rows, 0, 1))
+        controller.record_timestep(TimestepTiming(seconds, 0.05, ()))
+    assert controller.pays(9, 1e-6)
+
+
 def timed(passage: int, rows: tuple[int, ...], tokens: int, running: int = 1) -> Controller:
     """Timesteps with so many rows, which took 1 second up to 16 and one 48th longer for each one more."""
     controller = Controller(passage)

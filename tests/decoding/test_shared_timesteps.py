@@ -54,6 +54,7 @@ def drafted(width: int, *others: int, knee: int = KNEE) -> dict[int, int]:
         options = BestFirstOptions(width=None if number else width, forwards=8)
         arrive(batch, number, 8 // (1 + len(others)), method="pipedec-bestfirst", options=options)
     assert sum(entered(batch).values()) == 8
+    assert not entered(batch)
     batch.observe(TimestepTiming(1.0, 0.5, ()))  # with 8 rows, so 16 are tried
     batch.draft()
     accept(batch, (0, *others))
