@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.output import titled_table
+from benchmarks.policy.calibration import Observed, by_kind, differences, observations, observing
 from benchmarks.policy.study import PolicyConfig, PolicyFigures, Study, compare, document
 from pipedec.bench.load.offered import Policy
 from pipedec.bench.record import ROWS_FILE, check_writable, read_records
 from pipedec.bench.sweep.rows import SCHEMA, read_rows
 from pipedec.cli.benchmarks.shared import BenchPromptFlags, ProgressBar, question_options
-from pipedec.core import UserError
+from pipedec.core import DEFAULT_METHOD, UserError
 from pipedec.flags import Help, own_options, partial_of, run_command
 
 _CAUSES = {
@@ -45,12 +47,15 @@ def policy(
     check: Annotated[
         Path | None, Help("Compare with the rows of a sweep with --dispatch tasks, in this directory.", "DIR")
     ] = None,
+    calibration: Annotated[bool, Help("Also compare the default method's predicted chances with accepted shares.")] = False,
 ) -> None:  # fmt: skip
     """Compare speculation policies in minutes: timesteps on recorded answers of the target, and their emulated time.
 
     The target answers each prompt once and the draft model runs once per context; both are kept in RECORDING. The methods are the
     real ones, timesteps are counted as in a pipeline, and times are computed for the preset.
     """
+    if calibration and not any(spec.startswith(DEFAULT_METHOD) for spec in specs):
+        raise UserError(f"--calibration is that of the default method: add --policy {DEFAULT_METHOD}")
     config = compared(**asked.settings(), policies=tuple(Policy.parse(spec) for spec in specs))
     study = Study(config, asked.prompt_sets(), recording)
     check_writable(out, "--json")
@@ -58,7 +63,8 @@ def policy(
     if check is not None:
         read_rows([check / ROWS_FILE])  # raises for rows that are not a sweep's
         rows = [row for _, row in read_records(check / ROWS_FILE, SCHEMA)]
-    with ProgressBar() as bar:
+    observer: AbstractContextManager[list[Observed]] = observing() if calibration else nullcontext([])
+    with ProgressBar() as bar, observer as observed:
         answers = list(study.run(bar))
     figures = PolicyFigures.of(answers)
     comparisons = compare(config, answers, rows)
@@ -67,8 +73,14 @@ def policy(
         page.print(table)
     if len(comparisons):
         page.print(_checked(comparisons))
+    written = document(config, figures, comparisons)
+    if calibration:
+        found = observations(answers, observed)
+        by_set = differences(found)
+        page.print(_calibration(by_set), *map(_shares, *zip(*by_kind(found).items(), strict=True)))
+        written["calibration"] = by_set.to_dict("records")
     if out is not None:
-        out.write_text(json.dumps(document(config, figures, comparisons), indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     if check is not None and not len(comparisons):
         same = "policies, prompts, pipeline, models, sampling and dispatch (tasks)"
         raise UserError(f"--check {check}: no row has the same {same}; give the directory of a sweep that has")
@@ -104,6 +116,26 @@ def _by_set(figures: PolicyFigures) -> Table:
     table = titled_table("Emulated ms/token by prompt set", ("policy", *figures.totals.index.unique("prompt_set")))
     for policy, sets in figures.totals["tpot_ms"].groupby(level="policy", observed=True):
         table.add_row(str(policy), *(f"{ms_per_token:.1f}" for ms_per_token in sets))
+    return table
+
+
+def _calibration(by_set: DataFrame) -> Table:
+    caption = (
+        "difference: mean over ten bins, of equal numbers of proposed tokens, of the absolute difference between the predicted "
+        "chance and the accepted share, given the row above; by chance: if all predictions were right."
+    )
+    columns = ("policy", "prompt set", "proposed tokens", "difference", "by chance")
+    table = titled_table("Calibration", columns, caption, left=("prompt set",))
+    for one in by_set.to_dict("records"):
+        numbers = str(one["observations"]), f"{one['difference']:.3f}", f"{one['by_chance']:.3f}"
+        table.add_row(one["policy"], one["prompt_set"], *numbers)
+    return table
+
+
+def _shares(kind: str, shares: DataFrame) -> Table:
+    table = titled_table(f"Accepted share by {kind}", (kind, "proposed tokens", "predicted", "accepted"))
+    for key, one in shares.iterrows():
+        table.add_row(str(key), f"{one['observations']:.0f}", f"{one['predicted']:.3f}", f"{one['accepted']:.3f}")
     return table
 
 

@@ -188,6 +188,10 @@ class InjectionTree:
             above = above.parent
         return tokens[::-1]
 
+    def proposed(self, row: int) -> tuple[Line | None, float]:
+        """The choices below ``row``, None until it is drafted or guessed; and the log-chance of its path from the root."""
+        return self._rows[row].line, self._rows[row].log_chance - self._rows[0].log_chance
+
     def set_root_position(self, root_position: int, gap: int) -> None:
         """Set the position id of the root, or of the next one, and the number of positions left empty after it."""
         if self._rows:

@@ -11,6 +11,7 @@ from support.tiny_pair import Pair
 
 from benchmarks.policy.__main__ import policy
 from pipedec.flags import run_command
+from pipedec.methods import METHODS
 
 
 @pytest.fixture
@@ -23,6 +24,12 @@ def flags(pair: Pair, recording: Path) -> list[str]:
         "--preset", "paper-14", "--stages", "2", "--prompt", "The pipeline", "--max-tokens", "6",
         "--target", str(pair.target), "--draft", str(pair.draft), "--recording", str(recording),
     ]  # fmt: skip
+
+
+def prompt_file(directory: Path) -> Path:
+    path = directory / "other.jsonl"
+    path.write_text(json.dumps({"prompt": "at every timestep"}) + "\n")
+    return path
 
 
 def policies_in(document: Path) -> list[str]:
@@ -69,6 +76,18 @@ def test_by_default_the_papers_method_beside_best_first(compare: Calls, pair: Pa
     assert policies_in(tmp_path / "out.json") == ["pipedec", "pipedec-bestfirst"]
 
 
+def test_calibration_is_that_of_the_default_method(compare: Calls, pair: Pair, tmp_path: Path) -> None:
+    asked = [*flags(pair, tmp_path / "recording"), "--prompts", prompt_file(tmp_path), "--max-tokens", "24"]
+    ended = compare(*asked, "--calibration", "--json", tmp_path / "out.json")
+    assert ended.status == 0, ended.err
+    for kind in ("chance", "depth", "rank", "source", "chance of the path"):
+        assert f"Accepted share by {kind}" in ended.out
+    found = json.loads((tmp_path / "out.json").read_text())["calibration"]
+    assert [(one["policy"], one["prompt_set"]) for one in found] == [("pipedec-bestfirst", one) for one in ("other", "prompt")]
+    assert all(one["observations"] > 0 and 0 <= one["difference"] <= 1 for one in found)
+    assert METHODS["pipedec-bestfirst"].implementation == "pipedec.decoding.best_first:BestFirst"
+
+
 def test_without_a_row_to_compare_with_there_are_figures(compare: Calls, pipedec: Calls, pair: Pair, tmp_path: Path) -> None:
     asked = flags(pair, tmp_path / "recording")
     sweep = [*asked[:-2], "--clock", "computed", "--methods", "pp", "--out", tmp_path / "sweep"]
@@ -88,6 +107,7 @@ def test_without_a_row_to_compare_with_there_are_figures(compare: Calls, pipedec
         (["--json", "nowhere/out.json"], "--json nowhere/out.json: there is no directory nowhere"),
         (["--prompts", "missing.jsonl"], "cannot read missing.jsonl"),
         (["--check", "nowhere"], "cannot read nowhere/rows.jsonl: No such file"),
+        (["--policy", "pp", "--calibration"], "--calibration is that of the default method: add --policy pipedec-bestfirst"),
         (["--draft", "none"], "method pipedec needs a draft model"),
     ],
 )
