@@ -42,7 +42,7 @@ class Observation(NamedTuple):
     source: str
 
 
-class _Drafted(NamedTuple):
+class Drafted(NamedTuple):
     """A row when it was drafted."""
 
     start: int  # the number of tokens of the answer up to the root
@@ -56,7 +56,7 @@ class Observed:
     """The rows that one answer's method drafted, and the answer."""
 
     token_ids: list[int] = field(default_factory=list)
-    drafted: list[_Drafted] = field(default_factory=list)
+    drafted: list[Drafted] = field(default_factory=list)
 
     def observations(self) -> Iterator[Observation]:
         """All proposed tokens whose place in the answer is known."""
@@ -98,7 +98,7 @@ class ObservedBestFirst(BestFirst):
             line, log_chance = self.tree.proposed(row)
             if line is not None and line.choices is not None and exp(log_chance) >= _MIN_CHANCE:
                 start = len(self._observed.token_ids)
-                self._observed.drafted.append(_Drafted(start, self.tree.path(row), log_chance, line))
+                self._observed.drafted.append(Drafted(start, self.tree.path(row), log_chance, line))
         self._drafted = []
         return super().draft(room)
 

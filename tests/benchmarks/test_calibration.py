@@ -8,7 +8,7 @@ import pytest
 import torch
 from pandas import DataFrame
 
-from benchmarks.policy.calibration import Observation, Observed, _Drafted, by_kind, differences
+from benchmarks.policy.calibration import Observation, Observed, Drafted, by_kind, differences
 from pipedec.decoding.acceptance import NO_TOKEN, Choices, Line
 from pipedec.decoding.proposers import DRAFT_PRIOR, NgramProposer
 
@@ -29,9 +29,9 @@ def line(*tokens: tuple[int, float, bool, bool]) -> Line:
 def test_every_proposed_token_is_an_observation_if_its_place_is_known() -> None:
     proposed = line((7, -0.5, True, True), (8, -1.5, False, True), (9, -2.0, True, False), (4, -3.0, False, False))
     drafted = [
-        _Drafted(1, [6], -0.25, proposed),  # on the answer's path
-        _Drafted(1, [5], -2.0, proposed),  # not on it
-        _Drafted(3, [7], -1.0, proposed),  # the answer ended before the next token
+        Drafted(1, [6], -0.25, proposed),  # on the answer's path
+        Drafted(1, [5], -2.0, proposed),  # not on it
+        Drafted(3, [7], -1.0, proposed),  # the answer ended before the next token
     ]
     right, wrong = [], []
     for one in Observed([3, 6, 8, 7], drafted).observations():
