@@ -8,7 +8,7 @@ import pytest
 import torch
 from pandas import DataFrame
 
-from benchmarks.policy.calibration import Observation, Observed, Drafted, by_kind, differences
+from benchmarks.policy.calibration import Drafted, Observation, Observed, by_kind, differences
 from pipedec.decoding.acceptance import NO_TOKEN, Choices, Line
 from pipedec.decoding.proposers import DRAFT_PRIOR, NgramProposer
 
