@@ -7,7 +7,6 @@ of each row from the draft model.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -25,12 +24,17 @@ from pipedec.tree import Candidates
 FloatArray = NDArray[np.float32]
 DRAFT_PRIOR = (1.0, 0.0)  # weights of its features
 
-MAX_MATCH = 32  # longest n-gram that is compared
 _INDEXED = 8  # longest n-gram that is found by its number; longer ones are compared token by token
+LENGTHS = (
+    *range(1, _INDEXED + 1),
+    12,
+    16,
+    24,
+    32,
+)  # of n-grams that are distinguished; one between two of them counts as shorter
+_PLACES = {length: place for place, length in enumerate(LENGTHS)}
 _MAX_OCCURRENCES = 8  # occurrences considered for each row
 MAX_PROPOSED = 8  # tokens that n-grams propose for a row
-_LAST_LENGTHS = (*range(1, _INDEXED + 1), 12, 16, 24, MAX_MATCH)  # n-grams up to each of these lengths share a feature
-_BUCKETS = [bisect_left(_LAST_LENGTHS, length) for length in range(MAX_MATCH + 1)]
 _RATE_WEIGHT = 0.1  # of a new observation in ``MatchRates``
 MAX_SEEN = 64  # tokens that are proposed because they occur somewhere in the text
 _MIN_REST = 1e-4  # minimum probability assumed for all tokens that the draft model does not propose together
@@ -72,7 +76,7 @@ def possible(candidates: Candidates) -> Candidates:
 class Match(NamedTuple):
     """Earlier occurrences of the tokens at the end of a row's path."""
 
-    length: int  # of the longest n-gram that occurred there
+    length: int  # of the longest n-gram that occurred there, one of LENGTHS
     occurrences: int  # those after which the token followed, as far as they were looked at
 
 
@@ -84,11 +88,11 @@ Occurrences = dict[int, Match]
 class NgramProposer:
     """N-grams of ``text``, the prompt and the answer so far. Needs no forward.
 
-    Features: the length of the longest n-gram that the token followed, one-hot by bucket; the same again for the first of the
-    row's ``Occurrences``, 0 for the others; and the logarithm of 1 + the number of occurrences.
+    Features: the length of the longest n-gram that the token followed, one-hot; the same again for the first of the row's
+    ``Occurrences``, 0 for the others; and the logarithm of 1 + the number of occurrences.
     """
 
-    prior = (*(0.5 * min(length, 4) for length in _LAST_LENGTHS), *(1.0,) * len(_LAST_LENGTHS), 0.2)
+    prior = (*(0.5 * min(length, 4) for length in LENGTHS), *(1.0,) * len(LENGTHS), 0.2)
 
     def __init__(self, text: Iterable[int]) -> None:
         self._text = list(text)
@@ -120,47 +124,47 @@ class NgramProposer:
         if self._indexed < len(self._text):
             self._index()
         text = self._text
-        ranked = self._ranked([*text[-MAX_MATCH:], *path][: -MAX_MATCH - 1 : -1])
-        counts = Counter([text[place] for _, place in ranked])
+        ranked = self._ranked([*text[-LENGTHS[-1] :], *path][-LENGTHS[-1] :])
+        tokens = [text[place] for _, place in ranked]
         found: Occurrences = {}
-        for length, place in ranked:
-            token = text[place]
+        for token, (length, _) in zip(tokens, ranked, strict=True):
             if token not in found:
-                found[token] = Match(length, counts[token])
+                found[token] = Match(length, tokens.count(token))
         return found
 
-    def _ranked(self, context: Sequence[int]) -> list[tuple[int, int]]:
-        """Lengths of n-grams at the end of ``context``, whose last token comes first, and the places after them in the text: the
-        longest n-grams first, and of equally long ones the latest.
+    def _ranked(self, context: list[int]) -> list[tuple[int, int]]:
+        """Lengths of n-grams at the end of ``context``, and the places after them in the text: the longest n-grams first, and of
+        equally long ones the latest.
         """
         matches: list[list[int]] = []  # places by length of the n-gram
         ngram = _EMPTY
-        for token in context[:_INDEXED]:
+        for token in context[: -_INDEXED - 1 : -1]:
             ngram = ngram << 32 | token
             places = self._places.get(ngram)
             if places is None:
                 break
             matches.append(places)
-        if not matches:
-            return []
-        longest = len(matches)
-        ranked = [(longest, place) for place in matches[-1][: -_MAX_OCCURRENCES - 1 : -1]]
-        if longest == _INDEXED or len(matches[-1]) == 1:  # else no n-gram is longer
-            ranked = sorted([(self._length(context, longest, place), place) for _, place in ranked], reverse=True)
-        seen = {place for _, place in ranked}
-        for length in range(longest - 1, 0, -1):
+        ranked, seen = list[tuple[int, int]](), set[int]()
+        for length in range(len(matches), 0, -1):
+            if len(matches[length - 1]) == len(seen):
+                continue  # every n-gram of this length was part of a longer one
+            latest = matches[length - 1][: -_MAX_OCCURRENCES - 1 : -1]
+            if not seen and (length == _INDEXED or len(latest) == 1):  # else no n-gram is longer
+                ranked = sorted([(self._length(context, length, place), place) for place in latest], reverse=True)
+            else:
+                ranked += [(length, place) for place in latest if place not in seen]
             if len(ranked) >= _MAX_OCCURRENCES:
                 break
-            fewer = [place for place in matches[length - 1][: -_MAX_OCCURRENCES - 1 : -1] if place not in seen]
-            ranked += [(length, place) for place in fewer[: _MAX_OCCURRENCES - len(ranked)]]
-            seen.update(fewer)
-        return ranked
+            seen.update(latest)
+        return ranked[:_MAX_OCCURRENCES]
 
-    def _length(self, context: Sequence[int], length: int, place: int) -> int:
+    def _length(self, context: list[int], length: int, place: int) -> int:
         """The length of the n-gram before ``place`` that is equal to the end of ``context``, of which ``length`` are known."""
         text, most = self._text, min(len(context), place)
-        while length < most and text[place - length - 1] == context[length]:
-            length += 1
+        for longer in LENGTHS[length:]:
+            if longer > most or text[place - longer : place] != context[-longer:]:
+                break
+            length = longer
         return length
 
 
@@ -168,7 +172,7 @@ class MatchRates:
     """How often the token that followed the longest n-gram was accepted, by the length of the n-gram: moving averages."""
 
     def __init__(self) -> None:
-        self._rates = [1 - 0.5 ** (1 + length / 4) for length in range(MAX_MATCH + 1)]  # by length
+        self._rates = {length: 1 - 0.5 ** (1 + length / 4) for length in LENGTHS}
 
     def rate(self, length: int) -> float:
         """The probability that the first of ``Occurrences`` is accepted if its n-gram has this length."""
@@ -177,10 +181,7 @@ class MatchRates:
     def observe(self, found: Occurrences, accepted: int) -> None:
         """Learn from an accepted token, before which the n-grams ``found`` ended."""
         for token, match in islice(found.items(), 1):
-            bucket = _BUCKETS[match.length]
-            for length, of_length in enumerate(_BUCKETS):
-                if of_length == bucket:
-                    self._rates[length] += _RATE_WEIGHT * ((token == accepted) - self._rates[length])
+            self._rates[match.length] += _RATE_WEIGHT * ((token == accepted) - self._rates[match.length])
 
 
 def write_ngrams(occurrences: Sequence[Occurrences], token_ids: IntArray, features: FloatArray, first: int) -> None:
@@ -193,7 +194,6 @@ def write_ngrams(occurrences: Sequence[Occurrences], token_ids: IntArray, featur
         features: [F, K + 1, W], zeros. Must be a view whose last dimension is contiguous.
         first: column of the first token that is proposed here.
     """
-    buckets = len(_LAST_LENGTHS)
     for row, (found, known) in enumerate(zip(occurrences, token_ids[:, :first].tolist(), strict=True)):
         for rank, (token, (length, count)) in enumerate(found.items()):
             if token in known:
@@ -204,9 +204,9 @@ def write_ngrams(occurrences: Sequence[Occurrences], token_ids: IntArray, featur
             else:
                 continue
             of_token = features[row, column]
-            of_token[_BUCKETS[length]] = 1.0
+            of_token[_PLACES[length]] = 1.0
             if not rank:
-                of_token[buckets + _BUCKETS[length]] = 1.0
+                of_token[len(LENGTHS) + _PLACES[length]] = 1.0
             of_token[-1] = log(1 + count)
 
 

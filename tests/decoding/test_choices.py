@@ -15,7 +15,7 @@ from pipedec.decoding.acceptance import NO_TOKEN, AcceptanceModel, Line
 from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.proposers import (
     DRAFT_PRIOR,
-    MAX_MATCH,
+    LENGTHS,
     MAX_PROPOSED,
     MAX_SEEN,
     Match,
@@ -29,8 +29,7 @@ from pipedec.decoding.proposers import (
 from pipedec.tree import Candidates
 
 DRAFT = len(DRAFT_PRIOR)
-LENGTHS = (*range(1, 9), 12, 16, 24, 32)  # the last n-gram length of each feature
-BUCKETS = len(LENGTHS)
+COUNT = len(LENGTHS)
 
 
 class Scored(InjectionTree):
@@ -95,14 +94,14 @@ def test_features_of_all_sources_stand_beside_their_tokens() -> None:
     """Also for a token that another source proposes. One that the draft does not propose counts as likely as its last one, and is
     marked; all that is left has the rest.
     """
-    (line,) = scored(candidates({8: 0.6, 5: 0.3}), [{5: Match(30, 4), 9: Match(2, 1)}])
+    (line,) = scored(candidates({8: 0.6, 5: 0.3}), [{5: Match(32, 4), 9: Match(2, 1)}])
     features = features_of(line)
     expected = {8: (0.6, 0), 5: (0.3, 0), 9: (0.3, 1), NO_TOKEN: (0.1, 0)}
     assert features.keys() == expected.keys()
     for token, (chance, is_other) in expected.items():
         assert math.exp(features[token][0]) == pytest.approx(chance) and features[token][1] == is_other
     lengths = {token: [place for place, value in enumerate(row[DRAFT:-1]) if value] for token, row in features.items()}
-    assert lengths == {8: [], 5: [BUCKETS - 1, 2 * BUCKETS - 1], 9: [1], NO_TOKEN: []}, "from 25 to 32 tokens are one feature"
+    assert lengths == {8: [], 5: [COUNT - 1, 2 * COUNT - 1], 9: [1], NO_TOKEN: []}
     counts = {token: row[-1] for token, row in features.items()}
     assert counts == pytest.approx({8: 0, 5: math.log(5), 9: math.log(2), NO_TOKEN: 0})
 
@@ -155,9 +154,9 @@ class NaiveSearch:
         places = []
         for place in range(len(text) - 1):
             length = 0
-            while length < min(MAX_MATCH, place + 1) and text[place - length] == context[-1 - length]:
+            while length < min(LENGTHS[-1], place + 1) and text[place - length] == context[-1 - length]:
                 length += 1
-            places.append((length, place))
+            places.append((max([each for each in LENGTHS if each <= length], default=0), place))
         self.best = [(length, text[place + 1]) for length, place in sorted(places, reverse=True) if length][:8]
 
     def named(self) -> list[int]:
@@ -181,12 +180,12 @@ def check_row(line: Line, children: list[int], naive: NaiveSearch) -> None:
     ]
     assert set(children) <= features.keys()
     for token, row in features.items():
-        expected = [0.0] * (2 * BUCKETS + 1)
+        expected = [0.0] * (2 * COUNT + 1)
         length = 0 if token == NO_TOKEN else naive.length(token)
         if length:
-            bucket = next(place for place, last in enumerate(LENGTHS) if length <= last)
-            expected[bucket] = 1.0
-            expected[BUCKETS + bucket] = float(naive.is_best(token))
+            feature = LENGTHS.index(length)
+            expected[feature] = 1.0
+            expected[COUNT + feature] = float(naive.is_best(token))
             expected[-1] = math.log(1 + naive.count(token))
         assert row[DRAFT if children else 0 :] == pytest.approx(expected)
 
@@ -261,11 +260,11 @@ def test_of_many_seen_tokens_the_most_frequent_are_proposed() -> None:
 
 def test_the_rate_of_a_match_is_that_of_its_length() -> None:
     rates = MatchRates()
-    before = [rates.rate(length) for length in (2, 9, 12, 13)]
+    before = [rates.rate(length) for length in (2, 8, 12, 16)]
     assert before == sorted(before), "longer n-grams are more reliable, until there is evidence"
     for _ in range(30):
-        rates.observe(matches({5: 10, 7: 2}), 7)
-    assert [rates.rate(length) < 0.1 for length in (2, 9, 12, 13)] == [False, True, True, False], "only the first token counts"
+        rates.observe(matches({5: 12, 7: 2}), 7)
+    assert [rates.rate(length) < 0.1 for length in (2, 8, 12, 16)] == [False, False, True, False], "only the first token counts"
     for _ in range(30):
         rates.observe(matches({7: 2}), 7)
     assert rates.rate(2) > 0.9
