@@ -22,6 +22,8 @@ from pipedec.cli.benchmarks.shared import EmulatedClusterFlags
 from pipedec.cli.show import console
 from pipedec.core import Request, SamplingParams
 from pipedec.engine.build import load_prompter
+from pipedec.engine.devices import chosen_device
+from pipedec.engine.experience_files import initial_experience
 from pipedec.engine.local import LocalPipeline
 from pipedec.flags import Help, options_of, own_options, run_command
 from pipedec.live.feed import LiveFeed
@@ -72,7 +74,8 @@ def write_recording(frames: Sequence[Frame], path: Path) -> None:
 
 
 def _record_one(config: RecordingConfig, spec: PipelineSpec, about: Mapping[str, Any], method: str) -> list[Frame]:
-    pipeline, prompter = LocalPipeline.load(spec), load_prompter(spec)
+    experience = initial_experience(spec, chosen_device(spec.settings.cut.device))
+    pipeline, prompter = LocalPipeline.load(spec, experience=experience), load_prompter(spec)
     frames, reading = list[Frame](), LiveReading(method)
     has_begun = False  # until then the pipeline has no emulated time
 
@@ -119,7 +122,7 @@ def live_recording(
 ) -> None:
     """Record one answer by several methods. A recording has computed times of emulated devices, and is always the same."""
     check_writable(path, "--record")
-    shape = emulated(flags.config, flags.preset, flags.stages, flags.pair, own_work=False)
+    shape = emulated(flags.config, flags.preset, flags.stages, flags.pair, own_work=False, priors=True)
     cluster = shape.cluster
     about = {
         "stages": cluster["stages"], "groups": cluster["groups"], "target": cluster["model"], "draft": cluster["draft"],

@@ -88,7 +88,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "gpu_memory_utilization": st.floats(0.1, 1), "prefix_cache": st.booleans(), "dtype": st.sampled_from(["float32", "bfloat16"]),
     "quantize": st.just("int4"),
     "draft_dtype": st.just("float16"), "draft_quantize": st.just("int8"), "transport": st.sampled_from(["gloo", "nccl"]),
-    "dispatch": st.sampled_from(["windows", "tasks"]), "max_restarts": st.integers(0, 99),
+    "priors": st.booleans(), "dispatch": st.sampled_from(["windows", "tasks"]), "max_restarts": st.integers(0, 99),
     "restart_window": st.floats(0.5, 1e6), "stall_timeout": st.floats(0.5, 1e6), "log_level": st.sampled_from(["debug", "error"]),
 }  # fmt: skip
 SOME = st.fixed_dictionaries({}, optional=VALUES)

@@ -22,6 +22,7 @@ from pipedec.bench.overhead.null_rank import no_layers, sequence_of
 from pipedec.core import Metrics, NewRequest, Request, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
 from pipedec.decoding import Batch, Experience
 from pipedec.decoding.acceptance import AcceptanceModel, Choices
+from pipedec.decoding.learned import NOTHING_LEARNED, LearnedAcceptance
 from pipedec.engine.counters import Counters
 from pipedec.engine.local import LocalStages
 from pipedec.engine.loop import Advanced, Record, RequestEnded, RequestOpened, RequestPool, Timestep, decode
@@ -171,8 +172,8 @@ _T = TypeVar("_T")
 class WatchedExperience(Experience):
     """Experience that also reports which accepted tokens had been proposed."""
 
-    def __init__(self, passage: int) -> None:
-        super().__init__(passage)
+    def __init__(self, passage: int, prior: LearnedAcceptance = NOTHING_LEARNED) -> None:
+        super().__init__(passage, prior)
         self._is_proposed: list[bool] = []
         self._watched: dict[int, AcceptanceModel] = {}  # by the identity of what is watched: who shares it is scored together
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from math import isnan
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -34,8 +34,10 @@ from pipedec.core import Request, SamplingParams, UserError
 from pipedec.data import PromptSet
 from pipedec.decoding import Drafter
 from pipedec.decoding.controller import CHILDREN
+from pipedec.decoding.learned import NOTHING_LEARNED
 from pipedec.engine.build import load_drafter, resolve
-from pipedec.flags import check_fields
+from pipedec.engine.experience_files import shipped_acceptance
+from pipedec.flags import Help, check_fields
 from pipedec.messages import PromptRequest
 from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter
@@ -54,6 +56,7 @@ class PolicyConfig(Drawing):
     stages: StageCount = None
     sampling: SamplingParams = SamplingParams(max_tokens=64)
     pair: ModelPair = ModelPair()
+    priors: Annotated[bool, Help("Begin with what ships beside the draft.")] = False
 
     def __post_init__(self) -> None:
         self.cluster.find_partition(self.preset)
@@ -65,7 +68,7 @@ class PolicyConfig(Drawing):
     @cached_property
     def shape(self) -> Shape:
         """The emulated pipeline. Raises UserError if the target has too few layers."""
-        return emulated(self.cluster, self.preset, self.stages, self.pair, own_work=self.own_work)
+        return emulated(self.cluster, self.preset, self.stages, self.pair, own_work=self.own_work, priors=self.priors)
 
     @property
     def request(self) -> PromptRequest:
@@ -134,7 +137,8 @@ class Study:
         max_children = max(CHILDREN[-1], *(policy.limits.get("children") or 0 for policy in self._config.policies))
         drafter = RecordedDrafter(self._memos.__getitem__, lambda: self._draft, max_children) if self._spec.draft else None
         assert self._spec.emulation is not None
-        experience = WatchedExperience(self._spec.topology.num_groups)
+        prior = shipped_acceptance(self._spec.draft) if self._config.priors else NOTHING_LEARNED
+        experience = WatchedExperience(self._spec.topology.num_groups, prior)
         return ReplayedPipeline(self._spec.emulation, self._spec.topology, drafter, experience)
 
     def _request(self, policy: Policy, number: int, prompt: tuple[int, ...]) -> Request:

@@ -32,6 +32,14 @@ ClusterFile = Annotated[Path | None, Help("A cluster.yaml whose partitions are t
 Target = Annotated[Path | None, Help("Target checkpoint directory (default: the shipped pair's).", "DIR")]
 Draft = Annotated[str | None, Help("Draft checkpoint directory, or none.", "DIR|none")]
 
+Priors = Annotated[
+    bool,
+    Help(
+        "Begin with what was learned before: of emulated devices in training, else also in earlier runs. Or begin with nothing.",
+        flag="--priors/--no-priors",
+    ),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:

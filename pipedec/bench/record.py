@@ -23,6 +23,7 @@ import torch
 
 from pipedec import __version__
 from pipedec.core import PipedecError, UserError
+from pipedec.engine.devices import processor_name
 
 Row = dict[str, Any]
 
@@ -55,11 +56,8 @@ def revision() -> str:
 
 def machine() -> Row:
     """Hardware and software versions that the results depend on."""
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text(encoding="utf-8").splitlines() if information.is_file() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
-        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "cpu": processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "load_average": round(psutil.getloadavg()[0], 2),

@@ -13,6 +13,7 @@ from pipedec.core import UserError
 from pipedec.directories import reference_pair
 from pipedec.engine.build import resolve
 from pipedec.flags import Command, Help, given_values, option_fields, options_of, own_options, with_options
+from pipedec.train.acceptance import measure_acceptance
 from pipedec.train.bita import BitaRecipe, print_bita, train_bita
 from pipedec.train.continuations import invented_set
 from pipedec.train.draft import DraftRecipe, DraftShape, train_draft
@@ -21,6 +22,7 @@ from pipedec.train.options import (
     Compiled,
     DeviceFlags,
     DraftStart,
+    OnlyAcceptance,
     PartialRun,
     Target,
     TrainingPromptFlags,
@@ -58,17 +60,24 @@ def draft(
     start: DraftStart = None,
     invented: Annotated[int | None, Help("So many prompts that the target invents itself.")] = None,
     compiled: Compiled = True,
+    only_acceptance: OnlyAcceptance = False,
 ) -> None:
     """Train a draft for a target, on the target's own greedy answers to prompts: a new one, or one that is continued."""
     if invented is None or asked.prompts:
         asked.check(f", --invented COUNT (the shipped draft: {_RECIPE} draft)")
     target, begun = chosen_start(target, start, shape)
+    if only_acceptance and isinstance(begun, DraftShape):
+        raise UserError("--only-acceptance measures a draft: give --draft DIR")
     prompter = prompter_of(target, recipe.long_length)
     prompts = asked.read(prompter, recipe.new_tokens) if asked.prompts else {}
     with replicas(device.chosen()["device"].type) as together:
         where = run(**device.chosen(), replicas=together)
         if invented is not None:
             prompts |= invented_set(target, prompter, invented, recipe.new_tokens, where, recipe.seed)
+        if only_acceptance:
+            assert isinstance(begun, Path)
+            measure_acceptance(target, begun, prompts, recipe.new_tokens, where.out / "draft")
+            return
         report = train_draft(target, begun, prompts, recipe.with_long_sets(prompts), where, compiled=compiled)
     if report:
         print_draft(report)

@@ -10,7 +10,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,7 @@ from pipedec.engine.admission import Admission, Sequences
 from pipedec.engine.build import DTYPES, load_drafter, load_prompter, load_stage, new_batch, weights_on
 from pipedec.engine.devices import allocated, num_gpus, rank_device
 from pipedec.engine.draft_loop import DraftLoop
+from pipedec.engine.experience_files import KeptExperience
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.recorder import turn_of
 from pipedec.engine.stage_loop import StageLoop
@@ -91,6 +92,7 @@ class Rank:
         self._lease = LeaseKeeper(scheduler, self._place, self._activity, self._transport)
         self._memory = RankMemory(spec, self._place, self._device)
         self._meeting = Meeting(scheduler, self._place, spec, self._memory, store, self._activity, self._transport.versions)
+        self._digests: Mapping[str, str] = {}  # of the models, if ranks on several hosts have compared them
         self._first_epoch = scheduler.epoch
         # Whether requests wait for this process, which can serve without its draft model.
         self._loads_late = place.rank == 0 and scheduler.epoch > 0 and spec.draft is not None
@@ -136,7 +138,7 @@ class Rank:
             if self._place.has_others_elsewhere and not self._has_served:
                 self._report("digests", met.own, 0)
             self._transport.join(met.rendezvous)
-        self._spec = replace(self._spec, agreed_slots=met.kv_slots)
+        self._spec, self._digests = replace(self._spec, agreed_slots=met.kv_slots), met.digests
         backend = self._wanted
         if self._transport.backend != backend.name:
             others = "another stage has no GPU of its own"
@@ -228,6 +230,7 @@ class Rank:
         if isinstance(model, StageWorker):
             return StageLoop(model, self._place.rank, wiring)
         limits, prompter = spec.settings.limits, load_prompter(spec)
+        kept = KeptExperience(spec, self._device, self._digests)
         about = {  # for the first frame of the live feed
             "epoch": 0,
             "run": self._scheduler.run_id,
@@ -241,8 +244,9 @@ class Rank:
         return DraftLoop(
             wiring,
             Admission(prompter, wiring.sequences, spec.topology.num_stages, limits.tree),
-            new_batch(spec, model, wiring.place),
+            new_batch(spec, model, wiring.place, experience=kept.experience),
             limits.max_num_seqs,
+            keep=kept.keep,
             load_drafter=self._load_late if self._loads_late else None,
             make_feed=partial(LiveFeed, about, prompter.text),
         )

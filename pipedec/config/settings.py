@@ -122,6 +122,18 @@ class Numbers:
 
 
 @dataclass(frozen=True)
+class Speculation:
+    """The experience with which the default method begins. Never changes the output."""
+
+    priors: Annotated[
+        bool,
+        Help(
+            "Begin with nothing learned from training or earlier runs (chances of acceptance, costs of rows), and keep nothing."
+        ),
+    ] = True
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Communication between ranks, scheduling of timesteps, and recovery from lost ranks."""
 
@@ -162,6 +174,7 @@ class Settings:
     cut: Cut = Cut()
     limits: Limits = Limits()
     numbers: Numbers = Numbers()
+    speculation: Speculation = Speculation()
     cluster: Cluster = Cluster()
 
     @classmethod
@@ -225,7 +238,7 @@ def _plain(value: Any) -> Any:
     return to_builtins(value) if isinstance(value, MethodOptions | RedisConfig) else value
 
 
-_TREE = {"models": Models, "cut": Cut, "limits": Limits, "numbers": Numbers, "cluster": Cluster}
+_TREE = {"models": Models, "cut": Cut, "limits": Limits, "numbers": Numbers, "speculation": Speculation, "cluster": Cluster}
 GROUPS = {setting.name: group for group, kind in _TREE.items() for setting in fields(kind)}  # of every setting, by name
 SETTINGS = {  # the annotated type of every setting, by name
     name: hint for kind in _TREE.values() for name, hint in get_type_hints(kind, include_extras=True).items()

@@ -52,10 +52,10 @@ class BestFirst(Method):
         if "ngrams" in self._options.proposers:
             text = self._text()
             self._ngrams, self._seen = NgramProposer(text), SeenTokens(text)
-        prior = (
-            *(DRAFT_PRIOR if self.drafter else ()),
-            *((*NgramProposer.prior, *SeenTokens.prior) if self._ngrams else ()),
-        )
+        prior = {
+            **({"draft": DRAFT_PRIOR} if self.drafter else {}),
+            **({"ngrams": NgramProposer.prior, "seen": SeenTokens.prior} if self._ngrams else {}),
+        }
         if not prior:
             raise UserError("method pipedec-bestfirst has no proposer: give --draft DIR, or let the n-grams propose")
         self.is_tuned = self._options.width is None

@@ -14,21 +14,32 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf
+from math import ceil, inf
 from statistics import median_high
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from pipedec.core import MethodOptions, Request, SamplingParams
+from pipedec.decoding.learned import (
+    GREEDY,
+    NOTHING_LEARNED,
+    LearnedAcceptance,
+    LearnedCosts,
+    LearnedRates,
+    MeasuredRows,
+    kind_of,
+)
 
 BOUNDS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # maximum rows of each bucket
 _WEIGHT = 0.15  # of a new measurement
 _OUTLIER = 2.0  # a measurement counts as at most this many times the mean so far
 _MAX_AGE = 4096  # timesteps after which a measurement is forgotten
 _FIRST_TRIED = 8  # rows
+_REMAINING = 512  # timesteps after which a measurement of an earlier process is forgotten if it is not made again
 
 
 class RowCosts:
@@ -44,11 +55,25 @@ class RowCosts:
         self._added: dict[int, float] = {}  # by number of rows, as long as the curve is the same
         self._most_tried = _FIRST_TRIED
 
+    @property
+    def learned(self) -> list[MeasuredRows]:
+        """The measurements, by ascending rows."""
+        self._points()
+        found = [self._measured[bucket] for bucket in sorted(self._measured)]
+        return [MeasuredRows(rows, seconds, self._timestep - timestep) for rows, seconds, timestep in found]
+
+    def start_from(self, learned: list[MeasuredRows]) -> None:
+        """Begin with the measurements of an earlier process."""
+        for one in learned:
+            age = max(one.age, _MAX_AGE - _REMAINING)
+            self._measured[_bucket(one.rows)] = one.rows, one.seconds, self._timestep - age
+        self._curve = None
+
     def record(self, rows: int, seconds: float) -> None:
         """Record the duration of a timestep with ``rows`` rows."""
         self._timestep += 1
         rows = max(rows, 1)
-        bucket = bisect_right(BOUNDS, rows - 1)
+        bucket = _bucket(rows)
         mean_rows, mean_seconds, _ = self._measured.get(bucket, (float(rows), seconds, 0))
         mean_rows += _WEIGHT * (rows - mean_rows)
         mean_seconds += _WEIGHT * (min(seconds, _OUTLIER * mean_seconds) - mean_seconds)
@@ -87,6 +112,10 @@ class RowCosts:
             while measured and (self._most_tried < measured[0] or any(1 < 2 * rows / self._most_tried <= 2 for rows in measured)):
                 self._most_tried *= 2
         return self._curve
+
+
+def _bucket(rows: float) -> int:
+    return bisect_right(BOUNDS, ceil(rows) - 1)
 
 
 def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -227,7 +256,7 @@ class Controller:
         self._passage = passage
         self._costs = RowCosts()
         self._trials = Trials(passage)
-        self._unproposed_share = 0.0
+        self.unproposed_share = 0.0  # of accepted tokens after drafted rows, a moving average
         self._yield = 1.0  # tokens per timestep and running request
         self._fewest: tuple[int, float] | None = None  # rows and seconds of the smallest timesteps
         self._epoch = 1
@@ -239,6 +268,21 @@ class Controller:
     @property
     def is_speculating(self) -> bool:
         return self._trials.is_speculating
+
+    @property
+    def costs(self) -> LearnedCosts:
+        """Its measurements of timesteps, for another process."""
+        return LearnedCosts(rows=self._costs.learned, fewest=self._fewest, forwards=self.forwards, tokens=self._yield)
+
+    def start_from(self, acceptance: LearnedAcceptance, costs: LearnedCosts | None) -> None:
+        """Begin with what an earlier process has learned."""
+        self.unproposed_share = min(acceptance.unproposed_share, _MANY_UNPROPOSED)  # so that it soon falls if it is wrong
+        self.proposes_seen = acceptance.proposes_seen
+        self.children = CHILDREN[-1 if acceptance.proposes_seen else 0]
+        if costs is not None:
+            self._costs.start_from(costs.rows)
+            self._fewest, self._yield = costs.fewest, costs.tokens
+            self.forwards = min(costs.forwards, MAX_FORWARDS)
 
     def pays(self, rows: int, tokens: float) -> bool:
         """Whether one more row after ``rows`` is worth its time if each running request may expect ``tokens`` tokens from it.
@@ -259,10 +303,10 @@ class Controller:
 
     def record_proposed(self, was_proposed: bool) -> None:
         """Record whether the token accepted after a drafted row was among that row's choices."""
-        self._unproposed_share = _TOKEN_DECAY * self._unproposed_share + (1 - _TOKEN_DECAY) * (not was_proposed)
-        if self._unproposed_share > _MANY_UNPROPOSED:
+        self.unproposed_share = _TOKEN_DECAY * self.unproposed_share + (1 - _TOKEN_DECAY) * (not was_proposed)
+        if self.unproposed_share > _MANY_UNPROPOSED:
             self.children, self.proposes_seen = CHILDREN[-1], True
-        elif self._unproposed_share < _FEW_UNPROPOSED:
+        elif self.unproposed_share < _FEW_UNPROPOSED:
             self.children, self.proposes_seen = CHILDREN[0], False
 
     def record_accepted(self, num_tokens: int) -> None:
@@ -314,8 +358,22 @@ class Controller:
 
 
 _MAX_KEPT = 64  # entries of each kind
+_Key = tuple[SamplingParams, MethodOptions | None, str | None, str]
+
+
+@runtime_checkable
+class KeptStatistics(Protocol):
+    """Statistics that outlive a process: ``name`` is their field of ``LearnedRates``."""
+
+    name: str
+
+    @property
+    def learned(self) -> Mapping[str, Any]: ...
+
+    def start_from(self, learned: Any) -> None: ...
+
+
 _T = TypeVar("_T")
-_Key = tuple[SamplingParams, MethodOptions | None, str | None, bool]
 
 
 class Experience:
@@ -323,20 +381,42 @@ class Experience:
     options, dialect, and whether answers are structured.
     """
 
-    def __init__(self, passage: int) -> None:
+    def __init__(self, passage: int, prior: LearnedAcceptance = NOTHING_LEARNED, costs: LearnedCosts | None = None) -> None:
         self.controller = Controller(passage)  # of all requests
+        self.controller.start_from(prior, costs)
+        self._prior = prior
         self._learned: dict[type, dict[_Key, Any]] = {}
 
+    @property
+    def acceptance(self) -> LearnedAcceptance:
+        """Statistics of acceptance for another process. Of several requests of one kind, the last one counts."""
+        kinds = {kind: asdict(rates) for kind, rates in self._prior.kinds.items()}
+        for known in self._learned.values():
+            for (*_, kind), statistics in known.items():
+                if isinstance(statistics, KeptStatistics):
+                    kinds.setdefault(kind, {})[statistics.name] = statistics.learned
+        return LearnedAcceptance(
+            kinds={kind: LearnedRates(**rates) for kind, rates in kinds.items()},
+            unproposed_share=self.controller.unproposed_share, proposes_seen=self.controller.proposes_seen,
+        )  # fmt: skip
+
     def learned(self, request: Request, kind: type[_T], *args: Any) -> _T:
-        """The statistics of similar requests, ``kind(*args)`` for the first of them. The least recently used ones are dropped."""
+        """The statistics of similar requests: for the first of them ``kind(*args)``, which starts from the prior for such
+        requests, else from that for greedy ones. The least recently used statistics are dropped.
+        """
         sampling = replace(
             request.sampling, seed=None, max_tokens=1, stop=(), stop_token_ids=(), logprobs=None, ignore_eos=False,
             structured_outputs=None,
         )  # fmt: skip
-        key = sampling, request.options, request.threads, request.sampling.structured_outputs is not None
+        key = sampling, request.options, request.threads, kind_of(request)
         known = self._learned.setdefault(kind, {})
         found = known.pop(key, None)
-        known[key] = kind(*args) if found is None else found
+        if found is None:
+            found = kind(*args)
+            rates = self._prior.kinds.get(kind_of(request), self._prior.kinds.get(GREEDY))
+            if rates is not None and isinstance(found, KeptStatistics):
+                found.start_from(getattr(rates, found.name))
+        known[key] = found
         if len(known) > _MAX_KEPT:
             del known[next(iter(known))]
-        return cast(_T, known[key])
+        return found

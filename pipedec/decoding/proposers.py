@@ -8,10 +8,10 @@ of each row from the draft model.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from math import log
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -22,16 +22,11 @@ from pipedec.decoding.injection import InjectionTree
 from pipedec.tree import Candidates
 
 FloatArray = NDArray[np.float32]
-DRAFT_PRIOR = (1.0, 0.0)  # weights of its features
+DRAFT_PRIOR = {"log probability": 1.0, "not proposed": 0.0}  # weights of its features
 
 _INDEXED = 8  # longest n-gram that is found by its number; longer ones are compared token by token
-LENGTHS = (
-    *range(1, _INDEXED + 1),
-    12,
-    16,
-    24,
-    32,
-)  # of n-grams that are distinguished; one between two of them counts as shorter
+# Of n-grams that are distinguished; one between two of them counts as shorter.
+LENGTHS = (*range(1, _INDEXED + 1), 12, 16, 24, 32)
 _PLACES = {length: place for place, length in enumerate(LENGTHS)}
 _MAX_OCCURRENCES = 8  # occurrences considered for each row
 MAX_PROPOSED = 8  # tokens that n-grams propose for a row
@@ -92,7 +87,11 @@ class NgramProposer:
     ``Occurrences``, 0 for the others; and the logarithm of 1 + the number of occurrences.
     """
 
-    prior = (*(0.5 * min(length, 4) for length in LENGTHS), *(1.0,) * len(LENGTHS), 0.2)
+    prior: ClassVar[dict[str, float]] = {
+        **{f"length {length}": 0.5 * min(length, 4) for length in LENGTHS},
+        **{f"first, length {length}": 1.0 for length in LENGTHS},
+        "log occurrences": 0.2,
+    }
 
     def __init__(self, text: Iterable[int]) -> None:
         self._text = list(text)
@@ -171,8 +170,19 @@ class NgramProposer:
 class MatchRates:
     """How often the token that followed the longest n-gram was accepted, by the length of the n-gram: moving averages."""
 
+    name = "matches"
+
     def __init__(self) -> None:
         self._rates = {length: 1 - 0.5 ** (1 + length / 4) for length in LENGTHS}
+
+    @property
+    def learned(self) -> dict[str, float]:
+        """The rates by the length of the n-gram."""
+        return {str(length): rate for length, rate in self._rates.items()}
+
+    def start_from(self, learned: Mapping[str, float]) -> None:
+        """Continue with rates that were learned before."""
+        self._rates = {length: learned.get(str(length), rate) for length, rate in self._rates.items()}
 
     def rate(self, length: int) -> float:
         """The probability that the first of ``Occurrences`` is accepted if its n-gram has this length."""
@@ -217,7 +227,7 @@ class SeenTokens:
     token that no other source proposes.
     """
 
-    prior = (0.0, 0.3, 0.0, -0.5)
+    prior: ClassVar[dict[str, float]] = {"seen": 0.0, "log count": 0.3, "log age": 0.0, "not proposed": -0.5}
 
     def __init__(self, text: Iterable[int]) -> None:
         self._counts: Counter[int] = Counter()

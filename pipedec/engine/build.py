@@ -13,7 +13,7 @@ from pipedec.config import AUTO, NONE, ClusterConfig, Settings, model_shape
 from pipedec.config.model import checkpoint_dtype
 from pipedec.config.settings import Models
 from pipedec.core import KNEE_ROWS, UserError
-from pipedec.decoding import Batch, Drafter, LaneSizes
+from pipedec.decoding import Batch, Drafter, Experience, LaneSizes
 from pipedec.directories import reference_pair, shipped_draft
 from pipedec.drafting import DraftModel
 from pipedec.engine.admission import Sequences
@@ -204,7 +204,10 @@ def load_drafter(
     return DraftModel(model, spec.kv_slots, spec.kv_block, spec.shares_prefixes, vocabulary)
 
 
-def new_batch(spec: PipelineSpec, drafter: Drafter | None, device: torch.device, lane_sizes: LaneSizes = LaneSizes()) -> Batch:
+def new_batch(
+    spec: PipelineSpec, drafter: Drafter | None, device: torch.device, lane_sizes: LaneSizes = LaneSizes(),
+    experience: Experience | None = None,
+) -> Batch:  # fmt: skip
     """The requests of a pipeline, with all of its KV memory; ``device`` is the draft model's."""
-    kv = spec.kv_manager()
-    return Batch(spec.topology.num_groups, drafter, device, spec.trained_masks, spec.knee, kv=kv, lane_sizes=lane_sizes)
+    kv, passage = spec.kv_manager(), spec.topology.num_groups
+    return Batch(passage, drafter, device, spec.trained_masks, spec.knee, experience, kv, lane_sizes)

@@ -56,11 +56,13 @@ class DraftLoop:
         load_drafter: loads the draft model while requests are decoded without it, in a process that replaces a lost one; None
             if ``batch`` has all it needs.
         make_feed: makes the live feed; None for a pipeline that cannot be watched.
+        keep: keeps what was learned, now and then, or with True at once.
     """
 
     def __init__(
         self, wiring: Wiring, admission: Admission, batch: Batch, max_num_seqs: int = MAX_NUM_SEQS,
         load_drafter: Callable[[], Drafter] | None = None, make_feed: MakeFeed | None = None,
+        keep: Callable[[bool], None] = lambda at_once: None,
     ) -> None:  # fmt: skip
         self._wiring = wiring
         self._tasks = RankTasks(0, wiring)
@@ -70,6 +72,7 @@ class DraftLoop:
         self._batch.awaits_drafter = load_drafter is not None
         self._late_drafter = None if load_drafter is None else _in_a_thread(load_drafter)
         self._max_num_seqs = max_num_seqs
+        self._keep = keep
         self._queue = RequestQueue(wiring.scheduler)
         self._publisher = Publisher(self._queue, wiring, self._tasks)
         self._counters, self._run_counters = Counters(), RunCounters(batch)
@@ -109,6 +112,7 @@ class DraftLoop:
                     else:
                         self._admit(arrived)
             self._queue.refuse("the cluster is being stopped")
+        self._keep(True)
 
     def remembered(self) -> list[Remembered]:
         """The running requests and what was published of them, to restore a Redis that has lost its data."""
@@ -168,6 +172,7 @@ class DraftLoop:
     def _publish_counters(self) -> None:
         self._published = time.monotonic()
         self._queue.publish_stats(self._run_counters.stats())
+        self._keep(False)
 
     def _note(self, record: Record) -> None:
         """Trace and count this rank's timesteps."""

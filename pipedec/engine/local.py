@@ -18,7 +18,7 @@ import torch
 from msgspec import structs
 
 from pipedec.core import EMPTY, NO_LOAD, Load, Metrics, Request, RequestUpdate, StageMessage, UserError, Verdict
-from pipedec.decoding import Batch, LaneSizes, TimestepTiming
+from pipedec.decoding import Batch, Experience, LaneSizes, TimestepTiming
 from pipedec.device import DeviceEvent, device_of
 from pipedec.engine.admission import Sequences, threads_within
 from pipedec.engine.build import load_drafter, load_stage, new_batch
@@ -92,14 +92,19 @@ class LocalPipeline:
     @classmethod
     def load(
         cls, spec: PipelineSpec, lane_sizes: LaneSizes = LaneSizes(), capture: NewCapture = device_capture,
-        prunes: Prunes = "at once",
+        prunes: Prunes = "at once", experience: Experience | None = None,
     ) -> LocalPipeline:  # fmt: skip
-        """Load all stages of ``spec``, and its draft, in this process. ``capture``: how forwards on a device are captured."""
+        """Load all stages of ``spec``, and its draft, in this process.
+
+        Args:
+            capture: how forwards on a device are captured.
+            experience: to begin with; None for an empty one, even if the settings allow priors. It is not kept.
+        """
         device = chosen_device(spec.settings.cut.device)
         spec = with_measured_memory(spec, device)
         stages = [load_stage(spec, rank, device, capture=capture) for rank in range(1, spec.settings.cut.stages + 1)]
         drafter = load_drafter(spec, device, capture=capture)
-        return cls(spec, stages, new_batch(spec, drafter, device, lane_sizes), prunes)
+        return cls(spec, stages, new_batch(spec, drafter, device, lane_sizes, experience), prunes)
 
     def run(self, request: Request) -> Iterator[Verdict]:
         """Decode ``request`` alone and yield every verdict. Raises as ``run_all``."""

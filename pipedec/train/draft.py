@@ -26,6 +26,7 @@ from pipedec.flags import Help, check_fields
 from pipedec.model import DraftVocabulary, load_transformers
 from pipedec.text.prompt import load_tokenizer, vocabulary_digest
 from pipedec.text.tokenizer import Tokenizer, load_for_training
+from pipedec.train.acceptance import measure_acceptance
 from pipedec.train.continuations import Continuation, Continuations, Model, SplitPrompts, answer
 from pipedec.train.distillation import DistillationRows, TargetMemory, head_of, mean_loss, remember
 from pipedec.train.measuring import HeldOut
@@ -149,8 +150,8 @@ def train_draft(
 ) -> dict[str, Any]:  # fmt: skip
     """Train a draft and write it to ``run.out/draft`` (bfloat16, HF format); returns what was measured.
 
-    Beside it goes ``training.json``, which continues the one beside the old draft if there is one. A draft with a vocabulary of
-    its own has no tokenizer files.
+    Beside it goes ``training.json``, which continues the one beside the old draft if there is one; with its weights
+    ``acceptance.json`` (see ``measure_acceptance``). A draft with a vocabulary of its own has no tokenizer files.
 
     Several processes share the work; the first one measures and writes, and returns the contents of ``training.json``.
 
@@ -191,6 +192,7 @@ def train_draft(
     }
     held_out = HeldOut(target, text.held_out if text is not None else {}, answered.held_out)
     report = _report(draft_path, target_path, out, continuation, held_out)
+    measure_acceptance(target_path, out, prompts, recipe.new_tokens, out)
     run.write_report(report, card(CARDS / "draft.md.jinja", report))
     return report
 

@@ -27,6 +27,7 @@ DraftStart = Annotated[
     Path | None, Help("Draft checkpoint directory to continue (default: a new one, beside --target).", "DIR", "--draft")
 ]
 Compiled = Annotated[bool, Help("Use torch.compile (needs a C++ compiler).", flag="--compile/--no-compile")]
+OnlyAcceptance = Annotated[bool, Help("Do not train: write OUT/draft/acceptance.json for --draft.", flag="--only-acceptance")]
 PartialRun = Callable[..., Run]
 run_options = partial_of(Run, "run")
 

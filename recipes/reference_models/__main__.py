@@ -12,10 +12,11 @@ from msgspec import Meta
 from pipedec.directories import reference_pair
 from pipedec.flags import Help, options_of, own_options, run_command
 from pipedec.train import options
+from pipedec.train.acceptance import measure_acceptance
 from pipedec.train.bita import BitaRecipe, print_bita, train_bita
 from pipedec.train.draft import DraftRecipe
 from pipedec.train.measuring import print_agreement, print_draft
-from recipes.reference_models.draft import DRAFT_RECIPE, bita_prompts, continue_library_draft
+from recipes.reference_models.draft import DRAFT_RECIPE, bita_prompts, continue_library_draft, draft_prompts
 from recipes.reference_models.invented_prompts import write_prompts
 from recipes.reference_models.library_questions import write_questions
 from recipes.reference_models.pair import Recipe, train_pair
@@ -58,11 +59,15 @@ def draft(
     target: options.Target = None,
     start: options.DraftStart = None,
     compiled: options.Compiled = True,
+    only_acceptance: options.OnlyAcceptance = False,
 ) -> None:
     """Continue the draft of a trained pair, on text of the library and on its target's answers to prompts made of it."""
     existing(problems)
-    chosen = replace(recipe, long_sets=DRAFT_RECIPE.long_sets)
-    print_draft(continue_library_draft(options.chosen_pair(target, start), problems, chosen, run(), compiled=compiled))
+    chosen, models = replace(recipe, long_sets=DRAFT_RECIPE.long_sets), options.chosen_pair(target, start)
+    if only_acceptance:
+        measure_acceptance(*models, draft_prompts(models[0], problems, chosen), chosen.new_tokens, run().out / "draft")
+    else:
+        print_draft(continue_library_draft(models, problems, chosen, run(), compiled=compiled))
 
 
 @reference_models.command()

@@ -90,6 +90,12 @@ def continue_library_draft(
     return report
 
 
+def draft_prompts(target_path: Path, problems: Path | None, recipe: DraftRecipe) -> dict[str, SplitPrompts]:
+    """The prompts that the draft learns from, by family."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(target_path)
+    return library_prompts(all_documents(problems), tokenizer, LIBRARY, recipe)
+
+
 def all_documents(problems: Path | None) -> list[Document]:
     """The standard library, the help topics and, if given, word problems."""
     documents = [*corpus.library_documents(), *corpus.topic_documents()]

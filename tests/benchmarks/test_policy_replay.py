@@ -27,6 +27,7 @@ from pipedec.plan.spec import PipelineSpec
 from pipedec.topology import Topology
 
 LAYERS, VOCAB = 14, 200
+PRIOR = {"draft": {"log probability": 1.0}}
 PROMPTS = ((1, 9, 30, 4, 51, 17, 8, 22, 40, 3), (5, 6, 7, 5, 6, 7, 5, 6))
 # Presets, stages, and tokens of an answer; the last has 14 stages in 7 groups.
 SHAPES = {"1": ("paper-14", 1, 7), "4": ("paper-14", 4, 7), "14": ("paper-14", None, 4), "14x7": ("paper-7", None, 4)}
@@ -231,7 +232,7 @@ def test_a_token_after_a_row_that_was_not_drafted_was_not_proposed(monkeypatch: 
 def test_experience_tells_which_accepted_tokens_were_among_the_choices() -> None:
     experience, request = WatchedExperience(4), Request(0, (1, 2))
     choices = Choices(torch.tensor([[7, 8]]), torch.tensor([[[1.0], [0.0], [0.0]]]))
-    acceptance, expected = experience.learned(request, AcceptanceModel, (1.0,)), AcceptanceModel((1.0,))
+    acceptance, expected = experience.learned(request, AcceptanceModel, PRIOR), AcceptanceModel(PRIOR)
     for token, is_proposed in ((8, True), (9, False)):
         assert acceptance.observe(choices, 0, token) is expected.observe(choices, 0, token) is is_proposed
     assert experience.take_proposed(2) == [True, False]
@@ -239,7 +240,7 @@ def test_experience_tells_which_accepted_tokens_were_among_the_choices() -> None
     for one in (acceptance, expected):
         one.observe(choices, 0, 7)
     assert experience.take_proposed(2) == [True, False], "the row above the last token was not drafted"
-    again = experience.learned(request, AcceptanceModel, (1.0,))
+    again = experience.learned(request, AcceptanceModel, PRIOR)
     assert torch.equal(again.log_chances(choices), expected.log_chances(choices)), "the same one learns on"
 
 

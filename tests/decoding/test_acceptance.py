@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipedec.decoding.acceptance import NO_TOKEN, AcceptanceModel, Choices
 
-PRIOR = (1.0, 0.0)
+PRIOR = {"draft": {"log probability": 1.0, "not proposed": 0.0}}
 
 
 def random_choices(lines: int, seed: int = 0) -> Choices:
@@ -24,7 +24,7 @@ def random_choices(lines: int, seed: int = 0) -> Choices:
 
 def test_chances_are_a_conditional_logit() -> None:
     choices = random_choices(40)
-    acceptance = AcceptanceModel((0.7, -1.3))
+    acceptance = AcceptanceModel({"draft": {"log probability": 0.7}, "seen": {"seen": -1.3}})
     acceptance.weights[-1] = 0.4
     chances = acceptance.log_chances(choices).exp()
     for tokens, features, found in zip(choices.token_ids.tolist(), choices.features.tolist(), chances.tolist(), strict=True):
@@ -108,3 +108,49 @@ def test_missing_choices_have_no_chance() -> None:
         assert (chances[missing] == -torch.inf).all()
         assert chances[~missing].isfinite().all()
         assert acceptance.weights.isfinite().all()
+
+
+def reversed_weights(learned: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {source: {feature: -weight for feature, weight in features.items()} for source, features in learned.items()}
+
+
+def taught(acceptance: AcceptanceModel, count: int, seed: int = 3) -> list[float]:
+    """Draw and observe tokens of ``Source.overrated``; returns the expected loss before each."""
+    source, generator = Source.overrated(), torch.Generator().manual_seed(seed)
+    choices, losses = source.choices(), list[float]()
+    for number in range(count):
+        losses.append(source.loss(acceptance))
+        drawn = int(torch.multinomial(source.true[number % 3], 1, generator=generator))
+        acceptance.observe(choices, number % 3, drawn if drawn < 2 else 77)
+    return losses
+
+
+def test_learned_weights_are_a_better_start() -> None:
+    teacher, pupil, beginner = AcceptanceModel(PRIOR), AcceptanceModel(PRIOR), AcceptanceModel(PRIOR)
+    taught(teacher, 600)
+    pupil.start_from(teacher.learned)
+    assert pupil.learned == teacher.learned
+    losses, losses_without = taught(pupil, 64, seed=4), taught(beginner, 64, seed=4)
+    assert losses[0] < losses_without[0] - 0.2 and sum(losses) < sum(losses_without)
+
+
+def test_a_reversed_prior_is_unlearned_within_64_tokens() -> None:
+    teacher, misled, beginner = AcceptanceModel(PRIOR), AcceptanceModel(PRIOR), AcceptanceModel(PRIOR)
+    taught(teacher, 600)
+    misled.start_from(reversed_weights(teacher.learned))
+    losses, losses_without = taught(misled, 96, seed=4), taught(beginner, 96, seed=4)
+    assert losses[0] > losses_without[0] + 0.2, "it begins wrong"
+    assert losses[64:] == pytest.approx(losses_without[64:], abs=0.01)
+
+
+def test_weights_are_kept_by_source_and_feature() -> None:
+    learned = AcceptanceModel({"draft": {"log probability": 0.7}, "ngrams": {"length 1": 0.2, "length 2": 0.4}})
+    learned.weights[-1] = -2
+    other = AcceptanceModel({"suffixes": {"length 1": 9.0}, "ngrams": {"length 2": 0.0, "length 3": 8.0}})
+    other.start_from(learned.learned)
+    expected = {
+        "suffixes": {"length 1": 9.0},
+        "ngrams": {"length 2": 0.4, "length 3": 8.0},
+        "others": {"none of the choices": -2.0},
+    }
+    assert {source: pytest.approx(features) for source, features in expected.items()} == other.learned

@@ -59,9 +59,11 @@ def scored(
     proposes_seen: bool = False,
 ) -> list[Line]:
     """The lines of the rows of one tree."""
-    prior = (
-        *(DRAFT_PRIOR if drafted else ()), *(NgramProposer.prior if found else ()), *(SeenTokens.prior if seen else ()),
-    )  # fmt: skip
+    prior = {
+        **({"draft": DRAFT_PRIOR} if drafted else {}),
+        **({"ngrams": NgramProposer.prior} if found else {}),
+        **({"seen": SeenTokens.prior} if seen else {}),
+    }
     tree = Scored()
     rows = range(len(found or ()) if drafted is None else len(drafted.rows))
     texts = [] if found is None else [found]
@@ -121,8 +123,9 @@ def test_without_memory_for_a_draft_only_ngrams_propose() -> None:
 
 def test_trees_of_one_kind_are_scored_together_and_get_their_own_lines() -> None:
     """As each of them alone; what another request has learned stays its own."""
-    prior = (*DRAFT_PRIOR, *NgramProposer.prior)
-    shared, other = AcceptanceModel(prior), AcceptanceModel(tuple(0.5 * each for each in prior))
+    prior = {"draft": DRAFT_PRIOR, "ngrams": NgramProposer.prior}
+    halved = {source: {name: 0.5 * weight for name, weight in features.items()} for source, features in prior.items()}
+    shared, other = AcceptanceModel(prior), AcceptanceModel(halved)
     asked = [
         (shared, candidates({7: 0.5, 3: 0.2}), [matches({3: 4})]),
         (other, candidates({7: 0.5, 3: 0.2}), [matches({3: 4})]),

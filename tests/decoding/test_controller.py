@@ -12,6 +12,7 @@ from pipedec.decoding.controller import CHILDREN, MAX_FORWARDS, Controller, Ente
 from pipedec.methods import BestFirstOptions
 
 PASSAGE = 5
+PRIOR = {"draft": {"log probability": 1.0}}
 
 
 def run(controller: Controller, timesteps: int, forward: float, rows: int = 32) -> list[int]:
@@ -130,7 +131,7 @@ def test_experience_is_kept_for_the_same_limits_and_way_to_sample() -> None:
     again = replace(greedy, number=1, prompt_token_ids=(3,), sampling=SamplingParams(seed=4, max_tokens=9, stop=("x",)))
     drawn = replace(greedy, sampling=SamplingParams(temperature=0.6))
     narrow = replace(greedy, options=BestFirstOptions(width=8))
-    first = experience.learned(greedy, AcceptanceModel, (1.0,))
-    assert experience.learned(again, AcceptanceModel, (1.0,)) is first
+    first = experience.learned(greedy, AcceptanceModel, PRIOR)
+    assert experience.learned(again, AcceptanceModel, PRIOR) is first
     for other in (drawn, narrow):
-        assert experience.learned(other, AcceptanceModel, (1.0,)) is not first
+        assert experience.learned(other, AcceptanceModel, PRIOR) is not first

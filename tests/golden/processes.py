@@ -136,7 +136,7 @@ def make(scratch: Path) -> dict[str, Any]:
 def _running(kind: str, folder: Path) -> Iterator[Recorded]:
     pair = reference_pair()
     models = {"target": pair / "target", "draft": pair / "draft", "bita": pair / "bita"}
-    settings = Settings.of(**models, draft_dtype="float32", dtype="float32", device="cpu")
+    settings = Settings.of(**models, draft_dtype="float32", dtype="float32", device="cpu", priors=False)
     spec = KINDS[kind](resolve(settings)).replaced(transport=PreparedRanks("gloo", count, folder))
     with LocalCluster(spec) as cluster:
         yield Recorded(cluster, folder)

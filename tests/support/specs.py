@@ -21,7 +21,7 @@ def bare_spec(
         shape: stages and groups.
     """
     stages, groups = shape
-    given = {"dtype": "float32", "device": "cpu", **settings}
+    given = {"dtype": "float32", "device": "cpu", "priors": False, **settings}
     made = Settings.of(target=target, draft=draft or "none", bita=bita or "none", stages=stages, groups=groups, **given)
     layers = tuple((part.start, part.stop) for part in even_layers(num_layers, stages))
     config = BitaConfig.from_directory(bita) if bita else None

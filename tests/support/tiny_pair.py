@@ -38,9 +38,9 @@ class Pair:
     bita: Path
 
     def spec(self, stages: int = 2, groups: int | None = None, draft: str | None = None) -> PipelineSpec:
-        """On every processor the same: also the draft computes in float32."""
+        """The same on every processor, where the draft computes in float32, too, and whatever ran before."""
         models = {"target": self.target, "draft": draft or self.draft, "bita": self.bita}
-        return resolve(Settings.of(**models, stages=stages, groups=groups, draft_dtype="float32", device="cpu"))
+        return resolve(Settings.of(**models, stages=stages, groups=groups, draft_dtype="float32", device="cpu", priors=False))
 
     @property
     def flags(self) -> list[str]:

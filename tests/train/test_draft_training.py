@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from pipedec.cli.main import train as command
 from pipedec.core import UserError
+from pipedec.decoding.learned import NOTHING_LEARNED
+from pipedec.engine.experience_files import shipped_acceptance
 from pipedec.train.continuations import Continuation, SplitPrompts, continue_greedily
 from pipedec.train.distillation import DistillationRows, TargetMemory, mean_loss
 from pipedec.train.draft import DraftRecipe, pack_whole, train_draft
@@ -52,6 +54,7 @@ def test_a_draft_learns_its_targets_answers(pair: Pair, tmp_path: Path) -> None:
 def test_rows_may_all_be_of_one_length(pair: Pair, tmp_path: Path, prompts: dict[str, SplitPrompts], tokens: int) -> None:
     report = proceed(pair, tmp_path, prompts, replace(RECIPE, steps=1))
     assert report["continuations"][0]["seen_tokens"] == tokens
+    assert shipped_acceptance(tmp_path / "out" / "draft") != NOTHING_LEARNED
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import structs
 
-from pipedec.bench.options import Drawing, Positive, check_known
+from pipedec.bench.options import Drawing, Positive, Priors, check_known
 from pipedec.bench.sweep import pipelines
 from pipedec.bench.sweep.rows import BITA, SMALL_MODEL
 from pipedec.client.running import Running
@@ -144,6 +144,7 @@ class SweepConfig(Drawing):
     ] = "measured"
     dispatch: Dispatch = "windows"
     slow_motion: Annotated[float, Help("Factor on all emulated times; results are divided by it.")] = 4.0
+    priors: Priors = True
     pair: pipelines.ModelPair = pipelines.ModelPair()
     grid: TuningGrid = TuningGrid()
     running: Running | None = None
@@ -189,10 +190,12 @@ class SweepConfig(Drawing):
                 for number, bita in enumerate(self.bita or (None,)):
                     pair = replace(self.pair, bita=bita)
                     if preset is not None:
-                        shape = pipelines.emulated(self.cluster, preset, stages, pair, self.slow_motion, self.own_work)
+                        shape = pipelines.emulated(
+                            self.cluster, preset, stages, pair, self.slow_motion, self.own_work, self.priors
+                        )
                     else:
                         assert stages is not None
-                        shape = pipelines.as_it_is(pair.settings(stages=stages))
+                        shape = pipelines.as_it_is(pair.settings(stages=stages, priors=self.priors))
                     yield replace(shape, methods=methods if number == 0 else (BITA,)).dispatched(self.dispatch)
         if SMALL_MODEL in self.methods and self.presets:
             alone = pipelines.small_model_alone(self.cluster, self.pair, self.slow_motion, self.own_work)

@@ -17,8 +17,10 @@ from pipedec.checkpoints import weights_digest
 from pipedec.client.running import Running
 from pipedec.config import NONE, ClusterConfig, ServerConfig, Settings
 from pipedec.config.cluster import PartitionConfig
+from pipedec.decoding.learned import NOTHING_LEARNED
 from pipedec.directories import cache_directory
 from pipedec.engine.build import resolve
+from pipedec.engine.experience_files import shipped_acceptance
 from pipedec.messages import BitaDescription, RunDescription
 from pipedec.model import BitaConfig
 from pipedec.plan.emulation import Emulation, with_stages
@@ -137,7 +139,7 @@ def running_shape(running: Running, methods: tuple[str, ...] = ()) -> ClusterSha
         "dtype": described.settings.numbers.dtype, "devices": [rank.device for rank in described.ranks if rank.rank > 0],
         "draft_device": next((rank.device for rank in described.ranks if rank.rank == 0), None), "fits": True,
         "hosts": [rank.host for rank in described.ranks], "layers": [list(span) for span in described.layers],
-        "dispatch": described.settings.cluster.dispatch,
+        "dispatch": described.settings.cluster.dispatch, **_priors(described.settings, "kept"),
     }  # fmt: skip
     pair, trained = described_pair(described, running.run_id), described.trained_bita
     bita: Row | None = None
@@ -162,7 +164,7 @@ def launched_shape(config: ClusterConfig, partition: str, methods: tuple[str, ..
     own = config.for_partition(partition)
     plan = make_plan(own, partition)
     layers = [[stage.layers.start, stage.layers.stop] for stage in plan.stages]
-    cluster = {**_cluster(plan, own.draft), "layers": layers}
+    cluster = {**_cluster(plan, own.draft), "layers": layers, **_priors(own.settings, "kept")}
     pair = {"target": own.target, "draft": None if own.draft == NONE else own.draft, "digest": None}
     bita = _bita_of(Path(own.bita)) if BITA in methods else None
     return ClusterShape(
@@ -177,23 +179,27 @@ def _label(preset: str | None, num_stages: int) -> str:
 
 
 def emulated(
-    config: ClusterConfig, preset: str, stages: int | None, pair: ModelPair, slow_motion: float = 1.0, own_work: bool = True
-) -> Shape:
+    config: ClusterConfig, preset: str, stages: int | None, pair: ModelPair, slow_motion: float = 1.0, own_work: bool = True,
+    priors: bool = False,
+) -> Shape:  # fmt: skip
     """The partition ``preset`` of ``config``, or ``stages`` devices of the kind of its first.
 
     The draft computes in the target's precision: its chances are then the same however many rows a forward has, and an answer
-    that is replayed takes the same course. With ``own_work`` computed times count rank 0's own work (see ``Emulation``).
+    that is replayed takes the same course. With ``own_work`` computed times count rank 0's own work (see ``Emulation``); with
+    ``priors`` the default method begins with what ships beside the draft.
 
     Raises UserError if there is no such partition, or the models have too few layers.
     """
     config = config.for_partition(preset)
     cut = config if stages is None else with_stages(config, preset, stages)
     plan = make_plan(cut, preset)
-    spec = resolve(pair.settings(stages=len(plan.stages), groups=plan.num_groups))
+    spec = resolve(pair.settings(stages=len(plan.stages), groups=plan.num_groups, priors=priors))
     emulation = replace(Emulation.of_plan(plan, slow_motion), counts_own_work=own_work)
+    shipped = {} if shipped_acceptance(spec.draft) == NOTHING_LEARNED else _priors(spec.settings, "shipped")
     return Shape(
-        preset, replace(spec.replaced(draft_dtype=spec.dtype), emulation=emulation), _cluster(plan, config.settings.models.draft)
-    )
+        preset, replace(spec.replaced(draft_dtype=spec.dtype), emulation=emulation),
+        _cluster(plan, config.settings.models.draft) | shipped,
+    )  # fmt: skip
 
 
 def small_model_alone(config: ClusterConfig, pair: ModelPair, slow_motion: float, own_work: bool) -> Shape:
@@ -213,7 +219,12 @@ def as_it_is(settings: Settings, methods: tuple[str, ...] = ()) -> Shape:
     spec = resolve(settings)
     cluster = {"stages": spec.settings.cut.stages, "groups": spec.topology.num_groups, "dtype": spec.dtype}
     nothing: Row = {"model": None, "draft": None, "devices": [], "draft_device": None, "fits": True}
-    return Shape(None, spec, cluster | nothing, methods)
+    return Shape(None, spec, cluster | nothing | _priors(settings, "kept"), methods)
+
+
+def _priors(settings: Settings, source: str) -> Row:
+    """A row's field about the source of priors, if the default method begins with any."""
+    return {"priors": source} if settings.speculation.priors else {}
 
 
 def pair_digest(spec: PipelineSpec) -> str:

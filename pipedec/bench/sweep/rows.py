@@ -36,6 +36,7 @@ class PipelineColumns(Struct, frozen=True):
         devices: their names, in order, if they are known; ``fits``: whether the model fits into their memory.
         preset: the partition, emulated or launched; None if there is none.
         dispatch: what Redis granted, ``windows`` or single ``tasks``; with computed times, whose order of pruning was followed.
+        priors: what the default method began with: ``shipped`` beside the draft, ``kept`` by earlier runs, or ``none``.
     """
 
     stages: Count
@@ -46,6 +47,7 @@ class PipelineColumns(Struct, frozen=True):
     fits: bool = True
     preset: str | None = None
     dispatch: str = "windows"
+    priors: str = "none"
 
     def __post_init__(self) -> None:
         if not 1 <= self.groups <= self.stages:

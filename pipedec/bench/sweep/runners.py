@@ -25,6 +25,8 @@ from pipedec.cluster.supervisor import Supervisor
 from pipedec.config import ClusterConfig
 from pipedec.core import Metrics, Request
 from pipedec.engine.build import load_prompter
+from pipedec.engine.devices import chosen_device
+from pipedec.engine.experience_files import initial_experience
 from pipedec.engine.local import LocalPipeline
 from pipedec.messages import PromptRequest
 from pipedec.methods import make_options
@@ -97,7 +99,8 @@ class OneProcess(Runner):
     def __init__(self, spec: PipelineSpec) -> None:
         super().__init__()
         self._spec = spec
-        self._pipeline = LocalPipeline.load(spec, prunes="with the rows" if spec.window else "at once")
+        experience = initial_experience(spec, chosen_device(spec.settings.cut.device))
+        self._pipeline = LocalPipeline.load(spec, prunes="with the rows" if spec.window else "at once", experience=experience)
         self.computed = self
         self.prompter = load_prompter(spec)
         self._next_id = 0

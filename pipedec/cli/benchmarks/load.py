@@ -13,7 +13,7 @@ import click
 from pipedec.bench.load.benchmark import LoadConfig, OnProcesses, OnRunning, Place, bench_load
 from pipedec.bench.load.offered import Pattern, drawn_in_turn, led_by, parse_policies
 from pipedec.bench.load.results import Goals, draw, load_figure, load_table
-from pipedec.bench.options import Drawing, Preset, StageCount
+from pipedec.bench.options import Drawing, Preset, Priors, StageCount
 from pipedec.bench.record import ROWS_FILE, append_rows
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated
 from pipedec.cli.benchmarks import shared
@@ -36,10 +36,12 @@ class LoadPipelineFlags:
         bool, Help("Let requests with equal beginnings share their keys and values.", flag="--prefix-cache/--no-prefix-cache")
     ] = True
 
-    def shape(self, config: ClusterConfig, pair: ModelPair, slow_motion: float = 1.0, own_work: bool = True) -> Shape:
+    def shape(
+        self, config: ClusterConfig, pair: ModelPair, slow_motion: float = 1.0, own_work: bool = True, priors: bool = False
+    ) -> Shape:
         """The pipeline. Raises UserError for an unknown preset, or less memory than a block of the cache."""
         assert self.preset is not None
-        shape = emulated(config, self.preset, self.stages, pair, slow_motion, own_work)
+        shape = emulated(config, self.preset, self.stages, pair, slow_motion, own_work, priors)
         emulation = shape.spec.emulation
         assert emulation is not None
         if self.kv_tokens is not None:
@@ -87,6 +89,7 @@ class LoadFlags:
 
 _STARTED_HERE = (
     "preset", "stages", "dispatch", "slow_motion", "max_num_seqs", "target", "draft", "cluster", "kv_tokens", "prefix_cache",
+    "priors",
 )  # fmt: skip
 _MOVED_FLAGS = {
     "--replay": False, "--recording": True, "--random": True, "--intruder": True, "--llama-cpp": True, "--own-work": False,
@@ -100,6 +103,7 @@ class ProcessFlags(LoadPipelineFlags):
 
     dispatch: Dispatch = "windows"
     slow_motion: Annotated[float, Help("Factor on all emulated times; results are divided by it.")] = 1.0
+    priors: Priors = True
 
 
 @click.command()
@@ -138,7 +142,7 @@ def load(
         elif where.preset is None:
             raise UserError("where? give --preset NAME, or --running, --redis or --run for a running cluster")
         else:
-            shape = where.shape(asked.config, asked.pair, where.slow_motion).dispatched(where.dispatch)
+            shape = where.shape(asked.config, asked.pair, where.slow_motion, priors=where.priors).dispatched(where.dispatch)
             pipeline = OnProcesses(shape, clusters)
         if config.turns > 1 and not request.raw:
             raise UserError("--turns continues a conversation as text: give --raw-prompt")

@@ -25,7 +25,7 @@ from pipedec.methods import possible_methods
 MAX_OVERRUN = 0.02
 # Flags of pipelines that the sweep starts here: a cluster that runs, or is launched from a file, has its own.
 _STARTED_HERE = (
-    "cluster", "presets", "stages", "clock", "dispatch", "slow_motion", "small", "bita", "target", "draft", "own_work",
+    "cluster", "presets", "stages", "clock", "dispatch", "slow_motion", "small", "bita", "target", "draft", "own_work", "priors",
 )  # fmt: skip
 
 
