@@ -7,7 +7,8 @@ Nothing here loads torch, because clients use this module, too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -19,6 +20,8 @@ MAX_ROWS = 4096  # of one tree
 MAX_DEPTH = 64
 PROPOSERS = ("draft", "ngrams")
 SHAPES = ("likeliest", "efficient", "straightforward", "full")
+TREE_SHAPES = ("layers", "eagle2", "opt-tree", "sequoia")
+MAX_PLANNED_ROWS = 256  # of a tree of the shape ``sequoia``
 Options = TypeVar("Options", bound=MethodOptions)
 
 _fields = functools.cache(fields)
@@ -76,17 +79,58 @@ class PipeDecOptions(LayerTreeOptions, frozen=True):
     """``pipedec``: one layer of the tree enters at every timestep."""
 
 
-class StaticTreeOptions(LayerTreeOptions, frozen=True):
-    """``stpp``: a whole tree enters in one timestep. With ``rows``, only its most probable rows do, from any layer."""
+class StaticTreeOptions(_CheckedOptions, frozen=True):
+    """``stpp``: a whole tree enters in one timestep. What is None takes the default of the shape, if the shape uses it.
 
-    depth: Annotated[int, Option("Tree layers below the root", MAX_DEPTH)] = 4
-    rows: Annotated[int | None, Option("Maximum tree size; keeps the most probable rows", default="whole layers")] = None
+    ``rows`` are those below the root. With ``layers`` they are optional: only the most probable rows of the layers enter.
+    """
+
+    width: Annotated[int | None, Option("Maximum rows per tree layer, w", default="32, with layers")] = None
+    children: Annotated[int | None, Option("Maximum children per row, c", default="16, 10 with eagle2")] = None
+    depth: Annotated[int | None, Option("Tree layers below the root", MAX_DEPTH, default="4, 6, 10 or 8 by shape")] = None
+    rows: Annotated[
+        int | None, Option("Maximum tree size; keeps the most probable rows", default="60, whole layers with layers")
+    ] = None
+    shape: Annotated[str, Option("Shape of the static tree", choices=TREE_SHAPES)] = "layers"
+    min_gain: Annotated[
+        int | None, Option("Percent of a token that one more layer of an opt-tree must bring", 100, default="5")
+    ] = None
+    proposers: Annotated[tuple[str, ...], Option("Draft sources", choices=PROPOSERS)] = ("draft",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layer = self.rows or self.width
-        if self.depth * layer > MAX_ROWS:
-            raise BadValue(f"depth: {self.depth} layers of {layer} rows are drafted at once: together at most {MAX_ROWS}")
+        defaults = _SHAPE_DEFAULTS[self.shape]
+        for name in ("width", "children", "depth", "rows", "min_gain"):
+            if getattr(self, name) is None:
+                force_setattr(self, name, defaults.get(name))
+            elif name not in defaults:
+                raise BadValue(f"{name}: shape {self.shape} has no such limit: leave it out, or choose another shape")
+        if "draft" not in self.proposers:
+            raise BadValue("proposers: a static tree needs the draft model: name draft, too")
+        if self.shape == "sequoia" and self.limit("rows") > MAX_PLANNED_ROWS:
+            raise BadValue(f"rows: must be at most {MAX_PLANNED_ROWS} with shape sequoia, not {self.rows}")
+        if (depth := self.limit("depth")) * self.layer_rows > MAX_ROWS:
+            raise BadValue(f"depth: {depth} layers of {self.layer_rows} rows are drafted at once: together at most {MAX_ROWS}")
+
+    def limit(self, name: str) -> int:
+        """A number that the shape uses."""
+        value = getattr(self, name)
+        assert isinstance(value, int)
+        return value
+
+    @property
+    def layer_rows(self) -> int:
+        """Maximum rows of a layer that is drafted."""
+        return self.limit("children") if self.shape == "eagle2" else self.rows or self.limit("width")
+
+
+# The limits that each shape uses, with their defaults (EAGLE-2 §5, OPT-Tree §4, Sequoia §4).
+_SHAPE_DEFAULTS: dict[str, dict[str, int | None]] = {
+    "layers": {"width": 32, "children": 16, "depth": 4, "rows": None},
+    "eagle2": {"children": 10, "depth": 6, "rows": 60},
+    "opt-tree": {"children": 16, "depth": 10, "rows": 60, "min_gain": 5},
+    "sequoia": {"children": 16, "depth": 8, "rows": 60},
+}
 
 
 class BestFirstOptions(_CheckedOptions, frozen=True):
@@ -176,6 +220,23 @@ METHODS = {
 METHOD_NAMES = tuple(METHODS)
 
 
+@contextmanager
+def registered(*entries: MethodEntry) -> Iterator[None]:
+    """In this context the table has further methods, for example those that only a benchmark compares.
+
+    Raises ValueError if another method has such a name.
+    """
+    added = {entry.name: entry for entry in entries}
+    if known := added.keys() & METHODS.keys():
+        raise ValueError(f"there is another method {', '.join(sorted(known))}")
+    METHODS.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del METHODS[name]
+
+
 def find_method(name: str) -> MethodEntry:
     """The table's entry. Raises UserError for an unknown name."""
     if name not in METHODS:
@@ -203,7 +264,10 @@ def make_options(name: str, given: Mapping[str, Any] | None = None, tree: LayerT
             takers = [other.name for other in METHODS.values() if key in other.option_names]
             hint = f"it is an option of {', '.join(takers)}" if takers else f"it takes {', '.join(entry.option_names) or 'none'}"
             raise UserError(f"method {name} has no option {_shown(key)!r}: {hint}")
-    defaults = asdict(tree) if tree is not None and issubclass(entry.options, LayerTreeOptions) else {}
+    is_layered = issubclass(entry.options, LayerTreeOptions)
+    if entry.options is StaticTreeOptions:
+        is_layered = values.get("shape", "layers") == "layers"
+    defaults = asdict(tree) if tree is not None and is_layered else {}
     return entry.options(**{**defaults, **values})
 
 

@@ -27,6 +27,8 @@ from pipedec.methods import (
     MAX_ROWS,
     METHOD_NAMES,
     METHODS,
+    SHAPES,
+    TREE_SHAPES,
     BestFirstOptions,
     BitaOptions,
     LayerTreeOptions,
@@ -126,6 +128,13 @@ def test_what_a_pipeline_can_run(has_draft: bool, has_bita: bool, possible: tupl
         ("pipedec", {"width": True}, "width: must be a whole number, not True"),
         ("pipedec", {"width": "wide"}, "width: must be a whole number, not wide"),
         ("stpp", {"depth": 65}, "depth: must be between 1 and 64, not 65"),
+        ("stpp", {"shape": "eagle2", "width": 3}, "width: shape eagle2 has no such limit: leave it out, or choose another shape"),
+        ("stpp", {"shape": "eagle2", "min_gain": 3}, "min_gain: shape eagle2 has no such limit: leave it out, or choose another"),
+        ("stpp", {"min_gain": 3}, "min_gain: shape layers has no such limit: leave it out, or choose another shape"),
+        ("stpp", {"shape": "full"}, "shape: must be one of layers, eagle2, opt-tree, sequoia, not full"),
+        ("stpp", {"shape": "sequoia", "rows": 300}, "rows: must be at most 256 with shape sequoia, not 300"),
+        ("stpp", {"shape": "eagle2", "children": 100, "depth": 50}, "depth: 50 layers of 100 rows are drafted at once: together"),
+        ("stpp", {"proposers": ["ngrams"]}, "proposers: a static tree needs the draft model: name draft, too"),
         ("stpp", {"rows": 2000, "depth": 3}, "depth: 3 layers of 2000 rows are drafted at once: together at most 4096"),
         ("pipedec-bestfirst", {"width": 4097}, "width: must be between 1 and 4096, not 4097"),
         ("pipedec-bestfirst", {"proposers": ()}, "proposers: must be one or more of draft, ngrams, not none"),
@@ -144,8 +153,24 @@ def test_what_is_given_goes_before_the_cluster_s_tree() -> None:
     tree = LayerTreeOptions(3, 2)
     assert make_options("pipedec", {"children": 5}, tree) == PipeDecOptions(3, 5)
     assert make_options("stpp", {"depth": 2}, tree) == StaticTreeOptions(3, 2, 2)
+    assert make_options("stpp", {"shape": "eagle2"}, tree) == StaticTreeOptions(shape="eagle2"), "no tree of equal layers"
     assert make_options(DEFAULT_METHOD, {"proposers": ["ngrams"]}, tree) == BestFirstOptions(proposers=("ngrams",))
     assert make_options("bita", {}, tree) == BitaOptions()
+
+
+@pytest.mark.parametrize(
+    ("shape", "limits"),
+    [
+        ("layers", {"width": 32, "children": 16, "depth": 4}),
+        ("eagle2", {"children": 10, "depth": 6, "rows": 60}),
+        ("opt-tree", {"children": 16, "depth": 10, "rows": 60, "min_gain": 5}),
+        ("sequoia", {"children": 16, "depth": 8, "rows": 60}),
+    ],
+)
+def test_a_shape_has_the_limits_that_it_uses(shape: str, limits: dict[str, int]) -> None:
+    made = asdict(make_options("stpp", {"shape": shape}))
+    assert {name: value for name, value in made.items() if isinstance(value, int)} == limits
+    assert make_options("stpp", made) == make_options("stpp", {"shape": shape}), "as a client sends them"
 
 
 def test_limits_that_several_methods_share() -> None:
@@ -161,6 +186,8 @@ def test_every_option_has_a_flag_that_names_its_methods() -> None:
         print(asked.options)
 
     flags = {option.name: option for option in command.params if isinstance(option, click.Option)}
+    chosen = flags["shape"].type
+    assert isinstance(chosen, click.Choice) and set(chosen.choices) == {*SHAPES, *TREE_SHAPES}
     for name in OPTION_NAMES:
         takers = [method for method, entry in METHODS.items() if name in entry.option_names]
         assert all(f"{method}: " in str(flags[name].help) for method in takers)

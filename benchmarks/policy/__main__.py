@@ -15,13 +15,16 @@ from rich.table import Table
 
 from benchmarks.output import titled_table
 from benchmarks.policy.calibration import Observed, by_kind, differences, observations, observing
+from benchmarks.policy.opponents import OPPONENTS
+from benchmarks.policy.rivals import RIVALS, RivalFigures, find_rivals, with_rivals
 from benchmarks.policy.study import PolicyConfig, PolicyFigures, Study, compare, document
 from pipedec.bench.load.offered import Policy
-from pipedec.bench.record import ROWS_FILE, check_writable, read_records
+from pipedec.bench.record import ROWS_FILE, Row, check_writable, read_records
 from pipedec.bench.sweep.rows import SCHEMA, read_rows
 from pipedec.cli.benchmarks.shared import BenchPromptFlags, ProgressBar, question_options
 from pipedec.core import DEFAULT_METHOD, UserError
 from pipedec.flags import Help, own_options, partial_of, run_command
+from pipedec.methods import registered
 
 _CAUSES = {
     "first": "first token", "tokens": "token itself", "late": "late", "named": "miss, proposed", "unnamed": "miss, not proposed",
@@ -39,10 +42,15 @@ def policy(
     specs: Annotated[
         tuple[str, ...],
         Help(
-            "METHOD[:KEY=VALUE,…] with width, children, depth, rows, forwards, proposers (draft+ngrams); may be repeated.",
+            "METHOD[:KEY=VALUE,…] with the method's options, like proposers=draft+ngrams; may be repeated. Besides the usual "
+            "methods: chain, flowspec.",
             "METHOD[:KEY=VALUE,…]", "--policy", repeated=True,
         ),
     ] = ("pipedec", "pipedec-bestfirst"),
+    rivals: Annotated[
+        tuple[str, ...],
+        Help(f"Also compare {DEFAULT_METHOD} with the best trees of the field, with many budgets: all, {', '.join(RIVALS)}."),
+    ] = (),
     out: Annotated[Path | None, Help("Write all figures to this file.", "FILE", "--json")] = None,
     check: Annotated[
         Path | None, Help("Compare with the rows of a sweep with --dispatch tasks, in this directory.", "DIR")
@@ -56,34 +64,44 @@ def policy(
     """
     if calibration and not any(spec.startswith(DEFAULT_METHOD) for spec in specs):
         raise UserError(f"--calibration is that of the default method: add --policy {DEFAULT_METHOD}")
-    config = compared(**asked.settings(), policies=tuple(Policy.parse(spec) for spec in specs))
-    study = Study(config, asked.prompt_sets(), recording)
-    check_writable(out, "--json")
-    rows = []
-    if check is not None:
-        read_rows([check / ROWS_FILE])  # raises for rows that are not a sweep's
-        rows = [row for _, row in read_records(check / ROWS_FILE, SCHEMA)]
-    observer: AbstractContextManager[list[Observed]] = observing() if calibration else nullcontext([])
-    with ProgressBar() as bar, observer as observed:
-        answers = list(study.run(bar))
-    figures = PolicyFigures.of(answers)
+    with registered(*OPPONENTS):
+        opponents, policies = find_rivals(rivals), tuple(Policy.parse(spec) for spec in specs)
+        config = compared(**asked.settings(), policies=with_rivals(policies, opponents) if opponents else policies)
+        study = Study(config, asked.prompt_sets(), recording)
+        check_writable(out, "--json")
+        rows = [] if check is None else _rows_of_sweep(check / ROWS_FILE)
+        observer: AbstractContextManager[list[Observed]] = observing() if calibration else nullcontext([])
+        with ProgressBar() as bar, observer as observed:
+            answers = list(study.run(bar))
+        figures = PolicyFigures.of(answers)
+        against = RivalFigures.of(figures, config.policies, opponents) if opponents else None
     comparisons = compare(config, answers, rows)
-    page = Console(width=None if Console().is_terminal else 120)
-    for table in (_summary(figures, config.shape.label), _losses(figures), _by_set(figures)):
-        page.print(table)
-    if len(comparisons):
-        page.print(_checked(comparisons))
     written = document(config, figures, comparisons)
+    tables = [_summary(figures, config.shape.label), _losses(figures), _by_set(figures)]
+    if len(comparisons):
+        tables.append(_checked(comparisons))
+    if against is not None:
+        tables.append(_against(against))
+        written["rivals"] = against.document()
     if calibration:
         found = observations(answers, observed)
         by_set = differences(found)
-        page.print(_calibration(by_set), *map(_shares, *zip(*by_kind(found).items(), strict=True)))
+        tables += [_calibration(by_set), *map(_shares, *zip(*by_kind(found).items(), strict=True))]
         written["calibration"] = by_set.to_dict("records")
+    page = Console(width=None if Console().is_terminal else 120)
+    for table in tables:
+        page.print(table)
     if out is not None:
         out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     if check is not None and not len(comparisons):
         same = "policies, prompts, pipeline, models, sampling and dispatch (tasks)"
         raise UserError(f"--check {check}: no row has the same {same}; give the directory of a sweep that has")
+
+
+def _rows_of_sweep(path: Path) -> list[Row]:
+    """Raises UserError if the file has other rows."""
+    read_rows([path])
+    return [row for _, row in read_records(path, SCHEMA)]
 
 
 def _summary(figures: PolicyFigures, pipeline: str) -> Table:
@@ -145,6 +163,21 @@ def _checked(comparisons: DataFrame) -> Table:
     for one in comparisons.to_dict("records"):
         figures = f"{one['predicted']:.2f}", f"{one['found']:.2f}", f"{one['ratio']:.4f}"
         table.add_row(one["policy"], one["clock"], f"{one['slow_motion']:g}", str(one["answers"]), *figures)
+    return table
+
+
+def _against(figures: RivalFigures) -> Table:
+    """Every rival with the best of its budgets, by prompt set."""
+    caption = (
+        f"ms/token; each rival has the budget that is best for the set. The last row: the best rival's time over that of "
+        f"{DEFAULT_METHOD}; geometric mean {figures.mean:.3f}×. The best rivals: "
+        + "; ".join(f"{name}: {policy}" for name, policy in figures.winners["policy"].items())
+    )
+    table = titled_table("The default over the best trees of the field", ("policy", *figures.default), caption)
+    for rival, of_rival in figures.best["ms"].groupby(level="rival", sort=False):
+        table.add_row(str(rival), *(f"{of_rival[rival, name]:.1f}" for name in figures.default))
+    table.add_row(DEFAULT_METHOD, *(f"{ms:.1f}" for ms in figures.default.values()))
+    table.add_row("best rival / default", *(f"{ratio:.3f}×" for ratio in figures.ratios.values()))
     return table
 
 

@@ -22,7 +22,7 @@ from pandas import Categorical, DataFrame
 
 from benchmarks.policy.recording import AnswerRecording, DraftMemo, RecordedDrafter
 from benchmarks.policy.replay import Replayed, ReplayedPipeline, TimestepLosses, WatchedExperience
-from pipedec.bench.load.offered import LIMITS, Policy
+from pipedec.bench.load.offered import Policy, limits
 from pipedec.bench.options import Drawing, DrawnPrompt, Preset, StageCount, draw
 from pipedec.bench.record import Row, SweepProgress, header, plain
 from pipedec.bench.report.frames import SUMS, totals
@@ -39,6 +39,7 @@ from pipedec.engine.build import load_drafter, resolve
 from pipedec.engine.experience_files import shipped_acceptance
 from pipedec.flags import Help, check_fields
 from pipedec.messages import PromptRequest
+from pipedec.methods import applicable_options
 from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter
 
@@ -250,8 +251,8 @@ def _case(one: PolicyAnswer, *pipeline: Any) -> str:
 
 def _case_of_row(row: Row) -> str:
     method = "stpp" if row["method"] == TUNED else row["method"]
-    limits = {name: (row["tree"] or {}).get(name) for name in LIMITS.get(method, ())}
+    tree = plain(applicable_options(method, row["tree"] or {})) if method in limits() else {}
     sampling = {**plain(SamplingParams()), **row["sampling"]}  # rows of earlier versions have fewer parameters
     pipeline = row["preset"], row["cluster"], row["pair"].get("digest"), sampling
     question = row["prompt_set"], row["prompt_index"], row.get("prompt_tokens"), row["output_tokens"]
-    return json.dumps([*pipeline, method, limits, *question], sort_keys=True)
+    return json.dumps([*pipeline, method, tree, *question], sort_keys=True)

@@ -251,16 +251,18 @@ def request_options(command: Command) -> Command:
     own: dict[str, Option] = {}
     for name in OPTION_NAMES:
         meanings: dict[str, list[str]] = {}  # of the option, with the methods that take it so and their defaults
+        choices: dict[str, None] = {}  # of all these methods
         for entry in METHODS.values():
             if name in entry.option_names:
                 rule, default = option_rules(entry.options)[name], getattr(entry.options(), name)
                 shown = rule.default or (",".join(default) if isinstance(default, tuple) else default)
                 meanings.setdefault(rule.help, []).append(f"{entry.name}: {shown}")
+                choices |= dict.fromkeys(rule.choices)
         text = " ".join(f"{meaning} ({', '.join(methods)})." for meaning, methods in meanings.items())
         if isinstance(default, tuple):
-            own[name] = option(name, tuple[str, ...], Help(text, ",".join(rule.choices)), None)
+            own[name] = option(name, tuple[str, ...], Help(text, ",".join(choices)), None)
         else:
-            own[name] = option(name, str if rule.choices else int, Help(text, choices=rule.choices), None)
+            own[name] = option(name, str if choices else int, Help(text, choices=tuple(choices)), None)
 
     def gather(values: dict[str, Any]) -> dict[str, Any]:
         given = {name: value for name in own if (value := values.pop(name)) is not None}

@@ -22,13 +22,14 @@ from math import exp, inf, log
 
 import torch
 
-from pipedec.core import Accepted, Step, UserError
-from pipedec.decoding.acceptance import NO_LINE, AcceptanceModel, Line
+from pipedec.core import Accepted, Step
+from pipedec.decoding.acceptance import NO_LINE, Line
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.forced import chain_below
 from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.method import Method, MethodContext
-from pipedec.decoding.proposers import DRAFT_PRIOR, MatchRates, NgramProposer, Occurrences, Proposals, SeenTokens, possible
+from pipedec.decoding.proposers import MatchRates
+from pipedec.decoding.sources import DraftAlone, DraftSources
 from pipedec.methods import BestFirstOptions, options_of
 from pipedec.tree import Candidates
 
@@ -48,31 +49,15 @@ class BestFirst(Method):
         self._options = options_of(context.request, BestFirstOptions)
         if "draft" not in self._options.proposers:
             self.drafter = None
-        self._ngrams, self._seen = None, None
-        if "ngrams" in self._options.proposers:
-            text = self._text()
-            self._ngrams, self._seen = NgramProposer(text), SeenTokens(text)
-        prior = {
-            **({"draft": DRAFT_PRIOR} if self.drafter else {}),
-            **({"ngrams": NgramProposer.prior, "seen": SeenTokens.prior} if self._ngrams else {}),
-        }
-        if not prior:
-            raise UserError("method pipedec-bestfirst has no proposer: give --draft DIR, or let the n-grams propose")
+        self._sources = self._new_sources()
         self.is_tuned = self._options.width is None
         self.children = (self._options.children or context.children) if self.drafter else 0
         self.tree = InjectionTree(None if context.grammar is None else partial(chain_below, context.grammar))
         self._controller = context.experience.controller
-        self._acceptance = context.experience.learned(context.request, AcceptanceModel, prior)
         self._rates = context.experience.learned(context.request, MatchRates)
 
-    def _text(self) -> Sequence[int]:
-        """The tokens of the other threads, of the prompt, and those that the thread attends to, also from before a pause."""
-        sequence, number = self.context.sequence, self.thread
-        threads = sequence.threads
-        seen = [token for other, count in threads[number].context() for token in threads[other].token_ids[:count]]
-        others = [] if number == 0 else [t for thread in threads if thread.number != number for t in thread.token_ids]
-        own = threads[0].token_ids if number == 0 else []
-        return *others, *self.context.request.prompt_token_ids, *seen, *own
+    def _new_sources(self) -> DraftAlone | DraftSources:
+        return DraftSources(self.context, self.thread, self._options.proposers, self.drafter is not None)
 
     @property
     def in_flight(self) -> int:
@@ -120,13 +105,14 @@ class BestFirst(Method):
 
     def _guess(self) -> None:
         """Add tokens that followed long n-grams, below the most probable rows that the draft model has not reached."""
-        if self._ngrams is None or self.context.sequence.can_fork:
+        ngrams = self._sources.ngrams
+        if ngrams is None or self.context.sequence.can_fork:
             return
         for _ in range(_GUESS_ROUNDS):
             rows, lines = list[int](), list[Line]()
             for row in self.tree.without_choices(_GUESSED_ROWS, log(_MIN_GUESSED)):
                 path = self.tree.path(row)
-                for token, match in islice(self._ngrams.find(path).items(), 1):
+                for token, match in islice(ngrams.find(path).items(), 1):
                     rate, grammar = self._rates.rate(match.length), self.context.grammar
                     if rate >= _MIN_RATE and (grammar is None or token in grammar.allowed(path)):
                         rows.append(row)
@@ -144,31 +130,19 @@ class BestFirst(Method):
         return self.tree.undrafted_chances()
 
     def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
-        """Collect the proposals below ``rows``; those of all requests are then scored together."""
-        grammar, found = self.context.grammar, list[list[Occurrences]]()
-        if candidates is not None and grammar is not None:
-            candidates = possible(candidates)
-        if self._ngrams is not None:
-            paths = [self.tree.path(row) for row in rows]
-            found.append([self._ngrams.find(path) for path in paths])
-            if grammar is not None:
-                allowed = [grammar.allowed(path) for path in paths]
-                pairs = zip(found[0], allowed, strict=True)
-                found = [[{token: match for token, match in one.items() if token in may} for one, may in pairs]]
-        proposes_seen = self._controller.proposes_seen and grammar is None
-        self.context.proposals.append(Proposals(self._acceptance, self.tree, rows, candidates, found, self._seen, proposes_seen))
+        self._sources.propose(self.tree, rows, candidates)
 
     def accept(self, accepted: Accepted) -> None:
         """Advance, and learn from each accepted token that follows a drafted row."""
-        if self._ngrams is not None and not self.context.sequence.can_fork:
+        ngrams = self._sources.ngrams
+        if ngrams is not None and not self.context.sequence.can_fork:
             for count, token in enumerate(accepted.tokens):
-                self._rates.observe(self._ngrams.find(accepted.tokens[:count]), token)
+                self._rates.observe(ngrams.find(accepted.tokens[:count]), token)
         changes, hit, lessons = self.tree.advance(accepted.tokens)
         self._controller.record_accepted(len(accepted.tokens))
-        for choices, place, token in lessons:
-            self._controller.record_proposed(self._acceptance.observe(choices, place, token))
+        self._sources.learn(lessons)
         self._follow(changes)
-        self._append(accepted.tokens)
+        self._sources.append(accepted.tokens)
         self.root = None if self.tree.num_entered else accepted.tokens[-1]
         if not hit:
             self.tree.plant(accepted.tokens[-1])
@@ -179,11 +153,5 @@ class BestFirst(Method):
 
     def plant(self, token: int) -> None:
         super().plant(token)
-        self._append((token,))
+        self._sources.append((token,))
         self.tree.plant(token)
-
-    def _append(self, tokens: Sequence[int]) -> None:
-        """Add accepted tokens to the text."""
-        if self._ngrams is not None and self._seen is not None:
-            self._ngrams.accept(tokens)
-            self._seen.accept(tokens)

@@ -254,6 +254,38 @@ class InjectionTree:
             else:
                 self._add_choices(drafted, line)
 
+    def choices_below(self, row: int) -> list[float]:
+        """The log-chances of the choices below a row that are no rows yet, best first."""
+        above, chances = self._rows[row], list[float]()
+        while (log_chance := above.choice_at(above.taken + len(chances))) is not None:
+            chances.append(log_chance)
+        return chances
+
+    def take(self, row: int) -> list[int]:
+        """Make the best choice below ``row`` a row; returns it and the rows forced after it."""
+        self._undrafted = self._not_entered = None
+        return [new.index for new in self._taken(self._rows[row])]
+
+    def drop_choices(self) -> None:
+        """Let no more choices become rows."""
+        self._undrafted = self._not_entered = None
+        for row in self._rows:
+            row.best = None
+
+    def ranks(self, tokens: Sequence[int]) -> list[int]:
+        """For accepted ``tokens`` that follow drafted rows, one after another: the place of each among the choices below its row,
+        best first; if it is none of them, their number.
+        """
+        found, row = list[int](), self._rows[0] if self._rows else None
+        for token in tokens:
+            if row is None:
+                break
+            if row.is_drafted and row.forced is None and row.line is not None:
+                choices = row.line.token_ids
+                found.append(choices.index(token) if token in choices else len(choices))
+            row = row.children.get(token)
+        return found
+
     def _add_choices(self, row: _TreeRow, line: Line) -> None:
         row.line = line
         row.best = row.choice_at(0)

@@ -2,89 +2,149 @@
 
 After a verdict the draft model works alone for one timestep: it grows the tree below the last accepted token layer by layer,
 while the stages are idle. The tree then passes through all stages as one step. Its verdict accepts the path on which target and
-tree agree, and one more token, which is the next root. Tokens that a structure forces belong to the layer of the row above them.
+tree agree, and one more token, which is the next root. How layers grow is the tree's shape (``shapes``). Tokens that a structure
+forces belong to the layer of the row above them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
+
+import torch
 
 from pipedec.core import Accepted, Step
 from pipedec.decoding.budget import Demand
-from pipedec.decoding.forced import grow, of_leaves, plant
+from pipedec.decoding.forced import chain_below
+from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.method import Method, MethodContext
+from pipedec.decoding.shapes import BestNodes, PositionalAcceptance, PositionalTree, TreeShape, WidestLayers
+from pipedec.decoding.sources import fixed_sources
 from pipedec.methods import StaticTreeOptions, options_of
-from pipedec.tree import Candidates, PredictionTree
+from pipedec.tree import Candidates
 
 
 class StaticTree(Method):
-    """``depth`` layers of at most ``width`` rows, or their ``rows`` most probable ones, besides forced rows after the root."""
+    """A tree of the requested shape, besides forced rows after the root."""
 
-    tree: PredictionTree
+    tree: InjectionTree
 
     def __init__(self, context: MethodContext, thread: int) -> None:
         super().__init__(context, thread)
-        self._limits = options_of(context.request, StaticTreeOptions)
-        self.tree = PredictionTree(context.device)
-        self.children = self._limits.children
-        self.whole = 1 + (self._limits.rows or self._limits.depth * self._limits.width) + self.max_forced
+        self._limits = limits = options_of(context.request, StaticTreeOptions)
+        self._depth = limits.limit("depth")
+        self.tree = InjectionTree(None if context.grammar is None else self._chain_below)
+        self.children = limits.limit("children")
+        self.whole = 1 + (limits.rows or self._depth * limits.layer_rows) + self.max_forced
+        self._shape = self._new_shape()
+        self._sources = fixed_sources(context, thread, limits.proposers)
         self._room = self.whole  # rows of the next step: less if threads share it
-        self._is_drafted = False  # whether there is a drafted tree that has yet to enter
-        self._certain = 0  # forced rows after the root
-        self._depth = 0  # drafted layers below the root
-        self._layer: range | None = None  # the last layer of a tree that is being drafted
+        self._size = 0  # rows of the drafted tree that has yet to enter
+        self._layer: list[int] | None = None  # the rows of the last layer, without those above a forced one; None: not drafting
+        self._to_draft: Sequence[int] = ()  # the rows to draft next
+        self._drafted_layers = 0
+        self._chains_left: int | None = None  # forced rows that may still join a layer; None: all
+
+    def _new_shape(self) -> TreeShape:
+        limits = self._limits
+        if limits.shape == "opt-tree":
+            return BestNodes(limits.limit("rows"), limits.limit("min_gain") / 100)
+        if limits.shape == "sequoia":
+            sizes = limits.limit("rows"), self._depth, self.children
+            return PositionalTree(self.context.experience.learned(self.context.request, PositionalAcceptance, *sizes))
+        return WidestLayers(limits.layer_rows)
 
     @property
     def in_flight(self) -> int:
-        return 0 if self._is_drafted else self.tree.num_rows
+        return self.tree.num_entered
 
     def demand(self) -> Demand:
         """The tree, once it is drafted."""
-        return Demand(whole=min(self.tree.num_rows, self._room) if self._is_drafted else 0)
+        return Demand(whole=min(self._size, self._room))
 
     def propose(self, room: int) -> Step | None:
         """The whole tree, or its ``room`` most probable rows."""
         self._room = room
-        if not self._is_drafted:
+        if not self._size:
             return None
-        self.root, self._is_drafted = None, False
-        if self.tree.num_rows > room:
-            self._follow(self.tree.keep(self.tree.most_probable(room - 1)).changes)
-        token_ids, parents = self.tree.ids_of(slice(0, self.tree.num_rows))
-        return Step(token_ids, parents, log_probs=self.tree.log_probs)
+        token_ids, parents = self.tree.enter(min(self._size, room))
+        self.root, self._size = None, 0
+        entering, below = torch.tensor((token_ids, parents)).unbind()
+        return Step(entering, below, log_probs=self.tree.log_probs)
 
     def draft(self, room: int) -> Sequence[int]:
         """Draft the whole tree below a new root: one forward for every layer but the last."""
-        if self.root is not None and self._layer is None and not self._is_drafted:
-            rows = plant(self.tree, self.root, self.context.grammar)
-            self._layer, self._certain, self._depth = range(rows.start, rows.stop), rows.stop - 1, 0
         if self._layer is None:
             return ()
-        if self._layer and self._depth < self._limits.depth:
-            return self._layer
-        if self._limits.rows is not None:
-            self._follow(self.tree.keep(self.tree.most_probable(self._certain + self._limits.rows)).changes)
-        self._layer, self._is_drafted = None, True
+        if self._drafted_layers:
+            self._to_draft = self._grow(self._layer)
+        if self._to_draft and self._drafted_layers < self._depth:
+            self._drafted_layers += 1
+            return self._to_draft
+        self._finish()
         return ()
 
+    def _grow(self, layer: Sequence[int]) -> list[int]:
+        """Add the layer after ``layer``, which was drafted; returns its rows that are to be drafted.
+
+        Forced rows take at most half of a layer.
+        """
+        picks, left = self._shape.grow([self.tree.choices_below(row) for row in layer]), self._layer_room()
+        self._chains_left, self._layer = left // 2, []
+        if self.context.grammar is None:
+            picks = sorted(picks[:left], key=lambda pick: pick.parent)
+        to_draft = list[int]()
+        for pick in picks:
+            if left <= 0:
+                break
+            self._chains_left = min(self._chains_left, left - 1)
+            new = self.tree.take(layer[pick.parent])
+            left -= len(new)
+            self._chains_left -= len(new) - 1
+            self._layer.append(new[-1])
+            to_draft += new if pick.is_drafted else ()
+        return to_draft
+
+    def _layer_room(self) -> int:
+        """Rows of the next layer. If rows are limited, the best ones may all be in one layer."""
+        room = self._room if self._limits.rows else max(self._room // self._depth, 1)
+        return min(self._limits.layer_rows, room)
+
+    def _finish(self) -> None:
+        """End drafting: the tree may enter."""
+        self._layer, self._chains_left, size = None, 0, self.whole
+        if self._limits.rows is None or self._limits.shape == "sequoia":
+            self.tree.drop_choices()
+        else:
+            size = self.tree.num_certain + self._limits.rows
+        self._size = sum(1 for _ in islice(self.tree.entering_chances(), size))
+
+    def _chain_below(self, path: Sequence[int]) -> Sequence[int]:
+        return chain_below(self.context.grammar, path)[: self._chains_left]
+
     def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
-        """Add the next layer: ``rows`` rows, if given, because the tree's ``rows`` most probable ones may all be in one layer."""
-        assert candidates is not None
-        if self.context.grammar is not None:
-            candidates = of_leaves(self.tree, candidates)
-        self._depth += 1
-        self._layer = range(0)
-        if candidates.token_ids.numel():
-            width = self._limits.rows or min(self._limits.width, max(self._room // self._limits.depth, 1))
-            layer = grow(self.tree, candidates, min(width, self._room), self.context.grammar)
-            self._layer = range(layer.start, layer.stop)
+        self._sources.propose(self.tree, rows, candidates)
 
     def accept(self, accepted: Accepted) -> None:
-        advance = self.tree.advance(accepted.tokens)
-        self._follow(advance.changes)
-        self.root = None if advance.hit else accepted.tokens[-1]  # a hit ends the thread: else another token would follow it
-        self._is_drafted = False
+        self._shape.learn(self.tree.ranks(accepted.tokens))
+        changes, _, lessons = self.tree.advance(accepted.tokens)
+        self._sources.learn(lessons)
+        self._follow(changes)
+        if self.tree.num_entered:  # the thread has ended: else another token would follow
+            self.root = self._layer = None
+            self._size = 0
+        else:
+            self.cut()
+            self.plant(accepted.tokens[-1])
 
     def cut(self) -> None:
-        self._follow(self.tree.clear().changes)
-        self.root, self._is_drafted = None, False
+        self._follow(self.tree.cut())
+        self.root, self._layer, self._size = None, None, 0
+
+    def plant(self, token: int) -> None:
+        super().plant(token)
+        self._sources.append((token,))
+        self._chains_left = None
+        self.tree.plant(token)
+        self._layer, self._to_draft, self._drafted_layers = [self.tree.num_rows - 1], range(self.tree.num_rows), 0
+        self._shape.begin()

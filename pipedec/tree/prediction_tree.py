@@ -299,14 +299,6 @@ class PredictionTree:
             candidates.log_probs.flatten()[chosen],
         )
 
-    def most_probable(self, count: int) -> Tensor:
-        """The root and the ``count`` rows with the most probable paths below it: int64, ascending, each with its ancestors.
-
-        Of two equally probable rows the earlier is taken. Rounding never ranks a row above its parent.
-        """
-        bounded = torch.where(self.tree_mask, self.cumulative_log_probs, torch.inf).amin(1)
-        return bounded.sort(descending=True, stable=True).indices[: count + 1].sort().values
-
     def child(self, row: int, token: int) -> int | None:
         """The child of ``row`` with this token id, or None."""
         for later in range(row + 1, self.num_rows):

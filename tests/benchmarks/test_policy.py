@@ -144,7 +144,15 @@ def test_figures_add_up(pair: Pair, whole: Whole) -> None:
     assert written["schema"] == "pipedec.policy/1" and written["benchmark"] == "policy"
     assert [row["limits"] for row in written["policies"]] == [
         {},
-        {"width": 32, "children": 16, "depth": 2, "rows": None},
+        {
+            "width": 32,
+            "children": 16,
+            "depth": 2,
+            "rows": None,
+            "shape": "layers",
+            "min_gain": None,
+            "proposers": ["draft"],
+        },
         {"width": 8, "children": 4},
         {"width": 8, "children": 4, "forwards": None, "proposers": ["draft", "ngrams"]},
     ]

@@ -15,7 +15,7 @@ from support.toy_structures import ToyStructure, rule_of
 from pipedec.core import MethodOptions, Request, SamplingParams, Step, Verdict
 from pipedec.decoding import Batch
 from pipedec.decoding.forced import MAX_FORCED
-from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
+from pipedec.methods import PROPOSERS, TREE_SHAPES, BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
 from pipedec.threads import Sequence
 from pipedec.tree import PredictionTree
 
@@ -24,6 +24,8 @@ EVERY_METHOD: list[tuple[str, MethodOptions | None]] = [
     ("pp", None), ("pipedec", PipeDecOptions(64, 4)), ("stpp", StaticTreeOptions(64, 4, 2)), ("pipedec-bestfirst", None),
     ("stpp", StaticTreeOptions(8, 4, 2, rows=4)), ("pipedec-bestfirst", BestFirstOptions(width=48)),
     ("pipedec-bestfirst", BestFirstOptions(proposers=("ngrams",))), ("bita", BitaOptions(depth=2)),
+    *[("stpp", StaticTreeOptions(children=4, depth=3, rows=8, shape=shape)) for shape in TREE_SHAPES[1:]],
+    ("stpp", StaticTreeOptions(children=4, depth=3, rows=8, shape="opt-tree", proposers=PROPOSERS)),
     *[("bita", BitaOptions(depth=2, shape=shape)) for shape in ("straightforward", "efficient", "full")],
 ]  # fmt: skip
 

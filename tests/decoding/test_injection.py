@@ -286,3 +286,20 @@ def test_a_verdict_on_another_tree_is_refused() -> None:
     injection = planted()
     with pytest.raises(ValueError, match="does not follow the tree"):
         injection.advance([7, 8])
+
+
+def test_choices_become_rows_by_name_and_accepted_tokens_have_ranks() -> None:
+    """10 has the choices 11, 12 and 13; 12 has 14 and 15. The last choices are dropped, so that rows alone enter."""
+    tree = InjectionTree()
+    tree.plant(10)
+    tree.add([0], [line_of([(11, 0.5), (12, 0.3), (13, 0.1)])])
+    assert tree.choices_below(0) == pytest.approx([math.log(0.5), math.log(0.3), math.log(0.1)])
+    assert [tree.take(0), tree.take(0)] == [[1], [2]] and tree.choices_below(0) == pytest.approx([math.log(0.1)])
+    tree.add([2], [line_of([(14, 0.8), (15, 0.1)])])
+    assert tree.choices_below(2) == pytest.approx([math.log(0.24), math.log(0.03)])
+    assert tree.take(2) == [3]
+    tree.drop_choices()
+    assert len(list(tree.entering_chances())) == 4
+    assert tree.enter(9) == ([10, 11, 12, 14], [-1, 0, 0, 2])
+    assert tree.ranks([12, 14, 16]) == [1, 0], "nothing is known below 14, which was not drafted"
+    assert tree.ranks([12, 15]) == [1, 1] and tree.ranks([77, 1]) == [3]

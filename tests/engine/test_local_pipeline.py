@@ -19,7 +19,16 @@ from pipedec.core import MethodOptions, Metrics, Request, SamplingParams, UserEr
 from pipedec.decoding import Batch
 from pipedec.engine.build import DTYPES, load_stage
 from pipedec.engine.local import LocalPipeline
-from pipedec.methods import METHODS, BestFirstOptions, PipeDecOptions, PlainOptions, StaticTreeOptions, applicable_options
+from pipedec.methods import (
+    METHODS,
+    PROPOSERS,
+    TREE_SHAPES,
+    BestFirstOptions,
+    PipeDecOptions,
+    PlainOptions,
+    StaticTreeOptions,
+    applicable_options,
+)
 
 LAYERS = 8
 EOS = 2
@@ -36,6 +45,8 @@ OPTIONS = {
     "stpp": [
         StaticTreeOptions(**TREE), StaticTreeOptions(3, 2, depth=1), StaticTreeOptions(1, 8, depth=2, rows=1),
         StaticTreeOptions(1, 5, depth=5, rows=12),
+        *[StaticTreeOptions(children=4, depth=4, rows=12, shape=shape) for shape in TREE_SHAPES[1:]],
+        StaticTreeOptions(children=4, depth=3, shape="sequoia", proposers=PROPOSERS),
     ],
     "pipedec-bestfirst": [
         BestFirstOptions(), BestFirstOptions(width=1, forwards=2), BestFirstOptions(width=5, children=3, forwards=3),

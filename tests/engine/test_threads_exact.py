@@ -7,9 +7,9 @@ from support.pairwise import pairwise
 from support.thread_differences import first_thread_difference
 from support.thread_models import DEPTHS, SETTINGS, THREAD_DIALECTS, Case, ThreadModels
 
-from pipedec.core import Request
+from pipedec.core import MethodOptions, Request
 from pipedec.engine.local import LocalPipeline
-from pipedec.methods import METHODS, applicable_options
+from pipedec.methods import METHODS, PROPOSERS, TREE_SHAPES, StaticTreeOptions, applicable_options
 from pipedec.threads import Sequence
 
 SHAPES = [(1, 1), (2, 2), (4, 4), (4, 2), (14, 14)]  # stages, groups
@@ -24,10 +24,12 @@ CASES = [
 ]  # fmt: skip
 
 
-def threaded_answer(models: ThreadModels, pipeline: LocalPipeline, case: Case, method: str) -> Sequence:
+def threaded_answer(
+    models: ThreadModels, pipeline: LocalPipeline, case: Case, method: str, options: MethodOptions | None = None
+) -> Sequence:
     """The threads of the pipeline's answer."""
     dialect = THREAD_DIALECTS[case.dialect].to_json()
-    options = applicable_options(method, TREE)
+    options = options or applicable_options(method, TREE)
     request = Request(0, models.prompt_ids(case.prompt), models.sampling(case), method, options, threads=dialect)
     verdicts = list(pipeline.run(request))
     assert all(verdict.finished is None for verdict in verdicts[:-1])
@@ -40,4 +42,14 @@ def test_threads_equal_the_references(thread_models: ThreadModels, method: str, 
     """Every pair of method, shape, dialect and sampling settings; with penalties, which count what a thread sees."""
     pipeline = LocalPipeline.load(thread_models.spec(case.depth, *shape))
     answer = threaded_answer(thread_models, pipeline, case, method)
+    assert first_thread_difference(thread_models.known_answer(case), answer) is None
+
+
+@pytest.mark.parametrize("shape", TREE_SHAPES[1:])
+def test_threads_share_static_trees_of_every_shape(thread_models: ThreadModels, shape: str) -> None:
+    """All of them with n-grams, whose text is that of all threads."""
+    case = Case("apar", "greedy", depth=DEPTHS[0])
+    options = StaticTreeOptions(children=4, depth=3, rows=12, shape=shape, proposers=PROPOSERS)
+    pipeline = LocalPipeline.load(thread_models.spec(case.depth, 2, 2))
+    answer = threaded_answer(thread_models, pipeline, case, "stpp", options)
     assert first_thread_difference(thread_models.known_answer(case), answer) is None

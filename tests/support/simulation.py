@@ -25,7 +25,12 @@ KNEE = 16
 METHODS: dict[str, tuple[MethodOptions | None, ...]] = {
     "pp": (None,),
     "pipedec": (PipeDecOptions(5, 3), PipeDecOptions(40, 4)),
-    "stpp": (StaticTreeOptions(4, 3, 2), StaticTreeOptions(16, 4, 3)),
+    "stpp": (
+        StaticTreeOptions(4, 3, 2),
+        StaticTreeOptions(16, 4, 3),
+        StaticTreeOptions(depth=3, rows=9, shape="eagle2"),
+        StaticTreeOptions(depth=3, rows=9, shape="sequoia", proposers=("draft", "ngrams")),
+    ),
     "bita": (BitaOptions(depth=2), BitaOptions(depth=2, shape="straightforward")),
     "pipedec-bestfirst": (None, BestFirstOptions(width=3), BestFirstOptions(forwards=1), BestFirstOptions(proposers=("ngrams",))),
 }

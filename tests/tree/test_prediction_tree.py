@@ -121,41 +121,6 @@ def test_grow_takes_the_likeliest_paths_in_row_order(width: int, children: int, 
             assert float(cumulative[index]) == pytest.approx(expected_paths[path], abs=1e-4)
 
 
-@given(st.data())
-def test_likeliest_rows_come_with_their_parents(data: st.DataObject) -> None:
-    """Also where children are certain, so that they are as likely as their parents."""
-    tree = PredictionTree()
-    tree.plant(3)
-    for _ in range(data.draw(st.integers(0, 12))):
-        log_prob = data.draw(st.sampled_from([0.0, -1e-9, -0.1, -0.1000001, -5.3, -17.7]))
-        parent = data.draw(st.integers(0, tree.num_rows - 1))
-        tree.append(torch.tensor([9]), torch.tensor([parent]), torch.tensor([log_prob]))
-    count = data.draw(st.integers(1, 14))
-    cumulative = tree.cumulative_log_probs
-    rows = tree.most_probable(count)
-    assert len(rows) == min(count + 1, tree.num_rows)
-    others = [row for row in range(tree.num_rows) if row not in rows.tolist()]
-    assert not others or float(cumulative[others].max()) <= float(cumulative[rows].min()) + 1e-4
-    assert torch.equal(tree.most_probable(count), rows)
-    tree.keep(rows)  # raises unless closed
-    assert tree.num_rows == len(rows)
-
-
-class RoundedTree(PredictionTree):
-    """Adds up probabilities so badly that a leaf seems likelier than its parents."""
-
-    @property
-    def cumulative_log_probs(self) -> torch.Tensor:
-        return torch.tensor([0.0, -2.0001, -1.0, -2.0])
-
-
-def test_a_row_is_not_likelier_than_its_parent_whatever_rounding_says() -> None:
-    tree = RoundedTree()
-    tree.append(torch.tensor([1, 2, 3, 4]), torch.tensor([-1, 0, 0, 1]))
-    assert tree.most_probable(2).tolist() == [0, 1, 2]
-    assert tree.most_probable(3).tolist() == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("rows", [[], [1], [0, 2], [0, 2, 1], [0, 1, 1], [0, 1, 3], [-1, 0]])
 def test_rows_to_keep_that_are_no_tree_are_refused(rows: list[int]) -> None:
     tree = PredictionTree()

@@ -18,10 +18,7 @@ from pipedec.bench.record import Row, plain
 from pipedec.core import MethodOptions, UserError
 from pipedec.data import PromptSet
 from pipedec.messages import PromptRequest
-from pipedec.methods import METHODS, make_options
-
-# The options of each method. BiTA is left out: no recording has the proposals of its mask rows.
-LIMITS = {name: entry.option_names for name, entry in METHODS.items() if not entry.needs_bita}
+from pipedec.methods import METHODS, make_options, option_rules
 
 Conversation = tuple[DrawnPrompt, ...]  # the user's text of each turn, as if it were the first
 
@@ -119,8 +116,9 @@ class Policy:
         Raises UserError if the text is not of this form, or the method has no such limit.
         """
         method, _, settings = text.partition(":")
-        if method not in LIMITS:
-            raise UserError(f"{flag} {text}: unknown method {method!r}; choose one of {', '.join(LIMITS)}")
+        known = limits()
+        if method not in known:
+            raise UserError(f"{flag} {text}: unknown method {method!r}; choose one of {', '.join(known)}")
         try:
             return cls(text, method, make_options(method, dict(_limit(method, each) for each in settings.split(",") if each)))
         except UserError as error:
@@ -154,12 +152,20 @@ def parse_policies(texts: Sequence[str], flag: str) -> tuple[Policy, ...]:
     return tuple(Policy.parse(spec, flag) for spec in specs)
 
 
+def limits() -> dict[str, tuple[str, ...]]:
+    """The options of each method. BiTA is left out: no recording has the proposals of its mask rows."""
+    return {name: entry.option_names for name, entry in METHODS.items() if not entry.needs_bita}
+
+
 def _limit(method: str, setting: str) -> tuple[str, Any]:
     name, _, value = setting.partition("=")
-    if name not in LIMITS[method]:
-        raise UserError(f"{method} has no limit {name!r}; it has {', '.join(LIMITS[method]) or 'none'}")
+    known = METHODS[method].option_names
+    if name not in known:
+        raise UserError(f"{method} has no limit {name!r}; it has {', '.join(known) or 'none'}")
     if name == "proposers":
         return name, tuple(value.split("+"))
+    if option_rules(METHODS[method].options)[name].choices:
+        return name, value
     try:
         return name, int(value)
     except ValueError:

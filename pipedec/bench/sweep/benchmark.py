@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from msgspec.structs import asdict, fields, replace
+from msgspec.structs import asdict, replace
 
 from pipedec.bench.options import DrawnPrompt, draw
 from pipedec.bench.record import Grid, Row, SweepProgress, key_of, plain, write_json
@@ -27,6 +27,7 @@ from pipedec.methods import BitaOptions, StaticTreeOptions
 from pipedec.verify.divergence import TIE_BOUNDS, Divergence, is_explained, measured_divergence
 
 # Rows also have these limits, which their methods ignore: they are part of a row's key.
+_STATIC_LIMITS = ("width", "children", "depth", "rows")
 _UNUSED_LIMITS: dict[str, Row] = {"pipedec": {"depth": 4, "rows": None}, DEFAULT_METHOD: {"depth": None, "rows": None}}
 
 
@@ -43,10 +44,16 @@ class Cell:
         """A row's field ``tree``: the limits that the method has."""
         if self.tree is None:
             return None
-        limits: Row = plain(self.tree)
+        limits = _limits(self.tree)
         if isinstance(self.tree, BitaOptions) and self.tree.shape != "likeliest":
             limits["rows"] = None  # a limit of the shape ``likeliest`` alone
         return _UNUSED_LIMITS.get(self.method, {}) | limits
+
+
+def _limits(tree: MethodOptions) -> Row:
+    """The options of a method; of ``stpp``, those of whole layers, the only shape in a sweep."""
+    limits = plain(tree)
+    return {name: limits[name] for name in _STATIC_LIMITS} if isinstance(tree, StaticTreeOptions) else limits
 
 
 def sweep(
@@ -104,7 +111,7 @@ class _Sweep:
         repeats = range(self._config.repeats) if self._config.sampling.is_stochastic else (0,)
         samplings = [self._config.sampling_of(repeat) for repeat in repeats]
         requests = [replace(prompt.request, sampling=sampling) for prompt in first_of_sets for sampling in samplings]
-        key = key_of([method, asdict(limits), shape.cluster, shape.pair, texts, *map(plain, samplings)])
+        key = key_of([method, _limits(limits), shape.cluster, shape.pair, texts, *map(plain, samplings)])
         known = json.loads(self._trees_path.read_text()) if self._trees_path.is_file() else {}
         if key not in known:
             trees = self._config.grid.trees(method, limits)
@@ -116,12 +123,12 @@ class _Sweep:
                 tried.append((sum(answer.decode_ms for answer in answers) / max(1, tokens), tree))
             _, best = min(tried, key=lambda entry: entry[0])
             known[key] = {
-                "method": method, "preset": shape.preset, "stages": shape.cluster["stages"], "best": asdict(best),
-                "tried": [{"tree": asdict(tree), "ms_per_token": round(time_ms, 2)} for time_ms, tree in tried],
+                "method": method, "preset": shape.preset, "stages": shape.cluster["stages"], "best": _limits(best),
+                "tried": [{"tree": _limits(tree), "ms_per_token": round(time_ms, 2)} for time_ms, tree in tried],
             }  # fmt: skip
             write_json(self._trees_path, known)
             self._progress.busy(shape.label)
-        return StaticTreeOptions(**{item.name: known[key]["best"][item.name] for item in fields(StaticTreeOptions)})
+        return StaticTreeOptions(**known[key]["best"])
 
     def _measure(self, shape: Measurable, cell: Cell, prompt: DrawnPrompt, repeat: int, runner: Runner) -> None:
         request = replace(prompt.request, sampling=self._config.sampling_of(repeat))

@@ -1,0 +1,69 @@
+"""Opponents of the default policy that only the replay knows: a chain of tokens, and segments of a tree ordered by score.
+
+They are policies within ``methods.registered(*OPPONENTS)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from typing import Annotated
+
+from pipedec.decoding.best_first import BestFirst
+from pipedec.decoding.budget import Demand
+from pipedec.decoding.method import MethodContext
+from pipedec.decoding.sources import DraftAlone, DraftSources, fixed_sources
+from pipedec.methods import BestFirstOptions, MethodEntry, Option, PipeDecOptions, options_of
+
+
+class ChainOptions(PipeDecOptions, frozen=True):
+    """``chain``: one token per timestep, as SPD (arXiv 2605.30852) sends them, from any draft model."""
+
+    width: Annotated[int, Option("Rows per timestep")] = 1
+    children: Annotated[int, Option("Children per row")] = 1
+
+
+class FlowSpecOptions(BestFirstOptions, frozen=True):
+    """``flowspec``: the limits of segments and of the tree in flight."""
+
+    width: Annotated[int | None, Option("Rows of a segment, one of which enters per timestep")] = 16
+    children: Annotated[int | None, Option("Children per row, and rows of a draft forward")] = 10
+    forwards: Annotated[int | None, Option("Draft forwards per timestep")] = 2
+    proposers: Annotated[tuple[str, ...], Option("Draft sources", choices=("draft", "ngrams"))] = ("draft",)
+    rows: Annotated[int, Option("Rows in flight")] = 80
+
+
+class FlowSpec(BestFirst):
+    """FlowSpec (arXiv 2507.02620): a draft tree is ordered by the scores of its paths and cut into segments, which enter at
+    successive timesteps. Every verdict prunes what is in flight and what waits. Drafting goes on from the best rows that are
+    left; what it adds is merged by score. Unlike the paper's, a root enters at once, and no segment waits for the whole tree.
+
+    Differs from ``BestFirst`` in that the draft's probabilities are scores as they are, and that all limits are fixed.
+    """
+
+    def __init__(self, context: MethodContext, thread: int) -> None:
+        super().__init__(context, thread)
+        options = options_of(context.request, FlowSpecOptions)
+        self._rows, self._drafted_rows = options.rows, options.children or self.children
+
+    def _new_sources(self) -> DraftAlone | DraftSources:
+        return fixed_sources(self.context, self.thread, self._options.proposers)
+
+    def demand(self) -> Demand:
+        demand, left = super().demand(), max(self._rows - self.tree.num_entered, 0)
+        return replace(demand, chances=islice(demand.chances, left))
+
+    def draft(self, room: int) -> list[int]:
+        return list(super().draft(min(room, self._drafted_rows)))
+
+    def _guess(self) -> None:
+        """Copied tokens are drafted like all others."""
+
+
+OPPONENTS = (
+    MethodEntry("chain", "One drafted token per timestep.", ChainOptions, "pipedec.decoding.pipedec:PipeDec", draft="required"),
+    MethodEntry(
+        "flowspec", "Segments of a draft tree, ordered by score.", FlowSpecOptions, "benchmarks.policy.opponents:FlowSpec",
+        draft="required",
+    ),
+)  # fmt: skip

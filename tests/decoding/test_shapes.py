@@ -1,0 +1,286 @@
+"""Shapes of static trees against their definitions: exhaustive search where they are optimal, another implementation else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache
+from math import log
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.drafters import PROMPT, Alone, ScriptedDrafter, begun, rows
+from support.examples import examples
+
+from pipedec.core import Request, Verdict
+from pipedec.decoding.shapes import BestNodes, Node, PositionalAcceptance, PositionalTree, TreeShape, WidestLayers, best_tree
+from pipedec.methods import StaticTreeOptions
+from pipedec.tree import Candidates, DraftTree
+
+TokenPath = tuple[int, ...]  # the ranks of a node and its ancestors below the root
+
+
+class RandomTree:
+    """A tree of choices whose chances are drawn: each row has ``children`` choices, best first, which sum up to less than 1."""
+
+    def __init__(self, seed: int, depth: int, children: int) -> None:
+        chooser = random.Random(seed)
+        self.children = children
+        self.chances: dict[TokenPath, float] = {}
+        self.depth = depth
+        layer: dict[TokenPath, float] = {(): 1.0}
+        for _ in range(depth):
+            found: dict[TokenPath, float] = {}
+            for path, chance in layer.items():
+                parts = sorted((chooser.random() ** 2 for _ in range(children)), reverse=True)
+                scale = chooser.uniform(0.3, 0.99) / sum(parts)
+                found |= {(*path, rank): chance * scale * part for rank, part in enumerate(parts)}
+            self.chances |= found
+            layer = found
+
+    def grown(self, shape: TreeShape) -> tuple[list[TokenPath], list[TokenPath]]:
+        """The rows that a shape adds, and those of them that are drafted."""
+        shape.begin()
+        rows, drafted, layer = list[TokenPath](), [()], [()]
+        for _ in range(self.depth):
+            picks = shape.grow([self.below(path) if path in drafted else [] for path in layer])
+            taken, new = dict.fromkeys(range(len(layer)), 0), list[TokenPath]()
+            for pick in picks:
+                new.append((*layer[pick.parent], taken[pick.parent]))
+                taken[pick.parent] += 1
+                if pick.is_drafted:
+                    drafted.append(new[-1])
+            rows += new
+            layer = new
+        return rows, drafted
+
+    def below(self, path: TokenPath) -> list[float]:
+        return [log(self.chances[*path, rank]) for rank in range(self.children)]
+
+
+def trees(most: int, depth: int, branches: int) -> Iterator[Node]:
+    """Every tree with exactly ``most`` nodes below its root."""
+    if most == 0:
+        yield ()
+    elif depth and branches:
+        for first in range(most):  # nodes below the last child
+            for last in trees(first, depth - 1, _BRANCHES):
+                for before in trees(most - 1 - first, depth, branches - 1):
+                    yield (*before, last)
+
+
+_BRANCHES = 4
+
+
+def expected(tree: Node, chances: Sequence[float]) -> float:
+    """The expected number of accepted nodes below the root."""
+    return sum(chance * (1 + expected(child, chances)) for child, chance in zip(tree, chances, strict=False))
+
+
+def size(tree: Node) -> int:
+    return sum(1 + size(child) for child in tree)
+
+
+def height(tree: Node) -> int:
+    return max((1 + height(child) for child in tree), default=0)
+
+
+@cache
+def topologies(nodes: int, depth: int) -> list[Node]:
+    return list(trees(nodes, depth, _BRANCHES))
+
+
+def best_of_all(tree: RandomTree, count: int) -> float:
+    """The greatest sum of chances of ``count`` nodes that are closed under parents, by trying all sets."""
+    best = 0.0
+
+    def extend(total: float, left: int, open_nodes: tuple[TokenPath, ...]) -> None:
+        nonlocal best
+        best = max(best, total)
+        for place, node in enumerate(open_nodes if left else ()):
+            below = [(*node, rank) for rank in range(tree.children)] if len(node) < tree.depth else []
+            extend(total + tree.chances[node], left - 1, (*open_nodes[place + 1 :], *below))
+
+    extend(0.0, count, tuple((rank,) for rank in range(tree.children)))
+    return best
+
+
+@examples(25)
+@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 3))
+def test_an_opt_tree_has_the_greatest_sum_of_all_trees(seed: int, count: int, depth: int) -> None:
+    tree = RandomTree(seed, depth, 3)
+    found, _ = tree.grown(BestNodes(count, 0.0))
+    kept = sorted((tree.chances[path] for path in found), reverse=True)[:count]
+    assert sum(kept) == pytest.approx(best_of_all(tree, count))
+
+
+@examples(25)
+@given(st.integers(0, 2**32), st.integers(1, 12), st.floats(0.01, 0.6))
+def test_an_opt_tree_ends_with_the_first_layer_that_brings_too_little(seed: int, count: int, min_gain: float) -> None:
+    """Every drafted layer before the last one brought at least ``min_gain`` expected tokens; only kept nodes are drafted."""
+    tree = RandomTree(seed, 4, 3)
+    _, drafted = tree.grown(BestNodes(count, min_gain))
+    layers = max(map(len, drafted)) + 1  # that were drafted
+
+    def value(depth: int) -> float:
+        return sum(sorted((chance for path, chance in tree.chances.items() if len(path) <= depth), reverse=True)[:count])
+
+    gains = [value(depth) - value(depth - 1) for depth in range(1, 5)]
+    assert all(gain >= min_gain for gain in gains[: layers - 1])
+    assert layers >= 4 or gains[layers - 1] < min_gain or not any(len(path) == layers for path, _ in tree_best(tree, count))
+
+
+def tree_best(tree: RandomTree, count: int) -> list[tuple[TokenPath, float]]:
+    """The best ``count`` nodes."""
+    return sorted(tree.chances.items(), key=lambda item: -item[1])[:count]
+
+
+@examples(25)
+@given(st.integers(0, 2**32), st.integers(1, 7), st.integers(1, 4))
+def test_the_positional_tree_is_the_best_of_all_topologies(seed: int, count: int, depth: int) -> None:
+    """Also where the second child is likelier than the first."""
+    chooser = random.Random(seed)
+    parts = [chooser.random() for _ in range(_BRANCHES)]
+    chances = [part / sum(parts) for part in parts]
+    found = best_tree(chances, count, depth)
+    assert size(found) <= count and height(found) <= depth
+    best = max(expected(one, chances) for nodes in range(count + 1) for one in topologies(nodes, depth))
+    assert expected(found, chances) == pytest.approx(best)
+
+
+def test_all_topologies_are_tried() -> None:
+    """Ordered trees with n edges are counted by Catalan numbers, as long as neither depth nor branches limit them."""
+    assert [len(topologies(count, 4)) for count in range(5)] == [1, 1, 2, 5, 14]
+
+
+def test_positional_acceptance_is_learned_from_ranks() -> None:
+    """A draft whose third choice is always right needs three children in every layer; whose first is right, a chain."""
+    third, first = PositionalAcceptance(12, 4, 5), PositionalAcceptance(4, 4, 5)
+    for _ in range(2000):
+        third.observe(2)
+        first.observe(0)
+    assert [len(layer) for layer in layers_of(third.tree)] == [3, 3, 3, 3]
+    assert [len(layer) for layer in layers_of(first.tree)] == [1, 1, 1, 1]
+    for _ in range(20_000):
+        first.observe(5)  # none of the choices
+    assert [len(layer) for layer in layers_of(first.tree)] == [2, 1, 1], "a fourth layer is worth less than a second child"
+
+
+def layers_of(tree: Node) -> list[list[Node]]:
+    found, layer = list[list[Node]](), list(tree)
+    while layer:
+        found.append(layer)
+        layer = [child for node in layer for child in node]
+    return found
+
+
+def test_a_positional_tree_asks_for_its_nodes_and_drafts_below_those_with_children() -> None:
+    acceptance = PositionalAcceptance(6, 3, 3)
+    tree = RandomTree(3, 3, 3)
+    found, drafted = tree.grown(PositionalTree(acceptance))
+    paths = list(paths_of(acceptance.tree))
+    assert sorted(found) == sorted(paths) and len(paths) == 6
+    assert set(drafted) == {path[:-1] for path in paths}
+
+
+def paths_of(tree: Node, above: TokenPath = ()) -> Iterator[TokenPath]:
+    for rank, child in enumerate(tree):
+        yield (*above, rank)
+        yield from paths_of(child, (*above, rank))
+
+
+class RandomDrafter(ScriptedDrafter):
+    """Draws what may follow a path when it is first drafted: distinct tokens with distinct probabilities."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__({})
+        self._seed = seed
+
+    def line(self, tree: DraftTree, row: int) -> list[tuple[int, float]]:
+        return self.after(tuple(tree.tokens_of(tree.ancestors_of(row)[::-1])))
+
+    def after(self, path: TokenPath) -> list[tuple[int, float]]:
+        chooser = random.Random(hash((self._seed, path)))
+        parts = sorted((chooser.random() ** 3 for _ in range(8)), reverse=True)
+        return [(token, 0.9 * part / sum(parts)) for token, part in zip(chooser.sample(range(100), 8), parts, strict=True)]
+
+
+def eagle2(drafter: RandomDrafter, root: int, top_k: int, depth: int, total: int) -> dict[TokenPath, float]:
+    """EAGLE-2 (§4.1 and §4.2), from its definition: expansion, then reranking of everything that was drafted."""
+    drafted: dict[TokenPath, float] = {}
+    expanded: dict[TokenPath, float] = {(root,): 1.0}
+    for _ in range(depth):
+        layer = {
+            (*path, token): value * chance for path, value in expanded.items() for token, chance in drafter.after(path)[:top_k]
+        }
+        drafted |= layer
+        expanded = dict(sorted(layer.items(), key=lambda item: item[1], reverse=True)[:top_k])
+    return dict(sorted(drafted.items(), key=lambda item: (-item[1], len(item[0])))[:total])
+
+
+@examples(25)
+@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 4), st.integers(1, 40))
+def test_eagle2_is_what_its_paper_defines(seed: int, top_k: int, depth: int, total: int) -> None:
+    drafter = RandomDrafter(seed)
+    options = StaticTreeOptions(children=top_k, depth=depth, rows=total, shape="eagle2")
+    method = begun(Request(0, PROMPT, method="stpp", options=options), drafter)
+    method.apply(Verdict.of(10))
+    assert set(entered(method)) == {(10,), *eagle2(drafter, 10, top_k, depth, total)}
+    assert len(drafter.expanded) == depth and all(len(layer) <= top_k for layer in drafter.expanded)
+
+
+def entered(method: Alone) -> list[TokenPath]:
+    """The paths of the tree that enters, the root's token first."""
+    method.draft()
+    paths = list[TokenPath]()
+    for token, parent in rows(method.propose()):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return paths
+
+
+@pytest.mark.parametrize("shape", ["eagle2", "opt-tree", "sequoia"])
+def test_rounds_follow_each_other(shape: str) -> None:
+    """The next tree begins below the token that was accepted last, also if its row was drafted but has not entered."""
+    drafter = RandomDrafter(5)
+    options = StaticTreeOptions(children=4, depth=3, rows=6, shape=shape)
+    method = begun(Request(0, PROMPT, method="stpp", options=options), drafter)
+    token, accepted = 10, ()
+    for _ in range(6):
+        method.apply(Verdict.of(*accepted, token))
+        paths = entered(method)
+        assert paths[0] == (token,) and 1 < len(paths) <= 7
+        deepest = max(paths, key=len)
+        left_out = [candidate for candidate, _ in drafter.after(deepest) if (*deepest, candidate) not in paths]
+        accepted, token = deepest[1:], left_out[0]
+
+
+def test_ngrams_add_what_the_draft_does_not_say() -> None:
+    text = (7, 31, 32, 33, 34) * 3 + (7,)
+    drafter = ScriptedDrafter({})
+    options = StaticTreeOptions(children=2, depth=4, rows=12, shape="opt-tree", proposers=("draft", "ngrams"))
+    method = begun(Request(0, text, method="stpp", options=options), drafter)
+    method.apply(Verdict.of(31))
+    assert (31, 32, 33, 34) in entered(method)
+    alone = begun(Request(0, text, method="stpp", options=StaticTreeOptions(rows=12, shape="opt-tree")), ScriptedDrafter({}))
+    alone.apply(Verdict.of(31))
+    assert all(token in (31, 60, 61) for path in entered(alone) for token in path)
+
+
+def test_the_widest_layer_prefers_earlier_parents() -> None:
+    shape = WidestLayers(3)
+    assert [pick.parent for pick in shape.grow([[log(0.2), log(0.1)], [log(0.3), log(0.2)]])] == [1, 0, 1]
+
+
+def test_candidates_need_not_be_sorted() -> None:
+    """A drafter may return its candidates in any order."""
+
+    class Unsorted(ScriptedDrafter):
+        def _expand(self, tree: DraftTree, rows: Sequence[int], children: int) -> Candidates:
+            found = super()._expand(tree, rows, children)
+            return Candidates(found.rows, found.token_ids.flip(1), found.log_probs.flip(1))
+
+    options = StaticTreeOptions(children=2, depth=1, rows=1, shape="opt-tree")
+    method = begun(Request(0, PROMPT, method="stpp", options=options), Unsorted({10: ((11, 0.7), (12, 0.2))}))
+    method.apply(Verdict.of(10))
+    assert entered(method) == [(10,), (10, 11)]
