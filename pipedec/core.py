@@ -240,6 +240,7 @@ class Request:
         threads: the dialect in which the model may open decode threads (``Dialect.to_json``); None for a single thread.
         priority: requests with a lower value are served first.
         output_token_ids: earlier tokens of an answer in one thread, after which it continues.
+        tenant: whose earlier answers may be a draft source, and to whose this one is added; None: no one's, and it is not kept.
     """
 
     number: int
@@ -251,6 +252,7 @@ class Request:
     threads: str | None = None
     priority: int = 0
     output_token_ids: tuple[int, ...] = ()
+    tenant: str | None = None
 
 
 @dataclass(frozen=True)

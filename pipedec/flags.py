@@ -26,6 +26,7 @@ from pipedec.core import PipedecError, UserError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Any], Any]  # a decorator that adds one option to a command
+ON_OFF = "on|off"  # the metavar of a truth value that is written as one of these words
 _BENCH_PACKAGES = ("matplotlib", "pandas")  # of the extra ``bench``
 
 
@@ -34,7 +35,8 @@ class Help:
     """How a field is shown as an option. Stands in the annotation of the field.
 
     Attributes:
-        metavar: the name of its value; by default N for an integer and X for any other number.
+        metavar: the name of its value; by default N for an integer and X for any other number. ON_OFF for a truth value that is
+            written, and no switch.
         flag: the option, where it is not the field's name: ``--no-prefix-cache`` of ``prefix_cache`` is derived. A switch may
             have two: ``--compile/--no-compile``.
         repeated: each use of the option adds an entry to a tuple; otherwise a tuple is written with commas.
@@ -122,7 +124,7 @@ def option(name: str, hint: Any, note: Help, default: Any) -> Option:
     members, meta = _members(hint), list(_notes(hint, Meta))
     names = [name, note.flag or flag_name(name)]
     if bool in members:
-        return _switch(names, note, default)
+        return _on_off(names, note, default) if note.metavar == ON_OFF else _switch(names, note, default)
     inner = next((get_args(member)[0] for member in members if get_origin(member) is tuple), None)
     settings: dict[str, Any] = {"help": note.text, "hidden": note.hidden, "envvar": note.variables or None}
     if note.repeated:
@@ -220,6 +222,21 @@ def _switch(names: list[str], note: Help, default: bool) -> Option:
     return click.option(names[0], flag, flag_value=not default, is_flag=True, default=default, help=note.text, hidden=note.hidden)
 
 
+def _on_off(names: list[str], note: Help, default: bool) -> Option:
+    """An option with the value on or off."""
+    return click.option(*names, type=_OnOff(), default=on_off(default), show_default=True, help=note.text, hidden=note.hidden)
+
+
+def is_on_off(hint: Any) -> bool:
+    """Whether a field with this annotation has such an option."""
+    return any(note.metavar == ON_OFF for note in _notes(hint, Help))
+
+
+def on_off(value: bool) -> str:
+    """A truth value as an argument of such an option."""
+    return "on" if value else "off"
+
+
 def _click_type(members: list[Any], meta: list[Meta], words: tuple[str, ...] = ()) -> Any:
     """The click type that checks a value against the ranges and choices of its annotation."""
     lists = [member for member in members if get_origin(member) is tuple]
@@ -238,6 +255,20 @@ def _click_type(members: list[Any], meta: list[Meta], words: tuple[str, ...] = (
         is_open = any(one.gt is not None for one in meta)
         return click.FloatRange(low, high, min_open=is_open) if (low, high) != (None, None) else click.FLOAT
     return click.Path(path_type=Path) if Path in members else click.STRING
+
+
+class _OnOff(click.ParamType):
+    """A truth value, written on or off."""
+
+    name = ON_OFF
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return ON_OFF
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
+        if not isinstance(value, bool) and value not in ("on", "off"):
+            self.fail(f"{value!r} is neither on nor off", param, ctx)
+        return value if isinstance(value, bool) else value == "on"
 
 
 class _List(click.ParamType):

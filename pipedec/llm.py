@@ -22,7 +22,7 @@ from pipedec.cluster.local import LocalCluster, resolve_apart
 from pipedec.config import Settings
 from pipedec.config.settings import keyword_arguments
 from pipedec.core import DEFAULT_METHOD, Completion, MethodOptions, SamplingParams, UserError
-from pipedec.messages import PromptRequest
+from pipedec.messages import LOCAL_TENANT, PromptRequest
 from pipedec.methods import find_method, make_options
 from pipedec.scheduler import RunStatus
 from pipedec.text.prompt import load_tokenizer
@@ -70,8 +70,9 @@ class Resident:
         dialect = None if threads is None else load_dialect(threads).to_json()
         named = named_options(self._method or DEFAULT_METHOD, options)
         return PromptRequest(
-            given, raw_prompt, self._method, sampling or SamplingParams(), named, threads=dialect, priority=priority
-        )
+            given, raw_prompt, self._method, sampling or SamplingParams(), named, threads=dialect, priority=priority,
+            tenant=LOCAL_TENANT,
+        )  # fmt: skip
 
     def _rendered(self, messages: Sequence[ChatMessage], threads: str | Path | None) -> tuple[int, ...]:
         """The token ids of a conversation. Raises UserError if the target has no chat template, or it refuses the messages."""

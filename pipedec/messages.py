@@ -7,15 +7,18 @@ when they are read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
 from pipedec.config import NONE, Settings
 from pipedec.core import Completion, PipedecError, Record, SamplingParams, UserError
 from pipedec.tracing import TraceEvent
 from pipedec.validation import parse_json
+
+LOCAL_TENANT = "local"  # of all requests that do not come through an HTTP server: who can send them can also read the others
 
 
 def to_json(message: msgspec.Struct) -> str:
@@ -35,6 +38,7 @@ class PromptRequest(Record, frozen=True):
         priority: requests of a lower one are served first.
         resume: token ids of the answer so far: it continues after them, and only the rest is streamed. They need the seed
             with which they were drawn, if they were.
+        tenant: requests of the same tenant draft from each other's answers; None: from no other answer.
     """
 
     prompt: str | tuple[int, ...]
@@ -47,6 +51,7 @@ class PromptRequest(Record, frozen=True):
     show_threads: bool = False
     priority: int = 0
     resume: tuple[int, ...] = ()
+    tenant: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
 
     def __hash__(self) -> int:
         return hash((self.prompt, self.method))  # options are a mapping

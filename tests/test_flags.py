@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from pipedec.core import UserError
 from pipedec.flags import (
+    ON_OFF,
     Help,
     arguments_of,
     check_fields,
@@ -47,6 +48,7 @@ class Trip:
     lights: Annotated[bool, Help("Lights.", flag="--lights/--no-lights")] = True
     map: Annotated[Path | None, Help("A map.", "FILE", variables=("TRIP_MAP",))] = None
     guide: Annotated[str | None, Help("A guide.", choices=("ann", "bo"))] = None
+    radio: Annotated[bool, Help("Radio.", ON_OFF)] = True
     years: Annotated[tuple[int, ...], Help("Years (default: all).")] = field(default_factory=lambda: (7,))
     notes: str = "not an option"
 
@@ -85,11 +87,12 @@ def test_without_arguments_every_field_has_its_default() -> None:
 def test_every_option_sets_its_field() -> None:
     trip = parsed(
         "--to", "Rome", "--seats", "9", "--share", "1", "--stops", "0, 3", "--split", "4,5", "--by", "Bern", "--by", "Pisa",
-        "--speed", "fast", "--no-rest", "--quick", "--no-lights", "--guide", "bo", "--years", "1,2", TRIP_MAP="a.txt",
+        "--speed", "fast", "--no-rest", "--quick", "--no-lights", "--guide", "bo", "--radio", "off", "--years", "1,2",
+        TRIP_MAP="a.txt",
     )  # fmt: skip
     assert trip == Trip(
         to="Rome", seats=9, share=1.0, stops=(0, 3), split=(4, 5), via=("Bern", "Pisa"), speed="fast", rest=False, quick=True,
-        lights=False, map=Path("a.txt"), guide="bo", years=(1, 2),
+        lights=False, map=Path("a.txt"), guide="bo", radio=False, years=(1, 2),
     )  # fmt: skip
     assert parsed("--to", "Rome", "--split", "even").split == "even"
 
@@ -128,6 +131,7 @@ def test_arguments_of_values_are_read_back(values: dict[str, Any]) -> None:
         (["--split", "odd"], "'--split': 'odd' is not a valid integer"),
         (["--speed", "medium"], "'--speed': 'medium' is not one of 'slow', 'fast'"),
         (["--guide", "cy"], "'--guide': 'cy' is not one of 'ann', 'bo'"),
+        (["--radio", "maybe"], "'--radio': 'maybe' is neither on nor off"),
         (["--rest"], "No such option '--rest'"),
         (["--notes", "a"], "No such option '--notes'"),
     ],
@@ -169,6 +173,7 @@ def test_help_shows_names_values_ranges_and_defaults() -> None:
     assert shown["--by"] == "--by TOWN A town on the way; may be repeated."
     assert shown["--speed"] == "--speed [slow|fast] Speed."
     assert shown["--no-rest"] == "--no-rest Do not rest." and shown["--lights"].startswith("--lights / --no-lights Lights.")
+    assert shown["--radio"] == "--radio on|off Radio. [default: on]"
     assert shown["--years"] == "--years N,… Years (default: all)."
     assert list(option_fields(Trip)) == [one.name for one in fields(Trip) if one.name != "notes"], "in the order of the fields"
 

@@ -262,6 +262,8 @@ def test_options_arrive_as_they_were() -> None:
         ('{"prompt": "a", "prompt": "b"}', "the request: duplicate key 'prompt'"),
         ('{"prompt": 5}', "the request: prompt: must be a string or a list, not an integer: quote it"),
         ('{"prompt": "\\ud800"}', "the request: a text that is not UTF-8"),
+        ('{"prompt": "a", "tenant": ""}', "the request: tenant: must not be empty"),
+        ('{"prompt": "a", "tenant": 5}', "the request: tenant: must be"),
         ('{"prompt": "a", "promt": "b"}', "the request: unknown key 'promt': did you mean prompt?"),
         ('{"prompt": "a", "tree": {}}', "the request: unknown key 'tree': known: prompt, raw, method, sampling, options"),
     ],
@@ -282,6 +284,12 @@ def test_a_prompt_that_is_not_utf8_is_refused_before_it_is_sent() -> None:
 def test_what_was_said_arrives_as_it_was(resume: tuple[int, ...]) -> None:
     sent = PromptRequest("Hello", resume=resume)
     assert PromptRequest.from_json(sent.to_json()) == sent
+
+
+@pytest.mark.parametrize("tenant", [None, "local", "x" * 64])
+def test_a_tenant_arrives_as_it_was_and_may_be_missing(tenant: str | None) -> None:
+    assert PromptRequest.from_json(PromptRequest("Hello", tenant=tenant).to_json()).tenant == tenant
+    assert PromptRequest.from_json('{"prompt": "Hello"}').tenant is None
 
 
 @pytest.mark.parametrize("show_threads", [True, False])

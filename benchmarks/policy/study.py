@@ -37,8 +37,8 @@ from pipedec.decoding.controller import CHILDREN
 from pipedec.decoding.learned import NOTHING_LEARNED
 from pipedec.engine.build import load_drafter, resolve
 from pipedec.engine.experience_files import shipped_acceptance
-from pipedec.flags import Help, check_fields
-from pipedec.messages import PromptRequest
+from pipedec.flags import ON_OFF, Help, check_fields
+from pipedec.messages import LOCAL_TENANT, PromptRequest
 from pipedec.methods import applicable_options
 from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter
@@ -58,6 +58,7 @@ class PolicyConfig(Drawing):
     sampling: SamplingParams = SamplingParams(max_tokens=64)
     pair: ModelPair = ModelPair()
     priors: Annotated[bool, Help("Begin with what ships beside the draft.")] = False
+    shared_suffixes: Annotated[bool, Help("Draft also from earlier answers, of all prompt sets.", ON_OFF)] = False
 
     def __post_init__(self) -> None:
         self.cluster.find_partition(self.preset)
@@ -143,7 +144,8 @@ class Study:
         return ReplayedPipeline(self._spec.emulation, self._spec.topology, drafter, experience)
 
     def _request(self, policy: Policy, number: int, prompt: tuple[int, ...]) -> Request:
-        return Request(number, prompt, self._config.request.sampling, policy.method, policy.options)
+        tenant = LOCAL_TENANT if self._config.shared_suffixes else None
+        return Request(number, prompt, self._config.request.sampling, policy.method, policy.options, tenant=tenant)
 
 
 SCHEMA = "pipedec.policy/1"
@@ -198,6 +200,7 @@ def document(config: PolicyConfig, figures: PolicyFigures, comparisons: DataFram
     """Everything as one JSON document."""
     pipeline = {"preset": config.preset, "cluster": config.shape.cluster}
     described = {**pipeline, **config.origin, "samples": config.samples, "seed": config.seed}
+    described["shared_suffixes"] = config.shared_suffixes
     policies = []
     for policy in config.policies:
         means, causes_per_token = (frame.loc[policy.name].to_dict() for frame in (figures.means, figures.causes_per_token))

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import click
 from msgspec.structs import replace
@@ -28,7 +29,8 @@ from pipedec.client.resumption import Resumption
 from pipedec.cluster.local import LocalCluster, resolve_apart
 from pipedec.config import NONE, Settings, settings_options
 from pipedec.core import DEFAULT_METHOD, Completion, UserError
-from pipedec.messages import PromptRequest, ThreadNews
+from pipedec.flags import ON_OFF, Help, own_options
+from pipedec.messages import LOCAL_TENANT, PromptRequest, ThreadNews
 from pipedec.methods import find_method
 from pipedec.tracing import SCHEDULER_TRACK, write_trace
 
@@ -74,12 +76,20 @@ def started(cluster: LocalCluster) -> Iterator[Client]:
 @click.command()
 @cluster_options
 @request_options
-def submit(place: ClusterFlags, asked: RequestFlags) -> None:
+@own_options
+def submit(
+    place: ClusterFlags,
+    asked: RequestFlags,
+    shared_suffixes: Annotated[
+        bool, Help("Draft also from earlier answers that were submitted here, and let later ones draft from these.", ON_OFF)
+    ] = True,
+) -> None:
     """Send prompts to a running cluster and stream the answers. Ctrl-C cancels the requests; the cluster keeps running.
 
     Several prompts are answered together; their answers are printed in the order of the prompts, with --json one line for each.
     """
-    requests = asked.requests()
+    tenant = LOCAL_TENANT if shared_suffixes else None
+    requests = [replace(request, tenant=tenant) for request in asked.requests()]
     ask_and_show(Client(place.find().connect()), requests, asked.json, asked.trace, asked.resumption)
 
 

@@ -22,7 +22,7 @@ from pipedec.config import Settings, settings_options
 from pipedec.config.settings import OPTIONS
 from pipedec.core import SamplingParams, UserError
 from pipedec.flags import Help, options_of
-from pipedec.messages import PromptRequest
+from pipedec.messages import LOCAL_TENANT, PromptRequest
 from pipedec.methods import METHOD_NAMES
 
 HELP = """/reset  forget the conversation (not the system message)
@@ -70,7 +70,8 @@ class ChatFlags(StructureFlags, _PartnerFlags):
     def request(self) -> PromptRequest:
         """Without a prompt."""
         values = {"max_tokens": _MAX_TOKENS} | self._given()
-        return PromptRequest("", method=self.method, sampling=SamplingParams(**values, structured_outputs=self.structure()))
+        sampling = SamplingParams(**values, structured_outputs=self.structure())
+        return PromptRequest("", method=self.method, sampling=sampling, tenant=LOCAL_TENANT)
 
     def body(self) -> dict[str, Any]:
         """The fields of an HTTP request that were given."""

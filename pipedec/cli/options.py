@@ -22,7 +22,7 @@ from pipedec.core import DEFAULT_METHOD, SamplingParams, StructuredOutputs, User
 from pipedec.data import PromptSource
 from pipedec.flags import Command, Help, Option, option, option_fields, options_of, with_options
 from pipedec.grammar import check
-from pipedec.messages import PromptRequest
+from pipedec.messages import LOCAL_TENANT, PromptRequest
 from pipedec.methods import METHOD_NAMES, METHODS, make_options, option_rules
 from pipedec.threads import load_dialect
 
@@ -210,7 +210,7 @@ class RequestFlags(StructureFlags, _QuestionFlags):
             prompt="", raw=self.raw_prompt, method=self.method, options=self.options, trace=self.trace is not None,
             sampling=SamplingParams(**values | {"logit_bias": bias or None, "structured_outputs": structure}),
             threads=None if self.threads is None else load_dialect(self.threads).to_json(), show_threads=self.show_threads,
-            priority=self.priority,
+            priority=self.priority, tenant=LOCAL_TENANT,
         )  # fmt: skip
 
     def _prompt_texts(self) -> list[str]:

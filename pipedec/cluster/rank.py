@@ -243,7 +243,7 @@ class Rank:
         }
         return DraftLoop(
             wiring,
-            Admission(prompter, wiring.sequences, spec.topology.num_stages, limits.tree),
+            Admission(prompter, wiring.sequences, spec.topology.num_stages, limits.tree, limits.shared_suffixes),
             new_batch(spec, model, wiring.place, experience=kept.experience),
             limits.max_num_seqs,
             keep=kept.keep,

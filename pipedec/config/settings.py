@@ -18,7 +18,7 @@ from msgspec import Meta, to_builtins
 from pipedec.config.redis import RedisConfig
 from pipedec.core import MAX_NUM_SEQS, MAX_WAITING, BadValue, MethodOptions
 from pipedec.directories import reference_threads
-from pipedec.flags import Command, Help, arguments_of, given_values, option_fields, with_options
+from pipedec.flags import ON_OFF, Command, Help, arguments_of, given_values, is_on_off, on_off, option_fields, with_options
 from pipedec.methods import LayerTreeOptions
 from pipedec.validation import byte_size, joined, unknown_name, validated
 
@@ -97,6 +97,14 @@ class Limits:
         float, Meta(gt=0, le=1), Help("Maximum share of a GPU's memory in use, by the ranks and by other programs.")
     ] = 0.9
     prefix_cache: Annotated[bool, Help("Do not share the KV cache of equal prefixes between requests.")] = True
+    shared_suffixes: Annotated[
+        bool,
+        Help(
+            "Draft also from earlier answers: all that generate, submit and LLM ask for, or those to the same API key of serve. "
+            "Affects speed only.",
+            ON_OFF,
+        ),
+    ] = True
     tree: LayerTreeOptions | None = None  # of pipedec and stpp; None for their own defaults
 
     def __post_init__(self) -> None:
@@ -224,7 +232,8 @@ class Settings:
 
     def arguments(self) -> list[str]:
         """As arguments of a command that has options for settings; those without an option are left out."""
-        return arguments_of({name: value for name, value in self.changes().items() if name in OPTIONS})
+        given = {name: value for name, value in self.changes().items() if name in OPTIONS}
+        return arguments_of({name: on_off(value) if name in _WRITTEN else value for name, value in given.items()})
 
     def without_secrets(self) -> Settings:
         """These settings without passwords: safe to publish and to print."""
@@ -243,6 +252,7 @@ GROUPS = {setting.name: group for group, kind in _TREE.items() for setting in fi
 SETTINGS = {  # the annotated type of every setting, by name
     name: hint for kind in _TREE.values() for name, hint in get_type_hints(kind, include_extras=True).items()
 }
+_WRITTEN = {name for name, hint in SETTINGS.items() if is_on_off(hint)}
 OPTIONS = {name: option for kind in _TREE.values() for name, option in option_fields(kind).items()}
 _OVERRIDES = {name: option for kind in _TREE.values() for name, option in option_fields(kind, shows_defaults=False).items()}
 

@@ -123,8 +123,13 @@ class Batch:
     def close(self, number: int) -> None:
         """Forget a request, which has ended or was cancelled."""
         state = self.requests.pop(number, None)
-        if state is not None and state.has_lane:
+        if state is None:
+            return
+        if state.has_lane:
             self._leave_lane(state)
+        if state.request.tenant is not None:
+            for before, answer in state.texts():
+                self._experience.shared_texts.add(state.request.tenant, before, answer)
 
     def adopt(self, drafter: Drafter) -> None:
         """Use the draft model, now that it is loaded. Requests whose own methods use it are paused, and continue with them."""

@@ -6,8 +6,9 @@ enter at once where drafts are reliable. Where they are not, more siblings near 
 its token is delayed a little, where the paper's policy would miss and drain the pipeline. If an accepted token was drafted but
 has not entered, its subtree is kept and enters with it.
 
-Where the text recurs, the draft model is too slow: a chain of tokens that followed a long n-gram before enters at once, and is
-drafted when there is time (``_guess``). The chance of such a token is how often n-grams of that length were right.
+Where the text recurs, the draft model is too slow: a chain of tokens that followed a long n-gram before, in this text or in an
+earlier answer, enters at once, and is drafted when there is time (``_guess``). The chance of such a token is how often n-grams of
+that length were right.
 
 The rows of all threads of an answer are compared; roots are certain and so come first. Acceptance probabilities are learned from
 all threads together. How many rows enter is decided for all requests together (``budget``).
@@ -28,7 +29,6 @@ from pipedec.decoding.budget import Demand
 from pipedec.decoding.forced import chain_below
 from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.method import Method, MethodContext
-from pipedec.decoding.proposers import MatchRates
 from pipedec.decoding.sources import DraftAlone, DraftSources
 from pipedec.methods import BestFirstOptions, options_of
 from pipedec.tree import Candidates
@@ -54,7 +54,6 @@ class BestFirst(Method):
         self.children = (self._options.children or context.children) if self.drafter else 0
         self.tree = InjectionTree(None if context.grammar is None else partial(chain_below, context.grammar))
         self._controller = context.experience.controller
-        self._rates = context.experience.learned(context.request, MatchRates)
 
     def _new_sources(self) -> DraftAlone | DraftSources:
         return DraftSources(self.context, self.thread, self._options.proposers, self.drafter is not None)
@@ -105,18 +104,16 @@ class BestFirst(Method):
 
     def _guess(self) -> None:
         """Add tokens that followed long n-grams, below the most probable rows that the draft model has not reached."""
-        ngrams = self._sources.ngrams
-        if ngrams is None or self.context.sequence.can_fork:
+        if self.context.sequence.can_fork:
             return
         for _ in range(_GUESS_ROUNDS):
             rows, lines = list[int](), list[Line]()
             for row in self.tree.without_choices(_GUESSED_ROWS, log(_MIN_GUESSED)):
-                path = self.tree.path(row)
-                for token, match in islice(ngrams.find(path).items(), 1):
-                    rate, grammar = self._rates.rate(match.length), self.context.grammar
-                    if rate >= _MIN_RATE and (grammar is None or token in grammar.allowed(path)):
-                        rows.append(row)
-                        lines.append(Line([token], [log(rate)], None, 0))
+                path, grammar = self.tree.path(row), self.context.grammar
+                rate, token = self._sources.copied(path)
+                if rate >= _MIN_RATE and (grammar is None or token in grammar.allowed(path)):
+                    rows.append(row)
+                    lines.append(Line([token], [log(rate)], None, 0))
             if not rows:
                 return
             self.tree.guess(rows, lines)
@@ -134,10 +131,6 @@ class BestFirst(Method):
 
     def accept(self, accepted: Accepted) -> None:
         """Advance, and learn from each accepted token that follows a drafted row."""
-        ngrams = self._sources.ngrams
-        if ngrams is not None and not self.context.sequence.can_fork:
-            for count, token in enumerate(accepted.tokens):
-                self._rates.observe(ngrams.find(accepted.tokens[:count]), token)
         changes, hit, lessons = self.tree.advance(accepted.tokens)
         self._controller.record_accepted(len(accepted.tokens))
         self._sources.learn(lessons)

@@ -33,6 +33,7 @@ from pipedec.decoding.learned import (
     MeasuredRows,
     kind_of,
 )
+from pipedec.decoding.shared_texts import SharedTexts
 
 BOUNDS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # maximum rows of each bucket
 _WEIGHT = 0.15  # of a new measurement
@@ -358,7 +359,7 @@ class Controller:
 
 
 _MAX_KEPT = 64  # entries of each kind
-_Key = tuple[SamplingParams, MethodOptions | None, str | None, str]
+_Key = tuple[SamplingParams, MethodOptions | None, str | None, bool, str]
 
 
 @runtime_checkable
@@ -377,24 +378,25 @@ _T = TypeVar("_T")
 
 
 class Experience:
-    """State learned from answers: the controller, and statistics by all that changes acceptance: sampling parameters, method
-    options, dialect, and whether answers are structured.
+    """State learned from answers: the controller, earlier answers, and statistics by all that changes acceptance: sampling
+    parameters, method options, dialect, and whether answers are structured or draw on earlier ones.
     """
 
     def __init__(self, passage: int, prior: LearnedAcceptance = NOTHING_LEARNED, costs: LearnedCosts | None = None) -> None:
         self.controller = Controller(passage)  # of all requests
         self.controller.start_from(prior, costs)
+        self.shared_texts = SharedTexts()
         self._prior = prior
         self._learned: dict[type, dict[_Key, Any]] = {}
 
     @property
     def acceptance(self) -> LearnedAcceptance:
         """Statistics of acceptance for another process. Of several requests of one kind, the last one counts."""
-        kinds = {kind: asdict(rates) for kind, rates in self._prior.kinds.items()}
+        kinds = {kind: {name: dict(one) for name, one in asdict(rates).items()} for kind, rates in self._prior.kinds.items()}
         for known in self._learned.values():
             for (*_, kind), statistics in known.items():
                 if isinstance(statistics, KeptStatistics):
-                    kinds.setdefault(kind, {})[statistics.name] = statistics.learned
+                    kinds.setdefault(kind, {}).setdefault(statistics.name, {}).update(statistics.learned)
         return LearnedAcceptance(
             kinds={kind: LearnedRates(**rates) for kind, rates in kinds.items()},
             unproposed_share=self.controller.unproposed_share, proposes_seen=self.controller.proposes_seen,
@@ -408,7 +410,7 @@ class Experience:
             request.sampling, seed=None, max_tokens=1, stop=(), stop_token_ids=(), logprobs=None, ignore_eos=False,
             structured_outputs=None,
         )  # fmt: skip
-        key = sampling, request.options, request.threads, kind_of(request)
+        key = sampling, request.options, request.threads, request.tenant is not None, kind_of(request)
         known = self._learned.setdefault(kind, {})
         found = known.pop(key, None)
         if found is None:

@@ -35,11 +35,11 @@ class LearnedRates(Struct, frozen=True, kw_only=True):
 
     Attributes:
         acceptance: weights of the ``AcceptanceModel``, by source and feature.
-        matches: ``MatchRates``, by length.
+        matches: ``MatchRates``, by source and length.
     """
 
     acceptance: dict[str, dict[str, Weight]] = {}
-    matches: dict[str, Share] = {}
+    matches: dict[str, dict[str, Share]] = {}
 
 
 class LearnedAcceptance(Struct, frozen=True, kw_only=True, tag_field="schema", tag="pipedec.acceptance/1"):

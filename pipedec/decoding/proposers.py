@@ -1,4 +1,5 @@
-"""Draft sources for best-first injection: the draft model, n-grams that recur in a text, and tokens that recur in it.
+"""Draft sources for best-first injection: the draft model, n-grams that recur in a text, and tokens that recur in it. A text is
+the request's own, or earlier answers (see ``shared_texts``).
 
 Every source proposes tokens, and has *features* of all tokens that any source proposed; the weights of the features are learned
 (see ``acceptance``). Shapes: F rows that were drafted, K tokens of all sources together, W features of all sources, c children
@@ -31,10 +32,12 @@ _PLACES = {length: place for place, length in enumerate(LENGTHS)}
 _MAX_OCCURRENCES = 8  # occurrences considered for each row
 MAX_PROPOSED = 8  # tokens that n-grams propose for a row
 _RATE_WEIGHT = 0.1  # of a new observation in ``MatchRates``
+_INITIAL_RATES = {length: 1 - 0.5 ** (1 + length / 4) for length in LENGTHS}
 MAX_SEEN = 64  # tokens that are proposed because they occur somewhere in the text
 _MIN_REST = 1e-4  # minimum probability assumed for all tokens that the draft model does not propose together
 _UNKNOWN = 0.01  # probability assumed for tokens where the draft model proposes nothing
 _EMPTY = 1  # an n-gram is a number: this, and the bits of its tokens, the last one first
+SEPARATOR = 2**32 - 1  # between texts: larger than any token, and never proposed
 
 
 def write_drafted(candidates: Sequence[Candidates], token_ids: IntArray, features: FloatArray) -> None:
@@ -81,7 +84,9 @@ Occurrences = dict[int, Match]
 
 
 class NgramProposer:
-    """N-grams of ``text``, the prompt and the answer so far. Needs no forward.
+    """N-grams of ``text``, by default the prompt and the answer so far. Needs no forward.
+
+    ``shortest``: the shortest n-gram that counts as an occurrence.
 
     Features: the length of the longest n-gram that the token followed, one-hot; the same again for the first of the row's
     ``Occurrences``, 0 for the others; and the logarithm of 1 + the number of occurrences.
@@ -93,8 +98,9 @@ class NgramProposer:
         "log occurrences": 0.2,
     }
 
-    def __init__(self, text: Iterable[int]) -> None:
+    def __init__(self, text: Iterable[int] = (), shortest: int = 1) -> None:
         self._text = list(text)
+        self._shortest = shortest
         self._indexed = 0  # tokens of it that are in ``_places``
         self._places: dict[int, list[int]] = {}  # by n-gram, up to the first unique length: indices of the tokens after it
 
@@ -106,6 +112,8 @@ class NgramProposer:
         """Index the tokens appended since the last call. Runs while the stages compute."""
         text, known = self._text, self._places
         for end in range(self._indexed, len(text)):
+            if text[end] == SEPARATOR:
+                continue
             ngram = _EMPTY
             for length in range(1, min(_INDEXED, end) + 1):
                 ngram = ngram << 32 | text[end - length]
@@ -118,12 +126,23 @@ class NgramProposer:
                 places.append(end)
         self._indexed = len(text)
 
+    def __len__(self) -> int:
+        return len(self._text)
+
     def find(self, path: Sequence[int]) -> Occurrences:
         """The best occurrences of the n-grams at the end of the text and ``path``, the tokens below the root up to a row."""
+        return self.find_after(self.ending(path))
+
+    def ending(self, path: Sequence[int]) -> list[int]:
+        """The last tokens of the text and ``path``, as many as are compared."""
+        return [*self._text[-LENGTHS[-1] :], *path][-LENGTHS[-1] :]
+
+    def find_after(self, context: list[int]) -> Occurrences:
+        """As ``find``, for n-grams at the end of any text, as ``ending`` returns it."""
         if self._indexed < len(self._text):
             self._index()
         text = self._text
-        ranked = self._ranked([*text[-LENGTHS[-1] :], *path][-LENGTHS[-1] :])
+        ranked = self._ranked(context)
         tokens = [text[place] for _, place in ranked]
         found: Occurrences = {}
         for token, (length, _) in zip(tokens, ranked, strict=True):
@@ -145,6 +164,8 @@ class NgramProposer:
             matches.append(places)
         ranked, seen = list[tuple[int, int]](), set[int]()
         for length in range(len(matches), 0, -1):
+            if length < self._shortest and (seen or len(matches[length - 1]) > 1):
+                break
             if len(matches[length - 1]) == len(seen):
                 continue  # every n-gram of this length was part of a longer one
             latest = matches[length - 1][: -_MAX_OCCURRENCES - 1 : -1]
@@ -155,6 +176,8 @@ class NgramProposer:
             if len(ranked) >= _MAX_OCCURRENCES:
                 break
             seen.update(latest)
+        if ranked and ranked[0][0] < self._shortest:
+            return []
         return ranked[:_MAX_OCCURRENCES]
 
     def _length(self, context: list[int], length: int, place: int) -> int:
@@ -168,30 +191,32 @@ class NgramProposer:
 
 
 class MatchRates:
-    """How often the token that followed the longest n-gram was accepted, by the length of the n-gram: moving averages."""
+    """How often the token that followed the longest n-gram of a source was accepted, by its length: moving averages."""
 
     name = "matches"
 
     def __init__(self) -> None:
-        self._rates = {length: 1 - 0.5 ** (1 + length / 4) for length in LENGTHS}
+        self._rates: dict[str, dict[int, float]] = {}  # by source and length
 
     @property
-    def learned(self) -> dict[str, float]:
-        """The rates by the length of the n-gram."""
-        return {str(length): rate for length, rate in self._rates.items()}
+    def learned(self) -> dict[str, dict[str, float]]:
+        """The rates by source and length of the n-gram."""
+        return {source: {str(length): rate for length, rate in rates.items()} for source, rates in self._rates.items()}
 
-    def start_from(self, learned: Mapping[str, float]) -> None:
+    def start_from(self, learned: Mapping[str, Mapping[str, float]]) -> None:
         """Continue with rates that were learned before."""
-        self._rates = {length: learned.get(str(length), rate) for length, rate in self._rates.items()}
+        for source, rates in learned.items():
+            self._rates[source] = {length: rates.get(str(length), rate) for length, rate in _INITIAL_RATES.items()}
 
-    def rate(self, length: int) -> float:
-        """The probability that the first of ``Occurrences`` is accepted if its n-gram has this length."""
-        return self._rates[length]
+    def rate(self, source: str, length: int) -> float:
+        """The probability that the first of the source's ``Occurrences`` is accepted if its n-gram has this length."""
+        return self._rates.get(source, _INITIAL_RATES)[length]
 
-    def observe(self, found: Occurrences, accepted: int) -> None:
-        """Learn from an accepted token, before which the n-grams ``found`` ended."""
+    def observe(self, source: str, found: Occurrences, accepted: int) -> None:
+        """Learn from an accepted token, before which the source's n-grams ``found`` ended."""
+        rates = self._rates.setdefault(source, dict(_INITIAL_RATES))
         for token, match in islice(found.items(), 1):
-            self._rates[match.length] += _RATE_WEIGHT * ((token == accepted) - self._rates[match.length])
+            rates[match.length] += _RATE_WEIGHT * ((token == accepted) - rates[match.length])
 
 
 def write_ngrams(occurrences: Sequence[Occurrences], token_ids: IntArray, features: FloatArray, first: int) -> None:

@@ -175,6 +175,12 @@ class RequestState:
         first, self._adoptable = self._adoptable, certain
         return [*prompt[first:certain], *answer[max(first - len(prompt), 0) : max(certain - len(prompt), 0)]]
 
+    def texts(self) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """The accepted tokens of each thread that has any, each after those before them: for the main thread the prompt."""
+        main, *others = self.sequence.threads
+        texts = [(self.request.prompt_token_ids, main.token_ids), *(((), thread.token_ids) for thread in others)]
+        return [(before, answer) for before, answer in texts if answer]
+
     # Which rows of the answer enter
 
     def claim(self, cached: int = 0) -> Claim:

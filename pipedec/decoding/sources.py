@@ -6,20 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from math import inf
 
 from pipedec.core import UserError
-from pipedec.decoding.acceptance import AcceptanceModel, Line
+from pipedec.decoding.acceptance import NO_TOKEN, AcceptanceModel, Line
 from pipedec.decoding.injection import InjectionTree, Lesson
 from pipedec.decoding.method import MethodContext
-from pipedec.decoding.proposers import DRAFT_PRIOR, NgramProposer, Occurrences, Proposals, SeenTokens, possible
+from pipedec.decoding.proposers import DRAFT_PRIOR, MatchRates, NgramProposer, Occurrences, Proposals, SeenTokens, possible
+from pipedec.grammar import Bitmask
 from pipedec.tree import Candidates
 
 
 class DraftAlone:
     """The draft model, whose probabilities count as chances; nothing is learned."""
-
-    ngrams: NgramProposer | None = None
 
     def propose(self, tree: InjectionTree, rows: Sequence[int], candidates: Candidates | None) -> None:
         """Add the choices below ``rows``, which were drafted."""
@@ -30,6 +30,10 @@ class DraftAlone:
             count = len(chances) - chances.count(-inf)  # a structure forbids the others
             lines.append(Line(tokens[:count], chances[:count], None, 0))
         tree.add(rows, lines)
+
+    def copied(self, path: Sequence[int]) -> tuple[float, int]:
+        """No token follows earlier ones."""
+        return 0.0, NO_TOKEN
 
     def learn(self, lessons: Sequence[Lesson]) -> None:
         """Nothing to learn."""
@@ -47,20 +51,24 @@ class DraftSources:
     def __init__(self, context: MethodContext, thread: int, proposers: Sequence[str], has_draft: bool) -> None:
         self._context = context
         self._thread = thread
-        self.ngrams: NgramProposer | None = None
+        self._ngrams: NgramProposer | None = None
         self._seen: SeenTokens | None = None
+        self._tenant = None
         if "ngrams" in proposers:
             text = self._text()
-            self.ngrams, self._seen = NgramProposer(text), SeenTokens(text)
+            self._ngrams, self._seen, self._tenant = NgramProposer(text), SeenTokens(text), context.request.tenant
+        self._texts = [] if self._ngrams is None else ["ngrams"] if self._tenant is None else ["ngrams", "suffixes"]
         prior = {
             **({"draft": DRAFT_PRIOR} if has_draft else {}),
-            **({"ngrams": NgramProposer.prior, "seen": SeenTokens.prior} if self.ngrams else {}),
+            **{text: NgramProposer.prior for text in self._texts},
+            **({"seen": SeenTokens.prior} if self._texts else {}),
         }
         if not prior:
             method = context.request.method
             raise UserError(f"method {method} has no proposer: give --draft DIR, or let the n-grams propose")
-        self._controller = context.experience.controller
+        self._controller, self._shared = context.experience.controller, context.experience.shared_texts
         self._acceptance = context.experience.learned(context.request, AcceptanceModel, prior)
+        self._rates = context.experience.learned(context.request, MatchRates)
 
     def _text(self) -> Sequence[int]:
         """The tokens of the other threads, of the prompt, and those that the thread attends to, also from before a pause."""
@@ -76,15 +84,33 @@ class DraftSources:
         grammar, found = self._context.grammar, list[list[Occurrences]]()
         if candidates is not None and grammar is not None:
             candidates = possible(candidates)
-        if self.ngrams is not None:
+        if self._texts:
             paths = [tree.path(row) for row in rows]
-            found.append([self.ngrams.find(path) for path in paths])
+            found = [list(of_text) for of_text in zip(*map(self._find, paths), strict=True)]
             if grammar is not None:
                 allowed = [grammar.allowed(path) for path in paths]
-                pairs = zip(found[0], allowed, strict=True)
-                found = [[{token: match for token, match in one.items() if token in may} for one, may in pairs]]
+                found = [list(map(_those_in, of_text, allowed)) for of_text in found]
         proposes_seen = self._controller.proposes_seen and grammar is None
         self._context.proposals.append(Proposals(self._acceptance, tree, rows, candidates, found, self._seen, proposes_seen))
+
+    def _find(self, path: Sequence[int]) -> list[Occurrences]:
+        """The tokens after n-grams at the end of ``path``, by text: the request's own and, with a tenant, earlier answers."""
+        if self._ngrams is None:
+            return []
+        context = self._ngrams.ending(path)
+        own = self._ngrams.find_after(context)
+        return [own] if self._tenant is None else [own, self._shared.find(self._tenant, context)]
+
+    def copied(self, path: Sequence[int]) -> tuple[float, int]:
+        """The token that is most likely to follow ``path`` as it followed the same tokens before, and the rate at which such
+        tokens are accepted; 0 if there is none.
+        """
+        found = [
+            (self._rates.rate(text, match.length), token)
+            for text, occurrences in zip(self._texts, self._find(path), strict=True)
+            for token, match in islice(occurrences.items(), 1)
+        ]
+        return max(found, default=(0.0, NO_TOKEN))
 
     def learn(self, lessons: Sequence[Lesson]) -> None:
         """Learn from accepted tokens, each after a drafted row."""
@@ -92,10 +118,18 @@ class DraftSources:
             self._controller.record_proposed(self._acceptance.observe(choices, place, token))
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Add accepted tokens to the text."""
-        if self.ngrams is not None and self._seen is not None:
-            self.ngrams.accept(tokens)
-            self._seen.accept(tokens)
+        """Add accepted tokens to the text, and learn whether they could have been copied."""
+        if self._ngrams is None or self._seen is None:
+            return
+        for count, token in enumerate(tokens):
+            for text, found in zip(self._texts, self._find(tokens[:count]), strict=True):
+                self._rates.observe(text, found, token)
+        self._ngrams.accept(tokens)
+        self._seen.accept(tokens)
+
+
+def _those_in(found: Occurrences, allowed: Bitmask) -> Occurrences:
+    return {token: match for token, match in found.items() if token in allowed}
 
 
 def fixed_sources(context: MethodContext, thread: int, proposers: Sequence[str]) -> DraftAlone | DraftSources:

@@ -117,12 +117,16 @@ def _replayed(new_sequence: NewSequence, output_token_ids: tuple[int, ...]) -> S
 
 @dataclass(frozen=True)
 class Admission:
-    """Tokenizes requests, and checks that a pipeline of ``num_stages`` stages can answer them."""
+    """Tokenizes requests, and checks that a pipeline of ``num_stages`` stages can answer them.
+
+    ``shares_suffixes``: requests of a tenant draft from its earlier answers.
+    """
 
     prompter: Prompter
     sequences: Sequences
     num_stages: int
     tree: LayerTreeOptions | None  # the cluster's own limits of layer-wise trees, for requests that give none
+    shares_suffixes: bool = True
 
     def admit(self, message: RankMessage, batch: Batch) -> tuple[RunningAnswer, NewSequence]:
         """The answer to a request, and what makes sequences for its method. Raises UserError if it cannot be answered here."""
@@ -154,7 +158,10 @@ class Admission:
         options = make_options(name, prompt.options, self.tree)
         output_token_ids = () if prompt.threads else received  # an answer in threads is generated again from its first token
         threads = threads_within(prompt.threads, kv)
-        return Request(number, token_ids, sampling, name, options, prompt.trace, threads, prompt.priority, output_token_ids)
+        return Request(
+            number, token_ids, sampling, name, options, prompt.trace, threads, prompt.priority, output_token_ids,
+            prompt.tenant if self.shares_suffixes else None,
+        )  # fmt: skip
 
 
 def threads_within(dialect: str | None, kv: KVManager) -> str | None:

@@ -64,11 +64,16 @@ class RequestNotes:
 
 
 class ApiKeys:
-    """Refuses requests to ``/v1``, and to the live feed, without one of the keys, which are compared in constant time."""
+    """Refuses requests to ``/v1``, and to the live feed, without one of the keys, which are compared in constant time.
+
+    Each key is a tenant. Its name is random, as it leaves this process: nothing about the key can be learned from it.
+    """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        tenants = {digest: uuid.uuid4().hex for digest in self._digests}
+        self._tenants = [tenants[digest] for digest in self._digests]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -76,6 +81,8 @@ class ApiKeys:
         given = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
         known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all of them, whichever is the right one
         is_allowed = scheme.lower() == "bearer" and any(known)
+        if is_allowed:
+            scope.setdefault("state", {})["tenant"] = self._tenants[known.index(True)]
         if is_allowed or scope["method"] == "OPTIONS" or not _GUARDED.match(path):
             await self._app(scope, receive, send)
             return

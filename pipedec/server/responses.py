@@ -157,13 +157,14 @@ def answers_of(
     front: Front, request: Request, head: ResponseHead, prompts: Sequence[Prompt], asked: GenerationParams, is_streamed: bool
 ) -> Generations:
     """The answers of a request, not yet submitted, prompt by prompt. Raises ApiError if one does not fit into the context."""
+    tenant = getattr(request.state, "tenant", None)  # without API keys there is none
     generations = [
         Generation(
             head.id, request.state.request_id, request.scope["route"].path, head.model, asked.n, is_streamed, one,
             len(prompt.token_ids), prompt.text, head.started,
         )
         for prompt in prompts
-        for one in asked.requests(prompt.token_ids)
+        for one in asked.requests(prompt.token_ids, tenant)
     ]  # fmt: skip
     return Generations(front, generations)
 

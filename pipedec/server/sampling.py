@@ -44,8 +44,8 @@ class GenerationParams:
     shows_threads: bool
     priority: int
 
-    def requests(self, prompt: Sequence[int]) -> list[PromptRequest]:
-        """One request for each choice, whose seed is one more than that of the choice before it.
+    def requests(self, prompt: Sequence[int], tenant: str | None = None) -> list[PromptRequest]:
+        """One request of ``tenant`` for each choice, whose seed is one more than that of the choice before it.
 
         Raises ApiError if prompt and answer do not fit into the context.
         """
@@ -63,6 +63,7 @@ class GenerationParams:
             PromptRequest(
                 tuple(prompt), raw=True, method=self.method, sampling=replace(self.sampling, max_tokens=max_tokens, seed=own),
                 options=self.options, threads=threads, show_threads=self.shows_threads, priority=self.priority,
+                tenant=tenant,
             )
             for own in seeds
         ]  # fmt: skip

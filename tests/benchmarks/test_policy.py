@@ -129,6 +129,20 @@ def test_without_a_draft_the_text_alone_proposes(pair: Pair, tmp_path: Path) -> 
     assert not (tmp_path / "other").exists(), "found before anything was recorded"
 
 
+def test_shared_suffixes_are_used_only_if_they_are_asked_for(pair: Pair, tmp_path: Path) -> None:
+    """A prompt that comes twice, with a target that repeats itself."""
+    twice = [PromptSet("first", PROMPTS[0].prompts[:1]), PromptSet("again", PROMPTS[0].prompts[:1])]
+    alone, sampling = Models(pair.target, "none"), SamplingParams(1.5, max_tokens=24, ignore_eos=True)
+    timesteps = {}
+    for shares in (False, True):
+        chosen = config(pair, "pipedec-bestfirst", pair=alone, sampling=sampling, shared_suffixes=shares)
+        answers = study(chosen, twice, tmp_path, Silent())
+        timesteps[shares] = [one.replayed.timesteps for one in answers]
+        written = document(chosen, PolicyFigures.of(answers), compare(chosen, answers, []))
+        assert written["config"]["shared_suffixes"] == shares
+    assert timesteps[True][0] == timesteps[False][0] and timesteps[True][1] < timesteps[False][1] / 1.5
+
+
 def test_figures_add_up(pair: Pair, whole: Whole) -> None:
     figures = PolicyFigures.of(whole.answers)
     means = figures.means.to_dict("index")

@@ -87,3 +87,11 @@ def test_an_answer_may_be_held_to_a_form(llm: LLM) -> None:
     assert one.text in ('{"a": 1}', '{"a": 2}') and one.finish_reason == "stop"
     with pytest.raises(UserError, match="unclosed group"):
         llm.generate("Hello", SamplingParams(structured_outputs=StructuredOutputs(regex="(a")))
+
+
+def test_an_answer_that_is_repeated_takes_fewer_timesteps(llm: LLM) -> None:
+    """Earlier answers are a draft source. A fixed width speculates, whether or not it pays on this machine."""
+    sampling = SamplingParams(1.5, seed=5, max_tokens=40, ignore_eos=True)
+    answers = [llm.generate("Twelve crows", sampling, options={"proposers": ["ngrams"], "width": 8})[0] for _ in range(2)]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[1].metrics.timesteps < answers[0].metrics.timesteps / 1.5

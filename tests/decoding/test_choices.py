@@ -263,11 +263,14 @@ def test_of_many_seen_tokens_the_most_frequent_are_proposed() -> None:
 
 def test_the_rate_of_a_match_is_that_of_its_length() -> None:
     rates = MatchRates()
-    before = [rates.rate(length) for length in (2, 8, 12, 16)]
+    before = [rates.rate("ngrams", length) for length in (2, 8, 12, 16)]
     assert before == sorted(before), "longer n-grams are more reliable, until there is evidence"
     for _ in range(30):
-        rates.observe(matches({5: 12, 7: 2}), 7)
-    assert [rates.rate(length) < 0.1 for length in (2, 8, 12, 16)] == [False, False, True, False], "only the first token counts"
+        rates.observe("ngrams", matches({5: 12, 7: 2}), 7)
+    assert [rates.rate("ngrams", length) < 0.1 for length in (2, 8, 12, 16)] == [False, False, True, False], (
+        "only the first token counts"
+    )
     for _ in range(30):
-        rates.observe(matches({7: 2}), 7)
-    assert rates.rate(2) > 0.9
+        rates.observe("ngrams", matches({7: 2}), 7)
+    assert rates.rate("ngrams", 2) > 0.9
+    assert rates.rate("suffixes", 12) == MatchRates().rate("suffixes", 12), "every source has rates of its own"

@@ -40,12 +40,16 @@ def test_another_process_begins_with_the_statistics_of_the_same_kind() -> None:
     first = Experience(PASSAGE)
     for request, weight, rate_of in ((GREEDILY, 0.25, 1), (DRAWN, 0.5, 0)):
         first.learned(request, AcceptanceModel, PRIOR).weights[0] = weight
-        first.learned(request, MatchRates).observe({7: Match(5, 1)}, 7 if rate_of else 8)
+        first.learned(request, MatchRates).observe("ngrams", {7: Match(5, 1)}, 7 if rate_of else 8)
     second = restarted(first.acceptance)
     for request, weight in ((GREEDILY, 0.25), (DRAWN, 0.5)):
         assert second.learned(request, AcceptanceModel, PRIOR).weights[0] == weight
-        assert second.learned(request, MatchRates).rate(5) == first.learned(request, MatchRates).rate(5)
-    assert second.learned(GREEDILY, MatchRates).rate(5) > MatchRates().rate(5) > second.learned(DRAWN, MatchRates).rate(5)
+        assert second.learned(request, MatchRates).rate("ngrams", 5) == first.learned(request, MatchRates).rate("ngrams", 5)
+    assert (
+        second.learned(GREEDILY, MatchRates).rate("ngrams", 5)
+        > MatchRates().rate("ngrams", 5)
+        > second.learned(DRAWN, MatchRates).rate("ngrams", 5)
+    )
     threads = replace(GREEDILY, threads="{}")
     assert second.learned(threads, AcceptanceModel, PRIOR).weights[0] == 0.25, "for want of its own, those of greedy requests"
 

@@ -37,7 +37,7 @@ PROMPT = (5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7)
 
 def learned(weight: float) -> LearnedAcceptance:
     features = {"draft": {"log probability": weight}, "ngrams": {"length 1": weight}, "others": {"none of the choices": weight}}
-    return LearnedAcceptance(kinds={GREEDY: LearnedRates(acceptance=features, matches={"4": 0.5 + weight / 100})})
+    return LearnedAcceptance(kinds={GREEDY: LearnedRates(acceptance=features, matches={"ngrams": {"4": 0.5 + weight / 100}})})
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,28 @@ def test_best_first_injection_needs_no_draft(models: Path) -> None:
     assert answer(pipeline, request(prompt, method="pipedec-bestfirst", ignore_eos=True)) == (wanted, "length")
     with pytest.raises(UserError, match="has no proposer"):
         answer(pipeline, request(method="pipedec-bestfirst", options=BestFirstOptions(proposers=("draft",))))
+
+
+@pytest.mark.parametrize(
+    ("draft", "proposers", "sampling"),
+    [
+        ("random", ("draft", "ngrams"), {}), ("random", ("draft",), {}), (None, ("ngrams",), {}),
+        ("near", ("draft", "ngrams"), {"temperature": 1.0, "seed": 3}),
+    ],
+)  # fmt: skip
+def test_earlier_answers_change_no_text_and_save_timesteps(
+    models: Path, draft: str | None, proposers: tuple[str, ...], sampling: dict[str, Any]
+) -> None:
+    """A prompt that is repeated, and one that comes in between. Earlier answers are a source of n-grams."""
+    pipeline, timesteps = make_pipeline(models, (4, 4), draft), []
+    plain = request(PROMPT, 24, "pp", ignore_eos=True, **sampling)
+    other = replace(plain, prompt_token_ids=PROMPT[::-1])
+    wanted = {one: answer(pipeline, one) for one in (plain, other)}
+    for one in (plain, other, plain):
+        asked = replace(one, method="pipedec-bestfirst", options=BestFirstOptions(16, 4, 2, proposers), tenant="a")
+        assert answer(pipeline, asked) == wanted[one]
+        timesteps.append(pipeline.last.metrics.timesteps)
+    assert (timesteps[2] < timesteps[0] / 2) == ("ngrams" in proposers), timesteps
 
 
 @pytest.mark.slow

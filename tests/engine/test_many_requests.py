@@ -61,17 +61,20 @@ class Visit:
     num_tokens: int
     priority: int
     num_said: int = 0
+    tenant: str | None = None
 
     def request(self, number: int, models: ThreadModels) -> Request:
         method, options = OPTIONS[self.method]
         if isinstance(self.answer, Case):
             dialect = THREAD_DIALECTS[self.answer.dialect].to_json()
             prompt, sampling = models.prompt_ids(self.answer.prompt), models.sampling(self.answer)
-            return Request(number, prompt, sampling, method, options, threads=dialect, priority=self.priority)
+            return Request(number, prompt, sampling, method, options, threads=dialect, priority=self.priority, tenant=self.tenant)
         prompt, sampling = PROMPTS[self.answer[0]], structs.replace(SAMPLINGS[self.answer[1]], max_tokens=self.num_tokens)
         told = alone(models, replace(self, num_said=0)).token_ids if self.num_said else []
         said = tuple(told[: min(self.num_said, len(told) - 1)])
-        return Request(number, prompt, sampling, method, options, priority=self.priority, output_token_ids=said)
+        return Request(
+            number, prompt, sampling, method, options, priority=self.priority, output_token_ids=said, tenant=self.tenant
+        )
 
 
 CASES = st.builds(Case, st.sampled_from(sorted(THREAD_DIALECTS)), st.sampled_from(sorted(SETTINGS)))
@@ -86,6 +89,7 @@ VISITS = st.lists(
         num_tokens=st.sampled_from([1, 2, 7, MAX_TOKENS]),
         priority=st.integers(-1, 1),
         num_said=st.just(0) | st.integers(1, MAX_TOKENS),
+        tenant=st.sampled_from([None, "a", "a", "b"]),
     ),
     min_size=2,
     max_size=8,
@@ -103,7 +107,7 @@ def pipeline_of(
 
 def alone(models: ThreadModels, visit: Visit) -> LocalAnswer:
     """The answer by ``pp``, in one stage, with nobody else there and nothing in the KV cache."""
-    return _alone(models, replace(visit, arrives=0, method=0, priority=0, cancelled_after=None, num_said=0))
+    return _alone(models, replace(visit, arrives=0, method=0, priority=0, cancelled_after=None, num_said=0, tenant=None))
 
 
 @cache
@@ -140,8 +144,9 @@ def test_an_answer_in_company_is_the_answer_alone(
     ahead: int,
     losses: frozenset[int],
 ) -> None:
-    """Over random arrivals, cancellations, methods, priorities, samplings and decode threads; with answers that are resumed, and
-    with little memory, so that requests wait, are paused, and lose what they have shared; and when the stages lose everything.
+    """Over random arrivals, cancellations, methods, priorities, samplings, tenants and decode threads; with answers that are
+    resumed, and with little memory, so that requests wait, are paused, and lose what they have shared; and when the stages lose
+    everything.
     """
     pipeline = pipeline_of(thread_models, shape, slots, LaneSizes(ahead))
     arrivals: dict[int, list[Request]] = {}

@@ -101,8 +101,8 @@ def expected(prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ..
 
 
 def answer(pipeline: LocalPipeline, prompt: tuple[int, ...], sampling: SamplingParams, method: str = "pp",
-           options: MethodOptions | None = None) -> tuple[int, ...]:  # fmt: skip
-    verdicts = list(pipeline.run(Request(0, prompt, sampling, method, options)))
+           options: MethodOptions | None = None, tenant: str | None = None) -> tuple[int, ...]:  # fmt: skip
+    verdicts = list(pipeline.run(Request(0, prompt, sampling, method, options, tenant=tenant)))
     return tuple(token for verdict in verdicts for token in verdict.tokens)
 
 
@@ -127,6 +127,18 @@ def check_same(pipeline: LocalPipeline, cases: Iterable[Case], methods: Iterable
 
 def test_every_method_says_what_the_target_says_among_what_is_allowed() -> None:
     check_same(pipeline_of(4), SAMPLE[:2], EVERY_METHOD)
+
+
+def test_earlier_answers_change_no_structured_answer() -> None:
+    """The second request finds the whole answer to the first among the earlier ones, the third an answer of another structure."""
+    pipeline, other = pipeline_of(4), sampling_of(SAMPLE[1])
+    prompt, params = prompt_of(SAMPLE[0].prompt), sampling_of(SAMPLE[0])
+    wanted, timesteps = expected(prompt, params), []
+    for _ in range(2):
+        assert answer(pipeline, prompt, params, "pipedec-bestfirst", tenant="a") == wanted
+        timesteps.append(pipeline.last.metrics.timesteps)
+    assert timesteps[1] < timesteps[0]
+    assert answer(pipeline, prompt, other, "pipedec-bestfirst", tenant="a") == expected(prompt, other)
 
 
 def a_third(turn: int) -> list[Case]:

@@ -145,6 +145,32 @@ def test_every_key_opens(own_site: Site, key: str) -> None:
     assert own_site.client.get("/v1/models", headers={"authorization": f"bearer {key}"}).status_code == 200
 
 
+def test_each_key_is_a_tenant_of_its_own(
+    own_site: Site, own_front: Front, text_tokenizer: Tokenizer, answer_ids: list[int]
+) -> None:
+    """The same for every request and choice with that key; its name has nothing of the key."""
+    engine = attach(own_front, text_tokenizer, answer_ids)
+    for key in (*KEYS, KEYS[0]):
+        own_site.client.headers["authorization"] = f"Bearer {key}"
+        ask(own_site, COMPLETIONS, n=2)
+        ask(own_site, CHAT)
+    tenants = [request.tenant for request in engine.requests]
+    first, second = tenants[0], tenants[3]
+    assert tenants == [first] * 3 + [second] * 3 + [first] * 3 and first != second
+    for tenant in (first, second):
+        assert tenant is not None and all(key not in tenant for key in KEYS) and len(tenant) == 32
+
+
+def test_without_keys_requests_have_no_tenant(site: Site) -> None:
+    site.client.headers["authorization"] = f"Bearer {KEYS[0]}"
+    try:
+        ask(site, COMPLETIONS)
+        ask(site, CHAT)
+    finally:
+        del site.client.headers["authorization"]
+    assert [request.tenant for request in site.engine.requests] == [None, None]
+
+
 def test_pages_of_allowed_origins_may_ask(own_site: Site) -> None:
     asked = {
         "origin": "https://chat.example",
