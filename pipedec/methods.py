@@ -93,7 +93,7 @@ class StaticTreeOptions(_CheckedOptions, frozen=True):
     ] = None
     shape: Annotated[str, Option("Shape of the static tree", choices=TREE_SHAPES)] = "layers"
     min_gain: Annotated[
-        int | None, Option("Percent of a token that one more layer of an opt-tree must bring", 100, default="5")
+        int | None, Option("Percent of a token that one more layer of an opt-tree must bring", 100, default="10")
     ] = None
     proposers: Annotated[tuple[str, ...], Option("Draft sources", choices=PROPOSERS)] = ("draft",)
 
@@ -128,7 +128,7 @@ class StaticTreeOptions(_CheckedOptions, frozen=True):
 _SHAPE_DEFAULTS: dict[str, dict[str, int | None]] = {
     "layers": {"width": 32, "children": 16, "depth": 4, "rows": None},
     "eagle2": {"children": 10, "depth": 6, "rows": 60},
-    "opt-tree": {"children": 16, "depth": 10, "rows": 60, "min_gain": 5},
+    "opt-tree": {"children": 16, "depth": 10, "rows": 60, "min_gain": 10},
     "sequoia": {"children": 16, "depth": 8, "rows": 60},
 }
 

@@ -163,7 +163,7 @@ def test_what_is_given_goes_before_the_cluster_s_tree() -> None:
     [
         ("layers", {"width": 32, "children": 16, "depth": 4}),
         ("eagle2", {"children": 10, "depth": 6, "rows": 60}),
-        ("opt-tree", {"children": 16, "depth": 10, "rows": 60, "min_gain": 5}),
+        ("opt-tree", {"children": 16, "depth": 10, "rows": 60, "min_gain": 10}),
         ("sequoia", {"children": 16, "depth": 8, "rows": 60}),
     ],
 )

@@ -76,7 +76,8 @@ def draft(
             prompts |= invented_set(target, prompter, invented, recipe.new_tokens, where, recipe.seed)
         if only_acceptance:
             assert isinstance(begun, Path)
-            measure_acceptance(target, begun, prompts, recipe.new_tokens, where.out / "draft")
+            if together.is_first:
+                measure_acceptance(target, begun, prompts, recipe.new_tokens, where.out / "draft")
             return
         report = train_draft(target, begun, prompts, recipe.with_long_sets(prompts), where, compiled=compiled)
     if report:

@@ -160,6 +160,15 @@ class Trials:
         self._rates: dict[bool, float] = {}  # tokens per second and running request, with and without speculation
         self._begin(max(passage, _WARM_UP))
 
+    @property
+    def speculates(self) -> bool:
+        """Whether to speculate outside trials."""
+        return self._speculates
+
+    def start_from(self, speculates: bool) -> None:
+        """Begin with the decision of an earlier process, which is soon tried again."""
+        self.is_speculating = self._speculates = speculates
+
     def _begin(self, unsettled: int) -> None:
         """Measure from now on, without the timesteps that are still affected by the former way."""
         self._unsettled = unsettled
@@ -273,7 +282,10 @@ class Controller:
     @property
     def costs(self) -> LearnedCosts:
         """Its measurements of timesteps, for another process."""
-        return LearnedCosts(rows=self._costs.learned, fewest=self._fewest, forwards=self.forwards, tokens=self._yield)
+        return LearnedCosts(
+            rows=self._costs.learned, fewest=self._fewest, forwards=self.forwards, tokens=self._yield,
+            speculates=self._trials.speculates,
+        )  # fmt: skip
 
     def start_from(self, acceptance: LearnedAcceptance, costs: LearnedCosts | None) -> None:
         """Begin with what an earlier process has learned."""
@@ -284,6 +296,7 @@ class Controller:
             self._costs.start_from(costs.rows)
             self._fewest, self._yield = costs.fewest, costs.tokens
             self.forwards = min(costs.forwards, MAX_FORWARDS)
+            self._trials.start_from(costs.speculates)
 
     def pays(self, rows: int, tokens: float) -> bool:
         """Whether one more row after ``rows`` is worth its time if each running request may expect ``tokens`` tokens from it.

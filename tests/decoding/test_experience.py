@@ -97,6 +97,8 @@ def test_another_process_begins_with_the_costs() -> None:
     assert second.forwards == first.forwards != fresh.forwards
     for rows, chance in ((8, 0.01), (8, 0.2), (12, 0.01), (12, 0.2)):
         assert second.pays(rows, chance) is first.pays(rows, chance)
+    assert restarted(NOTHING_LEARNED, LearnedCosts(speculates=False)).controller.is_speculating is False
+    assert fresh.is_speculating is second.is_speculating is True
     assert fresh.pays(7, 0.001) and not second.pays(12, 0.001), "it knows that more rows take longer"
 
 

@@ -258,7 +258,7 @@ def test_rounds_follow_each_other(shape: str) -> None:
 def test_ngrams_add_what_the_draft_does_not_say() -> None:
     text = (7, 31, 32, 33, 34) * 3 + (7,)
     drafter = ScriptedDrafter({})
-    options = StaticTreeOptions(children=2, depth=4, rows=12, shape="opt-tree", proposers=("draft", "ngrams"))
+    options = StaticTreeOptions(None, 2, 4, rows=12, shape="opt-tree", min_gain=1, proposers=("draft", "ngrams"))
     method = begun(Request(0, text, method="stpp", options=options), drafter)
     method.apply(Verdict.of(31))
     assert (31, 32, 33, 34) in entered(method)

@@ -71,3 +71,16 @@ def test_the_way_changes_when_the_other_becomes_better() -> None:
     assert history[-500:].count(True) < 50
     pipeline.with_speculation = (1.0, 2.0)
     assert pipeline.run(4000)[-500:].count(False) < 50
+
+
+@pytest.mark.parametrize(("pays", "expected"), [(True, True), (False, False)])
+def test_a_process_begins_with_the_decision_of_an_earlier_one_and_soon_tries_the_other(pays: bool, expected: bool) -> None:
+    earlier = Pipeline(1, (1.0, 0.5), 1.0)
+    earlier.run(300)
+    assert not earlier.trials.speculates
+    pipeline = Pipeline(1, (1.0, 2.0 if pays else 0.5), 1.0)
+    pipeline.trials.start_from(earlier.trials.speculates)
+    history = pipeline.run(64)
+    assert not any(history[:16]) and any(history), "it is tried within 64 tokens"
+    pipeline.run(200)
+    assert pipeline.trials.speculates is expected
