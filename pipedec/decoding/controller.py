@@ -40,6 +40,8 @@ _WEIGHT = 0.15  # of a new measurement
 _OUTLIER = 2.0  # a measurement counts as at most this many times the mean so far
 _MAX_AGE = 4096  # timesteps after which a measurement is forgotten
 _FIRST_TRIED = 8  # rows
+_FEW = 2  # rows that take no longer than one
+_CAUTION, _LEAST_SHARE = 0.9, 0.25  # factors of low estimates
 _REMAINING = 512  # timesteps after which a measurement of an earlier process is forgotten if it is not made again
 
 
@@ -91,6 +93,21 @@ class RowCosts:
                 share = max(rows - rows_before, 0) / (rows_after - rows_before)
                 return before + share * (after - before)
         return curve[-1][1]
+
+    def alone(self) -> float | None:
+        """A low estimate of the duration of a timestep with one row; None before the first measurement.
+
+        Extrapolated from the smallest measured timesteps, of which it takes at least ``_LEAST_SHARE``.
+        """
+        points = self._points()
+        if not points:
+            return None
+        rows, seconds = points[0]
+        alone = seconds if rows <= _FEW else 0.0
+        if rows > _FEW and len(points) > 1:
+            more, longer = points[1]
+            alone = seconds - (rows - 1) * (longer - seconds) / (more - rows)
+        return max(_CAUTION * alone, _LEAST_SHARE * seconds)
 
     def added(self, rows: int) -> float:
         """The relative increase in time from one more row after ``rows`` rows; infinity beyond the number to be tried."""
@@ -165,9 +182,15 @@ class Trials:
         """Whether to speculate outside trials."""
         return self._speculates
 
-    def start_from(self, speculates: bool) -> None:
-        """Begin with the decision of an earlier process, which is soon tried again."""
+    @property
+    def interval(self) -> float:
+        """Tokens between trials, by request."""
+        return self._interval
+
+    def start_from(self, speculates: bool, interval: float = _FIRST) -> None:
+        """Begin with the decision of an earlier process; not to speculate is soon tried again."""
         self.is_speculating = self._speculates = speculates
+        self._interval = min(interval, _MAX_INTERVAL) if speculates else float(_FIRST)
 
     def _begin(self, unsettled: int) -> None:
         """Measure from now on, without the timesteps that are still affected by the former way."""
@@ -235,7 +258,6 @@ _YIELD_WEIGHT = 0.01  # of a timestep in the moving average of tokens per timest
 _TOKEN_DECAY = 0.98  # weight of the past in moving averages over tokens
 _NEGLIGIBLE = 0.05  # share of a timestep
 _MANY_UNPROPOSED, _FEW_UNPROPOSED = 0.08, 0.04  # shares of accepted tokens
-_BEST_SHARE = 0.25  # without more rows than were measured, a timestep takes at least this share of the shortest of those
 
 
 @dataclass(frozen=True)
@@ -268,7 +290,6 @@ class Controller:
         self._trials = Trials(passage)
         self.unproposed_share = 0.0  # of accepted tokens after drafted rows, a moving average
         self._yield = 1.0  # tokens per timestep and running request
-        self._fewest: tuple[int, float] | None = None  # rows and seconds of the smallest timesteps
         self._epoch = 1
         self._in_flight: deque[EnteredCounts] = deque(maxlen=passage)
         self._timings: list[TimestepTiming] = []  # of the present epoch
@@ -283,8 +304,8 @@ class Controller:
     def costs(self) -> LearnedCosts:
         """Its measurements of timesteps, for another process."""
         return LearnedCosts(
-            rows=self._costs.learned, fewest=self._fewest, forwards=self.forwards, tokens=self._yield,
-            speculates=self._trials.speculates,
+            rows=self._costs.learned, forwards=self.forwards, tokens=self._yield,
+            speculates=self._trials.speculates, interval=self._trials.interval,
         )  # fmt: skip
 
     def start_from(self, acceptance: LearnedAcceptance, costs: LearnedCosts | None) -> None:
@@ -294,9 +315,9 @@ class Controller:
         self.children = CHILDREN[-1 if acceptance.proposes_seen else 0]
         if costs is not None:
             self._costs.start_from(costs.rows)
-            self._fewest, self._yield = costs.fewest, costs.tokens
+            self._yield = costs.tokens
             self.forwards = min(costs.forwards, MAX_FORWARDS)
-            self._trials.start_from(costs.speculates)
+            self._trials.start_from(costs.speculates, costs.interval)
 
     def pays(self, rows: int, tokens: float) -> bool:
         """Whether one more row after ``rows`` is worth its time if each running request may expect ``tokens`` tokens from it.
@@ -339,19 +360,11 @@ class Controller:
             rows = max((entered.rows for entered in self._in_flight), default=0)
             if 2 * sum(entered.rows > 0 for entered in self._in_flight) >= self._passage:  # else slower stages may be idle
                 self._costs.record(rows, timing.seconds)
-            if self._fewest is None or rows < self._fewest[0]:
-                self._fewest = rows, timing.seconds
-            elif rows == self._fewest[0]:
-                self._fewest = rows, 0.85 * self._fewest[1] + 0.15 * timing.seconds
         running = self._in_flight[-1].running if self._in_flight else 0
         if running:
             self._yield += _YIELD_WEIGHT * (tokens / running - self._yield)
         if running and not is_prefill:
-            best_without = None
-            if self._fewest is not None:
-                rows, seconds = self._fewest
-                best_without = seconds * (0.9 if rows <= 2 else _BEST_SHARE)
-            self._trials.record(timing.seconds, tokens, running, best_without)
+            self._trials.record(timing.seconds, tokens, running, self._costs.alone())
         self._timings.append(timing)
         if len(self._timings) >= self._epoch:
             self._set_forwards()

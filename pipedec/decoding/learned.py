@@ -70,7 +70,7 @@ class LearnedCosts(Struct, frozen=True, kw_only=True, tag_field="schema", tag="p
     """Statistics that depend on devices and plan: how long timesteps take. Attributes as in ``Controller`` and ``RowCosts``."""
 
     rows: list[MeasuredRows] = []
-    fewest: tuple[Annotated[int, Meta(ge=0)], Positive] | None = None  # rows and seconds of the smallest timesteps
     forwards: Annotated[int, Meta(ge=1)] = 1
     tokens: Annotated[float, Meta(ge=0, le=1e3)] = 1.0  # per timestep and running request
     speculates: bool = True
+    interval: Positive = 16.0  # tokens between trials of the other way

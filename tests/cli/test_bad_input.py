@@ -101,7 +101,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--prompt", "a", "--method", "bita", "--bita", "none"], "method bita needs what pipedec train bita has learned"),
         (
             ["--prompt", "a", "--shape", "nonsense"],
-            "'nonsense' is not one of 'likeliest', 'efficient', 'straightforward', 'full'",
+            "'nonsense' is not one of 'layers', 'eagle2', 'opt-tree', 'sequoia', 'likeliest', 'efficient', 'straightforward', 'full'",
         ),
         (["--prompt", "a", "--proposers", "oracle"], "proposers: must be one or more of draft, ngrams, not oracle"),
         (["--prompt", "a", "--depth", "4"], "method pipedec-bestfirst has no option 'depth': it is an option of stpp, bita"),
@@ -109,7 +109,11 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
             ["--prompt", "a", "--method", "pp", "--width", "4"],
             "method pp has no option 'width': it is an option of stpp, pipedec",
         ),
-        (["--prompt", "a", "--method", "pipedec", "--shape", "full"], "has no option 'shape': it is an option of bita"),
+        (
+            ["--prompt", "a", "--method", "stpp", "--shape", "full"],
+            "shape: must be one of layers, eagle2, opt-tree, sequoia, not full",
+        ),
+        (["--prompt", "a", "--method", "pipedec", "--shape", "full"], "has no option 'shape': it is an option of stpp, bita"),
         (["--prompt", "a", "--max-model-len", "0"], "'--max-model-len': 0 is not in the range"),
         (["--prompt", "a", "--max-num-seqs", "0"], "'--max-num-seqs': 0 is not in the range"),
         (["--prompt", "a", "--kv-cache-memory", "much"], "kv_cache_memory: must be a number of bytes like 4GiB, 512MB or"),

@@ -84,3 +84,11 @@ def test_a_process_begins_with_the_decision_of_an_earlier_one_and_soon_tries_the
     assert not any(history[:16]) and any(history), "it is tried within 64 tokens"
     pipeline.run(200)
     assert pipeline.trials.speculates is expected
+
+
+def test_a_process_does_not_repeat_the_first_trials_of_an_earlier_one() -> None:
+    earlier = Pipeline(1, (1.0, 2.0), 1.0)
+    earlier.run(500)
+    pipeline = Pipeline(1, (1.0, 2.0), 1.0)
+    pipeline.trials.start_from(earlier.trials.speculates, earlier.trials.interval)
+    assert all(pipeline.run(100)) and not all(Pipeline(1, (1.0, 2.0), 1.0).run(100))
