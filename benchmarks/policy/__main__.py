@@ -94,7 +94,7 @@ def policy(
     if out is not None:
         out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     if check is not None and not len(comparisons):
-        same = "policies, prompts, pipeline, models, sampling and dispatch (tasks)"
+        same = "policies, prompts, pipeline, models, priors, sampling and dispatch (tasks)"
         raise UserError(f"--check {check}: no row has the same {same}; give the directory of a sweep that has")
 
 
