@@ -62,11 +62,11 @@ def policy(
     The target answers each prompt once and the draft model runs once per context; both are kept in RECORDING. The methods are the
     real ones, timesteps are counted as in a pipeline, and times are computed for the preset.
     """
-    if calibration and not any(spec.startswith(DEFAULT_METHOD) for spec in specs):
-        raise UserError(f"--calibration is that of the default method: add --policy {DEFAULT_METHOD}")
     with registered(*OPPONENTS):
         opponents, policies = find_rivals(rivals), tuple(Policy.parse(spec) for spec in specs)
         config = compared(**asked.settings(), policies=with_rivals(policies, opponents) if opponents else policies)
+        if calibration and all(policy.method != DEFAULT_METHOD for policy in config.policies):
+            raise UserError(f"--calibration is that of the default method: add --policy {DEFAULT_METHOD}")
         study = Study(config, asked.prompt_sets(), recording)
         check_writable(out, "--json")
         rows = [] if check is None else _rows_of_sweep(check / ROWS_FILE)
