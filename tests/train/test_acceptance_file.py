@@ -12,10 +12,10 @@ from support.refusals import refusal
 from support.tiny_pair import Pair
 
 from pipedec.cli.main import train as command
-from pipedec.decoding.learned import GREEDY
+from pipedec.decoding.learned import GREEDY, LearnedAcceptance, LearnedRates
 from pipedec.engine.experience_files import SHIPPED_FILE, initial_experience, shipped_acceptance
 from pipedec.engine.local import LocalPipeline
-from pipedec.train.acceptance import measure_acceptance
+from pipedec.train.acceptance import measure_acceptance, shrunk
 from pipedec.train.continuations import SplitPrompts
 
 UNUSABLE = [[10**6]]  # no token of the target
@@ -39,6 +39,16 @@ def test_it_is_measured_on_training_prompts_of_every_set_in_turn(
     assert first == again != more
     weights = shipped_acceptance(tmp_path / "more").kinds[GREEDY].acceptance
     assert weights.keys() == {"draft", "ngrams", "seen", "others"} and weights["others"]["none of the choices"] != 0
+
+
+def test_measured_weights_count_a_quarter() -> None:
+    weights = {"draft": {"log probability": 3.0}, "others": {"none of the choices": -2.0}}
+    matches = {"ngrams": {"4": 0.9}}
+    learned = LearnedAcceptance(kinds={GREEDY: LearnedRates(acceptance=weights, matches=matches)}, unproposed_share=0.1)
+    expected = {"draft": {"log probability": 1.5}, "others": {"none of the choices": -0.5}}
+    assert shrunk(learned) == LearnedAcceptance(
+        kinds={GREEDY: LearnedRates(acceptance=expected, matches=matches)}, unproposed_share=0.1
+    )
 
 
 def test_the_command_measures_a_draft_without_training_it(pair: Pair, tmp_path: Path) -> None:
