@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +16,6 @@ import pytest
 import torch
 from support.tiny_pair import Pair
 
-from pipedec.cluster.local import LocalCluster
 from pipedec.core import Request, SamplingParams
 from pipedec.decoding import Experience
 from pipedec.decoding.learned import GREEDY, NOTHING_LEARNED, LearnedAcceptance, LearnedRates
@@ -174,19 +176,15 @@ def test_priors_change_no_text(pair: Pair) -> None:
     assert len(set(timesteps)) > 1, "they change which rows enter"
 
 
-def test_a_cluster_keeps_what_it_learned_when_it_is_stopped(spec: PipelineSpec, own_cache: Path) -> None:
-    from pipedec.client.client import Client
-    from pipedec.messages import PromptRequest
-
+def test_a_process_keeps_what_it_learned_when_it_ends(pair: Pair, own_cache: Path) -> None:
     texts = []
-    for priors in (False, True, True):
-        with LocalCluster(spec.replaced(priors=priors)) as cluster:
-            assert cluster.scheduler is not None
-            client = Client(cluster.scheduler, cluster.check)
-            texts.append(
-                client.follow(PromptRequest(PROMPT, sampling=SamplingParams(max_tokens=24, ignore_eos=True))).completed().text
-            )
-        assert len(kept_files(own_cache)) == (2 if priors else 0)
-    assert texts[0] == texts[1] == texts[2]
+    for flags in (["--no-priors"], []):
+        models = ["--target", str(pair.target), "--draft", str(pair.draft), "--bita", "none", "--stages", "2"]
+        asked = ["--raw-prompt", "--prompt", "Natalia sold", "--max-tokens", "24", "--ignore-eos", "--json"]
+        command = [sys.executable, "-m", "pipedec.cli", "generate", *models, *asked, *flags]
+        ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200)
+        texts.append(json.loads(ended.stdout)["text"])
+        assert len(kept_files(own_cache)) == (0 if flags else 2)
+    assert texts[0] == texts[1]
     acceptance = msgspec.json.decode(kept_files(own_cache)[0].read_bytes(), type=LearnedAcceptance)
     assert acceptance.kinds[GREEDY].acceptance["draft"]["log probability"] != 1.0
