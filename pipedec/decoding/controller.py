@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, inf
@@ -40,8 +40,6 @@ _WEIGHT = 0.15  # of a new measurement
 _OUTLIER = 2.0  # a measurement counts as at most this many times the mean so far
 _MAX_AGE = 4096  # timesteps after which a measurement is forgotten
 _FIRST_TRIED = 8  # rows
-_FEW = 2  # rows that take no longer than one
-_CAUTION, _LEAST_SHARE = 0.9, 0.25  # factors of low estimates
 _REMAINING = 512  # timesteps after which a measurement of an earlier process is forgotten if it is not made again
 
 
@@ -93,21 +91,6 @@ class RowCosts:
                 share = max(rows - rows_before, 0) / (rows_after - rows_before)
                 return before + share * (after - before)
         return curve[-1][1]
-
-    def alone(self) -> float | None:
-        """A low estimate of the duration of a timestep with one row; None before the first measurement.
-
-        Extrapolated from the smallest measured timesteps, of which it takes at least ``_LEAST_SHARE``.
-        """
-        points = self._points()
-        if not points:
-            return None
-        rows, seconds = points[0]
-        alone = seconds if rows <= _FEW else 0.0
-        if rows > _FEW and len(points) > 1:
-            more, longer = points[1]
-            alone = seconds - (rows - 1) * (longer - seconds) / (more - rows)
-        return max(_CAUTION * alone, _LEAST_SHARE * seconds)
 
     def added(self, rows: int) -> float:
         """The relative increase in time from one more row after ``rows`` rows; infinity beyond the number to be tried."""
@@ -250,6 +233,31 @@ class Trials:
         self._begin(self._passage)
 
 
+_LEAST_SHARE = 0.5  # of the time of a first row: rows that follow it may slow it down
+
+
+class FirstRow:
+    """How long a row takes through an otherwise empty pipeline of ``passage`` timesteps: as long as every token without
+    speculation.
+    """
+
+    def __init__(self, passage: int) -> None:
+        self.least_seconds: float | None = None  # a low estimate of a timestep without speculation; None before the first row
+        self._passage = passage
+        self._seconds: list[float] | None = None  # of the timesteps since the row entered; None if there is none
+
+    def record(self, seconds: float, has_rows: Sequence[bool]) -> None:
+        """Record a timestep, and whether rows entered at each of the last ``passage`` ones, the present one last."""
+        if has_rows and has_rows[-1] and not any(has_rows[:-1]):
+            self._seconds = []
+        if self._seconds is None:
+            return
+        self._seconds.append(seconds)
+        if len(self._seconds) == self._passage:
+            self.least_seconds = _LEAST_SHARE * sum(self._seconds) / self._passage
+            self._seconds = None
+
+
 CHILDREN = (16, 32)
 MAX_FORWARDS = 8
 _INITIAL_FORWARDS = 2
@@ -290,6 +298,7 @@ class Controller:
         self._trials = Trials(passage)
         self.unproposed_share = 0.0  # of accepted tokens after drafted rows, a moving average
         self._yield = 1.0  # tokens per timestep and running request
+        self._first_row = FirstRow(passage)
         self._epoch = 1
         self._in_flight: deque[EnteredCounts] = deque(maxlen=passage)
         self._timings: list[TimestepTiming] = []  # of the present epoch
@@ -353,6 +362,7 @@ class Controller:
         tokens, self._tokens = self._tokens, 0
         is_prefill, self.drafts_prompts = self.drafts_prompts, False
         is_prefill |= any(entered.prompt_rows for entered in self._in_flight)
+        self._first_row.record(timing.seconds, [entered.rows > 0 for entered in self._in_flight])
         # While the pipeline fills, rank 0 waits for no rows, and its timesteps are shorter than those of the stages.
         is_full = len(self._in_flight) == self._passage and self._in_flight[0].rows > 0
         is_waiting = timing.waiting_seconds > _NEGLIGIBLE * timing.seconds
@@ -364,7 +374,7 @@ class Controller:
         if running:
             self._yield += _YIELD_WEIGHT * (tokens / running - self._yield)
         if running and not is_prefill:
-            self._trials.record(timing.seconds, tokens, running, self._costs.alone())
+            self._trials.record(timing.seconds, tokens, running, self._first_row.least_seconds)
         self._timings.append(timing)
         if len(self._timings) >= self._epoch:
             self._set_forwards()

@@ -8,7 +8,7 @@ import pytest
 
 from pipedec.core import Request, SamplingParams
 from pipedec.decoding.acceptance import AcceptanceModel
-from pipedec.decoding.controller import CHILDREN, MAX_FORWARDS, Controller, EnteredCounts, Experience, TimestepTiming
+from pipedec.decoding.controller import CHILDREN, MAX_FORWARDS, Controller, EnteredCounts, Experience, FirstRow, TimestepTiming
 from pipedec.methods import BestFirstOptions
 
 PASSAGE = 5
@@ -91,6 +91,18 @@ def test_timesteps_while_the_pipeline_fills_say_nothing_of_costs() -> None:
         controller.record_entered(EnteredCounts(rows, 0, 1))
         controller.record_timestep(TimestepTiming(seconds, 0.05, ()))
     assert controller.pays(9, 1e-6)
+
+
+def test_a_first_row_shows_what_a_timestep_takes_without_speculation() -> None:
+    """Half of that is assumed, since the rows that follow slow it down. A row after others is no first one."""
+    first = FirstRow(3)
+    history = ((1.0, [True]), (2.0, [True, True]), (3.0, [True, True, True]), (9.0, [True, True, True]))
+    for count, (seconds, has_rows) in enumerate(history, start=1):
+        first.record(seconds, has_rows)
+        assert first.least_seconds == (None if count < 3 else 1.0)
+    for seconds, has_rows in ((4.0, [False, False, True]), (4.0, [False, True, False]), (4.0, [True, False, False])):
+        first.record(seconds, has_rows)
+    assert first.least_seconds == 2.0
 
 
 def timed(passage: int, rows: tuple[int, ...], tokens: int, running: int = 1) -> Controller:

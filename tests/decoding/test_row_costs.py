@@ -67,21 +67,3 @@ def test_many_rows_that_are_certain_are_the_first_to_be_measured() -> None:
     costs = RowCosts()
     costs.record(33, 1.0)
     assert costs.added(127) == 0 and costs.added(128) == inf
-
-
-@pytest.mark.parametrize(
-    ("timesteps", "least"),
-    [
-        ({1: 1.0, 64: 4.0}, 0.9),  # measured
-        ({8: 1.0}, 0.25),  # nothing to extrapolate from
-        ({8: 1.0, 16: 1.0}, 0.9),
-        ({8: 1.4, 15: 2.1, 64: 9.0}, 0.9 * 0.7),
-        ({8: 1.0, 15: 2.0}, 0.25),  # it cannot take no time
-    ],
-)
-def test_what_one_row_takes_is_extrapolated_from_the_smallest_timesteps(timesteps: dict[int, float], least: float) -> None:
-    costs = RowCosts()
-    assert costs.alone() is None
-    for rows, seconds in timesteps.items():
-        costs.record(rows, seconds)
-    assert costs.alone() == pytest.approx(least)
