@@ -237,9 +237,7 @@ _LEAST_SHARE = 0.5  # of the time of a first row: rows that follow it may slow i
 
 
 class FirstRow:
-    """How long a row takes through an otherwise empty pipeline of ``passage`` timesteps: as long as every token without
-    speculation.
-    """
+    """Measures rows that pass alone through a pipeline of ``passage`` timesteps, as all tokens do without speculation."""
 
     def __init__(self, passage: int) -> None:
         self.least_seconds: float | None = None  # a low estimate of a timestep without speculation; None before the first row
@@ -247,8 +245,13 @@ class FirstRow:
         self._seconds: list[float] | None = None  # of the timesteps since the row entered; None if there is none
 
     def record(self, seconds: float, has_rows: Sequence[bool]) -> None:
-        """Record a timestep, and whether rows entered at each of the last ``passage`` ones, the present one last."""
-        if has_rows and has_rows[-1] and not any(has_rows[:-1]):
+        """Record a timestep, and whether rows entered at each of the last ``passage`` ones, the present one last.
+
+        ``has_rows`` is empty while a prompt is on its way: nothing is measured.
+        """
+        if not has_rows:
+            self._seconds = None
+        elif has_rows[-1] and not any(has_rows[:-1]):
             self._seconds = []
         if self._seconds is None:
             return
@@ -361,8 +364,9 @@ class Controller:
         """Record the timing of a timestep of the full pipeline. At the end of an epoch the number of forwards is adjusted."""
         tokens, self._tokens = self._tokens, 0
         is_prefill, self.drafts_prompts = self.drafts_prompts, False
-        is_prefill |= any(entered.prompt_rows for entered in self._in_flight)
-        self._first_row.record(timing.seconds, [entered.rows > 0 for entered in self._in_flight])
+        has_prompt = any(entered.prompt_rows for entered in self._in_flight)
+        is_prefill |= has_prompt
+        self._first_row.record(timing.seconds, [] if has_prompt else [entered.rows > 0 for entered in self._in_flight])
         # While the pipeline fills, rank 0 waits for no rows, and its timesteps are shorter than those of the stages.
         is_full = len(self._in_flight) == self._passage and self._in_flight[0].rows > 0
         is_waiting = timing.waiting_seconds > _NEGLIGIBLE * timing.seconds

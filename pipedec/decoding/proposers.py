@@ -191,7 +191,7 @@ class NgramProposer:
 
 
 class MatchRates:
-    """How often the token that followed the longest n-gram of a source was accepted, by its length: moving averages."""
+    """The share of tokens after the longest n-gram of a source that were accepted, by its length: moving averages."""
 
     name = "matches"
 

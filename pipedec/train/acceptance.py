@@ -1,4 +1,4 @@
-"""How often the target accepts what a draft proposes, measured on training prompts and kept beside the draft.
+"""Measures on training prompts which proposals of a draft the target accepts. The result is kept beside the draft.
 
 The default method decodes the prompts greedily, with fixed limits, in one stage, so that what it learns does not depend on how
 fast the machine is. Every process that uses the draft begins with it (``engine.experience_files``).

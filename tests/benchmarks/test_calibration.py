@@ -63,7 +63,7 @@ def test_differences_are_those_of_tokens_below_accepted_rows() -> None:
 
 
 def test_chance_alone_explains_the_differences_of_right_predictions() -> None:
-    """Of 20 independent samples; the seed is fixed."""
+    """The mean of 20 samples; their seeds are fixed."""
     few = [differences(frame(0.0, 300).sample(240, random_state=seed)) for seed in range(20)]
     mean = sum(one["difference"][0] for one in few) / 20
     assert mean == pytest.approx(sum(one["by_chance"][0] for one in few) / 20, rel=0.3)

@@ -28,14 +28,14 @@ ASKED = [
 
 
 def timesteps(pipedec: Pipedec, *flags: str) -> int:
-    """Of an answer of a running cluster, without a draft model."""
+    """The timesteps of an answer of a running cluster, without a draft model."""
     ended = pipedec("submit", *ASKED, "--json", "--temperature", "1.5", "--seed", "5", *flags)
     assert ended.status == 0, ended.err
     return int(json.loads(ended.out)["timesteps"])
 
 
 def test_a_repeated_answer_takes_fewer_timesteps_unless_it_is_off(known_resident: LocalCluster, pipedec: Pipedec) -> None:
-    """What is submitted with ``off`` neither uses earlier answers nor is kept for later ones."""
+    """A request with ``off`` neither uses earlier answers nor is kept for later ones."""
     without = [timesteps(pipedec, "--shared-suffixes", "off") for _ in range(2)]
     first, second = timesteps(pipedec), timesteps(pipedec, "--shared-suffixes", "on")
     assert second < first / 1.5 and second < min(without) / 1.5

@@ -103,6 +103,9 @@ def test_a_first_row_shows_what_a_timestep_takes_without_speculation() -> None:
     for seconds, has_rows in ((4.0, [False, False, True]), (4.0, [False, True, False]), (4.0, [True, False, False])):
         first.record(seconds, has_rows)
     assert first.least_seconds == 2.0
+    for has_rows in ([True, False, False], [False, False, True], [], [False, True, False], [True, False, False]):
+        first.record(9.0, has_rows)
+    assert first.least_seconds == 2.0, "a prompt ends the measurement"
 
 
 def timed(passage: int, rows: tuple[int, ...], tokens: int, running: int = 1) -> Controller:

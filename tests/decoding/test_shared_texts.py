@@ -22,7 +22,7 @@ ANSWER = (11, 12, 13, 14, 15, 16, 17, 18, 19, 20)
 
 
 def found(texts: SharedTexts, text: list[int], tenant: str = "a") -> Occurrences:
-    """What follows the end of ``text`` in texts of ``tenant``."""
+    """The tokens after the end of ``text`` in texts of ``tenant``."""
     return texts.find(tenant, text[-LENGTHS[-1] :])
 
 
