@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ENTRY = re.compile(r"^\d+\. `(?P<path>[\w/]+\.(?:py|lua))`[^:]*: (?P<sentence>.+)$", re.MULTILINE)
+ENTRY = re.compile(r"^\d+\. `(?P<path>[\w/]+\.(?:py|lua))`[^:\n]*: (?P<sentence>.+)$", re.MULTILINE)
 
 
 def listed() -> list[tuple[Path, str]]:
