@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from math import isnan
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -157,9 +156,9 @@ _CAUSES = [field.name for field in fields(TimestepLosses)]
 class PolicyFigures:
     """Data frames of all policies, in the order of the answers.
 
-    ``means`` are by policy, over prompt sets: ms_per_token, timesteps_per_token, hit_rate, timesteps_per_miss (beyond one per
-    hit; NaN without misses) and speedup over the first policy. So are ``causes_per_token``: timesteps per decoded token by cause,
-    which add up to timesteps_per_token; ``together`` is a share of tokens and not part of the sum.
+    ``means`` are by policy, over prompt sets: ms_per_token, timesteps_per_token, hit_rate and speedup over the first policy. So
+    are ``causes_per_token``: timesteps per decoded token by cause, which add up to timesteps_per_token; ``together`` is a share
+    of tokens and not part of the sum.
     """
 
     totals: DataFrame  # by policy and prompt set, as ``report.statistics.totals``; times are emulated
@@ -183,7 +182,6 @@ class PolicyFigures:
             table[["timesteps_per_token"]].assign(hit_rate=table["hit_rate"].fillna(0.0)).groupby("policy", observed=True).mean()
         )
         means["ms_per_token"] = np.exp(np.log(table["tpot_ms"]).groupby("policy", observed=True).mean())
-        means["timesteps_per_miss"] = totals(sums, "policy")["timesteps_per_miss"]
         means["speedup"] = means["ms_per_token"].iloc[0] / means["ms_per_token"]
         return cls(table, causes, means, causes.div(table["tokens"], axis=0).groupby("policy", observed=True).mean())
 
@@ -209,7 +207,6 @@ def document(config: PolicyConfig, figures: PolicyFigures, comparisons: DataFram
         policies.append({
             "policy": policy.name, "method": policy.method, "limits": policy.limits,
             **{name: means[name] for name in ("ms_per_token", "timesteps_per_token", "hit_rate")},
-            "timesteps_per_miss": None if isnan(means["timesteps_per_miss"]) else means["timesteps_per_miss"],
             "timesteps_per_token_by_cause": causes_per_token,
             "sets": {name: {**totals[name], "timesteps_by_cause": causes[name]} for name in totals},
         })  # fmt: skip

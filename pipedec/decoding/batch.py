@@ -17,7 +17,8 @@ from msgspec import structs
 
 from pipedec.core import DEFAULT_METHOD, KNEE_ROWS, Load, Request, RequestUpdate, UserError, Verdict
 from pipedec.decoding.budget import Budget
-from pipedec.decoding.controller import EnteredCounts, Experience, TimestepTiming
+from pipedec.decoding.controller import EnteredCounts, TimestepTiming
+from pipedec.decoding.experience import Experience
 from pipedec.decoding.memory import LaneSizes, Memory
 from pipedec.decoding.method import Drafter, DraftRoom, MethodContext
 from pipedec.decoding.proposers import Proposals, score

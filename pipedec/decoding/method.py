@@ -16,7 +16,7 @@ import torch
 
 from pipedec.core import NO_MASKS, Accepted, MaskParams, Request, Step
 from pipedec.decoding.budget import Demand
-from pipedec.decoding.controller import Experience
+from pipedec.decoding.experience import Experience
 from pipedec.decoding.forced import MAX_FORCED
 from pipedec.decoding.proposers import Proposals
 from pipedec.grammar import Grammar

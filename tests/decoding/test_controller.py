@@ -8,7 +8,8 @@ import pytest
 
 from pipedec.core import Request, SamplingParams
 from pipedec.decoding.acceptance import AcceptanceModel
-from pipedec.decoding.controller import CHILDREN, MAX_FORWARDS, Controller, EnteredCounts, Experience, FirstRow, TimestepTiming
+from pipedec.decoding.controller import CHILDREN, MAX_FORWARDS, Controller, EnteredCounts, FirstRow, TimestepTiming
+from pipedec.decoding.experience import Experience
 from pipedec.methods import BestFirstOptions
 
 PASSAGE = 5
