@@ -145,7 +145,7 @@ def fingerprint(model: Path) -> str:
 
 def weight_files(model: Path) -> list[Path]:
     """The files of a checkpoint that hold weights and are here."""
-    return [located(model)] if is_gguf(model) else sorted(model.glob("*.safetensors"))
+    return [located(model)] if is_gguf(model) else sorted([*model.glob("*.safetensors"), *model.glob("*.gguf")])
 
 
 def _digest(tensor: StoredTensor) -> str:

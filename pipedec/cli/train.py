@@ -15,7 +15,7 @@ from pipedec.engine.build import resolve
 from pipedec.flags import Command, Help, given_values, option_fields, options_of, own_options, with_options
 from pipedec.train.acceptance import measure_acceptance
 from pipedec.train.bita import BitaRecipe, print_bita, train_bita
-from pipedec.train.continuations import invented_set
+from pipedec.train.continuations import invented_sets
 from pipedec.train.draft import DraftRecipe, DraftShape, train_draft
 from pipedec.train.measuring import print_draft
 from pipedec.train.options import (
@@ -73,7 +73,7 @@ def draft(
     with replicas(device.chosen()["device"].type) as together:
         where = run(**device.chosen(), replicas=together)
         if invented is not None:
-            prompts |= invented_set(target, prompter, invented, recipe.new_tokens, where, recipe.seed)
+            prompts |= invented_sets(target, prompter, invented, recipe.new_tokens, where, recipe.seed)
         if only_acceptance:
             assert isinstance(begun, Path)
             if together.is_first:

@@ -5,6 +5,16 @@ file and are de-quantised as they are read. Knows no torch.
 """
 
 from pipedec.gguf.files import NAMED_MODELS, is_gguf, is_named, located, model_files
-from pipedec.gguf.index import INDEX_FILE, TensorIndex, TensorPlace
+from pipedec.gguf.index import INDEX_FILE, TensorIndex, TensorPlace, write_quantized
 
-__all__ = ["INDEX_FILE", "NAMED_MODELS", "TensorIndex", "TensorPlace", "is_gguf", "is_named", "located", "model_files"]
+__all__ = [
+    "INDEX_FILE",
+    "NAMED_MODELS",
+    "TensorIndex",
+    "TensorPlace",
+    "is_gguf",
+    "is_named",
+    "located",
+    "model_files",
+    "write_quantized",
+]

@@ -1,11 +1,14 @@
 """Where the tensors of a GGUF file are, by their names in a Hugging Face checkpoint, and their values row by row.
 
-De-quantising is the ``gguf`` library's. Shapes: R rows of C values; a vector is one row.
+The index of a whole model in one file is in the cache (``files``). A checkpoint's directory may have one, too, if its weights are
+in GGUF's quantized formats: ``write_quantized``. Quantising and de-quantising are the ``gguf`` library's. Shapes: R rows of C
+values; a vector is one row.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 INDEX_FILE = "gguf.json"
+WEIGHTS_FILE = "model.gguf"  # of a checkpoint's directory
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 _SUFFIXES = (
     "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -52,13 +56,14 @@ class TensorIndex:
 
     @classmethod
     def load(cls, directory: Path) -> TensorIndex:
-        """The index that ``save`` wrote into ``directory``."""
+        """The index in ``directory``, which names a file there or elsewhere."""
         document = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
         places = {name: TensorPlace(**{**place, "shape": tuple(place["shape"])}) for name, place in document["tensors"].items()}
-        return cls(Path(document["file"]), places)
+        return cls(directory / document["file"], places)
 
     def save(self, directory: Path) -> None:
-        document = {"file": str(self.file), "tensors": {name: asdict(place) for name, place in self.tensors.items()}}
+        file = self.file.name if self.file.parent == directory else str(self.file)
+        document = {"file": file, "tensors": {name: asdict(place) for name, place in self.tensors.items()}}
         (directory / INDEX_FILE).write_text(json.dumps(document), encoding="utf-8")
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> npt.NDArray[np.float32]:
@@ -82,6 +87,33 @@ class TensorIndex:
         if len(place.shape) == 1:
             return dequantize(raw[0], GGMLQuantizationType[place.type])[rows]
         return dequantize(raw[rows[first:last]], GGMLQuantizationType[place.type])
+
+
+def write_quantized(directory: Path, tensors: Mapping[str, npt.NDArray[np.float32]], kind: str) -> None:
+    """Write a checkpoint's weights to ``directory``, its matrices as ``kind`` (one of TYPES), vectors in float32.
+
+    Matrices have rows of a multiple of 32 values.
+    """
+    import numpy as np
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+    from gguf.quants import quantize
+
+    path = directory / WEIGHTS_FILE
+    writer = GGUFWriter(path, "llama")
+    for name, values in tensors.items():
+        chosen = GGMLQuantizationType[kind] if values.ndim > 1 else GGMLQuantizationType.F32
+        writer.add_tensor(name, quantize(np.ascontiguousarray(values), chosen), raw_dtype=chosen)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    places = {
+        found.name: TensorPlace(
+            found.tensor_type.name, tuple(map(int, reversed(found.shape))), int(found.data_offset), int(found.n_bytes)
+        )
+        for found in GGUFReader(path).tensors
+    }
+    TensorIndex(path, places).save(directory)
 
 
 def tensor_names(architecture: str, num_layers: int) -> dict[str, str]:

@@ -20,7 +20,7 @@ from pipedec.checkpoints import LayerSpan, TensorFiles, span_shapes
 from pipedec.checkpoints.parts import EMBEDDING, FINAL_NORM, HEAD, head_name
 from pipedec.config import ModelConfig
 from pipedec.core import UserError
-from pipedec.gguf import is_gguf, model_files
+from pipedec.gguf import model_files
 from pipedec.model.matrices import EMPTY_MATRICES, Int8Matrix, Matrix, QuantizedMatrix, pack, pays
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -134,7 +134,7 @@ def load_transformers(model: Path, dtype: torch.dtype, device: torch.device | st
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    if not is_gguf(model):
+    if TensorFiles(model).gguf is None:
         return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True, **options).to(device).eval()
     directory = model_files(model)
     made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype, **options)

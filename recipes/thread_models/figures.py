@@ -17,7 +17,7 @@ import torch
 from rich.progress import track
 
 from pipedec.threads import Sequence, measure
-from pipedec.train.continuations import continue_greedily
+from pipedec.train.continuations import continued
 from recipes.thread_models.answers import AnswerSource, ModelAnswers, SeededPrompt
 from recipes.thread_models.learning import ThreadLoss, batches, held_out_loss, learned_logits
 from recipes.thread_models.rows import RowWriter, TokenizedSample, WrittenSample, tree_row
@@ -169,7 +169,7 @@ def greedy_answers(
     model: Any, prompts: list[tuple[int, ...]], max_tokens: int, store: Path
 ) -> dict[tuple[int, ...], tuple[int, ...]]:
     """A model's answers to these prompts in one thread; ``store`` keeps them."""
-    found = continue_greedily(model, [list(prompt) for prompt in prompts], max_tokens, store)
+    found = continued(model, [list(prompt) for prompt in prompts], max_tokens, store)
     return {tuple(one.ids[: one.prompt_length]): tuple(one.ids[one.prompt_length :]) for one in found}
 
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 
 from pipedec.core import UserError
 from pipedec.text.tokenizer import load_for_training
-from pipedec.train.continuations import continue_greedily
+from pipedec.train.continuations import continued
 from pipedec.train.draft import DraftRecipe
 from pipedec.train.measuring import MeasuredDraft, on_policy_agreement
 from pipedec.train.run import Run, TrainingLoop
@@ -110,7 +110,7 @@ def test_continuations_are_the_targets_greedy_words_and_are_kept(trained: Path, 
     assert all(
         ids[0] == tokenizer.bos_token_id and ids[-1] == tokenizer.convert_tokens_to_ids("<|assistant|>") for ids in asked[:3]
     )
-    said = continue_greedily(target, asked, 6, tmp_path / "store")
+    said = continued(target, asked, 6, tmp_path / "store")
     assert sorted(asked, key=len) == [continuation.ids[: continuation.prompt_length] for continuation in said]
     for continuation in said:  # token by token, without a cache, without padding
         ids = continuation.ids[: continuation.prompt_length]
@@ -118,10 +118,10 @@ def test_continuations_are_the_targets_greedy_words_and_are_kept(trained: Path, 
             ids = [*ids, int(target(input_ids=torch.tensor([ids])).logits[0, -1].argmax())]
         assert ids == continuation.ids
         assert len(ids) == continuation.prompt_length + 6 or ids[-1] == tokenizer.eos_token_id
-    assert continue_greedily(None, asked, 6, tmp_path / "store") == said  # type: ignore[arg-type]
+    assert continued(None, asked, 6, tmp_path / "store") == said  # type: ignore[arg-type]
     assert on_policy_agreement(MeasuredDraft(target), {"all": said})["all"]["top1"] == 1.0
     with pytest.raises(UserError, match="other prompts"):
-        continue_greedily(target, asked[:2], 6, tmp_path / "store")
+        continued(target, asked[:2], 6, tmp_path / "store")
 
 
 def test_source_text_is_cut_and_long_prompts_are_left_out(trained: Path) -> None:

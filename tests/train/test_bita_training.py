@@ -29,7 +29,7 @@ from pipedec.model import ModelConfig
 from pipedec.model.bita import BitaWeights, checked_bita
 from pipedec.text.prompt import Prompter
 from pipedec.train.bita import BitaRecipe, MaskSteps, evaluate, guess_figures, train_bita
-from pipedec.train.continuations import Continuation, Continuations, SplitPrompts, continue_greedily, file_prompts, split
+from pipedec.train.continuations import Continuation, Continuations, SplitPrompts, continued, file_prompts, split
 from pipedec.train.mask_rows import (
     NO_LABEL,
     Learned,
@@ -273,19 +273,19 @@ def test_prompts_to_measure_on_are_always_the_same() -> None:
 def test_an_answer_ends_at_any_end_token(pair: Pair, tmp_path: Path) -> None:
     target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
     target.generation_config.eos_token_id = None
-    endless = continue_greedily(target, [[1, 9, 30]], 8, tmp_path / "endless")[0].ids
+    endless = continued(target, [[1, 9, 30]], 8, tmp_path / "endless")[0].ids
     assert len(endless) == 11
     target.generation_config.eos_token_id = [299, endless[5]]
-    ended = continue_greedily(target, [[1, 9, 30]], 8, tmp_path / "ended")[0].ids
+    ended = continued(target, [[1, 9, 30]], 8, tmp_path / "ended")[0].ids
     assert ended == endless[: endless.index(endless[5], 3) + 1] and len(ended) < 11
 
 
 def test_answers_are_greedy_whatever_the_checkpoint_recommends(pair: Pair, tmp_path: Path) -> None:
     target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
-    plain = continue_greedily(target, [[1, 9, 30]], 24, tmp_path / "plain")
+    plain = continued(target, [[1, 9, 30]], 24, tmp_path / "plain")
     target.generation_config.repetition_penalty = 50.0
     penalised = target.generate(torch.tensor([[1, 9, 30]]), max_new_tokens=24, do_sample=False, pad_token_id=0)[0].tolist()
-    assert continue_greedily(target, [[1, 9, 30]], 24, tmp_path / "penalised") == plain != [Continuation(penalised, 3)]
+    assert continued(target, [[1, 9, 30]], 24, tmp_path / "penalised") == plain != [Continuation(penalised, 3)]
 
 
 def test_answers_of_another_target_are_not_taken(pair: Pair, prompts: Path, tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from pipedec.cli.main import train as command
 from pipedec.core import UserError
 from pipedec.decoding.learned import NOTHING_LEARNED
 from pipedec.engine.experience_files import shipped_acceptance
-from pipedec.train.continuations import Continuation, SplitPrompts, continue_greedily
+from pipedec.model import DraftVocabulary
+from pipedec.train.continuations import Continuation, SplitPrompts, continued
 from pipedec.train.distillation import DistillationRows, TargetMemory, mean_loss
 from pipedec.train.draft import DraftRecipe, pack_whole, train_draft
 from pipedec.train.run import Run, TrainingLoop
@@ -98,34 +99,40 @@ def test_rows_tell_where_the_target_speaks_next() -> None:
 def test_long_prompts_are_generated_in_smaller_batches(tmp_path: Path, pair: Pair) -> None:
     target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
     asked = [[2] * length for length in (1, 2, 3, 4, 7, 8, 20)]
-    continue_greedily(target, asked, 1, tmp_path, batch_prompts=3, batch_tokens=16)
+    continued(target, asked, 1, tmp_path, batch_prompts=3, batch_tokens=16)
     sizes = [len(load_file(path)["lengths"]) for path in sorted(tmp_path.iterdir())]
     assert sizes == [3, 2, 1, 1]
 
 
 def test_the_loss_is_least_at_the_wanted_distribution() -> None:
     torch.manual_seed(0)
-    ids, hidden, head = torch.randint(0, 7, (2, 3)), torch.randn(2, 3, 4), torch.randn(7, 4)
-    logits = hidden @ head.T
-    memory = TargetMemory(hidden, logits.logsumexp(-1), logits.argmax(-1))
-    lesson = DistillationRows(ids, torch.full((2, 3), 2.0), memory, head)
-    wanted = logits.softmax(-1)
+    ids, wanted = torch.randint(0, 7, (2, 3)), torch.randn(2, 3, 7).softmax(-1)
+    probabilities, tokens = wanted.topk(7)
+    lesson = DistillationRows(ids, torch.full((2, 3), 2.0), TargetMemory(tokens.int(), probabilities))
     greedy = torch.nn.functional.one_hot(wanted.argmax(-1), 7)
 
     def loss(share: float) -> float:
-        said = Said(0.8 * wanted + 0.2 * greedy if share == 0.2 else wanted)
+        said = Said((1 - share) * wanted + share * greedy)
         return mean_loss(lambda input_ids: said, torch.arange(2), lesson, lesson, 0, 0.2).item()
 
     entropy = torch.distributions.Categorical(0.8 * wanted + 0.2 * greedy).entropy().mean().item()
     assert loss(0.2) == pytest.approx(entropy, abs=1e-5)
-    assert loss(0.0) > loss(0.2)
+    assert min(loss(0.0), loss(0.4)) > loss(0.2)
+
+
+def test_tokens_that_a_draft_does_not_know_are_one_of_its_tokens() -> None:
+    memory = TargetMemory(torch.tensor([[[3, 0, 1]]], dtype=torch.int32), torch.tensor([[[0.5, 0.3, 0.1]]]))
+    lesson = DistillationRows(torch.tensor([[2]]), torch.ones(1, 1), memory, DraftVocabulary.create(torch.tensor([3]), 4, "abc"))
+    said = torch.tensor([[[0.25, 0.75]]])  # of all others, and of token 3
+    wanted = torch.tensor([4 / 9, 5 / 9])  # of the tokens that are kept
+    found = mean_loss(lambda input_ids: Said(said), torch.arange(1), lesson, lesson, 0, 0.0)
+    assert found.item() == pytest.approx(-(wanted * said[0, 0].log()).sum().item(), abs=1e-6)
 
 
 def test_a_step_weighs_short_and_long_rows_by_their_tokens() -> None:
-    head = torch.eye(3)
-    short = DistillationRows(torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2), silent(4, 2), head)
+    short = DistillationRows(torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2), undecided(4, 2))
     long_weights = torch.tensor([[0.0] * 5, [1, 1, 1, 3, 0]])
-    long = DistillationRows(torch.ones(2, 5, dtype=torch.int64), long_weights, silent(2, 5), head)
+    long = DistillationRows(torch.ones(2, 5, dtype=torch.int64), long_weights, undecided(2, 5))
 
     def model(input_ids: torch.Tensor) -> Said:
         if input_ids.shape == (3, 2):
@@ -138,10 +145,9 @@ def test_a_step_weighs_short_and_long_rows_by_their_tokens() -> None:
     assert found.item() == pytest.approx(((6 * on_short + 6 * on_long) / 12).item(), abs=1e-5)
 
 
-def silent(rows: int, tokens: int) -> TargetMemory:
-    """Of a target that finds all of three tokens equally likely."""
-    totals = torch.full((rows, tokens), 3.0).log()
-    return TargetMemory(torch.zeros(rows, tokens, 3), totals, torch.zeros(rows, tokens, dtype=torch.int64))
+def undecided(rows: int, tokens: int) -> TargetMemory:
+    """A target that finds all of three tokens equally likely."""
+    return TargetMemory(torch.arange(3, dtype=torch.int32).expand(rows, tokens, 3), torch.full((rows, tokens, 3), 1 / 3))
 
 
 class Said:

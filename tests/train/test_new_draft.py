@@ -21,7 +21,7 @@ from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalPipeline
 from pipedec.model import DraftVocabulary, load_transformers
 from pipedec.text.prompt import Prompter
-from pipedec.train.continuations import SplitPrompts, invented_prompts, invented_set
+from pipedec.train.continuations import Continuation, SplitPrompts, invented_prompts, invented_sets
 from pipedec.train.draft import DraftRecipe, DraftShape, train_draft
 from pipedec.train.measuring import MeasuredDraft
 from pipedec.train.run import Run
@@ -61,9 +61,13 @@ def test_the_same_run_again_makes_the_same_draft(pair: Pair, trained: Path, tmp_
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("method", ["stpp", "pipedec", "pipedec-bestfirst"])
 def test_answers_are_the_targets(pair: Pair, trained: Path, method: str) -> None:
+    answers_are_the_targets(pair, trained / "draft", method)
+
+
+def answers_are_the_targets(pair: Pair, draft: Path, method: str) -> None:
     prompt = tuple(PROMPTS["asked"].held_out[0])
     sampling = SamplingParams(max_tokens=24)
-    drafted = LocalPipeline.load(resolve(Settings.of(target=pair.target, draft=trained / "draft", stages=3, device="cpu")))
+    drafted = LocalPipeline.load(resolve(Settings.of(target=pair.target, draft=draft, stages=3, device="cpu")))
     alone = LocalPipeline.load(resolve(Settings.of(target=pair.target, draft="none", stages=1, device="cpu")))
     verdicts = list(drafted.run(Request(0, prompt, sampling, method=method)))
     wanted = [token for verdict in alone.run(Request(0, prompt, sampling, method="pp")) for token in verdict.tokens]
@@ -99,17 +103,39 @@ def test_invented_prompts_are_kept_and_different(pair: Pair, tmp_path: Path) -> 
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == kept
     assert invented_prompts(target, prompter.tokenizer, 30, 1, tmp_path / "other") != found
     with pytest.raises(UserError, match="--invented must be at least 1"):
-        invented_set(pair.target, prompter, 0, 8, Run(tmp_path, tmp_path))
+        invented_sets(pair.target, prompter, 0, 8, Run(tmp_path, tmp_path))
 
 
 @pytest.mark.slow
 def test_the_command_trains_from_invented_prompts(pair: Pair, tmp_path: Path) -> None:
     flags = ["draft", "--target", str(pair.target), "--invented", "40", "--hidden-size", "64", "--layers", "1", "--no-compile"]
     flags += ["--vocabulary", "50", "--length", "96", "--batch", "2", "--new-tokens", "16", "--steps", "2", "--threads", "1"]
-    flags += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--device", "cpu"]
-    result = CliRunner().invoke(command, flags, env={"COLUMNS": "160"}, catch_exceptions=False)
+    flags += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--device", "cpu", "--drawn", "1"]
+    result = CliRunner().invoke(command, [*flags, "--weights", "Q5_0"], env={"COLUMNS": "160"}, catch_exceptions=False)
     assert "Share of positions whose next tokens are all among the top k" in result.output
-    assert DraftVocabulary.load(tmp_path / "out" / "draft") is not None
+    report = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert set(report["on_policy"]) == {"invented", "invented, drawn", "texts", "texts, drawn"}
+    assert report["continuations"][0]["prompts"] == {"invented": 34, "texts": 4}
+    greedy, drawn = (
+        read_continuations(tmp_path / "work" / folder / "invented") for folder in ("continuations", "continuations-1")
+    )
+    assert [one.ids[: one.prompt_length] for one in greedy] == [one.ids[: one.prompt_length] for one in drawn] and greedy != drawn
+    draft = tmp_path / "out" / "draft"
+    assert DraftVocabulary.load(draft) is not None and not list(draft.glob("model*.safetensors"))
+    assert (draft / "model.gguf").stat().st_size < load_transformers(draft, torch.float32).num_parameters()
+    answers_are_the_targets(pair, draft, "pipedec")
+
+
+def read_continuations(store: Path) -> list[Continuation]:
+    """What ``store`` keeps."""
+    found = []
+    for path in sorted(store.iterdir()):
+        stored = load_file(path)
+        pieces = stored["ids"].split(stored["lengths"].tolist())
+        found += [
+            Continuation(ids.tolist(), length) for ids, length in zip(pieces, stored["prompt_lengths"].tolist(), strict=True)
+        ]
+    return found
 
 
 @pytest.mark.slow
