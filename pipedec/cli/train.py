@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import click
 
 from pipedec.cli.main import moved_flags
-from pipedec.config import Settings
-from pipedec.core import UserError
 from pipedec.directories import reference_pair
-from pipedec.engine.build import resolve
-from pipedec.flags import Command, Help, given_values, option_fields, options_of, own_options, with_options
+from pipedec.flags import Help, options_of, own_options
 from pipedec.train.acceptance import measure_acceptance
 from pipedec.train.bita import BitaRecipe, print_bita, train_bita
 from pipedec.train.continuations import invented_sets
-from pipedec.train.draft import DraftRecipe, DraftShape, train_draft
+from pipedec.train.draft import DraftRecipe, train_draft
 from pipedec.train.measuring import print_draft
 from pipedec.train.options import (
     Compiled,
@@ -27,19 +23,16 @@ from pipedec.train.options import (
     Target,
     TrainingPromptFlags,
     bita_options,
-    chosen_pair,
+    chosen_start,
     device_options,
+    existing_draft,
     prompter_of,
     run_options,
+    shape_options,
 )
 from pipedec.transport.replicas import replicas
 
 _RECIPE = "in a checkout of pipedec, use python -m recipes.reference_models"
-
-
-def shape_options(command: Command) -> Command:
-    """Add the size of a new draft; the command gets what is given of it as ``shape``."""
-    return with_options(command, option_fields(DraftShape), lambda values: {"shape": given_values(values)})
 
 
 @click.command()
@@ -66,8 +59,8 @@ def draft(
     if invented is None or asked.prompts:
         asked.check(f", --invented COUNT (the shipped draft: {_RECIPE} draft)")
     target, begun = chosen_start(target, start, shape)
-    if only_acceptance and isinstance(begun, DraftShape):
-        raise UserError("--only-acceptance measures a draft: give --draft DIR")
+    if only_acceptance:
+        existing_draft(begun)
     prompter = prompter_of(target, recipe.long_length)
     prompts = asked.read(prompter, recipe.new_tokens) if asked.prompts else {}
     with replicas(device.chosen()["device"].type) as together:
@@ -75,22 +68,12 @@ def draft(
         if invented is not None:
             prompts |= invented_sets(target, prompter, invented, recipe.new_tokens, where, recipe.seed)
         if only_acceptance:
-            assert isinstance(begun, Path)
             if together.is_first:
-                measure_acceptance(target, begun, prompts, recipe.new_tokens, where.out / "draft")
+                measure_acceptance(target, existing_draft(begun), prompts, recipe.new_tokens, where.out / "draft")
             return
         report = train_draft(target, begun, prompts, recipe.with_long_sets(prompts), where, compiled=compiled)
     if report:
         print_draft(report)
-
-
-def chosen_start(target: Path | None, draft: Path | None, shape: dict[str, Any]) -> tuple[Path, Path | DraftShape]:
-    """The target, and the draft to continue or the size of a new one. Raises UserError if they do not fit each other."""
-    if draft is not None and shape:
-        raise UserError("--draft continues a draft, whose size is given: leave out --hidden-size, --layers and --vocabulary")
-    if draft is not None or (target is None and not shape):
-        return chosen_pair(target, draft)
-    return resolve(Settings.of(target=target, draft="none", stages=1)).target, DraftShape(**shape)
 
 
 @click.command()

@@ -19,6 +19,7 @@ from pipedec.flags import Command, Help, given_values, option_fields, options_of
 from pipedec.text.prompt import Prompter
 from pipedec.train.bita import BitaRecipe
 from pipedec.train.continuations import SplitPrompts, file_prompts
+from pipedec.train.draft import DraftShape
 from pipedec.train.run import Run
 from pipedec.transport.replicas import local_rank
 
@@ -76,6 +77,27 @@ def bita_options(command: Command) -> Command:
 
     recipe_options = with_options(device_options(command), option_fields(BitaRecipe), gather)
     return options_of(TrainingPromptFlags, "asked")(run_options(recipe_options))
+
+
+def shape_options(command: Command) -> Command:
+    """Add the size of a new draft; the command gets what is given of it as ``shape``."""
+    return with_options(command, option_fields(DraftShape), lambda values: {"shape": given_values(values)})
+
+
+def chosen_start(target: Path | None, draft: Path | None, shape: dict[str, Any]) -> tuple[Path, Path | DraftShape]:
+    """The target, and the draft to continue or the size of a new one. Raises UserError if they do not fit each other."""
+    if draft is not None and shape:
+        raise UserError("--draft continues a draft, whose size is given: leave out --hidden-size, --layers and --vocabulary")
+    if draft is not None or (target is None and not shape):
+        return chosen_pair(target, draft)
+    return resolve(Settings.of(target=target, draft="none", stages=1)).target, DraftShape(**shape)
+
+
+def existing_draft(start: Path | DraftShape) -> Path:
+    """A draft that is there already. Raises UserError for the size of a new one."""
+    if isinstance(start, DraftShape):
+        raise UserError("--only-acceptance measures a draft: give --draft DIR")
+    return start
 
 
 def chosen_pair(target: Path | None, draft: Path | None) -> tuple[Path, Path]:

@@ -16,7 +16,8 @@ from pipedec.train.acceptance import measure_acceptance
 from pipedec.train.bita import BitaRecipe, print_bita, train_bita
 from pipedec.train.draft import DraftRecipe
 from pipedec.train.measuring import print_agreement, print_draft
-from recipes.reference_models.draft import DRAFT_RECIPE, bita_prompts, continue_library_draft, draft_prompts
+from pipedec.transport.replicas import replicas
+from recipes.reference_models.draft import DRAFT_RECIPE, LIBRARY, bita_prompts, draft_prompts, train_library_draft
 from recipes.reference_models.invented_prompts import write_prompts
 from recipes.reference_models.library_questions import write_questions
 from recipes.reference_models.pair import Recipe, train_pair
@@ -51,23 +52,30 @@ def pair(
 @reference_models.command()
 @options.run_options
 @options_of(DraftRecipe, "recipe")
+@options.shape_options
 @own_options
 def draft(
     run: options.PartialRun,
     recipe: DraftRecipe,
+    shape: dict[str, Any],
     problems: Problems = None,
+    times: Annotated[int, Meta(ge=1), Help("So many times as much text and as many prompts as the recipe's.")] = 1,
     target: options.Target = None,
     start: options.DraftStart = None,
     compiled: options.Compiled = True,
     only_acceptance: options.OnlyAcceptance = False,
 ) -> None:
-    """Continue the draft of a trained pair, on text of the library and on its target's answers to prompts made of it."""
+    """Train the draft of a trained pair, on text of the library and on its target's answers to prompts made of it."""
     existing(problems)
-    chosen, models = replace(recipe, long_sets=DRAFT_RECIPE.long_sets), options.chosen_pair(target, start)
-    if only_acceptance:
-        measure_acceptance(*models, draft_prompts(models[0], problems, chosen), chosen.new_tokens, run().out / "draft")
-    else:
-        print_draft(continue_library_draft(models, problems, chosen, run(), compiled=compiled))
+    chosen, library = replace(recipe, long_sets=DRAFT_RECIPE.long_sets), LIBRARY.times(times)
+    target, begun = options.chosen_start(target, start, shape)
+    with replicas("cpu") as together:
+        where = run(replicas=together)
+        if only_acceptance:
+            prompts = draft_prompts(target, problems, library, chosen)
+            measure_acceptance(target, options.existing_draft(begun), prompts, chosen.new_tokens, where.out / "draft")
+        elif report := train_library_draft(target, begun, problems, chosen, where, library, compiled):
+            print_draft(report)
 
 
 @reference_models.command()

@@ -1,4 +1,4 @@
-"""Continue the shipped pair's draft: on text of the library, and on the target's answers to prompts made of it.
+"""Train the shipped pair's draft: on text of the library, and on the target's answers to prompts made of it.
 
 Owns which prompts the shipped draft and BiTA learn from, by family: cut out of the corpus's documents, or invented from their
 words. It does not know the target's answers.
@@ -6,9 +6,10 @@ words. It does not know the target's answers.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from pipedec.core import UserError
 from pipedec.model import ModelConfig
 from pipedec.text.tokenizer import load_for_training
 from pipedec.train.continuations import SplitPrompts
-from pipedec.train.draft import DraftRecipe, Text, train_draft
+from pipedec.train.draft import DraftRecipe, DraftShape, Text, train_draft
 from pipedec.train.run import Run, card
 from recipes.reference_models import corpus, invented_prompts
 from recipes.reference_models.corpus import ASSISTANT, BEGIN, Document, conversation
@@ -48,27 +49,32 @@ class LibraryRecipe:
         }
     )  # fmt: skip
 
+    def times(self, factor: int) -> LibraryRecipe:
+        """So many times as much text and as many prompts to learn from."""
+        num_prompts = {family: factor * count for family, count in self.num_prompts.items()}
+        return replace(self, text_rows=factor * self.text_rows, num_prompts=num_prompts)
+
 
 LIBRARY = LibraryRecipe()
 DRAFT_RECIPE = DraftRecipe(long_sets=(LONG_FAMILY,))
 
 
-def continue_library_draft(
-    pair: tuple[Path, Path],
+def train_library_draft(
+    target: Path,
+    start: Path | DraftShape,
     problems: Path | None,
     recipe: DraftRecipe,
     run: Run,
     library: LibraryRecipe = LIBRARY,
     compiled: bool = True,
 ) -> dict[str, Any]:
-    """Train the draft of a pair (target, draft) further; returns what was measured.
+    """Train the draft of a pair, a new one or one that is continued (``start``); returns what was measured.
 
-    A model card is written beside ``training.json`` if the pair was trained by ``pair``. Without ``problems`` (GSM8K-format
-    JSONL) it is trained on the standard library alone.
+    A model card is written beside ``training.json`` if the target was trained by ``pair``, whose report goes on. Without
+    ``problems`` (GSM8K-format JSONL) the draft is trained on the standard library alone.
     """
-    target_path, draft_path = pair
     documents = all_documents(problems)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(target_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
     prompts = library_prompts(documents, tokenizer, library, recipe)
     training, held_out = (by_family(documents, held_out) for held_out in (False, True))
     mixed = corpus.mix(
@@ -84,16 +90,19 @@ def continue_library_draft(
         if family in library.text_weights
     }
     text = Text(rows, held_out_rows, asdict(library))
-    report = train_draft(target_path, draft_path, prompts, recipe, run, text, compiled)
+    report = train_draft(target, start, prompts, recipe, run, text, compiled)
+    of_pair = target.parent / "training.json"
+    if report and isinstance(start, DraftShape) and of_pair.is_file():
+        report = json.loads(of_pair.read_text()) | report
     if "recipe" in report:
-        (run.out / "README.md").write_text(card(CARD, report))
+        run.write_report(report, card(CARD, report))
     return report
 
 
-def draft_prompts(target_path: Path, problems: Path | None, recipe: DraftRecipe) -> dict[str, SplitPrompts]:
+def draft_prompts(target: Path, problems: Path | None, library: LibraryRecipe, recipe: DraftRecipe) -> dict[str, SplitPrompts]:
     """The prompts that the draft learns from, by family."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(target_path)
-    return library_prompts(all_documents(problems), tokenizer, LIBRARY, recipe)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(target)
+    return library_prompts(all_documents(problems), tokenizer, library, recipe)
 
 
 def all_documents(problems: Path | None) -> list[Document]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 from pipedec.core import UserError
 from pipedec.text.tokenizer import load_for_training
 from pipedec.train.continuations import continued
-from pipedec.train.draft import DraftRecipe
+from pipedec.train.draft import DraftRecipe, DraftShape
 from pipedec.train.measuring import MeasuredDraft, on_policy_agreement
 from pipedec.train.run import Run, TrainingLoop
 from recipes.reference_models import corpus, invented_prompts
@@ -26,9 +27,9 @@ from recipes.reference_models.draft import (
     SHORT,
     LibraryRecipe,
     bita_prompts,
-    continue_library_draft,
     invented,
     prompts,
+    train_library_draft,
 )
 from recipes.reference_models.pair import train_pair
 
@@ -57,8 +58,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def proceed(trained: Path, out: Path, work: Path) -> dict:
-    pair, run = (trained / "target", trained / "draft"), Run(out, work, threads=1)
-    return continue_library_draft(pair, None, RECIPE, run, LIBRARY, compiled=False)
+    run = Run(out, work, threads=1)
+    return train_library_draft(trained / "target", trained / "draft", None, RECIPE, run, LIBRARY, compiled=False)
 
 
 def steps_logged(work: Path) -> list[int]:
@@ -84,6 +85,18 @@ def test_a_continued_draft_loads_and_its_report_goes_on(trained: Path, tmp_path:
     assert again["continuations"][1]["before"]["on_policy"] == report["on_policy"]
     card = (tmp_path / "twice" / "README.md").read_text()
     assert card.count("2 × 64 and 1 × 2,048 tokens; 5 steps") == 2 and card.count("% → ") == 12
+
+
+@pytest.mark.slow
+def test_a_new_draft_has_the_pairs_card(trained: Path, tmp_path: Path) -> None:
+    shape = DraftShape(hidden_size=64, layers=1)
+    recipe, run = replace(RECIPE, drawn=1), Run(tmp_path, tmp_path / "work", threads=1)
+    report = train_library_draft(trained / "target", shape, None, recipe, run, LIBRARY, compiled=False)
+    assert report["recipe"] == json.loads((trained / "training.json").read_text())["recipe"]
+    assert json.loads((tmp_path / "training.json").read_text()) == json.loads(json.dumps(report))
+    card = (tmp_path / "README.md").read_text()
+    assert "The draft is a new model" in card and "64, 1, 1 |" in card and "before → after" not in card
+    assert "questions, drawn" in card
 
 
 @pytest.mark.slow
