@@ -30,11 +30,12 @@ from pipedec.text.tokenizer import Tokenizer, load_for_training
 from pipedec.train.acceptance import measure_acceptance
 from pipedec.train.continuations import Continuation, Continuations, Model, SplitPrompts, answer
 from pipedec.train.distillation import MOST_LIKELY, DistillationRows, TargetMemory, mean_loss, remember
-from pipedec.train.measuring import HeldOut
+from pipedec.train.measuring import HeldOut, MeasuredDraft, acceptance
 from pipedec.train.run import CARDS, Run, TrainingLoop, card, linear_decay, muon_and_adamw, warm_up
 from pipedec.transport.replicas import ALONE, Replicas
 
 HEAD_DIM = 64
+SCORED_ANSWERS = 24  # held-out ones of each set, by which the best step is chosen
 _STD = 0.02  # of new weights
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
@@ -177,7 +178,8 @@ def train_draft(
         packed = pack_whole([one for one in found if len(one.ids) <= length], length, recipe.seed)
         if len(packed.ids):
             rows[name] = packed
-    draft, seen_tokens = learn(target_path, draft_path, rows, recipe, run, compiled)
+    few = {name: found[:SCORED_ANSWERS] for name, found in answered.held_out.items()}
+    draft, seen_tokens = learn(target_path, draft_path, rows, few, recipe, run, compiled)
     if not run.replicas.is_first:
         return {}
     out = run.out / "draft"
@@ -235,10 +237,11 @@ def _begin(target: Model, path: Path, shape: DraftShape, answered: Continuations
 
 
 def learn(
-    target_path: Path, draft_path: Path, rows: dict[str, Rows], recipe: DraftRecipe, run: Run, compiled: bool
-) -> tuple[Model, int]:
-    """The draft after ``recipe.steps`` steps over all rows, which are shuffled again for each pass; and the tokens it saw.
-    Raises UserError if there are no rows.
+    target_path: Path, draft_path: Path, rows: dict[str, Rows], held_out: dict[str, list[Continuation]], recipe: DraftRecipe,
+    run: Run, compiled: bool,
+) -> tuple[Model, int]:  # fmt: skip
+    """The draft after ``recipe.steps`` steps over all rows, which are shuffled again for each pass, or after as many as give the
+    highest ``acceptance`` of held-out answers; and the tokens of all steps. Raises UserError if there are no rows.
     """
     if not rows:
         raise UserError(f"nothing to learn from: the answers fill no row of {recipe.length} tokens: give more prompts")
@@ -258,7 +261,8 @@ def learn(
     names = {"target": fingerprint(target_path), "draft": fingerprint(draft_path), "rows": digest}
     identity = asdict(replace(recipe, weights="bfloat16")) | names  # their format does not matter to it
     loop = TrainingLoop("draft", draft, optimizers, run.work, identity, replicas=run.replicas)
-    loop.run(recipe.steps, recipe.rate, row_steps(draft, order, loss, run.device.type, compiled, run.replicas))
+    steps = row_steps(draft, order, loss, run.device.type, compiled, run.replicas)
+    loop.run(recipe.steps, recipe.rate, steps, partial(acceptance, MeasuredDraft(draft, vocabulary), held_out, str(run.device)))
     draft.config.use_cache = draft.generation_config.use_cache = True
     step_tokens = (recipe.batch - num_long) * recipe.length + num_long * recipe.long_length
     return draft, recipe.steps * step_tokens

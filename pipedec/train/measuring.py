@@ -14,7 +14,7 @@ from pipedec.train.continuations import Continuation, Model
 from pipedec.train.run import Row, print_table, top_k_cells
 
 TOP_K = (1, 2, 4, 8, 16)
-DEPTHS = (1, 2, 4, 8)
+DEPTHS = (1, 2, 4, 8, 16)
 
 
 class MeasuredDraft:
@@ -74,8 +74,8 @@ def text_agreement(target: Model, draft: MeasuredDraft, rows_by_family: dict[str
 def on_policy_agreement(draft: MeasuredDraft, answered: dict[str, list[Continuation]], device: str = "cpu") -> dict[str, dict]:
     """How often the draft's top k holds the next token of the target's greedy continuation, by set.
 
-    ``chains`` has, by k, the share of positions after which the next 1, 2, 4 and 8 tokens are all among the top k: what a tree of
-    that width accepts at that depth.
+    ``chains`` has, by k, the share of positions after which the next 1, 2, 4, 8 and 16 tokens are all among the top k: what a
+    tree of that width accepts at that depth.
     """
     report: dict[str, dict] = {}
     for name, continuations in answered.items():
@@ -91,6 +91,15 @@ def on_policy_agreement(draft: MeasuredDraft, answered: dict[str, list[Continuat
             "tokens": len(found),
         }
     return report
+
+
+def acceptance(draft: MeasuredDraft, answered: dict[str, list[Continuation]], device: str = "cpu") -> float:
+    """How well a draft fills a pipeline: the share of positions after which all of the next 4, 8 and 16 tokens are among its top
+    4, in the mean over these depths and the sets.
+    """
+    rows = on_policy_agreement(draft, answered, device).values()
+    shares = [share for row in rows for share in row["chains"]["4"][DEPTHS.index(4) :]]
+    return sum(shares) / max(len(shares), 1)
 
 
 def _runs(ranks: list[Tensor], k: int, depth: int) -> Tensor:

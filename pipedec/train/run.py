@@ -121,7 +121,8 @@ Backward = Callable[[int], Figures]
 
 
 class TrainingLoop:
-    """Runs steps and keeps ``{name}.safetensors`` and ``{name}.jsonl`` (one line per step) in ``work``.
+    """Runs steps and keeps ``{name}.safetensors`` and ``{name}.jsonl`` (one line per step) in ``work``; with a score also
+    ``{name}-best.safetensors``.
 
     Args:
         model: its parameters are trained, in float32.
@@ -133,6 +134,7 @@ class TrainingLoop:
     """
 
     SAVE_EVERY = 20  # steps
+    SCORE_EVERY = 100
 
     def __init__(
         self, name: str, model: nn.Module, optimizers: list[torch.optim.Optimizer], work: Path, identity: dict[str, Any],
@@ -141,10 +143,15 @@ class TrainingLoop:
         self._name, self._model, self._optimizers = name, model, optimizers
         self._identity, self._max_norm, self._replicas = json.loads(json.dumps(identity)), max_norm, replicas
         self._checkpoint, self._log = work / f"{name}.safetensors", work / f"{name}.jsonl"
+        self._best = work / f"{name}-best.safetensors"
         work.mkdir(parents=True, exist_ok=True)
 
-    def run(self, steps: int, rate: Callable[[int], float], backward: Backward) -> None:
-        """Run the steps that the checkpoint does not hold yet; ``rate`` gives the learning rate of a step."""
+    def run(self, steps: int, rate: Callable[[int], float], backward: Backward, score: Callable[[], float] | None = None) -> None:
+        """Run the steps that the checkpoint does not hold yet; ``rate`` gives the learning rate of a step.
+
+        The first process's model ends with the weights of the highest ``score``, which is computed every 100 steps and after the
+        last one. Without it, it ends with the last ones.
+        """
         start = self._load() if self._checkpoint.exists() else 0
         if self._log.exists() and self._replicas.is_first:  # drop lines of later steps
             kept = self._log.read_text().splitlines(keepends=True)[:start]
@@ -164,7 +171,11 @@ class TrainingLoop:
                         group["lr"] = learning_rate
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=True)
+                is_scored = score is not None and ((step + 1) % self.SCORE_EVERY == 0 or step + 1 == steps)
                 if self._replicas.is_first:
+                    if is_scored and score is not None:
+                        figures["score"] = _rounded(score())
+                        self._keep_best(figures["score"])
                     log.write(json.dumps({"step": step + 1, **figures}) + "\n")
                     log.flush()
                 lists = {name: value if isinstance(value, list) else [value] for name, value in figures.items()}
@@ -172,14 +183,38 @@ class TrainingLoop:
                 progress.update(bar, advance=1, description=f"{self._name} {shown}")
                 if self._replicas.is_first and ((step + 1) % self.SAVE_EVERY == 0 or step + 1 == steps):
                     self._save(step + 1)
+        if score is not None and self._replicas.is_first:
+            self._load_weights(load_file(self._best))
         self._model.eval()
 
+    def _keep_best(self, score: float) -> None:
+        """Keep the weights unless others that this run has kept have a higher score."""
+        known = -math.inf
+        if self._best.exists():
+            with safe_open(self._best, "pt") as stored:
+                metadata = stored.metadata() or {}
+            if json.loads(metadata.get("identity", "{}")) == self._identity:
+                known = float(metadata["score"])
+        if score > known:
+            metadata = {"score": str(score), "identity": json.dumps(self._identity)}
+            with replacing(self._best) as unfinished:
+                save_file(self._weights(), unfinished, metadata=metadata)
+
+    def _weights(self) -> dict[str, Tensor]:
+        parameters = self._model.named_parameters()
+        return {f"model.{name}": parameter.detach().cpu().clone().contiguous() for name, parameter in parameters}
+
+    def _load_weights(self, tensors: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                parameter.copy_(tensors[f"model.{name}"])
+
     def _save(self, step: int) -> None:
-        tensors = {f"model.{name}": parameter.detach() for name, parameter in self._model.named_parameters()}
+        tensors = self._weights()
         for number, optimizer in enumerate(self._optimizers):
             for parameter, state in optimizer.state_dict()["state"].items():
-                tensors |= {f"optimizer.{number}.{parameter}.{key}": torch.as_tensor(value) for key, value in state.items()}
-        tensors = {name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}
+                kept = {f"optimizer.{number}.{parameter}.{key}": torch.as_tensor(value) for key, value in state.items()}
+                tensors |= {name: tensor.cpu().clone().contiguous() for name, tensor in kept.items()}
         with replacing(self._checkpoint) as unfinished:
             save_file(tensors, unfinished, metadata={"step": str(step), "identity": json.dumps(self._identity)})
 
@@ -191,9 +226,7 @@ class TrainingLoop:
         tensors = load_file(self._checkpoint)
         if any(f"model.{name}" not in tensors for name, _ in self._model.named_parameters()):
             raise UserError(f"{self._checkpoint} was written by another version: give another --work, or remove it")
-        with torch.no_grad():
-            for name, parameter in self._model.named_parameters():
-                parameter.copy_(tensors[f"model.{name}"])
+        self._load_weights(tensors)
         for number, optimizer in enumerate(self._optimizers):
             states: dict[int, dict[str, Tensor]] = {}
             for name, tensor in tensors.items():

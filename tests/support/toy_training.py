@@ -29,7 +29,9 @@ def killed_in_step(step: int, training: int = 0) -> Callable[..., None]:
     begun: list[int] = []
     run = TrainingLoop.run
 
-    def run_until_killed(loop: TrainingLoop, steps: int, rate: Callable[[int], float], backward: Backward) -> None:
+    def run_until_killed(
+        loop: TrainingLoop, steps: int, rate: Callable[[int], float], backward: Backward, score: Callable[[], float] | None = None
+    ) -> None:
         number = len(begun)
         begun.append(number)
 
@@ -38,7 +40,7 @@ def killed_in_step(step: int, training: int = 0) -> Callable[..., None]:
                 raise KeyboardInterrupt
             return backward(current)
 
-        run(loop, steps, rate, backward_or_die)
+        run(loop, steps, rate, backward_or_die, score)
 
     return run_until_killed
 

@@ -64,6 +64,32 @@ def test_a_killed_run_continues_to_the_same_weights(tmp_path: Path, monkeypatch:
     assert logs[0] == logs[1] and [json.loads(line)["step"] for line in logs[0].splitlines()] == list(range(1, 10))
 
 
+@pytest.mark.parametrize("dies_at", [3, 5, 8])
+def test_the_weights_of_the_highest_score_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int) -> None:
+    monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 2)
+    monkeypatch.setattr(TrainingLoop, "SCORE_EVERY", 2)
+    scores = {2: 0.1, 4: 0.7, 6: 0.3, 8: 0.7, 9: 0.2}
+
+    def run(work: Path, steps: int, dies_at: int | None = None) -> Layered:
+        model, done = Layered(), []
+
+        def backward(step: int) -> dict[str, float]:
+            done.append(step)
+            return steps_of(model, dies_at)(step)
+
+        loop_of(model, work).run(steps, lambda step: 0.1, backward, lambda: scores[done[-1] + 1])
+        return model
+
+    wanted = Layered()
+    loop_of(wanted, tmp_path / "four").run(4, lambda step: 0.1, steps_of(wanted))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "killed", 9, dies_at)
+    found = run(tmp_path / "killed", 9)
+    assert all(torch.equal(one, other) for one, other in zip(wanted.parameters(), found.parameters(), strict=True))
+    logged = [json.loads(line) for line in (tmp_path / "killed" / "toy.jsonl").read_text().splitlines()]
+    assert {line["step"]: line["score"] for line in logged if "score" in line} == scores
+
+
 def test_a_finished_run_is_only_loaded(tmp_path: Path) -> None:
     model, again = Layered(), Layered()
     loop_of(model, tmp_path).run(3, lambda step: 0.1, steps_of(model))
