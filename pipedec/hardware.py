@@ -277,5 +277,12 @@ MODEL_SHAPES = {
     "llama-3.1-405b": ModelShape(16384, 53248, 126, 128, 8, 128256),
     "llama-3.1-70b": ModelShape(8192, 28672, 80, 64, 8, 128256),
     "llama-3.1-8b": ModelShape(4096, 14336, 32, 32, 8, 128256),
+    "llama-3.2-3b": ModelShape(3072, 8192, 28, 24, 8, 128256, tie_word_embeddings=True),
     "llama-3.2-1b": ModelShape(2048, 8192, 16, 32, 8, 128256, tie_word_embeddings=True),
+    "qwen3-32b": ModelShape(5120, 25600, 64, 64, 8, 151936, head_dim=128, qk_norm=True),
+    "qwen3-14b": ModelShape(5120, 17408, 40, 40, 8, 151936, head_dim=128, qk_norm=True),
+    "qwen3-8b": ModelShape(4096, 12288, 36, 32, 8, 151936, head_dim=128, qk_norm=True),
+    "qwen3-4b": ModelShape(2560, 9728, 36, 32, 8, 151936, tie_word_embeddings=True, head_dim=128, qk_norm=True),
+    "qwen3-1.7b": ModelShape(2048, 6144, 28, 16, 8, 151936, tie_word_embeddings=True, head_dim=128, qk_norm=True),
+    "qwen3-0.6b": ModelShape(1024, 3072, 28, 16, 8, 151936, tie_word_embeddings=True, head_dim=128, qk_norm=True),
 }

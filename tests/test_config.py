@@ -359,8 +359,14 @@ def test_unknown_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"), [("llama-3.2-1b", 1.236), ("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.6), ("llama-3.1-405b", 405.9)]
-)
+    ("name", "billions"),
+    [
+        ("llama-3.2-1b", 1.236), ("llama-3.2-3b", 3.213), ("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.6),
+        ("llama-3.1-405b", 405.9),
+        ("qwen3-0.6b", 0.596), ("qwen3-1.7b", 1.721), ("qwen3-4b", 4.022), ("qwen3-8b", 8.191), ("qwen3-14b", 14.768),
+        ("qwen3-32b", 32.762),
+    ],
+)  # fmt: skip
 def test_known_shapes_have_their_published_size(name: str, billions: float) -> None:
     assert MODEL_SHAPES[name].parameters / 1e9 == pytest.approx(billions, rel=0.002)
 

@@ -196,6 +196,10 @@ def plan(
     file: Path,
     partition: Annotated[str | None, Help("Partition to plan (default: the default of the file).", "NAME")] = None,
     files: Annotated[bool, Help("Print the files of the checkpoints that each host needs instead.")] = False,
+    draft_top1: Annotated[
+        Annotated[float, Meta(ge=0.01, le=0.99)] | None,
+        Help("Measured share of tokens that are the first choice of the plan's draft (default: an estimate by its size).", "X"),
+    ] = None,
 ) -> None:
     """Print the layers, memory and expected time of every rank, and the expected time per token.
 
@@ -208,6 +212,6 @@ def plan(
         page.print(files_table(parts.keys(), needed_files(parts)))
         return
     made = make_plan(load_cluster(file), partition)
-    page.print(plan_table(made))
+    page.print(plan_table(made, draft_top1))
     if made.problems:
         raise PipedecError("it does not fit: " + "; ".join(made.problems))

@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from msgspec import structs
 
-from pipedec.core import DEFAULT_METHOD, KNEE_ROWS, Load, Request, RequestUpdate, UserError, Verdict
+from pipedec.core import DEFAULT_METHOD, DRAFTED_ROWS, KNEE_ROWS, Load, Request, RequestUpdate, UserError, Verdict
 from pipedec.decoding.budget import Budget
 from pipedec.decoding.controller import EnteredCounts, TimestepTiming
 from pipedec.decoding.experience import Experience
@@ -29,7 +29,6 @@ from pipedec.threads import NewSequence
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows
 
-DRAFTED_ROWS = 32  # maximum rows of one request in one draft forward: more make no answer faster
 DRAFT_KNEE = 64  # maximum rows of all requests in one draft forward
 _UNLIMITED = 2**40  # slots
 _DRAFTLESS = {"proposers": ["ngrams"]}  # options of the default method while it replaces one whose draft model is being loaded

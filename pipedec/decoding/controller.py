@@ -20,6 +20,7 @@ from itertools import pairwise
 from math import ceil, inf
 from statistics import median_high
 
+from pipedec.core import MAX_FORWARDS
 from pipedec.decoding.learned import LearnedAcceptance, LearnedCosts, MeasuredRows
 
 BOUNDS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # maximum rows of each bucket
@@ -249,7 +250,6 @@ class FirstRow:
 
 
 CHILDREN = (16, 32)
-MAX_FORWARDS = 8
 _INITIAL_FORWARDS = 2
 _EPOCH = 16  # timesteps between decisions on forwards; the first one comes after one, the next after 2 more, 4, 8
 _YIELD_WEIGHT = 0.01  # of a timestep in the moving average of tokens per timestep

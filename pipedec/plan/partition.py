@@ -86,6 +86,7 @@ class Plan:
     max_model_len: int
     rows: int  # per timestep, the tree's width
     draft: StagePlan | None  # rank 0; None without a draft model
+    draft_costs: ModelCosts | None
     stages: tuple[StagePlan, ...]
     duplex: str
     kv: KVBudget
@@ -119,6 +120,10 @@ class Plan:
     def timestep_with(self, rows: int) -> float:
         """As ``timestep_ms``, with so many rows."""
         return _timestep_ms(self.draft, self.stages, self.duplex, Load(rows))
+
+    def timestep_drafting(self, drafting_ms: float) -> float:
+        """A timestep with as many rows as there is room for, in which the draft's forwards take so long."""
+        return _timestep_ms(self.draft, self.stages, self.duplex, Load(self.room), drafting_ms)
 
     def ttft_ms(self, prompt_tokens: int, concurrent: int = 1) -> float:
         """Time to first token without a queue. The prompt passes in chunks, one after the other, which fill what the rows of the
@@ -175,7 +180,7 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     draft_place, places = place_stages(config, name, partition)
     weights, draft_weights = _weights(config, draft_place, places)
     costs = ModelCosts(target, weights, width, max_model_len, cut.num_groups, settings.limits.gpu_memory_utilization)
-    draft = None
+    draft = draft_costs = None
     if draft_place is not None:
         draft_costs = replace(costs, shape=model_shape(config.draft), weights=draft_weights)
         draft_layers, link = range(draft_costs.shape.num_hidden_layers), _link(config, draft_place, places[0])
@@ -209,7 +214,9 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     except UserError as error:
         problems = problems or [str(error)]
     duplex = config.network.duplex
-    return Plan(name, config.target, weights, max_model_len, width, draft, stages, duplex, kv, tuple(problems))
+    return Plan(
+        name, config.target, weights, max_model_len, width, draft, draft_costs, stages, duplex, kv, tuple(problems)
+    )  # fmt: skip
 
 
 def _weights(config: ClusterConfig, draft: Placement | None, stages: Sequence[Placement]) -> tuple[WeightFormat, WeightFormat]:
@@ -287,9 +294,15 @@ def _link(config: ClusterConfig, source: Placement, target: Placement | None) ->
     )
 
 
-def _timestep_ms(draft: StagePlan | None, stages: Sequence[StagePlan], duplex: str, load: Load) -> float:
-    """Slowest group, its own transfers included, or the draft; then the transfers of the slowest rank between groups."""
-    drafting_ms = draft.timing.compute_ms(load) if draft else 0.0
+def _timestep_ms(
+    draft: StagePlan | None, stages: Sequence[StagePlan], duplex: str, load: Load, drafting_ms: float | None = None
+) -> float:
+    """Slowest group, its own transfers included, or the draft; then the transfers of the slowest rank between groups.
+
+    ``drafting_ms``: of the draft's forwards, by default of a single one.
+    """
+    if drafting_ms is None:
+        drafting_ms = draft.timing.compute_ms(load) if draft else 0.0
     group_ms: dict[int, float] = {0: drafting_ms}
     sent_ms = {0: draft.timing.send_ms(load.rows)} if draft else {}  # between groups, by sender
     for stage, following in zip(stages, [*stages[1:], None], strict=True):

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipedec.hardware import DEVICES, GIGA
+from pipedec.plan.draft_size import DraftEstimate, DraftSizing
 from pipedec.plan.files import NeededFile
 from pipedec.plan.partition import Plan
 from pipedec.plan.placement import Placement
@@ -20,8 +21,12 @@ _REQUEST_TOKENS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 _CONCURRENT = (1, 4, 8, 16, 32, 64)
 
 
-def plan_table(plan: Plan) -> Group:
-    """One line per rank, in at most 100 columns; expected times and problems are below it. Ranks that lack memory are red."""
+def plan_table(plan: Plan, draft_top1: float | None = None) -> Group:
+    """One line per rank, in at most 100 columns; expected times, the sizes of drafts and problems are below it. Ranks that lack
+    memory are red.
+
+    ``draft_top1`` as in ``DraftSizing.measured``. Raises UserError if it is given for a plan without a draft.
+    """
     title = f"{plan.partition}: {plan.target} in {plan.weights}, {len(plan.stages)} stages in {plan.num_groups} groups"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("rank", justify="right")
@@ -39,7 +44,35 @@ def plan_table(plan: Plan) -> Group:
             f"{row.total_bytes / GIGA:.1f} / {row.memory_bytes / GIGA:.1f}", f"{row.compute_ms:.1f}", f"{row.transfer_ms:.2f}",
             style=None if row.fits else "red",
         )  # fmt: skip
-    return Group(table, Text(_summary(plan)))
+    sizes = _draft_sizes(DraftSizing.measured(plan, draft_top1)) if plan.draft or draft_top1 is not None else []
+    problems = [f"Problem: {problem}" for problem in plan.problems]
+    return Group(table, Text("\n".join([*_summary(plan), *sizes, *problems])))
+
+
+def _draft_sizes(sizing: DraftSizing) -> list[str]:
+    """A line for the plan's draft and for every known one; the last line says which is best."""
+    assert sizing.plan.draft is not None
+    place, present, known = sizing.plan.draft.placement, sizing.present, sizing.known()
+    lines = [
+        "",
+        f"Drafts on {place.device} #{place.index} of {place.host}; top-1 and all after it are estimates by size:",
+        "  draft         weights      GB    forward  per timestep  top-1  timesteps  ms per token",
+        *(_draft_line(one) for one in (present, *known)),
+    ]
+    best = min(known, key=lambda one: one.ms_per_token, default=present)
+    if min(best.ms_per_token, present.ms_per_token) > sizing.plan.tpot_ms(0):
+        return [*lines, "  With any of them a token takes longer than without speculation."]
+    faster = 1 - best.ms_per_token / present.ms_per_token
+    return [*lines, f"  {best.name} in {_format(best)} would take {faster:.0%} less time per token."] if faster > 0 else lines
+
+
+def _draft_line(one: DraftEstimate) -> str:
+    size = f"  {one.name:<14}{_format(one):<9}{one.num_bytes / GIGA:>6.1f}{one.forward_ms:>8.1f} ms"
+    return f"{size}{one.forwards:>14}{one.top1:>7.0%}{one.timesteps_per_token:>11.2f}{one.ms_per_token:>14.1f}"
+
+
+def _format(one: DraftEstimate) -> str:
+    return one.weights.quantize or one.weights.dtype
 
 
 def files_table(hosts: Collection[str], files: Sequence[NeededFile]) -> Group:
@@ -69,8 +102,8 @@ def _size(files: Sequence[NeededFile]) -> str:
     return f"{about}{sum(file.num_bytes or 0 for file in files) / GIGA:.2f}"
 
 
-def _summary(plan: Plan) -> str:
-    """In lines of at most 100 columns."""
+def _summary(plan: Plan) -> list[str]:
+    """Lines of at most 100 columns."""
     sharing = [
         f"* Rank 0 and stage {plan.shared_stage} share this device. Its memory is divided so that both hold the same tokens;",
         "  ms are of each alone, and a timestep counts with their sum.",
@@ -84,7 +117,7 @@ def _summary(plan: Plan) -> str:
         parts[rank.placement] += rank.memory_bytes
     left = {place.device: DEVICES[place.device].memory_bytes - most for place, most in parts.items()}
     reserve = ", ".join(f"{size / GIGA:.1f} GB of each {name}" for name, size in left.items() if DEVICES[name].is_gpu)
-    lines = [
+    return [
         *([] if plan.shared_stage is None else sharing),
         f"Expected with {plan.rows} rows per timestep:",
         f"  timestep             {plan.timestep_ms:7.1f} ms   per token, as long as every token is a hit",
@@ -105,9 +138,7 @@ def _summary(plan: Plan) -> str:
         _line("first token (ms)", [f"{plan.ttft_ms(_PROMPT_TOKENS, count):,.0f}" for count in _CONCURRENT]),
         _line("all at once, last", [f"{plan.last_ttft_ms(_PROMPT_TOKENS, count):,.0f}" for count in _CONCURRENT]),
         _line("per token (ms)", [f"{plan.tpot_ms(_PROMPT_TOKENS, count):,.0f}" for count in _CONCURRENT]),
-        *(f"Problem: {problem}" for problem in plan.problems),
     ]
-    return "\n".join(lines)
 
 
 def _line(name: str, values: list[str]) -> str:

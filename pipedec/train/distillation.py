@@ -1,7 +1,7 @@
 """The distribution of a frozen target at every token of fixed rows, from which its draft learns.
 
-The target's most likely tokens are computed once and kept on disk, so that a draft can see the rows several times, whatever its
-vocabulary is. Shapes: R rows, T tokens of a row, B rows of a step, K most likely tokens, D tokens of the draft.
+The target's most likely tokens are computed once and kept on disk, so that drafts of any vocabulary can see the rows several
+times. Shapes: R rows, T tokens of a row, B rows of a step, K most likely tokens, D tokens of the draft.
 """
 
 from __future__ import annotations

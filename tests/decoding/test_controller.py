@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from pipedec.core import Request, SamplingParams
+from pipedec.core import MAX_FORWARDS, Request, SamplingParams
 from pipedec.decoding.acceptance import AcceptanceModel
-from pipedec.decoding.controller import CHILDREN, MAX_FORWARDS, Controller, EnteredCounts, FirstRow, TimestepTiming
+from pipedec.decoding.controller import CHILDREN, Controller, EnteredCounts, FirstRow, TimestepTiming
 from pipedec.decoding.experience import Experience
 from pipedec.methods import BestFirstOptions
 

@@ -1,0 +1,167 @@
+"""How large a draft a plan's timestep pays for: a larger one is right more often, but fewer of its forwards fit.
+
+Owns two fitted curves, a draft's accuracy by its size and the timesteps of a token by that accuracy, and so gives estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from pipedec.config import model_shape
+from pipedec.core import DRAFTED_ROWS, MAX_FORWARDS, UserError
+from pipedec.hardware import DEVICES, MODEL_SHAPES, QUANTIZED_BITS, ModelShape, WeightFormat
+from pipedec.plan.costs import ModelCosts
+from pipedec.plan.partition import Plan
+
+# Greedy agreement of smaller models with a large one (Leviathan et al. 2023, arXiv:2211.17192, tables 2 and 3): with 0.7 to 7.3%
+# of T5-XXL's parameters 75 to 82% (translation) and 65 to 74% (summaries), with 0.07 to 5.8% of LaMDA's 61 to 75%. For each
+# of the three the errors fall with an exponent of 0.10 to 0.14; the scale is 0.13 to 0.19.
+_ERROR_SCALE, _ERROR_EXPONENT = 0.165, 0.12
+# Of replays with the default method (docs/results/drafts.md, "How large a draft").
+_MISSES, _STARTS, _LEVELS = 0.28, 0.062, 0.37
+
+
+@dataclass(frozen=True)
+class SizeCurve:
+    """How often a draft's most probable token is the target's, by its size: the errors are a power of its share of the target's
+    parameters, ``scale * share ** -exponent``.
+
+    It holds for drafts that were trained as long as their targets. Of the shipped ones, that of the reference pair lies on it
+    (9% of the parameters, 79% of the tokens), those that were trained for an hour lie below (SmolLM2's: 5.5%, 52%).
+    """
+
+    scale: float = _ERROR_SCALE
+    exponent: float = _ERROR_EXPONENT
+
+    @classmethod
+    def through(cls, share: float, top1: float) -> SizeCurve:
+        """The curve of drafts that are as good for their size as a measured one."""
+        return cls((1 - top1) * share**_ERROR_EXPONENT)
+
+    def top1(self, share: float) -> float:
+        return 1 - min(self.scale * share**-self.exponent, 1.0)
+
+
+def timesteps_per_token(top1: float, forwards: int, groups: int) -> float:
+    """Timesteps of a token with the default method, with so many draft forwards in each.
+
+    A chain of guesses loses a passage of ``groups`` timesteps with every wrong first choice, a tree about a quarter of it. Some
+    are lost at the start of an answer and while a level of the tree is drafted; each level is a forward of its own.
+    """
+    lost = groups * (_STARTS + _MISSES * (1 - top1))
+    return max(lost + _LEVELS / forwards, 1 / forwards)
+
+
+@dataclass(frozen=True)
+class DraftEstimate:
+    """The forwards of a draft on rank 0's device, and what they bring.
+
+    Attributes:
+        num_bytes: of its weights.
+        forward_ms: of one forward of ``DRAFTED_ROWS`` rows.
+        forwards: per timestep, as many as make a token fastest.
+        timestep_ms: with these forwards.
+    """
+
+    name: str
+    parameters: int
+    weights: WeightFormat
+    num_bytes: int
+    forward_ms: float
+    top1: float
+    forwards: int
+    timesteps_per_token: float
+    timestep_ms: float
+
+    @property
+    def ms_per_token(self) -> float:
+        return self.timesteps_per_token * self.timestep_ms
+
+
+@dataclass(frozen=True)
+class DraftSizing:
+    """Estimates for the device of a plan's rank 0. Raises UserError for a plan without a draft."""
+
+    plan: Plan
+    curve: SizeCurve = SizeCurve()
+
+    def __post_init__(self) -> None:
+        if self.plan.draft is None:
+            raise UserError(f"partition {self.plan.partition} has no draft: name one (draft:) and its device (draft_device:)")
+
+    @classmethod
+    def measured(cls, plan: Plan, top1: float | None) -> DraftSizing:
+        """With the curve through the measured accuracy of the plan's own draft, if there is one."""
+        sizing = cls(plan)
+        return sizing if top1 is None else replace(sizing, curve=SizeCurve.through(sizing.share(sizing._costs.shape), top1))
+
+    def share(self, shape: ModelShape) -> float:
+        """The share of the target's parameters that a draft has."""
+        return shape.parameters / model_shape(self.plan.target).parameters
+
+    @property
+    def present(self) -> DraftEstimate:
+        """The plan's own draft."""
+        return self._estimate("the plan's", self._costs)
+
+    def known(self) -> list[DraftEstimate]:
+        """The known models that are smaller than the target, have as many tokens and fit, the smallest first, each in its best
+        format. Without the plan's own."""
+        target = model_shape(self.plan.target)
+        shapes = sorted(MODEL_SHAPES.items(), key=lambda item: item[1].parameters)
+        smaller = [
+            (name, shape) for name, shape in shapes
+            if shape.vocab_size == target.vocab_size and shape.parameters < target.parameters
+        ]  # fmt: skip
+        best = (self.best(name, shape, self._formats) for name, shape in smaller)
+        own = self._costs.shape.parameters, self._costs.weights
+        return [one for one in best if one is not None and (one.parameters, one.weights) != own]
+
+    def best(self, name: str, shape: ModelShape, formats: Iterable[WeightFormat] = ()) -> DraftEstimate | None:
+        """In the format with the fastest tokens, by default the plan's; None if it fits in none."""
+        costs = [replace(self._costs, shape=shape, weights=weights) for weights in formats or [self._costs.weights]]
+        estimates = [self._estimate(name, one) for one in costs if self._fits(one)]
+        return min(estimates, key=lambda one: one.ms_per_token, default=None)
+
+    @property
+    def _costs(self) -> ModelCosts:
+        assert self.plan.draft_costs is not None
+        return self.plan.draft_costs
+
+    @property
+    def _formats(self) -> list[WeightFormat]:
+        """16 bits and fewer."""
+        dtype = "float16" if self._costs.weights.dtype == "float16" else "bfloat16"
+        return [WeightFormat(dtype, quantize) for quantize in (None, *QUANTIZED_BITS)]
+
+    def _estimate(self, name: str, costs: ModelCosts) -> DraftEstimate:
+        assert self.plan.draft is not None
+        layers, device = costs.shape.num_hidden_layers, DEVICES[self.plan.draft.placement.device]
+        forward_ms = costs.pass_time(device, layers, True).ms(DRAFTED_ROWS)
+        top1, num_bytes = self.curve.top1(self.share(costs.shape)), costs.weight_bytes(layers, True, True)
+        estimates = [
+            DraftEstimate(
+                name, costs.shape.parameters, costs.weights, num_bytes, forward_ms, top1, forwards,
+                timesteps_per_token(top1, forwards, self.plan.num_groups), self.plan.timestep_drafting(forwards * forward_ms),
+            ) for forwards in range(1, MAX_FORWARDS + 1)
+        ]  # fmt: skip
+        return min(estimates, key=lambda one: one.ms_per_token)
+
+    def _fits(self, costs: ModelCosts) -> bool:
+        """With memory for one request of the whole context, beside a stage if they share the device."""
+        assert self.plan.draft is not None
+        layers, device = costs.shape.num_hidden_layers, self.plan.draft.placement.device
+        needed = costs.weight_bytes(layers, True, True) + layers * costs.layer_kv_bytes + costs.workspace_bytes(device)
+        return needed <= self._room
+
+    @property
+    def _room(self) -> int:
+        """Memory for the draft: all that a stage on the same device does not need itself."""
+        plan = self.plan
+        assert plan.draft is not None
+        if plan.shared_stage is None:
+            return plan.draft.memory_bytes
+        stage, slots = plan.stages[plan.shared_stage - 1], plan.max_model_len + plan.rows * (plan.num_groups + 1)
+        needed = stage.weight_bytes + stage.workspace_bytes + slots * stage.kv_token_bytes
+        return plan.draft.memory_bytes + stage.memory_bytes - needed
