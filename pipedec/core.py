@@ -301,12 +301,18 @@ class Accepted(NamedTuple):
         tokens: accepted token ids, in order.
         forecast: the mask rows' predictions: for each position after the last accepted token, nearest first, the most probable
             tokens, best first. Empty without mask rows.
+        surprisals: negative log-probabilities of the tokens of ``forecast``, in ``SURPRISAL_UNIT`` nats, with the noise that
+            will choose sampled tokens. Empty if they are unknown.
     """
 
     thread: Int64
     tokens: tuple[Int64, ...]
     forecast: tuple[tuple[Int64, ...], ...] = ()
+    surprisals: tuple[tuple[Int64, ...], ...] = ()
 
+
+SURPRISAL_UNIT = 1 / 256
+MAX_SURPRISAL = 2**13  # of a token that cannot be chosen, or whose logit is no number
 
 FinishReason = Annotated[str, Meta(pattern=r"^(stop|length|cancelled|cache_full|paused|corrupted)\Z")]
 

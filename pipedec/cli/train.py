@@ -19,6 +19,7 @@ from pipedec.train.continuations import invented_sets
 from pipedec.train.draft import DraftRecipe, train_draft
 from pipedec.train.measuring import print_draft
 from pipedec.train.options import (
+    BitaStart,
     Compiled,
     DeviceFlags,
     DraftStart,
@@ -101,9 +102,16 @@ def check_unsized(draft: Path | None, shape: dict[str, Any], only_acceptance: bo
 @bita_options
 @moved_flags({"--library": False, "--problems": True}, f"has moved: {_RECIPE} bita")
 @own_options
-def bita(asked: TrainingPromptFlags, run: PartialRun, recipe: BitaRecipe, device: DeviceFlags, target: Target = None) -> None:
+def bita(
+    asked: TrainingPromptFlags,
+    run: PartialRun,
+    recipe: BitaRecipe,
+    device: DeviceFlags,
+    target: Target = None,
+    start: BitaStart = None,
+) -> None:
     """Train BiTA for a frozen target: masks and a prompt that predict tokens ahead, learned from its own greedy answers."""
     asked.check()
     target = target or reference_pair() / "target"
     prompts = asked.read(prompter_of(target), recipe.new_tokens)
-    print_bita(train_bita(target, prompts, recipe, run(**device.chosen())))
+    print_bita(train_bita(target, prompts, recipe, run(**device.chosen()), start))

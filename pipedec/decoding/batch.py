@@ -25,6 +25,7 @@ from pipedec.decoding.proposers import Proposals, score
 from pipedec.decoding.request_state import RequestState, Tally
 from pipedec.kv import KVManager
 from pipedec.methods import find_method, make_options
+from pipedec.model.markov import MarkovTable
 from pipedec.threads import NewSequence
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows
@@ -50,12 +51,13 @@ class Batch:
         knee: rows that the stages compute in about the time of one.
         experience: learned from earlier requests; None to begin without.
         kv: manager of the stages' KV memory; None for unlimited memory without shared prefixes.
+        markov: of the target's BiTA, if it has one.
     """
 
     def __init__(
         self, passage: int, drafter: Drafter | None = None, device: torch.device | str = "cpu", trained_masks: int = 0,
         knee: int = KNEE_ROWS, experience: Experience | None = None, kv: KVManager | None = None,
-        lane_sizes: LaneSizes = LaneSizes(),
+        lane_sizes: LaneSizes = LaneSizes(), markov: MarkovTable | None = None,
     ) -> None:  # fmt: skip
         self.kv = kv or KVManager(_UNLIMITED, shares_prefixes=False)
         self.device = device
@@ -65,7 +67,7 @@ class Batch:
         self.time_forward: ForwardTimer = lambda load: nullcontext()
         self._drafter = drafter
         self._undrafted: list[int] = []  # requests to pause, since their draft model has been loaded
-        self._trained_masks = trained_masks
+        self._trained_masks, self._markov = trained_masks, markov
         self._budget = Budget(knee)
         self._experience = experience or Experience(passage)
         self._controller = self._experience.controller
@@ -257,7 +259,7 @@ class Batch:
             request = replace(request, method=DEFAULT_METHOD, options=make_options(DEFAULT_METHOD, _DRAFTLESS))
         return MethodContext(
             request, sequence, self._drafter, self._experience, self._proposals, self._draft_room, self._controller.children,
-            sequence.grammar, self.device, self._trained_masks,
+            sequence.grammar, self.device, self._trained_masks, self._markov,
         )  # fmt: skip
 
     def _next_draft_chunks(self) -> dict[int, Sequence[int]]:

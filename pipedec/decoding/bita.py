@@ -6,8 +6,9 @@ accepted tokens and the masks' predictions for the positions after them. Only ac
 no prediction tree, and runs no model.
 
 Three shapes of trees are the paper's (BiTA §3.2, Table 4). ``likeliest`` is our own: the candidates and masks of greatest
-expected value, learned from the ranks of tokens accepted so far. With a structure, every shape begins below the forced tokens
-after the root, and has only candidates that the structure allows; a forced token replaces them.
+expected value, by what verdicts so far have taught of the masks' probabilities. With a Markov table the candidates below a row
+depend on its token. With a structure, every shape begins below the forced tokens after the root, and has only candidates that the
+structure allows; a forced token replaces them.
 """
 
 from __future__ import annotations
@@ -23,15 +24,12 @@ import torch
 from pipedec.core import Accepted, MaskParams, Step, UserError
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.forced import chain_below
+from pipedec.decoding.mask_forecast import Confidence, MaskForecast
 from pipedec.decoding.method import Method, MethodContext
 from pipedec.grammar import Grammar
 from pipedec.methods import MAX_ROWS, BitaOptions, options_of
 from pipedec.tree import mask_groups
 
-Forecast = Sequence[Sequence[int]]  # for each position after the last accepted token, the predicted tokens, best first
-_PRIOR_TRIALS = 8.0
-_PRIOR_CHANCE = 0.25  # of a mask's first prediction; the chances of the others fall with a power of their rank
-_PRIOR_POWER = 1.2
 _MASKS = -1  # replaces the rank of a candidate: a group of masks
 _VALUE_OF_MASKS = 0.4  # accepted tokens that new masks add to the next pass, compared with the rest of the older forecast
 
@@ -68,59 +66,38 @@ class CandidateTree:
         return True
 
 
-class RankChances:
-    """How often the accepted token was a mask's r-th prediction, given that all before it were predicted: by mask and rank r."""
-
-    def __init__(self, masks: MaskParams) -> None:
-        self._masks = masks.count
-        self._trials = [_PRIOR_TRIALS] * masks.count
-        prior = [_PRIOR_CHANCE * _PRIOR_TRIALS / (rank + 1) ** _PRIOR_POWER for rank in range(masks.named)]
-        self._hits = [prior[:] for _ in range(masks.count)]
-
-    def observe(self, forecast: Forecast, tokens: Sequence[int]) -> None:
-        """Learn that ``tokens`` were accepted at the positions of ``forecast``."""
-        for mask, (predicted, token) in enumerate(zip(forecast, tokens, strict=False), start=self._masks - len(forecast)):
-            self._trials[mask] += 1
-            if token in predicted:
-                self._hits[mask][predicted.index(token)] += 1
-
-    def of(self, forecast: Forecast) -> list[list[float]]:
-        """The chance of each token of ``forecast``, by position. A short forecast comes from the last masks of a group."""
-        first = self._masks - len(forecast)
-        return [[hits / trials for hits in self._hits[mask]] for mask, trials in enumerate(self._trials[first:], start=first)]
-
-
 def _layered(
-    root: int, forecast: Forecast, grammar: Grammar | None = None, *, with_children: int | None, width: int | None = None
+    forecast: MaskForecast, grammar: Grammar | None = None, *, with_children: int | None, width: int | None = None
 ) -> CandidateTree:
     """One layer per position, with masks below every row. The first ``with_children`` rows of a layer have children: the best
     ``width`` predictions. None: all.
     """
-    tree, last = _planted(root, grammar)
+    tree, last = _planted(forecast.root, grammar)
     layer = [last]
-    for predicted in forecast[last:]:
+    for _ in forecast.tokens[last:]:
         parents = layer[:with_children]
-        lines = [_possible(tree.path(parent), predicted, repeat(0.0), grammar)[:width] for parent in parents]
+        paths = [tree.path(parent) for parent in parents]
+        lines = [_possible(path, forecast.after(path)[0], repeat(0.0), grammar)[:width] for path in paths]
         layer = [tree.add(token, parent) for parent, line in zip(parents, lines, strict=True) for _, token in line]
     tree.with_masks = list(range(last, len(tree.token_ids)))
     return tree
 
 
-def straightforward(root: int, forecast: Forecast, grammar: Grammar | None = None) -> CandidateTree:
+def straightforward(forecast: MaskForecast, grammar: Grammar | None = None) -> CandidateTree:
     """A chain of the best tokens, with masks below the root alone (BiTA Figure 4)."""
-    tree = _layered(root, forecast, grammar, with_children=1, width=1)
+    tree = _layered(forecast, grammar, with_children=1, width=1)
     del tree.with_masks[1:]
     return tree
 
 
 efficient = partial(_layered, with_children=1)  # only the best token of a position has children (BiTA Figure 5)
 full = partial(_layered, with_children=None)  # every token of a position has children
-Shape = Callable[[int, Forecast, Grammar | None], CandidateTree]
+Shape = Callable[[MaskForecast, Grammar | None], CandidateTree]
 SHAPES: dict[str, Shape] = {"straightforward": straightforward, "efficient": efficient, "full": full}
 
 
 def likeliest(
-    root: int, forecast: Forecast, chances: RankChances, rows: int, masks: int, grammar: Grammar | None = None
+    forecast: MaskForecast, confidence: Confidence, rows: int, masks: int, grammar: Grammar | None = None
 ) -> CandidateTree:
     """The tree of greatest expected value within ``rows`` rows, masks included. The root and its masks are always in it; forced
     tokens after the root are not counted.
@@ -129,18 +106,17 @@ def likeliest(
     masks has value if the accepted path ends at its row: then it forecasts the next candidates, instead of what is left of the
     older forecast.
     """
-    tree, last = _planted(root, grammar)
+    tree, last = _planted(forecast.root, grammar)
     tree.with_masks = [last]
     heap: list[tuple[float, int, int, int]] = []  # negative value per row, parent row, rank of the candidate or _MASKS, rows
     path_chances = {last: 1.0}
     below: dict[int, list[tuple[float, int]]] = {}  # by row, (chance, token) of the candidates below it, best first
-    of_positions = chances.of(forecast)
 
     def begin(row: int) -> None:
         path = tree.path(row)
-        place = slice(len(path), len(path) + 1)
-        lines = zip(forecast[place], of_positions[place], strict=True)
-        below[row] = [one for line in lines for one in sorted(_possible(path, *line, grammar), reverse=True)]
+        predicted, probabilities = forecast.after(path)
+        chances = confidence.of(forecast.first + len(path), probabilities) if predicted else ()
+        below[row] = sorted(_possible(path, predicted, chances, grammar), reverse=True) if predicted else []
         offer(row, 0)
 
     def offer(row: int, rank: int) -> None:
@@ -218,8 +194,8 @@ class Bita(Method):
         self._room = self.whole  # rows of the next step: less if threads share it
         self._shape = limits.shape
         self._rows = limits.rows
-        self._chances = context.experience.learned(context.request, RankChances, self.masks)
-        self._forecast: Forecast = ()
+        self._confidence = context.experience.learned(context.request, Confidence, self.masks)
+        self._forecast: MaskForecast | None = None  # after the root; None before the first verdict
         self._entered = CandidateTree([])  # of the last step
 
     def demand(self) -> Demand:
@@ -231,7 +207,8 @@ class Bita(Method):
         self._room = room
         if self.root is None:
             return None
-        tree = self._entered = self._candidates(self.root)
+        assert self._forecast is not None
+        tree = self._entered = self._candidates(self._forecast)
         self.root = None
         tokens, parents, with_masks = (
             torch.tensor(rows, dtype=torch.int64) for rows in (tree.token_ids, tree.parents, tree.with_masks)
@@ -241,24 +218,32 @@ class Bita(Method):
         return Step(torch.cat((tokens, masks)), torch.cat((parents, mask_parents)))
 
     def accept(self, accepted: Accepted) -> None:
-        self._chances.observe(self._forecast, accepted.tokens)
+        if self._forecast is not None:
+            self._confidence.observe(self._forecast, accepted.tokens)
         has_entered = self._entered.contains(accepted.tokens)  # only if the last token ends the thread: else another would follow
-        self.root, self._forecast = None if has_entered else accepted.tokens[-1], accepted.forecast
+        self.root, self._forecast = None if has_entered else accepted.tokens[-1], self._forecast_of(accepted)
         self.in_flight = 0
 
     def cut(self) -> None:
-        self.root, self._forecast, self.in_flight = None, (), 0
+        self.root, self._forecast, self.in_flight = None, None, 0
 
     def plant(self, token: int) -> None:
         super().plant(token)
-        self._forecast = ()
+        self._forecast = MaskForecast(token)
 
-    def _candidates(self, root: int) -> CandidateTree:
+    def _forecast_of(self, accepted: Accepted) -> MaskForecast:
+        sampling = self.context.request.sampling
+        return MaskForecast(
+            accepted.tokens[-1], accepted.forecast, accepted.surprisals, self.masks.count - len(accepted.forecast),
+            self.context.markov, 1 / sampling.temperature if sampling.is_stochastic else 1.0,
+        )  # fmt: skip
+
+    def _candidates(self, forecast: MaskForecast) -> CandidateTree:
         """The root and its candidates; the root alone if there is no room for masks."""
         if self._room <= self.masks.count:
-            return CandidateTree([root])
+            return CandidateTree([forecast.root])
         if self._shape in SHAPES:
-            tree = SHAPES[self._shape](root, self._forecast, self.context.grammar)
+            tree = SHAPES[self._shape](forecast, self.context.grammar)
             if len(tree.token_ids) + self.masks.count * len(tree.with_masks) <= self._room:
                 return tree
-        return likeliest(root, self._forecast, self._chances, min(self._rows, self._room), self.masks.count, self.context.grammar)
+        return likeliest(forecast, self._confidence, min(self._rows, self._room), self.masks.count, self.context.grammar)

@@ -21,6 +21,7 @@ from pipedec.decoding.forced import MAX_FORCED
 from pipedec.decoding.proposers import Proposals
 from pipedec.grammar import Grammar
 from pipedec.methods import find_method
+from pipedec.model.markov import MarkovTable
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
 
@@ -76,6 +77,7 @@ class MethodContext:
     grammar: Grammar | None = None  # the answer's structure; None without one
     device: torch.device | str = "cpu"  # of the draft model
     trained_masks: int = 0  # mask rows that the target's BiTA was trained with; 0 if it has none
+    markov: MarkovTable | None = None  # of the target's BiTA
 
 
 class Method(ABC):

@@ -39,7 +39,7 @@ class Transcript:
     def take(self, verdict: Verdict) -> tuple[Verdict, list[Place | None]]:
         """Add accepted tokens. Returns the verdict, cut at a stop string; and the place of each token, None in a cut thread."""
         places: list[Place | None] = []
-        for number, tokens, _ in verdict.accepted:
+        for number, tokens, *_ in verdict.accepted:
             thread = self.sequence.threads[number]
             for token in tokens:
                 places.append(None if thread.is_cut else (thread.path, thread.num_tokens))

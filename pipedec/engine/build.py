@@ -30,6 +30,7 @@ from pipedec.model import (
     StageModel,
     checked_bita,
     device_capture,
+    load_markov,
 )
 from pipedec.plan.costs import ModelCosts
 from pipedec.plan.dtypes import GIVEN, Arithmetic, draft_dtype, target_dtype
@@ -210,4 +211,5 @@ def new_batch(
 ) -> Batch:  # fmt: skip
     """The requests of a pipeline, with all of its KV memory; ``device`` is the draft model's."""
     kv, passage = spec.kv_manager(), spec.topology.num_groups
-    return Batch(passage, drafter, device, spec.trained_masks, spec.knee, experience, kv, lane_sizes)
+    markov = None if spec.bita is None else load_markov(spec.bita, ModelConfig.from_directory(spec.target))
+    return Batch(passage, drafter, device, spec.trained_masks, spec.knee, experience, kv, lane_sizes, markov)

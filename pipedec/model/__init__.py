@@ -5,7 +5,7 @@ Knows tensors and Hugging Face checkpoints, but not the cluster, tokenizers or d
 
 from pipedec.config import ModelConfig
 from pipedec.model.attention import LaneRows
-from pipedec.model.bita import BitaConfig, BitaWeights, checked_bita
+from pipedec.model.bita import BitaConfig, BitaWeights, checked_bita, load_markov
 from pipedec.model.cache import KVCache, KVPool, KVShape
 from pipedec.model.captured_graphs import NewCapture, device_capture
 from pipedec.model.draft_vocabulary import DraftVocabulary
@@ -18,5 +18,5 @@ from pipedec.model.weights import Checkpoint, load_transformers
 __all__ = [
     "BitaConfig", "BitaWeights", "Checkpoint", "DraftVocabulary", "FirstForward", "KVCache", "KVPool", "KVShape", "LaneRows",
     "ModelConfig", "NewCapture", "StageModel", "Usual", "checked_bita", "described_attention", "device_capture",
-    "load_transformers", "rounded", "warm_up",
+    "load_markov", "load_transformers", "rounded", "warm_up",
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""The files of a trained BiTA: keys and values of a learned prompt for every layer of a target, and one embedding per mask.
+"""The files of a trained BiTA: keys and values of a learned prompt for every layer of a target, one embedding per mask and, if it
+was trained, a Markov table.
 
 Owns the file format, and the check of which target a file belongs to. Does not know how the tensors are used. Shapes: L layers,
 K key-value heads, Q prompt tokens, D head size, M masks, E hidden size.
@@ -7,8 +8,11 @@ K key-value heads, Q prompt tokens, D head size, M masks, E hidden size.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import torch
@@ -21,6 +25,7 @@ from torch import Tensor
 from pipedec.checkpoints import SINGLE_FILE, check_trained_for
 from pipedec.config import ModelConfig
 from pipedec.core import Record, UserError
+from pipedec.model.markov import MarkovTable
 
 MAX_MASKS = 16
 _FORMAT = "pipedec-bita-1"
@@ -37,6 +42,7 @@ class BitaConfig(Record, frozen=True):
     num_masks: Annotated[int, Meta(ge=1, le=MAX_MASKS)]  # M
     num_prompt_tokens: Annotated[int, Meta(ge=0)]  # Q; 0 without a prompt
     prompting: Literal["deep", "shallow", "none"] = "deep"
+    markov_rank: Annotated[int, Meta(ge=0)] = 0  # of the Markov table; 0 without one
 
     @classmethod
     def from_directory(cls, directory: Path) -> BitaConfig:
@@ -66,30 +72,14 @@ class BitaWeights:
         """Read the tensors of ``layers`` only. ``config``: of the target. Raises UserError if the file is missing or truncated,
         or a shape does not match the BiTA's config and the target.
         """
-        path = directory / SINGLE_FILE
-        bita = BitaConfig.from_directory(directory)
-        expected = {
-            "prompt": (config.num_layers, 2, config.num_kv_heads, bita.num_prompt_tokens, config.head_dim),
-            "masks": (bita.num_masks, config.hidden_size),
-        }
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                slices = {name: file.get_slice(name) for name in expected if name in file.keys()}  # noqa: SIM118
-                for name, shape in expected.items():
-                    found = list(slices[name].get_shape()) if name in slices else None
-                    if found != list(shape):
-                        problem = "is missing" if found is None else f"has shape {found}"
-                        raise UserError(f"{path}: tensor {name} {problem}, but config.json and the target ask for {list(shape)}")
-                prompt, masks = slices["prompt"][layers.start : layers.stop], slices["masks"][:]
-        except (SafetensorError, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"{path} is not a whole safetensors file ({reason}): train again, or copy it again") from None
+        with _checked_tensors(directory, config) as slices:
+            prompt, masks = slices["prompt"][layers.start : layers.stop], slices["masks"][:]
         return cls(prompt.to(device, dtype), masks.to(device, dtype))
 
-    def save(self, directory: Path, config: BitaConfig) -> None:
-        """Write both files. These weights must be those of all layers."""
+    def save(self, directory: Path, config: BitaConfig, markov: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+        """Write both files. These weights must be those of all layers; ``markov``: the tensors of a Markov table, by name."""
         directory.mkdir(parents=True, exist_ok=True)
-        tensors = {"prompt": self.prompt, "masks": self.masks}
+        tensors = {"prompt": self.prompt, "masks": self.masks, **markov}
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, directory / SINGLE_FILE)
         document = {"format": _FORMAT, **asdict(config)}
         (directory / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -97,6 +87,37 @@ class BitaWeights:
     @property
     def num_masks(self) -> int:
         return len(self.masks)
+
+
+def load_markov(directory: Path, config: ModelConfig) -> MarkovTable | None:
+    """The BiTA's Markov table; None if it has none. ``config``: of the target. Raises UserError as ``BitaWeights.load``."""
+    with _checked_tensors(directory, config) as slices:
+        names = slices.keys() - {"prompt", "masks"}
+        return MarkovTable.of({name: slices[name][:] for name in names}) if names else None
+
+
+@contextmanager
+def _checked_tensors(directory: Path, config: ModelConfig) -> Iterator[dict[str, Any]]:
+    """Slices of the tensors by name, of the right shapes."""
+    path = directory / SINGLE_FILE
+    bita = BitaConfig.from_directory(directory)
+    expected = {
+        "prompt": (config.num_layers, 2, config.num_kv_heads, bita.num_prompt_tokens, config.head_dim),
+        "masks": (bita.num_masks, config.hidden_size),
+        **MarkovTable.shapes(config.vocab_size, bita.num_masks, bita.markov_rank),
+    }
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in expected if name in file.keys()}  # noqa: SIM118
+            for name, shape in expected.items():
+                found = list(slices[name].get_shape()) if name in slices else None
+                if found != list(shape):
+                    problem = "is missing" if found is None else f"has shape {found}"
+                    raise UserError(f"{path}: tensor {name} {problem}, but config.json and the target ask for {list(shape)}")
+            yield slices
+    except (SafetensorError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is not a whole safetensors file ({reason}): train again, or copy it again") from None
 
 
 def checked_bita(directory: Path, target: Path) -> BitaConfig:

@@ -175,8 +175,8 @@ class FinalLane(Lane):
             return Verdict(finished="corrupted", bad_stage=_CORRUPTED - token)
         self._acceptance.accept(0, token)
         finished = self._acceptance.sequence.finished
-        forecast = () if finished or self._forecasts is None else self._forecasts.forecast(best)
-        return Verdict((Accepted(0, (token,), forecast),), finished)
+        forecast = ((), ()) if finished or self._forecasts is None else self._forecasts.forecast(best)
+        return Verdict((Accepted(0, (token,), *forecast),), finished)
 
     def _verdict(self, token_ids: list[int]) -> Verdict | None:
         rows, num_masks = self._entered.num_rows, self._entered.num_masks
@@ -193,7 +193,7 @@ class FinalLane(Lane):
         finished = self._acceptance.sequence.finished
         forecasts = None if finished else self._forecasts
         accepted = [
-            Accepted(walk.thread, walk.tokens, () if forecasts is None else forecasts.after(self.forest, walk.rows))
+            Accepted(walk.thread, walk.tokens, *(((), ()) if forecasts is None else forecasts.after(self.forest, walk.rows)))
             for walk in walks
         ]
         return Verdict(tuple(accepted), finished)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipedec.core import SamplingParams
+from pipedec.core import MAX_SURPRISAL, SURPRISAL_UNIT, SamplingParams
 from pipedec.device import to_device
 from pipedec.grammar.masks import mask_logits
 from pipedec.sampling import Sampler, greedy
@@ -23,6 +23,7 @@ from pipedec.tree import Forest, ThreadChanges
 
 Path = tuple[int, list[int]]  # thread, and its tokens that are not accepted yet
 Forecast = tuple[tuple[int, ...], ...]  # see ``Accepted.forecast``
+Prediction = tuple[tuple[int, ...], tuple[int, ...]]  # of one mask: tokens, best first, and their surprisals
 
 
 class TokenChooser:
@@ -191,39 +192,44 @@ class Verifier:
 class Forecasts:
     """The predictions of the mask rows in the forest, ranked as ``chooser`` will choose.
 
-    ``first`` and ``best`` compute them on the device of the logits; their values, read from there, are passed back in one list.
+    ``first`` and ``best`` compute them on the device of the logits: int64 [M, 2, K], tokens, best first, and their
+    surprisals (see ``Accepted``). Their values, read from there, are passed back in one list.
     """
 
     def __init__(self, chooser: TokenChooser, tokens_per_mask: int) -> None:
         self._chooser = chooser
         self._tokens_per_mask = tokens_per_mask
-        self._predictions: list[tuple[int, ...]] = []  # of each of the N rows; empty for other rows than masks
+        self._predictions: list[Prediction | None] = []  # of each of the N rows; None for other rows than masks
 
     def first(self, logits_MV: Tensor, position: int) -> Tensor:
-        """int64 [M, K], best first, of the masks after the prompt, the first of which predicts the token at ``position``."""
+        """The predictions of the masks after the prompt, the first of which predicts the token at ``position``."""
         return self._best(logits_MV, torch.arange(position, position + len(logits_MV)))
 
     def best(self, logits_MV: Tensor, forest: Forest) -> Tensor:
-        """int64 [M, K], best first, of the masks, which are the newest rows of the forest."""
+        """The predictions of the masks, which are the newest rows of the forest."""
         masks = slice(forest.num_rows - len(logits_MV), forest.num_rows)
         threads = None if forest.threads is None else forest.threads[masks]
         return self._best(logits_MV, forest.positions_of(masks) + 1, threads)
 
     def add(self, num_tokens: int, best: list[int]) -> None:
         """Add the newest rows of the forest: ``num_tokens`` others, then masks with these predictions, one after the other."""
-        self._predictions += [()] * num_tokens + list(self.forecast(best))
+        self._predictions += [*[None] * num_tokens, *self._read(best)]
 
-    def forecast(self, best: list[int]) -> Forecast:
-        """The predictions of masks, one after the other, as a forecast."""
+    def forecast(self, best: list[int]) -> tuple[Forecast, Forecast]:
+        """The forecast of masks with these predictions, one after the other, and its surprisals."""
+        return _columns(self._read(best))
+
+    def _read(self, best: list[int]) -> list[Prediction]:
         size = self._tokens_per_mask
-        return tuple(tuple(best[first : first + size]) for first in range(0, len(best), size))
+        lines = [tuple(best[first : first + size]) for first in range(0, len(best), size)]
+        return list(zip(lines[::2], lines[1::2], strict=True))
 
     def keep(self, rows: list[int]) -> None:
         """Drop all rows except ``rows``."""
         self._predictions = [self._predictions[row] for row in rows]
 
-    def after(self, forest: Forest, verified_rows: list[int]) -> Forecast:
-        """The predictions for the positions after the last accepted token, by the masks below the last row that has any.
+    def after(self, forest: Forest, verified_rows: list[int]) -> tuple[Forecast, Forecast]:
+        """The forecast, with its surprisals, of the masks below the last row that has any.
 
         If that row has ``num_later`` verified rows below it, its first ``num_later`` masks predict tokens that are accepted
         already, and are skipped.
@@ -238,8 +244,16 @@ class Forecasts:
                 masks.append(child)
                 child = forest.child(child, -1 - len(masks))
             if masks:
-                return tuple(self._predictions[mask] for mask in masks[num_later:])
-        return ()
+                return _columns([found for mask in masks[num_later:] if (found := self._predictions[mask])])
+        return (), ()
 
     def _best(self, logits_MV: Tensor, positions_M: Tensor, threads_M: Tensor | None = None) -> Tensor:
-        return self._chooser.scores(logits_MV, positions_M, threads_M).topk(self._tokens_per_mask, dim=1).indices
+        scores_MV = self._chooser.scores(logits_MV, positions_M, threads_M)
+        scores_MK, tokens_MK = scores_MV.topk(self._tokens_per_mask, dim=1)
+        surprisals_MK = ((scores_MV.logsumexp(1, keepdim=True) - scores_MK) / SURPRISAL_UNIT).nan_to_num(MAX_SURPRISAL)
+        return torch.stack((tokens_MK, surprisals_MK.clamp(0, MAX_SURPRISAL).round().long()), 1)
+
+
+def _columns(predictions: list[Prediction]) -> tuple[Forecast, Forecast]:
+    tokens, surprisals = zip(*predictions, strict=True) if predictions else ((), ())
+    return tuple(tokens), tuple(surprisals)

@@ -1,4 +1,5 @@
-"""Train BiTA for a frozen target: a learned prompt and mask embeddings that predict tokens ahead (BiTA §3.1).
+"""Train BiTA for a frozen target: a learned prompt and mask embeddings that predict tokens ahead (BiTA §3.1), then a Markov table
+for the frozen masks (DSpark).
 
 Owns the recipe, the gradients of a step, what is written and what is measured on held-out answers. The rows, and how the target
 computes them, are known by ``mask_rows``.
@@ -6,7 +7,8 @@ computes them, are known by ``mask_rows``.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,8 +22,9 @@ from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
 from pipedec.flags import Help, check_fields
 from pipedec.model import ModelConfig
-from pipedec.model.bita import MAX_MASKS, BitaConfig, BitaWeights
+from pipedec.model.bita import MAX_MASKS, BitaConfig, BitaWeights, checked_bita
 from pipedec.train.continuations import Continuation, Continuations, SplitPrompts, answer
+from pipedec.train.markov import MarkovHead, markov_bias
 from pipedec.train.mask_rows import (
     TOKENS_PER_FORWARD,
     Learned,
@@ -37,6 +40,9 @@ from pipedec.train.run import CARDS, Figures, Run, TrainingLoop, bita_cells, car
 
 _TREE_CANDIDATES = 5  # BiTA §4.1: candidates of each mask
 MAX_GROUPS = 64
+_OF_MASKS = (  # fields of a recipe that decide how masks and prompt are trained
+    "masks", "prompt_tokens", "prompting", "steps", "learning_rate", "start_std",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,9 @@ class BitaRecipe:
     learning_rate: Annotated[float, Meta(gt=0), Help("Peak learning rate (the paper's: 0.03).")] = 0.2
     warmup_steps: int = 20
     start_std: Annotated[float, Meta(gt=0), Help("Standard deviation of initial values (the paper's: 0.02).")] = 0.5
+    markov_rank: Annotated[int, Meta(ge=0), Help("Rank of the Markov table; 0 for none.")] = 32
+    markov_steps: Annotated[int, Meta(ge=1), Help("Training steps of the Markov table.")] = 400
+    markov_learning_rate: Annotated[float, Meta(gt=0), Help("Peak learning rate of the Markov table.")] = 0.004
     new_tokens: Annotated[
         int, Meta(ge=2), Help("Maximum number of tokens of an answer; masks learn nothing from answers of one token.")
     ] = 96
@@ -76,14 +85,26 @@ class BitaRecipe:
         """The learning rate of a step: linear warm-up, then a cosine to 0."""
         return self.learning_rate * warm_up(step, self.warmup_steps) * cosine_decay(step, self.steps)
 
+    def markov_rate(self, step: int) -> float:
+        """The learning rate of a step of the Markov table, likewise."""
+        return self.markov_learning_rate * warm_up(step, self.warmup_steps) * cosine_decay(step, self.markov_steps)
 
-def train_bita(target_path: Path, prompts: dict[str, SplitPrompts], recipe: BitaRecipe, run: Run) -> dict[str, Any]:
+
+def train_bita(
+    target_path: Path, prompts: dict[str, SplitPrompts], recipe: BitaRecipe, run: Run, start: Path | None = None
+) -> dict[str, Any]:
     """Train and write ``run.out``: the weights in bfloat16, ``training.json`` and a model card; returns ``training.json``.
 
-    Raises UserError if target, prompts or ``run.work`` do not fit.
+    Args:
+        start: a BiTA that was trained by this function: it only gets a new Markov table.
+
+    Raises UserError if target, prompts, ``start`` or ``run.work`` do not fit.
     """
     torch.set_num_threads(run.threads)
     config, name = ModelConfig.from_directory(target_path), fingerprint(target_path)
+    earlier = None if start is None else _earlier(start, target_path)
+    if earlier is not None:
+        recipe = replace(recipe, **{key: earlier["recipe"][key] for key in _OF_MASKS})
     target = AutoModelForCausalLM.from_pretrained(target_path, dtype=run.torch_dtype, local_files_only=True)
     target.to(run.device).eval().requires_grad_(False)
     answered = answer(target, prompts, recipe.new_tokens, run.work / "answers" / f"{name}-{run.dtype}-{recipe.new_tokens}")
@@ -94,24 +115,57 @@ def train_bita(target_path: Path, prompts: dict[str, SplitPrompts], recipe: Bita
             f"the target's attention window has {min(windows)} tokens, but samples with masks have {longest}: "
             "use shorter prompts or a smaller --new-tokens"
         )
-    learned = Learned(target, recipe.masks, recipe.prompt_tokens, recipe.prompting, recipe.start_std, recipe.seed).to(run.device)
-    optimizer = torch.optim.AdamW(learned.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
     identity = {**asdict(recipe), "samples": samples.digest(), "target": name, "dtype": str(target.dtype)}
-    loop = TrainingLoop("bita", learned, [optimizer], run.work, identity, max_norm=None)
-    loop.run(recipe.steps, recipe.rate, MaskSteps(target, learned, samples, recipe))
-    weights = learned.rounded(target)
-    weights.save(run.out, BitaConfig(name, recipe.masks, recipe.prompt_tokens, recipe.prompting))
+    if start is None:
+        learned = Learned(target, recipe.masks, recipe.prompt_tokens, recipe.prompting, recipe.start_std, recipe.seed).to(
+            run.device
+        )
+        optimizer = torch.optim.AdamW(learned.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
+        loop = TrainingLoop("bita", learned, [optimizer], run.work, identity, max_norm=None)
+        loop.run(recipe.steps, recipe.rate, MaskSteps(target, learned, samples, recipe))
+        weights = learned.rounded(target)
+    else:
+        weights = BitaWeights.load(start, config, range(config.num_layers), torch.bfloat16, run.device)
+    markov = _train_markov(target, weights, samples, recipe, run, identity) if recipe.markov_rank else {}
+    weights.save(run.out, BitaConfig(name, recipe.masks, recipe.prompt_tokens, recipe.prompting, recipe.markov_rank), markov)
     report = {
         "recipe": asdict(recipe),
         "target": name,
         "parameters": weights.prompt.numel() + weights.masks.numel(),
+        "markov_parameters": sum(tensor.numel() for tensor in markov.values()),
         "target_parameters": target.num_parameters(),
+        "markov_samples": {},  # if they are others
         "samples": {name: len(found) for name, found in samples.training.items()},
         "tokens": {name: sum(len(sample.ids) for sample in found) for name, found in samples.training.items()},
-        "held_out": evaluate(target, weights, samples.held_out),
+        "held_out": evaluate(target, weights, samples.held_out, markov=markov),
     }
+    if earlier is not None:
+        report |= {"markov_samples": report["samples"]} | {key: earlier[key] for key in ("samples", "tokens")}
     run.write_report(report, card(CARDS / "bita.md.jinja", report))
     return report
+
+
+def _earlier(start: Path, target_path: Path) -> dict[str, Any]:
+    """The ``training.json`` of a trained BiTA. Raises UserError if it was trained for another target or has none."""
+    checked_bita(start, target_path)
+    try:
+        report: dict[str, Any] = json.loads((start / "training.json").read_text(encoding="utf-8"))
+        if all(key in report["recipe"] for key in _OF_MASKS) and {"samples", "tokens"} <= report.keys():
+            return report
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise UserError(f"{start} has no sound training.json: give a directory that pipedec train bita wrote")
+
+
+def _train_markov(
+    target: Any, weights: BitaWeights, samples: Continuations, recipe: BitaRecipe, run: Run, identity: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The tensors of a Markov table for these masks."""
+    head = MarkovHead(target, recipe.masks, recipe.markov_rank, recipe.seed).to(run.device)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=recipe.markov_learning_rate, weight_decay=0.01)
+    loop = TrainingLoop("markov", head, [optimizer], run.work, identity, max_norm=None)
+    loop.run(recipe.markov_steps, recipe.markov_rate, MaskSteps(target, Learned.frozen(target, weights), samples, recipe, head))
+    return head.rounded()
 
 
 def usable(answered: Continuations, max_length: int) -> Continuations:
@@ -130,8 +184,10 @@ def usable(answered: Continuations, max_length: int) -> Continuations:
 class MaskSteps:
     """The steps of a recipe: each adds the gradients of the mean loss of its samples' masks."""
 
-    def __init__(self, target: Any, learned: Learned, samples: Continuations, recipe: BitaRecipe) -> None:
-        self._target, self._learned, self._recipe = target, learned, recipe
+    def __init__(
+        self, target: Any, learned: Learned, samples: Continuations, recipe: BitaRecipe, markov: MarkovHead | None = None
+    ) -> None:
+        self._target, self._learned, self._recipe, self._markov = target, learned, recipe, markov
         self._samples = [sample for found in samples.training.values() for sample in found]
 
     def __call__(self, step: int) -> Figures:
@@ -151,6 +207,8 @@ class MaskSteps:
             placed = rows.on(self._target.device)
             past, prompt = token_pass(self._target, placed.tokens), self._learned.prompt_of(self._target)
             logits = mask_pass(self._target, prompt, self._learned.masks, placed, past)
+            if self._markov is not None:
+                logits += markov_bias(self._markov.tensors(), placed.before[placed.labelled], placed.masks[placed.labelled])
             labels = placed.labels[placed.labelled]
             loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
             (loss / num_labels).backward()
@@ -163,9 +221,15 @@ class MaskSteps:
 
 @torch.no_grad()
 def evaluate(
-    target: Any, weights: BitaWeights, answered: dict[str, list[Continuation]], most: int = TOKENS_PER_FORWARD
-) -> dict[str, dict[str, Any]]:
-    """``guess_figures`` of every place of the samples, by set. ``most``: tokens and mask rows of a forward pass."""
+    target: Any, weights: BitaWeights, answered: dict[str, list[Continuation]], most: int = TOKENS_PER_FORWARD,
+    markov: dict[str, Tensor] | None = None,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """``guess_figures`` of every place of the samples, by set.
+
+    Args:
+        most: tokens and mask rows of a forward pass.
+        markov: tensors of the Markov table, if there is one: the token before each mask's is the answer's.
+    """
     report = {}
     for name, samples in track(answered.items(), "held out"):
         drawn = [(sample, places_of(sample)) for sample in samples]
@@ -173,6 +237,8 @@ def evaluate(
         for part in sample_batches(drawn, weights.num_masks, most):
             rows = mask_rows(*part, weights.num_masks, weights.prompt.shape[3]).on(target.device)
             logits = mask_pass(target, weights.prompt, weights.masks, rows, token_pass(target, rows.tokens))
+            if markov:
+                logits += markov_bias(markov, rows.before[rows.labelled], rows.masks[rows.labelled])
             labels = rows.labels[rows.labelled]
             of_label = logits.gather(1, labels[:, None])
             ranks.append(_by_group(rows, (logits > of_label).sum(1).float(), weights.num_masks))

@@ -35,6 +35,7 @@ class MaskRows:
     positions: Tensor  # int64 [B, R]
     visible: Tensor  # bool [B, R, Q + T + R]: the learned prompt, the tokens, the rows themselves. A padded row sees itself
     labels: Tensor  # int64 [B, R], the token after each row's position; ``NO_LABEL`` past the sample's end and in padding
+    before: Tensor  # int64 [B, R], the token at each row's position, if the row has a label
 
     @property
     def labelled(self) -> Tensor:
@@ -61,7 +62,9 @@ def mask_rows(samples: list[Continuation], places: list[Tensor], num_masks: int,
     """A group of ``num_masks`` after each of ``places`` (int64, one tensor for each sample)."""
     parts = [_rows_of(sample, at, num_masks, num_prompt_tokens) for sample, at in zip(samples, places, strict=True)]
     tokens = pad_sequence([torch.tensor(sample.ids) for sample in samples], batch_first=True)
-    masks, positions = (pad_sequence([part[key] for part in parts], batch_first=True) for key in ("masks", "positions"))
+    masks, positions, before = (
+        pad_sequence([part[key] for part in parts], batch_first=True) for key in ("masks", "positions", "before")
+    )
     labels = pad_sequence([part["labels"] for part in parts], batch_first=True, padding_value=NO_LABEL)
     context, num_rows = num_prompt_tokens + tokens.shape[1], masks.shape[1]
     visible = torch.zeros(len(samples), num_rows, context + num_rows, dtype=torch.bool)
@@ -70,7 +73,7 @@ def mask_rows(samples: list[Continuation], places: list[Tensor], num_masks: int,
         seen[:rows, : slots - rows] = part["visible"][:, : slots - rows]
         seen[:rows, context : context + rows] = part["visible"][:, slots - rows :]
         seen[:, context:].fill_diagonal_(True)
-    return MaskRows(tokens, masks, positions, visible, labels)
+    return MaskRows(tokens, masks, positions, visible, labels, before)
 
 
 def _rows_of(sample: Continuation, places: Tensor, num_masks: int, num_prompt_tokens: int) -> dict[str, Tensor]:
@@ -89,6 +92,7 @@ def _rows_of(sample: Continuation, places: Tensor, num_masks: int, num_prompt_to
         "masks": -token_ids - 1,
         "positions": positions,
         "visible": visible_slots(tree.tree_mask[rows], is_mask(token_ids), num_prompt_tokens, past_length),
+        "before": ids[positions.clamp(max=len(ids) - 1)],
         "labels": torch.where(following < len(ids), ids[following.clamp(max=len(ids) - 1)], NO_LABEL),
     }
 
@@ -127,6 +131,14 @@ class Learned(nn.Module):
         shape = prompt_shape(target, num_prompt_tokens) if self.is_deep else (num_prompt_tokens, hidden)
         self.masks = nn.Parameter(torch.randn(num_masks, hidden, generator=generator) * start_std)
         self.prompt = nn.Parameter(torch.randn(shape, generator=generator) * start_std)
+
+    @classmethod
+    def frozen(cls, target: Any, weights: BitaWeights) -> Learned:
+        """Trained ones, which learn nothing more."""
+        learned = cls(target, weights.num_masks, weights.prompt.shape[3], "deep", 0.0, 0).requires_grad_(False)
+        learned.prompt.copy_(weights.prompt)
+        learned.masks.copy_(weights.masks)
+        return learned.to(target.device)
 
     def prompt_of(self, target: Any) -> Tensor:
         """[L, 2, K, Q, D], with gradients."""

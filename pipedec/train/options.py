@@ -27,6 +27,7 @@ Target = Annotated[Path | None, Help("Target checkpoint directory (default: the 
 DraftStart = Annotated[
     Path | None, Help("Draft checkpoint directory to continue (default: a new one, beside --target).", "DIR", "--draft")
 ]
+BitaStart = Annotated[Path | None, Help("Trained BiTA that only gets a new Markov table (default: none).", "DIR", "--bita")]
 Compiled = Annotated[bool, Help("Use torch.compile (needs a C++ compiler).", flag="--compile/--no-compile")]
 OnlyAcceptance = Annotated[bool, Help("Do not train: write OUT/draft/acceptance.json for --draft.", flag="--only-acceptance")]
 SizeFor = Annotated[

@@ -64,7 +64,7 @@ def apply_verdict(sequence: Sequence, verdict: Verdict) -> ThreadChanges:
     changes = ThreadChanges()
     running = [thread.number for thread in sequence.threads if thread.state is State.RUNNING]
     waiting = [thread.number for thread in sequence.threads if thread.state is State.WAITING]
-    for number, tokens, _ in verdict.accepted:
+    for number, tokens, *_ in verdict.accepted:
         if not tokens or sequence.threads[number].is_cut:
             continue
         changes.accepted[number] = tokens

@@ -88,13 +88,14 @@ def bita(
     device: options.DeviceFlags,
     problems: Problems = None,
     target: options.Target = None,
+    start: options.BitaStart = None,
 ) -> None:
     """Train the shipped target's BiTA, on its own greedy answers to the draft's prompts and to those of --prompts."""
     existing(problems)
     target = target or reference_pair() / "target"
     library = bita_prompts(target, problems, recipe.new_tokens, asked.max_prompts)
     prompts = library | asked.read(options.prompter_of(target), recipe.new_tokens, tuple(library))
-    print_bita(train_bita(target, prompts, recipe, run(**device.chosen())))
+    print_bita(train_bita(target, prompts, recipe, run(**device.chosen()), start))
 
 
 @reference_models.command()

@@ -76,7 +76,7 @@ class _Told:
         self._places: list[tuple[tuple[int, ...], int] | None] = []  # of decoded tokens: path of the thread, index there
 
     def take(self, verdict: Verdict) -> None:
-        for number, tokens, _ in verdict.accepted:
+        for number, tokens, *_ in verdict.accepted:
             thread = self._sequence.threads[number]
             for token in tokens:
                 self._places.append(None if thread.is_cut else (thread.path, thread.num_tokens))

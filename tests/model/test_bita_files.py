@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
-from pipedec.model import BitaConfig, BitaWeights, ModelConfig, checked_bita
+from pipedec.model import BitaConfig, BitaWeights, ModelConfig, checked_bita, load_markov
 from pipedec.model.bita import MAX_MASKS
+from pipedec.model.markov import NAMES
 
-LAYERS, MASKS, PROMPT_TOKENS = 4, 3, 5
+LAYERS, MASKS, PROMPT_TOKENS, RANK = 4, 3, 5, 6
 CPU = torch.device("cpu")
 
 
@@ -33,7 +35,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bita(target: Path, tmp_path: Path) -> Path:
-    save_random_bita(tmp_path / "bita", target, MASKS, PROMPT_TOKENS)
+    save_random_bita(tmp_path / "bita", target, MASKS, PROMPT_TOKENS, markov_rank=RANK)
     return tmp_path / "bita"
 
 
@@ -48,11 +50,11 @@ def refused(directory: Path, target: Path) -> str:
 @pytest.mark.parametrize(("num_masks", "num_prompt_tokens"), [(1, 0), (3, 5), (MAX_MASKS, 1)])
 def test_what_was_saved_is_loaded(target: Path, tmp_path: Path, num_masks: int, num_prompt_tokens: int) -> None:
     """All layers or those of one stage, in the stage's dtype."""
-    saved = save_random_bita(tmp_path / "a" / "b", target, num_masks, num_prompt_tokens)
+    saved = save_random_bita(tmp_path / "a" / "b", target, num_masks, num_prompt_tokens, markov_rank=RANK)
     described = checked_bita(tmp_path / "a" / "b", target)
     assert described == BitaConfig.from_directory(tmp_path / "a" / "b")
     prompting = "deep" if num_prompt_tokens else "none"
-    assert described == BitaConfig(fingerprint(target), num_masks, num_prompt_tokens, prompting)
+    assert described == BitaConfig(fingerprint(target), num_masks, num_prompt_tokens, prompting, RANK)
     config = ModelConfig.from_directory(target)
     for layers in (range(LAYERS), range(1), range(1, 3), range(3, 4)):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -60,6 +62,25 @@ def test_what_was_saved_is_loaded(target: Path, tmp_path: Path, num_masks: int, 
             assert loaded.num_masks == num_masks
             assert torch.equal(loaded.prompt, saved.prompt[layers.start : layers.stop].to(dtype))
             assert torch.equal(loaded.masks, saved.masks.to(dtype))
+
+
+def test_the_markov_table_is_loaded_where_there_is_one(target: Path, bita: Path) -> None:
+    config = ModelConfig.from_directory(target)
+    stored, table = load_file(bita / "model.safetensors"), load_markov(bita, config)
+    assert table is not None
+    previous, following, gates = (stored[name].numpy() for name in NAMES)
+    assert table.previous.shape == table.following.shape == (config.vocab_size, RANK) and table.gates.shape == (MASKS, RANK)
+    expected = following[[4, 9, 4]] @ (gates[2] * previous[7])
+    np.testing.assert_allclose(table.bias(2, 7, (4, 9, 4)), expected, rtol=1e-5)
+
+
+def test_a_bita_of_before_there_were_tables_is_loaded(target: Path, bita: Path) -> None:
+    change_tensors(bita, lambda all_: [all_.pop(name) for name in NAMES])
+    document = json.loads((bita / "config.json").read_text())
+    del document["markov_rank"]
+    (bita / "config.json").write_text(json.dumps(document))
+    assert checked_bita(bita, target).markov_rank == 0
+    assert load_markov(bita, ModelConfig.from_directory(target)) is None
 
 
 def test_saving_again_replaces_both_files(target: Path, bita: Path) -> None:
@@ -128,6 +149,15 @@ def change_config(directory: Path, **change: object) -> None:
         (lambda path: truncate(path / "model.safetensors", 100), "model.safetensors is not a whole safetensors file"),
         (lambda path: truncate(path / "model.safetensors", -1), "model.safetensors is not a whole safetensors file"),
         (lambda path: change_tensors(path, lambda all_: all_.pop("masks")), "tensor masks is missing, but config.json and"),
+        (
+            lambda path: change_tensors(path, lambda all_: all_.pop(NAMES[1])),
+            f"{NAMES[1]} is missing, but config.json and",
+        ),
+        (
+            lambda path: change_config(path, markov_rank=7),
+            f"tensor {NAMES[0]} has shape [64, 6], but config",
+        ),
+        (lambda path: change_config(path, markov_rank=-1), "config.json is damaged"),
         (lambda path: change_tensors(path, lambda all_: all_.pop("prompt")), "tensor prompt is missing, but config.json and"),
         (
             lambda path: change_tensors(path, lambda all_: all_.update(masks=all_["masks"][:, :5].contiguous())),

@@ -45,7 +45,9 @@ from pipedec.train.mask_rows import (
 from pipedec.train.run import Figures, Run, TrainingLoop
 
 CPU = torch.device("cpu")
-RECIPE = BitaRecipe(masks=2, prompt_tokens=3, groups=4, steps=6, batch=3, warmup_steps=2, new_tokens=12)
+RECIPE = BitaRecipe(
+    masks=2, prompt_tokens=3, groups=4, steps=6, batch=3, warmup_steps=2, new_tokens=12, markov_rank=4, markov_steps=4
+)
 SAMPLES = [Continuation([5, 9, 3, 17, 8, 11, 30, 4], 3), Continuation([7, 21, 6, 40, 13], 2)]
 PLACES = [torch.tensor([2, 3, 5]), torch.tensor([1, 2])]
 
@@ -291,7 +293,8 @@ def test_answers_are_greedy_whatever_the_checkpoint_recommends(pair: Pair, tmp_p
 def test_answers_of_another_target_are_not_taken(pair: Pair, prompts: Path, tmp_path: Path) -> None:
     recipe, other = replace(RECIPE, steps=1), replace(pair, target=pair.draft)
     train(pair, prompts, tmp_path / "out", tmp_path / "work", recipe)
-    (tmp_path / "work" / "bita.safetensors").unlink()
+    for checkpoint in ("bita", "markov"):
+        (tmp_path / "work" / f"{checkpoint}.safetensors").unlink()
     train(other, prompts, tmp_path / "out", tmp_path / "work", recipe)
     train(other, prompts, tmp_path / "fresh", tmp_path / "work2", recipe)
     assert log_of(tmp_path / "work") == log_of(tmp_path / "work2")
