@@ -300,6 +300,20 @@ def test_answers_of_another_target_are_not_taken(pair: Pair, prompts: Path, tmp_
     assert log_of(tmp_path / "work") == log_of(tmp_path / "work2")
 
 
+def test_a_trained_bita_gets_a_new_table(pair: Pair, prompts: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    plain = train(pair, prompts, first, tmp_path / "work", replace(RECIPE, steps=2, markov_rank=0))
+    asked, run = asked_in(prompts, pair.target), Run(second, tmp_path / "work2", threads=1)
+    report = train_bita(pair.target, asked, replace(RECIPE, steps=9, markov_rank=4, markov_steps=2), run, first)
+    before, after = (load_file(folder / "model.safetensors") for folder in (first, second))
+    assert not any(name.startswith("markov") for name in before)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert after["markov_gates"].shape == (RECIPE.masks, 4) and report["recipe"]["steps"] == plain["recipe"]["steps"] == 2
+    (first / "training.json").unlink()
+    with pytest.raises(UserError, match="has no sound training"):
+        train_bita(pair.target, asked, RECIPE, run, first)
+
+
 def test_the_command_prints_what_it_measured(pair: Pair, prompts: Path, tmp_path: Path) -> None:
     flags = ["bita", "--target", str(pair.target), "--prompts", f"clips={prompts}", "--out", str(tmp_path / "out")]
     flags += ["--work", str(tmp_path / "work"), "--threads", "1", "--steps", "2", "--masks", "2", "--prompting", "none"]
