@@ -1,4 +1,4 @@
-"""How large a draft a plan's timestep pays for: a larger one is right more often, but fewer of its forwards fit.
+"""The size of draft that a plan's timestep pays for: a larger one is right more often, but fewer of its forwards fit.
 
 Owns two fitted curves, a draft's accuracy by its size and the timesteps of a token by that accuracy, and so gives estimates.
 """
@@ -24,7 +24,7 @@ _MISSES, _STARTS, _LEVELS = 0.28, 0.062, 0.37
 
 @dataclass(frozen=True)
 class SizeCurve:
-    """How often a draft's most probable token is the target's, by its size: the errors are a power of its share of the target's
+    """Top-1 agreement of a draft with its target, by its size: the errors are a power of its share of the target's
     parameters, ``scale * share ** -exponent``.
 
     It holds for drafts that were trained as long as their targets. Of the shipped ones, that of the reference pair lies on it

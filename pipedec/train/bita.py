@@ -152,9 +152,9 @@ def _earlier(start: Path, target_path: Path) -> dict[str, Any]:
         report: dict[str, Any] = json.loads((start / "training.json").read_text(encoding="utf-8"))
         if all(key in report["recipe"] for key in _OF_MASKS) and {"samples", "tokens"} <= report.keys():
             return report
+        raise ValueError("it lacks a field")
     except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise UserError(f"{start} has no sound training.json: give a directory that pipedec train bita wrote")
+        raise UserError(f"{start} has no sound training.json: give a directory that pipedec train bita wrote") from None
 
 
 def _train_markov(

@@ -94,8 +94,8 @@ def on_policy_agreement(draft: MeasuredDraft, answered: dict[str, list[Continuat
 
 
 def acceptance(draft: MeasuredDraft, answered: dict[str, list[Continuation]], device: str = "cpu") -> float:
-    """How well a draft fills a pipeline: the share of positions after which all of the next 4, 8 and 16 tokens are among its top
-    4, in the mean over these depths and the sets.
+    """The share of positions after which all of the next 4, 8 and 16 tokens are among the draft's top 4, in the mean over these
+    depths and the sets: what fills a pipeline.
     """
     rows = on_policy_agreement(draft, answered, device).values()
     shares = [share for row in rows for share in row["chains"]["4"][DEPTHS.index(4) :]]

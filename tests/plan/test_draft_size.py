@@ -1,4 +1,4 @@
-"""How large a draft a plan's timestep pays for, and the lines of ``pipedec plan`` that say so."""
+"""The size of draft that a plan's timestep pays for, and the lines of ``pipedec plan`` that say so."""
 
 import io
 from pathlib import Path

@@ -127,7 +127,7 @@ def test_the_command_trains_from_invented_prompts(pair: Pair, tmp_path: Path) ->
 
 
 def read_continuations(store: Path) -> list[Continuation]:
-    """What ``store`` keeps."""
+    """The continuations that ``store`` keeps, in its order."""
     found = []
     for path in sorted(store.iterdir()):
         stored = load_file(path)
