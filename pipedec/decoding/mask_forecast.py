@@ -63,7 +63,7 @@ class MaskForecast:
 
 
 class Confidence:
-    """The share of a mask's predictions that were accepted once all before them were, by the probability that the mask gave them."""
+    """The share of a mask's predictions that were accepted, once all before them were, by their probability."""
 
     def __init__(self, masks: MaskParams) -> None:
         prior = np.exp(-(np.arange(_BINS) + 0.5) / _BINS_PER_NAT)
