@@ -63,7 +63,7 @@ def draft(
     only_acceptance: OnlyAcceptance = False,
     plan: SizeFor = None,
 ) -> None:
-    """Train a draft for a target, on the target's own greedy answers to prompts: a new one, or one that is continued."""
+    """Train a draft for a target, on the target's own answers to prompts: a new one, or one that is continued."""
     if invented is None or asked.prompts:
         asked.check(f", --invented COUNT (the shipped draft: {_RECIPE} draft)")
     if plan is not None:
