@@ -1,6 +1,6 @@
 """A BiTA's Markov table: how much likelier the token before makes each prediction of a mask (DSpark's Markov head).
 
-The masks of a group predict their tokens independently of each other. The table adds what one token says of the next one: the
+The masks of a group predict their tokens independently of each other. The table makes them depend on the token before: the
 logit of token v at mask m after token u grows by Σ_k gates[m, k] · previous[u, k] · following[v, k]. Rank 0 keeps the table and
 ranks a mask's predictions anew for every candidate before them. Shapes: V vocabulary, M masks, r rank, K predictions.
 """

@@ -50,7 +50,7 @@ def plan_table(plan: Plan, draft_top1: float | None = None) -> Group:
 
 
 def _draft_sizes(sizing: DraftSizing) -> list[str]:
-    """A line for the plan's draft and for every known one; the last line says which is best."""
+    """A line for the plan's draft and for every known one; the last line names the best."""
     assert sizing.plan.draft is not None
     place, present, known = sizing.plan.draft.placement, sizing.present, sizing.known()
     lines = [
