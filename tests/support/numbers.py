@@ -32,6 +32,7 @@ NOT_COMPUTING = (
     "benchmarks.kernels.stopwatch",
     "pipedec.model.bita",
     "pipedec.model.draft_vocabulary",
+    "pipedec.model.markov",
     "pipedec.verify.divergence",
     "recipes.reference_models.corpus",
     "recipes.thread_models.annotation",

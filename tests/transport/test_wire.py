@@ -39,7 +39,8 @@ INLINE_ROWS = 8
 INT64 = st.integers(-(2**63), 2**63 - 1)
 REASONS = st.sampled_from([None, "stop", "length", "cancelled", "cache_full", "paused", "corrupted"])
 TOKENS = st.lists(INT64, max_size=5).map(tuple)
-ACCEPTED = st.builds(Accepted, INT64, TOKENS, st.lists(TOKENS, max_size=4).map(tuple))
+ROWS = st.lists(TOKENS, max_size=4).map(tuple)
+ACCEPTED = st.builds(Accepted, INT64, TOKENS, ROWS, ROWS)
 VERDICTS = st.builds(Verdict, st.lists(ACCEPTED, max_size=40).map(tuple), REASONS)
 
 
