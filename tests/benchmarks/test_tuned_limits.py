@@ -20,20 +20,16 @@ QUESTIONS = {
     "modules": (
         "What does shutil.copytree() do?", "How do I parse a date with the datetime module?",
         "Which functions does the module bisect have?", "What is the difference between a list and a tuple?",
-        "How does functools.lru_cache() work?", "When is a generator better than a list?",
     ),
     "sums": (
         "A baker makes 24 rolls every morning and sells each for $2. How much does he earn in 5 days?",
         "Tom has 3 boxes with 12 pencils each. He gives away 10 pencils. How many are left?",
         "A train travels 60 miles per hour for 3 hours and then 40 miles. How far does it go?",
         "Anna reads 20 pages a day. How long does she need for a book of 300 pages?",
-        "There are 15 trees in the garden. Workers plant 6 more each day for 4 days. How many trees are there?",
-        "A shirt costs $30 and is sold with a discount of 20 percent. What is its price?",
     ),
     "advice": (
         "Write a short letter that thanks a colleague for help.", "How can I learn to sleep better?",
         "Name three advantages of public transport.", "Explain to a child why the sky is blue.",
-        "What should a visitor see in Rome?", "Describe a healthy breakfast.",
     ),
 }  # fmt: skip
 GRIDS = {  # width and forwards of the best ones
@@ -41,9 +37,8 @@ GRIDS = {  # width and forwards of the best ones
     ("paper-14", 1): [(16, 8), (64, 3), (64, 8)],
     ("home-4x3090", None): [(16, 4), (16, 5), (16, 6)],
 }
-# In 4 bits only 16 rows are computed in one reading of the weights, so that there are few rows to choose from: a draft forward
-# more or less than the best number makes 5 % there.
-LARGEST_RATIO = {"paper-14": 1.03, "home-4x3090": 1.06}
+LARGEST_RATIO = 1.04
+MAX_TOKENS = 96  # with 48, an answer takes 16 timesteps on 4 cards, and a single one makes 6 %
 METHOD = "pipedec-bestfirst"
 
 
@@ -63,10 +58,10 @@ def test_tuned_limits_are_about_as_good_as_the_best_fixed_ones(
     fixed = [f"{METHOD}:width={width},forwards={forwards}" for width, forwards in GRIDS[preset, stages]]
     config = PolicyConfig(
         paper_cluster(), preset, tuple(map(Policy.parse, (METHOD, *fixed))), stages, samples=len(QUESTIONS[questions]),
-        sampling=SamplingParams(max_tokens=48, ignore_eos=True), own_work=False,
+        sampling=SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True), own_work=False,
     )  # fmt: skip
     study = Study(config, [PromptSet(questions, QUESTIONS[questions])], recordings / questions)
     times = PolicyFigures.of(study.run(Silent())).means["ms_per_token"].to_dict()
     best = min(fixed, key=times.__getitem__)
     ratio = times[METHOD] / times[best]
-    assert ratio <= LARGEST_RATIO[preset], f"{times[METHOD]:.2f} ms per token; {times[best]:.2f} with {best}"
+    assert ratio <= LARGEST_RATIO, f"{times[METHOD]:.2f} ms per token; {times[best]:.2f} with {best}"
