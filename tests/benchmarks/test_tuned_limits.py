@@ -37,7 +37,7 @@ GRIDS = {  # width and forwards of the best ones
     ("paper-14", 1): [(16, 8), (64, 3), (64, 8)],
     ("home-4x3090", None): [(16, 4), (16, 5), (16, 6)],
 }
-LARGEST_RATIO = 1.04
+LARGEST_RATIO = {"paper-14": 1.03, "home-4x3090": 1.04}
 MAX_TOKENS = 96  # with 48, an answer takes 16 timesteps on 4 cards, and a single one makes 6 %
 METHOD = "pipedec-bestfirst"
 
@@ -64,4 +64,4 @@ def test_tuned_limits_are_about_as_good_as_the_best_fixed_ones(
     times = PolicyFigures.of(study.run(Silent())).means["ms_per_token"].to_dict()
     best = min(fixed, key=times.__getitem__)
     ratio = times[METHOD] / times[best]
-    assert ratio <= LARGEST_RATIO, f"{times[METHOD]:.2f} ms per token; {times[best]:.2f} with {best}"
+    assert ratio <= LARGEST_RATIO[preset], f"{times[METHOD]:.2f} ms per token; {times[best]:.2f} with {best}"
