@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pipedec.bench.options import DrawnPrompt
 from pipedec.bench.record import Row
-from pipedec.core import UserError
+from pipedec.core import SamplingParams, UserError
 from pipedec.decoding import Drafter
 from pipedec.kv import KVManager
 from pipedec.messages import PromptRequest
@@ -208,9 +208,9 @@ class RecordedDrafter:
         self._memo, self._load, self._max_children, self._kv = memo, load, max_children, kv
         self._requests: dict[int, _RecordedRequest] = {}
 
-    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int]) -> int:
+    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         """Begin a request; returns how many of ``token_ids``, the prompt and tokens accepted before, need not be computed."""
-        request = _RecordedRequest(number, sequence, token_ids, self._memo(number), self._load, self._max_children)
+        request = _RecordedRequest(number, sequence, token_ids, sampling, self._memo(number), self._load, self._max_children)
         self._requests[number] = request
         lease = self._kv.open(number, token_ids, len(token_ids)) if self._kv is not None else None
         return 0 if lease is None else lease.cached
@@ -262,11 +262,12 @@ class _RecordedRequest:
         number: int,
         sequence: ThreadSequence,
         token_ids: Sequence[int],
+        sampling: SamplingParams,
         memo: DraftMemo,
         load: Callable[[], Drafter],
         max_children: int,
     ) -> None:
-        self._number, self._sequence = number, sequence
+        self._number, self._sequence, self._sampling = number, sequence, sampling
         self._memo, self._load, self._max_children = memo, load, max_children
         self._draft: Drafter | None = None  # once this request needs it
         self._begun_with = token_ids
@@ -338,7 +339,7 @@ class _RecordedRequest:
         """The draft model, with what the request began with and the accepted tokens in its cache."""
         if self._draft is None:
             self._draft = self._load()
-            cached = self._draft.open(self._number, self._sequence, self._begun_with)
+            cached = self._draft.open(self._number, self._sequence, self._begun_with, self._sampling)
             if cached < len(self._begun_with):
                 self._draft.expand([], {self._number: self._begun_with[cached:]})
             rows = list(range(len(self._accepted)))

@@ -46,6 +46,11 @@ class _TreeRow:
     forced: _TreeRow | None = None  # the row of the only token that may follow, if known
     children: dict[int, _TreeRow] = field(default_factory=dict)
 
+    @property
+    def next_position(self) -> int:
+        """The position of its children."""
+        return self.position + self.gap + 1
+
     def choice_at(self, place: int) -> float | None:
         """The log-chance of the path to a choice; None if there are not as many."""
         if self.line is None or place >= len(self.line.token_ids):
@@ -171,6 +176,10 @@ class InjectionTree:
     def positions_of(self, rows: Sequence[int]) -> list[int]:
         """The position ids of ``rows``."""
         return [self._rows[row].position for row in rows]
+
+    def next_positions_of(self, rows: Sequence[int]) -> list[int]:
+        """The position ids of the children of ``rows``."""
+        return [self._rows[row].next_position for row in rows]
 
     def ancestors_of(self, row: int) -> list[int]:
         """``row`` itself, its parent, and so on up to the root."""
@@ -378,7 +387,7 @@ class InjectionTree:
                 kept += row.children.values()
             kept.sort(key=attrgetter("index"))
         elif committed:
-            self.root_position = committed[-1].position + committed[-1].gap + 1
+            self.root_position = committed[-1].next_position
         changes = RowChanges(
             [row.index for row in committed], [row.token for row in committed], [row.index for row in kept], num_rows
         )
@@ -406,7 +415,7 @@ class InjectionTree:
         """Make the most probable choice below ``row`` a row. Returns it and the rows forced after it."""
         assert row.line is not None and row.best is not None
         token = row.line.token_ids[row.taken]
-        below = row.children[token] = _TreeRow(token, row, row.best, row.position + row.gap + 1)
+        below = row.children[token] = _TreeRow(token, row, row.best, row.next_position)
         row.taken += 1
         row.best = row.choice_at(row.taken)
         if self.gaps is not None and self.gaps.may_follow(token):
@@ -419,7 +428,7 @@ class InjectionTree:
         self._rows.append(row)
         new = [row]
         for token in () if self._chain_below is None else self._chain_below(self.path(row.index)):
-            below = _TreeRow(token, row, row.log_chance - _MIN_LOSS, row.position + row.gap + 1)
+            below = _TreeRow(token, row, row.log_chance - _MIN_LOSS, row.next_position)
             below.index = len(self._rows)
             self._rows.append(below)
             row.forced = row.children[token] = below

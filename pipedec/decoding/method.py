@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from pipedec.core import NO_MASKS, Accepted, MaskParams, Request, Step
+from pipedec.core import NO_MASKS, Accepted, MaskParams, Request, SamplingParams, Step
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.forced import MAX_FORCED
@@ -29,9 +29,10 @@ from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
 class Drafter(Protocol):
     """A draft model for the trees of all running requests (see ``drafting``)."""
 
-    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int]) -> int:
+    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         """Begin a request, or continue one after a pause. Returns how many of ``token_ids``, the prompt and the answer's earlier
         tokens, need not be computed. ``sequence`` is read only; accepted tokens are in it before ``advance`` is called.
+        Candidates are tokens that the target will choose with ``sampling``.
         """
 
     def close(self, number: int) -> None:

@@ -121,7 +121,7 @@ class RequestState:
         self.entered = self.past = self._adoptable = lease.cached
         self.drafted = len(self.text)
         if self.drafter is not None:
-            self.drafted = self.drafter.open(self.number, self.sequence, self.text)
+            self.drafted = self.drafter.open(self.number, self.sequence, self.text, self.request.sampling)
         if self.cached_tokens is None:
             self.cached_tokens = min(lease.cached, self.sequence.prompt_length)
         request, accepted = self.request, self.text[self.sequence.prompt_length :]

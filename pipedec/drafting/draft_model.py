@@ -16,12 +16,14 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from pipedec.core import SamplingParams
 from pipedec.device import to_device, to_host
 from pipedec.drafting.lane import DraftLane, Entering
 from pipedec.grammar import Bitmask
 from pipedec.grammar.masks import allowed_tokens
 from pipedec.kv import KVManager
 from pipedec.model import DraftVocabulary, FirstForward, KVCache, StageModel, Usual, warm_up
+from pipedec.sampling import TokenPredictor
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, RowChanges
 
@@ -67,7 +69,7 @@ class DraftModel:
         """KV cache entries that there are for all requests together."""
         return self._pool.slots
 
-    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int]) -> int:
+    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         """Open the lane of a request. Returns how many of ``token_ids`` are cached, or all of them if there is no memory."""
         left = sequence.max_tokens - (len(token_ids) - sequence.prompt_length)
         lease = self._kv.open(number, token_ids, len(token_ids) + min(left, _MAX_RESERVED))
@@ -75,8 +77,17 @@ class DraftModel:
         if lease is None:
             return len(token_ids)
         cache = KVCache(self._pool, lease.slots, lease.cached, lease.copied)
-        self._lanes[number] = DraftLane(cache, sequence, self._model.device)
+        self._lanes[number] = DraftLane(cache, sequence, self._model.device, self._predictor(sampling))
         return lease.cached
+
+    def _predictor(self, sampling: SamplingParams) -> TokenPredictor | None:
+        """Turns the draft's distributions into predictions of a request's tokens; None if they are the same."""
+        if not TokenPredictor.changes(sampling):
+            return None
+        if self._vocabulary is None:
+            return TokenPredictor(sampling, self._model.config.vocab_size, self._model.device)
+        tokens = self._vocabulary.tokens.clamp(min=0)
+        return TokenPredictor(sampling, len(self._vocabulary.draft_ids), self._model.device, tokens)
 
     def close(self, number: int) -> None:
         """Drop the lane of a request, if it has one."""
@@ -130,8 +141,10 @@ class DraftModel:
         if self._vocabulary is not None:
             log_probs_FV[:, 0] = -torch.inf  # the token that stands for all unknown ones
         for entry, log_probs_RV in zip(requested, log_probs_FV.split(counts), strict=True):
-            if allowed := self._lanes[entry.number].allowed(entry):
+            lane = self._lanes[entry.number]
+            if allowed := lane.allowed(entry):
                 log_probs_RV.copy_(self._among(log_probs_RV, allowed))
+            log_probs_RV.copy_(lane.predicted(entry, log_probs_RV))
         known = log_probs_FV.shape[-1] - (self._vocabulary is not None)
         top = log_probs_FV.topk(min(max([entry.children for entry in requested]), known))
         tokens = top.indices if self._vocabulary is None else self._vocabulary.tokens[top.indices]

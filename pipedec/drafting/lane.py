@@ -19,6 +19,7 @@ from pipedec.device import to_device
 from pipedec.grammar import Bitmask
 from pipedec.model import LaneRows
 from pipedec.model.cache import KVCache
+from pipedec.sampling import TokenPredictor
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import DraftRows, DraftTree, RowChanges, Visibility
 from pipedec.tree.forest import UNSEEN, Slots
@@ -44,8 +45,11 @@ class DraftLane:
     the context at the time of its forward.
     """
 
-    def __init__(self, cache: KVCache, sequence: ThreadSequence, device: torch.device) -> None:
+    def __init__(
+        self, cache: KVCache, sequence: ThreadSequence, device: torch.device, predictor: TokenPredictor | None = None
+    ) -> None:
         self.cache = cache
+        self._predictor = predictor  # None if the target's distribution alone decides
         self._added: list[int] = []  # tokens that have joined the past, in order, as long as there is only one thread
         self._device = device
         self._sequence = sequence
@@ -64,6 +68,15 @@ class DraftLane:
         if grammar is None:
             return []
         return [grammar.allowed(tree.tokens_of(tree.ancestors_of(row)[-2::-1])) for row in requested.rows]
+
+    def predicted(self, requested: DraftRows, log_probs_RV: Tensor) -> Tensor:
+        """The logarithms of the probabilities that the request chooses each token after each of the rows, [R, V], from those of
+        the draft's distribution.
+        """
+        if self._predictor is None:
+            return log_probs_RV
+        stream = self._sequence.threads[requested.thread].noise_stream
+        return self._predictor.log_probs(log_probs_RV, requested.tree.next_positions_of(requested.rows), stream)
 
     def take_added(self) -> list[int]:
         """The tokens that have joined the past since the last call; with several threads, only those of the prompt."""

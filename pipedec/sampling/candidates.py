@@ -57,6 +57,26 @@ def drawn(
     return chosen_R, is_sure_R & (lead_R > _ROUNDING)
 
 
+def least_kept(logits_RV: Tensor, params: SamplingParams, count: int = FILTERED) -> Tensor | None:
+    """The lowest logit that the filters keep, after the temperature and less the row's highest: [R, 1]; None without filters.
+
+    As of ``sampler.filtered``, except for rounding and for temperatures outside ``TEMPERATURES``. At most ``count`` tokens are
+    kept.
+    """
+    top_k = params.top_k if 0 < params.top_k < logits_RV.shape[-1] else 0
+    if params.min_p <= 0 and params.top_p >= 1 and not top_k:
+        return None
+    candidates = _most_probable(logits_RV, limited(params.temperature), min(count, logits_RV.shape[-1]))
+    kept_RK, _ = _kept(candidates, params.min_p, top_k, params.top_p)
+    return candidates.logits.masked_fill(~kept_RK, 0).amin(-1, keepdim=True)
+
+
+def limited(temperature: float) -> float:
+    """The nearest of ``TEMPERATURES``."""
+    coldest, hottest = TEMPERATURES
+    return min(max(temperature, coldest), hottest)
+
+
 def _drawn_unfiltered(
     logits_RV: Tensor, positions_R: Tensor, temperature: float, seed: int, stream: int
 ) -> tuple[Tensor, Tensor]:

@@ -134,13 +134,10 @@ class Sampler:
         self._params = params
         self._stream = stream
         self._history = History(vocab_size, device) if params.has_penalties else None
-        self._bias_V: Tensor | None = None
-        if params.logit_bias:
-            self._bias_V = bias_V = torch.zeros(vocab_size, dtype=torch.float64, device=device)
-            for token, value in params.logit_bias.items():
-                if token >= vocab_size:
-                    raise UserError(f"logit_bias names token {token}, but the vocabulary has {vocab_size} tokens")
-                bias_V[token] = value
+        for token in params.logit_bias or ():
+            if token >= vocab_size:
+                raise UserError(f"logit_bias names token {token}, but the vocabulary has {vocab_size} tokens")
+        self._bias_V = bias_of(params, vocab_size, device)
 
     def add_prompt(self, token_ids: Tensor) -> None:
         """Add a chunk of the prompt: int64 [any number]."""
@@ -174,14 +171,6 @@ class Sampler:
             chosen_R[unsure] = greedy(self._perturbed(logits_RV[unsure], positions_R[to_host(unsure)]))
         return chosen_R
 
-    def scores(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
-        """Scores that rank predictions (e.g. of mask rows) of the tokens that ``choose`` will return at these positions: [R, V].
-
-        The noise is that of the later choice, so a prediction can match it also when tokens are sampled. Penalties are ignored.
-        Positions as in ``choose``.
-        """
-        return self._perturbed(logits_RV if self._bias_V is None else logits_RV + self._bias_V, positions_R)
-
     def _perturbed(self, logits_RV: Tensor, positions_R: Tensor) -> Tensor:
         """[R, V], scores whose argmax is the token: filtered logits plus noise, or the logits alone if decoding is greedy."""
         params, logits_RV = self._params, logits_RV.double()
@@ -190,6 +179,16 @@ class Sampler:
         distinct_P, which_R = (to_device(part, logits_RV.device) for part in positions_R.unique(return_inverse=True))
         noise_PV = gumbel(params.seed, distinct_P, logits_RV.shape[-1], self._stream)  # siblings share their noise
         return filtered(logits_RV, params) + noise_PV.index_select(0, which_R)
+
+
+def bias_of(params: SamplingParams, vocab_size: int, device: torch.device | str) -> Tensor | None:
+    """``logit_bias`` of every token, float64 [V]; None if there is none. Tokens outside the vocabulary are ignored."""
+    if not params.logit_bias:
+        return None
+    bias_V = torch.zeros(vocab_size, dtype=torch.float64, device=device)
+    for token, value in params.logit_bias.items():
+        bias_V[token : token + 1] = value
+    return bias_V
 
 
 def filtered(logits_RV: Tensor, params: SamplingParams) -> Tensor:

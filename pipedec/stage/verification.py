@@ -17,7 +17,7 @@ from torch import Tensor
 from pipedec.core import MAX_SURPRISAL, SURPRISAL_UNIT, SamplingParams
 from pipedec.device import to_device
 from pipedec.grammar.masks import mask_logits
-from pipedec.sampling import Sampler, greedy
+from pipedec.sampling import Sampler, TokenPredictor, greedy
 from pipedec.threads import Sequence, State
 from pipedec.tree import Forest, ThreadChanges
 
@@ -38,6 +38,8 @@ class TokenChooser:
         self._samplers: dict[int, Sampler] = {}  # by thread; empty if decoding is greedy
         if not sampling.is_plainly_greedy:
             self._start(0)
+        changes = TokenPredictor.changes(sampling)
+        self._predictor = TokenPredictor(sampling, vocab_size, device) if changes else None  # of mask rows
 
     def add_prompt(self, token_ids: Tensor) -> None:
         """Add a chunk of the prompt: int64 [any number]."""
@@ -68,7 +70,7 @@ class TokenChooser:
         chosen = torch.zeros(len(logits_RV), dtype=torch.int64, device=self._device)
         for number, of_step, of_tree in forest.by_thread(rows):
             tree = forest.trees[number]
-            positions, mask_RN = tree.next_positions[of_tree], tree.tree_mask[of_tree]
+            positions, mask_RN = torch.tensor(tree.next_positions_of(of_tree.tolist())), tree.tree_mask[of_tree]
             token_ids = tree.token_ids.clamp(min=0)
             own, *on_device = (to_device(part, self._device) for part in (of_step, mask_RN, token_ids))
             chosen[own] = self._samplers[number].choose(logits_RV[own], positions, *on_device)
@@ -89,23 +91,23 @@ class TokenChooser:
                 logits_RV[of_rows[:, None], tokens] = -torch.inf
         return logits_RV
 
-    def scores(self, logits_MV: Tensor, positions_M: Tensor, threads_M: Tensor | None = None) -> Tensor:
-        """Scores that rank the predictions of mask rows, [M, V] (see ``Sampler.scores``).
+    def predicted(self, logits_MV: Tensor, positions_M: Tensor, threads_M: Tensor | None = None) -> Tensor:
+        """The predictions of mask rows as logits of the tokens that will be chosen, [M, V] (see ``TokenPredictor``).
 
         Args:
             positions_M: int64, position ids of the predicted tokens, on the host.
             threads_M: int64, the thread of each mask; None if all are in the main thread.
         """
-        if not self._samplers:
+        if self._predictor is None:
             return logits_MV
         if threads_M is None:
-            return self._samplers[0].scores(logits_MV, positions_M)
-        scores_MV = torch.zeros_like(logits_MV, dtype=torch.float64)
+            return self._predictor.log_probs(logits_MV, positions_M.tolist(), self._sequence.main.noise_stream)
+        predicted_MV = torch.zeros_like(logits_MV)
         for number in threads_M.unique().tolist():
             of_thread = (threads_M == number).nonzero()[:, 0]
-            own = to_device(of_thread, self._device)
-            scores_MV[own] = self._samplers[number].scores(logits_MV[own], positions_M[of_thread])
-        return scores_MV
+            own, stream = to_device(of_thread, self._device), self._sequence.threads[number].noise_stream
+            predicted_MV[own] = self._predictor.log_probs(logits_MV[own], positions_M[of_thread].tolist(), stream)
+        return predicted_MV
 
     def replayed(self, changes: ThreadChanges) -> None:
         """Call this after the forest has replayed a verdict with these changes."""
@@ -248,7 +250,7 @@ class Forecasts:
         return (), ()
 
     def _best(self, logits_MV: Tensor, positions_M: Tensor, threads_M: Tensor | None = None) -> Tensor:
-        scores_MV = self._chooser.scores(logits_MV, positions_M, threads_M)
+        scores_MV = self._chooser.predicted(logits_MV, positions_M, threads_M)
         scores_MK, tokens_MK = scores_MV.topk(self._tokens_per_mask, dim=1)
         surprisals_MK = ((scores_MV.logsumexp(1, keepdim=True) - scores_MK) / SURPRISAL_UNIT).nan_to_num(MAX_SURPRISAL)
         return torch.stack((tokens_MK, surprisals_MK.clamp(0, MAX_SURPRISAL).round().long()), 1)

@@ -101,6 +101,8 @@ class DraftTree(Protocol):
 
     def positions_of(self, rows: Sequence[int]) -> list[int]: ...
 
+    def next_positions_of(self, rows: Sequence[int]) -> list[int]: ...
+
     def ancestors_of(self, row: int) -> list[int]: ...
 
     def set_root_position(self, root_position: int, gap: int) -> None: ...
@@ -191,11 +193,6 @@ class PredictionTree:
         return torch.tensor(self.positions_of(range(self.num_rows)), dtype=torch.int64, device=self._device)
 
     @property
-    def next_positions(self) -> Tensor:
-        """int64 [N], position ids of each row's children."""
-        return self.positions + 1 + torch.tensor(self._row_gaps, dtype=torch.int64, device=self._device)
-
-    @property
     def cumulative_log_probs(self) -> Tensor:
         """[N], B = M · log P (paper §3.3.3): log-probability of the path from the root to each row."""
         return self.tree_mask.to(self._log_probs.dtype) @ self.log_probs
@@ -265,6 +262,10 @@ class PredictionTree:
             return [self.root_position + self._depths[row] for row in rows]
         above = (sum(self._row_gaps[ancestor] for ancestor in self.ancestors_of(row)[1:]) for row in rows)
         return [self.root_position + self._depths[row] + gaps for row, gaps in zip(rows, above, strict=True)]
+
+    def next_positions_of(self, rows: Sequence[int]) -> list[int]:
+        """The position ids of the children of ``rows``."""
+        return [position + 1 + self._row_gaps[row] for position, row in zip(self.positions_of(rows), rows, strict=True)]
 
     def ids_of(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Token ids and parents of ``rows``, int64, on the host."""

@@ -13,7 +13,7 @@ from safetensors.torch import save
 from support.checkpoints import save_tiny_llama
 
 from benchmarks.policy.recording import PROMPT, DraftMemo, RecordedDrafter
-from pipedec.core import UserError
+from pipedec.core import SamplingParams, UserError
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
 from pipedec.model import StageModel
@@ -53,7 +53,7 @@ class Forwards:
 
 
 def begin(drafter: Drafter) -> None:
-    cached = drafter.open(0, ThreadSequence(len(PROMPT_IDS), (), 1000), PROMPT_IDS)
+    cached = drafter.open(0, ThreadSequence(len(PROMPT_IDS), (), 1000), PROMPT_IDS, SamplingParams())
     for token in PROMPT_IDS[cached:]:
         drafter.expand([], {0: [token]})
 

@@ -10,7 +10,7 @@ import torch
 from support.drafters import Alone
 from support.toy_dialects import END, IDS, ids, sequence_of, toy
 
-from pipedec.core import Accepted, Request, Step, Verdict
+from pipedec.core import Accepted, Request, SamplingParams, Step, Verdict
 from pipedec.decoding import Batch
 from pipedec.decoding.request_state import ROWS_OF_SEVERAL_THREADS
 from pipedec.methods import METHODS, applicable_options
@@ -31,7 +31,7 @@ class Lines:
         self.asked: list[tuple[int, int, int]] = []  # thread, depth and token of each row
         self.forwards: list[set[int]] = []  # the threads of each
 
-    def open(self, number: int, sequence: Sequence, token_ids: Iterable[int]) -> int:
+    def open(self, number: int, sequence: Sequence, token_ids: Iterable[int], sampling: SamplingParams) -> int:
         return 0
 
     def close(self, number: int) -> None: ...

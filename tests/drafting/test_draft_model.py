@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,10 @@ from support.toy_structures import ToyStructure
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pipedec.core import SamplingParams
 from pipedec.drafting import DraftModel
 from pipedec.model import DraftVocabulary, StageModel
+from pipedec.sampling import Sampler
 from pipedec.threads import Sequence
 from pipedec.tree import Candidates, DraftRows, PredictionTree
 
@@ -50,7 +53,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def begun(pair: Pair) -> tuple[DraftModel, PredictionTree]:
     """A draft that has taken in the prompt but its last token, which is the root of the tree."""
     draft, tree = DraftModel(pair.ours), PredictionTree(block=4)
-    draft.open(0, SEQUENCE, PROMPT)
+    draft.open(0, SEQUENCE, PROMPT, SamplingParams())
     draft.expand([], {0: PROMPT[:3]})
     draft.expand([], {0: PROMPT[3:]})
     tree.reset(len(PROMPT))
@@ -181,7 +184,7 @@ def test_a_closed_request_leaves_nothing(pair: Pair) -> None:
     first = expand(draft, tree, torch.tensor([0, 1]), 4)
     draft.close(0)
     assert draft.num_lanes == 0
-    cached = draft.open(0, SEQUENCE, PROMPT)
+    cached = draft.open(0, SEQUENCE, PROMPT, SamplingParams())
     draft.expand([], {0: PROMPT[cached:]})
     again = expand(draft, tree, torch.tensor([0, 1]), 4)
     assert torch.equal(first.token_ids, again.token_ids)
@@ -195,7 +198,7 @@ def test_with_a_structure_only_what_it_allows_is_a_candidate(pair: Pair) -> None
     grammar = ToyStructure(lambda said: frozenset({root} if not said else allowed[said[1:]]))
     grammar.advance((root,))
     draft, tree = DraftModel(pair.ours), PredictionTree()
-    draft.open(0, Sequence(len(PROMPT), (), 1000, grammar), PROMPT)  # type: ignore[arg-type]
+    draft.open(0, Sequence(len(PROMPT), (), 1000, grammar), PROMPT, SamplingParams())  # type: ignore[arg-type]
     draft.expand([], {0: PROMPT})
     tree.reset(len(PROMPT))
     tree.append(torch.tensor([root, 5, 3, 7]), torch.tensor([-1, 0, 0, 1]))
@@ -210,6 +213,31 @@ def test_with_a_structure_only_what_it_allows_is_a_candidate(pair: Pair) -> None
         assert found.token_ids[line][possible].tolist() == best.indices[possible].tolist()
 
 
+def test_of_tokens_that_are_sampled_it_knows_the_noise(pair: Pair) -> None:
+    """Each is the first candidate if the target computes the same logits, with and without a structure."""
+
+    def rule(said: tuple[int, ...]) -> frozenset[int]:
+        return frozenset(token for token in range(VOCAB) if (token + len(said) + 1) % 3)
+
+    grammar = ToyStructure(rule)
+    grammar.advance((9,))
+    for seed, structure in itertools.product(range(8), (None, grammar)):
+        sampling = SamplingParams(1.5, seed=seed)
+        draft, tree = DraftModel(pair.ours), PredictionTree()
+        draft.open(0, Sequence(len(PROMPT), (), 1000, structure), PROMPT, sampling)  # type: ignore[arg-type]
+        draft.expand([], {0: PROMPT})
+        tree.reset(len(PROMPT))
+        tree.append(torch.tensor([9, 5, 3, 7]), torch.tensor([-1, 0, 0, 1]))
+        found = expand(draft, tree, torch.arange(4), 3)
+        for line, path in enumerate([(), (5,), (3,), (5, 7)]):
+            logits = pair.log_probs((9, *path))
+            if structure is not None:
+                logits = logits.index_fill(0, torch.tensor(sorted(set(range(VOCAB)) - rule((9, *path)))), -torch.inf)
+            position = torch.tensor([len(PROMPT) + 1 + len(path)])
+            nothing = torch.zeros(1, 1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
+            assert found.token_ids[line, 0] == Sampler(sampling, VOCAB).choose(logits[None], position, *nothing)
+
+
 def test_a_draft_that_knows_few_tokens_proposes_those(pair: Pair) -> None:
     """Its own token 0 stands for all others, and is never proposed."""
     torch.manual_seed(0)
@@ -218,7 +246,7 @@ def test_a_draft_that_knows_few_tokens_proposes_those(pair: Pair) -> None:
     known, others = DraftModel(pair.ours, vocabulary=vocabulary), sorted(set(range(1000)) - set(tokens.tolist()))
     prompt = [int(tokens[3]), others[0], int(tokens[50]), others[5]]
     of_draft = [4, 0, 51, 0]
-    known.open(0, SEQUENCE, prompt)
+    known.open(0, SEQUENCE, prompt, SamplingParams())
     known.expand([], {0: prompt})
     tree = PredictionTree(block=4)
     tree.reset(len(prompt))

@@ -15,15 +15,17 @@ from support.toy_dialects import IDS, TEXTS, ids, say, sequence_of, toy
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipedec.core import Accepted, Verdict
+from pipedec.core import Accepted, SamplingParams, Verdict
 from pipedec.drafting import DraftModel
 from pipedec.model import LaneRows, StageModel
+from pipedec.sampling import Sampler
 from pipedec.threads import Sequence
 from pipedec.tree import Candidates, DraftRows, PredictionTree, ThreadedForest
 
 PROMPT = [30, 41, 28, 50, 33]
 VOCAB = len(TEXTS)
 WORDS = [IDS[word] for word in "abcdefgh"]
+GREEDY = SamplingParams()
 
 
 class Model:
@@ -43,19 +45,23 @@ class Model:
         stage.forward = forward  # type: ignore[method-assign,assignment]
         self._stage = stage
 
-    def begun(self, sequence: Sequence) -> DraftModel:
+    def begun(self, sequence: Sequence, sampling: SamplingParams = GREEDY) -> DraftModel:
         draft = DraftModel(self._stage)
-        draft.open(0, sequence, PROMPT)
+        draft.open(0, sequence, PROMPT, sampling)
         draft.expand([], {0: PROMPT[:2]})
         draft.expand([], {0: PROMPT[2:]})
         return draft
 
+    @torch.inference_mode()
+    def log_probs(self, path: str) -> Tensor:
+        """[V] after the prompt and a path without gaps."""
+        log_probs: Tensor = self.theirs(torch.tensor([[*PROMPT, *ids(path)]])).logits[0, -1].log_softmax(-1)
+        return log_probs
+
     def check(self, candidates: Candidates, paths: list[str]) -> None:
         """They are the likeliest after the prompt and each of ``paths``, which stand without gaps."""
         for line, path in enumerate(paths):
-            with torch.inference_mode():
-                log_probs: Tensor = self.theirs(torch.tensor([[*PROMPT, *ids(path)]])).logits[0, -1].log_softmax(-1)
-            best = log_probs.topk(candidates.token_ids.shape[1])
+            best = self.log_probs(path).topk(candidates.token_ids.shape[1])
             assert candidates.token_ids[line].tolist() == best.indices.tolist(), path
             assert torch.allclose(candidates.log_probs[line], best.values, rtol=0, atol=1e-9)
         assert len(candidates.rows) == len(paths)
@@ -113,10 +119,10 @@ def test_one_thread_is_drafted_as_one_tree_is(model: Model, data: st.DataObject)
 class Draft:
     """A draft beside the forest that its owner replays."""
 
-    def __init__(self, model: Model, dialect: str) -> None:
+    def __init__(self, model: Model, dialect: str, sampling: SamplingParams = GREEDY) -> None:
         self._model = model
         self.forest = ThreadedForest(sequence_of(toy(dialect), len(PROMPT)))
-        self.draft = model.begun(self.forest.sequence)
+        self.draft = model.begun(self.forest.sequence, sampling)
 
     def accept(self, **texts: str) -> None:
         """As a method does: trees are advanced, then the draft, then it is told what became of the threads."""
@@ -136,7 +142,7 @@ class Draft:
 
     def enter(self, *rows: tuple[str, int, int]) -> None:
         texts, parents, threads = zip(*rows, strict=True)
-        self.forest.append(torch.tensor([IDS[text] for text in texts]), torch.tensor(parents), torch.tensor(threads))
+        self.forest.append(torch.tensor(ids(" ".join(texts))), torch.tensor(parents), torch.tensor(threads))
 
     def check(self, asked: dict[int, list[int]], *paths: str) -> None:
         """Draft rows of some threads in one forward."""
@@ -215,3 +221,26 @@ def test_a_child_sees_the_tree_of_no_other_thread(model: Model) -> None:
     draft.accept(t0="[Fork]")
     draft.enter(("[Fork]", -1, 0), ("[Child]", -1, 2))
     draft.check({2: [0], 0: [0]}, "a [Fork] b [Fork] [Child]", "a [Fork] b [Fork]")
+
+
+@pytest.mark.parametrize(
+    ("dialect", "opener", "child"), [("apar", "[Fork]", "[Child]"), ("pasta", '<promise : 20 "/>', "<async>")]
+)
+def test_of_tokens_that_are_sampled_it_knows_the_noise_of_their_thread(
+    model: Model, dialect: str, opener: str, child: str
+) -> None:
+    """Also after positions that are left empty: noise belongs to a position."""
+    for seed in range(8):
+        draft = Draft(model, dialect, sampling := SamplingParams(2.0, seed=seed))
+        for word in f"a {opener}".split():
+            draft.accept(t0=word)
+            draft.enter((word, -1, 0))
+        draft.enter((child, -1, 1))
+        trees, threads = draft.forest.trees, draft.forest.sequence.threads
+        assert threads[0].next_position - len(PROMPT) - len(ids(f"a {opener}")) == (20 if dialect == "pasta" else 0)
+        found = draft.draft.expand([DraftRows(0, number, trees[number], [0], 3) for number in (0, 1)], {})
+        for thread, path, candidates in zip(threads, (f"a {opener}", f"a {opener} {child}"), found, strict=True):
+            sampler = Sampler(sampling, VOCAB, stream=thread.noise_stream)
+            nothing = torch.zeros(1, 1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
+            drawn = sampler.choose(model.log_probs(path)[None], torch.tensor([thread.next_position]), *nothing)
+            assert candidates.token_ids[0, 0] == drawn

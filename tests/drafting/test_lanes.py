@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.checkpoints import save_tiny_llama
 from support.examples import examples
 
+from pipedec.core import SamplingParams
 from pipedec.drafting import DraftModel
 from pipedec.model import StageModel
 from pipedec.threads import Sequence
@@ -48,8 +49,8 @@ class Running:
     def begin(self, company: DraftModel) -> None:
         """In company it may adopt a prefix; alone it computes everything."""
         sequence = Sequence(len(self.prompt), (), 1000)
-        self.entered = company.open(self.number, sequence, self.prompt)
-        assert self.alone.open(self.number, sequence, self.prompt) == 0
+        self.entered = company.open(self.number, sequence, self.prompt, SamplingParams())
+        assert self.alone.open(self.number, sequence, self.prompt, SamplingParams()) == 0
         if self.entered:
             self.alone.expand([], {self.number: self.prompt[: self.entered]})
         self.plant()
@@ -141,25 +142,25 @@ def test_in_company_the_candidates_are_those_of_a_request_alone(model: StageMode
 
 def test_a_prompt_that_is_known_is_not_computed_again(model: StageModel) -> None:
     draft, prompt = DraftModel(model), list(range(40))
-    draft.open(0, Sequence(40, (), 1000), prompt)
+    draft.open(0, Sequence(40, (), 1000), prompt, SamplingParams())
     draft.expand([], {0: prompt[:35]})
-    assert draft.open(1, Sequence(40, (), 1000), prompt) == 32
+    assert draft.open(1, Sequence(40, (), 1000), prompt, SamplingParams()) == 32
     draft.expand([], {0: prompt[35:]})
     draft.close(0)
-    assert draft.open(2, Sequence(42, (), 1000), [*prompt, 1, 2]) == 40
+    assert draft.open(2, Sequence(42, (), 1000), [*prompt, 1, 2], SamplingParams()) == 40
     draft.forget_prefixes()
-    assert draft.open(3, Sequence(40, (), 1000), prompt) == 32, "what running requests hold is known still"
+    assert draft.open(3, Sequence(40, (), 1000), prompt, SamplingParams()) == 32, "what running requests hold is known still"
     for number in (1, 2, 3):
         draft.close(number)
     draft.forget_prefixes()
-    assert draft.open(4, Sequence(40, (), 1000), prompt) == 0
+    assert draft.open(4, Sequence(40, (), 1000), prompt, SamplingParams()) == 0
 
 
 def test_a_request_without_memory_gets_no_candidates_and_takes_none(model: StageModel) -> None:
     draft, tree = DraftModel(model, slots=32), PredictionTree(block=4)
-    draft.open(0, Sequence(20, (), 1000), list(range(20)))
+    draft.open(0, Sequence(20, (), 1000), list(range(20)), SamplingParams())
     draft.expand([], {0: list(range(20))})
-    assert draft.open(1, Sequence(3, (), 1000), [7, 8, 9]) == 3, "nothing is to be computed"
+    assert draft.open(1, Sequence(3, (), 1000), [7, 8, 9], SamplingParams()) == 3, "nothing is to be computed"
     tree.reset(3)
     tree.plant(5)
     (candidates,) = draft.expand([DraftRows(1, 0, tree, [0], 4)], {})

@@ -136,7 +136,7 @@ class NotedDrafter:
     def __init__(self) -> None:
         self.opened: list[int] = []
 
-    def open(self, number: int, sequence: object, token_ids: Sequence[int]) -> int:
+    def open(self, number: int, sequence: object, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         self.opened.append(number)
         return len(token_ids)
 

@@ -54,8 +54,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def make_pipeline(models: Path, shape: tuple[int, int]) -> LocalPipeline:
-    spec = bare_spec(models / "target", LAYERS, shape, models / "near", models / "bita", draft_dtype="float32")
+def make_pipeline(models: Path, shape: tuple[int, int], draft: str = "near") -> LocalPipeline:
+    spec = bare_spec(models / "target", LAYERS, shape, models / draft, models / "bita", draft_dtype="float32")
     return LocalPipeline.load(spec)
 
 
@@ -101,6 +101,17 @@ def test_one_seed_gives_one_answer(models: Path, answers: dict[str, tuple[int, .
         check_timesteps(metrics, shape[1], method)
         assert metrics.hits > 0 or method == "pp" or (method.startswith("pipedec") and shape[1] == 1)
         assert pipeline.last.request.sampling.seed == SETTINGS[name].seed
+
+
+def test_a_draft_like_the_target_foresees_every_sampled_token(models: Path, answers: dict[str, tuple[int, ...]]) -> None:
+    """As many of them miss the tree as of greedy tokens, in spite of the temperature."""
+    pipeline = make_pipeline(models, (2, 2), "target")
+    for method in ("pipedec", "pipedec-bestfirst"):
+        answer(pipeline, asked(SamplingParams(), method))
+        misses = pipeline.last.metrics.misses
+        for name in ("drawn", "paper", "min-p"):
+            assert answer(pipeline, asked(SETTINGS[name], method)) == answers[name], (name, method)
+            assert pipeline.last.metrics.misses == misses, (name, method)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import torch
 from benchmarks.policy.recording import DraftMemo, RecordedDrafter
 from benchmarks.policy.replay import ReplayedAnswer, ReplayedPipeline, WatchedExperience
 from golden.watched import DIGITS, counted, line
-from pipedec.core import Request
+from pipedec.core import Request, SamplingParams
 from pipedec.kv import KVManager
 from pipedec.plan.spec import PipelineSpec
 from pipedec.threads import Sequence as ThreadSequence
@@ -49,7 +49,7 @@ def answer_of(number: int, length: int) -> tuple[int, ...]:
 class Script:
     """A draft model of any number of requests."""
 
-    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int]) -> int:
+    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         return 0
 
     def close(self, number: int) -> None: ...

@@ -161,39 +161,6 @@ def test_a_bias_outside_the_vocabulary_is_refused() -> None:
         Sampler(SamplingParams(logit_bias={9: 1.0}), 9)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(1.0, seed=3),
-        SamplingParams(0.6, top_k=8, top_p=0.9, seed=4),
-        SamplingParams(1.3, min_p=0.05, seed=5, logit_bias={3: 2.0, 7: -100.0}),
-        SamplingParams(logit_bias={3: 1.5, 7: -100.0}),
-        SamplingParams(0.9, seed=6, repetition_penalty=1.5),
-    ],
-    ids=lambda params: f"{params.temperature} {params.top_k} {params.logit_bias}",
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_scores_foresee_the_choice_where_nothing_is_penalised(params: SamplingParams, dtype: torch.dtype) -> None:
-    """The best score is the token that will be chosen at that position from the same logits, with the same noise."""
-    sampler = Sampler(params, VOCABULARY)
-    logits = 2 * torch.randn(40, VOCABULARY, generator=torch.Generator().manual_seed(2), dtype=dtype)
-    positions = torch.arange(40).flip(0) // 2 + 5
-    scores = sampler.scores(logits, positions)
-    assert scores.shape == logits.shape
-    nothing_seen = torch.zeros(40, 0, dtype=torch.bool)
-    assert torch.equal(greedy(scores), sampler.choose(logits, positions, nothing_seen, NOTHING))
-    if params.is_stochastic:
-        assert not torch.equal(greedy(scores), greedy(sampler.scores(logits, positions + 1)))
-    if params.logit_bias:
-        assert not (scores.topk(3).indices == 7).any()
-
-
-def test_scores_leave_penalties_out() -> None:
-    sampler = Sampler(SamplingParams(repetition_penalty=50.0), VOCABULARY)
-    sampler.add_prompt(torch.arange(VOCABULARY))
-    assert torch.equal(sampler.scores(LOGITS[None], torch.tensor([5]))[0], LOGITS.double())
-
-
 def test_a_stream_draws_with_noise_of_its_own() -> None:
     positions = torch.arange(7, 57)
     arguments = LOGITS.expand(50, -1), positions, torch.zeros(50, 0, dtype=torch.bool), NOTHING

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pipedec import threads
-from pipedec.core import Request, Step, Verdict
+from pipedec.core import Request, SamplingParams, Step, Verdict
 from pipedec.decoding import Batch, Drafter, Experience, TimestepTiming
 from pipedec.decoding.controller import Controller
 from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
@@ -34,7 +34,7 @@ class ScriptedDrafter:
         self.prompt: list[int] = []
         self._bigrams = bigrams
 
-    def open(self, number: int, sequence: threads.Sequence, token_ids: Sequence[int]) -> int:
+    def open(self, number: int, sequence: threads.Sequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         self.begun += 1
         return 0
 

@@ -51,7 +51,7 @@ class KnowingDrafter:
         self._sequences: dict[int, threads.Sequence] = {}
         self._prompt_lengths: dict[int, int] = {}
 
-    def open(self, number: int, sequence: threads.Sequence, token_ids: Sequence[int]) -> int:
+    def open(self, number: int, sequence: threads.Sequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         assert number not in self.open_requests
         cached = self._chooser.randint(0, len(token_ids)) if self.adopts else 0
         self.open_requests[number], self.prompts[number] = ScriptedDrafter({}), [*token_ids[:cached]]

@@ -243,7 +243,7 @@ class MarkedDrafter:
         self._random = random.Random(seed)
         self._sequences: dict[int, ThreadSequence] = {}
 
-    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int]) -> int:
+    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         self._sequences[number] = sequence
         return 0
 
