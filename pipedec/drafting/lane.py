@@ -45,11 +45,9 @@ class DraftLane:
     the context at the time of its forward.
     """
 
-    def __init__(
-        self, cache: KVCache, sequence: ThreadSequence, device: torch.device, predictor: TokenPredictor | None = None
-    ) -> None:
+    def __init__(self, cache: KVCache, sequence: ThreadSequence, device: torch.device, predictor: TokenPredictor | None) -> None:
         self.cache = cache
-        self._predictor = predictor  # None if the target's distribution alone decides
+        self._predictor = predictor  # None if it would change nothing
         self._added: list[int] = []  # tokens that have joined the past, in order, as long as there is only one thread
         self._device = device
         self._sequence = sequence

@@ -57,7 +57,7 @@ def drawn(
     return chosen_R, is_sure_R & (lead_R > _ROUNDING)
 
 
-def least_kept(logits_RV: Tensor, params: SamplingParams, count: int = FILTERED) -> Tensor | None:
+def least_kept(logits_RV: Tensor, params: SamplingParams, count: int) -> Tensor | None:
     """The lowest logit that the filters keep, after the temperature and less the row's highest: [R, 1]; None without filters.
 
     As of ``sampler.filtered``, except for rounding and for temperatures outside ``TEMPERATURES``. At most ``count`` tokens are

@@ -1,4 +1,4 @@
-"""Predictions of the tokens that a request will choose, from those of a draft or of mask rows: bias, temperature and noise added.
+"""Predictions of the tokens that a request will choose: those of a draft or of masks, with the request's bias, filters and noise.
 
 The noise of sampled tokens is a function of seed, thread and position. A draft whose distribution is the target's then predicts
 every sampled token (Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding",
