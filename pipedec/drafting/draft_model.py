@@ -42,6 +42,8 @@ class DraftModel:
     ) -> None:  # fmt: skip
         self._model = model
         self._vocabulary = vocabulary  # None if the model knows all tokens
+        self._vocab_size = model.config.vocab_size if vocabulary is None else len(vocabulary.draft_ids)  # of the target
+        self._tokens = None if vocabulary is None else vocabulary.tokens.clamp(min=0)
         self._pool = model.make_pool(slots, block)
         self._kv = KVManager(slots, block, shares_prefixes)
         self._lanes: dict[int, DraftLane] = {}  # by request
@@ -77,17 +79,9 @@ class DraftModel:
         if lease is None:
             return len(token_ids)
         cache = KVCache(self._pool, lease.slots, lease.cached, lease.copied)
-        self._lanes[number] = DraftLane(cache, sequence, self._model.device, self._predictor(sampling))
+        predictor = TokenPredictor.of(sampling, self._vocab_size, self._model.device, self._tokens)
+        self._lanes[number] = DraftLane(cache, sequence, self._model.device, predictor)
         return lease.cached
-
-    def _predictor(self, sampling: SamplingParams) -> TokenPredictor | None:
-        """Turns the draft's distributions into predictions of a request's tokens; None if they are the same."""
-        if not TokenPredictor.changes(sampling):
-            return None
-        if self._vocabulary is None:
-            return TokenPredictor(sampling, self._model.config.vocab_size, self._model.device)
-        tokens = self._vocabulary.tokens.clamp(min=0)
-        return TokenPredictor(sampling, len(self._vocabulary.draft_ids), self._model.device, tokens)
 
     def close(self, number: int) -> None:
         """Drop the lane of a request, if it has one."""
@@ -154,11 +148,9 @@ class DraftModel:
 
     def _among(self, log_probs_RV: Tensor, allowed: Sequence[Bitmask]) -> Tensor:
         """The distribution over the allowed tokens. −∞ for the others, and for the whole of a row without allowed ones."""
-        known = self._vocabulary
-        size = log_probs_RV.shape[1] if known is None else len(known.draft_ids)
-        allowed_RV = allowed_tokens(allowed, size, log_probs_RV.device)
-        if known is not None:
-            allowed_RV = allowed_RV[:, known.tokens.clamp(min=0)]
+        allowed_RV = allowed_tokens(allowed, self._vocab_size, log_probs_RV.device)
+        if self._tokens is not None:
+            allowed_RV = allowed_RV[:, self._tokens]
             allowed_RV[:, 0] = False
         return log_probs_RV.masked_fill(~allowed_RV, -torch.inf).log_softmax(-1).masked_fill(~allowed_RV, -torch.inf)
 

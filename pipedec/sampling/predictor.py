@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipedec.core import SamplingParams
 from pipedec.sampling.candidates import least_kept, limited
-from pipedec.sampling.noise import gumbel
+from pipedec.sampling.noise import gumbel, gumbel_of
 from pipedec.sampling.sampler import bias_of
 
 _BLOCK = 4  # consecutive positions whose noise is computed together: on a GPU that takes hardly longer than one
@@ -44,10 +44,12 @@ class TokenPredictor:
         self._bias_D = bias_V if bias_V is None or tokens_D is None else bias_V[tokens_D]
         self._blocks: dict[tuple[int, int], Tensor] = {}  # by stream and number, [_BLOCK, D]
 
-    @staticmethod
-    def changes(sampling: SamplingParams) -> bool:
-        """Whether predictions with these parameters differ from those without."""
-        return sampling.is_stochastic or bool(sampling.logit_bias)
+    @classmethod
+    def of(
+        cls, sampling: SamplingParams, vocab_size: int, device: torch.device | str, tokens_D: Tensor | None = None
+    ) -> TokenPredictor | None:
+        """The predictor of a request; None if its parameters change no prediction."""
+        return cls(sampling, vocab_size, device, tokens_D) if sampling.is_stochastic or sampling.logit_bias else None
 
     def log_probs(self, logits_RD: Tensor, positions: Sequence[int], stream: int) -> Tensor:
         """[R, D], the logarithm of the probability that each token is chosen, given the noise. −∞ stays −∞.
@@ -82,7 +84,9 @@ class TokenPredictor:
         if noise is None:
             assert self._sampling.seed is not None
             positions = torch.arange(number * _BLOCK, (number + 1) * _BLOCK, device=self._device)
-            noise = gumbel(self._sampling.seed, positions, self._vocab_size, stream)
-            noise = (noise if self._tokens_D is None else noise[:, self._tokens_D]).float()
+            if self._tokens_D is None:
+                noise = gumbel(self._sampling.seed, positions, self._vocab_size, stream).float()
+            else:
+                noise = gumbel_of(self._sampling.seed, positions[:, None], self._tokens_D.expand(_BLOCK, -1), stream).float()
         self._blocks[stream, number] = noise  # the last one, as it was used last
         return noise

@@ -38,8 +38,7 @@ class TokenChooser:
         self._samplers: dict[int, Sampler] = {}  # by thread; empty if decoding is greedy
         if not sampling.is_plainly_greedy:
             self._start(0)
-        changes = TokenPredictor.changes(sampling)
-        self._predictor = TokenPredictor(sampling, vocab_size, device) if changes else None  # of mask rows
+        self._predictor = TokenPredictor.of(sampling, vocab_size, device)  # of what masks predict
 
     def add_prompt(self, token_ids: Tensor) -> None:
         """Add a chunk of the prompt: int64 [any number]."""
