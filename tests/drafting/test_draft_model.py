@@ -256,3 +256,16 @@ def test_a_draft_that_knows_few_tokens_proposes_those(pair: Pair) -> None:
         wanted = pair.theirs(torch.tensor([[*of_draft, 9]])).logits[0, -1].log_softmax(-1)
     assert found.token_ids.shape == (1, VOCAB - 1) and set(found.token_ids[0].tolist()) == set(tokens.tolist())
     torch.testing.assert_close(found.log_probs[0], wanted[vocabulary.draft_ids[found.token_ids[0]]])
+
+
+def test_where_a_structure_allows_only_unknown_tokens_nothing_is_proposed(pair: Pair) -> None:
+    """The target's token 0 is unknown, too: it is not the draft's."""
+    vocabulary = DraftVocabulary.create(torch.arange(1, VOCAB), 1000, "abc")
+    grammar = ToyStructure(lambda said: frozenset({0} if said else {9}))
+    grammar.advance((9,))
+    draft, tree = DraftModel(pair.ours, vocabulary=vocabulary), PredictionTree()
+    draft.open(0, Sequence(len(PROMPT), (), 1000, grammar), PROMPT, SamplingParams())  # type: ignore[arg-type]
+    draft.expand([], {0: PROMPT})
+    tree.reset(len(PROMPT))
+    tree.plant(9)
+    assert bool(expand(draft, tree, torch.tensor([0]), 3).log_probs.isneginf().all())

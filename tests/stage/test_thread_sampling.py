@@ -219,3 +219,14 @@ def test_penalties_count_what_a_thread_sees() -> None:
     near = torch.zeros(3, VOCAB)
     near[:, ids("a b c")] = torch.tensor([20.0, 19.0, 18.5])
     assert chosen(stage, near) == ["b", "b", "c"], "all have seen a once, and one row b, too"
+
+
+def test_masks_of_each_thread_predict_with_its_noise() -> None:
+    stage = Stage("apar", SamplingParams(temperature=1.0, seed=11))
+    stage.enter(("a", -1, 0, "[Fork]"))
+    stage.verdict()
+    stage.replay(stage.last)
+    positions, threads = torch.arange(20, 60), torch.arange(40) % 2
+    predicted = stage.chooser.predicted(torch.zeros(40, VOCAB), positions, threads).argmax(-1).tolist()
+    noises = [gumbel(11, positions, VOCAB, stage.forest.sequence.threads[number].noise_stream) for number in (0, 1)]
+    assert predicted == [int(noises[row % 2][row].argmax()) for row in range(40)]
