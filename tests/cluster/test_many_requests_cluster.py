@@ -139,11 +139,12 @@ def test_a_request_comes_while_a_long_one_runs_and_goes_before_it(cluster: Local
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "count"), [(30, 60), (600, 400)])
-def test_many_requests_with_random_cancels_leave_nothing(cluster: LocalCluster, first: int, count: int) -> None:
+@pytest.mark.parametrize(("first", "count", "growth"), [(30, 60, 128), (600, 400, 64)])
+def test_many_requests_with_random_cancels_leave_nothing(cluster: LocalCluster, first: int, count: int, growth: int) -> None:
     """Keys in Redis, lanes and KV slots, and the memory of every rank are what they were after the first ones.
 
-    The memory of three ranks grows by 40 to 80 MB in the first 600 requests, and by 10 in the 2,400 behind them.
+    The memory of three ranks grows by 40 to 86 MB in the first 600 requests, and by 10 in the 2,400 after these. ``growth`` is
+    the limit in MiB.
     """
     rng = random.Random(count)
     drive(cluster, rng, first)
@@ -154,7 +155,7 @@ def test_many_requests_with_random_cancels_leave_nothing(cluster: LocalCluster, 
         assert wait_until(lambda: not [key for key in keys_of(redis) if b"answer" in key]), keys_of(redis)
         assert len(keys_of(redis)) <= len(before) + 4, "queues and bells come and go"
     assert slots_of(cluster) == slots
-    assert cluster_memory(cluster) < memory + 64 * 2**20
+    assert cluster_memory(cluster) < memory + growth * 2**20
 
 
 def drive(cluster: LocalCluster, rng: random.Random, count: int) -> None:
