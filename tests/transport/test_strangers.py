@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from support.peer import Peer
 from pipedec.core import Verdict
 from pipedec.transport.rendezvous import StoreServer, join_store, wait_for_key
 
-SAID = [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(64), b"\xff" * 4096, secrets.token_bytes(100_000), b"\x16\x03\x01"]
+ZEROS = bytes(64)
+UNLIKE_GLOO = [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\xff" * 4096, secrets.token_bytes(100_000), b"\x16\x03\x01"]
+SAID = [*UNLIKE_GLOO, ZEROS]
 
 
 def connect(port: int, said: bytes) -> socket.socket | None:
@@ -68,13 +71,13 @@ def test_strangers_do_not_disturb_ranks_that_have_joined(pair: tuple[Peer, Peer]
 
 @pytest.mark.failure_case("S14")
 def test_ranks_join_while_strangers_knock(pair: tuple[Peer, Peer], tmp_path: Path) -> None:
-    """Whoever listens is found by a scan of its process's ports, again and again."""
+    """The ports are found by scans of the ranks' processes, again and again."""
     done, knocks = threading.Event(), [0]
 
     def knock() -> None:
         while not done.is_set():
             for port in [port for one in pair for port in listening_ports(one.process.pid or 0)]:
-                if (stranger := connect(port, SAID[knocks[0] % len(SAID)])) is not None:
+                if (stranger := connect(port, UNLIKE_GLOO[knocks[0] % len(UNLIKE_GLOO)])) is not None:
                     knocks[0] += 1
                     stranger.close()
 
@@ -92,6 +95,41 @@ def test_ranks_join_while_strangers_knock(pair: tuple[Peer, Peer], tmp_path: Pat
         done.set()
         knocking.join()
     assert knocks[0] > 12
+
+
+@pytest.mark.failure_case("S14")
+def test_ranks_meet_again_after_a_stranger_has_taken_the_place_of_one(pair: tuple[Peer, Peer], tmp_path: Path) -> None:
+    """gloo recognises a rank by the first eight bytes of its connection, which are zero for the first rank that it expects.
+
+    The ports, which differ in each meeting, decide which rank connects to the other one. Only a rank that expects a connection
+    takes the stranger's.
+    """
+
+    def meet(name: str) -> list[str]:
+        """Let rank 1 listen, connect strangers to its ports, and then let rank 0 join."""
+        draft, stage = pair
+        stage.order(peer.join_again, 1, 2, tmp_path / name)
+        deadline = time.monotonic() + peer.PATIENCE_SECONDS
+        while not (tmp_path / name).exists() or b"/all/0/1" not in (tmp_path / name).read_bytes():  # rank 1's address
+            assert time.monotonic() < deadline, "rank 1 does not listen"
+            time.sleep(0.01)
+        strangers = [connect(port, ZEROS) for port in listening_ports(stage.process.pid or 0)]
+        time.sleep(0.1)
+        draft.order(peer.join_again, 0, 2, tmp_path / name)
+        results = [one.result() for one in pair]
+        for stranger in strangers:
+            if stranger is not None:
+                stranger.close()
+        return results
+
+    meetings = (meet(f"meeting-{number}") for number in range(40))
+    disturbed = next(results for results in meetings if results != ["joined"] * 2)
+    for rank, result in enumerate(disturbed):
+        assert result.startswith(f"RankLost: rank {rank} could not join the 2 ranks: ")
+    for rank, one in enumerate(pair):
+        one.order(peer.join_again, rank, 2, tmp_path / "undisturbed")
+    assert [one.result() for one in pair] == ["joined"] * 2
+    check_transfers(*pair)
 
 
 @pytest.mark.failure_case("S14")
