@@ -33,10 +33,11 @@ from pipedec.engine.admission import Sequences
 from pipedec.engine.build import DTYPES, load_drafter, new_batch, resolve
 from pipedec.engine.devices import chosen_device
 from pipedec.engine.local import LocalPipeline
+from pipedec.families import model_config
 from pipedec.flags import Help, check_fields, options_of, own_options, run_command
 from pipedec.gguf import is_gguf
 from pipedec.methods import METHODS
-from pipedec.model import BitaWeights, DraftVocabulary, LaneRows, ModelConfig, StageModel, load_transformers
+from pipedec.model import BitaWeights, DraftVocabulary, LaneRows, StageModel, load_transformers
 from pipedec.plan.spec import PipelineSpec
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.text.prompt import Prompter
@@ -127,7 +128,7 @@ class CountedStage(StageModel):
     count: PassCount
 
     def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:
-        self.count.add(len(inputs), len(self.layers) / self.config.num_layers)
+        self.count.add(len(inputs), len(self.layers) / self.config.num_hidden_layers)
         return super().forward(inputs, lanes)
 
 
@@ -183,7 +184,7 @@ def quiet_transformers() -> Iterator[None]:
 
 def _load_counted(spec: PipelineSpec, device: torch.device) -> tuple[LocalPipeline, PassCount]:
     """Like ``LocalPipeline.load``, with stages that count their forwards."""
-    config, count, sequences = ModelConfig.from_directory(spec.target), PassCount(), Sequences(spec.target)
+    config, count, sequences = model_config(spec.target), PassCount(), Sequences(spec.target)
     stages: list[StageWorker] = []
     for first, last in spec.layers:
         model = CountedStage.load(spec.target, range(first, last), DTYPES[spec.dtype], device, config=config)
@@ -233,7 +234,7 @@ def measure_alternatives(
     ``on_answer`` is called after each answer with (answers done, answers in all). Raises UserError if a prompt does not fit the
     target's context, or a contender cannot be loaded.
     """
-    prompter = Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions)
+    prompter = Prompter(spec.target, model_config(spec.target).max_position_embeddings)
     prompt_ids = [prompter.token_ids(prompt, False, config.max_tokens) for prompt in prompts]
     device = chosen_device(spec.settings.cut.device).type
     with _threads(config.threads) as num_threads, quiet_transformers():

@@ -19,9 +19,9 @@ from pipedec.bench.load.offered import OfferedLoad, Policy
 from pipedec.bench.load.results import LoadOutcome, ServedRequest
 from pipedec.bench.options import DrawnPrompt
 from pipedec.core import UserError
+from pipedec.families import model_config
 from pipedec.gguf import is_gguf, located
 from pipedec.methods import PlainOptions
-from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter
 
 NAME = "llama.cpp"
@@ -83,7 +83,7 @@ class OnLlamaCpp(Place):
 
     def __init__(self, model: Path) -> None:
         self._model = model
-        self.prompter = Prompter(model, ModelConfig.from_directory(model).max_positions)
+        self.prompter = Prompter(model, model_config(model).max_position_embeddings)
         self.cluster = {"preset": None, "run": NAME, "stages": 1, "model": str(model)}
 
     def offer(self, load: OfferedLoad) -> LoadOutcome:

@@ -24,9 +24,9 @@ from pipedec.cli.benchmarks.shared import OutDirectory, ProgressBar, make_direct
 from pipedec.config import ClusterConfig, load_cluster, paper_cluster
 from pipedec.core import Request, SamplingParams, StructuredOutputs
 from pipedec.engine.local import LocalPipeline
+from pipedec.families import model_config
 from pipedec.flags import Help, check_fields, own_options, partial_of, run_command
 from pipedec.methods import METHOD_NAMES, find_method
-from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter
 
 _FILE = Path(__file__).with_name("structured_schemas.json")
@@ -121,7 +121,7 @@ class _Answers:
     def __init__(self, shape: Shape) -> None:
         self._spec = shape.spec
         self.identity = {"preset": shape.preset, "cluster": shape.cluster, "pair": pair_digest(shape.spec)}
-        self._prompter = Prompter(self._spec.target, ModelConfig.from_directory(self._spec.target).max_positions)
+        self._prompter = Prompter(self._spec.target, model_config(self._spec.target).max_position_embeddings)
         self._pipeline: LocalPipeline | None = None
 
     def generate(self, prompt: str, sampling: SamplingParams, method: str) -> Row:

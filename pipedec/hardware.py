@@ -1,6 +1,6 @@
-"""Three tables of published numbers: devices a stage may run on, links between them, shapes of well-known models.
+"""Two tables of published numbers: devices a stage may run on, and links between them.
 
-Owns the numbers and the quantities derived from them (parameters, bytes, peak rates, times). Does not know clusters,
+Owns the numbers and the quantities derived from them (bytes, peak rates, times). Does not know models, clusters,
 configuration files or how layers are divided into stages.
 """
 
@@ -181,67 +181,7 @@ class DeviceSpec:
         return PassTime(read_ms, 1000 * row_seconds, launch_ms, past_ms, reread_bytes * byte_ms)
 
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 Size = Annotated[int, Meta(ge=1, le=10_000_000)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptionalWeights:
-    """Which weights a layer has that others lack.
-
-    Attributes:
-        qkv_bias, output_bias, mlp_bias: of query, key and value; of the attention's output; of the three projections of the MLP.
-        qk_norm: RMS norms of the queries and keys of each head.
-    """
-
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-
-
-@dataclass(frozen=True)
-class ModelShape(OptionalWeights):
-    """The sizes of a model of a supported type, under the names of its Hugging Face ``config.json``."""
-
-    hidden_size: Size
-    intermediate_size: Size
-    num_hidden_layers: Size
-    num_attention_heads: Size
-    num_key_value_heads: Size
-    vocab_size: Size
-    tie_word_embeddings: bool = False
-    head_dim: Size | None = None
-
-    @property
-    def head_size(self) -> int:
-        return self.head_dim or self.hidden_size // self.num_attention_heads
-
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of one transformer layer: attention, SwiGLU, norms, biases."""
-        queries, keys = self.num_attention_heads * self.head_size, self.num_key_value_heads * self.head_size
-        weights = self.hidden_size * (2 * queries + 2 * keys + 3 * self.intermediate_size + 2)
-        qkv_bias, mlp_bias = queries + 2 * keys, 2 * self.intermediate_size + self.hidden_size
-        biases = qkv_bias * self.qkv_bias + self.hidden_size * self.output_bias + mlp_bias * self.mlp_bias
-        return weights + biases + 2 * self.head_size * self.qk_norm
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Parameters of the token embedding; the head has the same number."""
-        return self.vocab_size * self.hidden_size
-
-    @property
-    def cache_values_per_token(self) -> int:
-        """Elements of one token in the KV cache of one layer: a key and a value per key-value head."""
-        return 2 * self.num_key_value_heads * self.head_size
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of the whole model; a tied head counts once."""
-        embeddings = self.embedding_parameters * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_hidden_layers * self.layer_parameters + self.hidden_size
-
 
 DEVICES = {
     device.name: device
@@ -271,18 +211,4 @@ LINKS = {
         LinkSpec("pcie4", 20, 12, "PCIe 4.0 x16, as reached by peer-to-peer copies or by two copies through pinned memory"),
         LinkSpec("nvlink", 10, 250, "NVLink 3 of an A100: 300 GB/s in one direction, less protocol"),
     )
-}
-
-MODEL_SHAPES = {
-    "llama-3.1-405b": ModelShape(16384, 53248, 126, 128, 8, 128256),
-    "llama-3.1-70b": ModelShape(8192, 28672, 80, 64, 8, 128256),
-    "llama-3.1-8b": ModelShape(4096, 14336, 32, 32, 8, 128256),
-    "llama-3.2-3b": ModelShape(3072, 8192, 28, 24, 8, 128256, tie_word_embeddings=True),
-    "llama-3.2-1b": ModelShape(2048, 8192, 16, 32, 8, 128256, tie_word_embeddings=True),
-    "qwen3-32b": ModelShape(5120, 25600, 64, 64, 8, 151936, head_dim=128, qk_norm=True),
-    "qwen3-14b": ModelShape(5120, 17408, 40, 40, 8, 151936, head_dim=128, qk_norm=True),
-    "qwen3-8b": ModelShape(4096, 12288, 36, 32, 8, 151936, head_dim=128, qk_norm=True),
-    "qwen3-4b": ModelShape(2560, 9728, 36, 32, 8, 151936, tie_word_embeddings=True, head_dim=128, qk_norm=True),
-    "qwen3-1.7b": ModelShape(2048, 6144, 28, 16, 8, 151936, tie_word_embeddings=True, head_dim=128, qk_norm=True),
-    "qwen3-0.6b": ModelShape(1024, 3072, 28, 16, 8, 151936, tie_word_embeddings=True, head_dim=128, qk_norm=True),
 }

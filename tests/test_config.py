@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import FAMILIES, save_tiny
 
-from pipedec.config import ClusterConfig, RedisConfig, load_cluster, model_shape, state_directory
+from pipedec.config import ClusterConfig, RedisConfig, load_cluster, state_directory
 from pipedec.config.cluster import cluster_from_json, cluster_to_json
 from pipedec.config.redis import redis_config
 from pipedec.core import UserError
-from pipedec.hardware import DEVICES, MODEL_SHAPES, SUPPORTED_MODEL_TYPES, WeightFormat
+from pipedec.families import FAMILIES as SUPPORTED
+from pipedec.families import KNOWN_MODELS, model_by_name
+from pipedec.hardware import DEVICES, WeightFormat
 from pipedec.methods import LayerTreeOptions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -307,7 +309,7 @@ def test_shape_of_a_checkpoint(tmp_path: Path) -> None:
         "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True, "rope_theta": 1e4,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    shape = model_shape(str(tmp_path))
+    shape = model_by_name(str(tmp_path))
     assert (shape.num_hidden_layers, shape.head_size, shape.tie_word_embeddings) == (24, 32, True)
 
 
@@ -324,7 +326,7 @@ def test_shape_of_a_checkpoint(tmp_path: Path) -> None:
 def test_bad_checkpoint_shape(tmp_path: Path, text: str, expected: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError) as error:
-        model_shape(str(tmp_path))
+        model_by_name(str(tmp_path))
     assert str(error.value).removeprefix(f"{tmp_path}/") == expected
 
 
@@ -343,19 +345,19 @@ def test_bad_checkpoint_shape(tmp_path: Path, text: str, expected: str) -> None:
 )
 def test_the_shape_of_a_checkpoint_counts_all_its_parameters(family: str, changes: dict[str, object], tmp_path: Path) -> None:
     model = save_tiny(family, tmp_path, layers=3, **changes)
-    shape = model_shape(str(tmp_path))
+    shape = model_by_name(str(tmp_path))
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     projection = model.model.layers[0].self_attn.k_proj
     assert shape.cache_values_per_token == 2 * projection.out_features, "a key and a value"
 
 
 def test_every_model_type_that_runs_can_be_planned() -> None:
-    assert set(FAMILIES) == set(SUPPORTED_MODEL_TYPES)
+    assert set(FAMILIES) == set(SUPPORTED)
 
 
 def test_unknown_model() -> None:
     with pytest.raises(UserError, match=r"^'llama-9' is neither a directory with a config.json nor a known model \(llama-3"):
-        model_shape("llama-9")
+        model_by_name("llama-9")
 
 
 @pytest.mark.parametrize(
@@ -368,7 +370,7 @@ def test_unknown_model() -> None:
     ],
 )  # fmt: skip
 def test_known_shapes_have_their_published_size(name: str, billions: float) -> None:
-    assert MODEL_SHAPES[name].parameters / 1e9 == pytest.approx(billions, rel=0.002)
+    assert KNOWN_MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.002)
 
 
 def test_compute_takes_over_near_the_roofline() -> None:

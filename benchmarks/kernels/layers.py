@@ -6,13 +6,10 @@ Weights are random: only the shape determines how long a step takes. Owns the bo
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -23,9 +20,10 @@ from benchmarks.output import Device
 from pipedec.bench.options import Counts, Positive, check_known
 from pipedec.bench.record import Row, header
 from pipedec.engine.build import DTYPES
+from pipedec.families import KNOWN_MODELS, ModelConfig
 from pipedec.flags import Help, check_fields
-from pipedec.hardware import DEVICES, DTYPE_BYTES, GIGA, MODEL_SHAPES, ModelShape
-from pipedec.model import LaneRows, ModelConfig, StageModel, device_capture
+from pipedec.hardware import DEVICES, DTYPE_BYTES, GIGA
+from pipedec.model import LaneRows, StageModel, device_capture
 from pipedec.tree import Visibility
 
 # CUDA names of the devices with a data sheet in ``hardware``. Others are measured (PCIe variants have slower memory).
@@ -47,7 +45,7 @@ class LayersConfig:
     of slots in place, and joins several ``runs`` layer by layer.
     """
 
-    model: Annotated[str, Help(f"Model shape: {', '.join(MODEL_SHAPES)}.", "NAME")] = "llama-3.1-70b"
+    model: Annotated[str, Help(f"Model shape: {', '.join(KNOWN_MODELS)}.", "NAME")] = "llama-3.1-70b"
     layers: Annotated[Positive, Help("Number of layers of the stage.")] = 6
     rows: Annotated[Counts, Help("Rows per step.")] = (1, 2, 4, 8, 16, 32, 64, 128)
     past: Annotated[Counts, Help("Accepted tokens before the step.")] = (512, 2048, 8192)
@@ -65,21 +63,22 @@ class LayersConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_known("model", self.model, MODEL_SHAPES)
+        check_known("model", self.model, KNOWN_MODELS)
 
     @property
-    def shape(self) -> ModelShape:
-        return MODEL_SHAPES[self.model]
+    def shape(self) -> ModelConfig:
+        return KNOWN_MODELS[self.model]
 
     def operations(self, device: torch.device) -> OperationsConfig:
         """The same layers for ``operations``, with dtype and device resolved and the longest past."""
+        layer = self.shape.layers[0]
         return OperationsConfig(
             sizes=self.tree_rows,
             past=max(self.past),
             layers=self.layers,
-            heads=self.shape.num_attention_heads,
-            kv_heads=self.shape.num_key_value_heads,
-            head_dim=self.shape.head_size,
+            heads=layer.num_heads,
+            kv_heads=layer.num_kv_heads,
+            head_dim=layer.key_dim,
             dtype=self.dtype or ("bfloat16" if device.type == "cuda" else "float32"),
             device="cuda" if device.type == "cuda" else "cpu",
             repeats=self.repeats,
@@ -170,17 +169,14 @@ def _figures(config: LayersConfig, operations: OperationsConfig, roofline: Roofl
 
 def _random_stage(config: LayersConfig, dtype: torch.dtype, device: torch.device) -> StageModel:
     """Layers from the middle of a model, without embedding and head."""
-    shape = {**asdict(config.shape), "model_type": "llama", "num_hidden_layers": config.layers + 2}
-    with tempfile.TemporaryDirectory(prefix="pipedec-bench-") as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-        model_config = ModelConfig.from_directory(directory)
-    stage = StageModel.random(model_config, range(1, config.layers + 1), dtype, device)
+    model = replace(config.shape, num_hidden_layers=config.layers + 2)
+    stage = StageModel.random(model, range(1, config.layers + 1), dtype, device)
     stage.capture = device_capture(device)
     return stage
 
 
 def _measure_forward(
-    stage: StageModel, shape: ModelShape, operations: OperationsConfig, lanes: int, rows: int, roofline: Roofline,
+    stage: StageModel, shape: ModelConfig, operations: OperationsConfig, lanes: int, rows: int, roofline: Roofline,
     device: torch.device,
 ) -> Row:  # fmt: skip
     """One step through all layers, of ``rows`` tree rows of each of ``lanes`` requests, and its lower bound."""
@@ -200,8 +196,9 @@ def _measure_forward(
     stopwatch = Stopwatch(device, operations.repeats)
     time_us = stopwatch.time_us(drop_rows, lambda entering: stage.forward(hidden_RE, entering))
     cached = lanes * len(stage.layers) * (past + rows) * shape.cache_values_per_token
-    num_bytes = stage.weights.num_bytes + cached * stage.dtype.itemsize
-    attention = 4 * len(stage.layers) * num_rows * (past + rows) * config.num_heads * config.head_dim
+    num_bytes = stage.stack.num_bytes + cached * stage.dtype.itemsize
+    layer = config.layers[0]
+    attention = 4 * len(stage.layers) * num_rows * (past + rows) * layer.num_heads * layer.key_dim
     flops = 2 * num_rows * len(stage.layers) * shape.layer_parameters + attention
     bound_ms, bound_by = roofline.bound_ms(num_bytes, flops)
     return {

@@ -24,9 +24,10 @@ from pipedec.bench.options import Counts, Positive
 from pipedec.bench.record import Row, header
 from pipedec.core import UserError
 from pipedec.engine.build import DTYPES
+from pipedec.families import KVShape, LayerShape
 from pipedec.flags import Help, check_fields
-from pipedec.model import KVCache, KVPool, KVShape
-from pipedec.model.attention import AttentionPlan, tree_attention
+from pipedec.model import KVCache, KVPool
+from pipedec.model.attention import AttentionPlan, mask_of, tree_attention
 from pipedec.tree import Advance, Candidates, PredictionTree, Visibility, visible_slots
 
 _BLOCK = 256  # of a KV pool, as flash-attention needs it
@@ -134,10 +135,11 @@ def filled_caches(config: OperationsConfig, size: int, device: torch.device, lan
 
     The runs of the caches take turns, so that no two of a cache follow each other.
     """
-    shape, runs = KVShape(config.layers, config.kv_heads, config.head_dim, config.torch_dtype), config.runs
+    shapes, runs = [KVShape(config.kv_heads, config.head_dim, config.head_dim)] * config.layers, config.runs
     rows, spacing = -(-(config.past + size) // (runs * _BLOCK)) * _BLOCK, lanes + (runs > 1)
-    pool = KVPool(shape, spacing * runs * rows, _BLOCK, device=device)
-    pool.tensor.normal_()
+    pool = KVPool(shapes, config.torch_dtype, spacing * runs * rows, _BLOCK, device=device)
+    for plane in pool.planes:
+        plane.normal_()
     lane_runs = [tuple(((run * spacing + lane) * rows, rows) for run in range(runs)) for lane in range(lanes)]
     return [KVCache(pool, slots, cached=config.past) for slots in lane_runs]
 
@@ -151,16 +153,18 @@ def _measure_attention(config: OperationsConfig, size: int, device: torch.device
     q_RHD = torch.randn(len(mask_RN), config.heads, config.head_dim, dtype=dtype, device=device)
     keys_KSD, values_KSD = torch.randn(2, config.kv_heads, config.past + size, config.head_dim, dtype=dtype, device=device)
 
+    shape = LayerShape(config.heads, config.kv_heads, config.head_dim, config.head_dim)
+
     def make_plan() -> AttentionPlan:
-        visibility, group = Visibility(mask_RN, config.past, lambda: positions_N), config.heads // config.kv_heads
-        return AttentionPlan.for_tree(visibility, positions_N[-config.width :], (None,), group, dtype)
+        visibility = Visibility(mask_RN, config.past, lambda: positions_N)
+        return AttentionPlan.for_tree(visibility, positions_N[-config.width :], [mask_of(shape)], dtype)
 
     def as_written() -> Tensor:
         seen_RS = visible_slots(mask_RN, mask_RN.new_zeros(len(mask_RN)), 0, config.past)
         return reference_attention(q_RHD, keys_KSD, values_KSD, config.past, seen_RS)
 
     plan = make_plan()
-    attention = stopwatch.time_us(lambda: None, lambda _: tree_attention(q_RHD, keys_KSD, values_KSD, plan, None))
+    attention = stopwatch.time_us(lambda: None, lambda _: tree_attention(q_RHD, keys_KSD, values_KSD, plan, shape))
     return [
         _figures("attention plan", size, stopwatch.time_us(lambda: None, lambda _: make_plan())),
         _figures("tree attention", size, attention),

@@ -32,10 +32,10 @@ from pipedec.decoding import Drafter
 from pipedec.decoding.controller import CHILDREN
 from pipedec.engine.build import load_drafter, load_prompter, resolve
 from pipedec.engine.local import LocalPipeline
+from pipedec.families import model_config
 from pipedec.flags import Help
 from pipedec.kv import KVManager
 from pipedec.messages import PromptRequest
-from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter
 
 
@@ -285,7 +285,7 @@ class OnReplay(Place):
 
     @cached_property
     def vocabulary(self) -> int:
-        return ModelConfig.from_directory(self._spec.target).vocab_size
+        return model_config(self._spec.target).vocab_size
 
     def offer(self, load: OfferedLoad) -> LoadOutcome:
         emulation = self._spec.emulation

@@ -36,10 +36,10 @@ from pipedec.decoding.controller import CHILDREN
 from pipedec.decoding.learned import NOTHING_LEARNED
 from pipedec.engine.build import load_drafter, resolve
 from pipedec.engine.experience_files import shipped_acceptance
+from pipedec.families import model_config
 from pipedec.flags import ON_OFF, Help, check_fields
 from pipedec.messages import LOCAL_TENANT, PromptRequest
 from pipedec.methods import applicable_options
-from pipedec.model import ModelConfig
 from pipedec.text.prompt import Prompter
 
 
@@ -107,7 +107,7 @@ class Study:
         self._recording = AnswerRecording(directory, **config.origin)
         for policy in config.policies:  # raises for a policy that cannot run, before anything is recorded
             self._pipelines[policy].check(self._request(policy, 0, (0,)))
-        prompter = Prompter(self._spec.target, ModelConfig.from_directory(self._spec.target).max_positions)
+        prompter = Prompter(self._spec.target, model_config(self._spec.target).max_position_embeddings)
         self._prompts = draw(prompter, prompt_sets, config.request, config.samples, config.seed)
 
     def run(self, progress: SweepProgress) -> Iterator[PolicyAnswer]:

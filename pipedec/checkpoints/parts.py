@@ -7,16 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipedec.checkpoints.digests import VOCABULARY_FILE, Progress, fingerprint, tensor_digests
-from pipedec.checkpoints.tensors import INDEX_FILE, SINGLE_FILE, Shape, TensorFiles
-from pipedec.config import ModelConfig
-from pipedec.config.model import json_object
+from pipedec.checkpoints.tensors import INDEX_FILE, SINGLE_FILE, TensorFiles
 from pipedec.core import UserError
+from pipedec.families import ModelConfig, Shape, json_object, model_config
 from pipedec.gguf import INDEX_FILE as GGUF_INDEX
 from pipedec.gguf import is_gguf, located, model_files
 
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
-HEAD = "lm_head.weight"
 _DESCRIBING = (".json", ".jinja", ".model", ".txt")
 _SHOWN = 3  # files that an error names
 
@@ -62,7 +58,7 @@ class CheckpointPart:
             return list(files.file_of)
         if not self.spans:
             return []
-        config = ModelConfig.from_directory(Path(self.model))
+        config = model_config(self.model)
         shapes = [span_shapes(config, span, files.file_of) for span in self.spans]
         return list(dict.fromkeys(name for names in shapes for name in names))
 
@@ -170,40 +166,7 @@ def span_shapes(config: ModelConfig, span: LayerSpan, known: Iterable[str] = ())
 
     ``known`` are the checkpoint's tensors: if the head is tied and not among them, the last stage needs the embedding.
     """
-    shapes: dict[str, Shape] = {EMBEDDING: (config.vocab_size, config.hidden_size)} if span.first else {}
+    shapes = dict(config.embedding_tensors()) if span.first else {}
     for layer in span.layers:
-        shapes.update(_layer_shapes(config, layer))
-    if span.last:
-        shapes[FINAL_NORM] = (config.hidden_size,)
-        shapes[head_name(config, known)] = (config.vocab_size, config.hidden_size)
-    return shapes
-
-
-def head_name(config: ModelConfig, known: Iterable[str]) -> str:
-    """Name of the head's tensor: the embedding if the config ties them and the checkpoint has no separate head."""
-    return EMBEDDING if config.tie_word_embeddings and HEAD not in known else HEAD
-
-
-def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
-    """Names and shapes of one transformer layer."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    prefix = f"model.layers.{layer}."
-    projections = (
-        ("self_attn.q_proj", queries, hidden, config.attention_bias),
-        ("self_attn.k_proj", keys, hidden, config.attention_bias),
-        ("self_attn.v_proj", keys, hidden, config.attention_bias),
-        ("self_attn.o_proj", hidden, queries, config.output_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    )
-    shapes: dict[str, Shape] = {prefix + "input_layernorm.weight": (hidden,)}
-    for projection, outputs, inputs, bias in projections:
-        shapes[f"{prefix}{projection}.weight"] = (outputs, inputs)
-        if bias:
-            shapes[f"{prefix}{projection}.bias"] = (outputs,)
-    if config.qk_norm:
-        shapes.update({f"{prefix}self_attn.{norm}.weight": (config.head_dim,) for norm in ("q_norm", "k_norm")})
-    shapes[prefix + "post_attention_layernorm.weight"] = (hidden,)
-    return shapes
+        shapes |= config.layer_tensors(layer)
+    return shapes | config.norm_tensors() | config.head_tensors(known) if span.last else shapes

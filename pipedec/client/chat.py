@@ -17,8 +17,8 @@ import httpx2
 from msgspec.structs import replace
 
 from pipedec.client.client import Client
-from pipedec.config.model import context_length
 from pipedec.core import Completion, UserError
+from pipedec.families import context_length
 from pipedec.messages import PromptRequest, RunDescription
 from pipedec.text.tokenizer import Tokenizer
 

@@ -35,8 +35,8 @@ from pipedec.config import NONE, ClusterConfig
 from pipedec.config.cluster import cluster_to_json
 from pipedec.core import PipedecError, RankLost, SchedulerLost, UserError
 from pipedec.directories import cache_directory
+from pipedec.families import KNOWN_MODELS
 from pipedec.gguf import is_named, located, model_files
-from pipedec.hardware import MODEL_SHAPES
 from pipedec.plan.files import checkpoints_of
 from pipedec.plan.placement import rank_places, spare_places
 from pipedec.topology import Topology, rank_name
@@ -254,5 +254,5 @@ def proved_one(reported: Iterable[tuple[str, TensorDigests]], listed: TensorDige
 def for_hosts(config: ClusterConfig) -> ClusterConfig:
     """With absolute paths of checkpoints, as ranks do not run in this process's directory."""
     named = {key: getattr(config.settings.models, key) for key in ("target", "draft", "bita")}
-    files = {key: model for key, model in named.items() if model not in (None, NONE, *MODEL_SHAPES) and not is_named(model)}
+    files = {key: model for key, model in named.items() if model not in (None, NONE, *KNOWN_MODELS) and not is_named(model)}
     return config.for_partition(given={key: str(Path(model).absolute()) for key, model in files.items()})

@@ -39,10 +39,11 @@ from pipedec.engine.experience_files import KeptExperience
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.recorder import turn_of
 from pipedec.engine.stage_loop import StageLoop
+from pipedec.families import model_config
 from pipedec.hardware import DEVICES
 from pipedec.live.feed import LiveFeed
 from pipedec.messages import Choice, RankDescription, RunDescription
-from pipedec.model import ModelConfig, Usual, described_attention, device_capture
+from pipedec.model import Usual, described_attention, device_capture
 from pipedec.model.captured_graphs import Capture, Run
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RankScheduler
@@ -83,7 +84,7 @@ class Rank:
             torch.cuda.set_device(self._device)
         check_device(place, spec, self._device)
         self._wanted = chosen_backend(place, spec, num_gpus())
-        hidden_size = ModelConfig.from_directory(spec.target).hidden_size
+        hidden_size = model_config(spec.target).hidden_size
         self._streams = device_of(self._device)
         self._transport = TorchTransport(
             self._wanted.name, place.rank, hidden_size, DTYPES[spec.dtype], self._device, self._streams

@@ -6,7 +6,6 @@ partition costs or whether it fits. Exports the names that are used in many plac
 
 from pipedec.config.cluster import ClusterConfig, DeviceConfig, ServerConfig, load_cluster, paper_cluster
 from pipedec.config.environment import state_directory
-from pipedec.config.model import ModelConfig, model_shape
 from pipedec.config.redis import RedisConfig
 from pipedec.config.settings import AUTO, NONE, Settings, settings_options
 
@@ -15,12 +14,10 @@ __all__ = [
     "NONE",
     "ClusterConfig",
     "DeviceConfig",
-    "ModelConfig",
     "RedisConfig",
     "ServerConfig",
     "Settings",
     "load_cluster",
-    "model_shape",
     "paper_cluster",
     "settings_options",
     "state_directory",

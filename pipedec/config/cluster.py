@@ -15,8 +15,9 @@ from msgspec import Meta, json
 from pipedec.config.redis import RedisConfig, redis_config
 from pipedec.config.settings import NONE, SETTINGS, Settings, Text
 from pipedec.core import BadValue, UserError
+from pipedec.families import KNOWN_MODELS
 from pipedec.gguf import is_named
-from pipedec.hardware import DEVICES, LINKS, MODEL_SHAPES
+from pipedec.hardware import DEVICES, LINKS
 from pipedec.validation import joined, parse_json, parse_yaml, read_text, shortened, unknown_name, validated
 
 Name = Annotated[
@@ -331,4 +332,4 @@ _ClusterDocument = _document("ClusterDocument", ClusterConfig, _FILE_KEYS, {"par
 
 def _relative_to(folder: Path, model: str) -> str:
     """The path of a checkpoint that ``model`` names relative to ``folder``; other values as they are."""
-    return model if model == NONE or model in MODEL_SHAPES or is_named(model) else str(folder / os.path.expanduser(model))
+    return model if model == NONE or model in KNOWN_MODELS or is_named(model) else str(folder / os.path.expanduser(model))

@@ -14,12 +14,12 @@ from pathlib import Path
 from pipedec.core import DEFAULT_METHOD, NewRequest, Request, SamplingParams, StructuredOutputs, UserError
 from pipedec.decoding import Batch
 from pipedec.engine.answer import EarlierOutput, RunningAnswer
+from pipedec.families import ModelConfig, model_config
 from pipedec.gguf import model_files
 from pipedec.grammar import Grammar, Vocabulary
 from pipedec.kv import KVManager
 from pipedec.messages import PromptRequest
 from pipedec.methods import LayerTreeOptions, make_options
-from pipedec.model import ModelConfig
 from pipedec.scheduler.protocol import RankMessage
 from pipedec.text.prompt import Prompter, load_tokenizer
 from pipedec.text.tokenizer import Tokenizer
@@ -58,7 +58,9 @@ class Sequences:
             new_sequence = partial(self._structured, structure, new_sequence)
         elif dialect is not None:
             bound = self._bound(dialect)
-            new_sequence = partial(ThreadedSequence, bound, prompt_length, ends, sampling.max_tokens, self._config.max_positions)
+            new_sequence = partial(
+                ThreadedSequence, bound, prompt_length, ends, sampling.max_tokens, self._config.max_position_embeddings
+            )
         if not output_token_ids:
             return new_sequence
         if not 0 <= min(output_token_ids) <= max(output_token_ids) < self._config.vocab_size:
@@ -92,7 +94,7 @@ class Sequences:
 
     @cached_property
     def _config(self) -> ModelConfig:
-        return ModelConfig.from_directory(self._target)
+        return model_config(self._target)
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

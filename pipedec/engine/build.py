@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from pipedec.checkpoints import has_weights
-from pipedec.config import AUTO, NONE, ClusterConfig, Settings, model_shape
-from pipedec.config.model import checkpoint_dtype
+from pipedec.config import AUTO, NONE, ClusterConfig, Settings
 from pipedec.config.settings import Models
 from pipedec.core import KNEE_ROWS, UserError
 from pipedec.decoding import Batch, Drafter, Experience, LaneSizes
@@ -18,14 +17,14 @@ from pipedec.directories import reference_pair, shipped_draft
 from pipedec.drafting import DraftModel
 from pipedec.engine.admission import Sequences
 from pipedec.engine.devices import arithmetic_of, chosen_device, gpu_names, num_gpus
+from pipedec.families import KNOWN_MODELS, ModelConfig, checkpoint_dtype, model_by_name, model_config
 from pipedec.gguf import model_files
-from pipedec.hardware import DEVICES, MODEL_SHAPES, WeightFormat, reported_device
+from pipedec.hardware import DEVICES, WeightFormat, reported_device
 from pipedec.messages import BitaDescription
 from pipedec.model import (
     BitaWeights,
     Checkpoint,
     DraftVocabulary,
-    ModelConfig,
     NewCapture,
     StageModel,
     checked_bita,
@@ -67,7 +66,7 @@ def resolve_partition(config: ClusterConfig, name: str | None = None) -> Pipelin
     config = config.for_partition(name)
     name, _ = config.find_partition()
     for key in ("target", "draft"):
-        if (model := getattr(config.settings.models, key)) in MODEL_SHAPES:
+        if (model := getattr(config.settings.models, key)) in KNOWN_MODELS:
             raise UserError(f"{key}: {model} is a shape for planning and has no weights: give a checkpoint directory")
     plan, places = make_plan(config, name), rank_places(config, name)
     settings = config.settings.replaced(layers=tuple(len(stage.layers) for stage in plan.stages))
@@ -92,7 +91,7 @@ def _resolved(settings: Settings, places: tuple[Placement, ...] | None, in_parts
     numbers = settings.numbers
     chosen = target_dtype(numbers.dtype, checkpoint_dtype(target), computes_on)
     drafting = draft_dtype(numbers.draft_dtype, chosen.name, drafts_on)
-    layers, num_layers = settings.cut.layers, ModelConfig.from_directory(target).num_layers
+    layers, num_layers = settings.cut.layers, model_config(target).num_hidden_layers
     parts = explicit_layers(layers, num_layers) if isinstance(layers, tuple) else even_layers(num_layers, settings.cut.stages)
     is_open = not drafts_on.is_gpu  # rank 0 chooses by its own processor
     return PipelineSpec(
@@ -111,7 +110,7 @@ def _resolved(settings: Settings, places: tuple[Placement, ...] | None, in_parts
 
 def room_on(spec: PipelineSpec, gpus: Sequence[str]) -> int:
     """Rows that may enter at a timestep if any stage may be on any of these GPUs (names from their driver; see ``room_of``)."""
-    costs = ModelCosts(model_shape(str(spec.target)), spec.weights, KNEE_ROWS, 0, spec.topology.num_groups)
+    costs = ModelCosts(model_by_name(str(spec.target)), spec.weights, KNEE_ROWS, 0, spec.topology.num_groups)
     parts = [(stop - start, rank == spec.topology.final_rank) for rank, (start, stop) in enumerate(spec.layers, start=1)]
     devices = [reported_device(name) or DEVICES["cpu"] for name in gpus] or [DEVICES["cpu"]]
     return room_of((device, costs.pass_time(device, *part)) for device in devices for part in parts)
@@ -152,7 +151,7 @@ def checked_models(models: Models, in_parts: bool = False) -> tuple[Path, Path |
 
 def checked(directory: Path, in_parts: bool = False) -> ModelConfig:
     """The config of a complete checkpoint; ``in_parts`` accepts missing files with weights. Raises UserError if it is damaged."""
-    config = ModelConfig.from_directory(directory)
+    config = model_config(directory)
     if not in_parts or has_weights(model_files(directory)):
         Checkpoint(directory).check_complete(config, in_parts)
     return config
@@ -173,14 +172,14 @@ def weights_on(spec: PipelineSpec, rank: int, device: torch.device) -> tuple[Wei
 def load_prompter(spec: PipelineSpec) -> Prompter:
     """The target's tokenizer, with the limits of the target and of the pipeline."""
     limit = spec.settings.limits.max_model_len
-    return Prompter(spec.target, ModelConfig.from_directory(spec.target).max_positions, limit)
+    return Prompter(spec.target, model_config(spec.target).max_position_embeddings, limit)
 
 
 def load_stage(
     spec: PipelineSpec, rank: int, device: torch.device, progress: Progress | None = None, capture: NewCapture = device_capture
 ) -> StageWorker:
     """The worker of stage ``rank`` (1..n) with weights from the target's checkpoint; ``capture``: how forwards are captured."""
-    config = ModelConfig.from_directory(spec.target)
+    config = model_config(spec.target)
     layers, dtype = range(*spec.layers[rank - 1]), DTYPES[spec.dtype]
     model = StageModel.load(spec.target, layers, dtype, device, config, progress, spec.settings.numbers.quantize)
     model.capture = capture(device)
@@ -196,8 +195,8 @@ def load_drafter(
     """The whole draft model; None if there is no draft. Arguments as of ``load_stage``."""
     if spec.draft is None:
         return None
-    config = ModelConfig.from_directory(spec.draft)
-    layers = range(config.num_layers)
+    config = model_config(spec.draft)
+    layers = range(config.num_hidden_layers)
     weights, _ = weights_on(spec, 0, device)
     model = StageModel.load(spec.draft, layers, DTYPES[weights.dtype], device, config, progress, weights.quantize)
     model.capture = capture(device)
@@ -211,5 +210,5 @@ def new_batch(
 ) -> Batch:  # fmt: skip
     """The requests of a pipeline, with all of its KV memory; ``device`` is the draft model's."""
     kv, passage = spec.kv_manager(), spec.topology.num_groups
-    markov = None if spec.bita is None else load_markov(spec.bita, ModelConfig.from_directory(spec.target))
+    markov = None if spec.bita is None else load_markov(spec.bita, model_config(spec.target))
     return Batch(passage, drafter, device, spec.trained_masks, spec.knee, experience, kv, lane_sizes, markov)

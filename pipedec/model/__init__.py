@@ -1,12 +1,11 @@
-"""The stage model: consecutive layers of a LLaMA-family checkpoint, with a two-level KV cache per request and tree attention.
+"""The stage model: consecutive layers of a checkpoint, with a two-level KV cache per request and tree attention.
 
 Knows tensors and Hugging Face checkpoints, but not the cluster, tokenizers or decoding methods.
 """
 
-from pipedec.config import ModelConfig
 from pipedec.model.attention import LaneRows
 from pipedec.model.bita import BitaConfig, BitaWeights, checked_bita, load_markov
-from pipedec.model.cache import KVCache, KVPool, KVShape
+from pipedec.model.cache import KVCache, KVPool
 from pipedec.model.captured_graphs import NewCapture, device_capture
 from pipedec.model.draft_vocabulary import DraftVocabulary
 from pipedec.model.flash_lanes import described_attention
@@ -16,7 +15,7 @@ from pipedec.model.warm_up import FirstForward, Usual, warm_up
 from pipedec.model.weights import Checkpoint, load_transformers
 
 __all__ = [
-    "BitaConfig", "BitaWeights", "Checkpoint", "DraftVocabulary", "FirstForward", "KVCache", "KVPool", "KVShape", "LaneRows",
-    "ModelConfig", "NewCapture", "StageModel", "Usual", "checked_bita", "described_attention", "device_capture",
+    "BitaConfig", "BitaWeights", "Checkpoint", "DraftVocabulary", "FirstForward", "KVCache", "KVPool", "LaneRows",
+    "NewCapture", "StageModel", "Usual", "checked_bita", "described_attention", "device_capture",
     "load_markov", "load_transformers", "rounded", "warm_up",
 ]  # fmt: skip

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipedec.device import HOST, to_device
-from pipedec.model.cache import KVCache, Reader
+from pipedec.families import LayerShape, Reach
+from pipedec.model.cache import KVCache, KVPool, Reader
 from pipedec.tree import Visibility
 
 
@@ -126,80 +127,116 @@ def slots_of(lanes: Sequence[LaneRows]) -> slice | Tensor:
     return to_device(torch.tensor([slot for slots in ranges for slot in slots]), lanes[0].positions.device)
 
 
+Mask = tuple[Reach | None, int]  # on which the mask of a tree's folded queries depends: reach, query heads per key-value head
+
+
 @dataclass(frozen=True)
 class LayersShape:
     """Shape and type of a stage's layers, as far as attention depends on them."""
 
-    windows: tuple[int | None, ...]  # their sliding windows, None for a layer without one
-    group: int  # G, query heads per key-value head
+    layers: tuple[LayerShape, ...]
     hidden_size: int  # E
     dtype: torch.dtype  # of activations, keys and values
+
+    @property
+    def masks(self) -> list[Mask]:
+        """All that differ."""
+        return list(dict.fromkeys(mask_of(layer) for layer in self.layers))
+
+
+def mask_of(layer: LayerShape) -> Mask:
+    return layer.reach, layer.group
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
     """The masks of one step, prepared once and used by every layer.
 
-    ``biases`` has for each sliding window the tensor that is added to the scores, 0 or −inf: [R, S] in prefill (None = plain
-    causal attention from slot 0), else [R·G, S] for the folded queries (None = all slots are seen).
+    ``biases`` has for each mask the tensor that is added to the scores, 0 or −inf: [R, S] in prefill (None = plain causal
+    attention from slot 0), else [R·G, S] for the folded queries (None = all slots are seen).
     """
 
     is_prefill: bool  # the rows directly follow the past and attend to each other causally
-    biases: dict[int | None, Tensor | None]
+    biases: dict[Mask, Tensor | None]
 
     @classmethod
     def for_prefill(
-        cls, past_length: int, rows: int, windows: Iterable[int | None], dtype: torch.dtype, device: torch.device
+        cls, past_length: int, rows: int, masks: Iterable[Mask], dtype: torch.dtype, device: torch.device
     ) -> AttentionPlan:
         """For a chunk of the prompt, directly after the past."""
-        biases: dict[int | None, Tensor | None] = {}
-        for window in set(windows):
-            if window is None and past_length == 0:
-                biases[window] = None
+        biases: dict[Mask, Tensor | None] = {}
+        for reach, group in masks:
+            if reach is None and past_length == 0:
+                biases[reach, group] = None
                 continue
             slots_S = torch.arange(past_length + rows, device=device)  # their numbers are positions
             positions_R1 = slots_S[past_length:, None]
             seen_RS = slots_S <= positions_R1
-            if window is not None:
-                seen_RS &= slots_S > positions_R1 - window
-            biases[window] = torch.zeros(seen_RS.shape, dtype=dtype, device=device).masked_fill_(~seen_RS, -torch.inf)
+            if reach is not None:
+                seen_RS &= reach.includes(positions_R1, slots_S)
+            biases[reach, group] = torch.zeros(seen_RS.shape, dtype=dtype, device=device).masked_fill_(~seen_RS, -torch.inf)
         return cls(True, biases)
 
     @classmethod
     def for_tree(
-        cls, visibility: Visibility, positions_R: Tensor, windows: Iterable[int | None], group: int, dtype: torch.dtype,
-        num_prompt_slots: int = 0,
-    ) -> AttentionPlan:  # fmt: skip
+        cls, visibility: Visibility, positions_R: Tensor, masks: Iterable[Mask], dtype: torch.dtype, num_prompt_slots: int = 0
+    ) -> AttentionPlan:
         """For rows of prediction trees.
 
         Args:
             positions_R: int64 position ids of the rows.
             num_prompt_slots: for mask rows (BiTA): length Q of the learned prompt in front of the keys, which has no positions
-                and is in every window.
+                and is in every reach.
         """
         shared, device = visibility.shared, positions_R.device
-        biases: dict[int | None, Tensor | None] = {}
-        for window in set(windows):
+        biases: dict[Mask, Tensor | None] = {}
+        for reach, group in masks:
             seen = visibility.seen
             # A single row that sees all needs no bias, as in plain decoding. A GPU is not asked: it would have to be waited for.
-            if window is None and seen.shape[0] == 1 and seen.device == HOST and bool(seen.all()):
-                biases[window] = None
+            if reach is None and seen.shape[0] == 1 and seen.device == HOST and bool(seen.all()):
+                biases[reach, group] = None
                 continue
             bias = torch.zeros(seen.shape[0], group, num_prompt_slots + shared + seen.shape[1], dtype=dtype, device=device)
-            if window is not None:
-                near_RS = in_window(visibility, positions_R, window)
+            if reach is not None:
+                near_RS = in_reach(visibility, positions_R, reach)
                 seen = seen & near_RS[:, shared:]
                 bias[:, :, num_prompt_slots : num_prompt_slots + shared].masked_fill_(~near_RS[:, None, :shared], -torch.inf)
             bias[:, :, num_prompt_slots + shared :].masked_fill_(~seen[:, None], -torch.inf)
-            biases[window] = bias.flatten(0, 1)
+            biases[reach, group] = bias.flatten(0, 1)
         return cls(False, biases)
 
 
 class RowAttention(Protocol):
     """Attention of the rows of a forward, layer by layer."""
 
-    def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
-        """out_RHD in one layer of the stage, in whose cache the rows' keys and values have been written."""
+    def attend(self, q_RHD: Tensor, layer: int, sinks_H: Tensor | None = None) -> Tensor:
+        """out_RHD in one layer of the stage, in whose cache the rows' keys and values have been written.
+
+        Args:
+            q_RHD: rotated queries.
+            sinks_H: a score of each head for attending to nothing (gpt-oss); None without.
+        """
+
+
+class LatentAttention(RowAttention, Protocol):
+    """Attention that also serves layers that cache latents."""
+
+    def latents(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The cached latents of all slots that any of the rows attends to, [1, S, X] each."""
+
+    def attend_expanded(self, q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, layer: int) -> Tensor:
+        """As ``attend``, over the keys and values that were computed from ``latents``."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a forward, as layers see them."""
+
+    positions: Tensor  # int64 [R]
+    lengths: Tensor  # int64 [R], the sequence length that each row's rotary frequencies depend on, for rope types that have one
+    slots: slice | Tensor  # of the pool, where their keys and values go: int64 [R], or a slice if they are consecutive
+    pool: KVPool
+    attention: RowAttention
 
 
 @dataclass(frozen=True)
@@ -208,6 +245,7 @@ class AttentionPart:
 
     rows: slice
     plan: AttentionPlan
+    slots: list[range]
     reader: Reader
 
     @classmethod
@@ -215,26 +253,30 @@ class AttentionPart:
         """The ordinary rows of a lane whose rows begin at ``first``."""
         tokens, positions_R, cache = lane.num_tokens, lane.positions, lane.cache
         if lane.visibility is None:
-            plan = AttentionPlan.for_prefill(cache.past_length, tokens, shape.windows, shape.dtype, positions_R.device)
+            plan = AttentionPlan.for_prefill(cache.past_length, tokens, shape.masks, shape.dtype, positions_R.device)
         else:
-            visibility, positions_R = lane.visibility_of_tokens(), positions_R[:tokens]
-            plan = AttentionPlan.for_tree(visibility, positions_R, shape.windows, shape.group, shape.dtype)
-        return cls(slice(first, first + tokens), plan, cache.pool.reader(cache.ranges(0, cache.length + tokens)))
+            plan = AttentionPlan.for_tree(lane.visibility_of_tokens(), positions_R[:tokens], shape.masks, shape.dtype)
+        slots = cache.ranges(0, cache.length + tokens)
+        return cls(slice(first, first + tokens), plan, slots, cache.pool.reader(slots))
 
     @classmethod
     def of_masks(cls, lane: LaneRows, first: int, shape: LayersShape) -> AttentionPart:
         """The mask rows of a lane whose rows begin at ``first``."""
         visibility, positions_R, prompt = lane.visibility_of_masks(), lane.positions[lane.num_tokens :], len(lane.cache.prompt)
-        plan = AttentionPlan.for_tree(visibility, positions_R, shape.windows, shape.group, shape.dtype, prompt)
-        rows = slice(first + lane.num_tokens, first + lane.num_rows)
-        return cls(rows, plan, lane.cache.pool.reader(lane.slots()))
+        plan = AttentionPlan.for_tree(visibility, positions_R, shape.masks, shape.dtype, prompt)
+        rows, slots = slice(first + lane.num_tokens, first + lane.num_rows), lane.slots()
+        return cls(rows, plan, slots, lane.cache.pool.reader(slots))
+
+    @property
+    def num_slots(self) -> int:
+        return sum(map(len, self.slots))
 
 
 class LaneAttention:
     """Attention of a forward's rows, request by request. The caches have room for them."""
 
     def __init__(self, lanes: Sequence[LaneRows], shape: LayersShape) -> None:
-        self._windows = shape.windows
+        self._layers = shape.layers
         self._parts = list[AttentionPart]()
         first = 0
         for lane in lanes:
@@ -244,41 +286,116 @@ class LaneAttention:
                 self._parts.append(AttentionPart.of_masks(lane, first, shape))
             first += lane.num_rows
 
-    def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
-        parts, window = self._parts, self._windows[layer]
+    def attend(self, q_RHD: Tensor, layer: int, sinks_H: Tensor | None = None) -> Tensor:
+        cached = [part.reader(layer) for part in self._parts]
+        return self._attend(q_RHD, cached, layer, sinks_H)
+
+    def latents(self, layer: int) -> tuple[Tensor, Tensor]:
+        first, second = zip(*(part.reader(layer) for part in self._parts), strict=True)
+        return torch.cat(first, 1), torch.cat(second, 1)
+
+    def attend_expanded(self, q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, layer: int) -> Tensor:
+        sizes = [part.num_slots for part in self._parts]
+        cached = list(zip(keys_KSD.split(sizes, 1), values_KSD.split(sizes, 1), strict=True))
+        return self._attend(q_RHD, cached, layer, None)
+
+    def _attend(self, q_RHD: Tensor, cached: list[tuple[Tensor, Tensor]], layer: int, sinks_H: Tensor | None) -> Tensor:
+        parts, shape = self._parts, self._layers[layer]
         if len(parts) == 1:
-            return tree_attention(q_RHD, *parts[0].reader(layer), parts[0].plan, window)
-        return torch.cat([tree_attention(q_RHD[part.rows], *part.reader(layer), part.plan, window) for part in parts])
+            return tree_attention(q_RHD, *cached[0], parts[0].plan, shape, sinks_H)
+        return torch.cat(
+            [tree_attention(q_RHD[part.rows], *own, part.plan, shape, sinks_H) for part, own in zip(parts, cached, strict=True)]
+        )
 
 
-def tree_attention(q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, plan: AttentionPlan, window: int | None) -> Tensor:
+def tree_attention(
+    q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, plan: AttentionPlan, shape: LayerShape, sinks_H: Tensor | None = None
+) -> Tensor:
     """Attention of a step's rows over past and tree (paper Algorithm 1): out_RHD.
 
     Args:
         q_RHD: rotated queries.
         keys_KSD, values_KSD: rotated keys, and values, of past, tree and this step's rows.
-        plan: the plan of this step; its windows include ``window``, that of the layer.
+        plan: the plan of this step; its masks include that of the layer, ``shape``.
+        sinks_H: see ``RowAttention.attend``.
     """
     rows, heads, head_dim = q_RHD.shape
-    kv_heads, slots, _ = keys_KSD.shape
-    group, bias = heads // kv_heads, plan.biases[window]
+    kv_heads = keys_KSD.shape[0]
+    group, bias = heads // kv_heads, plan.biases[mask_of(shape)]
     if plan.is_prefill:  # key-value heads are the batch: all share one [R, S] bias, and keys are expanded without a copy
         queries = q_RHD.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3)
-        keys = keys_KSD[:, None].expand(kv_heads, group, slots, head_dim)
-        values = values_KSD[:, None].expand(kv_heads, group, slots, head_dim)
-        out = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, is_causal=bias is None)
-        return out.permute(2, 0, 1, 3).reshape(rows, heads, head_dim)
+        keys, values = (part[:, None].expand(-1, group, -1, -1) for part in (keys_KSD, values_KSD))
+        sinks = None if sinks_H is None else sinks_H.view(kv_heads, group, 1)
+        out = attend(queries, keys, values, bias, shape, sinks, is_causal=bias is None)
+        return out.permute(2, 0, 1, 3).reshape(rows, heads, -1)
     # The queries are folded to [1, K, R·G, D]: heads that share a key-value head become rows, so that keys need not be repeated.
     folded = q_RHD.view(rows, kv_heads, group, head_dim).transpose(0, 1).reshape(1, kv_heads, rows * group, head_dim)
-    out = functional.scaled_dot_product_attention(folded, keys_KSD[None], values_KSD[None], attn_mask=bias)
-    return out.view(kv_heads, rows, group, head_dim).transpose(0, 1).reshape(rows, heads, head_dim)
+    sinks = None if sinks_H is None else folded_sinks(sinks_H, kv_heads, rows)
+    out = attend(folded, keys_KSD[None], values_KSD[None], bias, shape, sinks)
+    return out.view(kv_heads, rows, group, -1).transpose(0, 1).reshape(rows, heads, -1)
 
 
-def in_window(visibility: Visibility, positions_R: Tensor, window: int) -> Tensor:
-    """bool [R, S]: the slots whose positions are among the last ``window`` up to the row's own."""
+def folded_sinks(sinks_H: Tensor, kv_heads: int, rows: int) -> Tensor:
+    """The sinks of queries that are folded to [K, R·G]."""
+    return sinks_H.view(kv_heads, 1, -1).expand(-1, rows, -1).flatten(1)
+
+
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, shape: LayerShape, sinks: Tensor | None,
+    is_causal: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention of a layer in one call.
+
+    Args:
+        queries: [..., T, D].
+        keys, values: [..., S, D].
+        bias: added to the scores [..., T, S]; or None.
+        shape: of the layer.
+        sinks: [..., T], a further score of each query, which attends to nothing; or None.
+        is_causal: T = S, and each query attends to the slots up to its own.
+
+    Returns:
+        out [..., T, D].
+    """
+    if shape.softcap is None and sinks is None:
+        return functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=bias, is_causal=is_causal, scale=shape.scale
+        )
+    if is_causal:
+        size = queries.shape[-2]
+        bias = torch.full((size, size), -torch.inf, dtype=queries.dtype, device=queries.device).triu_(1)
+    out, lse = attention_with_lse(queries, keys, values, bias, shape)
+    return out if sinks is None else beside_sinks(out, lse, sinks)
+
+
+def attention_with_lse(
+    queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, shape: LayerShape
+) -> tuple[Tensor, Tensor]:
+    """``attend`` in plain tensor operations, without sinks: out [..., T, D], and the log-sum-exp of its scores [..., T], in
+    float32 or wider.
+    """
+    scale = queries.shape[-1] ** -0.5 if shape.scale is None else shape.scale
+    scores = queries @ keys.transpose(-1, -2) * scale
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if shape.softcap is not None:
+        scores = (scores / shape.softcap).tanh() * shape.softcap
+    if bias is not None:
+        scores = scores + bias
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(values.dtype) @ values, lse
+
+
+def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Attention that shares its softmax with one more score per query, which has no value."""
+    return (out * (lse - sinks).sigmoid()[..., None]).to(out.dtype)
+
+
+def in_reach(visibility: Visibility, positions_R: Tensor, reach: Reach) -> Tensor:
+    """bool [R, S]: the slots that a row sees in such a layer, by their positions."""
     shared_positions = torch.arange(visibility.shared, device=positions_R.device)
     positions_S = torch.cat((shared_positions, visibility.slot_positions()[: visibility.seen.shape[1]]))
-    return positions_S > positions_R[:, None] - window
+    seen: Tensor = reach.includes(positions_R[:, None], positions_S)
+    return seen
 
 
 @dataclass(frozen=True)
@@ -312,13 +429,6 @@ class Rectangles:
         """The queries of all requests, [B, K, M·G, D]: the heads that share a key-value head are rows."""
         (requests, most_rows), head_dim = self.rows.shape, q_RHD.shape[2]
         return q_RHD[self.rows].view(requests, most_rows, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
-
-    def keys_values(self, cached: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all requests, each [B, K, N, D], from those of a layer, [2, K, slots of the pool, D]."""
-        _, kv_heads, _, head_dim = cached.shape
-        gathered = cached.index_select(2, self.slots.flatten()).view(2, kv_heads, len(self.slots), -1, head_dim)
-        keys, values = gathered.transpose(1, 2).unbind(0)
-        return keys, values
 
     def unfolded(self, folded: Tensor, heads: int) -> Tensor:
         """[B, K, M·G, X], in the order of ``folded``, to [T, H, X]."""

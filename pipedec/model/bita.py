@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipedec.checkpoints import SINGLE_FILE, check_trained_for
-from pipedec.config import ModelConfig
 from pipedec.core import Record, UserError
+from pipedec.families import ModelConfig, model_config
 from pipedec.model.markov import MarkovTable
 
 MAX_MASKS = 16
@@ -101,8 +101,14 @@ def _checked_tensors(directory: Path, config: ModelConfig) -> Iterator[dict[str,
     """Slices of the tensors by name, of the right shapes."""
     path = directory / SINGLE_FILE
     bita = BitaConfig.from_directory(directory)
+    cached = {layer.cached for layer in config.layers}
+    if len(cached) > 1 or any(one.key_dim != one.value_dim for one in cached):
+        raise UserError(
+            f"{directory}: a BiTA needs a target whose layers all cache keys and values of one shape: use --bita none"
+        )
+    (of_layer,) = cached
     expected = {
-        "prompt": (config.num_layers, 2, config.num_kv_heads, bita.num_prompt_tokens, config.head_dim),
+        "prompt": (config.num_hidden_layers, 2, of_layer.num_heads, bita.num_prompt_tokens, of_layer.key_dim),
         "masks": (bita.num_masks, config.hidden_size),
         **MarkovTable.shapes(config.vocab_size, bita.num_masks, bita.markov_rank),
     }
@@ -125,6 +131,6 @@ def checked_bita(directory: Path, target: Path) -> BitaConfig:
     Raises UserError if it cannot be read, or was trained for another target.
     """
     config = BitaConfig.from_directory(directory)
-    BitaWeights.load(directory, ModelConfig.from_directory(target), range(1), torch.float32, torch.device("cpu"))
+    BitaWeights.load(directory, model_config(target), range(1), torch.float32, torch.device("cpu"))
     check_trained_for(directory, target)
     return config

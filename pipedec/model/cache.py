@@ -1,6 +1,6 @@
 """The KV pool of one stage, and in its slots the two-level KV caches of requests.
 
-The pool is one tensor, allocated once. A cache holds accepted rows (the *past*), then speculative rows (the *tree*), in slots of
+The pool is allocated once. A cache holds accepted rows (the *past*), then speculative rows (the *tree*), in slots of
 the pool that it was given. In front of both may be a learned prompt (BiTA), which never changes and which only readers
 ``with_prompt`` see.
 
@@ -12,37 +12,32 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pipedec.core import SlotRuns
 from pipedec.device import to_device
+from pipedec.families import KVShape
 
 Reader = Callable[[int], tuple[Tensor, Tensor]]  # by layer: keys_KSD, values_KSD
 
 
-@dataclass(frozen=True)
-class KVShape:
-    """The contents of a slot of a pool: a key and a value of D numbers for each of K key-value heads of L layers."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-
 class KVPool:
-    """Keys and values of every layer of a stage for many requests, in one tensor.
+    """Keys and values of every layer of a stage for many requests, allocated once.
+
+    Layers that cache keys and values of one shape share a tensor, a *plane*: [layers, 2, K, slots, D], or, if keys and values are
+    of different widths, one for the keys and one for the values, [layers, 1, K, slots, D]. Most models have one plane.
 
     Args:
+        layers: what each layer caches of a token.
         slots: rounded down to whole blocks.
         block: slots that are handed out together.
-        prompt: [L, 2, K, Q, D], keys and values of a learned prompt, for caches that are opened with it; or None.
+        prompt: [L, 2, K, Q, D], keys and values of a learned prompt, for caches that are opened with it; or None. All layers
+            must be of one shape, with keys and values of one width.
 
     Attributes:
-        tensor: [L, 2, K, slots and more for the learned prompt and for padding, D]. It never moves in memory.
+        planes: with more slots for the learned prompt and for padding. They never move in memory.
         prompt_slots: the learned prompt's slots, Q slots after those of requests.
         spare_slot: a slot that no request has, after all others: for padding rows of a forward.
 
@@ -51,8 +46,9 @@ class KVPool:
     """
 
     def __init__(
-        self, shape: KVShape, slots: int, block: int = 16, prompt: Tensor | None = None, device: torch.device | str = "cpu"
-    ) -> None:
+        self, layers: Sequence[KVShape], dtype: torch.dtype, slots: int, block: int = 16, prompt: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         if not 1 <= block <= slots:
             raise ValueError(f"a pool needs at least one block of at least one slot, not {slots} slots in blocks of {block}")
         self.block = block
@@ -61,48 +57,83 @@ class KVPool:
         self.prompt_slots = range(self.slots, self.slots + num_prompt_tokens)
         self.spare_slot = self.slots + num_prompt_tokens
         num_slots = self.slots + -(-(num_prompt_tokens + 1) // block) * block
-        size = (shape.num_layers, 2, shape.num_kv_heads, num_slots, shape.head_dim)
+        self._device = torch.device(device)
+        self.planes: list[Tensor] = []
+        self._layers: list[tuple[Tensor, ...]] = [()] * len(layers)  # [2, K, slots, D], or keys and values, each [1, K, slots, D]
+        self._places: list[list[tuple[int, int]]] = [
+            [] for _ in layers
+        ]  # of keys and values: plane, and index into its first axes
         with torch.inference_mode(False):  # a tensor made in inference mode could only be written there
-            self.tensor = torch.empty(size, dtype=shape.dtype, device=device)
+            for shape in dict.fromkeys(layers):
+                members = [layer for layer, other in enumerate(layers) if other == shape]
+                same = shape.key_dim == shape.value_dim
+                for count, width in [(2, shape.key_dim)] if same else [(1, shape.key_dim), (1, shape.value_dim)]:
+                    size = (len(members), count, shape.num_heads, num_slots, width)
+                    plane = torch.empty(size, dtype=dtype, device=device)
+                    for row, (layer, part) in enumerate(zip(members, plane.unbind(0), strict=True)):
+                        self._layers[layer] += (part,)
+                        self._places[layer] += [(len(self.planes), count * row + index) for index in range(count)]
+                    self.planes.append(plane)
+            self._whole = self.reader([range(num_slots)])
         if prompt is not None:
-            self.tensor[:, :, :, self.slots : self.slots + num_prompt_tokens] = prompt
+            (plane,) = self.planes
+            plane[:, :, :, self.slots : self.slots + num_prompt_tokens] = prompt
+
+    def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and all values of a layer, [K, slots, D] each."""
+        return self._whole(layer)
 
     def write(self, layer: int, slots: slice | Tensor, keys_RKD: Tensor, values_RKD: Tensor) -> None:
         """Write rows of any caches to ``slots``, a slice or int64 [R], of one layer."""
-        for part, rows_RKD in enumerate((keys_RKD, values_RKD)):
+        for target, rows_RKD in zip(self.keys_values(layer), (keys_RKD, values_RKD), strict=True):
             if isinstance(slots, slice):
-                self.tensor[layer, part, :, slots] = rows_RKD.transpose(0, 1)
+                target[:, slots] = rows_RKD.transpose(0, 1)
             else:
-                self.tensor[layer, part].index_copy_(1, slots, rows_RKD.transpose(0, 1))
+                target.index_copy_(1, slots, rows_RKD.transpose(0, 1))
 
     def copy(self, sources: Sequence[int], targets: Iterable[range]) -> None:
         """Copy the contents of some slots to others, in all layers. All are read before any is written."""
-        rows = self.tensor.index_select(3, to_device(torch.tensor(sources, dtype=torch.int64), self.tensor.device))
-        first = 0
-        for target in targets:
-            self.tensor.narrow(3, target.start, len(target)).copy_(rows.narrow(3, first, len(target)))
-            first += len(target)
+        places = list(targets)
+        indices = to_device(torch.tensor(sources, dtype=torch.int64), self._device)
+        for plane in self.planes:
+            rows, first = plane.index_select(3, indices), 0
+            for target in places:
+                plane.narrow(3, target.start, len(target)).copy_(rows.narrow(3, first, len(target)))
+                first += len(target)
+
+    def clear(self, slots: int) -> None:
+        """Fill the first slots with zeros: memory that was never written may hold NaN."""
+        for plane in self.planes:
+            plane.narrow(3, 0, slots).zero_()
+
+    def gathered(self, layer: int, slots_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer in some slots, [B, K, N, D] each."""
+        parts = [part.index_select(2, slots_BN.flatten()).unflatten(2, slots_BN.shape) for part in self._layers[layer]]
+        keys, values = (one.transpose(0, 1) for part in parts for one in part.unbind(0))
+        return keys, values
 
     def reader(self, ranges: Sequence[range]) -> Reader:
         """A function that reads one or more ranges of slots in a layer: keys_KSD, values_KSD. A single range is not copied."""
-        parts = [self.tensor[:, :, :, part.start : part.stop] for part in ranges]  # each [L, 2, K, slots, D]
-        if len(parts) == 1:
-            views = parts[0].flatten(0, 1).unbind(0)
-            return list(zip(views[::2], views[1::2], strict=True)).__getitem__
-        by_layer = list(zip(*(part.unbind(0) for part in parts), strict=True))
+        if len(ranges) == 1:
+            views = [plane.narrow(3, ranges[0].start, len(ranges[0])).flatten(0, 1).unbind(0) for plane in self.planes]
+            by_layer = [[views[plane][index] for plane, index in places] for places in self._places]
+            return [(keys_KSD, values_KSD) for keys_KSD, values_KSD in by_layer].__getitem__
 
         def joined(layer: int) -> tuple[Tensor, Tensor]:
-            keys_KSD, values_KSD = torch.cat(by_layer[layer], 2).unbind(0)
+            parts = (torch.cat([part[:, :, run.start : run.stop] for run in ranges], 2) for part in self._layers[layer])
+            keys_KSD, values_KSD = (one for part in parts for one in part.unbind(0))
             return keys_KSD, values_KSD
 
         return joined
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer block by block, each [blocks, block, K, D], without copying."""
-        _, _, heads, slots, head_dim = self.tensor.shape
-        of_blocks = self.tensor[layer].view(2, heads, slots // self.block, self.block, head_dim)
-        keys, values = of_blocks.permute(0, 2, 3, 1, 4).unbind(0)
+        keys, values = (one.unflatten(1, (-1, self.block)).permute(1, 2, 0, 3) for one in self.keys_values(layer))
         return keys, values
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(plane.nbytes for plane in self.planes)
 
 
 class KVCache:

@@ -14,12 +14,23 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from pipedec.config.environment import captures_graphs
 from pipedec.core import UserError
+from pipedec.families import Reach
 from pipedec.hardware import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
-from pipedec.model.attention import LaneRows, LayersShape, Rectangles, RowAttention, fill_indices, in_window
+from pipedec.model.attention import (
+    LaneRows,
+    LayersShape,
+    Mask,
+    Rectangles,
+    Rows,
+    attend,
+    fill_indices,
+    folded_sinks,
+    in_reach,
+    mask_of,
+)
 from pipedec.model.cache import KVPool
 from pipedec.tree import Visibility
 
@@ -31,8 +42,8 @@ _WARM_UPS = 2  # runs before a capture, in which libraries allocate their memory
 Run = Callable[[], None]
 Capture = Callable[[Run], Run]  # takes a function that reads and writes tensors in fixed places; returns one that replays it
 NewCapture = Callable[[torch.device], Capture | None]  # how forwards on a device are captured; None: not at all
-CosSin = tuple[Tensor, Tensor]
-Layers = Callable[[Tensor, CosSin, Tensor, KVPool, RowAttention], Tensor]
+Places = tuple[Tensor, Tensor]  # positions and lengths (see ``Rows``)
+Layers = Callable[[Tensor, Rows], Tensor]
 
 
 class CapturedGraphs:
@@ -65,29 +76,32 @@ class CapturedGraphs:
         may_capture = self._num_forwards % turns == own and len(self._graphs) < self._most_graphs
         return bucket if bucket in self._graphs or may_capture else None
 
-    def forward(self, bucket: Bucket, layers: Layers, inputs: Tensor, cos_sin: CosSin, lanes: Sequence[LaneRows]) -> Tensor:
+    def forward(self, bucket: Bucket, layers: Layers, inputs: Tensor, places: Places, lanes: Sequence[LaneRows]) -> Tensor:
         """Compute the rows of ``lanes`` and write their keys and values: hidden_RE without padding rows.
 
         Args:
             bucket: from ``bucket_of``.
-            layers: computes hidden_RE from inputs, cosines and sines, slots to write in the pool, and the attention: always the
-                same function of tensors, which reads none of their values on the host.
+            layers: computes hidden_RE from inputs and rows: always the same function of tensors, which reads none of their
+                values on the host.
+            places: of the rows.
 
         Raises:
             UserError: the graph cannot be captured.
         """
         if self._buffers is None:
             shape = self._shape
-            self._buffers = BucketBuffers(inputs, shape.windows, cos_sin[0].shape[1], shape.dtype)
+            self._buffers = BucketBuffers(inputs, shape.masks)
             self._hidden_RE = torch.zeros(CAPTURED_ROWS, shape.hidden_size, dtype=shape.dtype, device=inputs.device)
         tensors, replay = self._graphs.get(bucket) or (BucketTensors.of(bucket, self._buffers), None)
-        tensors.fill(inputs, cos_sin, lanes, self.pool.spare_slot)
+        tensors.fill(inputs, places, lanes, self.pool.spare_slot)
         if replay is None:
             pool, shape, output_RE = self.pool, self._shape, self._hidden_RE[: bucket.rows]
 
+            positions, lengths = tensors.places
+
             def run() -> None:
-                attention = tensors.attention(pool, shape.windows, shape.group)
-                output_RE.copy_(layers(tensors.inputs, (tensors.cos, tensors.sin), tensors.slots, pool, attention))
+                attention = tensors.attention(pool, shape)
+                output_RE.copy_(layers(tensors.inputs, Rows(positions, lengths, tensors.slots, pool, attention)))
 
             replay = self._capture(run)
             self._graphs[bucket] = tensors, replay
@@ -172,13 +186,13 @@ def usual_sizes(rows: int, slots: int) -> list[tuple[int, int]]:
 class BucketBuffers:
     """The memory that all buckets of a stage share, for one forward at a time of rows like ``inputs``. It never moves."""
 
-    def __init__(self, inputs: Tensor, windows: Sequence[int | None], head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, inputs: Tensor, masks: Sequence[Mask]) -> None:
         device = inputs.device
-        self.windows = tuple(dict.fromkeys(windows))
+        self.reaches = tuple(dict.fromkeys(reach for reach, _ in masks))
         self.inputs = torch.zeros((CAPTURED_ROWS, *inputs.shape[1:]), dtype=inputs.dtype, device=device)
-        self.cos, self.sin = torch.zeros(2, CAPTURED_ROWS, head_dim, dtype=dtype, device=device)
+        self.places = torch.zeros(2, CAPTURED_ROWS, dtype=torch.int64, device=device)
         self.indices = torch.zeros((2 + MOST_FILLING) * CAPTURED_ROWS + CAPTURED_SLOTS, dtype=torch.int64, device=device)
-        self.seen = torch.zeros(len(self.windows), CAPTURED_CELLS, dtype=torch.bool, device=device)
+        self.seen = torch.zeros(len(self.reaches), CAPTURED_CELLS, dtype=torch.bool, device=device)
 
 
 @dataclass(frozen=True)
@@ -187,29 +201,28 @@ class BucketTensors:
 
     bucket: Bucket
     inputs: Tensor  # int64 [R], or hidden_RE
-    cos: Tensor  # [R, D]
-    sin: Tensor  # [R, D]
+    places: Tensor  # int64 [2, R], positions and lengths (see ``Rows``)
     indices: Tensor  # int64, the memory of ``slots`` and ``rectangles``
     slots: Tensor  # int64 [R], where keys and values are written in the pool
     rectangles: Rectangles  # with T = R
-    seen: Mapping[int | None, Tensor]  # for each sliding window, bool [B, M, N]: the slots of its request that a row attends to
+    seen: Mapping[Reach | None, Tensor]  # for each reach, bool [B, M, N]: the slots of its request that a row attends to
 
     @classmethod
     def of(cls, bucket: Bucket, buffers: BucketBuffers) -> BucketTensors:
         rows, size = bucket.rows, (bucket.requests, bucket.most_rows, bucket.most_slots)
         indices = buffers.indices[: 2 * rows + bucket.requests * (bucket.most_rows + bucket.most_slots)]
         slots, rectangles = _split(indices, bucket)
-        seen = {window: part[: size[0] * size[1] * size[2]].view(size)
-                for window, part in zip(buffers.windows, buffers.seen, strict=True)}  # fmt: skip
-        return cls(bucket, buffers.inputs[:rows], buffers.cos[:rows], buffers.sin[:rows], indices, slots, rectangles, seen)
+        seen = {reach: part[: size[0] * size[1] * size[2]].view(size)
+                for reach, part in zip(buffers.reaches, buffers.seen, strict=True)}  # fmt: skip
+        return cls(bucket, buffers.inputs[:rows], buffers.places[:, :rows], indices, slots, rectangles, seen)
 
-    def fill(self, inputs: Tensor, cos_sin: CosSin, lanes: Sequence[LaneRows], spare_slot: int) -> None:
+    def fill(self, inputs: Tensor, places: Places, lanes: Sequence[LaneRows], spare_slot: int) -> None:
         """Enter the rows of a forward. Padding rows write to ``spare_slot``, and replace those of earlier forwards.
 
         Indices are copied all at once, from other memory each time: the host does not wait for a device that still reads them.
         """
         num_rows = sum(lane.num_rows for lane in lanes)
-        for target, source in zip((self.inputs, self.cos, self.sin), (inputs, *cos_sin), strict=True):
+        for target, source in zip((self.inputs, *self.places), (inputs, *places), strict=True):
             target[:num_rows].copy_(source)
         host = torch.zeros(len(self.indices), dtype=torch.int64, pin_memory=self.indices.device.type == "cuda")
         slots, rectangles = _split(host, self.bucket)
@@ -220,39 +233,52 @@ class BucketTensors:
             fill_indices(slots[own.start : own.stop], lane.cache.next_slots(lane.num_rows))
         rectangles.fill(rows, [lane.slots() for lane in lanes])
         self.indices.copy_(host, non_blocking=True)
-        for window, seen_BMN in self.seen.items():
+        for reach, seen_BMN in self.seen.items():
             seen_BMN.zero_()
             for lane, seen_MN in zip(lanes, seen_BMN, strict=False):
-                _mark_lane(seen_MN[: lane.num_rows], lane, window)
+                _mark_lane(seen_MN[: lane.num_rows], lane, reach)
 
-    def attention(self, pool: KVPool, windows: Sequence[int | None], group: int) -> RectangleAttention:
+    def attention(self, pool: KVPool, shape: LayersShape) -> RectangleAttention:
         """Attention of the rows that were entered."""
         biases = {}
-        for window, seen_BMN in self.seen.items():
-            bias_BMN = torch.zeros_like(seen_BMN, dtype=pool.tensor.dtype).masked_fill_(~seen_BMN, -torch.inf)
-            biases[window] = bias_BMN.repeat_interleave(group, 1)[:, None]
-        return RectangleAttention(self.rectangles, pool, windows, biases)
+        for reach, group in shape.masks:
+            seen_BMN = self.seen[reach]
+            bias_BMN = torch.zeros_like(seen_BMN, dtype=shape.dtype).masked_fill_(~seen_BMN, -torch.inf)
+            biases[reach, group] = bias_BMN.repeat_interleave(group, 1)[:, None]
+        return RectangleAttention(self.rectangles, pool, shape, biases)
 
 
 class RectangleAttention:
     """Attention of a forward's rows in one call per layer, over copies of the slots that they attend to.
 
     Args:
-        windows: the sliding windows of the layers.
-        biases: for each of them, [B, 1, M·G, N], 0 or −inf.
+        biases: for each mask, [B, 1, M·G, N], 0 or −inf.
     """
 
-    def __init__(
-        self, rectangles: Rectangles, pool: KVPool, windows: Sequence[int | None], biases: Mapping[int | None, Tensor]
-    ) -> None:
-        self._rectangles, self._pool, self._windows, self._biases = rectangles, pool, windows, biases
+    def __init__(self, rectangles: Rectangles, pool: KVPool, shape: LayersShape, biases: Mapping[Mask, Tensor]) -> None:
+        self._rectangles, self._pool, self._layers, self._biases = rectangles, pool, shape.layers, biases
 
-    def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
-        """Attention in one layer of the stage, in whose cache the rows' keys and values have been written: out_RHD."""
-        cached = self._pool.tensor[layer]
-        queries, bias = self._rectangles.folded(q_RHD, cached.shape[1]), self._biases[self._windows[layer]]
-        out = functional.scaled_dot_product_attention(queries, *self._rectangles.keys_values(cached), attn_mask=bias)
-        return self._rectangles.unfolded(out, q_RHD.shape[1])
+    def attend(self, q_RHD: Tensor, layer: int, sinks_H: Tensor | None = None) -> Tensor:
+        """See ``RowAttention``."""
+        return self._attend(q_RHD, *self._pool.gathered(layer, self._rectangles.slots), layer, sinks_H)
+
+    def latents(self, layer: int) -> tuple[Tensor, Tensor]:
+        """See ``RowAttention``; with padding."""
+        first, second = self._pool.gathered(layer, self._rectangles.slots)
+        return first.flatten(0, 2)[None], second.flatten(0, 2)[None]
+
+    def attend_expanded(self, q_RHD: Tensor, keys_KSD: Tensor, values_KSD: Tensor, layer: int) -> Tensor:
+        """See ``RowAttention``."""
+        requests = len(self._rectangles.slots)
+        keys, values = (part.unflatten(1, (requests, -1)).transpose(0, 1) for part in (keys_KSD, values_KSD))
+        return self._attend(q_RHD, keys, values, layer, None)
+
+    def _attend(self, q_RHD: Tensor, keys: Tensor, values: Tensor, layer: int, sinks_H: Tensor | None) -> Tensor:
+        """Over keys and values [B, K, N, D]."""
+        shape, rectangles, kv_heads = self._layers[layer], self._rectangles, keys.shape[1]
+        sinks = None if sinks_H is None else folded_sinks(sinks_H, kv_heads, rectangles.rows.shape[1])
+        out = attend(rectangles.folded(q_RHD, kv_heads), keys, values, self._biases[mask_of(shape)], shape, sinks)
+        return rectangles.unfolded(out, q_RHD.shape[1])
 
 
 def _power(number: int) -> int:
@@ -268,19 +294,19 @@ def _split(indices: Tensor, bucket: Bucket) -> tuple[Tensor, Rectangles]:
     return slots, Rectangles(rows.view(bucket.requests, -1), slots_read.view(bucket.requests, -1), order)
 
 
-def _mark_lane(seen_RN: Tensor, lane: LaneRows, window: int | None) -> None:
+def _mark_lane(seen_RN: Tensor, lane: LaneRows, reach: Reach | None) -> None:
     """Mark the slots among ``LaneRows.slots`` that the rows of a request attend to."""
     tokens, prompt = lane.num_tokens, lane.num_prompt_slots
     if tokens:
-        _mark(seen_RN[:tokens, prompt:], lane.visibility_of_tokens(), lane.positions[:tokens], window)
+        _mark(seen_RN[:tokens, prompt:], lane.visibility_of_tokens(), lane.positions[:tokens], reach)
     if lane.num_masks:
         seen_RN[tokens:, :prompt] = True
-        _mark(seen_RN[tokens:, prompt:], lane.visibility_of_masks(), lane.positions[tokens:], window)
+        _mark(seen_RN[tokens:, prompt:], lane.visibility_of_masks(), lane.positions[tokens:], reach)
 
 
-def _mark(seen_RN: Tensor, visibility: Visibility, positions_R: Tensor, window: int | None) -> None:
+def _mark(seen_RN: Tensor, visibility: Visibility, positions_R: Tensor, reach: Reach | None) -> None:
     shared, count = visibility.shared, visibility.seen.shape[1]
     seen_RN[:, :shared] = True
     seen_RN[:, shared : shared + count] = visibility.seen
-    if window is not None:
-        seen_RN[:, : shared + count] &= in_window(visibility, positions_R, window)
+    if reach is not None:
+        seen_RN[:, : shared + count] &= in_reach(visibility, positions_R, reach)

@@ -20,7 +20,17 @@ import torch
 from torch import Tensor
 
 from pipedec.device import to_device
-from pipedec.model.attention import AttentionPart, LaneRows, LayersShape, Rectangles, tree_attention
+from pipedec.families import LayerShape
+from pipedec.model.attention import (
+    AttentionPart,
+    LaneRows,
+    LayersShape,
+    Rectangles,
+    attention_with_lse,
+    beside_sinks,
+    tree_attention,
+)
+from pipedec.model.cache import KVPool
 
 Placed = tuple[LaneRows, int]  # a lane, and the index of its first row in the forward
 
@@ -28,32 +38,45 @@ Placed = tuple[LaneRows, int]  # a lane, and the index of its first row in the f
 class FlashLaneAttention:
     """Attention of a forward's rows by a ``kernel`` with the arguments and results of ``flash_attn_varlen_func``.
 
-    Mask rows, and rows of trees in layers with a sliding window, attend request by request: the kernel has no mask for them.
+    What the kernel has no mask for attends request by request: mask rows, rows of trees in layers with a reach, and chunks of
+    prompts in layers that attend chunk by chunk. No layer caches latents.
     """
 
     def __init__(self, lanes: Sequence[LaneRows], shape: LayersShape, kernel: Any) -> None:
-        self._kernel, self._windows, self._pool = kernel, shape.windows, lanes[0].cache.pool
+        self._kernel, self._layers, self._pool = kernel, shape.layers, lanes[0].cache.pool
         placed = list(zip(lanes, accumulate((lane.num_rows for lane in lanes), initial=0), strict=False))
         chunks = [(lane, first) for lane, first in placed if lane.num_tokens and lane.visibility is None]
         trees = [(lane, first) for lane, first in placed if lane.num_tokens and lane.visibility is not None]
         with_past = [(lane, first) for lane, first in trees if lane.num_shared]
         self._chunks = PagedRows.of(chunks, [lane.cache.length + lane.num_tokens for lane, _ in chunks]) if chunks else None
         self._pasts = PagedRows.of(with_past, [lane.num_shared for lane, _ in with_past]) if with_past else None
-        self._trees = TreeRows.of(with_past, shape.group, shape.dtype) if with_past else None
+        groups = {layer.group for layer in shape.layers} if with_past else ()
+        self._trees = {group: TreeRows.of(with_past, group, shape.dtype) for group in groups}
         self._parts = [AttentionPart.of_masks(lane, first, shape) for lane, first in placed if lane.num_masks]
         self._parts += [AttentionPart.of_tokens(lane, first, shape) for lane, first in trees if not lane.num_shared]
-        windowed = with_past if any(window is not None for window in shape.windows) else []
-        self._windowed = [AttentionPart.of_tokens(lane, first, shape) for lane, first in windowed]
+        reaches = [layer.reach for layer in shape.layers if layer.reach is not None]
+        self._in_reach = [AttentionPart.of_tokens(lane, first, shape) for lane, first in with_past] if reaches else []
+        in_chunks = any(reach.is_chunk for reach in reaches)
+        self._in_chunks = [AttentionPart.of_tokens(lane, first, shape) for lane, first in chunks] if in_chunks else []
 
-    def attend(self, q_RHD: Tensor, layer: int) -> Tensor:
-        window, out_RHD = self._windows[layer], q_RHD.new_empty(q_RHD.shape)
-        if self._chunks is not None:
-            out_RHD[self._chunks.rows], _ = self._chunks.attend(self._kernel, q_RHD, *self._pool.pages(layer), True, window)
-        if self._trees is not None and self._pasts is not None and window is None:
-            past = self._pasts.attend(self._kernel, q_RHD, *self._pool.pages(layer), False, None)
-            out_RHD[self._pasts.rows] = merge_by_lse(*past, *self._trees.attend(q_RHD, self._pool.tensor[layer]))
-        for part in self._parts if window is None else [*self._parts, *self._windowed]:
-            out_RHD[part.rows] = tree_attention(q_RHD[part.rows], *part.reader(layer), part.plan, window)
+    def attend(self, q_RHD: Tensor, layer: int, sinks_H: Tensor | None = None) -> Tensor:
+        """See ``RowAttention``."""
+        shape = self._layers[layer]
+        reach, parts = shape.reach, list(self._parts)
+        out_RHD = q_RHD.new_empty((*q_RHD.shape[:2], shape.value_dim))
+        if reach is not None:
+            parts += self._in_reach
+        if reach is not None and reach.is_chunk:
+            parts += self._in_chunks
+        elif self._chunks is not None:
+            out, lse = self._chunks.attend(self._kernel, q_RHD, self._pool.pages(layer), shape, is_causal=True)
+            out_RHD[self._chunks.rows] = out if sinks_H is None else beside_sinks(out, lse, sinks_H)
+        if self._pasts is not None and reach is None:
+            past = self._pasts.attend(self._kernel, q_RHD, self._pool.pages(layer), shape, is_causal=False)
+            out, lse = merge_by_lse(*past, *self._trees[shape.group].attend(q_RHD, self._pool, layer, shape))
+            out_RHD[self._pasts.rows] = out if sinks_H is None else beside_sinks(out, lse, sinks_H)
+        for part in parts:
+            out_RHD[part.rows] = tree_attention(q_RHD[part.rows], *part.reader(layer), part.plan, shape, sinks_H)
         return out_RHD
 
 
@@ -82,16 +105,17 @@ class PagedRows:
         )  # fmt: skip
 
     def attend(
-        self, kernel: Any, q_RHD: Tensor, key_pages: Tensor, value_pages: Tensor, is_causal: bool, window: int | None
+        self, kernel: Any, q_RHD: Tensor, pages: tuple[Tensor, Tensor], shape: LayerShape, is_causal: bool
     ) -> tuple[Tensor, Tensor]:
         """out_THD, lse_TH. A causal mask is aligned to each request's last slot, as chunks after a past need.
 
-        ``key_pages``, ``value_pages``: [blocks of the pool, block, K, D].
+        ``pages``: keys and values, each [blocks of the pool, block, K, D].
         """
+        window = shape.reach.size if is_causal and shape.reach is not None else None
         out_THD, lse_HT, _ = kernel(
-            q_RHD[self.rows], key_pages, value_pages, self.first_rows, self.first_slots, self.most_rows, self.most_slots,
-            causal=is_causal, window_size=(-1, -1) if window is None else (window - 1, 0), return_attn_probs=True,
-            block_table=self.block_table,
+            q_RHD[self.rows], *pages, self.first_rows, self.first_slots, self.most_rows, self.most_slots,
+            softmax_scale=shape.scale, causal=is_causal, window_size=(-1, -1) if window is None else (window - 1, 0),
+            softcap=shape.softcap or 0.0, return_attn_probs=True, block_table=self.block_table,
         )  # fmt: skip
         return out_THD, lse_HT.transpose(0, 1)
 
@@ -116,39 +140,20 @@ class TreeRows:
             of_lane[: mask.shape[0], :, : mask.shape[1]].masked_fill_(~mask[:, None], -torch.inf)
         return cls(rectangles, bias.flatten(1, 2)[:, None])
 
-    def attend(self, q_RHD: Tensor, cached: Tensor) -> tuple[Tensor, Tensor]:
-        """out_THD, lse_TH, over keys and values of the layer of all requests, ``cached``: [2, K, slots, D]."""
+    def attend(self, q_RHD: Tensor, pool: KVPool, layer: int, shape: LayerShape) -> tuple[Tensor, Tensor]:
+        """out_THD, lse_TH, in a layer of this shape."""
         rectangles, heads = self.rectangles, q_RHD.shape[1]
-        folded = rectangles.folded(q_RHD, cached.shape[1])
-        out, lse = attention_with_lse(folded, *rectangles.keys_values(cached), self.bias)
+        keys, values = pool.gathered(layer, rectangles.slots)
+        out, lse = attention_with_lse(rectangles.folded(q_RHD, keys.shape[1]), keys, values, self.bias, shape)
         return rectangles.unfolded(out, heads), rectangles.unfolded(lse[..., None], heads).squeeze(-1)
 
 
-def attention_with_lse(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention in plain tensor operations that also returns the log-sum-exp of its scores.
-
-    Args:
-        queries: [..., K, R·G, D]: the heads that share a key-value head are rows.
-        keys, values: [..., K, S, D].
-        bias: added to the scores [..., K, R·G, S]; or None.
-
-    Returns:
-        out [..., K, R·G, D], lse [..., K, R·G] (in float32 or wider).
-    """
-    scores = queries @ keys.transpose(-1, -2) * queries.shape[-1] ** -0.5
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if bias is not None:
-        scores = scores + bias
-    lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp().to(values.dtype) @ values, lse
-
-
-def merge_by_lse(out_a_RHD: Tensor, lse_a_RH: Tensor, out_b_RHD: Tensor, lse_b_RH: Tensor) -> Tensor:
-    """Merge two attentions over disjoint keys into the one over all keys, weighting each by exp(lse)."""
+def merge_by_lse(out_a_RHD: Tensor, lse_a_RH: Tensor, out_b_RHD: Tensor, lse_b_RH: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge two attentions over disjoint keys into the one over all keys, weighting each by exp(lse): out_RHD, lse_RH."""
     lse_RH = torch.logaddexp(lse_a_RH, lse_b_RH)
     share_a_RH1 = (lse_a_RH - lse_RH).exp()[..., None]
     share_b_RH1 = (lse_b_RH - lse_RH).exp()[..., None]
-    return (out_a_RHD * share_a_RH1 + out_b_RHD * share_b_RH1).to(out_a_RHD.dtype)
+    return (out_a_RHD * share_a_RH1 + out_b_RHD * share_b_RH1).to(out_a_RHD.dtype), lse_RH
 
 
 def _int32(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -23,6 +23,7 @@ from pipedec.core import UserError
 from pipedec.hardware import QUANTIZED_GROUP as GROUP
 from pipedec.hardware import WIDENED_VALUES
 
+PADDED_ROWS = 16  # see ``Products``
 TYPICAL_ROWS = 16  # the packed layout is chosen for products of this many rows
 SMALLEST_PACKED = 192 * 192  # numbers; below, a call of the packed kernel costs more than it saves
 _SLICE_VALUES = {"cpu": 1 << 19, "cuda": WIDENED_VALUES}  # widened at once
@@ -240,3 +241,21 @@ def linear(rows_RK: Tensor, matrix: Matrix, bias_N: Tensor | None = None) -> Ten
     if matrix.is_mkldnn:
         return torch.ops.mkldnn._linear_pointwise.default(rows_RK, matrix, bias_N, "none", [], "")
     return functional.linear(rows_RK, matrix, bias_N)
+
+
+class Products:
+    """``linear`` for the matrices of a stage.
+
+    Attributes:
+        pad_rows: pad products to ``PADDED_ROWS`` rows. Where a row of a product of at least that many does not depend on their
+            number, as on the CPUs that were measured, the bits of an answer then do not depend on other requests.
+    """
+
+    def __init__(self) -> None:
+        self.pad_rows = False
+
+    def __call__(self, rows_RK: Tensor, matrix: Matrix, bias_N: Tensor | None = None) -> Tensor:
+        missing = PADDED_ROWS - rows_RK.shape[0]
+        if not self.pad_rows or missing <= 0:
+            return linear(rows_RK, matrix, bias_N)
+        return linear(functional.pad(rows_RK, (0, 0, 0, missing)), matrix, bias_N)[: rows_RK.shape[0]]

@@ -7,69 +7,74 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipedec.config import ModelConfig
-from pipedec.config.model import LENGTH_DEPENDENT
 from pipedec.core import UserError
+from pipedec.families.base import LENGTH_DEPENDENT
 
 _KEPT_LENGTHS = 4096  # whose frequencies are cached
+CosSin = tuple[Tensor, Tensor]  # [R, 1, D] each
 
 
 class Rotary:
     """Cosines and sines for position ids.
 
     Args:
-        config: the model's shape; its ``rope`` determines the frequencies.
+        rope: parameters of the embedding in transformers' form.
+        head_dim: D.
+        directory: of the model's ``config.json``, which transformers reads for some rope types.
         dtype: dtype of the returned cosines and sines. They are computed in float32, as in transformers.
 
     Attributes:
-        depends_on_length: whether the frequencies of a row depend on a sequence length.
+        can_capture: whether ``cos_sin`` reads no tensor's values on the host.
 
     Raises:
         UserError: the installed transformers does not know the rope type, or it rotates only part of a head.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, rope: Mapping[str, Any], head_dim: int, directory: Path, dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         self._dtype = dtype
         self._device = torch.device(device)
-        self.rope_type: str = config.rope["rope_type"]
-        self.depends_on_length = self.rope_type in LENGTH_DEPENDENT
+        self.rope_type: str = rope["rope_type"]
+        self.can_capture = self.rope_type != "dynamic"
         self._scaling = 1.0
         if self.rope_type == "default":
-            frequencies = _plain_frequencies(config)
+            frequencies = _plain_frequencies(rope, head_dim)
         elif self.rope_type == "llama3":
-            frequencies = _llama3_frequencies(config)
+            frequencies = _llama3_frequencies(rope, head_dim)
         else:
-            self._initialise = _frequencies_by_transformers(config)
+            self._initialise = _frequencies_by_transformers(self.rope_type, directory)
             frequencies, self._scaling = self._initialise(self._device)
-        if 2 * len(frequencies) != config.head_dim:
-            raise UserError(
-                f"config.json rotates {2 * len(frequencies)} of {config.head_dim} numbers of a head; it must rotate all"
-            )
+        if 2 * len(frequencies) != head_dim:
+            raise UserError(f"config.json rotates {2 * len(frequencies)} of {head_dim} numbers of a head; it must rotate all")
         self._frequencies_D = _both_halves(frequencies).to(self._device)
         self._of_length = functools.lru_cache(maxsize=_KEPT_LENGTHS)(self._frequencies_of)
         if self.rope_type == "longrope":
-            self._original_length: int = config.rope["original_max_position_embeddings"]
+            self._original_length: int = rope["original_max_position_embeddings"]
             long_frequencies, _ = self._initialise(self._device, self._original_length + 1)
             self._long_frequencies_D = _both_halves(long_frequencies).to(self._device)
 
-    def cos_sin(self, positions_R: Tensor, lengths_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, positions_R: Tensor, lengths_R: Tensor) -> CosSin:
         """Cosines and signed sines for ``rotate``.
 
         Rope types that depend on the sequence length use, for a decoded row at position p, the frequencies of length p + 1 (as
         when decoding token by token), and for a row of the prompt those of the whole prompt's length.
 
         Args:
-            lengths_R: int64, the length whose frequencies each row uses. None if the type does not depend on it.
+            lengths_R: int64, the length whose frequencies each row uses, if the type depends on it.
 
         Returns:
-            cos_RD, sin_RD. The first half of the sines is negated, which saves ``rotate`` a negation per layer.
+            cos_R1D, sin_R1D. The first half of the sines is negated, which saves ``rotate`` a negation per layer.
         """
-        if lengths_R is None:
+        if self.rope_type not in LENGTH_DEPENDENT:
             frequencies = self._frequencies_D
         elif self.rope_type == "longrope":
             is_long_R1 = (lengths_R > self._original_length)[:, None]
@@ -81,7 +86,7 @@ class Rotary:
         cos_RD, sin_RD = angles_RD.cos(), angles_RD.sin()
         if self._scaling != 1.0:
             cos_RD, sin_RD = cos_RD * self._scaling, sin_RD * self._scaling
-        return cos_RD.to(self._dtype), sin_RD.to(self._dtype)
+        return cos_RD.to(self._dtype)[:, None], sin_RD.to(self._dtype)[:, None]
 
     def _frequencies_of(self, length: int) -> Tensor:
         """Frequencies of one length, [D]. One length at a time, so that their last bits do not depend on a row's company."""
@@ -100,20 +105,19 @@ def _both_halves(frequencies: Tensor) -> Tensor:
     return torch.cat((-frequencies, frequencies), dim=-1).float()
 
 
-def _plain_frequencies(config: ModelConfig, share: float = 1.0) -> Tensor:
-    rotated = int(config.head_dim * share)
+def _plain_frequencies(rope: Mapping[str, Any], head_dim: int, share: float = 1.0) -> Tensor:
+    rotated = int(head_dim * share)
     exponents_D = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
-    return 1.0 / (config.rope["rope_theta"] ** exponents_D)
+    return 1.0 / (rope["rope_theta"] ** exponents_D)
 
 
-def _llama3_frequencies(config: ModelConfig) -> Tensor:
+def _llama3_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor:
     """The frequencies of Llama 3.1 and later: long wavelengths are scaled by ``factor``, medium ones interpolated.
 
     Operations and their order are those of transformers, so the results are equal bit by bit.
     """
-    rope = config.rope
     length, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
-    plain_D = _plain_frequencies(config, rope.get("partial_rotary_factor", 1.0))
+    plain_D = _plain_frequencies(rope, head_dim, rope.get("partial_rotary_factor", 1.0))
     waves_D = 2 * math.pi / plain_D
     stretched_D = torch.where(waves_D > length / low, plain_D / rope["factor"], plain_D)
     smooth_D = (length / waves_D - low) / (high - low)
@@ -122,7 +126,7 @@ def _llama3_frequencies(config: ModelConfig) -> Tensor:
     return torch.where(is_between_D, partly_D, stretched_D)
 
 
-def _frequencies_by_transformers(config: ModelConfig) -> Callable[..., tuple[Tensor, float]]:
+def _frequencies_by_transformers(rope_type: str, directory: Path) -> Callable[..., tuple[Tensor, float]]:
     """transformers' function for the other rope types; it takes a device and, for some types, a sequence length.
 
     Importing transformers takes two seconds.
@@ -130,13 +134,12 @@ def _frequencies_by_transformers(config: ModelConfig) -> Callable[..., tuple[Ten
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    rope_type = config.rope["rope_type"]
     if rope_type not in ROPE_INIT_FUNCTIONS:
         known = ", ".join(["default", *ROPE_INIT_FUNCTIONS])
         raise UserError(f"rope type {rope_type!r} in config.json is not known; transformers knows {known}")
     try:
-        hf = AutoConfig.from_pretrained(config.directory, local_files_only=True)
+        hf = AutoConfig.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # transformers validates with many exception types of its own
         reason = " ".join(str(error).split())
-        raise UserError(f"{config.directory / 'config.json'} is refused by transformers: {reason}") from None
+        raise UserError(f"{directory / 'config.json'} is refused by transformers: {reason}") from None
     return functools.partial(ROPE_INIT_FUNCTIONS[rope_type], hf)

@@ -52,7 +52,7 @@ class FirstForward:
     def compute(self, model: StageModel, pool: KVPool) -> Tensor:
         """hidden_RE of tokens 0, or of activations 0. Overwrites the pool's first slots, which no request may have."""
         blocks = -(-self.slots // pool.block) * pool.block
-        pool.tensor.narrow(3, 0, blocks).zero_()  # memory that was never written may hold NaN
+        pool.clear(blocks)
         cache = KVCache(pool, ((0, blocks),), cached=self.slots - self.rows, with_prompt=self.masks > 0)
         past, device = cache.past_length, model.device
         positions = torch.arange(past, past + self.rows, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipedec.core import Load
+from pipedec.families import ModelConfig
 from pipedec.hardware import (
     CAPTURED_CELLS,
     CAPTURED_ROWS,
@@ -13,7 +14,6 @@ from pipedec.hardware import (
     WIDENED_VALUES,
     DeviceSpec,
     LinkSpec,
-    ModelShape,
     PassTime,
     WeightFormat,
 )
@@ -48,7 +48,7 @@ class RankTiming:
 class ModelCosts:
     """Bytes and milliseconds of the target's parts."""
 
-    shape: ModelShape
+    model: ModelConfig
     weights: WeightFormat
     rows: int
     max_model_len: int
@@ -69,7 +69,7 @@ class ModelCosts:
     @property
     def layer_token_bytes(self) -> int:
         """One token in the KV cache of one layer."""
-        return self.shape.cache_values_per_token * self.weights.element_bytes
+        return self.model.cache_values_per_token * self.weights.element_bytes
 
     def workspace_bytes(self, device: str) -> int:
         """Memory besides weights and caches: what libraries take, activations of a prefill chunk, the logits of every row, and on
@@ -95,34 +95,34 @@ class ModelCosts:
         largest forward that is captured, a layer's copies of the keys and values that it reads, and for every cell of its rows
         and slots the bias of every query head of a group, twice while it is made. Not measured on a GPU.
         """
-        group = self.shape.num_attention_heads // self.shape.num_key_value_heads
-        values = CAPTURED_ROWS * self._row_values + CAPTURED_SLOTS * self.shape.cache_values_per_token
+        group = max(layer.group for layer in self.model.layers)
+        values = CAPTURED_ROWS * self._row_values + CAPTURED_SLOTS * self.model.cache_values_per_token
         return (values + 2 * group * CAPTURED_CELLS) * self.weights.element_bytes
 
     @property
     def _activation_bytes(self) -> int:
-        values = max(self.rows, PREFILL_ROWS) * self._row_values + self.rows * self.shape.vocab_size
+        values = max(self.rows, PREFILL_ROWS) * self._row_values + self.rows * self.model.vocab_size
         return values * self.weights.element_bytes
 
     @property
     def _row_values(self) -> int:
         """Activations of one row that a layer holds at a time."""
-        return 4 * self.shape.hidden_size + 3 * self.shape.intermediate_size
+        return 4 * self.model.hidden_size + 3 * self.model.inner_size
 
     def weight_bytes(self, layers: int, first: bool, last: bool) -> int:
         """Weights of a stage: its layers, the embedding on the first stage, norm and head on the last. A tied head is stored
         twice unless one stage is both."""
-        embedding, norm = self.shape.embedding_parameters, self.shape.hidden_size
-        shared = first and last and self.shape.tie_word_embeddings
+        embedding, norm = self.model.embedding_parameters, self.model.hidden_size
+        shared = first and last and self.model.tie_word_embeddings
         tables = embedding * (first + last - shared) * self.weights.table_bytes
-        in_layers = layers * self.shape.layer_parameters * self.weights.layer_bytes
+        in_layers = layers * self.model.layer_parameters * self.weights.layer_bytes
         return round(in_layers + tables + norm * last * self.weights.element_bytes)
 
     def pass_time(self, device: DeviceSpec, layers: int, last: bool) -> PassTime:
         """One pass through a stage. Of the embedding it reads only a few rows, which do not count."""
-        head = last * (self.shape.embedding_parameters + self.shape.hidden_size)
-        in_layers = layers * self.shape.layer_parameters
-        return device.pass_time(in_layers, head, layers, self.weights, self.shape.cache_values_per_token)
+        head = last * (self.model.embedding_parameters + self.model.hidden_size)
+        in_layers = layers * self.model.layer_parameters
+        return device.pass_time(in_layers, head, layers, self.weights, self.model.cache_values_per_token)
 
     def room(self, device: str, first: bool, last: bool, taken_bytes: int = 0) -> int:
         """Number of layers that fit on a device beside everything else, of which another rank may have taken a part."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from pipedec.config import model_shape
 from pipedec.core import DRAFTED_ROWS, MAX_FORWARDS, UserError
-from pipedec.hardware import DEVICES, MODEL_SHAPES, QUANTIZED_BITS, ModelShape, WeightFormat
+from pipedec.families import KNOWN_MODELS, ModelConfig, model_by_name
+from pipedec.hardware import DEVICES, QUANTIZED_BITS, WeightFormat
 from pipedec.plan.costs import ModelCosts
 from pipedec.plan.partition import Plan
 
@@ -94,11 +94,11 @@ class DraftSizing:
     def measured(cls, plan: Plan, top1: float | None) -> DraftSizing:
         """With the curve through the measured accuracy of the plan's own draft, if there is one."""
         sizing = cls(plan)
-        return sizing if top1 is None else replace(sizing, curve=SizeCurve.through(sizing.share(sizing._costs.shape), top1))
+        return sizing if top1 is None else replace(sizing, curve=SizeCurve.through(sizing.share(sizing._costs.model), top1))
 
-    def share(self, shape: ModelShape) -> float:
+    def share(self, shape: ModelConfig) -> float:
         """The share of the target's parameters that a draft has."""
-        return shape.parameters / model_shape(self.plan.target).parameters
+        return shape.parameters / model_by_name(self.plan.target).parameters
 
     @property
     def present(self) -> DraftEstimate:
@@ -108,19 +108,19 @@ class DraftSizing:
     def known(self) -> list[DraftEstimate]:
         """The known models that are smaller than the target, have as many tokens and fit, the smallest first, each in its best
         format. Without the plan's own."""
-        target = model_shape(self.plan.target)
-        shapes = sorted(MODEL_SHAPES.items(), key=lambda item: item[1].parameters)
+        target = model_by_name(self.plan.target)
+        shapes = sorted(KNOWN_MODELS.items(), key=lambda item: item[1].parameters)
         smaller = [
             (name, shape) for name, shape in shapes
             if shape.vocab_size == target.vocab_size and shape.parameters < target.parameters
         ]  # fmt: skip
         best = (self.best(name, shape, self._formats) for name, shape in smaller)
-        own = self._costs.shape.parameters, self._costs.weights
+        own = self._costs.model.parameters, self._costs.weights
         return [one for one in best if one is not None and (one.parameters, one.weights) != own]
 
-    def best(self, name: str, shape: ModelShape, formats: Iterable[WeightFormat] = ()) -> DraftEstimate | None:
+    def best(self, name: str, shape: ModelConfig, formats: Iterable[WeightFormat] = ()) -> DraftEstimate | None:
         """In the format with the fastest tokens, by default the plan's; None if it fits in none."""
-        costs = [replace(self._costs, shape=shape, weights=weights) for weights in formats or [self._costs.weights]]
+        costs = [replace(self._costs, model=shape, weights=weights) for weights in formats or [self._costs.weights]]
         estimates = [self._estimate(name, one) for one in costs if self._fits(one)]
         return min(estimates, key=lambda one: one.ms_per_token, default=None)
 
@@ -137,12 +137,12 @@ class DraftSizing:
 
     def _estimate(self, name: str, costs: ModelCosts) -> DraftEstimate:
         assert self.plan.draft is not None
-        layers, device = costs.shape.num_hidden_layers, DEVICES[self.plan.draft.placement.device]
+        layers, device = costs.model.num_hidden_layers, DEVICES[self.plan.draft.placement.device]
         forward_ms = costs.pass_time(device, layers, True).ms(DRAFTED_ROWS)
-        top1, num_bytes = self.curve.top1(self.share(costs.shape)), costs.weight_bytes(layers, True, True)
+        top1, num_bytes = self.curve.top1(self.share(costs.model)), costs.weight_bytes(layers, True, True)
         estimates = [
             DraftEstimate(
-                name, costs.shape.parameters, costs.weights, num_bytes, forward_ms, top1, forwards,
+                name, costs.model.parameters, costs.weights, num_bytes, forward_ms, top1, forwards,
                 timesteps_per_token(top1, forwards, self.plan.num_groups), self.plan.timestep_drafting(forwards * forward_ms),
             ) for forwards in range(1, MAX_FORWARDS + 1)
         ]  # fmt: skip
@@ -151,7 +151,7 @@ class DraftSizing:
     def _fits(self, costs: ModelCosts) -> bool:
         """With memory for one request of the whole context, beside a stage if they share the device."""
         assert self.plan.draft is not None
-        layers, device = costs.shape.num_hidden_layers, self.plan.draft.placement.device
+        layers, device = costs.model.num_hidden_layers, self.plan.draft.placement.device
         needed = costs.weight_bytes(layers, True, True) + layers * costs.layer_kv_bytes + costs.workspace_bytes(device)
         return needed <= self._room
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipedec.checkpoints import CheckpointPart, LayerSpan, TensorFiles, has_weights, merged, rank_parts, span_shapes
-from pipedec.config import NONE, ClusterConfig, ModelConfig
-from pipedec.config.model import checkpoint_dtype
+from pipedec.config import NONE, ClusterConfig
 from pipedec.core import UserError
+from pipedec.families import KNOWN_MODELS, checkpoint_dtype, model_config
 from pipedec.gguf import model_files
-from pipedec.hardware import DTYPE_BYTES, MODEL_SHAPES
+from pipedec.hardware import DTYPE_BYTES
 from pipedec.plan.partition import plan
 from pipedec.plan.placement import Placement, rank_places
 
@@ -22,7 +22,7 @@ from pipedec.plan.placement import Placement, rank_places
 def checkpoints_of(config: ClusterConfig) -> dict[str, str]:
     """The checkpoints by key. UserError if one of them is a shape without weights."""
     for key, model in (("target", config.target), ("draft", config.draft)):
-        if model in MODEL_SHAPES:
+        if model in KNOWN_MODELS:
             raise UserError(f"{key}: {model} is a shape for planning and has no weights: give a checkpoint directory")
     models = {"target": config.target, "draft": config.draft, "bita": config.bita}
     return {key: model for key, model in models.items() if model != NONE}
@@ -76,8 +76,8 @@ def _estimated_sizes(model: str) -> dict[Path, int]:
     """Sizes of the files of a checkpoint that are not here, by the shapes of their tensors."""
     if not has_weights(model_files(model)):
         return {}
-    config, stored = ModelConfig.from_directory(Path(model)), TensorFiles(model)
-    shapes = span_shapes(config, LayerSpan(range(config.num_layers), first=True, last=True), stored.file_of)
+    config, stored = model_config(Path(model)), TensorFiles(model)
+    shapes = span_shapes(config, LayerSpan(range(config.num_hidden_layers), first=True, last=True), stored.file_of)
     sizes: dict[Path, int] = {}
     for name, shape in shapes.items():
         if name in stored.file_of:

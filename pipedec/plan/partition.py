@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor
 
-from pipedec.config import ClusterConfig, model_shape
+from pipedec.config import ClusterConfig
 from pipedec.config.cluster import PLANNED_MODEL_LEN
-from pipedec.config.model import checkpoint_dtype
 from pipedec.config.settings import Cut
 from pipedec.core import KNEE_ROWS, ROW_ID_BYTES, Load, UserError
+from pipedec.families import checkpoint_dtype, model_by_name
 from pipedec.hardware import CAPTURED_ROWS, DEVICES, GIGA, LINKS, DeviceSpec, LinkSpec, PassTime, WeightFormat
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.costs import ModelCosts, RankTiming
@@ -176,14 +176,14 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
     settings, cut = config.settings, config.settings.cut
     width = (settings.limits.tree or LayerTreeOptions()).width
     max_model_len = settings.limits.max_model_len or PLANNED_MODEL_LEN
-    target = model_shape(config.target)
+    target = model_by_name(config.target)
     draft_place, places = place_stages(config, name, partition)
     weights, draft_weights = _weights(config, draft_place, places)
     costs = ModelCosts(target, weights, width, max_model_len, cut.num_groups, settings.limits.gpu_memory_utilization)
     draft = draft_costs = None
     if draft_place is not None:
-        draft_costs = replace(costs, shape=model_shape(config.draft), weights=draft_weights)
-        draft_layers, link = range(draft_costs.shape.num_hidden_layers), _link(config, draft_place, places[0])
+        draft_costs = replace(costs, model=model_by_name(config.draft), weights=draft_weights)
+        draft_layers, link = range(draft_costs.model.num_hidden_layers), _link(config, draft_place, places[0])
         draft = _plan_rank(draft_costs, 0, draft_place, 0, draft_layers, link, ROW_ID_BYTES, is_last=True)
     layers, problems = _split(costs, cut, places, draft)
     topology, back = Topology.even(cut.stages, cut.num_groups), draft_place if draft_place in places else None
@@ -233,7 +233,7 @@ def _split(costs: ModelCosts, cut: Cut, places: Sequence[Placement], draft: Stag
 
     A stage that shares its device with the draft has what the draft leaves of its memory and of its time.
     """
-    num_layers, stages = costs.shape.num_hidden_layers, cut.stages
+    num_layers, stages = costs.model.num_hidden_layers, cut.stages
     if stages > num_layers:
         raise UserError(f"{stages} stages, but the target has {num_layers} layers: use at most {num_layers}")
     if isinstance(cut.layers, tuple):

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from pipedec.checkpoints import CheckpointPart, rank_parts
-from pipedec.config import AUTO, NONE, ModelConfig, ServerConfig, Settings, model_shape
-from pipedec.config.model import LENGTH_DEPENDENT
+from pipedec.config import AUTO, NONE, ServerConfig, Settings
 from pipedec.core import KNEE_ROWS
+from pipedec.families import ModelConfig, model_by_name, model_config
 from pipedec.hardware import DEVICES, WeightFormat
 from pipedec.kv import KVManager
 from pipedec.messages import BitaDescription, RankDescription, RunDescription
@@ -118,7 +118,7 @@ class PipelineSpec:
     @property
     def max_context(self) -> int:
         """Most tokens of a prompt and its answer."""
-        most = self._target_config.max_positions
+        most = self._target_config.max_position_embeddings
         return min(self.settings.limits.max_model_len or most, most)
 
     @property
@@ -150,7 +150,7 @@ class PipelineSpec:
     @property
     def shares_prefixes(self) -> bool:
         """Whether requests share the keys and values of equal prefixes. They differ where they depend on a prompt's length."""
-        return self.settings.limits.prefix_cache and self._target_config.rope["rope_type"] not in LENGTH_DEPENDENT
+        return self.settings.limits.prefix_cache and not self._target_config.depends_on_length
 
     def kv_manager(self) -> KVManager:
         """The pipeline's KV cache manager, as rank 0 begins with it."""
@@ -176,7 +176,7 @@ class PipelineSpec:
         token_bytes = {rank: (stop - start) * target.layer_token_bytes for rank, (start, stop) in enumerate(self.layers, start=1)}
         if self.draft is not None:
             draft = self._costs(0)
-            token_bytes = {0: draft.shape.num_hidden_layers * draft.layer_token_bytes, **token_bytes}
+            token_bytes = {0: draft.model.num_hidden_layers * draft.layer_token_bytes, **token_bytes}
         ranks = []
         for rank, per_token in token_bytes.items():
             planned = DEFAULT_BYTES if self.kv_room is None else self.kv_room[rank]
@@ -186,7 +186,7 @@ class PipelineSpec:
     def needs(self, rank: int) -> RankNeeds:
         """Memory that a rank with a model allocates on a GPU. Weights are counted by their shapes, as in a plan."""
         costs = self._costs(rank)
-        start, stop = (0, costs.shape.num_hidden_layers) if rank == 0 else self.layers[rank - 1]
+        start, stop = (0, costs.model.num_hidden_layers) if rank == 0 else self.layers[rank - 1]
         token_bytes = (stop - start) * costs.layer_token_bytes
         held = costs.weight_bytes(stop - start, rank <= 1, rank in (0, len(self.layers)))
         beyond_the_slots = self.kv_block * token_bytes  # of the pool: a learned prompt, and unused slots
@@ -196,11 +196,11 @@ class PipelineSpec:
         """The costs of the model of a rank."""
         path, weights = (self.draft, self.largest_draft_weights) if rank == 0 else (self.target, self.weights)
         max_model_len = self.settings.limits.max_model_len or 0
-        return ModelCosts(model_shape(str(path)), weights, self.knee, max_model_len, self.topology.num_groups)
+        return ModelCosts(model_by_name(str(path)), weights, self.knee, max_model_len, self.topology.num_groups)
 
     @property
     def _target_config(self) -> ModelConfig:
-        return ModelConfig.from_directory(self.target)
+        return model_config(self.target)
 
     @property
     def _may_use_cuda(self) -> bool:

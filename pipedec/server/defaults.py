@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipedec.config.model import json_object
 from pipedec.core import SamplingParams, UserError
+from pipedec.families import json_object
 from pipedec.gguf import model_files
 from pipedec.validation import shortened
 

@@ -24,8 +24,8 @@ from msgspec import Meta
 
 from pipedec.client.async_client import AsyncClient
 from pipedec.cluster.place import RunAddress
-from pipedec.config.model import context_length
 from pipedec.core import PipedecError, SchedulerLost, UserError
+from pipedec.families import context_length
 from pipedec.flags import Help
 from pipedec.server.defaults import SamplingDefaults
 from pipedec.server.front import Front, ServedRun

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
+from pipedec.families import model_config
 from pipedec.flags import Help, check_fields
-from pipedec.model import ModelConfig
 from pipedec.model.bita import MAX_MASKS, BitaConfig, BitaWeights, checked_bita
 from pipedec.train.continuations import Continuation, Continuations, SplitPrompts, answer
 from pipedec.train.markov import MarkovHead, markov_bias
@@ -101,7 +101,7 @@ def train_bita(
     Raises UserError if target, prompts, ``start`` or ``run.work`` do not fit.
     """
     torch.set_num_threads(run.threads)
-    config, name = ModelConfig.from_directory(target_path), fingerprint(target_path)
+    config, name = model_config(target_path), fingerprint(target_path)
     earlier = None if start is None else _earlier(start, target_path)
     if earlier is not None:
         recipe = replace(recipe, **{key: earlier["recipe"][key] for key in _OF_MASKS})
@@ -109,7 +109,7 @@ def train_bita(
     target.to(run.device).eval().requires_grad_(False)
     answered = answer(target, prompts, recipe.new_tokens, run.work / "answers" / f"{name}-{run.dtype}-{recipe.new_tokens}")
     samples = usable(answered, recipe.max_length)
-    longest, windows = samples.longest + recipe.masks, [window for window in config.sliding_windows if window is not None]
+    longest, windows = samples.longest + recipe.masks, [layer.reach.size for layer in config.layers if layer.reach is not None]
     if windows and min(windows) < longest:
         raise UserError(
             f"the target's attention window has {min(windows)} tokens, but samples with masks have {longest}: "
@@ -125,7 +125,7 @@ def train_bita(
         loop.run(recipe.steps, recipe.rate, MaskSteps(target, learned, samples, recipe))
         weights = learned.rounded(target)
     else:
-        weights = BitaWeights.load(start, config, range(config.num_layers), torch.bfloat16, run.device)
+        weights = BitaWeights.load(start, config, range(config.num_hidden_layers), torch.bfloat16, run.device)
     markov = _train_markov(target, weights, samples, recipe, run, identity) if recipe.markov_rank else {}
     weights.save(run.out, BitaConfig(name, recipe.masks, recipe.prompt_tokens, recipe.prompting, recipe.markov_rank), markov)
     report = {

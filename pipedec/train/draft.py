@@ -18,13 +18,13 @@ from typing import Annotated, Any, Literal
 import torch
 from msgspec import Meta
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
 from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
+from pipedec.families.llama import LlamaConfig
 from pipedec.flags import Help, check_fields
 from pipedec.gguf import write_quantized
-from pipedec.hardware import ModelShape
 from pipedec.model import DraftVocabulary, load_transformers
 from pipedec.text.prompt import load_tokenizer, vocabulary_digest
 from pipedec.text.tokenizer import Tokenizer, load_for_training
@@ -58,11 +58,12 @@ class DraftShape:
         if self.hidden_size < HEAD_DIM or self.hidden_size % HEAD_DIM:
             raise UserError(f"--hidden-size must be a multiple of {HEAD_DIM}, not {self.hidden_size}")
 
-    def model_shape(self, vocab_size: int) -> ModelShape:
+    def model_config(self, vocab_size: int) -> LlamaConfig:
         """The sizes of a draft for a target with so many tokens."""
         heads, known = self.hidden_size // HEAD_DIM, vocab_size if self.vocabulary is None else self.vocabulary + 1
-        return ModelShape(
-            self.hidden_size, -(-self.hidden_size * 8 // 3 // 32) * 32, self.layers, heads, heads, min(known, vocab_size),
+        return LlamaConfig(
+            model_type="llama", hidden_size=self.hidden_size, intermediate_size=-(-self.hidden_size * 8 // 3 // 32) * 32,
+            num_hidden_layers=self.layers, num_attention_heads=heads, vocab_size=min(known, vocab_size),
             tie_word_embeddings=True, head_dim=HEAD_DIM,
         )  # fmt: skip
 
@@ -81,11 +82,11 @@ def new_draft(target: Model, shape: DraftShape, vocabulary: DraftVocabulary | No
     torch.manual_seed(seed)
     embedding_VE: Tensor = target.get_input_embeddings().weight.detach().float()
     embedding_DE = embedding_VE if vocabulary is None else embedding_VE[vocabulary.tokens.clamp(min=0)]
-    size = shape.model_shape(len(embedding_VE))
-    config = LlamaConfig(
-        vocab_size=len(embedding_DE), hidden_size=size.hidden_size, intermediate_size=size.intermediate_size,
+    size = shape.model_config(len(embedding_VE))
+    config = AutoConfig.for_model(
+        size.model_type, vocab_size=len(embedding_DE), hidden_size=size.hidden_size, intermediate_size=size.intermediate_size,
         num_hidden_layers=size.num_hidden_layers, num_attention_heads=size.num_attention_heads,
-        num_key_value_heads=size.num_key_value_heads, head_dim=HEAD_DIM,
+        num_key_value_heads=size.kv_heads, head_dim=HEAD_DIM,
         max_position_embeddings=target.config.max_position_embeddings, rope_parameters=_ROPE, tie_word_embeddings=True,
         initializer_range=_STD, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from pipedec.config import Settings
-from pipedec.config.model import ModelConfig
 from pipedec.core import UserError
 from pipedec.data import PromptSource
 from pipedec.engine.build import resolve
 from pipedec.engine.devices import chosen_device
+from pipedec.families import model_config
 from pipedec.flags import Command, Help, given_values, option_fields, options_of, partial_of, with_options
 from pipedec.text.prompt import Prompter
 from pipedec.train.bita import BitaRecipe
@@ -115,5 +115,5 @@ def chosen_pair(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
 
 def prompter_of(target: Path, max_tokens: int | None = None) -> Prompter:
     """The tokenizer of a target; prompts are limited to its context, and to ``max_tokens``. Raises UserError if unfit."""
-    context = ModelConfig.from_directory(target).max_positions
+    context = model_config(target).max_position_embeddings
     return Prompter(target, context if max_tokens is None else min(context, max_tokens))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipedec.config import ClusterConfig, load_cluster, model_shape
+from pipedec.config import ClusterConfig, load_cluster
 from pipedec.core import UserError
-from pipedec.hardware import MODEL_SHAPES
+from pipedec.families import KNOWN_MODELS, model_by_name
 from pipedec.plan.draft_size import DraftEstimate, DraftSizing
 from pipedec.plan.partition import plan
 from pipedec.train.draft import HEAD_DIM, DraftShape
@@ -26,7 +26,7 @@ def find_plan(asked: str, target: Path | None) -> ClusterConfig:
         file, _, partition = asked.rpartition(":")
     models = {"draft": _STAND_IN} | ({} if target is None else {"target": str(target)})
     config = load_cluster(file).for_partition(partition, models)
-    if config.target in MODEL_SHAPES:
+    if config.target in KNOWN_MODELS:
         raise UserError(f"--size-for {asked}: its target {config.target} is a shape without weights: give --target DIR")
     return config
 
@@ -39,11 +39,11 @@ def size_for(config: ClusterConfig) -> tuple[DraftShape, DraftEstimate]:
     made = plan(config)
     if made.problems:
         raise UserError("it does not fit: " + "; ".join(made.problems))
-    sizing, target = DraftSizing(made), model_shape(config.target)
+    sizing, target = DraftSizing(made), model_by_name(config.target)
     found = []
     for hidden_size in range(HEAD_DIM, target.hidden_size + 1, HEAD_DIM):
         shape = _shape(hidden_size, target.vocab_size)
-        size = shape.model_shape(target.vocab_size)
+        size = shape.model_config(target.vocab_size)
         estimate = sizing.best("a new draft", size) if size.parameters < target.parameters else None
         if estimate is not None:
             found.append((shape, estimate))
@@ -54,7 +54,7 @@ def size_for(config: ClusterConfig) -> tuple[DraftShape, DraftEstimate]:
 
 def _shape(hidden_size: int, vocab_size: int) -> DraftShape:
     layers = max(hidden_size // _WIDTH_PER_LAYER, 1)
-    in_layers = layers * DraftShape(hidden_size, layers).model_shape(vocab_size).layer_parameters
+    in_layers = layers * DraftShape(hidden_size, layers).model_config(vocab_size).layer_parameters
     most = round(in_layers * _MOST_IN_HEAD / (1 - _MOST_IN_HEAD) / hidden_size)
     return DraftShape(hidden_size, layers, None if most >= vocab_size else max(most // 100 * 100, 100))
 

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from pipedec.core import UserError
-from pipedec.model import ModelConfig
+from pipedec.families import model_config
 from pipedec.text.tokenizer import load_for_training
 from pipedec.train.continuations import SplitPrompts
 from pipedec.train.draft import DraftRecipe, DraftShape, Text, train_draft
@@ -145,7 +145,7 @@ def library_prompts(
 
 def bita_prompts(target_path: Path, problems: Path | None, new_tokens: int, max_prompts: int | None) -> dict[str, SplitPrompts]:
     """The draft's prompts, for BiTA. Raises UserError if the tokenizer does not know the library's turns."""
-    max_positions = ModelConfig.from_directory(target_path).max_positions
+    max_positions = model_config(target_path).max_position_embeddings
     tokenizer = load_for_training(target_path)
     if ASSISTANT not in tokenizer.get_vocab():
         raise UserError(f"the library's prompts are for tokenizers that know {ASSISTANT}: use pipedec train bita --prompts FILE")

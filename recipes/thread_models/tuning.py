@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
-from pipedec.model import ModelConfig
+from pipedec.families import ModelConfig, model_config
 from pipedec.text.tokenizer import load_for_training
 from pipedec.threads import load_dialect
 from pipedec.train.run import TrainingLoop, muon_and_adamw
@@ -46,14 +46,14 @@ class Student:
 
         Raises UserError if there is no model, chat template or end token.
         """
-        config = ModelConfig.from_directory(path)
+        config = model_config(path)
         tokenizer = load_for_training(path)
         if tokenizer.chat_template is None:
             raise UserError(f"{path} has no chat template, which is needed to name the dialect in the prompt")
         if tokenizer.eos_token_id is None:
             raise UserError(f"the tokenizer in {path} has no end token")
         tokenizer.chat_template = with_marker(tokenizer.chat_template)
-        tokenizer.model_max_length = config.max_positions
+        tokenizer.model_max_length = config.max_position_embeddings
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
         known = [load_dialect(name) for name in dialects]
         control = list(dict.fromkeys(text for one in known for text in (*one.control_tokens, *one.opener_tokens)))
@@ -199,7 +199,7 @@ def _check(config: ModelConfig, files: dict[str, tuple[Path, ...]], recipe: Thre
     for name in files:
         if recipe.form == "unrolled" and load_dialect(name).join is not None:
             raise UserError(f"--form unrolled is for dialects without joins, which {name} has: use --form tree")
-    windows = [window for window in config.sliding_windows if window is not None]
+    windows = [layer.reach.size for layer in config.layers if layer.reach is not None]
     if windows and min(windows) < recipe.max_length:
         raise UserError(
             f"the target's attention window has {min(windows)} tokens, but samples may have {recipe.max_length}: "

@@ -19,16 +19,17 @@ from benchmarks.kernels.__main__ import kernels
 from benchmarks.kernels.layers import LayersConfig, Roofline, driver, measure_layers
 from benchmarks.kernels.operations import filled_caches
 from pipedec.core import UserError
-from pipedec.hardware import DEVICES, MODEL_SHAPES, ModelShape
-from pipedec.model import KVCache, LaneRows, ModelConfig, StageModel
+from pipedec.families import KNOWN_MODELS, ModelConfig, model_config
+from pipedec.hardware import DEVICES
+from pipedec.model import KVCache, LaneRows, StageModel
 
-TINY = ModelShape(32, 64, 4, 4, 2, 100)
+TINY = ModelConfig(32, 64, 4, 4, 2, 100)
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shape that fits everywhere, under the name ``tiny``."""
-    monkeypatch.setitem(MODEL_SHAPES, "tiny", TINY)
+    monkeypatch.setitem(KNOWN_MODELS, "tiny", TINY)
 
 
 def test_steps_are_counted_against_the_bound() -> None:
@@ -87,9 +88,9 @@ def test_an_unknown_device_is_measured() -> None:
 
 def test_random_layers_compute_finite_numbers(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path)
-    config = ModelConfig.from_directory(tmp_path)
+    config = model_config(tmp_path)
     stage = StageModel.random(config, range(0, 4), torch.float32, "cpu")
-    assert stage.weights.num_bytes == 4 * stage_parameters(tmp_path, range(4))
+    assert stage.stack.num_bytes == 4 * stage_parameters(tmp_path, range(4))
     tokens = torch.arange(5)
     cache = KVCache(stage.make_pool(16), ((0, 16),))
     hidden = stage.forward(tokens, [LaneRows(tokens, cache)])

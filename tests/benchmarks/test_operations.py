@@ -18,7 +18,7 @@ from benchmarks.kernels.operations import OperationsConfig, filled_cache, grown_
 from benchmarks.kernels.stopwatch import Stopwatch, check_memory, device_named
 from pipedec.core import UserError
 from pipedec.directories import reference_pair
-from pipedec.model import ModelConfig
+from pipedec.families import model_config
 
 CPU = torch.device("cpu")
 TOY: dict[str, Any] = {"past": 5, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "device": "cpu", "repeats": 2}
@@ -76,7 +76,7 @@ def test_the_stopwatch_prepares_before_every_run() -> None:
 
 
 def test_the_default_shape_is_the_shipped_target() -> None:
-    shipped, default = ModelConfig.from_directory(reference_pair() / "target"), OperationsConfig()
+    shipped, default = model_config(reference_pair() / "target"), OperationsConfig()
     assert (default.heads, default.kv_heads, default.head_dim) == (shipped.num_heads, shipped.num_kv_heads, shipped.head_dim)
     assert default.layers * 4 == shipped.num_layers
 

@@ -14,11 +14,11 @@ from pipedec.cluster.doctor.facts import Questions
 from pipedec.cluster.doctor.needs import PROCESS_BYTES, HostNeeds, host_needs
 from pipedec.cluster.survey import planned_needs, questions_for
 from pipedec.config import ServerConfig, paper_cluster
-from pipedec.hardware import MODEL_SHAPES
+from pipedec.families import KNOWN_MODELS
 from pipedec.plan.partition import plan
 from pipedec.validation import validated
 
-SHAPE = MODEL_SHAPES["llama-3.1-8b"]
+SHAPE = KNOWN_MODELS["llama-3.1-8b"]
 SERVERS = [ServerConfig("a", {"rtx3090": 2}), ServerConfig("b", {"rtx3090": 1, "cpu": 2}), ServerConfig("c", {"rtx3090": 1})]
 ON_A_AND_B = {
     "stages": 3, "layers": [11, 11, 10],
@@ -66,7 +66,7 @@ def test_a_given_kv_memory_is_needed_in_full() -> None:
 def test_loading_takes_processes_the_largest_tensor_and_weights_on_the_processor() -> None:
     found = needs()
     assert found["a"].memory_bytes == 2 * (PROCESS_BYTES + 2 * SHAPE.embedding_parameters)
-    draft = 2 * MODEL_SHAPES["llama-3.2-1b"].parameters
+    draft = 2 * KNOWN_MODELS["llama-3.2-1b"].parameters
     assert found["b"].memory_bytes > found["a"].memory_bytes / 2 + draft
     stage = 2 * (10 * SHAPE.layer_parameters + SHAPE.embedding_parameters)
     assert found["b"].checkpoint_bytes == stage + draft

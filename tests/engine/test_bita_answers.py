@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM
 from pipedec.core import KNEE_ROWS, Request, RequestUpdate, SamplingParams, StageMessage, UserError, Verdict
 from pipedec.engine.build import DTYPES
 from pipedec.engine.local import LocalPipeline
+from pipedec.families import model_config
 from pipedec.methods import BitaOptions
-from pipedec.model import BitaWeights, ModelConfig
+from pipedec.model import BitaWeights
 from pipedec.stage import FinalStageWorker
 
 LAYERS, MASKS, VOCAB = 8, 3, 64
@@ -346,7 +347,7 @@ def test_an_answer_may_end_inside_a_tree(
 def test_forecasts_are_what_transformers_says_behind_the_accepted_text(models: Path) -> None:
     """After the prompt and after each pass, the tokens that the masks behind the last judged token find likeliest."""
     pipeline = make_pipeline(models, (4, 2), "float64")
-    config = ModelConfig.from_directory(models / "llama")
+    config = model_config(models / "llama")
     weights = BitaWeights.load(models / "llama-bita", config, range(LAYERS), torch.float64, torch.device("cpu"))
     naive = NaiveBita(AutoModelForCausalLM.from_pretrained(models / "llama", dtype=torch.float64).eval(), weights)
     for prompt in (PROMPT, PROMPT * 52):  # one chunk, and one that begins a second

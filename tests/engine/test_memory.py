@@ -13,9 +13,10 @@ from support.checkpoints import save_tiny
 from support.clock import Clock
 from support.tiny_pair import Pair
 
-from pipedec.config import Settings, model_shape
+from pipedec.config import Settings
 from pipedec.core import UserError
 from pipedec.engine.devices import allocated, measured_tokens, with_measured_memory
+from pipedec.families import model_by_name
 from pipedec.model import StageModel
 from pipedec.plan.costs import CONTEXT_BYTES, ModelCosts
 from pipedec.plan.kv_memory import GpuMemory, RankNeeds, tokens_beside
@@ -75,10 +76,10 @@ def test_weights_are_counted_as_a_rank_loads_them(tmp_path: Path, family: str, i
     save_tiny(family, tmp_path, hidden=256, head_dim=16, vocab=512, tie_word_embeddings=is_tied)
     layers = ((0, 3), (3, 4))
     spec = PipelineSpec(Settings.of(target=str(tmp_path), draft="none", stages=2, quantize=quantize, dtype="float32"), layers)
-    costs = ModelCosts(model_shape(str(tmp_path)), spec.weights, spec.knee, 0, 2)
+    costs = ModelCosts(model_by_name(str(tmp_path)), spec.weights, spec.knee, 0, 2)
     for rank, (start, stop) in enumerate(layers, start=1):
         needs = spec.needs(rank)
-        loaded = StageModel.load(tmp_path, range(start, stop), torch.float32, "cpu", quantize=quantize).weights.num_bytes
+        loaded = StageModel.load(tmp_path, range(start, stop), torch.float32, "cpu", quantize=quantize).stack.num_bytes
         counted = needs.fixed_bytes - costs.rank_bytes - spec.kv_block * needs.token_bytes
         assert counted == pytest.approx(loaded, rel=0.03 if quantize else 0.001)
 

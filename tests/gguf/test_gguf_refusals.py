@@ -17,9 +17,9 @@ from support.gguf_files import quantized, save_gguf
 
 from pipedec.checkpoints import TensorFiles, fingerprint
 from pipedec.config import state_directory
-from pipedec.config.model import context_length
 from pipedec.core import UserError
 from pipedec.engine.build import checked
+from pipedec.families import context_length
 from pipedec.gguf import TensorIndex, model_files
 
 pytestmark = pytest.mark.usefixtures("own_cache")

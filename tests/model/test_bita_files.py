@@ -18,7 +18,8 @@ from torch import Tensor
 
 from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
-from pipedec.model import BitaConfig, BitaWeights, ModelConfig, checked_bita, load_markov
+from pipedec.families import model_config
+from pipedec.model import BitaConfig, BitaWeights, checked_bita, load_markov
 from pipedec.model.bita import MAX_MASKS
 from pipedec.model.markov import NAMES
 
@@ -55,7 +56,7 @@ def test_what_was_saved_is_loaded(target: Path, tmp_path: Path, num_masks: int, 
     assert described == BitaConfig.from_directory(tmp_path / "a" / "b")
     prompting = "deep" if num_prompt_tokens else "none"
     assert described == BitaConfig(fingerprint(target), num_masks, num_prompt_tokens, prompting, RANK)
-    config = ModelConfig.from_directory(target)
+    config = model_config(target)
     for layers in (range(LAYERS), range(1), range(1, 3), range(3, 4)):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             loaded = BitaWeights.load(tmp_path / "a" / "b", config, layers, dtype, CPU)
@@ -65,7 +66,7 @@ def test_what_was_saved_is_loaded(target: Path, tmp_path: Path, num_masks: int, 
 
 
 def test_the_markov_table_is_loaded_where_there_is_one(target: Path, bita: Path) -> None:
-    config = ModelConfig.from_directory(target)
+    config = model_config(target)
     stored, table = load_file(bita / "model.safetensors"), load_markov(bita, config)
     assert table is not None
     previous, following, gates = (stored[name].numpy() for name in NAMES)
@@ -80,13 +81,13 @@ def test_a_bita_of_before_there_were_tables_is_loaded(target: Path, bita: Path) 
     del document["markov_rank"]
     (bita / "config.json").write_text(json.dumps(document))
     assert checked_bita(bita, target).markov_rank == 0
-    assert load_markov(bita, ModelConfig.from_directory(target)) is None
+    assert load_markov(bita, model_config(target)) is None
 
 
 def test_saving_again_replaces_both_files(target: Path, bita: Path) -> None:
     saved = save_random_bita(bita, target, 2, 7, seed=1)
     assert (checked_bita(bita, target).num_masks, checked_bita(bita, target).num_prompt_tokens) == (2, 7)
-    loaded = BitaWeights.load(bita, ModelConfig.from_directory(target), range(LAYERS), torch.float32, CPU)
+    loaded = BitaWeights.load(bita, model_config(target), range(LAYERS), torch.float32, CPU)
     assert torch.equal(loaded.prompt, saved.prompt)
 
 

@@ -23,7 +23,6 @@ from pipedec.config.environment import captures_graphs
 from pipedec.core import UserError
 from pipedec.hardware import CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, StageModel, described_attention, device_capture
-from pipedec.model.attention import LayersShape
 from pipedec.model.captured_graphs import Bucket, CapturedGraphs, Run
 from pipedec.tree import Visibility
 
@@ -240,13 +239,13 @@ def test_large_and_uneven_forwards_are_computed_as_they_are(directory: Path) -> 
 def test_further_buckets_are_not_captured(directory: Path) -> None:
     stage, repeated = load(directory, "llama"), Repeated()
     cache = new_cache(stage.make_pool(512))
-    graphs = CapturedGraphs(LayersShape((None,), 2, stage.config.hidden_size, torch.float32), cache.pool, repeated, most_graphs=2)
+    graphs = CapturedGraphs(stage.stack.shape, cache.pool, repeated, most_graphs=2)
     captured = []
     for rows in (1, 2, 3, 4, 1, 9):
         inputs, lanes = inputs_of(stage, rows), [chunk(cache, rows)]
         if (bucket := graphs.bucket_of(lanes)) is not None:
-            cos_sin = (torch.ones(rows, 8), torch.zeros(rows, 8))
-            graphs.forward(bucket, lambda inputs, *_: inputs, inputs, cos_sin, lanes)
+            places = torch.arange(rows), torch.arange(rows)
+            graphs.forward(bucket, lambda inputs, _: inputs, inputs, places, lanes)
             captured.append(rows)
     assert captured == [1, 2, 1] and (repeated.captures, repeated.replays) == (2, 3)
 

@@ -10,12 +10,13 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import save_tiny_llama
 from support.stage_chain import lone_cache
 
-from pipedec.checkpoints.parts import EMBEDDING, FINAL_NORM, HEAD
-from pipedec.config.model import ModelConfig
 from pipedec.core import UserError
+from pipedec.families import model_config
 from pipedec.model.attention import LaneRows
 from pipedec.model.stage_model import StageModel
 from pipedec.model.weights import Checkpoint
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def assert_refused(path, *words, check=False):
     with pytest.raises(UserError) as caught:
         checkpoint = Checkpoint(path)
         if check:
-            checkpoint.check_complete(ModelConfig.from_directory(path))
+            checkpoint.check_complete(model_config(path))
     message = str(caught.value)
     assert "\n" not in message
     for word in words:
@@ -53,7 +54,7 @@ def assert_refused(path, *words, check=False):
 
 
 def test_a_stage_reads_only_its_own_tensors(single):
-    config, checkpoint = ModelConfig.from_directory(single), Checkpoint(single)
+    config, checkpoint = model_config(single), Checkpoint(single)
     first = list(checkpoint.expected_shapes(config, range(0, 1), first=True, last=False))
     middle = list(checkpoint.expected_shapes(config, range(1, 3), first=False, last=False))
     last = list(checkpoint.expected_shapes(config, range(3, 4), first=False, last=True))
@@ -65,7 +66,7 @@ def test_a_stage_reads_only_its_own_tensors(single):
 
 def test_a_tied_head_uses_the_embedding(tmp_path):
     save_tiny_llama(tmp_path, tie_word_embeddings=True)
-    config, checkpoint = ModelConfig.from_directory(tmp_path), Checkpoint(tmp_path)
+    config, checkpoint = model_config(tmp_path), Checkpoint(tmp_path)
     assert HEAD not in checkpoint
     assert list(checkpoint.expected_shapes(config, range(3, 4), first=False, last=True))[-1] == EMBEDDING
     checkpoint.check_complete(config)
@@ -74,7 +75,7 @@ def test_a_tied_head_uses_the_embedding(tmp_path):
 def test_a_tied_checkpoint_may_hold_a_copy_of_the_head(tmp_path):
     save_tiny_llama(tmp_path, tie_word_embeddings=True)
     rewrite(tmp_path / "model.safetensors", lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
-    Checkpoint(tmp_path).check_complete(ModelConfig.from_directory(tmp_path))
+    Checkpoint(tmp_path).check_complete(model_config(tmp_path))
 
 
 def test_shards_give_the_same_stage_as_one_file(tmp_path):
@@ -90,15 +91,15 @@ def test_shards_give_the_same_stage_as_one_file(tmp_path):
 @pytest.mark.failure_case("M1")
 def test_a_missing_shard_is_named_by_who_needs_it(sharded):
     missing = shards(sharded)[1]
-    config, needed = ModelConfig.from_directory(sharded), load_file(missing)
+    config, needed = model_config(sharded), load_file(missing)
     missing.unlink()
     assert_refused(sharded, missing.name, "missing", check=True)
     Checkpoint(sharded).check_complete(config, is_part=True)
-    for layer in range(config.num_layers):
+    for layer in range(config.num_hidden_layers):
         if any(name.startswith(f"model.layers.{layer}.") for name in needed):
             with pytest.raises(UserError, match=f"{missing.name} is missing"):
                 StageModel.load(sharded, range(layer, layer + 1), torch.float32, "cpu")
-        elif 0 < layer < config.num_layers - 1:
+        elif 0 < layer < config.num_hidden_layers - 1:
             StageModel.load(sharded, range(layer, layer + 1), torch.float32, "cpu")
 
 
@@ -161,4 +162,4 @@ def test_missing_unused_misshaped_and_quantized_tensors_are_named(single):
 def test_old_rotary_buffers_are_ignored(single):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(single / "model.safetensors", lambda tensors: tensors.update({name: torch.zeros(4)}))
-    Checkpoint(single).check_complete(ModelConfig.from_directory(single))
+    Checkpoint(single).check_complete(model_config(single))

@@ -17,7 +17,8 @@ from support.flash_stand_in import flash_attn_varlen_func
 from support.random_requests import Requests
 from support.slot_books import SlotAllocator
 
-from pipedec.model import BitaWeights, KVCache, LaneRows, ModelConfig, StageModel
+from pipedec.families import model_config
+from pipedec.model import BitaWeights, KVCache, LaneRows, StageModel
 from pipedec.model.flash_lanes import flash_attention
 from pipedec.tree import Visibility
 
@@ -35,7 +36,7 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     path = tmp_path_factory.mktemp("target")
     save_tiny(request.param, path, **MODELS[request.param])
     weights = save_random_bita(path / "bita", path, 2)
-    stage = StageModel.load(path, LAYERS, torch.float64, "cpu", ModelConfig.from_directory(path))
+    stage = StageModel.load(path, LAYERS, torch.float64, "cpu", model_config(path))
     stage.attach(BitaWeights(weights.prompt[LAYERS.start : LAYERS.stop].double(), weights.masks.double()))
     return stage
 

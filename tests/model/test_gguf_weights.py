@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipedec.checkpoints.digests import config_digest, fingerprint, weights_digest
+from pipedec.families import model_config
 from pipedec.gguf import TensorIndex, model_files
 from pipedec.gguf.index import TYPES
-from pipedec.model import Checkpoint, ModelConfig, load_transformers
+from pipedec.model import Checkpoint, load_transformers
 from pipedec.model.weights import CHUNK
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -49,9 +50,9 @@ def logits(model: Path, cut: tuple[int, ...]) -> torch.Tensor:
 
 def read(model: Path) -> dict[str, torch.Tensor]:
     """All tensors as a float32 stage gets them."""
-    config, checkpoint = ModelConfig.from_directory(model), Checkpoint(model)
+    config, checkpoint = model_config(model), Checkpoint(model)
     checkpoint.check_complete(config)
-    shapes = checkpoint.expected_shapes(config, range(config.num_layers), first=True, last=True)
+    shapes = checkpoint.expected_shapes(config, range(config.num_hidden_layers), first=True, last=True)
     tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
     checkpoint.read_into(tensors)
     return tensors

@@ -10,7 +10,8 @@ from support.examples import examples
 from support.kv_caches import read_cache
 
 from pipedec.core import SlotRuns
-from pipedec.model.cache import KVCache, KVPool, KVShape
+from pipedec.families import KVShape
+from pipedec.model.cache import KVCache, KVPool
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 
@@ -36,7 +37,7 @@ RUNS = st.sampled_from([ONE_RUN, tuple((4 * (7 * index % 30), 4) for index in ra
 
 
 def make_cache(runs: SlotRuns = ONE_RUN, prompt: torch.Tensor | None = None) -> KVCache:
-    pool = KVPool(KVShape(LAYERS, HEADS, HEAD_DIM, torch.float64), 120, 4, prompt)
+    pool = KVPool([KVShape(HEADS, HEAD_DIM, HEAD_DIM)] * LAYERS, torch.float64, 120, 4, prompt)
     return KVCache(pool, runs, with_prompt=prompt is not None)
 
 

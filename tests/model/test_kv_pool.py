@@ -15,11 +15,12 @@ from support.kv_caches import read_cache
 from support.slot_books import SlotAllocator
 from torch._subclasses import FakeTensorMode
 
-from pipedec.model import KVCache, KVPool, KVShape
+from pipedec.families import KVShape
+from pipedec.model import KVCache, KVPool
 from pipedec.model.attention import slots_of
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
-SHAPE = KVShape(LAYERS, HEADS, HEAD_DIM, torch.float64)
+SHAPES = [KVShape(HEADS, HEAD_DIM, HEAD_DIM)] * LAYERS
 PROMPT = -1 - torch.rand(LAYERS, 2, HEADS, 3, HEAD_DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
@@ -66,9 +67,9 @@ def write(rows: list[tuple[KVCache, list[int]]]) -> None:
 @given(data=st.data(), block=st.integers(1, 5), is_scattered=st.booleans())
 def test_caches_come_grow_adopt_and_go(data: st.DataObject, block: int, is_scattered: bool) -> None:
     """What the others hold, shared slots among them, is the same after every step."""
-    pool, held, label = KVPool(SHAPE, 200 * block, block, PROMPT), list[Held](), 0
+    pool, held, label = KVPool(SHAPES, torch.float64, 200 * block, block, PROMPT), list[Held](), 0
     allocator = SlotAllocator(pool.slots, block, random.Random(data.draw(st.integers(0, 99))) if is_scattered else None)
-    address = pool.tensor.data_ptr()
+    address = pool.planes[0].data_ptr()
     for number in range(data.draw(st.integers(1, 25))):
         action = data.draw(st.sampled_from(["open", "adopt", "grow", "grow", "grow", "advance", "advance", "close"]))
         if action == "open" or not held:
@@ -89,7 +90,7 @@ def test_caches_come_grow_adopt_and_go(data: st.DataObject, block: int, is_scatt
             allocator.free(one.number)
         for other in held:
             other.check()
-    assert pool.tensor.data_ptr() == address
+    assert pool.planes[0].data_ptr() == address
 
 
 def adopter(data: st.DataObject, pool: KVPool, allocator: SlotAllocator, owner: Held, number: int) -> Held:
@@ -105,21 +106,21 @@ def adopter(data: st.DataObject, pool: KVPool, allocator: SlotAllocator, owner: 
 
 
 def test_slots_that_follow_each_other_are_read_in_place_and_others_joined() -> None:
-    pool = KVPool(SHAPE, 40, 4)
+    pool = KVPool(SHAPES, torch.float64, 40, 4)
     one, several = Held(0, KVCache(pool, ((8, 4),))), Held(1, KVCache(pool, ((20, 4), (0, 8))))
     one.cache.extend(((12, 8),))
     for held in (one, several):
         held.append(list(range(10)), to_tree=False)
         held.check()
-    assert read_cache(one.cache, 1)[0].data_ptr() == pool.tensor[1, 0, :, 8:].data_ptr()
+    assert read_cache(one.cache, 1)[0].data_ptr() == pool.planes[0][1, 0, :, 8:].data_ptr()
     assert one.cache.ranges(3, 9) == [range(11, 17)] and one.cache.blocks(9) == [2, 3, 4]
     assert several.cache.ranges(3, 9) == [range(23, 24), range(0, 5)] and several.cache.blocks(9) == [5, 0, 1]
 
 
 def test_a_pool_is_allocated_once_in_whole_blocks_with_the_learned_prompt_behind_them() -> None:
-    pool = KVPool(SHAPE, 11, 4, PROMPT)
+    pool = KVPool(SHAPES, torch.float64, 11, 4, PROMPT)
     assert (pool.slots, pool.prompt_slots) == (8, range(8, 11))
-    assert pool.tensor.nbytes == LAYERS * 2 * HEADS * 12 * HEAD_DIM * 8
+    assert pool.num_bytes == LAYERS * 2 * HEADS * 12 * HEAD_DIM * 8
     keys, values = pool.pages(1)
     assert keys.shape == values.shape == (3, 4, HEADS, HEAD_DIM)
     assert torch.equal(keys[2, :3].transpose(0, 1), PROMPT[1, 0])
@@ -128,18 +129,18 @@ def test_a_pool_is_allocated_once_in_whole_blocks_with_the_learned_prompt_behind
 @pytest.mark.parametrize(("slots", "block"), [(3, 4), (0, 1), (4, 0)])
 def test_a_pool_without_a_block_is_refused(slots: int, block: int) -> None:
     with pytest.raises(ValueError, match="at least one block"):
-        KVPool(SHAPE, slots, block)
+        KVPool(SHAPES, torch.float64, slots, block)
 
 
 @pytest.mark.parametrize("run", [(2, 4), (0, 3), (8, 4), (-4, 4), (4, 0)])
 def test_slots_outside_the_pool_and_parts_of_blocks_are_refused(run: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="whole blocks of 4 in a pool of 8"):
-        KVCache(KVPool(SHAPE, 8, 4, PROMPT)).extend((run,))
+        KVCache(KVPool(SHAPES, torch.float64, 8, 4, PROMPT)).extend((run,))
 
 
 @pytest.mark.parametrize(("cached", "copied"), [(5, (0, 0)), (1, (0, 2)), (2, (7, 2)), (2, (-1, 1))])
 def test_an_adoption_that_does_not_fit_is_refused(cached: int, copied: tuple[int, int]) -> None:
-    pool = KVPool(SHAPE, 8, 4)
+    pool = KVPool(SHAPES, torch.float64, 8, 4)
     with pytest.raises(ValueError, match="do not fit into 4 slots"):
         KVCache(pool, ((0, 4),), cached, copied)
 
@@ -149,7 +150,7 @@ def test_indices_go_to_a_gpu_by_way_of_pinned_memory(monkeypatch: pytest.MonkeyP
     pinned: list[int] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(len(tensor)) or tensor)
     with FakeTensorMode():  # tensors of a GPU without one: their shapes and places
-        KVPool(SHAPE, 16, device="cuda").copy([3, 1], [])
+        KVPool(SHAPES, torch.float64, 16, device="cuda").copy([3, 1], [])
         cache = SimpleNamespace(next_slots=lambda rows: [range(2, 4), range(7, 8)])
         lane = SimpleNamespace(cache=cache, num_rows=3, positions=torch.zeros(3, device="cuda"))
         slots = slots_of([lane])  # type: ignore[list-item]

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from pipedec.config.model import ModelConfig
+from pipedec.families import model_config
 from pipedec.model.matrices import linear, pack
 from pipedec.model.stage_model import StageModel
 
@@ -28,11 +28,11 @@ def status(field):
     return int(line.split()[1]) * 1024
 
 directory, start, stop = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-config = ModelConfig.from_directory(directory)
+config = model_config(directory)
 Path("/proc/self/clear_refs").write_text("5")  # resets the peak
 before = status("VmRSS")
 stage = StageModel.load(directory, range(start, stop), torch.float32, "cpu", config)
-print(json.dumps({"growth": status("VmHWM") - before, "weights": stage.weights.num_bytes}))
+print(json.dumps({"growth": status("VmHWM") - before, "weights": stage.stack.num_bytes}))
 """
 
 

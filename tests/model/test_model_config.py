@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,8 @@ from support.checkpoints import FAMILIES, save_tiny, save_tiny_llama, save_tiny_
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pipedec.config.model import ModelConfig
 from pipedec.core import UserError
+from pipedec.families import LayerShape, Reach, model_config
 from pipedec.model.rotary import Rotary
 
 REQUIRED = {
@@ -55,21 +54,20 @@ def change_json(file, **values):
 
 def test_biases_and_windows_of_the_families(tmp_path):
     save_tiny_llama(tmp_path / "llama", attention_bias=True, mlp_bias=True)
-    llama = ModelConfig.from_directory(tmp_path / "llama")
-    assert (llama.attention_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
-    assert llama.sliding_windows == (None,) * 4
+    llama = model_config(tmp_path / "llama")
+    assert llama.biases == (True, True, True)
+    assert llama.windows == (None,) * 4
     save_tiny_mistral(tmp_path / "mistral", sliding_window=7)
-    assert ModelConfig.from_directory(tmp_path / "mistral").sliding_windows == (7,) * 4
+    assert model_config(tmp_path / "mistral").windows == (7,) * 4
     save_tiny_qwen2(tmp_path / "qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=3)
-    qwen2 = ModelConfig.from_directory(tmp_path / "qwen2")
-    assert (qwen2.attention_bias, qwen2.output_bias, qwen2.mlp_bias) == (True, False, False)
-    assert qwen2.sliding_windows == (None, None, None, 9)
-    assert not qwen2.qk_norm
+    qwen2 = model_config(tmp_path / "qwen2")
+    assert qwen2.biases == (True, False, False)
+    assert qwen2.windows == (None, None, None, 9)
     save_tiny("qwen3", tmp_path / "qwen3", attention_bias=True, use_sliding_window=True, sliding_window=9, max_window_layers=3)
-    qwen3 = ModelConfig.from_directory(tmp_path / "qwen3")
-    assert (qwen3.attention_bias, qwen3.output_bias, qwen3.mlp_bias, qwen3.qk_norm) == (True, True, False, True)
-    assert qwen3.sliding_windows == (None, None, None, 9)
-    assert qwen3.head_dim == 128
+    qwen3 = model_config(tmp_path / "qwen3")
+    assert qwen3.biases == (True, True, False)
+    assert qwen3.windows == (None, None, None, 9)
+    assert qwen3.head_size == 128
 
 
 @given(
@@ -85,37 +83,31 @@ def test_every_file_means_what_it_means_to_transformers(tmp_path_factory, family
     except StrictDataclassError:  # null, which not every family allows
         reject()
     theirs.standardize_rope_params()  # as its functions of the frequencies do before they read the parameters
-    config = ModelConfig.from_directory(directory)
+    config = model_config(directory)
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     ends = theirs.eos_token_id
     windows = [theirs.sliding_window if family == "mistral" else None] * theirs.num_hidden_layers
     if family in ("qwen2", "qwen3"):
         windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
-    assert config == replace(
-        config,
-        vocab_size=theirs.vocab_size,
-        hidden_size=theirs.hidden_size,
-        intermediate_size=theirs.intermediate_size,
-        num_layers=theirs.num_hidden_layers,
-        num_heads=theirs.num_attention_heads,
-        num_kv_heads=theirs.num_key_value_heads,
-        head_dim=head_dim,
-        rms_norm_eps=theirs.rms_norm_eps,
-        hidden_act=theirs.hidden_act,
-        tie_word_embeddings=theirs.tie_word_embeddings,
-        max_positions=theirs.max_position_embeddings,
-        eos_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
-        sliding_windows=tuple(windows),
-        rope={name: value for name, value in theirs.rope_parameters.items() if value is not None},
-    )
+    same = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps", "hidden_act",
+        "tie_word_embeddings", "max_position_embeddings",
+    )  # fmt: skip
+    assert {name: getattr(config, name) for name in same} == {name: getattr(theirs, name) for name in same}
+    assert config.eos_token_ids == (() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,))
+    assert config.rope == {name: value for name, value in theirs.rope_parameters.items() if value is not None}
+    heads = theirs.num_attention_heads, theirs.num_key_value_heads
+    reaches = [None if window is None else Reach(window) for window in windows]
+    assert config.layers == tuple(LayerShape(*heads, head_dim, head_dim, reach) for reach in reaches)
 
 
 def test_frequencies_of_llama_3_are_those_of_transformers_in_all_bits(tmp_path):
     save_tiny_llama(tmp_path, head_dim=64, rope_parameters={**LLAMA3, "rope_theta": 500_000.0}, max_position_embeddings=8192)
     theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.from_pretrained(tmp_path))
-    cos_RD, sin_RD = Rotary(ModelConfig.from_directory(tmp_path)).cos_sin(torch.tensor([1]))
-    assert torch.equal(cos_RD[0, :32], theirs.cos())
-    assert torch.equal(sin_RD[0, 32:], theirs.sin())
+    config = model_config(tmp_path)
+    cos_R1D, sin_R1D = Rotary(config.rope, 64, tmp_path).cos_sin(torch.tensor([1]), torch.tensor([2]))
+    assert torch.equal(cos_R1D[0, 0, :32], theirs.cos())
+    assert torch.equal(sin_R1D[0, 0, 32:], theirs.sin())
 
 
 @pytest.mark.slow
@@ -133,9 +125,9 @@ assert "transformers" not in sys.modules
 
 def test_head_size_follows_from_the_hidden_size_unless_given(tmp_path):
     save_tiny_llama(tmp_path)
-    assert ModelConfig.from_directory(tmp_path).head_dim == 8
+    assert model_config(tmp_path).head_size == 8
     change_json(tmp_path / "config.json", head_dim=24)
-    assert ModelConfig.from_directory(tmp_path).head_dim == 24
+    assert model_config(tmp_path).head_size == 24
 
 
 @pytest.mark.parametrize(
@@ -146,18 +138,18 @@ def test_end_tokens_come_from_the_generation_config_first(tmp_path, in_generatio
     save_tiny_llama(tmp_path)
     change_json(tmp_path / "generation_config.json", eos_token_id=in_generation_config)
     change_json(tmp_path / "config.json", eos_token_id=in_config)
-    assert ModelConfig.from_directory(tmp_path).eos_token_ids == expected
+    assert model_config(tmp_path).eos_token_ids == expected
 
 
 def test_end_tokens_without_a_generation_config(tmp_path):
     save_tiny_llama(tmp_path)
     (tmp_path / "generation_config.json").unlink()
-    assert ModelConfig.from_directory(tmp_path).eos_token_ids == (2,)
+    assert model_config(tmp_path).eos_token_ids == (2,)
 
 
 def assert_refused(path, *words):
     with pytest.raises(UserError) as caught:
-        ModelConfig.from_directory(path)
+        model_config(path)
     message = str(caught.value)
     assert "\n" not in message
     for word in words:

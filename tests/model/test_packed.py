@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from pipedec.core import KNEE_ROWS
 from pipedec.directories import reference_pair
-from pipedec.model import KVCache, LaneRows, ModelConfig, StageModel
-from pipedec.model.matrices import SMALLEST_PACKED, linear, pack
-from pipedec.model.stage_model import PADDED_ROWS
+from pipedec.families import model_config
+from pipedec.model import KVCache, LaneRows, StageModel
+from pipedec.model.matrices import PADDED_ROWS, SMALLEST_PACKED, linear, pack
 
 TARGET = reference_pair() / "target"
 ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
@@ -55,10 +55,10 @@ def test_small_matrices_and_other_types_stay_as_they_are() -> None:
 
 @ONEDNN
 def test_a_stage_keeps_no_plain_copy_beside_what_it_packed() -> None:
-    config = ModelConfig.from_directory(TARGET)
+    config = model_config(TARGET)
     stage = StageModel.load(TARGET, range(4, 6), torch.float32, "cpu", config)
     plain = StageModel(config, range(4, 6), torch.float32, "cpu")
-    assert stage.weights.num_bytes == plain.weights.num_bytes
+    assert stage.stack.num_bytes == plain.stack.num_bytes
     cache = KVCache(stage.make_pool(16), ((0, 16),))
     with torch.profiler.profile() as profiled:
         stage.forward(torch.zeros(1, config.hidden_size), [LaneRows(torch.zeros(1).long(), cache, None, 1)])

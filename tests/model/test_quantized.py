@@ -15,8 +15,8 @@ from support.examples import examples
 from support.stage_chain import lone_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipedec.config import model_shape
 from pipedec.core import UserError
+from pipedec.families import model_by_name
 from pipedec.hardware import WeightFormat
 from pipedec.model import LaneRows, StageModel, matrices
 from pipedec.model.matrices import EMPTY_MATRICES, Int4Matrix, QuantizedMatrix, rounded
@@ -178,11 +178,11 @@ def test_int4_refuses_sizes_that_it_cannot_halve_into_groups(tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_take_the_bytes_that_a_plan_counts(tmp_path: Path, kind: str, dtype: str) -> None:
     save_tiny("llama", tmp_path, hidden=256, vocab=512, layers=2)
-    shape, weights = model_shape(str(tmp_path)), WeightFormat(dtype, kind)
+    shape, weights = model_by_name(str(tmp_path)), WeightFormat(dtype, kind)
     stage = StageModel.load(tmp_path, range(2), getattr(torch, dtype), "cpu", quantize=kind)
     planned = 2 * shape.layer_parameters * weights.layer_bytes + 2 * shape.embedding_parameters * weights.table_bytes
-    assert stage.weights.num_bytes == pytest.approx(planned, rel=0.03)
-    assert stage.weights.num_bytes < {"int8": 0.35, "int4": 0.27}[kind] * 4 * stage_parameters(tmp_path, range(2))
+    assert stage.stack.num_bytes == pytest.approx(planned, rel=0.03)
+    assert stage.stack.num_bytes < {"int8": 0.35, "int4": 0.27}[kind] * 4 * stage_parameters(tmp_path, range(2))
 
 
 @pytest.mark.fast_cases("int8-llama-False", "int4-llama-False")

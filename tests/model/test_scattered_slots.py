@@ -15,7 +15,8 @@ from support.examples import examples
 from support.slot_books import SlotAllocator
 from torch import Tensor
 
-from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, ModelConfig, StageModel
+from pipedec.families import model_config
+from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, StageModel
 from pipedec.tree import Visibility
 
 MASKS, SLOTS = 2, 240
@@ -26,7 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {"llama": {}, "mistral": {"sliding_window": 
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StageModel:
     path = tmp_path_factory.mktemp("target")
     save_tiny(request.param, path, **MODELS[request.param])
-    stage = StageModel.load(path, range(1, 4), torch.float32, "cpu", ModelConfig.from_directory(path))
+    stage = StageModel.load(path, range(1, 4), torch.float32, "cpu", model_config(path))
     weights = save_random_bita(path / "bita", path, MASKS)
     stage.attach(BitaWeights(weights.prompt[1:4], weights.masks))
     return stage

@@ -178,7 +178,7 @@ def test_memory_matches_the_configs_count(tmp_path):
         save_tiny(family, tmp_path / name, **kwargs)
         for layers in (range(0, 1), range(1, 3), range(3, 4), range(0, 4)):
             stage = StageModel.load(tmp_path / name, layers, torch.float64, "cpu")
-            assert stage.weights.num_bytes == 8 * stage_parameters(tmp_path / name, layers)
+            assert stage.stack.num_bytes == 8 * stage_parameters(tmp_path / name, layers)
             assert stage.layers == layers
 
 

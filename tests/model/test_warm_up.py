@@ -63,8 +63,9 @@ def test_a_warmed_up_model_computes_as_before_and_captures_nothing_usual(directo
     cold, warm = load(directory, layers), load(directory, layers)
     cold.capture, warm.capture = Repeated(), Repeated()
     pools = cold.make_pool(1024), warm.make_pool(1024)
-    pools[1].tensor.fill_(torch.nan)
-    pools[1].tensor[..., pools[0].slots :, :] = pools[0].tensor[..., pools[0].slots :, :]  # the learned prompt
+    [plane], [filled] = (pool.planes for pool in pools)
+    filled.fill_(torch.nan)
+    filled[..., pools[0].slots :, :] = plane[..., pools[0].slots :, :]  # the learned prompt
     told, used = list[tuple[int, int]](), list[FirstForward]()
 
     def use(forward: FirstForward, hidden_RE: Tensor) -> None:

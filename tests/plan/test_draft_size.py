@@ -12,13 +12,14 @@ from support.refusals import refusal
 from pipedec.cli.launch import plan as command
 from pipedec.config import ClusterConfig, ServerConfig, load_cluster
 from pipedec.core import UserError
-from pipedec.hardware import MODEL_SHAPES, WeightFormat
+from pipedec.families import KNOWN_MODELS
+from pipedec.hardware import WeightFormat
 from pipedec.plan.draft_size import DraftSizing, SizeCurve, timesteps_per_token
 from pipedec.plan.partition import Plan, plan
 from pipedec.plan.table import plan_table
 
 PAPER = Path(__file__).resolve().parents[2] / "cluster.yaml"
-LLAMA_1B = MODEL_SHAPES["llama-3.2-1b"].parameters / MODEL_SHAPES["llama-3.1-70b"].parameters
+LLAMA_1B = KNOWN_MODELS["llama-3.2-1b"].parameters / KNOWN_MODELS["llama-3.1-70b"].parameters
 
 
 @pytest.fixture

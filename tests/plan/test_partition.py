@@ -15,7 +15,8 @@ from support.clusters import clustered
 
 from pipedec.config import ClusterConfig, DeviceConfig, ServerConfig, load_cluster
 from pipedec.core import KNEE_ROWS, ROW_ID_BYTES, UserError
-from pipedec.hardware import DEVICES, MODEL_SHAPES, WIDENED_VALUES, WeightFormat
+from pipedec.families import KNOWN_MODELS
+from pipedec.hardware import DEVICES, WIDENED_VALUES, WeightFormat
 from pipedec.model.captured_graphs import Bucket
 from pipedec.plan.costs import CONTEXT_BYTES, CUBLAS_BYTES, NCCL_BYTES, ModelCosts
 from pipedec.plan.partition import Plan, delay_by_sharing_ms, plan, room_of
@@ -292,7 +293,7 @@ def test_balance_names_the_stage_without_room() -> None:
 
 def test_captured_graphs_take_memory_on_gpus_alone(paper: ClusterConfig) -> None:
     """256 rows, 32,768 slots of 2 · 8 · 128 values, and 2,097,152 cells of bias for 8 query heads per group, twice."""
-    costs = ModelCosts(MODEL_SHAPES["llama-3.1-70b"], WeightFormat("bfloat16"), rows=32, max_model_len=4096, groups=14)
+    costs = ModelCosts(KNOWN_MODELS["llama-3.1-70b"], WeightFormat("bfloat16"), rows=32, max_model_len=4096, groups=14)
     row = 4 * 8192 + 3 * 28672
     assert costs.graph_bytes == 2 * (256 * row + 32768 * 2 * 8 * 128 + 2 * 8 * 2097152)
     assert costs.workspace_bytes("rtx3090") - costs.workspace_bytes("cpu") == costs.graph_bytes + NCCL_BYTES + CUBLAS_BYTES
@@ -301,7 +302,7 @@ def test_captured_graphs_take_memory_on_gpus_alone(paper: ClusterConfig) -> None
 def test_a_quantized_model_is_widened_slice_by_slice_on_a_gpu() -> None:
     """Of int8 the layers, in the memory of the graphs, and the head; int4 has a kernel of its own for the layers."""
     on_gpu = {
-        quantize: ModelCosts(MODEL_SHAPES["llama-3.1-70b"], WeightFormat("bfloat16", quantize), 32, 4096, 2).gpu_bytes
+        quantize: ModelCosts(KNOWN_MODELS["llama-3.1-70b"], WeightFormat("bfloat16", quantize), 32, 4096, 2).gpu_bytes
         for quantize in (None, "int4", "int8")
     }
     assert on_gpu["int4"] - on_gpu[None] == 2 * WIDENED_VALUES and on_gpu["int8"] - on_gpu[None] == 4 * WIDENED_VALUES
@@ -420,6 +421,6 @@ def test_a_draft_that_fits_no_more_beside_a_stage(paper: ClusterConfig) -> None:
     assert re.fullmatch(r"stage 14 on node-7 rtx3090 needs [\d.]+ GB of its part, [\d.]+ GB: .*", full.problems[0])
     assert re.fullmatch(r"the draft on node-7 rtx3090 needs [\d.]+ GB of its part, [\d.]+ GB: .*", full.problems[1])
     assert plan(paper.for_partition("7x2-3090", {"layers": (6,) * 13 + (2,)})).problems == ()
-    costs = ModelCosts(MODEL_SHAPES["llama-3.1-70b"], WeightFormat("bfloat16"), rows=32, max_model_len=4096, groups=14)
+    costs = ModelCosts(KNOWN_MODELS["llama-3.1-70b"], WeightFormat("bfloat16"), rows=32, max_model_len=4096, groups=14)
     layer_bytes = costs.weight_bytes(1, False, False) + costs.layer_kv_bytes
     assert costs.room("rtx3090", False, True, 2 * layer_bytes) == costs.room("rtx3090", False, True) - 2

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 from pipedec.client.async_client import AsyncClient
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
-from pipedec.config.model import context_length
 from pipedec.core import Completion, SamplingParams
+from pipedec.families import context_length
 from pipedec.messages import PromptRequest
 from pipedec.server.front import Front, ServedRun, ServerSettings
 from pipedec.text.tokenizer import Tokenizer

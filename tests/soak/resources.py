@@ -27,10 +27,11 @@ from benchmarks.output import pipeline_row
 from pipedec.bench.record import Row, append_rows, check_writable, header
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
-from pipedec.config import Settings, model_shape, settings_options
+from pipedec.config import Settings, settings_options
 from pipedec.core import PipedecError, RankLost, SamplingParams
 from pipedec.engine.build import DTYPES, resolve, weights_on
 from pipedec.engine.devices import chosen_device
+from pipedec.families import model_by_name
 from pipedec.flags import Help, check_fields, options_of, own_options, run_command
 from pipedec.messages import PromptRequest
 from pipedec.plan.spec import PipelineSpec
@@ -173,7 +174,7 @@ def _weight_bytes(spec: PipelineSpec) -> dict[int, int]:
     draft_weights, _ = weights_on(spec, 0, chosen_device(spec.settings.cut.device))
     size, draft_size = DTYPES[spec.dtype].itemsize, DTYPES[draft_weights.dtype].itemsize
     weights = {rank: size * stage_parameters(spec.target, range(*layers)) for rank, layers in enumerate(spec.layers, start=1)}
-    return {0: 0 if spec.draft is None else draft_size * model_shape(str(spec.draft)).parameters, **weights}
+    return {0: 0 if spec.draft is None else draft_size * model_by_name(str(spec.draft)).parameters, **weights}
 
 
 @click.command()

@@ -14,7 +14,8 @@ from support.checkpoints import save_tiny
 from support.toy_dialects import TEXTS
 
 from pipedec.core import SamplingParams
-from pipedec.model import BitaWeights, ModelConfig, StageModel
+from pipedec.families import model_config
+from pipedec.model import BitaWeights, StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
 
 CUT = [range(0, 1), range(1, 2), range(2, 3)]
@@ -33,7 +34,7 @@ class Target:
     bita: BitaWeights = field(repr=False)
 
     def workers(self, cut: list[range], dtype: torch.dtype, block: int, slots: int = SLOTS) -> list[StageWorker]:
-        config = ModelConfig.from_directory(self.path)
+        config = model_config(self.path)
         return [self._worker(StageModel.load(self.path, layers, dtype, "cpu", config), block, slots) for layers in cut]
 
     def _worker(self, model: StageModel, block: int, slots: int) -> StageWorker:

@@ -21,7 +21,8 @@ from support.kv_caches import read_cache
 from torch import Tensor
 
 from pipedec.core import NewRequest, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
-from pipedec.model import BitaWeights, ModelConfig, StageModel
+from pipedec.families import model_config
+from pipedec.model import BitaWeights, StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import NewSequence, Sequence, ThreadedSequence
 from pipedec.threads.dialect import NO_DIALECT
@@ -59,7 +60,7 @@ class Target:
     bita: BitaWeights = field(repr=False)
 
     def workers(self, cut: list[range], with_masks: bool, new_sequence: Callable[[int], Sequence]) -> list[StageWorker]:
-        config, workers = ModelConfig.from_directory(self.path), list[StageWorker]()
+        config, workers = model_config(self.path), list[StageWorker]()
         for layers in cut:
             model = StageModel.load(self.path, layers, torch.float64, "cpu", config)
             if with_masks:

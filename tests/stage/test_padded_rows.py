@@ -10,9 +10,9 @@ from lane_scripts import LIKELY, Script, run, sequences
 
 from pipedec.core import SamplingParams
 from pipedec.directories import reference_pair
-from pipedec.model import ModelConfig, StageModel, stage_model
-from pipedec.model.matrices import linear, pack
-from pipedec.model.stage_model import PADDED_ROWS
+from pipedec.families import model_config
+from pipedec.model import StageModel, stage_model
+from pipedec.model.matrices import PADDED_ROWS, linear, pack
 from pipedec.stage import FinalStageWorker, StageWorker
 
 TARGET = reference_pair() / "target"
@@ -21,11 +21,11 @@ CUT = (range(0, 4), range(4, 24))
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[list[StageWorker]]:
-    config, threads = ModelConfig.from_directory(TARGET), torch.get_num_threads()
+    config, threads = model_config(TARGET), torch.get_num_threads()
     torch.set_num_threads(1)
     models = [StageModel.load(TARGET, layers, torch.float32, "cpu", config) for layers in CUT]
     for model in models:
-        model.pad_rows = True
+        model.stack.products.pad_rows = True
     yield [(FinalStageWorker if model.is_last else StageWorker)(model, sequences, slots=1024) for model in models]
     torch.set_num_threads(threads)
 
@@ -61,7 +61,7 @@ def test_the_bits_are_those_of_the_request_alone(workers: list[StageWorker]) -> 
 
 
 def products_are_equal() -> bool:
-    config = ModelConfig.from_directory(TARGET)
+    config = model_config(TARGET)
     sizes = {config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim}
     generator = torch.Generator().manual_seed(0)
     for inner in sizes:

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from pipedec.checkpoints import fingerprint
-from pipedec.model import BitaConfig, BitaWeights, ModelConfig
+from pipedec.families import model_config
+from pipedec.model import BitaConfig, BitaWeights
 from pipedec.model.markov import MarkovTable
 
 
@@ -16,9 +17,10 @@ def save_random_bita(
     markov_rank: int = 4,
 ) -> BitaWeights:  # fmt: skip
     """Save random keys, values, embeddings and a Markov table for the checkpoint ``target``; return the weights of all layers."""
-    config = ModelConfig.from_directory(target)
+    config = model_config(target)
     generator = torch.Generator().manual_seed(seed)
-    prompt = torch.randn(config.num_layers, 2, config.num_kv_heads, num_prompt_tokens, config.head_dim, generator=generator)
+    cached = config.layers[0].cached
+    prompt = torch.randn(len(config.layers), 2, cached.num_heads, num_prompt_tokens, cached.key_dim, generator=generator)
     masks = torch.randn(num_masks, config.hidden_size, generator=generator)
     weights = BitaWeights(std * prompt, std * masks)
     about = BitaConfig(fingerprint(target), num_masks, num_prompt_tokens, "deep" if num_prompt_tokens else "none", markov_rank)

@@ -11,6 +11,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -18,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from pipedec.config import model_shape
+from pipedec.families import model_by_name
 from pipedec.hardware import WeightFormat
 from pipedec.plan.costs import ModelCosts
 
@@ -27,6 +29,7 @@ FAMILIES = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
 }
 
 
@@ -88,6 +91,6 @@ def save_tiny_qwen2(path: Path, **kwargs: Any) -> PreTrainedModel:
 
 def stage_parameters(directory: Path, layers: range) -> int:
     """Parameters of a stage with these layers, as a plan counts them by the shape of the checkpoint."""
-    shape = model_shape(str(directory))
+    shape = model_by_name(str(directory))
     costs = ModelCosts(shape, WeightFormat("float32"), rows=0, max_model_len=0, groups=1)
     return costs.weight_bytes(len(layers), layers.start == 0, layers.stop == shape.num_hidden_layers) // 4

@@ -11,10 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
+from pipedec.model.stage_layers import StageLayers
 from pipedec.model.stage_model import StageModel
-from pipedec.model.weights import LayerWeights
 
 
 def obey(folder: Path) -> None:
@@ -25,8 +23,8 @@ def obey(folder: Path) -> None:
 
     def show(number: int, frame: FrameType | None) -> None:
         gc.unfreeze()  # or they would not be found
-        layers = [found for found in gc.get_objects() if isinstance(found, LayerWeights)]
-        places = sorted(value.data_ptr() for layer in layers for value in vars(layer).values() if isinstance(value, torch.Tensor))
+        stacks = [found for found in gc.get_objects() if isinstance(found, StageLayers)]
+        places = sorted(tensor.data_ptr() for stack in stacks for tensor in stack.tensors())
         partial = folder / f"{os.getpid()}.partial"
         partial.write_text(json.dumps(places))
         partial.rename(folder / str(os.getpid()))

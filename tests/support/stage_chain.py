@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipedec.config.model import ModelConfig
+from pipedec.families import model_config
 from pipedec.model.attention import LaneRows
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import KVCache
@@ -54,7 +54,7 @@ class StageChain:
         block: int = 8,
         bita: BitaWeights | None = None,
     ) -> None:
-        config = ModelConfig.from_directory(directory)
+        config = model_config(directory)
         starts = [sum(cut[:index]) for index in range(len(cut))]
         self.stages = [
             StageModel.load(directory, range(start, start + size), dtype, "cpu", config)

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from pipedec.cli.main import train as command
 from pipedec.core import UserError
 from pipedec.data import PromptSource
-from pipedec.model import ModelConfig
+from pipedec.families import model_config
 from pipedec.model.bita import BitaWeights, checked_bita
 from pipedec.text.prompt import Prompter
 from pipedec.train.bita import BitaRecipe, MaskSteps, evaluate, guess_figures, train_bita
@@ -208,10 +208,10 @@ def test_a_trained_bita_loads(pair: Pair, prompts: Path, tmp_path: Path, prompti
     assert report == json.loads((tmp_path / "out" / "training.json").read_text())
     described = checked_bita(tmp_path / "out", pair.target)
     assert (described.num_masks, described.num_prompt_tokens, described.prompting) == (2, num_prompt_tokens, prompting)
-    config = ModelConfig.from_directory(pair.target)
+    config = model_config(pair.target)
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert stored["prompt"].dtype == stored["masks"].dtype == torch.bfloat16
-    assert stored["prompt"].shape == (config.num_layers, 2, config.num_kv_heads, num_prompt_tokens, config.head_dim)
+    assert stored["prompt"].shape == (config.num_hidden_layers, 2, config.num_kv_heads, num_prompt_tokens, config.head_dim)
     after = load_file(pair.target / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
     card = (tmp_path / "out" / "README.md").read_text()

@@ -9,10 +9,9 @@ from click.testing import CliRunner
 from support.refusals import refusal
 
 from pipedec.cli.main import train as command
-from pipedec.config import ModelConfig, model_shape
 from pipedec.core import UserError
 from pipedec.directories import reference_pair
-from pipedec.hardware import MODEL_SHAPES
+from pipedec.families import KNOWN_MODELS, model_by_name, model_config
 from pipedec.train.draft import DraftShape
 from pipedec.train.sizing import described, find_plan, size_for
 
@@ -36,12 +35,12 @@ def cluster(tmp_path: Path) -> Path:
 
 
 def test_the_size_is_the_one_with_the_fastest_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipedec.train.sizing.MODEL_SHAPES", {})
+    monkeypatch.setattr("pipedec.train.sizing.KNOWN_MODELS", {})
     shape, estimate = size_for(find_plan(f"{PAPER}:paper-14", None))
-    target = MODEL_SHAPES["llama-3.1-70b"]
+    target = KNOWN_MODELS["llama-3.1-70b"]
     assert shape.hidden_size % 64 == 0 and shape.layers == shape.hidden_size // 80 and shape.vocabulary is None
     assert 0.5e9 < estimate.parameters < 0.2 * target.parameters
-    assert estimate.parameters == shape.model_shape(target.vocab_size).parameters
+    assert estimate.parameters == shape.model_config(target.vocab_size).parameters
     assert estimate.forwards * estimate.forward_ms <= estimate.timestep_ms
     shallow, _ = size_for(find_plan(f"{PAPER}:home-2x3090", None))
     assert shallow.hidden_size < shape.hidden_size, "on a processor"
@@ -49,7 +48,7 @@ def test_the_size_is_the_one_with_the_fastest_tokens(monkeypatch: pytest.MonkeyP
 
 
 def test_why_it_is_this_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipedec.train.sizing.MODEL_SHAPES", {})
+    monkeypatch.setattr("pipedec.train.sizing.KNOWN_MODELS", {})
     _, estimate = size_for(find_plan(f"{PAPER}:paper-14", None))
     text = described(DraftShape(320, 4, 6000), estimate)
     assert text.startswith("--hidden-size 320 --layers 4, the 6,000 most frequent tokens: ")
@@ -60,15 +59,15 @@ def test_the_target_is_the_plans_or_takes_its_place(cluster: Path) -> None:
     config = find_plan(str(cluster), None)
     assert config.target == str(TARGET)
     shape, estimate = size_for(config)
-    target = model_shape(str(TARGET))
+    target = model_by_name(str(TARGET))
     assert estimate.parameters < target.parameters and shape.hidden_size <= target.hidden_size
     assert find_plan(f"{PAPER}:auto-14", TARGET).target == str(TARGET)
 
 
 def test_a_draft_has_the_sizes_that_were_counted() -> None:
-    vocab_size = ModelConfig.from_directory(TARGET).vocab_size
-    assert DraftShape(128, 2).model_shape(vocab_size).vocab_size == vocab_size
-    counted = DraftShape(128, 2, vocabulary=40).model_shape(vocab_size)
+    vocab_size = model_config(TARGET).vocab_size
+    assert DraftShape(128, 2).model_config(vocab_size).vocab_size == vocab_size
+    counted = DraftShape(128, 2, vocabulary=40).model_config(vocab_size)
     assert counted.vocab_size == 41 and counted.num_hidden_layers == 2 and counted.tie_word_embeddings
 
 

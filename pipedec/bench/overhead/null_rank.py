@@ -32,7 +32,7 @@ from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages import RunDescription
-from pipedec.model import KVCache, KVPool, KVShape, LaneRows, StageModel
+from pipedec.model import KVCache, KVPool, LaneRows, StageModel
 from pipedec.plan.spec import DISPATCHES
 from pipedec.scheduler import ClientScheduler, RankScheduler, connect
 from pipedec.scheduler.protocol import RankMessage
@@ -189,7 +189,7 @@ class _NoLayers:
         self._zeros: dict[int, Tensor] = {}  # by number of rows
 
     def make_pool(self, slots: int, block: int) -> KVPool:
-        return _EmptyPool(KVShape(num_layers=0, num_kv_heads=0, head_dim=0, dtype=torch.float32), slots, block)
+        return _EmptyPool((), torch.float32, slots, block)
 
     def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:
         for lane in lanes:

@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from pipedec.checkpoints import CheckpointPart, merged, rank_parts
-from pipedec.config import NONE, ClusterConfig, model_shape
-from pipedec.config.model import checkpoint_dtype
+from pipedec.config import NONE, ClusterConfig
+from pipedec.families import KNOWN_MODELS, checkpoint_dtype, model_by_name
 from pipedec.gguf import is_named
-from pipedec.hardware import DEVICES, DTYPE_BYTES, MODEL_SHAPES
+from pipedec.hardware import DEVICES, DTYPE_BYTES
 from pipedec.plan.partition import Plan, StagePlan
 from pipedec.plan.placement import rank_places, spare_places
 
@@ -62,16 +62,16 @@ def host_needs(config: ClusterConfig, plan: Plan) -> dict[str, HostNeeds]:
     links = list(dict.fromkeys(pair for pair in pairwise([*places, places[0]]) if pair[0] != pair[1]))
     layers = tuple((stage.layers.start, stage.layers.stop) for stage in plan.stages)
     named = {"target": config.target, "draft": config.draft, "bita": config.bita}
-    models = {key: None if model == NONE or model in MODEL_SHAPES else checkpoint_path(model) for key, model in named.items()}
+    models = {key: None if model == NONE or model in KNOWN_MODELS else checkpoint_path(model) for key, model in named.items()}
     found = {}
     for host in dict.fromkeys([*places, *spares]):
         ranks = [rank for rank in (*([plan.draft] if plan.draft else []), *plan.stages) if rank.placement.host == host]
         memory_bytes, checkpoint_bytes = PROCESS_BYTES if plan.draft is None and host == places[0] else 0, 0  # rank 0, no draft
         for rank in ranks:
             model = config.target if rank.rank else config.draft
-            shape, element_bytes = model_shape(model), DTYPE_BYTES.get(checkpoint_dtype(model), 2)
+            shape, element_bytes = model_by_name(model), DTYPE_BYTES.get(checkpoint_dtype(model), 2)
             # A rank that loads: its process, the largest tensor of the model, and its weights if they stay in RAM.
-            tensor = max(shape.embedding_parameters, shape.hidden_size * shape.intermediate_size) * element_bytes
+            tensor = max(shape.embedding_parameters, shape.hidden_size * shape.inner_size) * element_bytes
             on_cpu = 0 if DEVICES[rank.placement.device].is_gpu else rank.weight_bytes
             memory_bytes += PROCESS_BYTES + tensor + on_cpu
             ends = (rank.rank == 1) + (rank.rank == len(plan.stages))

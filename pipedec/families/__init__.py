@@ -1,0 +1,23 @@
+"""Model families: what ``config.json`` says of a model, and the formula of its layers.
+
+Knows neither weights nor devices, and no torch.
+"""
+
+from pipedec.families.base import DecoderConfig, ModelConfig
+from pipedec.families.parts import Activation, Decoder, Heads, Linear, Part, RMSNorm
+from pipedec.families.registry import (
+    FAMILIES,
+    KNOWN_MODELS,
+    checkpoint_dtype,
+    context_length,
+    json_object,
+    model_by_name,
+    model_config,
+)
+from pipedec.families.shapes import KVShape, LayerShape, Reach, Shape
+
+__all__ = [
+    "FAMILIES", "KNOWN_MODELS", "Activation", "Decoder", "DecoderConfig", "Heads", "KVShape", "LayerShape", "Linear",
+    "ModelConfig", "Part", "RMSNorm", "Reach", "Shape", "checkpoint_dtype", "context_length", "json_object", "model_by_name",
+    "model_config",
+]  # fmt: skip

@@ -1,0 +1,145 @@
+"""A model as its ``config.json`` describes it: sizes, layers, names and shapes of tensors.
+
+A family that computes with pipedec's own parts is a file beside this one: its keys of ``config.json``, and a ``Decoder``. Knows
+no torch. Shapes as in ``model.stage_model``.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipedec.families.parts import Decoder, RMSNorm
+from pipedec.families.shapes import LayerShape, Shape
+from pipedec.hardware import Size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ABC):
+    """What every family has, under the names of ``config.json``.
+
+    Attributes:
+        eos_token_id: tokens that end an answer; ``generation_config.json`` takes precedence.
+        location: the directory of ``config.json``; empty for a model without files.
+    """
+
+    model_type: str
+    hidden_size: Size
+    vocab_size: Size
+    num_hidden_layers: Size
+    tie_word_embeddings: bool = False
+    max_position_embeddings: Size = 2048
+    eos_token_id: int | list[int] | None = None
+    location: str = field(default="", compare=False, repr=False)
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.location)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        ends = self.eos_token_id
+        return () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+
+    @property
+    @abstractmethod
+    def layers(self) -> tuple[LayerShape, ...]:
+        """The attention of each layer."""
+
+    @property
+    @abstractmethod
+    def depends_on_length(self) -> bool:
+        """Whether keys depend on the length of their prompt, not on their position alone."""
+
+    @abstractmethod
+    def layer_tensors(self, layer: int) -> dict[str, Shape]:
+        """Names and shapes of a layer's tensors in a checkpoint."""
+
+    def embedding_tensors(self) -> dict[str, Shape]:
+        """Names and shapes of the embedding's tensors."""
+        return {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+
+    @abstractmethod
+    def norm_tensors(self) -> dict[str, Shape]:
+        """Names and shapes of the final norm's tensors."""
+
+    def head_tensors(self, known: Iterable[str] = ()) -> dict[str, Shape]:
+        """Names and shapes of the head's tensors: the embedding's if they are tied and the checkpoint has no separate head.
+
+        ``known`` are the checkpoint's tensors.
+        """
+        if self.tie_word_embeddings and "lm_head.weight" not in known:
+            return self.embedding_tensors()
+        return {"lm_head.weight": (self.vocab_size, self.hidden_size)}
+
+    @cached_property
+    def largest_layer(self) -> dict[str, Shape]:
+        """The tensors of the layer with the most parameters."""
+        return max((self.layer_tensors(layer) for layer in range(self.num_hidden_layers)), key=_count)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of the largest layer."""
+        return _count(self.largest_layer)
+
+    @property
+    def inner_size(self) -> int:
+        """The most numbers of a row in a layer: the inner size of the MLP."""
+        return max(size for shape in self.largest_layer.values() if len(shape) > 1 for size in shape)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the token embedding; the head has the same number."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def cache_values_per_token(self) -> int:
+        """The most elements of one token in the KV cache of one layer."""
+        return max(layer.cached.num_values for layer in self.layers)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Parameters of the whole model; a tied head counts once."""
+        tensors = self.embedding_tensors() | self.norm_tensors() | self.head_tensors()
+        return _count(tensors) + sum(_count(self.layer_tensors(layer)) for layer in range(self.num_hidden_layers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """A model whose layers are made of pipedec's own parts."""
+
+    @abstractmethod
+    def decoder(self, layer: int) -> Decoder:
+        """A layer, without weights."""
+
+    @property
+    @abstractmethod
+    def final_norm(self) -> RMSNorm:
+        """The norm before the head, without weights."""
+
+    @property
+    @abstractmethod
+    def rope(self) -> dict[str, Any]:
+        """Parameters of the rotary embedding in transformers' form: ``rope_type``, ``rope_theta`` and the type's own."""
+
+    @property
+    def depends_on_length(self) -> bool:
+        return self.rope["rope_type"] in LENGTH_DEPENDENT
+
+    def norm_tensors(self) -> dict[str, Shape]:
+        return self.final_norm.tensors()
+
+    def layer_tensors(self, layer: int) -> dict[str, Shape]:
+        return {f"model.layers.{layer}.{name}": shape for name, shape in self.decoder(layer).tensors().items()}
+
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the prompt
+
+
+def _count(tensors: dict[str, Shape]) -> int:
+    return sum(math.prod(shape) for shape in tensors.values())

@@ -1,0 +1,144 @@
+"""Which family a checkpoint is of, by the ``model_type`` of its ``config.json``; well-known models by their names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from pipedec.core import UserError
+from pipedec.families.base import DecoderConfig, ModelConfig
+from pipedec.families.llama import LlamaConfig, MistralConfig
+from pipedec.families.olmo2 import Olmo2Config
+from pipedec.families.qwen import Qwen2Config, Qwen3Config
+from pipedec.gguf import model_files
+from pipedec.validation import read_text, shortened, validated
+
+FAMILIES: dict[str, type[DecoderConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "olmo2": Olmo2Config,
+}
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, **more: Any) -> LlamaConfig:
+    return LlamaConfig(
+        model_type="llama", vocab_size=128256, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, **more,
+    )  # fmt: skip
+
+
+def _qwen3(hidden: int, inner: int, layers: int, heads: int, **more: Any) -> Qwen3Config:
+    return Qwen3Config(
+        model_type="qwen3", vocab_size=151936, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, **more,
+    )  # fmt: skip
+
+
+# Models that can be planned without their checkpoints.
+KNOWN_MODELS: dict[str, ModelConfig] = {
+    "llama-3.1-405b": _llama(16384, 53248, 126, 128),
+    "llama-3.1-70b": _llama(8192, 28672, 80, 64),
+    "llama-3.1-8b": _llama(4096, 14336, 32, 32),
+    "llama-3.2-3b": _llama(3072, 8192, 28, 24, tie_word_embeddings=True),
+    "llama-3.2-1b": _llama(2048, 8192, 16, 32, tie_word_embeddings=True),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, tie_word_embeddings=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tie_word_embeddings=True),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tie_word_embeddings=True),
+}
+
+
+def model_config(model: str | Path) -> ModelConfig:
+    """Read and check the ``config.json`` (and ``generation_config.json``) of a Hugging Face checkpoint, or of a GGUF file.
+
+    Raises:
+        UserError: there is none, a size is missing or impossible, the family is not supported, or the weights are quantized.
+    """
+    directory = model_files(model)
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a directory: give the folder of a Hugging Face checkpoint")
+    path = directory / "config.json"
+    if not path.is_file():
+        raise UserError(f"{path} is missing: give the folder of a Hugging Face checkpoint")
+    document = json_object(path)
+    if document.get("quantization_config"):
+        method = document["quantization_config"].get("quant_method")
+        raise UserError(
+            f"{model} holds weights quantized by {method}, which are not supported: "
+            "give the unquantized checkpoint and --quantize int8 or int4"
+        )
+    family = FAMILIES.get(document.get("model_type", ""))
+    if family is None:
+        supported = ", ".join(FAMILIES)
+        kind = shortened(document.get("model_type"))
+        raise UserError(f"{path}: model_type {kind!r} is not supported: it must be one of {supported}")
+    own = {item.name for item in fields(family)} - {"location"}
+    known = {name: value for name, value in document.items() if name in own}
+    known |= _end_tokens(directory) | {"location": str(directory)}
+    return validated(family, known, str(path))
+
+
+def model_by_name(name: str) -> ModelConfig:
+    """A known model, or the checkpoint in directory ``name``. Raises UserError for neither, or as ``model_config``."""
+    if name in KNOWN_MODELS:
+        return KNOWN_MODELS[name]
+    _check_known(name)
+    return model_config(name)
+
+
+def checkpoint_dtype(name: str | Path) -> str:
+    """The dtype in which a model was published: the known ones in bfloat16, a checkpoint as its ``config.json`` has it.
+
+    A file that names none counts as float32. So does a GGUF file, whose weights are de-quantised in float32. UserError if there
+    is no such model.
+    """
+    if name in KNOWN_MODELS:
+        return "bfloat16"
+    _check_known(name)
+    document = json_object(model_files(name) / "config.json")
+    return str(document.get("dtype") or document.get("torch_dtype") or "float32")
+
+
+def context_length(directory: Path, max_model_len: int | None = None) -> int:
+    """Tokens of a prompt and its answer together: the cluster's own limit, or what the ``config.json`` in ``directory`` has.
+
+    UserError if neither is known.
+    """
+    try:
+        positions = json_object(model_files(directory) / "config.json").get("max_position_embeddings")
+    except UserError:
+        positions = None
+    known = [limit for limit in (max_model_len, positions) if isinstance(limit, int)]
+    if not known:
+        raise UserError(f"no config.json with max_position_embeddings in {directory}: start the cluster with --max-model-len")
+    return min(known)
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises UserError if it is missing or anything else."""
+    try:
+        document = json.loads(read_text(path))
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: not valid JSON: download it again") from None
+    if not isinstance(document, dict):
+        raise UserError(f"{path}: not a JSON object: download it again")
+    return document
+
+
+def _end_tokens(directory: Path) -> dict[str, Any]:
+    """``eos_token_id`` of generation_config.json, if it has any: an int or a list."""
+    file = directory / "generation_config.json"
+    ends = json_object(file).get("eos_token_id") if file.exists() else None
+    return {} if ends is None else {"eos_token_id": ends}
+
+
+def _check_known(name: str | Path) -> None:
+    if not (model_files(name) / "config.json").is_file():
+        known_models = ", ".join(KNOWN_MODELS)
+        raise UserError(f"{shortened(name)!r} is neither a directory with a config.json nor a known model ({known_models})")

@@ -1,0 +1,76 @@
+"""What caches, masks and plans need to know of a layer: what it keeps of a token, and which tokens a row sees.
+
+Knows no torch: the functions of positions take numbers, arrays or tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Shape = tuple[int, ...]  # of a tensor
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which earlier positions a row sees in a layer: the last ``size`` with its own, or, if ``is_chunk``, those of its chunk.
+
+    Chunks are ``size`` consecutive positions from a multiple of ``size`` on (Llama 4).
+    """
+
+    size: int
+    is_chunk: bool = False
+
+    def includes(self, position: Any, other: Any) -> Any:
+        """Whether a row at ``position`` sees ``other``, which is not after it."""
+        if self.is_chunk:
+            return other // self.size == position // self.size
+        return other > position - self.size
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What a layer caches of a token: for each of its key-value heads a key and a value, of these widths."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def num_values(self) -> int:
+        return self.num_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The attention of a layer.
+
+    Attributes:
+        num_heads, num_kv_heads: of queries; of keys and values.
+        key_dim, value_dim: the widths of a query or key, and of a value.
+        reach: which earlier positions a row sees; None for all.
+        scale: factor of the scores; None for 1 / √key_dim.
+        softcap: scores are bounded smoothly by ± this; None for unbounded.
+        latents: the widths of two vectors that are cached instead of keys and values, which the layer computes from them each
+            time (MLA of DeepSeek V2); None if keys and values are cached.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    reach: Reach | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    latents: tuple[int, int] | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads per key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def cached(self) -> KVShape:
+        if self.latents is not None:
+            return KVShape(1, *self.latents)
+        return KVShape(self.num_kv_heads, self.key_dim, self.value_dim)

@@ -1,0 +1,115 @@
+"""What a stage computes with: its layers, and the embedding on the first stage or the head on the last.
+
+``DecoderLayers`` are made of pipedec's own parts. Shapes as in ``stage_model``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipedec.families import ModelConfig
+from pipedec.model.attention import LayersShape, Rows
+from pipedec.model.matrices import EMPTY_MATRICES, Int8Matrix, Matrix, Products
+from pipedec.model.weights import Checkpoint
+from pipedec.tree import is_mask
+
+Progress = Callable[[int, int], None]  # called with (tensors read, tensors in total) after each tensor
+Table = Tensor | Int8Matrix  # an embedding or a head
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Where and how weights are kept.
+
+    Attributes:
+        dtype: of activations, caches, and weights that are not quantized.
+        quantize: how the matrices of the layers are kept: ``int8`` or ``int4``; None for ``dtype``. With either, embedding and
+            head take 8 bits; norms and biases keep ``dtype``.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    quantize: str | None = None
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def matrix(self, outputs: int, inputs: int) -> Matrix:
+        """A matrix without values. Raises UserError if its sizes do not allow ``quantize``."""
+        if self.quantize is None:
+            return self.empty(outputs, inputs)
+        return EMPTY_MATRICES[self.quantize](outputs, inputs, self.dtype, self.device)
+
+    def table(self, outputs: int, inputs: int) -> Table:
+        """An embedding or a head without values."""
+        if self.quantize is None:
+            return self.empty(outputs, inputs)
+        return Int8Matrix.empty(outputs, inputs, self.dtype, self.device)
+
+
+class StageLayers(ABC):
+    """The layers of one stage; their weights are not initialized until they are read.
+
+    Attributes:
+        layers: which layers of the model.
+        is_first, is_last: whether the stage holds the embedding; the final norm and the head.
+        shape: of the layers' attention.
+        products: the products with their matrices.
+        can_capture: whether a forward reads no tensor's values on the host.
+        mask_embeddings: [M, E], embeddings of masks (BiTA); None without.
+    """
+
+    can_capture = True
+
+    def __init__(self, config: ModelConfig, layers: range, storage: Storage) -> None:
+        self.layers, self.storage = layers, storage
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == config.num_hidden_layers
+        self.shape = LayersShape(config.layers[layers.start : layers.stop], config.hidden_size, storage.dtype)
+        self.products = Products()
+        self.mask_embeddings: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the weights in bytes; a tied head that shares the embedding counts once, unless it is packed."""
+        return sum({id(tensor): tensor.nbytes for tensor in self.tensors()}.values())
+
+    @abstractmethod
+    def tensors(self) -> list[Tensor]:
+        """All weights, as they are kept in memory."""
+
+    @abstractmethod
+    def read(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        """Read the weights, one tensor at a time, quantized as they are read. Raises UserError for an incomplete or damaged
+        checkpoint.
+        """
+
+    @abstractmethod
+    def randomize(self) -> None:
+        """Fill the weights with random numbers, to measure a shape without a checkpoint."""
+
+    @abstractmethod
+    def forward(self, inputs: Tensor, rows: Rows) -> Tensor:
+        """hidden_RE after all layers, whose keys and values are written to the pool. ``inputs`` as of ``StageModel.forward``."""
+
+    @abstractmethod
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """Final norm and head, [R, V], on the last stage."""
+
+    def embedded(self, token_ids_R: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+        """Embeddings of tokens by ``embed``, and of masks, whose ids are negative: [R, E]."""
+        if self.mask_embeddings is None:
+            return embed(token_ids_R)
+        masks_RE = functional.embedding((-1 - token_ids_R).clamp(min=0), self.mask_embeddings)
+        return torch.where(is_mask(token_ids_R)[:, None], masks_RE, embed(token_ids_R.clamp(min=0)))
+
+
+def looked_up(table_VE: Table, token_ids_R: Tensor) -> Tensor:
+    """Rows of an embedding, [R, E]."""
+    return functional.embedding(token_ids_R, table_VE) if isinstance(table_VE, Tensor) else table_VE.rows(token_ids_R)
