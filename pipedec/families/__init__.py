@@ -8,6 +8,7 @@ from pipedec.families.parts import Activation, Decoder, Heads, Linear, Part, RMS
 from pipedec.families.registry import (
     FAMILIES,
     KNOWN_MODELS,
+    ModelImpl,
     checkpoint_dtype,
     context_length,
     json_object,
@@ -15,9 +16,10 @@ from pipedec.families.registry import (
     model_config,
 )
 from pipedec.families.shapes import KVShape, LayerShape, Reach, Shape
+from pipedec.families.transformers import TransformersConfig
 
 __all__ = [
     "FAMILIES", "KNOWN_MODELS", "Activation", "Decoder", "DecoderConfig", "Heads", "KVShape", "LayerShape", "Linear",
-    "ModelConfig", "Part", "RMSNorm", "Reach", "Shape", "checkpoint_dtype", "context_length", "json_object", "model_by_name",
-    "model_config",
+    "ModelConfig", "ModelImpl", "Part", "RMSNorm", "Reach", "Shape", "TransformersConfig", "checkpoint_dtype", "context_length",
+    "json_object", "model_by_name", "model_config",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """The parts of which families make their layers, and what a layer is.
 
-Families write the formula; ``model.decoder_layers`` gives the parts their weights. Knows no torch. Shapes as in ``model.stage_model``.
+Families write the formula; ``model.decoder_layers`` gives the parts their weights. Knows no torch. Shapes as in
+``model.stage_model``.
 """
 
 from __future__ import annotations

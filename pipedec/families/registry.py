@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pipedec.core import UserError
 from pipedec.families.base import DecoderConfig, ModelConfig
 from pipedec.families.llama import LlamaConfig, MistralConfig
 from pipedec.families.olmo2 import Olmo2Config
 from pipedec.families.qwen import Qwen2Config, Qwen3Config
+from pipedec.families.transformers import transformers_config
 from pipedec.gguf import model_files
 from pipedec.validation import read_text, shortened, validated
 
+ModelImpl = Literal["auto", "pipedec", "transformers"]
 FAMILIES: dict[str, type[DecoderConfig]] = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
@@ -54,8 +56,12 @@ KNOWN_MODELS: dict[str, ModelConfig] = {
 }
 
 
-def model_config(model: str | Path) -> ModelConfig:
+def model_config(model: str | Path, impl: ModelImpl = "auto") -> ModelConfig:
     """Read and check the ``config.json`` (and ``generation_config.json``) of a Hugging Face checkpoint, or of a GGUF file.
+
+    Args:
+        impl: what its layers are made of: ``pipedec``'s own parts, or ``transformers``' modules; ``auto`` for pipedec's if there
+            is a family of them.
 
     Raises:
         UserError: there is none, a size is missing or impossible, the family is not supported, or the weights are quantized.
@@ -74,10 +80,11 @@ def model_config(model: str | Path) -> ModelConfig:
             "give the unquantized checkpoint and --quantize int8 or int4"
         )
     family = FAMILIES.get(document.get("model_type", ""))
-    if family is None:
-        supported = ", ".join(FAMILIES)
-        kind = shortened(document.get("model_type"))
-        raise UserError(f"{path}: model_type {kind!r} is not supported: it must be one of {supported}")
+    if family is None and impl == "pipedec":
+        supported, kind = ", ".join(FAMILIES), shortened(document.get("model_type"))
+        raise UserError(f"{path}: model_type {kind!r} needs --model-impl transformers; pipedec itself has {supported}")
+    if family is None or impl == "transformers":
+        return transformers_config(directory, _end_tokens(directory))
     own = {item.name for item in fields(family)} - {"location"}
     known = {name: value for name, value in document.items() if name in own}
     known |= _end_tokens(directory) | {"location": str(directory)}

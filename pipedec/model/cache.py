@@ -57,7 +57,6 @@ class KVPool:
         self.prompt_slots = range(self.slots, self.slots + num_prompt_tokens)
         self.spare_slot = self.slots + num_prompt_tokens
         num_slots = self.slots + -(-(num_prompt_tokens + 1) // block) * block
-        self._device = torch.device(device)
         self.planes: list[Tensor] = []
         self._layers: list[tuple[Tensor, ...]] = [()] * len(layers)  # [2, K, slots, D], or keys and values, each [1, K, slots, D]
         self._places: list[list[tuple[int, int]]] = [
@@ -93,10 +92,9 @@ class KVPool:
 
     def copy(self, sources: Sequence[int], targets: Iterable[range]) -> None:
         """Copy the contents of some slots to others, in all layers. All are read before any is written."""
-        places = list(targets)
-        indices = to_device(torch.tensor(sources, dtype=torch.int64), self._device)
+        places, indices = list(targets), torch.tensor(sources, dtype=torch.int64)
         for plane in self.planes:
-            rows, first = plane.index_select(3, indices), 0
+            rows, first = plane.index_select(3, to_device(indices, plane.device)), 0
             for target in places:
                 plane.narrow(3, target.start, len(target)).copy_(rows.narrow(3, first, len(target)))
                 first += len(target)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core import UserError
-from pipedec.families import DecoderConfig, ModelConfig, model_config
+from pipedec.families import DecoderConfig, ModelConfig, TransformersConfig, model_config
 from pipedec.model.attention import LaneAttention, LaneRows, RowAttention, Rows, slots_of
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import KVPool
@@ -156,8 +156,12 @@ class StageModel:
 
 
 def _stack(config: ModelConfig, layers: range, storage: Storage) -> StageLayers:
-    assert isinstance(config, DecoderConfig)
-    return DecoderLayers(config, layers, storage)
+    if isinstance(config, DecoderConfig):
+        return DecoderLayers(config, layers, storage)
+    from pipedec.model.module_layers import ModuleLayers  # transformers takes two seconds to import
+
+    assert isinstance(config, TransformersConfig)
+    return ModuleLayers(config, layers, storage)
 
 
 def _suits_flash(config: ModelConfig) -> bool:

@@ -1,0 +1,345 @@
+"""Models whose layers are transformers' own modules: any architecture with a pipeline plan and replaceable attention.
+
+What caches, masks and plans need to know is observed: the modules are made without memory, on the meta device, and run once
+with a cache and an attention function that note what they are called with. No code of a checkpoint is executed, and nothing is
+downloaded. What cannot work is refused by name, with the reason. torch and transformers are loaded when the first such model is
+read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipedec.core import UserError
+from pipedec.families.base import LENGTH_DEPENDENT, ModelConfig
+from pipedec.families.shapes import LayerShape, Reach, Shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ATTENTION = "pipedec"  # under which transformers knows the attention function of ``model.module_layers``
+UNSUPPORTED = ", which is not supported: choose another target"
+_OBSERVED = "pipedec_observed"  # under which it knows that of this file
+_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """Where a model of transformers keeps its parts, as paths of modules."""
+
+    base: str  # of the model without head
+    embedding: str
+    layers: str
+    norm: str
+    head: str
+
+    def layer(self, number: int) -> str:
+        return f"{self.layers}.{number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersConfig(ModelConfig):
+    """A model of transformers' modules.
+
+    Attributes:
+        names: of its parts.
+        shapes: of all tensors, by name.
+        observed: the attention of each layer.
+        returns_tuple: whether layers return tuples that begin with the hidden state.
+        rope_types: of its rotary embeddings.
+    """
+
+    names: ModuleNames
+    shapes: dict[str, Shape] = field(repr=False, hash=False)
+    observed: tuple[LayerShape, ...]
+    returns_tuple: bool
+    rope_types: frozenset[str]
+
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        return self.observed
+
+    @property
+    def depends_on_length(self) -> bool:
+        return not self.rope_types.isdisjoint(LENGTH_DEPENDENT)
+
+    def layer_tensors(self, layer: int) -> dict[str, Shape]:
+        return self._within(self.names.layer(layer))
+
+    def embedding_tensors(self) -> dict[str, Shape]:
+        return self._within(self.names.embedding)
+
+    def norm_tensors(self) -> dict[str, Shape]:
+        return self._within(self.names.norm)
+
+    def head_tensors(self, known: Iterable[str] = ()) -> dict[str, Shape]:
+        tensors = self._within(self.names.head)
+        weight = f"{self.names.head}.weight"
+        if self.tie_word_embeddings and weight not in known:
+            del tensors[weight]
+            tensors |= self.embedding_tensors()
+        return tensors
+
+    def _within(self, module: str) -> dict[str, Shape]:
+        return {name: shape for name, shape in self.shapes.items() if name.startswith(module + ".")}
+
+
+def transformers_config(directory: Path, end_tokens: dict[str, Any]) -> TransformersConfig:
+    """The model in a checkpoint's directory. ``end_tokens``: of its generation_config.json.
+
+    Raises UserError, before anything is loaded, if it is not supported.
+    """
+    ends = end_tokens.get("eos_token_id", ())
+    ends = tuple(ends) if isinstance(ends, list | tuple) else (ends,)
+    return _described(directory, (directory / "config.json").stat().st_mtime_ns, ends)
+
+
+@lru_cache(maxsize=8)
+def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...]) -> TransformersConfig:
+    stated = stated_config(directory)
+    name = stated.model_type
+    _check_kind(name, stated)
+    model = skeleton(stated, _OBSERVED)
+    names = _names(name, model)
+    _check_modules(name, model, names)
+    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    beside = [key for key in shapes if not key.startswith(_prefixes(names))]
+    if beside:
+        raise _refusal(name, f"has tensors beside its embedding, layers, final norm and head ({beside[0]})")
+    observed, returns_tuple = _observe(name, model, names)
+    ends = end_tokens or stated.eos_token_id
+    return TransformersConfig(
+        model_type=name,
+        hidden_size=stated.hidden_size,
+        vocab_size=stated.vocab_size,
+        num_hidden_layers=stated.num_hidden_layers,
+        tie_word_embeddings=bool(stated.tie_word_embeddings),
+        max_position_embeddings=stated.max_position_embeddings,
+        eos_token_id=list(ends) if isinstance(ends, tuple) else ends,
+        location=str(directory),
+        names=names,
+        shapes=shapes,
+        observed=observed,
+        returns_tuple=returns_tuple,
+        rope_types=frozenset(_rope_types(stated)),
+    )
+
+
+def stated_config(directory: Path) -> Any:
+    """What transformers reads in ``config.json``. Raises UserError if it does not know the model, or refuses the file."""
+    from transformers import AutoConfig
+
+    path = directory / "config.json"
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers validates with many exception types of its own
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is not of a model that pipedec or the installed transformers knows: {reason}") from None
+
+
+def skeleton(stated: Any, attention: str, dtype: Any = None) -> Any:
+    """The model of transformers that a config describes, whose weights are on the meta device: they have shapes, but no memory.
+
+    Buffers that are computed, such as frequencies, are real. ``attention``: the name of its attention function.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    class WithoutWeights(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            is_weight = function in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
+            return function(*args, **{**(kwargs or {}), **({"device": "meta"} if is_weight else {})})
+
+    _register()
+    with WithoutWeights(), no_init_weights():
+        model = AutoModelForCausalLM.from_config(
+            stated, dtype=dtype or torch.float32, attn_implementation=attention, trust_remote_code=False
+        )
+    return model.eval()
+
+
+def module_at(model: Any, path: str) -> Any:
+    """The module with this path in a model."""
+    return model.get_submodule(path)
+
+
+def _check_kind(name: str, stated: Any) -> None:
+    """Raises UserError for what the config alone shows."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(stated) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _refusal(name, "is not a causal language model of transformers")
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(stated)]
+    kinds = sorted({str(kind) for kind in getattr(stated, "layer_types", None) or ()} - {*_KINDS})
+    if getattr(model_class, "_is_stateful", False) or any("linear" in kind for kind in kinds):
+        raise _refusal(name, "has recurrent layers, whose state cannot branch with a tree")
+    if kinds:
+        raise _refusal(name, f"has layers that choose the tokens that they attend to ({', '.join(kinds)})")
+    if getattr(stated, "hidden_size_per_layer_input", None):
+        raise _refusal(name, "feeds token ids to every layer (per-layer inputs)")
+    if getattr(stated, "num_kv_shared_layers", None):
+        raise _refusal(name, "has layers that share keys and values")
+    if stated.base_model_pp_plan is None:
+        raise _refusal(name, "has no pipeline plan in transformers (base_model_pp_plan)")
+    if not model_class._supports_attention_backend:
+        raise _refusal(name, "has attention that cannot be replaced (_supports_attention_backend)")
+    if getattr(stated, "is_encoder_decoder", False):
+        raise _refusal(name, "has an encoder")
+
+
+def _check_modules(name: str, model: Any, names: ModuleNames) -> None:
+    """Raises UserError for modules that layers may not have."""
+    for path, module in module_at(model, names.layers).named_modules():
+        kind = type(module).__name__
+        if re.search(r"(Experts?|Router|MoE|Moe|MoELayer|MoeBlock)$", kind):
+            raise _refusal(name, f"is a mixture of experts ({kind})")
+        if kind.endswith("Indexer"):
+            raise _refusal(name, f"has layers that choose the tokens that they attend to ({kind})")
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() > 2:
+                raise _refusal(name, f"has weights that are neither vectors nor matrices ({path}.{own})")
+
+
+def _names(name: str, model: Any) -> ModuleNames:
+    """The parts that the pipeline plan names: what takes token ids, the list of layers, and what follows it."""
+    from torch import nn
+
+    base, plan = model.base_model_prefix, model.config.base_model_pp_plan
+    found: dict[str, str] = {}
+    for part, (inputs, _) in plan.items():
+        module = getattr(getattr(model, base), part, None)
+        if isinstance(module, nn.Dropout):
+            continue
+        kind = "layers" if isinstance(module, nn.ModuleList) else "embedding" if "input_ids" in inputs else "norm"
+        if module is None or kind in found:
+            raise _refusal(name, f"has a pipeline plan with other parts than an embedding, layers and a final norm ({part})")
+        found[kind] = f"{base}.{part}"
+    head = model.get_output_embeddings()
+    heads = [path for path, module in model.named_modules() if module is head]
+    if len(found) < 3 or not heads:
+        raise _refusal(name, "lacks an embedding, layers, a final norm or a head in its pipeline plan")
+    return ModuleNames(base, found["embedding"], found["layers"], found["norm"], heads[0])
+
+
+def _prefixes(names: ModuleNames) -> tuple[str, ...]:
+    return tuple(f"{path}." for path in (names.embedding, names.layers, names.norm, names.head))
+
+
+def _rope_types(stated: Any) -> Iterator[str]:
+    """The rope types in ``rope_parameters``, which has one set of parameters, or one for each type of layer."""
+    parameters = getattr(stated, "rope_parameters", None) or {}
+    for one in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        if "rope_type" in one:
+            yield one["rope_type"]
+
+
+def _refusal(name: str, reason: str) -> UserError:
+    return UserError(f"model_type {name!r} {reason}{UNSUPPORTED}")
+
+
+# Observation
+
+
+@dataclass(frozen=True)
+class _SeenMask:
+    """Stands in for the mask of a kind of layer."""
+
+    reach: Reach | None
+
+
+class _Seen:
+    """What the layers of a model were called with: by layer, shapes of what it caches, and its attention."""
+
+    def __init__(self) -> None:
+        self.cached: dict[int, tuple[Shape, Shape]] = {}
+        self.attention: dict[int, LayerShape] = {}
+
+
+_seen: list[_Seen] = []  # the observation that is going on
+
+
+def _observe(name: str, model: Any, names: ModuleNames) -> tuple[tuple[LayerShape, ...], bool]:
+    """Run the model once without memory. Returns the attention of each layer, and whether layers return tuples."""
+    import torch
+
+    layers, seen, returned = module_at(model, names.layers), _Seen(), list[bool]()
+    hook = layers[0].register_forward_hook(lambda module, inputs, output: returned.append(isinstance(output, tuple)))
+    ids = torch.zeros(1, 3, dtype=torch.int64, device="meta")
+    _seen.append(seen)
+    try:
+        model.to("meta")
+        getattr(model, names.base)(input_ids=ids, position_ids=ids, past_key_values=_observing_cache(seen), use_cache=True)
+    except UserError:
+        raise
+    except Exception as error:  # of any type: it is the architecture's own code
+        reason = " ".join(str(error).split())[:120]
+        raise _refusal(name, f"computes in a way that cannot be observed ({type(error).__name__}: {reason})") from None
+    finally:
+        _seen.remove(seen)
+        hook.remove()
+    missing = [layer for layer in range(len(layers)) if not (layer in seen.cached and layer in seen.attention)]
+    if missing:
+        raise _refusal(name, f"has layers without attention of their own (layer {missing[0]})")
+    return tuple(_with_latents(name, seen.attention[layer], *seen.cached[layer]) for layer in range(len(layers))), returned[0]
+
+
+def _with_latents(name: str, layer: LayerShape, keys: Shape, values: Shape) -> LayerShape:
+    """The attention of a layer that caches keys and values of these shapes, [1, K, R, D] each, or latents, [1, 1, R, X] each."""
+    (_, heads, _, key_dim), (_, value_heads, _, value_dim) = keys, values
+    if (heads, value_heads, key_dim, value_dim) == (layer.num_kv_heads, layer.num_kv_heads, layer.key_dim, layer.value_dim):
+        return layer
+    if heads != 1 or value_heads != 1:
+        raise _refusal(name, f"caches keys of shape {keys}, but attends to {layer.num_kv_heads} heads of {layer.key_dim}")
+    return LayerShape(
+        layer.num_heads, layer.num_kv_heads, layer.key_dim, layer.value_dim, layer.reach, layer.scale, layer.softcap,
+        (key_dim, value_dim),
+    )  # fmt: skip
+
+
+def _observing_cache(seen: _Seen) -> Any:
+    from transformers import Cache
+
+    class Observing(Cache):
+        def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            if layer in seen.cached:
+                raise UserError(f"layer {layer} caches twice")
+            seen.cached[layer] = tuple(keys.shape), tuple(values.shape)
+            return keys, values
+
+    return Observing(layers=[])
+
+
+def _observed_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
+    softcap: float | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    reach = attention_mask.reach if isinstance(attention_mask, _SeenMask) else None
+    _seen[-1].attention[int(module.layer_idx)] = LayerShape(
+        query.shape[1], key.shape[1], key.shape[3], value.shape[3], reach, scaling, softcap
+    )
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _observed_mask(mask_function: Any, local_size: int | None = None, **_: Any) -> _SeenMask:
+    """Whether positions are seen in windows or in chunks is found by asking for one pair of positions."""
+    import torch
+
+    if local_size is None:
+        return _SeenMask(None)
+    zero, last, first = (torch.tensor(number) for number in (0, local_size, 1))
+    return _SeenMask(Reach(local_size, is_chunk=local_size > 1 and not bool(mask_function(zero, zero, last, first))))
+
+
+@lru_cache(maxsize=1)
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(_OBSERVED, _observed_attention)
+    AttentionMaskInterface.register(_OBSERVED, _observed_mask)

@@ -1,0 +1,298 @@
+"""Layers that are transformers' own modules, with pipedec's matrices, caches and attention.
+
+A stage keeps its own layers of the model; the others hand on what they get. The model computes as it always does, positions and
+rotary embeddings included, but where it would update its cache it writes to the pool, and it attends through ``Rows.attention``.
+Shapes as in ``stage_model``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import AttentionInterface, Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from pipedec.families import Shape
+from pipedec.families.transformers import ATTENTION, TransformersConfig, skeleton, stated_config
+from pipedec.model.attention import LatentAttention, Rows
+from pipedec.model.matrices import Int8Matrix, Matrix, Products, QuantizedMatrix, pack
+from pipedec.model.stage_layers import Progress, StageLayers, Storage
+from pipedec.model.weights import Checkpoint
+
+
+class ModuleLayers(StageLayers):
+    """See ``StageLayers``. Memory for the weights is allocated when they are read."""
+
+    def __init__(self, config: TransformersConfig, layers: range, storage: Storage) -> None:
+        super().__init__(config, layers, storage)
+        _register()
+        self.can_capture = not config.depends_on_length
+        self._config, self._names = config, config.names
+        self._now: _Forward | None = None  # the forward that is going on
+        self._embedding_VE: Int8Matrix | None = None  # if it is quantized; else it is in its module
+        self._causal: Any = skeleton(stated_config(config.directory), ATTENTION, storage.dtype)
+        self._model, self._normed = getattr(self._causal, self._names.base), _Normed()
+        setattr(self._causal, self._names.base, self._normed)
+        self._embed, self._norm = self._module(self._names.embedding), self._module(self._names.norm)
+        self._replace(self._names.norm, nn.Identity())
+        stack = self._module(self._names.layers)
+        for number, layer in enumerate(stack):
+            if number not in layers:
+                stack[number] = _Elsewhere(layer, config.returns_tuple, self._entering if number == layers.start - 1 else None)
+        for module in stack.modules():
+            if hasattr(module, "layer_idx"):
+                module.pipedec_attend = self._attend
+        for path, module in list(self._model.named_modules()):
+            buffers = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.device.type != "meta"}
+            for name, buffer in buffers.items():
+                setattr(module, name, buffer.to(storage.device))
+            if config.depends_on_length and any(name.endswith("inv_freq") for name in buffers):
+                self._model.set_submodule(path, _RowRotary(module, self._lengths))
+
+    def forward(self, inputs: Tensor, rows: Rows) -> Tensor:
+        hidden_RE = self.embedded(inputs, self._looked_up) if self.is_first else inputs
+        self._now = _Forward(hidden_RE[None], rows)
+        try:
+            output = self._model(
+                inputs_embeds=hidden_RE[None], position_ids=rows.positions[None], past_key_values=_PoolCache(self._update),
+                use_cache=True,
+            )  # fmt: skip
+        finally:
+            self._now = None
+        hidden_1RE: Tensor = output.last_hidden_state
+        return hidden_1RE[0]
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """By the model's own code after the final norm, which may scale or cap them."""
+        hidden_1RE = hidden_RE[None]
+        self._normed.hidden_1RE = self._norm(hidden_1RE)
+        logits_1RV: Tensor = self._causal(inputs_embeds=hidden_1RE, use_cache=False).logits
+        return logits_1RV[0]
+
+    def read(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        config, numbers = self._config, count(1)
+        head = config.head_tensors(checkpoint.names)
+        shares_embedding = self.is_first and not config.embedding_tensors().keys().isdisjoint(head)
+        groups = [config.embedding_tensors()] * self.is_first + [config.layer_tensors(layer) for layer in self.layers]
+        groups += [config.norm_tensors()] * self.is_last
+        own_head = {name: shape for name, shape in head.items() if not (shares_embedding and name.endswith(".weight"))}
+        total = sum(map(len, groups)) + len(own_head) * self.is_last
+        for tensors in groups:
+            checkpoint.read_into(self._allocated(tensors), lambda: progress(next(numbers), total))
+            self._prepare(tensors)
+        if self.is_last:
+            table = self._embedding() if shares_embedding else self.storage.table(config.vocab_size, config.hidden_size)
+            bias = self.storage.empty(config.vocab_size) if len(head) > 1 else None
+            checkpoint.read_into(
+                {name: cast(Tensor, bias) if name.endswith(".bias") else table for name in own_head},
+                lambda: progress(next(numbers), total),
+            )
+            self._causal.set_submodule(self._names.head, _Product(self.products, table, bias).prepared())
+
+    def randomize(self) -> None:
+        config = self._config
+        groups = [config.embedding_tensors()] * self.is_first + [config.layer_tensors(layer) for layer in self.layers]
+        for tensors in (*groups, *[config.norm_tensors()] * self.is_last):
+            for tensor in cast(Mapping[str, Tensor], self._allocated(tensors)).values():
+                tensor.normal_(std=tensor.shape[-1] ** -0.5) if tensor.dim() > 1 else tensor.fill_(1.0)
+            self._prepare(tensors)
+        if self.is_last:
+            table = cast(Tensor, self.storage.table(config.vocab_size, config.hidden_size)).normal_(std=config.hidden_size**-0.5)
+            self._causal.set_submodule(self._names.head, _Product(self.products, table, None).prepared())
+
+    def tensors(self) -> list[Tensor]:
+        products = [module for root in (self._model, self._norm, self._causal) for module in root.modules()]
+        weights: list[Matrix] = [weight for module in products if isinstance(module, _Product) for weight in module.weights()]
+        weights += [parameter for root in (self._model, self._norm) for parameter in root.parameters() if not parameter.is_meta]
+        weights += [] if self._embedding_VE is None else [self._embedding_VE]
+        return [tensor for weight in weights for tensor in ([weight] if isinstance(weight, Tensor) else weight.tensors())]
+
+    # What the modules call
+
+    def _update(self, keys_1KRD: Tensor, values_1KRD: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """Write what a layer caches to the pool. Returns what it attends to, if it has to compute that from latents."""
+        assert self._now is not None
+        rows, layer = self._now.rows, number - self.layers.start
+        rows.pool.write(layer, rows.slots, keys_1KRD[0].transpose(0, 1), values_1KRD[0].transpose(0, 1))
+        if self.shape.layers[layer].latents is None:
+            return keys_1KRD, values_1KRD
+        first_1SX, second_1SX = cast(LatentAttention, rows.attention).latents(layer)
+        return first_1SX[None], second_1SX[None]
+
+    def _attend(self, number: int, q_1HRD: Tensor, keys: Tensor, values: Tensor, sinks_H: Tensor | None) -> Tensor:
+        """[1, R, H, D]. ``keys`` and ``values`` matter only if they were computed from latents."""
+        assert self._now is not None
+        attention, layer, q_RHD = self._now.rows.attention, number - self.layers.start, q_1HRD[0].transpose(0, 1)
+        if self.shape.layers[layer].latents is None:
+            return attention.attend(q_RHD, layer, sinks_H)[None]
+        return cast(LatentAttention, attention).attend_expanded(q_RHD, keys[0], values[0], layer)[None]
+
+    def _entering(self) -> Tensor:
+        assert self._now is not None
+        return self._now.hidden_1RE
+
+    def _lengths(self) -> Tensor:
+        assert self._now is not None
+        return self._now.rows.lengths
+
+    # Weights
+
+    def _looked_up(self, token_ids_R: Tensor) -> Tensor:
+        """By the model's own module, which may scale embeddings."""
+        embedded: Tensor
+        if self._embedding_VE is None:
+            embedded = self._embed(token_ids_R)
+            return embedded
+        rows_RE = self._embedding_VE.rows(token_ids_R)
+        embedded = functional_call(self._embed, {"weight": rows_RE}, (torch.arange(len(rows_RE), device=rows_RE.device),))
+        return embedded
+
+    def _embedding(self) -> Tensor | Int8Matrix:
+        weight: Tensor = self._embed.weight
+        return weight if self._embedding_VE is None else self._embedding_VE
+
+    def _allocated(self, tensors: Mapping[str, Shape]) -> dict[str, Matrix]:
+        """Memory for weights, in their modules: linear maps are replaced by products."""
+        targets: dict[str, Matrix] = {}
+        for name, shape in tensors.items():
+            path, _, own = name.rpartition(".")
+            module = self._norm if path == self._names.norm else self._module(path)
+            if type(module) is nn.Linear:
+                bias = None if module.bias is None else self.storage.empty(module.out_features)
+                module = _Product(self.products, self.storage.matrix(module.out_features, module.in_features), bias)
+                self._replace(path, module)
+            if isinstance(module, _Product):
+                targets[name] = module.weight if own == "weight" else cast(Tensor, module.bias)
+            elif module is self._embed and self.storage.quantize is not None:
+                targets[name] = self._embedding_VE = cast(Int8Matrix, self.storage.table(*shape))
+            else:
+                targets[name] = tensor = self.storage.empty(*shape)
+                is_buffer = own in dict(module.named_buffers(recurse=False))
+                setattr(module, own, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
+        return targets
+
+    def _prepare(self, tensors: Mapping[str, Shape]) -> None:
+        """Pack or seal the matrices among weights that have been read."""
+        for path in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
+            module = self._norm if path == self._names.norm else self._module(path)
+            if isinstance(module, _Product):
+                module.prepared()
+        if self._embedding_VE is not None and self._config.embedding_tensors() == tensors:
+            self._embedding_VE.seal()
+
+    def _module(self, path: str) -> Any:
+        """The module with this path in the whole model."""
+        return self._model.get_submodule(path.removeprefix(self._names.base + "."))
+
+    def _replace(self, path: str, module: nn.Module) -> None:
+        self._model.set_submodule(path.removeprefix(self._names.base + "."), module)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A forward that is going on: what enters the stage's first layer, and its rows."""
+
+    hidden_1RE: Tensor
+    rows: Rows
+
+
+class _Product(nn.Module):
+    """A linear map with a matrix that may be packed or quantized."""
+
+    def __init__(self, products: Products, weight: Matrix, bias: Tensor | None) -> None:
+        super().__init__()
+        self._products, self.weight, self.bias = products, weight, bias
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self._products(rows.flatten(0, -2), self.weight, self.bias).unflatten(0, rows.shape[:-1])
+
+    def prepared(self) -> _Product:
+        """This one, when its weights have been read."""
+        if isinstance(self.weight, QuantizedMatrix):
+            self.weight.seal()
+        else:
+            self.weight = pack(self.weight)
+        return self
+
+    def weights(self) -> list[Matrix]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+
+class _Elsewhere(nn.Module):
+    """A layer of another stage: hands on the hidden state, or ``entering`` what this stage got from the one before.
+
+    It has the attributes of the layer, since the model may ask for its kind.
+    """
+
+    def __init__(self, layer: nn.Module, returns_tuple: bool, entering: Callable[[], Tensor] | None) -> None:
+        super().__init__()
+        own = vars(self)
+        own.update({name: value for name, value in vars(layer).items() if name not in own})
+        self._returns_tuple, self._entering = returns_tuple, entering
+
+    def forward(self, hidden_1RE: Tensor, *_: Any, **__: Any) -> Any:
+        handed_on = hidden_1RE if self._entering is None else self._entering()
+        return (handed_on,) if self._returns_tuple else handed_on
+
+
+class _Normed(nn.Module):
+    """Stands in for the model below the head: its output is given."""
+
+    hidden_1RE: Tensor
+
+    def forward(self, **_: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=cast(torch.FloatTensor, self.hidden_1RE))
+
+
+class _RowRotary(nn.Module):
+    """A rotary embedding whose frequencies depend on a sequence length: here on each row's own, as if it were decoded alone."""
+
+    def __init__(self, inner: nn.Module, lengths: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self._inner, self._lengths = inner, lengths
+
+    def forward(self, hidden: Tensor, position_ids: Tensor, *more: Any, **options: Any) -> tuple[Tensor, ...]:
+        lengths_R = self._lengths()
+        found: list[Tensor] | None = None
+        for length in lengths_R.unique().tolist():
+            is_own_R = lengths_R == length
+            # The frequencies are chosen by the largest position, and are kept while it grows.
+            positions = torch.cat((position_ids[:, is_own_R], position_ids.new_full((1, 1), length - 1)), 1)
+            vars(self._inner)["max_seq_len_cached"] = 0
+            values = self._inner(hidden, positions, *more, **options)
+            if found is None:
+                found = [value.new_empty((1, len(lengths_R), *value.shape[2:])) for value in values]
+            for target, value in zip(found, values, strict=True):
+                target[:, is_own_R] = value[:, :-1]
+        assert found is not None
+        return tuple(found)
+
+
+class _PoolCache(Cache):
+    """A cache that layers write to by ``update``."""
+
+    def __init__(self, update: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]) -> None:
+        super().__init__(layers=[])
+        self._update = update
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return self._update(key_states, value_states, layer_idx)
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, s_aux: Tensor | None = None, **_: Any
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer. Scale, cap and reach have been observed (``families.transformers``)."""
+    return module.pipedec_attend(int(module.layer_idx), query, key, value, s_aux), None
+
+
+@cache
+def _register() -> None:
+    AttentionInterface.register(ATTENTION, _attention)
