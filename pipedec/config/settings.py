@@ -18,6 +18,7 @@ from msgspec import Meta, to_builtins
 from pipedec.config.redis import RedisConfig
 from pipedec.core import MAX_NUM_SEQS, MAX_WAITING, BadValue, MethodOptions
 from pipedec.directories import reference_threads
+from pipedec.families import ModelImpl
 from pipedec.flags import ON_OFF, Command, Help, arguments_of, given_values, is_on_off, on_off, option_fields, with_options
 from pipedec.methods import LayerTreeOptions
 from pipedec.validation import byte_size, joined, unknown_name, validated
@@ -53,6 +54,9 @@ class Models:
     bita: Annotated[Text | None, Help("Directory that pipedec train bita wrote (default: the shipped target's).", "DIR|none")] = (
         None
     )
+    model_impl: Annotated[
+        ModelImpl, Help("Code of the target's layers: pipedec's, or the modules of transformers; auto: pipedec's if it has any.")
+    ] = "auto"
 
 
 @dataclass(frozen=True)

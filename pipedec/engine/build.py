@@ -17,7 +17,7 @@ from pipedec.directories import reference_pair, shipped_draft
 from pipedec.drafting import DraftModel
 from pipedec.engine.admission import Sequences
 from pipedec.engine.devices import arithmetic_of, chosen_device, gpu_names, num_gpus
-from pipedec.families import KNOWN_MODELS, ModelConfig, checkpoint_dtype, model_by_name, model_config
+from pipedec.families import KNOWN_MODELS, ModelConfig, ModelImpl, checkpoint_dtype, model_by_name, model_config
 from pipedec.gguf import model_files
 from pipedec.hardware import DEVICES, WeightFormat, reported_device
 from pipedec.messages import BitaDescription
@@ -132,7 +132,7 @@ def checked_models(models: Models, in_parts: bool = False) -> tuple[Path, Path |
             return reference_pair() / name
         return shipped_draft(str(target)) if name == "draft" else None
 
-    config = checked(target, in_parts)
+    config = checked(target, in_parts, models.model_impl)
     draft, bita = chosen(models.draft, "draft"), chosen(models.bita, "bita")
     if models.draft is None and draft is None and bita is None:
         raise UserError("give --draft DIR beside --target (a small model with the same tokenizer), or --draft none")
@@ -149,9 +149,9 @@ def checked_models(models: Models, in_parts: bool = False) -> tuple[Path, Path |
     return target, draft, bita
 
 
-def checked(directory: Path, in_parts: bool = False) -> ModelConfig:
+def checked(directory: Path, in_parts: bool = False, impl: ModelImpl = "auto") -> ModelConfig:
     """The config of a complete checkpoint; ``in_parts`` accepts missing files with weights. Raises UserError if it is damaged."""
-    config = model_config(directory)
+    config = model_config(directory, impl)
     if not in_parts or has_weights(model_files(directory)):
         Checkpoint(directory).check_complete(config, in_parts)
     return config
@@ -179,7 +179,7 @@ def load_stage(
     spec: PipelineSpec, rank: int, device: torch.device, progress: Progress | None = None, capture: NewCapture = device_capture
 ) -> StageWorker:
     """The worker of stage ``rank`` (1..n) with weights from the target's checkpoint; ``capture``: how forwards are captured."""
-    config = model_config(spec.target)
+    config = model_config(spec.target, spec.settings.models.model_impl)
     layers, dtype = range(*spec.layers[rank - 1]), DTYPES[spec.dtype]
     model = StageModel.load(spec.target, layers, dtype, device, config, progress, spec.settings.numbers.quantize)
     model.capture = capture(device)

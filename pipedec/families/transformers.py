@@ -48,7 +48,8 @@ class TransformersConfig(ModelConfig):
 
     Attributes:
         names: of its parts.
-        shapes: of all tensors, by name.
+        shapes: of all tensors, by their names in a checkpoint.
+        places: of each of them the name in the model, which is another one in checkpoints of some architectures.
         observed: the attention of each layer.
         returns_tuple: whether layers return tuples that begin with the hidden state.
         rope_types: of its rotary embeddings.
@@ -56,6 +57,7 @@ class TransformersConfig(ModelConfig):
 
     names: ModuleNames
     shapes: dict[str, Shape] = field(repr=False, hash=False)
+    places: dict[str, str] = field(repr=False, hash=False)
     observed: tuple[LayerShape, ...]
     returns_tuple: bool
     rope_types: frozenset[str]
@@ -79,14 +81,14 @@ class TransformersConfig(ModelConfig):
 
     def head_tensors(self, known: Iterable[str] = ()) -> dict[str, Shape]:
         tensors = self._within(self.names.head)
-        weight = f"{self.names.head}.weight"
+        weight = next(name for name in tensors if self.places[name] == f"{self.names.head}.weight")
         if self.tie_word_embeddings and weight not in known:
             del tensors[weight]
             tensors |= self.embedding_tensors()
         return tensors
 
     def _within(self, module: str) -> dict[str, Shape]:
-        return {name: shape for name, shape in self.shapes.items() if name.startswith(module + ".")}
+        return {name: shape for name, shape in self.shapes.items() if self.places[name].startswith(module + ".")}
 
 
 def transformers_config(directory: Path, end_tokens: dict[str, Any]) -> TransformersConfig:
@@ -107,10 +109,11 @@ def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...]) ->
     model = skeleton(stated, _OBSERVED)
     names = _names(name, model)
     _check_modules(name, model, names)
-    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    beside = [key for key in shapes if not key.startswith(_prefixes(names))]
+    places = _places(name, model)
+    beside = [key for key in places.values() if not key.startswith(_prefixes(names))]
     if beside:
         raise _refusal(name, f"has tensors beside its embedding, layers, final norm and head ({beside[0]})")
+    tensors = model.state_dict()
     observed, returns_tuple = _observe(name, model, names)
     ends = end_tokens or stated.eos_token_id
     return TransformersConfig(
@@ -123,7 +126,8 @@ def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...]) ->
         eos_token_id=list(ends) if isinstance(ends, tuple) else ends,
         location=str(directory),
         names=names,
-        shapes=shapes,
+        shapes={stored: tuple(tensors[place].shape) for stored, place in places.items()},
+        places=places,
         observed=observed,
         returns_tuple=returns_tuple,
         rope_types=frozenset(_rope_types(stated)),
@@ -226,6 +230,19 @@ def _names(name: str, model: Any) -> ModuleNames:
     if len(found) < 3 or not heads:
         raise _refusal(name, "lacks an embedding, layers, a final norm or a head in its pipeline plan")
     return ModuleNames(base, found["embedding"], found["layers"], found["norm"], heads[0])
+
+
+def _places(name: str, model: Any) -> dict[str, str]:
+    """The name in the model of every tensor, by its name in a checkpoint. Raises UserError if they are not the same tensors."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    own = model.state_dict(keep_vars=True)
+    stored = revert_weight_conversion(model, dict(own))
+    names = {id(tensor): key for key, tensor in own.items()}
+    if len(stored) != len(own) or any(id(tensor) not in names for tensor in stored.values()):
+        raise _refusal(name, "has checkpoints whose tensors are not those of its modules")
+    tied = {key: key for key in own if key in stored}  # tensors of two names are kept under both
+    return {key: tied.get(key, names[id(tensor)]) for key, tensor in stored.items()}
 
 
 def _prefixes(names: ModuleNames) -> tuple[str, ...]:

@@ -162,7 +162,7 @@ class ModuleLayers(StageLayers):
         """Memory for weights, in their modules: linear maps are replaced by products."""
         targets: dict[str, Matrix] = {}
         for name, shape in tensors.items():
-            path, _, own = name.rpartition(".")
+            path, _, own = self._config.places[name].rpartition(".")
             module = self._norm if path == self._names.norm else self._module(path)
             if type(module) is nn.Linear:
                 bias = None if module.bias is None else self.storage.empty(module.out_features)
@@ -180,7 +180,7 @@ class ModuleLayers(StageLayers):
 
     def _prepare(self, tensors: Mapping[str, Shape]) -> None:
         """Pack or seal the matrices among weights that have been read."""
-        for path in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
+        for path in dict.fromkeys(self._config.places[name].rpartition(".")[0] for name in tensors):
             module = self._norm if path == self._names.norm else self._module(path)
             if isinstance(module, _Product):
                 module.prepared()
@@ -247,7 +247,7 @@ class _Normed(nn.Module):
 
     hidden_1RE: Tensor
 
-    def forward(self, **_: Any) -> BaseModelOutputWithPast:
+    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
         return BaseModelOutputWithPast(last_hidden_state=cast(torch.FloatTensor, self.hidden_1RE))
 
 

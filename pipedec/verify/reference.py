@@ -34,7 +34,7 @@ class Reference:
 
     def __init__(self, spec: PipelineSpec) -> None:
         self._device = chosen_device(spec.settings.cut.device)
-        self._model = load_transformers(spec.target, DTYPES[spec.dtype], self._device, attn_implementation="sdpa")
+        self._model = load_transformers(spec.target, DTYPES[spec.dtype], self._device)
         if (quantize := spec.settings.numbers.quantize) is not None:
             for name, weight in self._model.named_parameters():
                 if weight.dim() == 2:  # the matrices of the layers, and in 8 bits embedding and head, which may be one tensor
