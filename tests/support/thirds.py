@@ -14,6 +14,8 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--third", type=int, choices=range(3), help="only the tests of one third of the files: 0, 1 or 2")
     parser.addoption("--but-third", type=int, choices=range(3), help="not the tests of one third that are marked numbers")
+    parser.addoption("--tenth", type=int, choices=range(10), default=0, help="which tenth of the architectures is tried")
+    parser.addoption("--architecture-rows", help="try all of them, and write what is found to this folder")
 
 
 @pytest.hookimpl(trylast=True)  # when all tests have their marks

@@ -1,0 +1,108 @@
+"""Answers of an architecture by pipelines, beside those of ``generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+import torch
+from support.checkpoints import save_tiny
+from support.specs import bare_spec
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from architectures.zoo import LAYERS, VOCABULARY
+from pipedec.core import DEFAULT_METHOD, Request, SamplingParams
+from pipedec.engine.local import LocalPipeline
+from pipedec.methods import find_method
+from pipedec.model import load_transformers
+from pipedec.sampling.noise import gumbel
+
+STAGES, METHODS, TOKENS, TIE = (1, 3, 5), ("pp", DEFAULT_METHOD), 24, 1e-4
+SAMPLINGS = {
+    "greedy": SamplingParams(max_tokens=TOKENS, ignore_eos=True),
+    "drawn": SamplingParams(1.0, seed=3, max_tokens=TOKENS, ignore_eos=True),
+}
+PROMPTS = [
+    tuple(torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist())
+    for length in (5, 21, 40)  # shorter and longer than the windows
+]
+
+
+@dataclass
+class Compared:
+    """How many answers were compared, how many were left out because of a tie, and those that differ."""
+
+    answers: int = 0
+    ties: int = 0
+    different: list[str] = field(default_factory=list)
+
+
+def compare(target: Path, scratch: Path) -> Compared:
+    """By every method, greedy and drawn, on 1, 3 and 5 stages of transformers' modules, alone and in company."""
+    expected, found = _expected(target), Compared()
+    questions = [(sampling, prompt) for sampling, prompt in product(SAMPLINGS, range(len(PROMPTS)))]
+    clear = [question for question in questions if expected[question] is not None]
+    save_tiny("llama", scratch / "draft", layers=1, seed=5, vocab=VOCABULARY)
+    for stages in STAGES:
+        spec = bare_spec(target, LAYERS, (stages, stages), scratch / "draft", model_impl="transformers")
+        pipeline = LocalPipeline.load(spec.replaced(max_num_seqs=8))
+        for method in METHODS:
+            alone = {question: _answers(pipeline, method, [question])[0] for question in clear}
+            together = dict(zip(clear, _answers(pipeline, method, clear), strict=True))
+            for place, answers in (("alone", alone), ("in company", together)):
+                for question in clear:
+                    found.answers += 1
+                    if answers[question] != expected[question]:
+                        found.different.append(f"{stages} stages, {method}, {place}, {question}")
+            found.ties += 2 * (len(questions) - len(clear))
+    return found
+
+
+def _answers(pipeline: LocalPipeline, method: str, questions: Sequence[tuple[str, int]]) -> list[list[int]]:
+    requests = [
+        Request(number, PROMPTS[prompt], SAMPLINGS[sampling], method, find_method(method).options())
+        for number, (sampling, prompt) in enumerate(questions)
+    ]
+    for _ in pipeline.run_all({1 + 2 * number: [request] for number, request in enumerate(requests)}):
+        continue
+    return [[token.token_id for token in pipeline.answers[request.number].sequence.document()] for request in requests]
+
+
+def _expected(target: Path) -> dict[tuple[str, int], list[int] | None]:
+    """The answers of ``generate``; None where two tokens are nearly as good as each other."""
+    model = load_transformers(target, torch.float32)
+    return {
+        (sampling, prompt): _generated(model, PROMPTS[prompt], SAMPLINGS[sampling])
+        for sampling, prompt in product(SAMPLINGS, range(len(PROMPTS)))
+    }
+
+
+@torch.inference_mode()
+def _generated(model: PreTrainedModel, prompt: tuple[int, ...], sampling: SamplingParams) -> list[int] | None:
+    noisy = Noisy(sampling)
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False,
+        logits_processor=LogitsProcessorList([noisy]), eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return None if noisy.smallest_lead < TIE else [int(token) for token in output[0, len(prompt) :]]
+
+
+class Noisy(LogitsProcessor):
+    """Adds the noise with which a token is drawn, so that the best one is the drawn one; notes by how much it leads."""
+
+    def __init__(self, sampling: SamplingParams) -> None:
+        self._sampling = sampling
+        self.smallest_lead = float("inf")
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.double()
+        if self._sampling.is_stochastic:
+            assert self._sampling.seed is not None
+            scores = scores + gumbel(self._sampling.seed, torch.tensor([input_ids.shape[1]]), scores.shape[1])
+        best, second = scores[0].topk(2).values.tolist()
+        self.smallest_lead = min(self.smallest_lead, best - second)
+        return scores
