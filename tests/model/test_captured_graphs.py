@@ -21,6 +21,7 @@ from torch._dynamo.utils import counters
 
 from pipedec.config.environment import captures_graphs
 from pipedec.core import UserError
+from pipedec.families import model_config
 from pipedec.hardware import CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, StageModel, described_attention, device_capture
 from pipedec.model.captured_graphs import Bucket, CapturedGraphs, Run
@@ -50,11 +51,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(directory: Path, name: str, layers: range = MIDDLE, dtype: torch.dtype = torch.float64) -> StageModel:
-    return StageModel.load(directory / name, layers, dtype, "cpu")
+    """``name`` may begin with ``transformers:``."""
+    impl, _, name = name.rpartition(":")
+    path = directory / name
+    return StageModel.load(path, layers, dtype, "cpu", model_config(path, "transformers" if impl else "pipedec"))
 
 
 def with_bita(stage: StageModel, directory: Path, name: str) -> StageModel:
-    stage.attach(BitaWeights.load(directory / f"{name}-bita", stage.config, stage.layers, stage.dtype, stage.device))
+    stage.attach(BitaWeights.load(directory / f"{name.rpartition(':')[2]}-bita", stage.config, stage.layers, stage.dtype, stage.device))
     return stage
 
 
@@ -103,7 +107,7 @@ def test_padded_forwards_of_many_requests_equal_those_without_padding(
 
 @pytest.mark.fast_cases
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "some-windows"])
+@pytest.mark.parametrize("name", ["llama", "some-windows", "transformers:some-windows"])
 def test_replays_of_frozen_graphs_equal_forwards_without_them(directory: Path, name: str) -> None:
     plain, captured = (with_bita(load(directory, name), directory, name) for _ in range(2))
     captured.capture = frozen = Frozen()

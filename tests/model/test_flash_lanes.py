@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=product(MODELS, ["pipedec", "transformers"]), ids="-".join)
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StageModel:
     path = tmp_path_factory.mktemp("target")
-    save_tiny(request.param, path, **MODELS[request.param])
+    family, impl = request.param
+    save_tiny(family, path, **MODELS[family])
     weights = save_random_bita(path / "bita", path, 2)
-    stage = StageModel.load(path, LAYERS, torch.float64, "cpu", model_config(path))
+    stage = StageModel.load(path, LAYERS, torch.float64, "cpu", model_config(path, impl))
     stage.attach(BitaWeights(weights.prompt[LAYERS.start : LAYERS.stop].double(), weights.masks.double()))
     return stage
 

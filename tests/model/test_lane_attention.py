@@ -10,8 +10,9 @@ import torch
 from support.checkpoints import save_tiny, save_tiny_llama
 from support.kv_caches import read_cache
 from support.slot_books import SlotAllocator
-from support.stage_chain import ROPES
+from support.stage_chain import BOTH_IMPLS, ROPES
 
+from pipedec.families import ModelImpl, model_config
 from pipedec.model import KVCache, KVPool, LaneRows, StageModel
 from pipedec.tree import Visibility
 
@@ -38,13 +39,14 @@ def inputs(rows: int, seed: int) -> torch.Tensor:
     return torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+@BOTH_IMPLS
 @pytest.mark.parametrize("name", [*ROPES, "window"])
-def test_rows_of_several_requests_in_one_forward(tmp_path: Any, name: str) -> None:
+def test_rows_of_several_requests_in_one_forward(tmp_path: Any, name: str, impl: ModelImpl) -> None:
     if name == "window":
         save_tiny("mistral", tmp_path, sliding_window=5)
     else:
         save_tiny_llama(tmp_path, rope_parameters={"rope_theta": 1000.0, **ROPES[name]}, max_position_embeddings=16)
-    stage = StageModel.load(tmp_path, range(1, 4), torch.float64, "cpu")
+    stage = StageModel.load(tmp_path, range(1, 4), torch.float64, "cpu", model_config(tmp_path, impl))
     together, apart = (lanes_of(stage.make_pool(88, 8), SlotAllocator(88, 8, rng), stage) for rng in (None, random.Random(1)))
     rows = [inputs(lane.num_rows, 50 + index) for index, lane in enumerate(together)]
     found = stage.forward(torch.cat(rows), together)

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import save_tiny, stage_parameters
 from support.examples import examples
-from support.stage_chain import lone_cache
+from support.stage_chain import BOTH_IMPLS, lone_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedec.core import UserError
-from pipedec.families import model_by_name
+from pipedec.families import ModelImpl, model_by_name, model_config
 from pipedec.hardware import WeightFormat
 from pipedec.model import LaneRows, StageModel, matrices
 from pipedec.model.matrices import EMPTY_MATRICES, Int4Matrix, QuantizedMatrix, rounded
@@ -185,11 +185,14 @@ def test_stages_take_the_bytes_that_a_plan_counts(tmp_path: Path, kind: str, dty
     assert stage.stack.num_bytes < {"int8": 0.35, "int4": 0.27}[kind] * 4 * stage_parameters(tmp_path, range(2))
 
 
-@pytest.mark.fast_cases("int8-llama-False", "int4-llama-False")
+@pytest.mark.fast_cases("int8-llama-False-pipedec", "int4-llama-False-pipedec", "int8-qwen3-True-transformers")
+@BOTH_IMPLS
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_stages_compute_with_the_rounded_weights_of_the_checkpoint(tmp_path: Path, kind: str, family: str, is_tied: bool) -> None:
+def test_stages_compute_with_the_rounded_weights_of_the_checkpoint(
+    tmp_path: Path, kind: str, family: str, is_tied: bool, impl: ModelImpl
+) -> None:
     model = save_tiny(family, tmp_path / "exact", hidden=64, head_dim=16, tie_word_embeddings=is_tied)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -197,7 +200,8 @@ def test_stages_compute_with_the_rounded_weights_of_the_checkpoint(tmp_path: Pat
                 weight.copy_(rounded(weight, kind if ".layers." in name else "int8"))
     model.save_pretrained(tmp_path / "rounded")
     dense = StageModel.load(tmp_path / "rounded", range(4), torch.float32, "cpu")
-    quantized = StageModel.load(tmp_path / "exact", range(4), torch.float32, "cpu", quantize=kind)
+    config = model_config(tmp_path / "exact", impl)
+    quantized = StageModel.load(tmp_path / "exact", range(4), torch.float32, "cpu", config, quantize=kind)
     ids = torch.randint(0, 64, (20,), generator=torch.Generator().manual_seed(2))
     found, expected = (
         stage.logits(stage.forward(ids, [LaneRows(torch.arange(20), lone_cache(stage), None, 20)]))

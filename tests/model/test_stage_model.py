@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import save_tiny, save_tiny_llama, save_tiny_mistral, stage_parameters
 from support.examples import examples
-from support.stage_chain import ROPES, StageChain, lone_cache
+from support.stage_chain import BOTH_IMPLS, ROPES, StageChain, lone_cache
 from transformers import AutoModelForCausalLM
 
 from pipedec.core import UserError
+from pipedec.families import model_config
 from pipedec.model.attention import LaneRows
 from pipedec.model.stage_model import StageModel
 from pipedec.tree import Visibility
@@ -31,6 +33,8 @@ MODELS = {
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
     "qwen3": ("qwen3", {"head_dim": 8}),
     "qwen3-wide-heads": ("qwen3", {"head_dim": 16, "kv_heads": 1, "tie_word_embeddings": True, "attention_bias": True}),
+    "olmo2": ("olmo2", {"kv_heads": 4}),
+    "olmo2-groups": ("olmo2", {"attention_bias": True}),
     "qwen3-window": ("qwen3", {"head_dim": 12, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
 }
 TOLERANCE = {torch.float32: 2e-4, torch.float64: 1e-5}
@@ -52,31 +56,33 @@ def decode_with_transformers(directory, ids, prompt_length, dtype):
     return torch.cat(logits)
 
 
-def decode_with_stages(directory, ids, prompt_length, dtype, cut, chunk):
-    chain = StageChain(directory, cut, dtype)
+def decode_with_stages(directory, ids, prompt_length, dtype, cut, chunk, impl):
+    chain = StageChain(directory, cut, dtype, impl=impl)
     return torch.cat([chain.prefill(ids[:prompt_length], chunk)] + [chain.decode(token) for token in ids[prompt_length:]])
 
 
+@BOTH_IMPLS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_transformers_with_one_stage_and_several(tmp_path, name, dtype):
+def test_logits_equal_transformers_with_one_stage_and_several(tmp_path, name, dtype, impl):
     family, kwargs = MODELS[name]
     save_tiny(family, tmp_path, **kwargs)
     ids = random_ids(24)
     expected = decode_with_transformers(tmp_path, ids, 13, dtype)
     for cut, chunk in (((4,), 13), ((1, 2, 1), 4)):
-        found = decode_with_stages(tmp_path, ids, 13, dtype, cut, chunk)
+        found = decode_with_stages(tmp_path, ids, 13, dtype, cut, chunk, impl)
         assert found.dtype == dtype
         torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=0)
 
 
+@BOTH_IMPLS
 @pytest.mark.parametrize("prompt_length", [6, 21])
 @pytest.mark.parametrize("rope", ROPES)
-def test_every_rope_type_equals_transformers_below_and_above_the_trained_length(tmp_path, rope, prompt_length):
+def test_every_rope_type_equals_transformers_below_and_above_the_trained_length(tmp_path, rope, prompt_length, impl):
     save_tiny_llama(tmp_path, rope_parameters={"rope_theta": 1000.0, **ROPES[rope]}, max_position_embeddings=16)
     ids = random_ids(26)
     expected = decode_with_transformers(tmp_path, ids, prompt_length, torch.float32)
-    found = decode_with_stages(tmp_path, ids, prompt_length, torch.float32, (3, 1), 5)
+    found = decode_with_stages(tmp_path, ids, prompt_length, torch.float32, (3, 1), 5, impl)
     torch.testing.assert_close(found, expected, atol=TOLERANCE[torch.float32], rtol=0)
 
 
@@ -95,11 +101,12 @@ def test_unsupported_rope_types_are_refused(tmp_path, rope, words):
         StageModel.load(tmp_path, range(0, 1), torch.float32, "cpu")
 
 
-def test_half_precision_stays_near_transformers(tmp_path):
+@BOTH_IMPLS
+def test_half_precision_stays_near_transformers(tmp_path, impl):
     save_tiny_llama(tmp_path, dtype=torch.bfloat16)
     ids = random_ids(20)
     expected = decode_with_transformers(tmp_path, ids, 12, torch.bfloat16).float()
-    found = decode_with_stages(tmp_path, ids, 12, torch.bfloat16, (2, 2), 12)
+    found = decode_with_stages(tmp_path, ids, 12, torch.bfloat16, (2, 2), 12, impl)
     assert found.dtype == torch.float32
     assert (found - expected).abs().mean() < 0.03 * expected.abs().mean()
 
@@ -140,13 +147,14 @@ class GrowingTree:
         return committed, kept
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])
+@pytest.fixture(scope="module", params=product(["llama", "mistral"], ["pipedec", "transformers"]), ids="-".join)
 def tree_target(request, tmp_path_factory):
     """A checkpoint as a transformers model and as a chain of stages; Mistral's window is smaller than the context."""
     path = tmp_path_factory.mktemp("tree_target")
-    save = {"llama": save_tiny_llama, "mistral": save_tiny_mistral}[request.param]
-    model = save(path, layers=3, **({"sliding_window": 4} if request.param == "mistral" else {}))
-    return model, StageChain(path, (1, 2))
+    family, impl = request.param
+    save = {"llama": save_tiny_llama, "mistral": save_tiny_mistral}[family]
+    model = save(path, layers=3, **({"sliding_window": 4} if family == "mistral" else {}))
+    return model, StageChain(path, (1, 2), impl=impl)
 
 
 @examples(12)
@@ -172,20 +180,23 @@ def test_rows_of_random_trees_equal_a_forward_of_their_own_path(tree_target, see
     assert all(cache.tree_length == len(tree.tokens) for cache in chain.caches)
 
 
-def test_memory_matches_the_configs_count(tmp_path):
+@BOTH_IMPLS
+def test_memory_matches_the_configs_count(tmp_path, impl):
     for name in ("llama-biases", "llama-tied", "qwen2"):
         family, kwargs = MODELS[name]
         save_tiny(family, tmp_path / name, **kwargs)
         for layers in (range(0, 1), range(1, 3), range(3, 4), range(0, 4)):
-            stage = StageModel.load(tmp_path / name, layers, torch.float64, "cpu")
+            stage = StageModel.load(tmp_path / name, layers, torch.float64, "cpu", model_config(tmp_path / name, impl))
             assert stage.stack.num_bytes == 8 * stage_parameters(tmp_path / name, layers)
             assert stage.layers == layers
 
 
-def test_progress_counts_every_tensor_once(tmp_path):
+@BOTH_IMPLS
+def test_progress_counts_every_tensor_once(tmp_path, impl):
     save_tiny_llama(tmp_path)
     calls: list[tuple[int, int]] = []
-    StageModel.load(tmp_path, range(0, 2), torch.float32, "cpu", progress=lambda done, total: calls.append((done, total)))
+    config = model_config(tmp_path, impl)
+    StageModel.load(tmp_path, range(0, 2), torch.float32, "cpu", config, lambda done, total: calls.append((done, total)))
     assert calls == [(done, 19) for done in range(1, 20)]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
-from pipedec.families import model_config
+from pipedec.families import ModelImpl, model_config
 from pipedec.model.attention import LaneRows
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import KVCache
@@ -38,6 +39,9 @@ ROPES = {
 SLOTS = 256  # of each stage's only cache
 
 
+BOTH_IMPLS = pytest.mark.parametrize("impl", ["pipedec", "transformers"])
+
+
 def lone_cache(stage: StageModel, with_prompt: bool = False) -> KVCache:
     """The only cache of a pool."""
     return KVCache(stage.make_pool(SLOTS), ((0, SLOTS),), with_prompt=with_prompt)
@@ -53,8 +57,9 @@ class StageChain:
         dtype: torch.dtype = torch.float32,
         block: int = 8,
         bita: BitaWeights | None = None,
+        impl: ModelImpl = "pipedec",
     ) -> None:
-        config = model_config(directory)
+        config = model_config(directory, impl)
         starts = [sum(cut[:index]) for index in range(len(cut))]
         self.stages = [
             StageModel.load(directory, range(start, start + size), dtype, "cpu", config)
