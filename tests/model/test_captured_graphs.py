@@ -58,7 +58,8 @@ def load(directory: Path, name: str, layers: range = MIDDLE, dtype: torch.dtype 
 
 
 def with_bita(stage: StageModel, directory: Path, name: str) -> StageModel:
-    stage.attach(BitaWeights.load(directory / f"{name.rpartition(':')[2]}-bita", stage.config, stage.layers, stage.dtype, stage.device))
+    files = directory / f"{name.rpartition(':')[2]}-bita"
+    stage.attach(BitaWeights.load(files, stage.config, stage.layers, stage.dtype, stage.device))
     return stage
 
 
