@@ -320,7 +320,8 @@ def test_shape_of_a_checkpoint(tmp_path: Path) -> None:
         ("[]", "config.json: not a JSON object: download it again"),
         (
             '{"model_type": "t5"}',
-            "config.json: model_type 't5' is not supported: it must be one of llama, mistral, qwen2, qwen3, olmo2",
+            "config.json: model_type 't5' is not a causal language model of transformers, which is not supported: choose another "
+            "target",
         ),
         ('{"model_type": "llama"}', "config.json: hidden_size: missing"),
         ('{"model_type": "llama", "hidden_size": -1}', "config.json: hidden_size: must be at least 1, not -1"),

@@ -26,7 +26,7 @@ def test_libraries_take_the_kernels_of_the_instruction_set(instruction_set: str)
     ("package", "name", "is_computing"),
     [
         ("pipedec.model", "StageModel", True),
-        ("pipedec.model", "ModelConfig", False),
+        ("pipedec.families", "ModelConfig", False),
         ("pipedec.engine.local", "LocalPipeline", True),
         ("pipedec.scheduler", "RankScheduler", False),
         ("transformers", "LlamaForCausalLM", True),

@@ -8,10 +8,11 @@ read.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,11 @@ def transformers_config(directory: Path, end_tokens: dict[str, Any]) -> Transfor
     """
     ends = end_tokens.get("eos_token_id", ())
     ends = tuple(ends) if isinstance(ends, list | tuple) else (ends,)
-    return _described(directory, (directory / "config.json").stat().st_mtime_ns, ends)
+    path = directory / "config.json"
+    try:
+        return _described(directory, path.stat().st_mtime_ns, ends)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 @lru_cache(maxsize=8)
@@ -138,12 +143,11 @@ def stated_config(directory: Path) -> Any:
     """What transformers reads in ``config.json``. Raises UserError if it does not know the model, or refuses the file."""
     from transformers import AutoConfig
 
-    path = directory / "config.json"
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers validates with many exception types of its own
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} is not of a model that pipedec or the installed transformers knows: {reason}") from None
+        raise UserError(f"neither pipedec nor the installed transformers can read it: {reason}") from None
 
 
 def skeleton(stated: Any, attention: str, dtype: Any = None) -> Any:
@@ -292,6 +296,9 @@ def _observe(name: str, model: Any, names: ModuleNames) -> tuple[tuple[LayerShap
     _seen.append(seen)
     try:
         model.to("meta")
+        for module in model.modules():  # which would look at positions to choose their frequencies
+            if any(path.endswith("inv_freq") for path, _ in module.named_buffers(recurse=False)):
+                module.forward = partial(inspect.unwrap(type(module).forward), module)
         getattr(model, names.base)(input_ids=ids, position_ids=ids, past_key_values=_observing_cache(seen), use_cache=True)
     except UserError:
         raise

@@ -28,8 +28,7 @@ class DecoderLayers(StageLayers):
     def __init__(self, config: DecoderConfig, layers: range, storage: Storage) -> None:
         super().__init__(config, layers, storage)
         self._config = config
-        self._rotary = Rotary(config.rope, config.layers[0].key_dim, config.directory, storage.dtype, storage.device)
-        self.can_capture = self._rotary.can_capture
+        self._rotary = Rotary(config, storage.dtype, storage.device)
         bind = partial(_bound, storage=storage, products=self.products)
         self._decoders = [config.decoder(layer).bound(bind) for layer in layers]
         table = config.vocab_size, config.hidden_size

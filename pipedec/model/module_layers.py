@@ -7,9 +7,10 @@ Shapes as in ``stage_model``.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any, cast
 
@@ -33,7 +34,7 @@ class ModuleLayers(StageLayers):
     def __init__(self, config: TransformersConfig, layers: range, storage: Storage) -> None:
         super().__init__(config, layers, storage)
         _register()
-        self.can_capture = not config.depends_on_length
+        self.can_capture = "dynamic" not in config.rope_types
         self._config, self._names = config, config.names
         self._now: _Forward | None = None  # the forward that is going on
         self._embedding_VE: Int8Matrix | None = None  # if it is quantized; else it is in its module
@@ -254,25 +255,33 @@ class _Normed(nn.Module):
 class _RowRotary(nn.Module):
     """A rotary embedding whose frequencies depend on a sequence length: here on each row's own, as if it were decoded alone."""
 
-    def __init__(self, inner: nn.Module, lengths: Callable[[], Tensor]) -> None:
+    def __init__(self, inner: Any, lengths: Callable[[], Tensor]) -> None:
         super().__init__()
         self._inner, self._lengths = inner, lengths
+        self._compute = partial(inspect.unwrap(type(inner).forward), inner)  # with the frequencies that are set
+        if inner.rope_type == "longrope":
+            self._original_length: int = inner.config.rope_parameters["original_max_position_embeddings"]
+            nowhere = torch.zeros(1, 1, 1, device=inner.inv_freq.device)
+            inner(nowhere, torch.tensor([[self._original_length]], device=nowhere.device))  # finds those of long sequences
+            self._frequencies = inner.original_inv_freq.to(nowhere.device), inner.long_inv_freq
 
-    def forward(self, hidden: Tensor, position_ids: Tensor, *more: Any, **options: Any) -> tuple[Tensor, ...]:
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        if self._inner.rope_type == "longrope":
+            short, long = (self._with(frequencies, hidden, position_ids) for frequencies in self._frequencies)
+            is_long_1R1 = (self._lengths() > self._original_length)[None, :, None]
+            return tuple(torch.where(is_long_1R1, *values) for values in zip(long, short, strict=True))
         lengths_R = self._lengths()
-        found: list[Tensor] | None = None
-        for length in lengths_R.unique().tolist():
-            is_own_R = lengths_R == length
-            # The frequencies are chosen by the largest position, and are kept while it grows.
-            positions = torch.cat((position_ids[:, is_own_R], position_ids.new_full((1, 1), length - 1)), 1)
-            vars(self._inner)["max_seq_len_cached"] = 0
-            values = self._inner(hidden, positions, *more, **options)
-            if found is None:
-                found = [value.new_empty((1, len(lengths_R), *value.shape[2:])) for value in values]
-            for target, value in zip(found, values, strict=True):
-                target[:, is_own_R] = value[:, :-1]
-        assert found is not None
-        return tuple(found)
+        found: list[tuple[Tensor, ...]] = []
+        for length, position in zip(lengths_R.tolist(), position_ids.unbind(1), strict=True):
+            self._inner.max_seq_len_cached = 0  # or it would keep the frequencies of the longest sequence
+            self._inner(hidden, lengths_R.new_full((1, 1), length - 1))
+            found.append(self._compute(hidden, position[None]))
+        return tuple(torch.cat(values, 1) for values in zip(*found, strict=True))
+
+    def _with(self, frequencies: Tensor, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        self._inner.inv_freq = frequencies
+        values: tuple[Tensor, ...] = self._compute(hidden, position_ids)
+        return values
 
 
 class _PoolCache(Cache):

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from pipedec.core import UserError
-from pipedec.families.base import LENGTH_DEPENDENT
+from pipedec.families.base import LENGTH_DEPENDENT, DecoderConfig
 
-_KEPT_LENGTHS = 4096  # whose frequencies are cached
 CosSin = tuple[Tensor, Tensor]  # [R, 1, D] each
 
 
@@ -25,42 +24,36 @@ class Rotary:
     """Cosines and sines for position ids.
 
     Args:
-        rope: parameters of the embedding in transformers' form.
-        head_dim: D.
-        directory: of the model's ``config.json``, which transformers reads for some rope types.
+        config: the model's; its ``rope`` determines the frequencies.
         dtype: dtype of the returned cosines and sines. They are computed in float32, as in transformers.
-
-    Attributes:
-        can_capture: whether ``cos_sin`` reads no tensor's values on the host.
 
     Raises:
         UserError: the installed transformers does not know the rope type, or it rotates only part of a head.
     """
 
-    def __init__(
-        self, rope: Mapping[str, Any], head_dim: int, directory: Path, dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:  # fmt: skip
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
+        rope, head_dim = config.rope, config.layers[0].key_dim
         self._dtype = dtype
         self._device = torch.device(device)
         self.rope_type: str = rope["rope_type"]
-        self.can_capture = self.rope_type != "dynamic"
         self._scaling = 1.0
         if self.rope_type == "default":
             frequencies = _plain_frequencies(rope, head_dim)
         elif self.rope_type == "llama3":
             frequencies = _llama3_frequencies(rope, head_dim)
         else:
-            self._initialise = _frequencies_by_transformers(self.rope_type, directory)
+            self._initialise = _frequencies_by_transformers(self.rope_type, config.directory)
             frequencies, self._scaling = self._initialise(self._device)
         if 2 * len(frequencies) != head_dim:
             raise UserError(f"config.json rotates {2 * len(frequencies)} of {head_dim} numbers of a head; it must rotate all")
         self._frequencies_D = _both_halves(frequencies).to(self._device)
-        self._of_length = functools.lru_cache(maxsize=_KEPT_LENGTHS)(self._frequencies_of)
         if self.rope_type == "longrope":
             self._original_length: int = rope["original_max_position_embeddings"]
             long_frequencies, _ = self._initialise(self._device, self._original_length + 1)
             self._long_frequencies_D = _both_halves(long_frequencies).to(self._device)
+        if self.rope_type == "dynamic":
+            self._theta, self._factor, self._context = rope["rope_theta"], rope["factor"], config.max_position_embeddings
+            self._exponents_D = torch.arange(0, head_dim, 2, dtype=torch.float64, device=self._device) / head_dim
 
     def cos_sin(self, positions_R: Tensor, lengths_R: Tensor) -> CosSin:
         """Cosines and signed sines for ``rotate``.
@@ -80,18 +73,22 @@ class Rotary:
             is_long_R1 = (lengths_R > self._original_length)[:, None]
             frequencies = torch.where(is_long_R1, self._long_frequencies_D, self._frequencies_D)
         else:
-            lengths, which_R = lengths_R.unique(return_inverse=True)
-            frequencies = torch.stack([self._of_length(length) for length in lengths.tolist()])[which_R]
+            frequencies = self._dynamic_frequencies(lengths_R)
         angles_RD = positions_R[:, None].float() * frequencies
         cos_RD, sin_RD = angles_RD.cos(), angles_RD.sin()
         if self._scaling != 1.0:
             cos_RD, sin_RD = cos_RD * self._scaling, sin_RD * self._scaling
         return cos_RD.to(self._dtype)[:, None], sin_RD.to(self._dtype)[:, None]
 
-    def _frequencies_of(self, length: int) -> Tensor:
-        """Frequencies of one length, [D]. One length at a time, so that their last bits do not depend on a row's company."""
-        frequencies, _ = self._initialise(self._device, length)
-        return _both_halves(frequencies)
+    def _dynamic_frequencies(self, lengths_R: Tensor) -> Tensor:
+        """Frequencies of each row's length, [R, D]: the base grows with the length beyond the context.
+
+        Computed in float64, so that their bits in float32 do not depend on a row's company.
+        """
+        rotated, factor, context = 2 * len(self._exponents_D), self._factor, self._context
+        stretch_R1 = (factor * lengths_R.clamp(min=context).double() / context - (factor - 1))[:, None]
+        bases_R1 = self._theta * stretch_R1 ** (rotated / (rotated - 2))
+        return _both_halves(1.0 / bases_R1**self._exponents_D)
 
 
 def rotate(x_RHD: Tensor, cos_R1D: Tensor, sin_R1D: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ class _Guarded(NodeTransformer):
         node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
         return node
 
-    visit_Macro = visit_For  # noqa: N815
+    visit_Macro = visit_For
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802
         self.generic_visit(node)

@@ -31,7 +31,7 @@ class Row:
 
     def __str__(self) -> str:
         if self.refused:
-            reason = self.refused.removesuffix(UNSUPPORTED).removeprefix(f"model_type {self.model_type!r} ")
+            reason = self.refused.removesuffix(UNSUPPORTED).partition(f"model_type {self.model_type!r} ")[2]
             return f"| {self.model_type} | refused: {reason} | |"
         ties = f", {self.ties} left out" if self.ties else ""
         return f"| {self.model_type} | {self.attention} | {self.answers} equal{ties} |"

@@ -19,11 +19,15 @@ from benchmarks.kernels.__main__ import kernels
 from benchmarks.kernels.layers import LayersConfig, Roofline, driver, measure_layers
 from benchmarks.kernels.operations import filled_caches
 from pipedec.core import UserError
-from pipedec.families import KNOWN_MODELS, ModelConfig, model_config
+from pipedec.families import KNOWN_MODELS, model_config
+from pipedec.families.llama import LlamaConfig
 from pipedec.hardware import DEVICES
 from pipedec.model import KVCache, LaneRows, StageModel
 
-TINY = ModelConfig(32, 64, 4, 4, 2, 100)
+TINY = LlamaConfig(
+    model_type="llama", hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=100,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

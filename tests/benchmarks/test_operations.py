@@ -76,9 +76,10 @@ def test_the_stopwatch_prepares_before_every_run() -> None:
 
 
 def test_the_default_shape_is_the_shipped_target() -> None:
-    shipped, default = model_config(reference_pair() / "target"), OperationsConfig()
-    assert (default.heads, default.kv_heads, default.head_dim) == (shipped.num_heads, shipped.num_kv_heads, shipped.head_dim)
-    assert default.layers * 4 == shipped.num_layers
+    layers, default = model_config(reference_pair() / "target").layers, OperationsConfig()
+    layer = layers[0]
+    assert (default.heads, default.kv_heads, default.head_dim) == (layer.num_heads, layer.num_kv_heads, layer.key_dim)
+    assert default.layers * 4 == len(layers)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_frequencies_of_llama_3_are_those_of_transformers_in_all_bits(tmp_path):
     save_tiny_llama(tmp_path, head_dim=64, rope_parameters={**LLAMA3, "rope_theta": 500_000.0}, max_position_embeddings=8192)
     theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.from_pretrained(tmp_path))
     config = model_config(tmp_path)
-    cos_R1D, sin_R1D = Rotary(config.rope, 64, tmp_path).cos_sin(torch.tensor([1]), torch.tensor([2]))
+    cos_R1D, sin_R1D = Rotary(config).cos_sin(torch.tensor([1]), torch.tensor([2]))
     assert torch.equal(cos_R1D[0, 0, :32], theirs.cos())
     assert torch.equal(sin_R1D[0, 0, 32:], theirs.sin())
 
@@ -159,7 +159,9 @@ def assert_refused(path, *words):
 def test_other_families_are_refused_by_name(tmp_path):
     save_tiny_llama(tmp_path)
     change_json(tmp_path / "config.json", model_type="gpt2")
-    assert_refused(tmp_path, "'gpt2'", "llama, mistral, qwen2, qwen3")
+    assert_refused(tmp_path, "'gpt2'", "has no pipeline plan in transformers")
+    with pytest.raises(UserError, match=r"'gpt2' needs --model-impl transformers; pipedec itself has llama, mistral, qwen2"):
+        model_config(tmp_path, "pipedec")
 
 
 def test_unreadable_directories_are_refused(tmp_path):

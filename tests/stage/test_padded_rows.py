@@ -11,7 +11,7 @@ from lane_scripts import LIKELY, Script, run, sequences
 from pipedec.core import SamplingParams
 from pipedec.directories import reference_pair
 from pipedec.families import model_config
-from pipedec.model import StageModel, stage_model
+from pipedec.model import StageModel, matrices
 from pipedec.model.matrices import PADDED_ROWS, linear, pack
 from pipedec.stage import FinalStageWorker, StageWorker
 
@@ -43,7 +43,7 @@ def scripts() -> list[Script]:
 
 def test_every_product_has_as_many_rows(workers: list[StageWorker], monkeypatch: pytest.MonkeyPatch) -> None:
     counts = list[int]()
-    monkeypatch.setattr(stage_model, "linear", lambda rows, *weights: counts.append(len(rows)) or linear(rows, *weights))
+    monkeypatch.setattr(matrices, "linear", lambda rows, *weights: counts.append(len(rows)) or linear(rows, *weights))
     run(workers, scripts()[:1])
     assert min(counts) == PADDED_ROWS
 
@@ -62,7 +62,7 @@ def test_the_bits_are_those_of_the_request_alone(workers: list[StageWorker]) -> 
 
 def products_are_equal() -> bool:
     config = model_config(TARGET)
-    sizes = {config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim}
+    sizes = {config.hidden_size, config.inner_size, config.layers[0].num_heads * config.layers[0].key_dim}
     generator = torch.Generator().manual_seed(0)
     for inner in sizes:
         rows, matrix = (torch.randn(count, inner, generator=generator) for count in (300, config.hidden_size))

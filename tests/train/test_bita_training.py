@@ -209,9 +209,10 @@ def test_a_trained_bita_loads(pair: Pair, prompts: Path, tmp_path: Path, prompti
     described = checked_bita(tmp_path / "out", pair.target)
     assert (described.num_masks, described.num_prompt_tokens, described.prompting) == (2, num_prompt_tokens, prompting)
     config = model_config(pair.target)
+    cached = config.layers[0].cached
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert stored["prompt"].dtype == stored["masks"].dtype == torch.bfloat16
-    assert stored["prompt"].shape == (config.num_hidden_layers, 2, config.num_kv_heads, num_prompt_tokens, config.head_dim)
+    assert stored["prompt"].shape == (len(config.layers), 2, cached.num_heads, num_prompt_tokens, cached.key_dim)
     after = load_file(pair.target / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
     card = (tmp_path / "out" / "README.md").read_text()

@@ -27,9 +27,10 @@ from pipedec.decoding import Batch, TimestepTiming
 from pipedec.engine.local import LocalStages
 from pipedec.engine.loop import RequestPool, Timestep, decode
 from pipedec.engine.recorder import Pacer, Recorder
+from pipedec.families import KVShape
 from pipedec.kv import KVManager
 from pipedec.methods import applicable_options
-from pipedec.model import KVPool, KVShape, LaneRows
+from pipedec.model import KVPool, LaneRows
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import BoundDialect, DecodeThread, NewSequence, State, ThreadedSequence
 from pipedec.threads import Sequence as ThreadSequence
@@ -133,7 +134,7 @@ class MarkedModel:
     config = SimpleNamespace(vocab_size=len(TEXTS))
 
     def make_pool(self, slots: int, block: int) -> KVPool:
-        self.pool = KVPool(KVShape(1, 1, 1, torch.float64), slots, block)
+        self.pool = KVPool([KVShape(1, 1, 1)], torch.float64, slots, block)
         return self.pool
 
     def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:

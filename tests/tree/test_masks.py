@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.kv_caches import read_cache
 
-from pipedec.model import KVCache, KVPool, KVShape
+from pipedec.families import KVShape
+from pipedec.model import KVCache, KVPool
 from pipedec.tree import PredictionTree, is_mask, mask_groups, visible_slots
 
 TokenPath = tuple[int, ...]
@@ -90,7 +91,7 @@ def write(cache: KVCache, labels: list[list[int]], to_tree: bool) -> None:
 def test_random_rows_masks_and_verdicts(data: st.DataObject, num_prompt_tokens: int, num_masks: int) -> None:
     """Tokens and groups enter in any order over many steps; every row sees, stands and stays as its path alone says."""
     prompt = torch.full((1, 2, 1, num_prompt_tokens, 3), 99.0, dtype=torch.float64)
-    cache = KVCache(KVPool(KVShape(1, 1, 3, torch.float64), 400, 4, prompt), ((0, 400),), with_prompt=True)
+    cache = KVCache(KVPool([KVShape(1, 3, 3)], torch.float64, 400, 4, prompt), ((0, 400),), with_prompt=True)
     naive, tree, held = NaiveRows([8, 9]), PredictionTree(block=4), [[1, 8, 0], [2, 9, 0]]
     tree.reset(2)
     write(cache, held, to_tree=False)
