@@ -65,4 +65,7 @@ def save_model(model_type: str, folder: Path) -> None:
                 parameter.copy_(noise * (1.5 / parameter.shape[-1] ** 0.5))
             else:
                 parameter.copy_(parameter + 0.2 * noise if "norm" in name else 0.3 * noise)
+        embedding = model.get_input_embeddings()
+        if embedding.padding_idx is not None:
+            embedding.weight[embedding.padding_idx] = 0.0  # as some architectures make it when they are loaded
     model.save_pretrained(folder)
