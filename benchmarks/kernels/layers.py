@@ -20,7 +20,7 @@ from benchmarks.output import Device
 from pipedec.bench.options import Counts, Positive, check_known
 from pipedec.bench.record import Row, header
 from pipedec.engine.build import DTYPES
-from pipedec.families import KNOWN_MODELS, ModelConfig
+from pipedec.families import KNOWN_MODELS, DecoderConfig, ModelConfig
 from pipedec.flags import Help, check_fields
 from pipedec.hardware import DEVICES, DTYPE_BYTES, GIGA
 from pipedec.model import LaneRows, StageModel, device_capture
@@ -66,7 +66,7 @@ class LayersConfig:
         check_known("model", self.model, KNOWN_MODELS)
 
     @property
-    def shape(self) -> ModelConfig:
+    def shape(self) -> DecoderConfig:
         return KNOWN_MODELS[self.model]
 
     def operations(self, device: torch.device) -> OperationsConfig:

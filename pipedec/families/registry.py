@@ -41,7 +41,7 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, **more: Any) -> Qwe
 
 
 # Models that can be planned without their checkpoints.
-KNOWN_MODELS: dict[str, ModelConfig] = {
+KNOWN_MODELS: dict[str, DecoderConfig] = {
     "llama-3.1-405b": _llama(16384, 53248, 126, 128),
     "llama-3.1-70b": _llama(8192, 28672, 80, 64),
     "llama-3.1-8b": _llama(4096, 14336, 32, 32),

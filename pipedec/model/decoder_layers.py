@@ -72,6 +72,7 @@ class DecoderLayers(StageLayers):
         self._finish()
 
     def randomize(self) -> None:
+        """Fill the weights with random numbers, to measure a shape without a checkpoint."""
         for tensor in self.tensors():
             if tensor.dim() == 1:
                 tensor.fill_(1.0)

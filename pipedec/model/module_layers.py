@@ -97,17 +97,6 @@ class ModuleLayers(StageLayers):
             )
             self._causal.set_submodule(self._names.head, _Product(self.products, table, bias).prepared())
 
-    def randomize(self) -> None:
-        config = self._config
-        groups = [config.embedding_tensors()] * self.is_first + [config.layer_tensors(layer) for layer in self.layers]
-        for tensors in (*groups, *[config.norm_tensors()] * self.is_last):
-            for tensor in cast(Mapping[str, Tensor], self._allocated(tensors)).values():
-                tensor.normal_(std=tensor.shape[-1] ** -0.5) if tensor.dim() > 1 else tensor.fill_(1.0)
-            self._prepare(tensors)
-        if self.is_last:
-            table = cast(Tensor, self.storage.table(config.vocab_size, config.hidden_size)).normal_(std=config.hidden_size**-0.5)
-            self._causal.set_submodule(self._names.head, _Product(self.products, table, None).prepared())
-
     def tensors(self) -> list[Tensor]:
         products = [module for root in (self._model, self._norm, self._causal) for module in root.modules()]
         weights: list[Matrix] = [weight for module in products if isinstance(module, _Product) for weight in module.weights()]

@@ -91,10 +91,6 @@ class StageLayers(ABC):
         """
 
     @abstractmethod
-    def randomize(self) -> None:
-        """Fill the weights with random numbers, to measure a shape without a checkpoint."""
-
-    @abstractmethod
     def forward(self, inputs: Tensor, rows: Rows) -> Tensor:
         """hidden_RE after all layers, whose keys and values are written to the pool. ``inputs`` as of ``StageModel.forward``."""
 

@@ -86,9 +86,10 @@ class StageModel:
         return stage
 
     @classmethod
-    def random(cls, config: ModelConfig, layers: range, dtype: torch.dtype, device: torch.device | str) -> StageModel:
+    def random(cls, config: DecoderConfig, layers: range, dtype: torch.dtype, device: torch.device | str) -> StageModel:
         """A stage with random weights, to measure a shape without a checkpoint."""
         stage = cls(config, layers, dtype, device)
+        assert isinstance(stage.stack, DecoderLayers)
         stage.stack.randomize()
         return stage
 
