@@ -155,3 +155,32 @@ def test_indices_go_to_a_gpu_by_way_of_pinned_memory(monkeypatch: pytest.MonkeyP
         lane = SimpleNamespace(cache=cache, num_rows=3, positions=torch.zeros(3, device="cuda"))
         slots = slots_of([lane])  # type: ignore[list-item]
     assert pinned == [2, 3] and isinstance(slots, torch.Tensor) and slots.is_cuda
+
+
+def test_layers_may_cache_other_shapes() -> None:
+    """Two of one shape, which share a plane, and one whose keys are wider than its values."""
+    shapes = [KVShape(2, 4, 4), KVShape(1, 6, 3), KVShape(2, 4, 4)]
+    pool = KVPool(shapes, torch.float64, 12, 4)
+    assert [tuple(plane.shape[:3]) for plane in pool.planes] == [(2, 2, 2), (1, 1, 1), (1, 1, 1)]
+    assert pool.num_bytes == 8 * 16 * sum(shape.num_values for shape in shapes), "and a block for padding rows"
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        tuple(torch.randn(5, shape.num_heads, width, generator=generator, dtype=torch.float64) for width in widths)
+        for shape in shapes
+        for widths in [(shape.key_dim, shape.value_dim)]
+    ]
+    for layer, (keys, values) in enumerate(rows):
+        pool.write(layer, torch.tensor([8, 9, 10, 11, 0]), keys, values)
+    pool.copy([9], [range(4, 5)])
+    for layer, pair in enumerate(rows):
+        several = pool.reader([range(8, 12), range(0, 1)])(layer)
+        one = pool.reader([range(9, 11)])(layer)
+        gathered = pool.gathered(layer, torch.tensor([[0, 8], [4, 11]]))
+        pages = pool.pages(layer)
+        for part, own in enumerate(pair):
+            own_KRD = own.transpose(0, 1)
+            assert torch.equal(several[part], own_KRD)
+            assert torch.equal(one[part], own_KRD[:, 1:3])
+            assert torch.equal(gathered[part], torch.stack((own_KRD[:, [4, 0]], own_KRD[:, [1, 3]])))
+            assert torch.equal(pages[part][2], own[:4])
+            assert torch.equal(pool.keys_values(layer)[part][:, 4], own_KRD[:, 1])
