@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pipedec.core import UserError
 from pipedec.families.base import LENGTH_DEPENDENT, ModelConfig
 from pipedec.families.shapes import LayerShape, Reach, Shape
+from pipedec.validation import shortened
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,7 +112,10 @@ def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...]) ->
     stated = stated_config(directory)
     name = stated.model_type
     _check_kind(name, stated)
-    model = skeleton(stated, _OBSERVED)
+    try:
+        model = skeleton(stated, _OBSERVED)
+    except Exception as error:  # of any type: it is the architecture's own code
+        raise _refusal(name, f"cannot be made without its weights ({_shown(error)})") from None
     names = _names(name, model)
     _check_modules(name, model, names)
     places = _places(name, model)
@@ -186,10 +190,11 @@ def _check_kind(name: str, stated: Any) -> None:
         raise _refusal(name, "is not a causal language model of transformers")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(stated)]
     kinds = sorted({str(kind) for kind in getattr(stated, "layer_types", None) or ()} - {*_KINDS})
-    if getattr(model_class, "_is_stateful", False) or any("linear" in kind for kind in kinds):
+    other = [kind for kind in kinds if "linear" not in kind]
+    if other:
+        raise _refusal(name, f"has layers of kinds that pipedec does not have ({', '.join(other)})")
+    if kinds or getattr(model_class, "_is_stateful", False):
         raise _refusal(name, "has recurrent layers, whose state cannot branch with a tree")
-    if kinds:
-        raise _refusal(name, f"has layers that choose the tokens that they attend to ({', '.join(kinds)})")
     if getattr(stated, "hidden_size_per_layer_input", None):
         raise _refusal(name, "feeds token ids to every layer (per-layer inputs)")
     if getattr(stated, "num_kv_shared_layers", None):
@@ -261,6 +266,10 @@ def _rope_types(stated: Any) -> Iterator[str]:
             yield one["rope_type"]
 
 
+def _shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {shortened(' '.join(str(error).split()))}"
+
+
 def _refusal(name: str, reason: str) -> UserError:
     return UserError(f"model_type {name!r} {reason}{UNSUPPORTED}")
 
@@ -303,8 +312,7 @@ def _observe(name: str, model: Any, names: ModuleNames) -> tuple[tuple[LayerShap
     except UserError:
         raise
     except Exception as error:  # of any type: it is the architecture's own code
-        reason = " ".join(str(error).split())[:120]
-        raise _refusal(name, f"computes in a way that cannot be observed ({type(error).__name__}: {reason})") from None
+        raise _refusal(name, f"computes in a way that cannot be observed ({_shown(error)})") from None
     finally:
         _seen.remove(seen)
         hook.remove()
