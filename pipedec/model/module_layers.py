@@ -198,7 +198,12 @@ class _Product(nn.Module):
 
     def __init__(self, products: Products, weight: Matrix, bias: Tensor | None) -> None:
         super().__init__()
-        self._products, self.weight, self.bias = products, weight, bias
+        self._products, self.bias = products, bias
+        self._matrix = [weight]  # not an attribute of its own, which torch would take for a parameter that may not be packed
+
+    @property
+    def weight(self) -> Matrix:
+        return self._matrix[0]
 
     def forward(self, rows: Tensor) -> Tensor:
         return self._products(rows.flatten(0, -2), self.weight, self.bias).unflatten(0, rows.shape[:-1])
@@ -208,7 +213,7 @@ class _Product(nn.Module):
         if isinstance(self.weight, QuantizedMatrix):
             self.weight.seal()
         else:
-            self.weight = pack(self.weight)
+            self._matrix = [pack(self.weight)]
         return self
 
     def weights(self) -> list[Matrix]:
