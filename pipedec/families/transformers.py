@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ATTENTION = "pipedec"  # under which transformers knows the attention function of ``model.module_layers``
 UNSUPPORTED = ", which is not supported: choose another target"
 _OBSERVED = "pipedec_observed"  # under which it knows that of this file
+_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -55,6 +56,7 @@ class TransformersConfig(ModelConfig):
         observed: the attention of each layer.
         returns_tuple: whether layers return tuples that begin with the hidden state.
         rope_types: of its rotary embeddings.
+        fused: names of linear maps that take the same rows, side by side in every layer.
     """
 
     names: ModuleNames
@@ -63,6 +65,7 @@ class TransformersConfig(ModelConfig):
     observed: tuple[LayerShape, ...]
     returns_tuple: bool
     rope_types: frozenset[str]
+    fused: tuple[tuple[str, ...], ...]
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:
@@ -123,7 +126,7 @@ def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...]) ->
     if beside:
         raise _refusal(name, f"has tensors beside its embedding, layers, final norm and head ({beside[0]})")
     tensors = model.state_dict()
-    observed, returns_tuple = _observe(name, model, names)
+    observed, returns_tuple, fused = _observe(name, model, names)
     ends = end_tokens or stated.eos_token_id
     return TransformersConfig(
         model_type=name,
@@ -140,6 +143,7 @@ def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...]) ->
         observed=observed,
         returns_tuple=returns_tuple,
         rope_types=frozenset(_rope_types(stated)),
+        fused=fused,
     )
 
 
@@ -290,17 +294,25 @@ class _Seen:
     def __init__(self) -> None:
         self.cached: dict[int, tuple[Shape, Shape]] = {}
         self.attention: dict[int, LayerShape] = {}
+        self.rows: dict[tuple[str, str], Any] = {}  # what linear maps were called with, by parent and name
 
 
 _seen: list[_Seen] = []  # the observation that is going on
 
 
-def _observe(name: str, model: Any, names: ModuleNames) -> tuple[tuple[LayerShape, ...], bool]:
-    """Run the model once without memory. Returns the attention of each layer, and whether layers return tuples."""
+def _observe(name: str, model: Any, names: ModuleNames) -> tuple[tuple[LayerShape, ...], bool, tuple[tuple[str, ...], ...]]:
+    """Run the model once without memory. Returns the attention of each layer, whether layers return tuples, and which linear maps
+    take the same rows.
+    """
     import torch
+    from torch import nn
 
     layers, seen, returned = module_at(model, names.layers), _Seen(), list[bool]()
-    hook = layers[0].register_forward_hook(lambda module, inputs, output: returned.append(isinstance(output, tuple)))
+    hooks = [layers[0].register_forward_hook(lambda module, inputs, output: returned.append(isinstance(output, tuple)))]
+    for path, module in layers.named_modules():
+        if type(module) is nn.Linear:
+            parent, _, own = path.rpartition(".")
+            hooks.append(module.register_forward_pre_hook(partial(_note_rows, seen, (parent, own))))
     ids = torch.zeros(1, 3, dtype=torch.int64, device="meta")
     _seen.append(seen)
     try:
@@ -315,11 +327,24 @@ def _observe(name: str, model: Any, names: ModuleNames) -> tuple[tuple[LayerShap
         raise _refusal(name, f"computes in a way that cannot be observed ({_shown(error)})") from None
     finally:
         _seen.remove(seen)
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
     missing = [layer for layer in range(len(layers)) if not (layer in seen.cached and layer in seen.attention)]
     if missing:
         raise _refusal(name, f"has layers without attention of their own (layer {missing[0]})")
-    return tuple(_with_latents(name, seen.attention[layer], *seen.cached[layer]) for layer in range(len(layers))), returned[0]
+    attention = tuple(_with_latents(name, seen.attention[layer], *seen.cached[layer]) for layer in range(len(layers)))
+    return attention, returned[0], tuple(group for group in _GROUPS if _take_the_same_rows(seen, group))
+
+
+def _note_rows(seen: _Seen, place: tuple[str, str], module: Any, inputs: tuple[Any, ...]) -> None:
+    seen.rows[place] = inputs[0]
+
+
+def _take_the_same_rows(seen: _Seen, group: tuple[str, ...]) -> bool:
+    """Whether linear maps of these names are called with one tensor wherever there are such, and there are some."""
+    parents = {parent for parent, own in seen.rows if own in group}
+    rows = [[seen.rows.get((parent, own)) for own in group] for parent in parents]
+    return bool(rows) and all(one is of_parent[0] is not None for of_parent in rows for one in of_parent)
 
 
 def _with_latents(name: str, layer: LayerShape, keys: Shape, values: Shape) -> LayerShape:

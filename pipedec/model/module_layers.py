@@ -8,7 +8,7 @@ Shapes as in ``stage_model``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional
 from transformers import AttentionInterface, Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -95,11 +96,14 @@ class ModuleLayers(StageLayers):
                 {name: cast(Tensor, bias) if name.endswith(".bias") else table for name in own_head},
                 lambda: progress(next(numbers), total),
             )
-            self._causal.set_submodule(self._names.head, _Product(self.products, table, bias).prepared())
+            matrix = _Matrix(self.products, table, bias)
+            matrix.prepare()
+            self._causal.set_submodule(self._names.head, _Product(matrix))
 
     def tensors(self) -> list[Tensor]:
-        products = [module for root in (self._model, self._norm, self._causal) for module in root.modules()]
-        weights: list[Matrix] = [weight for module in products if isinstance(module, _Product) for weight in module.weights()]
+        modules = [module for root in (self._model, self._norm, self._causal) for module in root.modules()]
+        matrices = {id(module.matrix): module.matrix for module in modules if isinstance(module, _Product)}
+        weights = [weight for matrix in matrices.values() for weight in matrix.weights()]
         weights += [parameter for root in (self._model, self._norm) for parameter in root.parameters() if not parameter.is_meta]
         weights += [] if self._embedding_VE is None else [self._embedding_VE]
         return [tensor for weight in weights for tensor in ([weight] if isinstance(weight, Tensor) else weight.tensors())]
@@ -155,11 +159,10 @@ class ModuleLayers(StageLayers):
             path, _, own = self._config.places[name].rpartition(".")
             module = self._norm if path == self._names.norm else self._module(path)
             if type(module) is nn.Linear:
-                bias = None if module.bias is None else self.storage.empty(module.out_features)
-                module = _Product(self.products, self.storage.matrix(module.out_features, module.in_features), bias)
-                self._replace(path, module)
+                self._fuse(path)
+                module = self._module(path)
             if isinstance(module, _Product):
-                targets[name] = module.weight if own == "weight" else cast(Tensor, module.bias)
+                targets[name] = module.matrix.targets(module.index)[own]
             elif module is self._embed and self.storage.quantize is not None:
                 targets[name] = self._embedding_VE = cast(Int8Matrix, self.storage.table(*shape))
             else:
@@ -168,12 +171,27 @@ class ModuleLayers(StageLayers):
                 setattr(module, own, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
         return targets
 
+    def _fuse(self, path: str) -> None:
+        """Replace a linear map, and those that take the same rows, by products with one matrix."""
+        parent, _, own = path.rpartition(".")
+        group = next((group for group in self._config.fused if own in group), (own,))
+        linears = [self._module(f"{parent}.{name}") for name in group]
+        if len({linear.bias is None for linear in linears}) > 1:
+            group, linears = (own,), [self._module(path)]
+        sizes, storage = [linear.out_features for linear in linears], self.storage
+        bias = None if linears[0].bias is None else storage.empty(sum(sizes))
+        matrix = _Matrix(self.products, storage.matrix(sum(sizes), linears[0].in_features), bias, sizes)
+        for index, name in enumerate(group):
+            self._replace(f"{parent}.{name}", _Product(matrix, index))
+
     def _prepare(self, tensors: Mapping[str, Shape]) -> None:
         """Pack or seal the matrices among weights that have been read."""
-        for path in dict.fromkeys(self._config.places[name].rpartition(".")[0] for name in tensors):
-            module = self._norm if path == self._names.norm else self._module(path)
-            if isinstance(module, _Product):
-                module.prepared()
+        paths = dict.fromkeys(self._config.places[name].rpartition(".")[0] for name in tensors)
+        modules = [self._norm if path == self._names.norm else self._module(path) for path in paths]
+        for matrix in {id(module.matrix): module.matrix for module in modules if isinstance(module, _Product)}.values():
+            matrix.prepare()
+        for module in modules:
+            _compute_norm_at_once(module)
         if self._embedding_VE is not None and self._config.embedding_tensors() == tensors:
             self._embedding_VE.seal()
 
@@ -193,31 +211,58 @@ class _Forward:
     rows: Rows
 
 
-class _Product(nn.Module):
-    """A linear map with a matrix that may be packed or quantized."""
+class _Matrix:
+    """A matrix that may be packed or quantized, and the linear maps of which it consists.
 
-    def __init__(self, products: Products, weight: Matrix, bias: Tensor | None) -> None:
-        super().__init__()
-        self._products, self.bias = products, bias
-        self._matrix = [weight]  # not an attribute of its own, which torch would take for a parameter that may not be packed
+    They are called one after the other with the same rows, so the first one computes for all.
+    """
 
-    @property
-    def weight(self) -> Matrix:
-        return self._matrix[0]
+    def __init__(self, products: Products, weight: Matrix, bias: Tensor | None, sizes: Sequence[int] | None = None) -> None:
+        self._products, self.weight, self.bias = products, weight, bias
+        self._sizes = [len(weight)] if sizes is None else list(sizes)
+        self._rows: Tensor | None = None
+        self._results: Sequence[Tensor] = ()
 
-    def forward(self, rows: Tensor) -> Tensor:
-        return self._products(rows.flatten(0, -2), self.weight, self.bias).unflatten(0, rows.shape[:-1])
+    def product(self, rows: Tensor, index: int) -> Tensor:
+        """The result of one of the linear maps, [..., N]."""
+        if len(self._sizes) == 1:
+            return self._computed(rows)
+        if rows is not self._rows:
+            self._rows, self._results = rows, self._computed(rows).split(self._sizes, -1)
+        result = self._results[index]
+        if index + 1 == len(self._sizes):
+            self._rows, self._results = None, ()
+        return result
 
-    def prepared(self) -> _Product:
-        """This one, when its weights have been read."""
+    def _computed(self, rows: Tensor) -> Tensor:
+        found = self._products(rows.reshape(-1, rows.shape[-1]), self.weight, self.bias)
+        return found.view(*rows.shape[:-1], -1)
+
+    def prepare(self) -> None:
+        """Pack or seal it, when its weights have been read."""
         if isinstance(self.weight, QuantizedMatrix):
             self.weight.seal()
         else:
-            self._matrix = [pack(self.weight)]
-        return self
+            self.weight = pack(self.weight)
 
     def weights(self) -> list[Matrix]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def targets(self, index: int) -> dict[str, Matrix]:
+        """Where the tensors of one of the linear maps are read to: ``weight`` and ``bias``."""
+        weight = self.weight.split(self._sizes)[index]
+        return {"weight": weight} if self.bias is None else {"weight": weight, "bias": self.bias.split(self._sizes)[index]}
+
+
+class _Product(nn.Module):
+    """A linear map: one of those of a matrix."""
+
+    def __init__(self, matrix: _Matrix, index: int = 0) -> None:
+        super().__init__()
+        self.matrix, self.index = matrix, index
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.matrix.product(rows, self.index)
 
 
 class _Elsewhere(nn.Module):
@@ -287,6 +332,19 @@ class _PoolCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return self._update(key_states, value_states, layer_idx)
+
+
+def _compute_norm_at_once(module: Any) -> None:
+    """Let a root mean square norm in float32 compute by one function of torch, if that gives the same on random rows."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or weight is None or eps is None or weight.dtype != torch.float32:
+        return
+    rows = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device)
+    for scale in (weight, 1 + weight):  # Gemma's are kept as differences from 1
+        found = functional.rms_norm(rows, scale.shape, scale, eps)
+        if torch.allclose(found, module(rows), rtol=1e-6, atol=1e-6):
+            module.forward = partial(functional.rms_norm, normalized_shape=scale.shape, weight=scale, eps=eps)
+            return
 
 
 def _attention(
