@@ -18,12 +18,13 @@ from typing import Any
 
 from pipedec.core import UserError
 from pipedec.directories import cache_directory
+from pipedec.gguf.config import FREQUENCIES, LONG, SHORT, File, architecture_of, config_of, end_tokens_of
 from pipedec.gguf.index import TYPES, TensorIndex, TensorPlace, tensor_names
-from pipedec.gguf.metadata import config_of, end_tokens_of, write_tokenizer
+from pipedec.gguf.metadata import write_tokenizer
 from pipedec.validation import shortened
 
-_VERSION = 1  # of what is written
-_FREQUENCIES = "rope_freqs.weight"
+_VERSION = 2  # of what is written
+_FACTORS = (FREQUENCIES, LONG, SHORT)
 
 
 @dataclass(frozen=True)
@@ -114,23 +115,24 @@ def _write(path: Path, directory: Path) -> None:
 
 
 def _describe(path: Path, directory: Path) -> None:
-    metadata, found = _opened(path)
+    metadata, found, values = _opened(path)
     if metadata.get("split.count", 0) > 1:
         raise UserError(f"it is one of {metadata['split.count']} parts; join them first: llama-gguf-split --merge FIRST OUT")
     tensors = {tensor.name: tensor for tensor in found}
-    if (embedding := tensors.get("token_embd.weight")) is None:
+    if "token_embd.weight" not in tensors:
         raise UserError("it has no token_embd.weight: it is not a language model, or only a part of one")
-    frequencies = tensors[_FREQUENCIES].data if _FREQUENCIES in tensors else None
-    config = config_of(metadata, tensors, int(embedding.shape[1]), frequencies)
-    TensorIndex(path, _places(config, metadata["general.architecture"], tensors)).save(directory)
-    ends = {"eos_token_id": end_tokens_of(metadata) or None, "bos_token_id": config["bos_token_id"]}
+    shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
+    config = config_of(File(metadata, shapes, {name: tensors[name].data for name in _FACTORS if name in tensors}))
+    TensorIndex(path, _places(config, metadata, tensors) | _values(config, metadata, values)).save(directory)
+    ends = {"eos_token_id": end_tokens_of(metadata) or None, "bos_token_id": config.get("bos_token_id")}
+    ends = {key: value for key, value in ends.items() if value is not None}
     for name, content in (("config.json", config), ("generation_config.json", ends)):
-        (directory / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}, indent=1))
+        (directory / name).write_text(json.dumps(content, indent=1))
     write_tokenizer(metadata, directory)
 
 
-def _opened(path: Path) -> tuple[dict[str, Any], list[Any]]:
-    """All metadata, and where the tensors are."""
+def _opened(path: Path) -> tuple[dict[str, Any], list[Any], dict[str, list[int]]]:
+    """All metadata, where the tensors are, and the places in the file of numbers that are tensors in a checkpoint."""
     from gguf import GGUFReader
 
     size = os.path.getsize(path)
@@ -138,20 +140,24 @@ def _opened(path: Path) -> tuple[dict[str, Any], list[Any]]:
         reader = GGUFReader(path)
         if any(tensor.data_offset + tensor.n_bytes > size for tensor in reader.tensors):
             raise ValueError("it ends before its last tensor")
-        return {name: field.contents() for name, field in reader.fields.items()}, reader.tensors
+        first = reader.data.ctypes.data
+        values = {
+            name: [field.parts[part].ctypes.data - first for part in field.data]
+            for name, field in reader.fields.items()
+            if name.startswith("xielu.")
+        }
+        return {name: field.contents() for name, field in reader.fields.items()}, reader.tensors, values
     except Exception as error:  # the library lets any error of numpy through when bytes are missing
         reason = " ".join(str(error).split())[:160]
         raise UserError(f"it is not a whole GGUF file ({reason}); download it again") from None
 
 
-def _places(config: dict[str, Any], architecture: str, tensors: dict[str, Any]) -> dict[str, TensorPlace]:
-    names = tensor_names(architecture, config["num_hidden_layers"])
-    interleaved = {}  # by projection, how many heads llama.cpp keeps interleaved
-    if architecture == "llama":
-        interleaved = {"self_attn.q_proj": config["num_attention_heads"], "self_attn.k_proj": config["num_key_value_heads"]}
+def _places(config: dict[str, Any], metadata: dict[str, Any], tensors: dict[str, Any]) -> dict[str, TensorPlace]:
+    architecture = architecture_of(metadata)
+    names = tensor_names(metadata["general.architecture"], architecture, config["num_hidden_layers"])
     places = {}
     for found in tensors.values():
-        if found.name == _FREQUENCIES:
+        if found.name in _FACTORS:
             continue
         name, kind = names.get(found.name), found.tensor_type.name
         if name is None:
@@ -159,6 +165,17 @@ def _places(config: dict[str, Any], architecture: str, tensors: dict[str, Any]) 
         if kind not in TYPES:
             raise UserError(f"its tensor {found.name} has the type {kind}, which is not supported; use one of {', '.join(TYPES)}")
         shape = tuple(int(size) for size in reversed(found.shape))
-        heads = interleaved.get(name.split(".", 3)[-1].rpartition(".")[0], 0)
-        places[name] = TensorPlace(kind, shape, int(found.data_offset), int(found.n_bytes), heads)
+        heads, parts = architecture.row_order(name.split(".", 3)[-1].rpartition(".")[0], config)
+        added = architecture.added if name.endswith("norm.weight") else 0.0
+        places[name] = TensorPlace(kind, shape, int(found.data_offset), int(found.n_bytes), heads, parts, added)
     return places
+
+
+def _values(config: dict[str, Any], metadata: dict[str, Any], offsets: dict[str, list[int]]) -> dict[str, TensorPlace]:
+    """The numbers in the metadata that are tensors in a checkpoint."""
+    architecture = architecture_of(metadata)
+    return {
+        f"{architecture.base}.layers.{layer}.{name}": TensorPlace("F32", shape, offset, 4)
+        for name, (field, shape) in architecture.values.items()
+        for layer, offset in enumerate(offsets.get(field, ()))
+    }

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipedec.core import UserError
+from pipedec.gguf.config import Architecture
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
 INDEX_FILE = "gguf.json"
 WEIGHTS_FILE = "model.gguf"  # of a checkpoint's directory
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-_SUFFIXES = (
-    "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,10 +31,13 @@ class TensorPlace:
 
     Attributes:
         type: of its values, one of TYPES.
-        shape: as in the checkpoint: [R, C], or [C].
+        shape: as in the checkpoint: [R, C], [C], or [].
         offset: its first byte in the file.
         num_bytes: its size in the file.
         heads: llama.cpp keeps the two halves of each of so many heads interleaved, row by row; 0 if the rows are in order.
+        parts: if not 0, llama.cpp instead keeps so many parts of all heads one after another, which the checkpoint has in turn
+            for each head.
+        added: to all values, to get those of the checkpoint.
     """
 
     type: str
@@ -45,6 +45,8 @@ class TensorPlace:
     offset: int
     num_bytes: int
     heads: int = 0
+    parts: int = 0
+    added: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class TensorIndex:
         (directory / INDEX_FILE).write_text(json.dumps(document), encoding="utf-8")
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> npt.NDArray[np.float32]:
-        """Rows ``first`` up to ``last`` of a matrix, float32 [rows, C]; a vector as a whole, [C].
+        """Rows ``first`` up to ``last`` of a matrix, float32 [rows, C]; a vector as a whole, [C], and a number, [].
 
         Raises UserError if the file cannot be read, or is shorter than it was.
         """
@@ -81,12 +83,22 @@ class TensorIndex:
             raw = np.memmap(self.file, np.uint8, "r", place.offset, (num_rows, place.num_bytes // num_rows))
         except (OSError, ValueError) as error:
             raise UserError(f"{self.file} cannot be read ({error}); download it again") from None
-        rows = np.arange(place.shape[0])  # for each row of a matrix, or value of a vector, its place in the file
-        if place.heads:
-            rows = rows.reshape(place.heads, -1, 2).swapaxes(1, 2).reshape(-1)
-        if len(place.shape) == 1:
-            return dequantize(raw[0], GGMLQuantizationType[place.type])[rows]
-        return dequantize(raw[rows[first:last]], GGMLQuantizationType[place.type])
+        if len(place.shape) > 1:
+            values = dequantize(raw[_order(place)[first:last]], GGMLQuantizationType[place.type])
+        else:
+            values = dequantize(raw[0], GGMLQuantizationType[place.type])
+            values = values[_order(place)] if place.shape else values.reshape(())
+        return values + np.float32(place.added) if place.added else values
+
+
+def _order(place: TensorPlace) -> npt.NDArray[np.int64]:
+    """For each row of a matrix, or value of a vector, its place in the file."""
+    import numpy as np
+
+    rows = np.arange(place.shape[0])
+    if place.parts:
+        return rows.reshape(place.parts, place.heads, -1).swapaxes(0, 1).reshape(-1)
+    return rows.reshape(place.heads, -1, 2).swapaxes(1, 2).reshape(-1) if place.heads else rows
 
 
 def write_quantized(directory: Path, tensors: Mapping[str, npt.NDArray[np.float32]], kind: str) -> None:
@@ -116,12 +128,13 @@ def write_quantized(directory: Path, tensors: Mapping[str, npt.NDArray[np.float3
     TensorIndex(path, places).save(directory)
 
 
-def tensor_names(architecture: str, num_layers: int) -> dict[str, str]:
-    """Names in a checkpoint, by names in a GGUF file."""
+def tensor_names(name: str, architecture: Architecture, num_layers: int) -> dict[str, str]:
+    """Names in a checkpoint, by names in a GGUF file. ``name``: of the architecture in GGUF."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    known = get_tensor_name_map(next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture), num_layers)
-    bases = [f"model.layers.{layer}.{suffix}" for layer in range(num_layers) for suffix in _SUFFIXES]
-    bases += ["model.embed_tokens", "model.norm", "lm_head"]
-    named = {known.get_name(base): base for base in bases}
-    return {f"{name}.{kind}": f"{base}.{kind}" for name, base in named.items() if name for kind in ("weight", "bias")}
+    known = get_tensor_name_map(next(arch for arch, own in MODEL_ARCH_NAMES.items() if own == name), num_layers)
+    base = architecture.base
+    modules = [f"{base}.layers.{layer}.{module}" for layer in range(num_layers) for module in architecture.modules]
+    modules += [f"{base}.{architecture.embedding}", f"{base}.{architecture.norm}", "lm_head"]
+    named = {known.get_name(module): module for module in modules}
+    return {f"{name}.{kind}": f"{module}.{kind}" for name, module in named.items() if name for kind in ("weight", "bias")}

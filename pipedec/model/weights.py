@@ -110,7 +110,7 @@ class Checkpoint:
                     target.copy_(opened.get_tensor(name))
             except SafetensorError as error:
                 raise UserError(f"{file} is not a whole safetensors file ({error}); download it again") from None
-        elif len(target.shape) == 1:
+        elif len(target.shape) < 2:
             target.copy_(torch.from_numpy(index.read(name)))
         else:
             rows = max(CHUNK // target.shape[1], 1)

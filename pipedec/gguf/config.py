@@ -1,0 +1,471 @@
+"""From the metadata of a GGUF file to ``config.json``: a table of the architectures, and how each differs from the others.
+
+An entry has what llama.cpp keeps in its code, not in the file, and what its converter does to tensors. ``index`` undoes the latter.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from pipedec.core import UserError
+
+FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"  # no tensors of a model
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_ATTENTION = (*_QKV, "self_attn.o_proj")
+_QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_MLP = ("mlp.up_proj", "mlp.down_proj")
+_GATED = ("mlp.gate_proj", *_MLP)
+_FUSED = ("mlp.gate_up_proj", "mlp.down_proj")
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+_BIASES = {"attention_bias": "attn_output.bias", "mlp_bias": "ffn_down.bias"}
+_QKV_BIASES = {"attention_bias": "attn_q.bias"}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3_FACTORS = (8.0, 32.0, 16.0)  # Llama 3.1 and 3.3; 3.2; EXAONE 4
+_YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
+# Fields that change what a model computes. An architecture that has no use for one is refused a file with it.
+_CHANGES = (
+    "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "embedding_scale", "residual_scale", "attention.scale",
+    "attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale", "attention.shared_kv_layers",
+    "attention.sliding_window", "nextn_predict_layers", "embedding_length_per_layer_input", "rope.dimension_sections",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Layers that attend to a window.
+
+    Attributes:
+        period: every so many-th layer attends to all positions; None if all layers have the same window.
+        usual: the window, if the file has none.
+    """
+
+    period: int | None = None
+    usual: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One architecture of GGUF, as a model of transformers.
+
+    Attributes:
+        modules: of a layer, by their names below it.
+        base, embedding, norm: names of the model without head, and of its parts.
+        epsilon: the key of ``config.json`` for that of norms; None if it has none.
+        fields, optional: by key of ``config.json``, a field of the file.
+        flags: by key of ``config.json``, the tensor of the first layer that the file has if the key is true.
+        constants: of ``config.json``.
+        windows: None if all layers attend to all positions.
+        partial: whether rotary embeddings may turn only a part of a head.
+        local: whether layers with windows have their own rotary embedding, without scaling.
+        local_theta: its base, if the file has none; None if it is that of the other layers.
+        rope_fields: as ``fields``, of ``rope_parameters``.
+        more: the keys of ``config.json`` that need computing.
+        interleaved: whether the two halves of each head of queries and keys are interleaved in the file, row by row.
+        fused: the module with the rows of queries, keys and values, which are in turn for each head in the checkpoint.
+        added: to all values of norms in the file.
+        values: by tensor of a layer, the field with a number for each layer, and the tensor's shape.
+        with_field: the architecture of files with this field.
+    """
+
+    model_type: str
+    class_name: str
+    modules: tuple[str, ...]
+    base: str = "model"
+    embedding: str = "embed_tokens"
+    norm: str = "norm"
+    epsilon: str | None = "rms_norm_eps"
+    fields: Mapping[str, str] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    windows: Windows | None = None
+    partial: bool = False
+    local: bool = False
+    local_theta: float | None = None
+    rope_fields: Mapping[str, str] = field(default_factory=dict)
+    more: Callable[[File], dict[str, Any]] | None = None
+    interleaved: bool = False
+    fused: str | None = None
+    added: float = 0.0
+    values: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    with_field: Mapping[str, Architecture] = field(default_factory=dict)
+
+    @property
+    def known_fields(self) -> set[str]:
+        """The fields that change what a model computes and that it has a use for."""
+        windows = {"attention.sliding_window"} if self.windows is not None else set()
+        return {*self.fields.values(), *self.optional.values(), *self.rope_fields.values()} | windows
+
+    def row_order(self, module: str, config: Mapping[str, Any]) -> tuple[int, int]:
+        """For a module of a layer: by heads and parts, as ``TensorPlace`` has them."""
+        heads = config["num_attention_heads"]
+        if module == self.fused:
+            return heads, 3
+        if self.interleaved and module in _QKV[:2]:
+            return heads if module == _QKV[0] else config["num_key_value_heads"], 0
+        return 0, 0
+
+
+@dataclass(frozen=True)
+class File:
+    """What a GGUF file has besides weights.
+
+    Attributes:
+        metadata: all fields.
+        shapes: of all tensors, as in a checkpoint.
+        factors: the values of ``FREQUENCIES``, ``LONG`` and ``SHORT``, if it has them.
+    """
+
+    metadata: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    factors: Mapping[str, Sequence[float]]
+
+    @property
+    def name(self) -> str:
+        return str(self.metadata["general.architecture"])
+
+    def value(self, name: str) -> Any:
+        """The value of a field of the architecture, or None."""
+        return self.metadata.get(f"{self.name}.{name}")
+
+    def number(self, name: str, default: float | None = None) -> Any:
+        """The value of a field that is one number. UserError if it is something else, or missing without a default."""
+        value = self.value(name)
+        value = default if value is None else value
+        if value is None:
+            raise UserError(f"it has no field {self.name}.{name}; convert the model again")
+        if not isinstance(value, int | float):
+            raise UserError(f"its {self.name}.{name} is not one number for all layers, which is not supported")
+        return _shortest(value) if isinstance(value, float) else value
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.number("attention.key_length", self.number("embedding_length") // self.number("attention.head_count")))
+
+
+def _shortest(value: float) -> float:
+    """The number with the fewest digits that is this one in float32, in which files keep it."""
+    exact = struct.pack("f", value)
+    return next((short for digits in range(1, 10) if struct.pack("f", short := float(f"{value:.{digits}g}")) == exact), value)
+
+
+def _gemma_scale(file: File, layers: int) -> dict[str, Any]:
+    """Models of 27 billion parameters, which have so many layers, scale queries otherwise than the others."""
+    is_largest = file.number("block_count") == layers
+    size = file.number("embedding_length") // file.number("attention.head_count") if is_largest else file.head_dim
+    return {"query_pre_attn_scalar": size}
+
+
+def _phi3_window(file: File) -> dict[str, Any]:
+    """Older files of models with 4096 positions do not have it."""
+    usual = 2047 if file.number("context_length") == 4096 else 0
+    return {"sliding_window": file.number("attention.sliding_window", usual) or None}
+
+
+def _latents(file: File) -> dict[str, Any]:
+    rotated = file.number("rope.dimension_count")
+    _, columns = file.shapes.get("blk.0.attn_output.weight", (0, 0))
+    return {
+        "head_dim": rotated,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": file.head_dim - rotated,
+        "v_head_dim": columns // file.number("attention.head_count"),
+    }
+
+
+_LLAMA = Architecture(
+    model_type="llama", class_name="LlamaForCausalLM", modules=(*_ATTENTION, *_GATED, *_NORMS), flags=_BIASES, interleaved=True
+)
+_OLMO3 = Architecture(
+    model_type="olmo3", class_name="Olmo3ForCausalLM", modules=(*_ATTENTION, *_QK_NORMS, *_GATED, *_POST_NORMS),
+    flags=_BIASES, windows=Windows(period=4), local=True,
+)  # fmt: skip
+_GEMMA = {
+    "base": "model",
+    "constants": {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"},
+    "added": -1.0,
+}
+_GEMMA_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_SOFTCAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": _LLAMA,  # Mistral, too
+    "qwen2": Architecture(model_type="qwen2", class_name="Qwen2ForCausalLM", modules=_LLAMA.modules),
+    "qwen3": Architecture(
+        model_type="qwen3", class_name="Qwen3ForCausalLM", modules=(*_LLAMA.modules, *_QK_NORMS), flags=_BIASES
+    ),
+    "gemma": Architecture(
+        model_type="gemma", class_name="GemmaForCausalLM", modules=_LLAMA.modules, flags=_BIASES, **_GEMMA
+    ),
+    "gemma2": Architecture(
+        model_type="gemma2", class_name="Gemma2ForCausalLM", modules=(*_ATTENTION, *_GATED, *_GEMMA_NORMS), flags=_BIASES,
+        optional=_SOFTCAPS, windows=Windows(period=2, usual=4096), more=partial(_gemma_scale, layers=46), **_GEMMA,
+    ),
+    "gemma3": Architecture(
+        model_type="gemma3_text", class_name="Gemma3ForCausalLM", modules=(*_ATTENTION, *_QK_NORMS, *_GATED, *_GEMMA_NORMS),
+        flags=_BIASES, optional={"final_logit_softcapping": "final_logit_softcapping"}, windows=Windows(period=6), local=True,
+        local_theta=10_000.0, more=partial(_gemma_scale, layers=62), **_GEMMA,
+    ),
+    "phi2": Architecture(
+        model_type="phi", class_name="PhiForCausalLM", norm="final_layernorm", epsilon="layer_norm_eps", partial=True,
+        modules=(*_QKV, "self_attn.dense", "mlp.fc1", "mlp.fc2", "input_layernorm"), constants={"hidden_act": "gelu_new"},
+    ),
+    "phi3": Architecture(
+        model_type="phi3", class_name="Phi3ForCausalLM", modules=("self_attn.qkv_proj", "self_attn.o_proj", *_FUSED, *_NORMS),
+        windows=Windows(), partial=True, more=_phi3_window,
+    ),
+    "starcoder2": Architecture(
+        model_type="starcoder2", class_name="Starcoder2ForCausalLM", modules=(*_ATTENTION, "mlp.c_fc", "mlp.c_proj", *_NORMS),
+        epsilon="norm_epsilon", flags={"use_bias": "attn_output.bias"}, constants={"hidden_act": "gelu_pytorch_tanh"},
+        windows=Windows(usual=4096),
+    ),
+    "olmo": Architecture(
+        model_type="olmo", class_name="OlmoForCausalLM", modules=(*_ATTENTION, *_GATED), epsilon=None, flags=_BIASES,
+        optional={"clip_qkv": "attention.clamp_kqv"}, interleaved=True,
+    ),
+    "olmo2": Architecture(
+        model_type="olmo2", class_name="Olmo2ForCausalLM", modules=_OLMO3.modules, flags=_BIASES,
+        with_field={"attention.sliding_window": _OLMO3},
+    ),
+    "command-r": Architecture(
+        model_type="cohere", class_name="CohereForCausalLM", modules=(*_ATTENTION, *_QK_NORMS, *_GATED, "input_layernorm"),
+        epsilon="layer_norm_eps", fields={"logit_scale": "logit_scale"}, flags={**_BIASES, "use_qk_norm": "attn_q_norm.weight"},
+    ),
+    "cohere2": Architecture(
+        model_type="cohere2", class_name="Cohere2ForCausalLM", modules=(*_ATTENTION, *_GATED, "input_layernorm"),
+        epsilon="layer_norm_eps", fields={"logit_scale": "logit_scale"}, flags=_BIASES, windows=Windows(period=4),
+    ),
+    "granite": Architecture(
+        model_type="granite", class_name="GraniteForCausalLM", modules=_LLAMA.modules, flags=_BIASES, interleaved=True,
+        fields={
+            "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+        },
+    ),
+    "glm4": Architecture(
+        model_type="glm4", class_name="Glm4ForCausalLM", flags=_QKV_BIASES, partial=True,
+        modules=(*_ATTENTION, *_FUSED, *_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"),
+    ),
+    "exaone4": Architecture(
+        model_type="exaone4", class_name="Exaone4ForCausalLM", modules=(*_ATTENTION, *_QK_NORMS, *_GATED, *_POST_NORMS),
+        windows=Windows(period=4),
+    ),
+    "smollm3": Architecture(
+        model_type="smollm3", class_name="SmolLM3ForCausalLM", modules=_LLAMA.modules, flags=_BIASES, interleaved=True,
+        constants={"no_rope_layer_interval": 4, "use_sliding_window": False},
+    ),
+    "arcee": Architecture(
+        model_type="arcee", class_name="ArceeForCausalLM", modules=(*_ATTENTION, *_MLP, *_NORMS), flags=_BIASES,
+        constants={"hidden_act": "relu2"}, interleaved=True,
+    ),
+    "ernie4_5": Architecture(
+        model_type="ernie4_5", class_name="Ernie4_5ForCausalLM", modules=_LLAMA.modules, flags={"use_bias": "attn_output.bias"}
+    ),
+    "seed_oss": Architecture(
+        model_type="seed_oss", class_name="SeedOssForCausalLM", modules=_LLAMA.modules,
+        flags={"attention_bias": "attn_q.bias", "attention_out_bias": "attn_output.bias", "mlp_bias": "ffn_down.bias"},
+    ),
+    "apertus": Architecture(
+        model_type="apertus", class_name="ApertusForCausalLM", flags=_BIASES, constants={"hidden_act": "xielu"},
+        modules=(*_ATTENTION, *_QK_NORMS, *_MLP, "attention_layernorm", "feedforward_layernorm"),
+        values={
+            "mlp.act_fn.alpha_p": ("xielu.alpha_p", (1,)), "mlp.act_fn.alpha_n": ("xielu.alpha_n", (1,)),
+            "mlp.act_fn.beta": ("xielu.beta", ()), "mlp.act_fn.eps": ("xielu.eps", ()),
+        },
+    ),
+    "gptneox": Architecture(
+        model_type="gpt_neox", class_name="GPTNeoXForCausalLM", base="gpt_neox", embedding="embed_in", norm="final_layer_norm",
+        modules=("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", *_NORMS),
+        epsilon="layer_norm_eps", fields={"use_parallel_residual": "use_parallel_residual"}, constants={"hidden_act": "gelu"},
+        flags=_BIASES, partial=True, fused="attention.query_key_value",
+    ),
+    "minicpm3": Architecture(
+        model_type="minicpm3", class_name="MiniCPM3ForCausalLM", flags=_BIASES, partial=True, more=_latents,
+        modules=(
+            "self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa",
+            "self_attn.kv_a_layernorm", "self_attn.kv_b_proj", "self_attn.o_proj", *_GATED, *_NORMS,
+        ),
+        fields={"q_lora_rank": "attention.q_lora_rank", "kv_lora_rank": "attention.kv_lora_rank"},
+        constants={"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
+    ),
+    "jais2": Architecture(
+        model_type="jais2", class_name="Jais2ForCausalLM", modules=(*_ATTENTION, *_MLP, *_NORMS), epsilon="layer_norm_eps",
+        flags=_BIASES, constants={"hidden_act": "relu2"},
+    ),
+    "mistral3": Architecture(
+        model_type="mistral", class_name="MistralForCausalLM", modules=_LLAMA.modules, interleaved=True,
+        constants={"sliding_window": None},
+        with_field={
+            "attention.temperature_scale": Architecture(
+                model_type="ministral3", class_name="Ministral3ForCausalLM", modules=_LLAMA.modules, interleaved=True,
+                constants={"sliding_window": None}, rope_fields={"llama_4_scaling_beta": "attention.temperature_scale"},
+            )
+        },
+    ),
+}  # fmt: skip
+
+
+def architecture_of(metadata: Mapping[str, Any]) -> Architecture:
+    """The entry for a file. Raises UserError if there is none."""
+    name = metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise UserError(f"its architecture {name!r} is not supported; use one of {', '.join(ARCHITECTURES)}")
+    found = ARCHITECTURES[name]
+    return next((other for key, other in found.with_field.items() if metadata.get(f"{name}.{key}")), found)
+
+
+def config_of(file: File) -> dict[str, Any]:
+    """The contents of ``config.json``.
+
+    Raises UserError if the architecture, its experts, its rotary embedding or another field is not supported, or a size is
+    missing.
+    """
+    found = architecture_of(file.metadata)
+    number = file.number
+    if number("expert_count", 0):
+        raise UserError("it is a mixture of experts, which is not supported; use a dense model")
+    if number("block_count") > len(file.shapes):
+        raise UserError(
+            f"it has {len(file.shapes)} tensors, which is too few for {number('block_count')} layers; download it again"
+        )
+    _check_fields(file, found)
+    config = {
+        "architectures": [found.class_name],
+        "model_type": found.model_type,
+        "vocab_size": file.shapes["token_embd.weight"][0],
+        "hidden_size": number("embedding_length"),
+        "intermediate_size": number("feed_forward_length"),
+        "num_hidden_layers": number("block_count"),
+        "num_attention_heads": number("attention.head_count"),
+        "num_key_value_heads": number("attention.head_count_kv", number("attention.head_count")),
+        "head_dim": file.head_dim,
+        "max_position_embeddings": number("context_length"),
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in file.shapes,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+        "torch_dtype": "float32",
+    }
+    if found.epsilon is not None:
+        kind = "rms_epsilon" if found.epsilon == "rms_norm_eps" else "epsilon"
+        config[found.epsilon] = number(f"attention.layer_norm_{kind}")
+    config |= {key: number(name) for key, name in found.fields.items()}
+    config |= {key: number(name) for key, name in found.optional.items() if file.value(name) is not None}
+    config |= {key: f"blk.0.{tensor}" in file.shapes for key, tensor in found.flags.items()}
+    if found.windows is not None:
+        config |= _windows(file, found.windows)
+    config |= found.constants
+    config |= found.more(file) if found.more is not None else {}
+    config |= _rope(file, found, config)
+    present = {key: value for key, value in config.items() if value is not None or key in ("sliding_window", "q_lora_rank")}
+    return present | {"pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id")}  # transformers has one of its own
+
+
+def end_tokens_of(metadata: Mapping[str, Any]) -> list[int]:
+    """The tokens that end an answer."""
+    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return list(dict.fromkeys(token for token in named if token is not None))
+
+
+def _check_fields(file: File, found: Architecture) -> None:
+    """Raises UserError for fields that would change the formula."""
+    for name in _CHANGES:
+        if name in found.known_fields or not (value := file.value(name)):
+            continue
+        if name == "attention.sliding_window" and value >= file.number("context_length"):
+            continue
+        raise UserError(f"its field {file.name}.{name} is {value}, which is not supported for a {found.model_type} model")
+    if file.value("attention.causal") is False:
+        raise UserError("it does not generate text: its attention is not causal")
+    if file.number("attention.value_length", file.head_dim) != file.head_dim and found.more is not _latents:
+        raise UserError("its values are not as wide as its keys, which is not supported")
+
+
+def _windows(file: File, windows: Windows) -> dict[str, Any]:
+    window = file.number("attention.sliding_window", windows.usual or 0) or None
+    if windows.period is None:
+        return {"sliding_window": window}
+    layers = file.number("block_count")
+    pattern = file.value("attention.sliding_window_pattern")
+    if not isinstance(pattern, list):
+        period = pattern or windows.period
+        pattern = [(layer + 1) % period != 0 for layer in range(layers)]
+    if len(pattern) != layers:
+        raise UserError(f"its {file.name}.attention.sliding_window_pattern has {len(pattern)} values for {layers} layers")
+    kinds = ["sliding_attention" if window and is_local else "full_attention" for is_local in pattern]
+    return {"sliding_window": window, "layer_types": kinds}
+
+
+def _rope(file: File, found: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
+    """``rope_parameters``, for each kind of layers where they differ."""
+    head_dim, theta = config["head_dim"], float(file.number("rope.freq_base", 10_000.0))
+    rotated = file.number("rope.dimension_count", head_dim)
+    if rotated != head_dim and not found.partial:
+        raise UserError(f"its rotary embedding turns {rotated} of {head_dim} numbers of a head, which is not supported")
+    base: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    if found.partial:
+        base["partial_rotary_factor"] = rotated / head_dim
+    scaled = base | _scaling(file, theta, rotated) | {key: file.number(name) for key, name in found.rope_fields.items()}
+    if found.local:
+        local = file.number("rope.freq_base_swa", found.local_theta or theta)
+        return {"rope_parameters": {"full_attention": scaled, "sliding_attention": base | {"rope_theta": float(local)}}}
+    outside = {"original_max_position_embeddings": scaled["original_max_position_embeddings"]} if LONG in file.factors else {}
+    return {"rope_parameters": scaled, **outside}
+
+
+def _scaling(file: File, theta: float, rotated: int) -> dict[str, Any]:
+    if FREQUENCIES in file.factors:
+        return _llama3(theta, rotated, file.factors[FREQUENCIES])
+    kind = file.value("rope.scaling.type") or "linear"
+    if LONG in file.factors or SHORT in file.factors:
+        return _longrope(file, rotated)
+    factor = file.number("rope.scaling.factor", file.number("rope.scale_linear", 1.0))
+    if kind == "none" or factor in (0.0, 1.0):
+        return {}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    original = file.value("rope.scaling.original_context_length")
+    is_usual = file.number("rope.scaling.yarn_ext_factor", 1.0) == 1.0
+    flat = file.number("rope.scaling.yarn_log_multiplier", 0.0)
+    if kind == "yarn" and original and is_usual and flat in (0.0, 1.0):
+        numbers = {key: file.number(f"rope.scaling.{name}", math.nan) for key, name in _YARN.items()}
+        mscale = {"mscale": 1.0, "mscale_all_dim": 1.0} if flat else {}
+        numbers = {key: number for key, number in numbers.items() if not math.isnan(number)}
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **numbers, **mscale}
+    raise UserError(f"its rotary embedding is scaled by {kind!r}, which is not supported")
+
+
+def _llama3(base: float, head_dim: int, frequencies: Sequence[float]) -> dict[str, Any]:
+    """The scaling of Llama 3, found from the factors of wave lengths that it results in, which is all that GGUF has."""
+    low, high, original = _LLAMA3.values()
+    waves = [2 * math.pi * base ** (index / head_dim) for index in range(0, head_dim, 2)]
+    smooth = [min(max((original / wave - low) / (high - low), 0.0), 1.0) for wave in waves]
+    for factor in _LLAMA3_FACTORS:
+        wanted = [1 / ((1 - share) / factor + share) for share in smooth]
+        if len(wanted) == len(frequencies) and all(map(partial(math.isclose, rel_tol=1e-3), wanted, frequencies)):
+            return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    raise UserError("its rope_freqs.weight are not those of Llama 3.1, 3.2 or 3.3, and no others are supported")
+
+
+def _longrope(file: File, rotated: int) -> dict[str, Any]:
+    """Two lists of factors, for texts within the original context and for longer ones."""
+    factors = {name: [_shortest(float(factor)) for factor in file.factors.get(name, ())] for name in (LONG, SHORT)}
+    if any(len(values) != rotated // 2 for values in factors.values()):
+        raise UserError(f"its {LONG} and {SHORT} do not both have {rotated // 2} values; convert the model again")
+    context = file.number("context_length")
+    original = file.number("rope.scaling.original_context_length", context)
+    scale = context / original
+    usual = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+    given = file.number("rope.scaling.attn_factor", usual if original != context else 1.0)
+    attention = {} if math.isclose(given, usual, rel_tol=1e-5) else {"attention_factor": given}
+    long, short = factors.values()
+    return {
+        "rope_type": "longrope", "long_factor": long, "short_factor": short, "original_max_position_embeddings": original,
+        **attention,
+    }  # fmt: skip
