@@ -1,6 +1,6 @@
 """From the metadata of a GGUF file to ``config.json``: a table of the architectures, and how each differs from the others.
 
-An entry has what llama.cpp keeps in its code, not in the file, and what its converter does to tensors. ``index`` undoes the latter.
+An entry has what llama.cpp keeps in its code, not in the file, and what its converter does to tensors, which ``index`` undoes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Architecture:
 
     Attributes:
         modules: of a layer, by their names below it.
-        base, embedding, norm: names of the model without head, and of its parts.
+        base, embedding, norm, head: names of the model without head, of its parts, and of the head in a checkpoint.
         epsilon: the key of ``config.json`` for that of norms; None if it has none.
         fields, optional: by key of ``config.json``, a field of the file.
         flags: by key of ``config.json``, the tensor of the first layer that the file has if the key is true.
@@ -79,6 +79,7 @@ class Architecture:
     base: str = "model"
     embedding: str = "embed_tokens"
     norm: str = "norm"
+    head: str = "lm_head"
     epsilon: str | None = "rms_norm_eps"
     fields: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
@@ -186,11 +187,7 @@ _OLMO3 = Architecture(
     model_type="olmo3", class_name="Olmo3ForCausalLM", modules=(*_ATTENTION, *_QK_NORMS, *_GATED, *_POST_NORMS),
     flags=_BIASES, windows=Windows(period=4), local=True,
 )  # fmt: skip
-_GEMMA = {
-    "base": "model",
-    "constants": {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"},
-    "added": -1.0,
-}
+_GELU = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
 _GEMMA_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _SOFTCAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 
@@ -201,16 +198,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="qwen3", class_name="Qwen3ForCausalLM", modules=(*_LLAMA.modules, *_QK_NORMS), flags=_BIASES
     ),
     "gemma": Architecture(
-        model_type="gemma", class_name="GemmaForCausalLM", modules=_LLAMA.modules, flags=_BIASES, **_GEMMA
+        model_type="gemma", class_name="GemmaForCausalLM", modules=_LLAMA.modules, flags=_BIASES, constants=_GELU, added=-1.0
     ),
     "gemma2": Architecture(
         model_type="gemma2", class_name="Gemma2ForCausalLM", modules=(*_ATTENTION, *_GATED, *_GEMMA_NORMS), flags=_BIASES,
-        optional=_SOFTCAPS, windows=Windows(period=2, usual=4096), more=partial(_gemma_scale, layers=46), **_GEMMA,
+        optional=_SOFTCAPS, windows=Windows(period=2, usual=4096), more=partial(_gemma_scale, layers=46), constants=_GELU,
+        added=-1.0,
     ),
     "gemma3": Architecture(
         model_type="gemma3_text", class_name="Gemma3ForCausalLM", modules=(*_ATTENTION, *_QK_NORMS, *_GATED, *_GEMMA_NORMS),
         flags=_BIASES, optional={"final_logit_softcapping": "final_logit_softcapping"}, windows=Windows(period=6), local=True,
-        local_theta=10_000.0, more=partial(_gemma_scale, layers=62), **_GEMMA,
+        local_theta=10_000.0, more=partial(_gemma_scale, layers=62), constants=_GELU, added=-1.0,
     ),
     "phi2": Architecture(
         model_type="phi", class_name="PhiForCausalLM", norm="final_layernorm", epsilon="layer_norm_eps", partial=True,
@@ -280,13 +278,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
     ),
     "gptneox": Architecture(
-        model_type="gpt_neox", class_name="GPTNeoXForCausalLM", base="gpt_neox", embedding="embed_in", norm="final_layer_norm",
+        model_type="gpt_neox", class_name="GPTNeoXForCausalLM", base="gpt_neox", embedding="embed_in", norm="final_layer_norm", head="embed_out",
         modules=("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", *_NORMS),
         epsilon="layer_norm_eps", fields={"use_parallel_residual": "use_parallel_residual"}, constants={"hidden_act": "gelu"},
         flags=_BIASES, partial=True, fused="attention.query_key_value",
     ),
     "minicpm3": Architecture(
-        model_type="minicpm3", class_name="MiniCPM3ForCausalLM", flags=_BIASES, partial=True, more=_latents,
+        model_type="minicpm3", class_name="MiniCPM3ForCausalLM", flags=_BIASES, more=_latents,
         modules=(
             "self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa",
             "self_attn.kv_a_layernorm", "self_attn.kv_b_proj", "self_attn.o_proj", *_GATED, *_NORMS,

@@ -133,11 +133,23 @@ def _describe(path: Path, directory: Path) -> None:
 
 def _opened(path: Path) -> tuple[dict[str, Any], list[Any], dict[str, list[int]]]:
     """All metadata, where the tensors are, and the places in the file of numbers that are tensors in a checkpoint."""
+    import numpy as np
     from gguf import GGUFReader
+
+    class Reader(GGUFReader):  # type: ignore[misc]
+        """Reads views of a plain array, which are made in half the time."""
+
+        @property
+        def data(self) -> Any:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self._data = mapped.view(np.ndarray)
 
     size = os.path.getsize(path)
     try:
-        reader = GGUFReader(path)
+        reader = Reader(path)
         if any(tensor.data_offset + tensor.n_bytes > size for tensor in reader.tensors):
             raise ValueError("it ends before its last tensor")
         first = reader.data.ctypes.data

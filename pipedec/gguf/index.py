@@ -87,7 +87,7 @@ class TensorIndex:
             values = dequantize(raw[_order(place)[first:last]], GGMLQuantizationType[place.type])
         else:
             values = dequantize(raw[0], GGMLQuantizationType[place.type])
-            values = values[_order(place)] if place.shape else values.reshape(())
+            values = values[_order(place)] if place.shape else values.copy().reshape(())
         return values + np.float32(place.added) if place.added else values
 
 
@@ -135,6 +135,6 @@ def tensor_names(name: str, architecture: Architecture, num_layers: int) -> dict
     known = get_tensor_name_map(next(arch for arch, own in MODEL_ARCH_NAMES.items() if own == name), num_layers)
     base = architecture.base
     modules = [f"{base}.layers.{layer}.{module}" for layer in range(num_layers) for module in architecture.modules]
-    modules += [f"{base}.{architecture.embedding}", f"{base}.{architecture.norm}", "lm_head"]
+    modules += [f"{base}.{architecture.embedding}", f"{base}.{architecture.norm}", architecture.head]
     named = {known.get_name(module): module for module in modules}
     return {f"{name}.{kind}": f"{module}.{kind}" for name, module in named.items() if name for kind in ("weight", "bias")}

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from pipedec.checkpoints import LayerSpan, TensorFiles, span_shapes
 from pipedec.core import UserError
-from pipedec.families import ModelConfig, Shape
+from pipedec.families import ModelConfig, Shape, model_config
 from pipedec.gguf import model_files
 from pipedec.model.matrices import Matrix
 
@@ -133,9 +133,10 @@ def load_transformers(model: Path, dtype: torch.dtype, device: torch.device | st
     directory = model_files(model)
     made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype, **options)
     checkpoint = Checkpoint(model)
-    checkpoint.read_into(
-        {name: tensor for name, tensor in made.state_dict().items() if name != "lm_head.weight" or name in checkpoint}
-    )
+    stored = {place: name for name, place in getattr(model_config(model), "places", {}).items()}  # where names differ
+    targets = {stored.get(name, name): tensor for name, tensor in made.state_dict().items()}
+    head = stored.get("lm_head.weight", "lm_head.weight")
+    checkpoint.read_into({name: tensor for name, tensor in targets.items() if name != head or name in checkpoint})
     made.tie_weights()
     made.generation_config = GenerationConfig.from_pretrained(directory)
     return made.to(device).eval()

@@ -50,18 +50,19 @@ def compare(target: Path, scratch: Path) -> Compared:
         spec = bare_spec(target, LAYERS, (stages, stages), scratch / "draft", model_impl="transformers")
         pipeline = LocalPipeline.load(spec.replaced(max_num_seqs=8))
         for method in METHODS:
-            alone = {question: _answers(pipeline, method, [question])[0] for question in clear}
-            together = dict(zip(clear, _answers(pipeline, method, clear), strict=True))
-            for place, answers in (("alone", alone), ("in company", together)):
+            alone = {question: answers(pipeline, method, [question])[0] for question in clear}
+            together = dict(zip(clear, answers(pipeline, method, clear), strict=True))
+            for place, given in (("alone", alone), ("in company", together)):
                 for question in clear:
                     found.answers += 1
-                    if answers[question] != expected[question]:
+                    if given[question] != expected[question]:
                         found.different.append(f"{stages} stages, {method}, {place}, {question}")
             found.ties += 2 * (len(questions) - len(clear))
     return found
 
 
-def _answers(pipeline: LocalPipeline, method: str, questions: Sequence[tuple[str, int]]) -> list[list[int]]:
+def answers(pipeline: LocalPipeline, method: str, questions: Sequence[tuple[str, int]]) -> list[list[int]]:
+    """The answers of a pipeline to questions, each a sampling and the number of a prompt, all at once."""
     requests = [
         Request(number, PROMPTS[prompt], SAMPLINGS[sampling], method, find_method(method).options())
         for number, (sampling, prompt) in enumerate(questions)
@@ -80,15 +81,21 @@ def _expected(target: Path) -> dict[tuple[str, int], list[int] | None]:
     }
 
 
-@torch.inference_mode()
 def _generated(model: PreTrainedModel, prompt: tuple[int, ...], sampling: SamplingParams) -> list[int] | None:
+    tokens, lead = generated(model, prompt, sampling)
+    return None if lead < TIE else tokens
+
+
+@torch.inference_mode()
+def generated(model: PreTrainedModel, prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[list[int], float]:
+    """The answer of ``generate``, and the smallest lead of a token over the next best."""
     noisy = Noisy(sampling)
     ids = torch.tensor([prompt])
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False,
         logits_processor=LogitsProcessorList([noisy]), eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    return None if noisy.smallest_lead < TIE else [int(token) for token in output[0, len(prompt) :]]
+    return [int(token) for token in output[0, len(prompt) :]], noisy.smallest_lead
 
 
 class Noisy(LogitsProcessor):

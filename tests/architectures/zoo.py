@@ -33,8 +33,8 @@ def architectures() -> tuple[str, ...]:
     return tuple(sorted(kind.model_type for kind in MODEL_FOR_CAUSAL_LM_MAPPING if kind.base_model_pp_plan is not None))
 
 
-def tiny_config(model_type: str) -> Any:
-    """As small as the architecture allows, with windows of 8 where it has windows."""
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """As small as the architecture allows, with windows of 8 where it has windows. ``changes``: keys with other values."""
     usual = AutoConfig.for_model(model_type)
     sizes = {name: size for name, size in _SIZES.items() if hasattr(usual, name)}
     if hasattr(usual, "kv_lora_rank"):
@@ -42,7 +42,7 @@ def tiny_config(model_type: str) -> Any:
         sizes.pop("head_dim", None)
     if "sliding_attention" in (getattr(usual, "layer_types", None) or ()):
         sizes["layer_types"] = _LAYER_TYPES
-    return AutoConfig.for_model(model_type, **sizes | _OWN.get(model_type, {}))
+    return AutoConfig.for_model(model_type, **sizes | _OWN.get(model_type, {}) | changes)
 
 
 def save_config(model_type: str, folder: Path) -> None:
@@ -54,9 +54,12 @@ def save_config(model_type: str, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def save_model(model_type: str, folder: Path) -> None:
-    """With weights that are large enough for tokens to depend on their whole context, and norms that are not trivial."""
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type)).eval()
+def save_model(model_type: str, folder: Path, **changes: Any) -> None:
+    """With weights that are large enough for tokens to depend on their whole context, and norms that are not trivial.
+
+    ``changes``: see ``tiny_config``.
+    """
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **changes)).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -122,8 +122,8 @@ def test_llama3s_scaling_is_found_in_its_factors(tmp_path, factor):
     scaling = {**LLAMA31, "factor": factor, "original_max_position_embeddings": 8192}
     save_tiny("llama", tmp_path / "source", hidden=128, heads=2, rope_parameters={"rope_theta": 500_000.0, **scaling})
     file = save_gguf(tmp_path / "model.gguf", tmp_path / "source", extra_tensors={"rope_freqs.weight": _factors(64, factor)})
-    found = json.loads((model_files(file) / "config.json").read_text())["rope_scaling"]
-    assert found == scaling
+    found = json.loads((model_files(file) / "config.json").read_text())["rope_parameters"]
+    assert found == {"rope_theta": 500_000.0, **scaling}
     assert torch.equal(logits(file, (4,)), logits(tmp_path / "source", (4,)))
 
 

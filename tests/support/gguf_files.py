@@ -13,6 +13,8 @@ from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFW
 from gguf.quants import quantize
 from safetensors.numpy import load_file
 
+from support.gguf_architectures import NAMES, converted, factors, fields_of, layer_values
+
 Floats = npt.NDArray[np.float32]
 K_TYPES = ("Q4_K", "Q5_K", "Q6_K")  # the gguf library reads them, but does not write them
 _RANDOM_SCALES = {"Q4_K": {0: 5e-4, 2: 4e-3}, "Q5_K": {0: 3e-4, 2: 5e-3}, "Q6_K": {208: 8e-5}}  # by place in a block
@@ -25,6 +27,7 @@ def save_gguf(
     tokenizer: Mapping[str, Any] | None = None,
     leave_out: tuple[str, ...] = (),
     extra_tensors: Mapping[str, Floats] | None = None,
+    architecture: str | None = None,
     **fields: Any,
 ) -> Path:
     """Write a checkpoint of one safetensors file as GGUF; return ``path``.
@@ -33,22 +36,24 @@ def save_gguf(
         kind: type of the matrices; for one of K_TYPES they are random, whatever the checkpoint says. Vectors stay F32.
         tokenizer: the fields below ``tokenizer.ggml``, and ``chat_template``; those of the checkpoint's byte-level BPE if None.
             Without one a tokenizer that knows no text.
+        architecture: in GGUF, if not the usual one of the checkpoint's model_type.
         leave_out: tensors, by their names in the file, that are not written.
         fields: of metadata, with ``__`` for a dot, added to the usual ones or put in their place; None leaves one out.
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    architecture = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    architecture = architecture or NAMES.get(config["model_type"], config["model_type"])
     writer = GGUFWriter(path, fields.pop("general__architecture", architecture))
     named = {name.replace("__", "."): value for name, value in fields.items()}
     if tokenizer is None:
         has_one = (checkpoint / "tokenizer.json").exists()
         tokenizer = byte_level_tokenizer(checkpoint) if has_one else _silent_tokenizer(config["vocab_size"])
     tokens = {f"tokenizer.{'' if name == 'chat_template' else 'ggml.'}{name}": value for name, value in tokenizer.items()}
-    for name, value in {**sizes(config, architecture), **tokens, **named}.items():
+    values_of_layers = layer_values(config, checkpoint)
+    for name, value in {**sizes(config, architecture), **values_of_layers, **tokens, **named}.items():
         if value is not None:
             _add(writer, name, value)
     tensors = tensors_of(checkpoint, config, architecture)
-    for name, values in {**tensors, **(extra_tensors or {})}.items():
+    for name, values in {**tensors, **factors(config), **(extra_tensors or {})}.items():
         if name not in leave_out:
             _write_tensor(writer, name, values, kind)
     writer.write_header_to_file()
@@ -60,38 +65,20 @@ def save_gguf(
 
 def sizes(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """Metadata of a model, by the values in its ``config.json``."""
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    values = {
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "block_count": config["num_hidden_layers"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": heads,
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "rope.dimension_count": head_dim,
-        "rope.freq_base": float((config.get("rope_parameters") or config)["rope_theta"]),
-    }
-    return {f"{architecture}.{name}": value for name, value in values.items()}
+    return {f"{architecture}.{name}": value for name, value in fields_of(config).items()}
 
 
 def tensors_of(checkpoint: Path, config: Mapping[str, Any], architecture: str) -> dict[str, Floats]:
-    """The tensors by their names in a GGUF file, with the rows of each head's two halves in turn where llama.cpp has it so."""
+    """The tensors by their names in a GGUF file, with their values and rows as llama.cpp has them."""
     known = get_tensor_name_map(
         next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture), config["num_hidden_layers"]
     )
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     named = {}
     for name, values in load_file(checkpoint / "model.safetensors").items():
         base, _, suffix = name.rpartition(".")
-        projection = base.rpartition(".")[2]
-        if architecture == "llama" and projection in heads:
-            halves = values.reshape(heads[projection], 2, -1, *values.shape[1:])
-            values = halves.swapaxes(1, 2).reshape(values.shape)
-        named[f"{known.get_name(base)}.{suffix}"] = np.ascontiguousarray(values, dtype=np.float32)
+        if ".act_fn" not in name:  # numbers that are metadata
+            stored = converted(config, base, values)
+            named[f"{known.get_name(base)}.{suffix}"] = np.ascontiguousarray(stored, dtype=np.float32)
     return named
 
 
