@@ -278,8 +278,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
     ),
     "gptneox": Architecture(
-        model_type="gpt_neox", class_name="GPTNeoXForCausalLM", base="gpt_neox", embedding="embed_in", norm="final_layer_norm", head="embed_out",
-        modules=("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", *_NORMS),
+        model_type="gpt_neox", class_name="GPTNeoXForCausalLM", base="gpt_neox", embedding="embed_in", norm="final_layer_norm",
+        head="embed_out", modules=("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", *_NORMS),
         epsilon="layer_norm_eps", fields={"use_parallel_residual": "use_parallel_residual"}, constants={"hidden_act": "gelu"},
         flags=_BIASES, partial=True, fused="attention.query_key_value",
     ),
@@ -361,7 +361,7 @@ def config_of(file: File) -> dict[str, Any]:
     config |= found.constants
     config |= found.more(file) if found.more is not None else {}
     config |= _rope(file, found, config)
-    present = {key: value for key, value in config.items() if value is not None or key in ("sliding_window", "q_lora_rank")}
+    present = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
     return present | {"pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id")}  # transformers has one of its own
 
 

@@ -136,7 +136,7 @@ def _opened(path: Path) -> tuple[dict[str, Any], list[Any], dict[str, list[int]]
     import numpy as np
     from gguf import GGUFReader
 
-    class Reader(GGUFReader):  # type: ignore[misc]
+    class Reader(GGUFReader):
         """Reads views of a plain array, which are made in half the time."""
 
         @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from pipedec import LLM, SamplingParams
 from pipedec.config.settings import Models
 from pipedec.core import UserError
 from pipedec.engine.build import checked_models
+from pipedec.families import model_config
 from pipedec.gguf import NAMED_MODELS, located
+from pipedec.model import load_transformers
 from pipedec.text.prompt import load_tokenizer
 from pipedec.verify.reference import Reference
 
@@ -86,3 +89,37 @@ def test_smollm2_says_what_transformers_reads_in_its_file(smollm2: Path) -> None
             )
             answer = llm.generate(prompt, SamplingParams(max_tokens=24, temperature=0.0))[0]
             assert list(answer.token_ids) == output[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def gemma3() -> Path:
+    if not (file := os.environ.get("GEMMA3_GGUF")):
+        pytest.skip("GEMMA3_GGUF names no GGUF file of Gemma 3 270M")
+    return Path(file)
+
+
+@pytest.fixture(scope="module")
+def gemma3_questions(gemma3: Path) -> list[tuple[list[int], list[int]]]:
+    """Prompts, one of which is longer than the windows, and what transformers says with the weights of the file."""
+    model, tokenizer = load_transformers(gemma3, torch.float32), load_tokenizer(gemma3)
+    long = Path(__file__).read_text(encoding="utf-8")[:3200]
+    questions = []
+    for text in ("The capital of France is", f"{long}\n\n# The file above is about"):
+        prompt = tokenizer.encode(text)
+        ids = torch.tensor([prompt])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        questions.append((prompt, output[0, len(prompt) :].tolist()))
+    assert len(questions[1][0]) > model_config(gemma3).layers[0].reach.size + 24
+    return questions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["pp", "pipedec-bestfirst"])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_gemma3_says_what_transformers_says(
+    gemma3: Path, gemma3_questions: list[tuple[list[int], list[int]]], stages: int, method: str
+) -> None:
+    with LLM(gemma3, draft="none", stages=stages, method=method, device="cpu") as llm:
+        for prompt, expected in gemma3_questions:
+            answer = llm.generate(prompt, SamplingParams(max_tokens=24, temperature=0.0))[0]
+            assert list(answer.token_ids) == expected
