@@ -279,9 +279,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gptneox": Architecture(
         model_type="gpt_neox", class_name="GPTNeoXForCausalLM", base="gpt_neox", embedding="embed_in", norm="final_layer_norm",
-        head="embed_out", modules=("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", *_NORMS),
-        epsilon="layer_norm_eps", fields={"use_parallel_residual": "use_parallel_residual"}, constants={"hidden_act": "gelu"},
-        flags=_BIASES, partial=True, fused="attention.query_key_value",
+        modules=("attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", *_NORMS),
+        head="embed_out", epsilon="layer_norm_eps", fields={"use_parallel_residual": "use_parallel_residual"},
+        constants={"hidden_act": "gelu"}, flags=_BIASES, partial=True, fused="attention.query_key_value",
     ),
     "minicpm3": Architecture(
         model_type="minicpm3", class_name="MiniCPM3ForCausalLM", flags=_BIASES, more=_latents,

@@ -24,8 +24,8 @@ _TEKKEN = (
 )
 _GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "gigachat", "exaone4", "trillion")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-_LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral")
-_LIKE_LLAMA3_NAMES = (*_LLAMA3_NAMES, "dbrx", "smaug-bpe")
+_LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
+_LIKE_LLAMA3_NAMES = (*_LLAMA3_NAMES, "dbrx", "smaug-bpe", "chatglm-bpe", "glm4")
 _QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan")
 _WHOLE_WORDS = (*_LLAMA3_NAMES, "tekken")  # words that are tokens are never merged from parts; texts begin with a bos token
 PRE_TOKENIZERS = (*_GPT2, *_SINGLE_DIGITS, *_LIKE_LLAMA3_NAMES, *_QWEN2, "tekken")

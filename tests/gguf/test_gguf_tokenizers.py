@@ -141,6 +141,23 @@ def test_sentencepiece_token_ids_are_llama_cpps(spaced_source: Path, tmp_path: P
     check_against_llama_cpp(file, [*CORPUS, "<unk> x", " <|user|> y", *random_texts()])
 
 
+def test_user_defined_tokens_are_found_in_texts(tmp_path: Path) -> None:
+    """As Gemma has them, for runs of spaces and line breaks."""
+    fields = spaced_fields()
+    added = ["  ", "\n\n"]
+    first = len(fields["tokens"])
+    fields["tokens"] = [*fields["tokens"], *added]
+    fields["scores"] = [*fields["scores"], 0.0, 0.0]
+    fields["token_type"] = [*fields["token_type"], *[int(TokenType.USER_DEFINED)] * 2]
+    save_tiny_llama(tmp_path / "source", layers=1, vocab=len(fields["tokens"]))
+    tokenizer = {**fields, "add_space_prefix": False, "add_bos_token": True}
+    found = load_tokenizer(save_gguf(tmp_path / "model.gguf", tmp_path / "source", tokenizer=tokenizer))
+    ids = found.encode("it  it\n\n  it")
+    inside = found.encode("it")[1:]
+    assert ids == [1, *inside, first, *inside, first + 1, first, *inside]
+    assert found.decode(ids, skip_special_tokens=True) == "it  it\n\n  it"
+
+
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_byte_level_token_ids_are_llama_cpps(source: Path, tmp_path: Path, pre: str) -> None:
     file = save_gguf(tmp_path / "model.gguf", source, tokenizer={**byte_level_fields(), "pre": pre})
