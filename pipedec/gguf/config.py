@@ -115,7 +115,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class File:
-    """What a GGUF file has besides weights.
+    """A GGUF file without its weights.
 
     Attributes:
         metadata: all fields.

@@ -10,12 +10,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from support.specs import bare_spec
 
-from architectures.answers import compare
+from architectures.answers import PROMPTS, SAMPLINGS, answers, compare, generated
 from architectures.table import DOCUMENT, Row, described, read_table, write_row
-from architectures.zoo import architectures, save_config, save_model
+from architectures.zoo import LAYERS, architectures, save_config, save_model
 from pipedec.core import UserError
+from pipedec.engine.local import LocalPipeline
 from pipedec.families import TransformersConfig, model_config
+from pipedec.model import load_transformers
+from pipedec.model.matrices import SMALLEST_PACKED
 
 
 @pytest.mark.slow
@@ -38,6 +43,13 @@ def test_an_architecture_is_exact_or_refused(model_type: str, tmp_path: Path, py
         assert not found.different, found.different
     if rows is not None:
         write_row(row, Path(rows))
+
+
+def test_a_head_that_shares_the_embedding_may_be_packed(tmp_path: Path) -> None:
+    save_model("gemma", tmp_path, vocab_size=SMALLEST_PACKED // 64)
+    expected, _ = generated(load_transformers(tmp_path, torch.float32), PROMPTS[1], SAMPLINGS["greedy"])
+    pipeline = LocalPipeline.load(bare_spec(tmp_path, LAYERS, (1, 1), model_impl="transformers"))
+    assert answers(pipeline, "pp", [("greedy", 1)]) == [expected]
 
 
 def test_the_table_has_every_architecture() -> None:
