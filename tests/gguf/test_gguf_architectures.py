@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from architectures.answers import PROMPTS, SAMPLINGS, TIE, answers, generated
-from architectures.zoo import save_model
+from architectures.zoo import VOCABULARY, save_model
 from safetensors.torch import load_file, save_file
+from support.gguf_architectures import NAMES
 from support.gguf_files import save_gguf
+from support.llama_cpp import LlamaCpp
 from support.specs import bare_spec
 
 from pipedec.core import UserError
@@ -90,12 +92,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("ministral3", {"rope_parameters": MINISTRAL, "sliding_window": None}),
 }  # fmt: skip
 ALWAYS = ("gemma3", "phi3", "olmo3", "gptneox", "command-r")  # whose answers are compared by default, too
+# llama.cpp has windows only in the largest EXAONE 4 and never in Phi-3, norms of queries only in the largest Command R, and
+# chooses the factors of longrope by the length of its context.
+NOT_LLAMA_CPP = ("phi3", "phi3-partial", "phi3-longrope", "exaone4", "command-r-norms")
 # Keys whose values do not change what a model computes, or not that of a checkpoint.
 UNIMPORTANT = {"dtype", "transformers_version", "architectures", "_name_or_path", "sliding_window_pattern", "pretraining_tp"}
 UNIMPORTANT |= {"bos_token_id", "pad_token_id", "eos_token_id", "initializer_range", "original_max_position_embeddings"}
 
 
-def write(name: str, folder: Path, **metadata: Any) -> tuple[Path, Path]:
+def write(name: str, folder: Path, vocab_size: bool = False, **metadata: Any) -> tuple[Path, Path]:
     """A checkpoint, and the GGUF file of it. Values of norms have few digits, so that adding to them loses none."""
     model_type, changes = MODELS[name]
     save_model(model_type, folder / "source", **changes)
@@ -104,6 +109,8 @@ def write(name: str, folder: Path, **metadata: Any) -> tuple[Path, Path]:
     save_file(tensors, weights)
     if name == "mistral3":
         metadata["architecture"] = name
+    if vocab_size:
+        metadata[f"{metadata.get('architecture') or NAMES.get(model_type, model_type)}__vocab_size"] = VOCABULARY
     return folder / "source", save_gguf(folder / "model.gguf", folder / "source", **metadata)
 
 
@@ -151,6 +158,17 @@ def test_answers_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     assert clear
     for number in clear:
         assert found[number] == expected[number][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {*NOT_LLAMA_CPP}))
+def test_llama_cpp_computes_the_same_from_the_file(name: str, tmp_path: Path) -> None:
+    """That the files here are what its converter would write."""
+    source, file = write(name, tmp_path, tokenizer={"model": "none"}, vocab_size=True)
+    with torch.no_grad():
+        expected = load_transformers(source, torch.float32)(torch.tensor([PROMPTS[2]])).logits[0, -1]
+    found = torch.tensor(LlamaCpp(file).logits(PROMPTS[2], len(expected)))
+    torch.testing.assert_close(found, expected, atol=0.01 * float(expected.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize(

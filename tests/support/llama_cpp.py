@@ -1,8 +1,9 @@
-"""llama.cpp's own tokenizer, from the library in the wheel ``xllamacpp``; a test that asks for it is skipped without."""
+"""llama.cpp itself, from the library in the wheel ``xllamacpp``; a test that asks for it is skipped without."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,13 +11,20 @@ import pytest
 
 
 class _Params(ctypes.Structure):
-    """More than the size of ``llama_model_params``: structures that large are passed in memory."""
+    """More than the size of the parameters of models and contexts: structures that large are passed in memory."""
 
-    _fields_ = (("values", ctypes.c_uint64 * 32),)
+    _fields_ = (("values", ctypes.c_uint64 * 40),)
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        ("count", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("token", "embd", "pos", "n_seq_id", "seq_id", "logits")),
+    )
 
 
 class LlamaCpp:
-    """The vocabulary of a GGUF file."""
+    """The model of a GGUF file."""
 
     def __init__(self, file: Path) -> None:
         self._library = _library()
@@ -32,6 +40,16 @@ class LlamaCpp:
         count = self._library.llama_tokenize(self._vocabulary, raw, len(raw), room, len(room), ends, True)
         assert count >= 0
         return list(room[:count])
+
+    def logits(self, tokens: Sequence[int], vocab_size: int) -> list[float]:
+        """Those after the last token; keys and values are in float16."""
+        context = self._library.llama_init_from_model(self._model, self._library.llama_context_default_params())
+        values = (ctypes.c_int32 * len(tokens))(*tokens)
+        batch = self._library.llama_batch_get_one(ctypes.cast(values, ctypes.c_void_p), len(tokens))
+        assert self._library.llama_decode(context, batch) == 0
+        found = self._library.llama_get_logits_ith(context, -1)[:vocab_size]
+        self._library.llama_free(context)
+        return list(found)
 
 
 _LOG = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
@@ -49,6 +67,12 @@ def _library() -> ctypes.CDLL:
     library.llama_model_get_vocab.argtypes = (ctypes.c_void_p,)
     text, room = (ctypes.c_char_p, ctypes.c_int32), (ctypes.POINTER(ctypes.c_int32), ctypes.c_int32)
     library.llama_tokenize.argtypes = (ctypes.c_void_p, *text, *room, ctypes.c_bool, ctypes.c_bool)
+    library.llama_context_default_params.restype, library.llama_batch_get_one.restype = _Params, _Batch
+    library.llama_init_from_model.argtypes, library.llama_init_from_model.restype = (ctypes.c_void_p, _Params), ctypes.c_void_p
+    library.llama_batch_get_one.argtypes = (ctypes.c_void_p, ctypes.c_int32)
+    library.llama_decode.argtypes, library.llama_free.argtypes = (ctypes.c_void_p, _Batch), (ctypes.c_void_p,)
+    library.llama_get_logits_ith.argtypes = (ctypes.c_void_p, ctypes.c_int32)
+    library.llama_get_logits_ith.restype = ctypes.POINTER(ctypes.c_float)
     library.llama_log_set.argtypes = (_LOG, ctypes.c_void_p)
     library.llama_log_set(_quiet, None)
     library.llama_backend_init()
