@@ -57,7 +57,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {}),
     "phi3-unlimited": ("phi3", {"sliding_window": None}),
     "phi3-longrope": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 256, "sliding_window": None}),
-    "phi3-partial": ("phi3", {"rope_parameters": {**BASE, "partial_rotary_factor": 0.75}}),
+    "phi3-partial": ("phi3", {"rope_parameters": {**BASE, "partial_rotary_factor": 0.75}, "sliding_window": None}),
     "starcoder2": ("starcoder2", {"sliding_window": 4096}),
     "olmo": ("olmo", {}),
     "olmo-clipped": ("olmo", {"clip_qkv": 1.5, "num_key_value_heads": 4}),
@@ -94,7 +94,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 ALWAYS = ("gemma3", "phi3", "olmo3", "gptneox", "command-r")  # whose answers are compared by default, too
 # llama.cpp has windows only in the largest EXAONE 4 and never in Phi-3, norms of queries only in the largest Command R, and
 # chooses the factors of longrope by the length of its context.
-NOT_LLAMA_CPP = ("phi3", "phi3-partial", "phi3-longrope", "exaone4", "command-r-norms")
+NOT_LLAMA_CPP = ("phi3", "phi3-longrope", "exaone4", "command-r-norms")
 # Keys whose values do not change what a model computes, or not that of a checkpoint.
 UNIMPORTANT = {"dtype", "transformers_version", "architectures", "_name_or_path", "sliding_window_pattern", "pretraining_tp"}
 UNIMPORTANT |= {"bos_token_id", "pad_token_id", "eos_token_id", "initializer_range", "original_max_position_embeddings"}
