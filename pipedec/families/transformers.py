@@ -170,7 +170,7 @@ def skeleton(stated: Any, attention: str, dtype: Any = None) -> Any:
 
     class WithoutWeights(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            is_weight = function in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
+            is_weight = function in (torch.empty, torch.rand, torch.randn)
             return function(*args, **{**(kwargs or {}), **({"device": "meta"} if is_weight else {})})
 
     _register()
@@ -178,6 +178,9 @@ def skeleton(stated: Any, attention: str, dtype: Any = None) -> Any:
         model = AutoModelForCausalLM.from_config(
             stated, dtype=dtype or torch.float32, attn_implementation=attention, trust_remote_code=False
         )
+    for module in model.modules():  # weights made of zeros or ones, as frequencies may be
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, torch.nn.Parameter(parameter.to("meta"), requires_grad=False))
     return model.eval()
 
 

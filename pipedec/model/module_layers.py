@@ -288,7 +288,15 @@ class _Normed(nn.Module):
     hidden_1RE: Tensor
 
     def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=cast(torch.FloatTensor, self.hidden_1RE))
+        return _NormedOutput(last_hidden_state=cast(torch.FloatTensor, self.hidden_1RE))
+
+
+class _NormedOutput(BaseModelOutputWithPast):
+    """An output without those that some models add to it."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
 
 
 class _RowRotary(nn.Module):

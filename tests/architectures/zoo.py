@@ -23,6 +23,8 @@ _LATENTS = {
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 # What the sizes above do not fit, or what an architecture has besides its usual form.
 _OWN: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"hidden_size_per_layer_input": 0},  # as in its largest dense model
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
 }
 
@@ -36,7 +38,7 @@ def architectures() -> tuple[str, ...]:
 def tiny_config(model_type: str, **changes: Any) -> Any:
     """As small as the architecture allows, with windows of 8 where it has windows. ``changes``: keys with other values."""
     usual = AutoConfig.for_model(model_type)
-    sizes = {name: size for name, size in _SIZES.items() if hasattr(usual, name)}
+    sizes = {name: size for name, size in _SIZES.items() if name in usual.to_dict()}
     if hasattr(usual, "kv_lora_rank"):
         sizes |= {name: size for name, size in _LATENTS.items() if hasattr(usual, name)}
         sizes.pop("head_dim", None)
