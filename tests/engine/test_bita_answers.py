@@ -9,21 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import zoo
+from architectures.zoo import save_model
 from msgspec.structs import replace
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny
 from support.naive_bita import NaiveBita
 from support.pairwise import pairwise
 from support.specs import bare_spec
+from support.stage_chain import BOTH_IMPLS
 from support.timesteps import check_timesteps
 from transformers import AutoModelForCausalLM
 
 from pipedec.core import KNEE_ROWS, Request, RequestUpdate, SamplingParams, StageMessage, UserError, Verdict
 from pipedec.engine.build import DTYPES
 from pipedec.engine.local import LocalPipeline
-from pipedec.families import model_config
+from pipedec.families import ModelImpl, model_config
 from pipedec.methods import BitaOptions
-from pipedec.model import BitaWeights
+from pipedec.model import BitaWeights, checked_bita
 from pipedec.stage import FinalStageWorker
 
 LAYERS, MASKS, VOCAB = 8, 3, 64
@@ -58,9 +61,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_pipeline(
-    models: Path, shape: tuple[int, int], dtype: str = "float32", target: str = "llama", bita: Path | None = None
-) -> LocalPipeline:
-    return LocalPipeline.load(bare_spec(models / target, LAYERS, shape, None, bita or models / f"{target}-bita", dtype=dtype))
+    models: Path, shape: tuple[int, int], dtype: str = "float32", target: str = "llama", bita: Path | None = None,
+    impl: ModelImpl = "auto",
+) -> LocalPipeline:  # fmt: skip
+    given = {"dtype": dtype, "model_impl": impl}
+    return LocalPipeline.load(bare_spec(models / target, LAYERS, shape, None, bita or models / f"{target}-bita", **given))
 
 
 def request(
@@ -127,6 +132,24 @@ def test_other_families(models: Path, target: str, dtype: str) -> None:
     for index, tree in enumerate(TREES):
         is_greedy = (index % 2 == 0) == (dtype == "float32")
         assert answer(pipeline, request(tree, SamplingParams() if is_greedy else DRAWN)) == (greedy if is_greedy else drawn)
+
+
+def test_a_family_of_transformers_modules(tmp_path: Path) -> None:
+    """With windows and caps of scores."""
+    save_model("gemma2", tmp_path / "target")
+    save_random_bita(tmp_path / "bita", tmp_path / "target", MASKS)
+    pipeline = LocalPipeline.load(bare_spec(tmp_path / "target", zoo.LAYERS, (3, 1), None, tmp_path / "bita"))
+    expected = greedy_answer(tmp_path / "target", PROMPT, NUM_TOKENS), answer(pipeline, request(method="pp"))
+    for tree in TREES:
+        for sampling, tokens in zip((SamplingParams(), DRAWN), expected, strict=True):
+            assert answer(pipeline, request(tree, sampling)) == tokens
+
+
+def test_latents_cannot_hold_a_learned_prompt(tmp_path: Path) -> None:
+    save_model("youtu", tmp_path / "target")
+    save_random_bita(tmp_path / "bita", tmp_path / "target", MASKS)
+    with pytest.raises(UserError, match="layers all cache keys and values of one shape: use --bita none"):
+        checked_bita(tmp_path / "bita", tmp_path / "target")
 
 
 @pytest.mark.fast_cases
@@ -344,9 +367,10 @@ def test_an_answer_may_end_inside_a_tree(
     assert (counts, found) == ([1, 4, 4], said[:9])
 
 
-def test_forecasts_are_what_transformers_says_behind_the_accepted_text(models: Path) -> None:
+@BOTH_IMPLS
+def test_forecasts_are_those_of_transformers_after_the_accepted_text(models: Path, impl: ModelImpl) -> None:
     """After the prompt and after each pass, the tokens that the masks behind the last judged token find likeliest."""
-    pipeline = make_pipeline(models, (4, 2), "float64")
+    pipeline = make_pipeline(models, (4, 2), "float64", impl=impl)
     config = model_config(models / "llama")
     weights = BitaWeights.load(models / "llama-bita", config, range(LAYERS), torch.float64, torch.device("cpu"))
     naive = NaiveBita(AutoModelForCausalLM.from_pretrained(models / "llama", dtype=torch.float64).eval(), weights)
