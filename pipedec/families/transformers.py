@@ -234,7 +234,7 @@ def _names(name: str, model: Any) -> ModuleNames:
     base, plan = model.base_model_prefix, model.config.base_model_pp_plan
     found: dict[str, str] = {}
     for part, (inputs, _) in plan.items():
-        module = getattr(getattr(model, base), part, None)
+        module = getattr(getattr(model, base, None), part, None)
         if isinstance(module, nn.Dropout):
             continue
         kind = "layers" if isinstance(module, nn.ModuleList) else "embedding" if "input_ids" in inputs else "norm"

@@ -8,17 +8,23 @@ docs/results/architectures.md.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.specs import bare_spec
+from torch import Tensor
+from transformers.masking_utils import and_masks, causal_mask_function, chunked_overlay, sliding_window_overlay
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from architectures.answers import PROMPTS, SAMPLINGS, answers, compare, generated
 from architectures.table import DOCUMENT, Row, described, read_table, write_row
 from architectures.zoo import LAYERS, architectures, save_config, save_model
 from pipedec.core import UserError
 from pipedec.engine.local import LocalPipeline
-from pipedec.families import TransformersConfig, model_config
+from pipedec.families import Reach, TransformersConfig, model_config
+from pipedec.families.transformers import _observed_mask
 from pipedec.model import load_transformers
 from pipedec.model.matrices import SMALLEST_PACKED
 
@@ -50,6 +56,35 @@ def test_a_head_that_shares_the_embedding_may_be_packed(tmp_path: Path) -> None:
     expected, _ = generated(load_transformers(tmp_path, torch.float32), PROMPTS[1], SAMPLINGS["greedy"])
     pipeline = LocalPipeline.load(bare_spec(tmp_path, LAYERS, (1, 1), model_impl="transformers"))
     assert answers(pipeline, "pp", [("greedy", 1)]) == [expected]
+
+
+class DenseMLP(LlamaMLP):
+    """In place of a mixture of experts, which also returns scores of its router."""
+
+    def __init__(self, config: Any) -> None:
+        config.mlp_bias, config.hidden_act = False, "silu"
+        super().__init__(config)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
+@pytest.mark.numbers
+def test_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention of gpt-oss, in layers without its experts: windows, and sinks with a score for every head."""
+    monkeypatch.setattr(modeling_gpt_oss, "GptOssMLP", DenseMLP)
+    save_model("gpt_oss", tmp_path / "target")
+    found = compare(tmp_path / "target", tmp_path)
+    assert found.answers and not found.different, found.different
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_windows_and_chunks_have_other_masks(size: int) -> None:
+    window = and_masks(sliding_window_overlay(size), causal_mask_function)
+    chunk = and_masks(chunked_overlay(size, torch.zeros(1)), causal_mask_function)
+    assert _observed_mask(window, local_size=size).reach == Reach(size)
+    assert _observed_mask(chunk, local_size=size).reach == (Reach(size, is_chunk=True) if size > 1 else Reach(1))
+    assert _observed_mask(causal_mask_function).reach is None
 
 
 def test_the_table_has_every_architecture() -> None:
