@@ -63,8 +63,11 @@ class ModelCosts:
     @property
     def layer_kv_bytes(self) -> int:
         """Past and tree cache of one layer: the context, a tree layer per group, and the layer that enters."""
-        slots = self.max_model_len + self.rows * (self.groups + 1)
-        return slots * self.layer_token_bytes
+        return self._slots * self.layer_token_bytes
+
+    @property
+    def _slots(self) -> int:
+        return self.max_model_len + self.rows * (self.groups + 1)
 
     @property
     def layer_token_bytes(self) -> int:
@@ -101,7 +104,9 @@ class ModelCosts:
 
     @property
     def _activation_bytes(self) -> int:
-        values = max(self.rows, PREFILL_ROWS) * self._row_values + self.rows * self.model.vocab_size
+        """With the keys and values that a layer computes from latents, of all slots."""
+        expanded = max(layer.num_heads * (layer.key_dim + layer.value_dim) * bool(layer.latents) for layer in self.model.layers)
+        values = max(self.rows, PREFILL_ROWS) * self._row_values + self.rows * self.model.vocab_size + self._slots * expanded
         return values * self.weights.element_bytes
 
     @property

@@ -25,8 +25,10 @@ from pipedec.core import UserError
 from pipedec.engine.local import LocalPipeline
 from pipedec.families import Reach, TransformersConfig, model_config
 from pipedec.families.transformers import _observed_mask
-from pipedec.model import load_transformers
+from pipedec.hardware import WeightFormat
+from pipedec.model import StageModel, load_transformers
 from pipedec.model.matrices import SMALLEST_PACKED
+from pipedec.plan.costs import ModelCosts
 
 
 @pytest.mark.slow
@@ -49,6 +51,26 @@ def test_an_architecture_is_exact_or_refused(model_type: str, tmp_path: Path, py
         assert not found.different, found.different
     if rows is not None:
         write_row(row, Path(rows))
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "olmo3", "youtu"])
+def test_a_plan_counts_the_bytes_that_stages_load(model_type: str, tmp_path: Path) -> None:
+    save_model(model_type, tmp_path)
+    config = model_config(tmp_path, "transformers")
+    costs = ModelCosts(config, WeightFormat("float32"), 8, 512, 1)
+    for layers in (range(2), range(2, 4), range(4, LAYERS), range(LAYERS)):
+        stage = StageModel.load(tmp_path, layers, torch.float32, "cpu", config)
+        assert stage.stack.num_bytes == costs.weight_bytes(len(layers), layers.start == 0, layers.stop == LAYERS)
+        assert stage.make_pool(64, block=16).num_bytes == (64 + 16) * len(layers) * costs.layer_token_bytes
+
+
+def test_a_plan_counts_the_keys_and_values_that_are_computed_from_latents(tmp_path: Path) -> None:
+    save_config("youtu", tmp_path)
+    config = model_config(tmp_path)
+    short, long = (ModelCosts(config, WeightFormat("float32"), 8, length, 1) for length in (512, 1512))
+    layer = config.layers[0]
+    expanded = layer.num_heads * (layer.key_dim + layer.value_dim) * 4
+    assert long.workspace_bytes("cpu") - short.workspace_bytes("cpu") == 1000 * expanded
 
 
 def test_a_head_that_shares_the_embedding_may_be_packed(tmp_path: Path) -> None:
