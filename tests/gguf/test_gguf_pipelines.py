@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.bita_files import save_random_bita
 from support.gguf_files import save_gguf
 from support.llama_cpp import LlamaCpp
 from support.tiny_pair import SENTENCES, Pair
@@ -19,6 +20,7 @@ from pipedec.core import UserError
 from pipedec.engine.build import checked_models
 from pipedec.families import model_config
 from pipedec.gguf import NAMED_MODELS, located
+from pipedec.methods import METHODS
 from pipedec.model import load_transformers
 from pipedec.text.prompt import load_tokenizer
 from pipedec.verify.reference import Reference
@@ -113,13 +115,22 @@ def gemma3_questions(gemma3: Path) -> list[tuple[list[int], list[int]]]:
     return questions
 
 
+@pytest.fixture(scope="module")
+def gemma3_bita(gemma3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("bita")
+    save_random_bita(directory, gemma3)
+    return directory
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["pp", "pipedec-bestfirst"])
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("stages", [1, 3, 6])
 def test_gemma3_says_what_transformers_says(
-    gemma3: Path, gemma3_questions: list[tuple[list[int], list[int]]], stages: int, method: str
+    gemma3: Path, gemma3_questions: list[tuple[list[int], list[int]]], gemma3_bita: Path, stages: int, method: str
 ) -> None:
-    with LLM(gemma3, draft="none", stages=stages, method=method, device="cpu") as llm:
-        for prompt, expected in gemma3_questions:
-            answer = llm.generate(prompt, SamplingParams(max_tokens=24, temperature=0.0))[0]
-            assert list(answer.token_ids) == expected
+    """With a draft that is the target in fewer bits, and a BiTA that has learned nothing."""
+    prompts, expected = zip(*gemma3_questions, strict=True)
+    models = {"draft": gemma3, "draft_quantize": "int8", "bita": gemma3_bita}
+    with LLM(gemma3, stages=stages, method=method, device="cpu", **models) as llm:
+        answers = llm.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
+    assert [list(answer.token_ids) for answer in answers] == list(expected)
