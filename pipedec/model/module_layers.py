@@ -228,7 +228,7 @@ class _Matrix:
         if len(self._sizes) == 1:
             return self._computed(rows)
         if rows is not self._rows:
-            self._rows, self._results = rows, self._computed(rows).split(self._sizes, -1)
+            self._rows, self._results = rows, torch.split_with_sizes(self._computed(rows), self._sizes, -1)
         result = self._results[index]
         if index + 1 == len(self._sizes):
             self._rows, self._results = None, ()
@@ -261,7 +261,7 @@ class _Product(nn.Module):
         super().__init__()
         self.matrix, self.index = matrix, index
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
         return self.matrix.product(rows, self.index)
 
 
@@ -351,7 +351,7 @@ def _compute_norm_at_once(module: Any) -> None:
     for scale in (weight, 1 + weight):  # Gemma's are kept as differences from 1
         found = functional.rms_norm(rows, scale.shape, scale, eps)
         if torch.allclose(found, module(rows), rtol=1e-6, atol=1e-6):
-            module.forward = partial(functional.rms_norm, normalized_shape=scale.shape, weight=scale, eps=eps)
+            module.forward = partial(torch.rms_norm, normalized_shape=scale.shape, weight=scale, eps=eps)
             return
 
 
