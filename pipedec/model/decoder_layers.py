@@ -125,12 +125,13 @@ class _BoundNorm(Part):
 
     def __init__(self, part: RMSNorm, storage: Storage) -> None:
         self._part, self._weight_X = part, storage.empty(part.size)
+        self._size, self._is_float32 = (part.size,), storage.dtype == torch.float32
 
     def __call__(self, rows: Tensor) -> Tensor:
         weight_X, eps = self._weight_X, self._part.eps
-        if weight_X.dtype == torch.float32:
-            return functional.rms_norm(rows, weight_X.shape, weight_X, eps)
-        return functional.rms_norm(rows.float(), weight_X.shape, eps=eps).to(weight_X.dtype) * weight_X
+        if self._is_float32:
+            return torch.rms_norm(rows, self._size, weight_X, eps)
+        return torch.rms_norm(rows.float(), self._size, eps=eps).to(weight_X.dtype) * weight_X
 
     def weights(self) -> list[Matrix]:
         return [self._weight_X]

@@ -255,7 +255,6 @@ class Products:
         self.pad_rows = False
 
     def __call__(self, rows_RK: Tensor, matrix: Matrix, bias_N: Tensor | None = None) -> Tensor:
-        missing = PADDED_ROWS - rows_RK.shape[0]
-        if not self.pad_rows or missing <= 0:
+        if not self.pad_rows or (missing := PADDED_ROWS - rows_RK.shape[0]) <= 0:
             return linear(rows_RK, matrix, bias_N)
         return linear(functional.pad(rows_RK, (0, 0, 0, missing)), matrix, bias_N)[: rows_RK.shape[0]]
