@@ -75,7 +75,7 @@ test-clients: $(VENV)/.ready-dev $(foreach name,llm langchain lmeval aiperf guid
 
 # Every architecture of the installed transformers against generate, and the table of docs/results/architectures.md.
 architectures: $(VENV)/.ready-dev
-	rows=$$(mktemp -d) && $(PYTEST) tests/architectures --architecture-rows $$rows $(PYTEST_ARGS) \
+	rows=$$(mktemp -d) && $(PYTEST) --dist load tests/architectures --architecture-rows $$rows $(PYTEST_ARGS) \
 	  && PYTHONPATH=tests:. $(BIN)/python -m architectures.table $$rows; status=$$?; rm -rf $$rows; exit $$status
 
 # The record of behaviour: AGAINST=REVISION compares two revisions, PARTS="texts schedule" makes some parts alone.

@@ -42,8 +42,10 @@ def alternating(period: int, layers: int = 5) -> list[str]:
 
 
 GEMMA3 = {"num_hidden_layers": 7, "layer_types": alternating(6, 7), "query_pre_attn_scalar": 16}
-GEMMA3_LINEAR = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}, "sliding_attention": BASE}
-GEMMA3_LINEAR["sliding_attention"] = {"rope_type": "default", "rope_theta": 10_000.0}
+GEMMA3_LINEAR = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {"sliding_window": None}),
