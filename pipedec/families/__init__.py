@@ -1,4 +1,4 @@
-"""Model families: what ``config.json`` says of a model, and the formula of its layers.
+"""Model families: the keys of ``config.json``, and the formula of a layer.
 
 Knows neither weights nor devices, and no torch.
 """

@@ -21,7 +21,7 @@ from pipedec.hardware import Size
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ABC):
-    """What every family has, under the names of ``config.json``.
+    """The configuration that all families have, under the names of ``config.json``.
 
     Attributes:
         eos_token_id: tokens that end an answer; ``generation_config.json`` takes precedence.

@@ -1,4 +1,4 @@
-"""What caches, masks and plans need to know of a layer: what it keeps of a token, and which tokens a row sees.
+"""A layer as caches, masks and plans know it: what it keeps of a token, and which tokens a row sees.
 
 Knows no torch: the functions of positions take numbers, arrays or tensors.
 """
@@ -30,7 +30,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class KVShape:
-    """What a layer caches of a token: for each of its key-value heads a key and a value, of these widths."""
+    """A token in the cache of a layer: for each key-value head a key and a value, of these widths."""
 
     num_heads: int
     key_dim: int

@@ -148,7 +148,7 @@ def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...]) ->
 
 
 def stated_config(directory: Path) -> Any:
-    """What transformers reads in ``config.json``. Raises UserError if it does not know the model, or refuses the file."""
+    """The config that transformers makes of ``config.json``. Raises UserError for an unknown model, or if it refuses the file."""
     from transformers import AutoConfig
 
     try:
@@ -292,7 +292,7 @@ class _SeenMask:
 
 
 class _Seen:
-    """What the layers of a model were called with: by layer, shapes of what it caches, and its attention."""
+    """Notes of a run: by layer, the shapes of what it caches, and its attention."""
 
     def __init__(self) -> None:
         self.cached: dict[int, tuple[Shape, Shape]] = {}

@@ -358,7 +358,7 @@ def _compute_norm_at_once(module: Any) -> None:
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, s_aux: Tensor | None = None, **_: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer. Scale, cap and reach have been observed (``families.transformers``)."""
+    """The attention that transformers calls. Scale, cap and reach have been observed (``families.transformers``)."""
     return module.pipedec_attend(int(module.layer_idx), query, key, value, s_aux), None
 
 

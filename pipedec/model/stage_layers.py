@@ -1,4 +1,4 @@
-"""What a stage computes with: its layers, and the embedding on the first stage or the head on the last.
+"""The layers of a stage, with the embedding on the first stage and the head on the last.
 
 ``DecoderLayers`` are made of pipedec's own parts. Shapes as in ``stage_model``.
 """
