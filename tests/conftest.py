@@ -16,7 +16,7 @@ import pytest
 from support.hosts import Hosts, lacking, namespace_hosts
 from support.processes import deadline, marked_processes, wait_until
 
-pytest_plugins = ["support.cpu_seconds", "support.tiers", "support.numbers", "support.thirds"]
+pytest_plugins = ["support.durations", "support.tiers", "support.numbers", "support.selection"]
 
 TEST_SECONDS = 180.0
 
@@ -29,7 +29,8 @@ hypothesis.settings.load_profile("fast")
 def pytest_configure(config: pytest.Config) -> None:
     """Load the fixtures of models where tests run: importing torch and transformers would take xdist's controller seconds."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        config.pluginmanager.import_plugin("support.shared_models")
+        for plugin in ("support.shared_models", "support.residents"):
+            config.pluginmanager.import_plugin(plugin)
 
 
 @pytest.hookimpl(wrapper=True)

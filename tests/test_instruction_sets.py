@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from support.instruction_sets import EXPECTED, VARIABLES, kernels
 from support.numbers import TESTS, computes
-from support.thirds import third_of
+from support.selection import QUARTERS, quarter_of
 from support.tiny_pair import Pair
 
 
@@ -50,7 +50,7 @@ def test_a_test_with_a_tokenizer_is_not_marked(tokenizer_files: Path, request: p
     assert request.node.get_closest_marker("numbers") is None
 
 
-def test_every_third_has_its_share_of_the_files() -> None:
+def test_every_quarter_has_its_share_of_the_files() -> None:
     files = [path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")]
-    counts = [sum(third_of(path) == third for path in files) for third in range(3)]
-    assert sum(counts) == len(files) and min(counts) > len(files) / 5
+    counts = [sum(quarter_of(path) == quarter for path in files) for quarter in range(QUARTERS)]
+    assert sum(counts) == len(files) and min(counts) > len(files) / 6

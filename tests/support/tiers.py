@@ -1,4 +1,4 @@
-"""A pytest plugin that chooses the tests of the fast tier, and the order of all tests.
+"""A pytest plugin that chooses the tests of the fast tier.
 
 The fast tier (``-m "not slow"``) holds every behaviour once. What repeats it over shapes, kinds and seeds is marked ``slow``.
 """
@@ -10,14 +10,12 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what follows from fixtures and from ``fast_cases``, and begin with the files that take longest."""
+    """Mark what follows from fixtures and from ``fast_cases``."""
     first_cases: set[str] = set()
     for item in items:
         if "leaves_nothing" in getattr(item, "fixturenames", ()):  # a test that must leave no process behind starts some
             item.add_marker(pytest.mark.processes)
         _mark_slow_cases(item, first_cases)
-    files_of_processes = {item.path for item in items if item.get_closest_marker("processes")}
-    items.sort(key=lambda item: item.path not in files_of_processes)  # they wait a lot: two of them at a time
 
 
 def _mark_slow_cases(item: pytest.Item, first_cases: set[str]) -> None:
