@@ -120,6 +120,10 @@ class ProcessGroups:
         """Close all connections but NCCL's, from any thread: all waiting transfers, here or at the other end, get an error.
 
         gloo closes them when a receive times out. A receive from a lost peer cannot be posted, so all peers are tried.
+
+        May never return where a connection was reset: if a thread that posts a transfer is the first to see it, it waits, with
+        gloo's lock of that connection, for gloo's own thread, and that may be waiting for the lock. No call ends this; the lease
+        is renewed no more, and the process is replaced.
         """
         self.is_aborted = True
         self._store.abort()
