@@ -6,18 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 from msgspec import structs
-from redis import Redis
+from support.clusters import client_of, keys_of, read_all, read_until, status_of
 from support.kv_budgets import with_slots
 from support.processes import wait_until
-from support.thread_models import BIASES, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
+from support.thread_models import ThreadModels
+from support.thread_requests import thread_request
 from support.tiny_pair import SENTENCES, Pair
 
-from pipedec.client.client import Client
-from pipedec.client.reply import Reply
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import Completion, SamplingParams
 from pipedec.messages import KVUsage, PromptRequest
-from pipedec.scheduler import connect
 
 SLOTS = 480
 LONG = SamplingParams(max_tokens=250, ignore_eos=True)  # only one fits
@@ -35,11 +33,6 @@ def cluster(pair: Pair) -> Iterator[LocalCluster]:
         yield running
 
 
-def client_of(cluster: LocalCluster) -> Client:
-    assert cluster.scheduler is not None
-    return Client(cluster.scheduler, cluster.check)
-
-
 def assert_same(found: Completion, wanted: Completion) -> None:
     assert (found.token_ids, found.text, found.finish_reason) == (wanted.token_ids, wanted.text, wanted.finish_reason)
     assert (found.seed, found.threads) == (wanted.seed, wanted.threads)
@@ -54,36 +47,14 @@ def assert_same(found: Completion, wanted: Completion) -> None:
 
 
 def usage_of(cluster: LocalCluster) -> KVUsage:
-    assert cluster.scheduler is not None
-    stats = cluster.scheduler.status().stats
+    stats = status_of(cluster).stats
     assert stats is not None
     return stats.kv
 
 
 def assert_nothing_is_left(cluster: LocalCluster) -> None:
     assert wait_until(lambda: usage_of(cluster).used == 0)
-    with connect(cluster.address.redis_url) as redis:
-        assert wait_until(lambda: not answers_in(redis)), answers_in(redis)
-
-
-def answers_in(redis: Redis) -> list[bytes]:
-    return [key for key in redis.keys("*") if b"answer" in key]  # type: ignore[union-attr]
-
-
-def read_until(client: Client, reply: Reply, is_paused: bool) -> None:
-    def so() -> bool:
-        client.read(0.05)
-        return reply.is_paused == is_paused
-
-    assert wait_until(so, 60)
-
-
-def read_all(client: Client, *replies: Reply) -> None:
-    def ended() -> bool:
-        client.read(0.05)
-        return all(reply.has_ended for reply in replies)
-
-    assert wait_until(ended, 120)
+    assert wait_until(lambda: not [key for key in keys_of(cluster) if b"answer" in key]), keys_of(cluster)
 
 
 @pytest.mark.slow
@@ -95,13 +66,13 @@ def test_a_paused_answer_is_the_answer_alone(cluster: LocalCluster, index: int) 
     alone = client.ask(structs.replace(request, method="pp"))
     counted = usage_of(cluster).pauses
     reply = client.submit(request, pieces.append, on_pause=pauses.append)
-    assert wait_until(lambda: client.read(0.05) is not None and len(pieces) > 3)
+    read_until(client, lambda: len(pieces) > 3)
     for tokens in (240, 220):
         urgent = PromptRequest("x", True, "pp", SamplingParams(max_tokens=tokens, ignore_eos=True))
         hurried = client.submit(urgent)
         read_all(client, hurried)
         assert len(hurried.completed().token_ids) == tokens
-        read_until(client, reply, is_paused=False)
+        read_until(client, lambda: not reply.is_paused)
         if reply.has_ended:
             break
     read_all(client, reply)
@@ -119,9 +90,9 @@ def test_a_paused_request_is_cancelled(cluster: LocalCluster) -> None:
     request = PromptRequest(SENTENCES[0], True, "pp", LONG, priority=5, trace=True)
     alone = client.ask(request)
     reply = client.submit(request, pieces.append)
-    assert wait_until(lambda: client.read(0.05) is not None and len(pieces) > 3)
+    read_until(client, lambda: len(pieces) > 3)
     hurried = client.submit(PromptRequest("x", True, "pp", LONG))
-    read_until(client, reply, is_paused=True)
+    read_until(client, lambda: reply.is_paused)
     client.cancel(reply)
     read_all(client, reply, hurried)
     completion = reply.completed()
@@ -135,8 +106,7 @@ def test_a_paused_request_is_cancelled(cluster: LocalCluster) -> None:
 @pytest.mark.slow
 def test_requests_that_wait_for_memory_are_answered_in_turn(cluster: LocalCluster) -> None:
     """A reader who waits for memory hears so, and is not told that the cluster is lost."""
-    assert cluster.scheduler is not None
-    client = Client(cluster.scheduler, cluster.check, silence_seconds=3)
+    client = client_of(cluster, silence_seconds=3)
     waits = [list[bool]() for _ in range(4)]
     replies = [client.submit(PromptRequest(f"{number}", True, "pp", LONG), on_pause=waits[number].append) for number in range(4)]
     read_all(client, *replies)
@@ -148,17 +118,16 @@ def test_requests_that_wait_for_memory_are_answered_in_turn(cluster: LocalCluste
 
 @pytest.mark.slow
 def test_an_answer_in_threads_is_told_once_although_it_is_said_twice(thread_models: ThreadModels) -> None:
-    bias = dict.fromkeys(LETTERS, 0.0) | BIASES["apar"]
-    logit_bias = {thread_models.tokenizer.token_to_id(text): 40.0 + value for text, value in bias.items()}
-    sampling = SamplingParams(0.8, seed=4, max_tokens=150, logit_bias=logit_bias, logprobs=1)
-    request = PromptRequest(PROMPTS[0], True, "pp", sampling, threads=THREAD_DIALECTS["apar"].to_json(), priority=5)
+    request = structs.replace(
+        thread_request(thread_models, "apar", temperature=0.8, seed=4, max_tokens=150, logprobs=1), priority=5
+    )
     with LocalCluster(with_slots(thread_models.spec(4, 2), 512)) as cluster:
         client, pieces = client_of(cluster), list[str]()
         alone = client.ask(request)
         reply = client.submit(request, pieces.append)
-        assert wait_until(lambda: client.read(0.05) is not None and len(pieces) > 3)
+        read_until(client, lambda: len(pieces) > 3)
         hurried = client.submit(PromptRequest("a", True, "pp", SamplingParams(max_tokens=300, ignore_eos=True)))
-        read_until(client, reply, is_paused=True)
+        read_until(client, lambda: reply.is_paused)
         read_all(client, reply, hurried)
         completion = reply.completed()
         assert completion.metrics.pauses == 1

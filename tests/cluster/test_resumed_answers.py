@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from support.thread_models import BIASES, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
+from support.clusters import client_of
+from support.thread_models import ThreadModels
+from support.thread_requests import thread_request
 from support.tiny_pair import SENTENCES, Pair
 
-from pipedec.client.client import Client
 from pipedec.client.resumption import Resumption
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import Completion, SamplingParams, UserError
@@ -25,11 +26,6 @@ SAMPLINGS = (
     SamplingParams(max_tokens=40, stop=("e", "a clip")),
     SamplingParams(0.7, seed=9, max_tokens=24, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.5),
 )
-
-
-def client_of(cluster: LocalCluster) -> Client:
-    assert cluster.scheduler is not None
-    return Client(cluster.scheduler, cluster.check)
 
 
 def assert_continues(found: Completion, wanted: Completion, said: int, streamed: str) -> None:
@@ -86,10 +82,7 @@ def test_what_cannot_be_resumed_is_refused(resident: LocalCluster, change: dict[
 @pytest.mark.parametrize("dispatch", ["windows", "tasks"])
 def test_an_answer_in_threads_goes_on_behind_any_token(thread_models: ThreadModels, dispatch: str) -> None:
     """All of its log-probabilities are said, since it is decoded again."""
-    bias = dict.fromkeys(LETTERS, 0.0) | BIASES["apar"]
-    logit_bias = {thread_models.tokenizer.token_to_id(text): 40.0 + value for text, value in bias.items()}
-    sampling = SamplingParams(0.8, seed=4, max_tokens=40, logit_bias=logit_bias, logprobs=1)
-    request = PromptRequest(PROMPTS[0], True, "pp", sampling, threads=THREAD_DIALECTS["apar"].to_json())
+    request = thread_request(thread_models, "apar", temperature=0.8, seed=4, max_tokens=40, logprobs=1)
     with LocalCluster(thread_models.spec(4, 2).replaced(dispatch=dispatch)) as cluster:
         client = client_of(cluster)
         whole = client.ask(request)

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 from msgspec import structs
-from support.pairwise import pairwise
-from support.thread_models import BIASES, END, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
+from support.clusters import client_of
+from support.thread_models import END, PROMPTS, THREAD_DIALECTS, ThreadModels
+from support.thread_requests import sampling_in_threads
 
-from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core import Completion, Request, SamplingParams, UserError
 from pipedec.engine.local import LocalPipeline
 from pipedec.messages import PromptRequest, ThreadNews
 from pipedec.plan.spec import DISPATCHES
-from pipedec.threads import Dialect
+from pipedec.threads import Dialect, ThreadedSequence
 
-LAYERS, MAX_TOKENS = 4, 60
+LAYERS, MAX_TOKENS = 4, 45
 
 
 @pytest.fixture(scope="module", params=list(DISPATCHES))
@@ -32,44 +32,45 @@ def local(thread_models: ThreadModels) -> LocalPipeline:
     return LocalPipeline.load(thread_models.spec(LAYERS, 2))
 
 
-def sampling_of(models: ThreadModels, dialect: str, **values: Any) -> SamplingParams:
-    """Letters and control tokens are likely, most of all openers."""
-    bias = dict.fromkeys(LETTERS, 0.0) | BIASES[dialect]
-    logit_bias = {models.tokenizer.token_to_id(text): 40.0 + value for text, value in bias.items()}
-    return SamplingParams(**{"max_tokens": MAX_TOKENS, "logit_bias": logit_bias, **values})
-
-
-def client_of(cluster: LocalCluster) -> Client:
-    assert cluster.scheduler is not None
-    return Client(cluster.scheduler, cluster.check, silence_seconds=60)
-
-
 def ask(cluster: LocalCluster, dialect: Dialect, sampling: SamplingParams, method: str | None = None, **hooks: Any) -> Completion:
     show = "on_threads" in hooks
     request = PromptRequest(PROMPTS[0], True, method, sampling, threads=dialect.to_json(), show_threads=show)
     return client_of(cluster).ask(request, **hooks)
 
 
+def said_by_one_process(
+    local: LocalPipeline, models: ThreadModels, dialect: str, sampling: SamplingParams, method: str = "pipedec"
+) -> ThreadedSequence:
+    threads = THREAD_DIALECTS[dialect].to_json()
+    for _ in local.run(Request(0, models.prompt_ids(PROMPTS[0]), sampling, method, threads=threads)):
+        pass
+    assert isinstance(local.last.sequence, ThreadedSequence)
+    return local.last.sequence
+
+
 @pytest.mark.fast_cases("windows-apar-pipedec-bestfirst-0.0", "windows-pasta-bita-1.0")
 @pytest.mark.parametrize(
     ("cluster", "dialect", "method", "temperature"),
-    sorted(pairwise(DISPATCHES, THREAD_DIALECTS, ["pipedec-bestfirst", "bita"], [0.0, 1.0])),
+    [
+        ("windows", "apar", "pipedec-bestfirst", 0.0),
+        ("windows", "pasta", "bita", 1.0),
+        ("tasks", "parallel", "pipedec-bestfirst", 1.0),
+        ("tasks", "apar", "bita", 0.0),
+    ],
     indirect=["cluster"],
 )
 def test_a_cluster_says_what_one_process_says(
     cluster: LocalCluster, local: LocalPipeline, thread_models: ThreadModels, dialect: str, method: str, temperature: float
 ) -> None:
-    sampling, threads = sampling_of(thread_models, dialect, temperature=temperature, seed=8), THREAD_DIALECTS[dialect]
-    prompt_ids = thread_models.prompt_ids(PROMPTS[0])
-    for _ in local.run(Request(0, prompt_ids, sampling, method, threads=threads.to_json())):
-        pass
-    assert local.last.sequence is not None and len(local.last.sequence.threads) > 1
+    sampling = sampling_in_threads(thread_models, dialect, max_tokens=MAX_TOKENS, temperature=temperature, seed=8)
+    expected = said_by_one_process(local, thread_models, dialect, sampling, method)
+    assert len(expected.threads) > 1
     pieces: list[str] = []
-    answer = ask(cluster, threads, sampling, method, on_text=pieces.append)
-    assert answer.token_ids == [token.token_id for token in local.last.sequence.document()]
-    assert answer.finish_reason == local.last.sequence.finished
+    answer = ask(cluster, THREAD_DIALECTS[dialect], sampling, method, on_text=pieces.append)
+    assert answer.token_ids == [token.token_id for token in expected.document()]
+    assert answer.finish_reason == expected.finished
     assert answer.text == "".join(pieces)
-    paths = {local.last.sequence.threads[token.thread].path for token in local.last.sequence.document()}
+    paths = {expected.threads[token.thread].path for token in expected.document()}
     assert answer.threads is not None and answer.threads["metrics"]["threads"] == len(paths)
     assert {tuple(thread["path"]) for thread in answer.threads["threads"]} == paths
 
@@ -84,7 +85,7 @@ def test_news_of_the_threads_are_what_they_said(cluster: LocalCluster, thread_mo
             told[one.path] = told.get(one.path, "") + one.text
             ended.update([one.path] if one.state == "ended" else [])
 
-    sampling = sampling_of(thread_models, "parallel", temperature=1.0, seed=8, logprobs=1)
+    sampling = sampling_in_threads(thread_models, "parallel", max_tokens=MAX_TOKENS, temperature=1.0, seed=8, logprobs=1)
     answer = ask(cluster, THREAD_DIALECTS["parallel"], sampling, on_threads=listen)
     assert answer.threads is not None and len(told) > 1
     assert all(told[tuple(thread["path"])].startswith(thread["text"]) for thread in answer.threads["threads"])
@@ -112,22 +113,19 @@ def test_a_cancelled_answer_leaves_nothing_of_its_threads(
         if sum(one.state == "running" for one in news) > 1:
             raise KeyboardInterrupt
 
-    endless = sampling_of(thread_models, "apar", max_tokens=1500, ignore_eos=True)
+    endless = sampling_in_threads(thread_models, "apar", max_tokens=1500, ignore_eos=True)
     endless = structs.replace(endless, logit_bias={**(endless.logit_bias or {}), END: -100.0})
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             ask(cluster, THREAD_DIALECTS["apar"], endless, on_threads=interrupt)
-    sampling, prompt_ids = sampling_of(thread_models, "pasta"), thread_models.prompt_ids(PROMPTS[0])
-    for _ in local.run(Request(0, prompt_ids, sampling, threads=THREAD_DIALECTS["pasta"].to_json())):
-        pass
-    assert local.last.sequence is not None
-    answer = ask(cluster, THREAD_DIALECTS["pasta"], sampling)
-    assert answer.token_ids == [token.token_id for token in local.last.sequence.document()]
+    sampling = sampling_in_threads(thread_models, "pasta", max_tokens=MAX_TOKENS)
+    expected = said_by_one_process(local, thread_models, "pasta", sampling)
+    assert ask(cluster, THREAD_DIALECTS["pasta"], sampling).token_ids == [token.token_id for token in expected.document()]
 
 
 @pytest.mark.slow
 def test_a_stop_string_across_threads_ends_the_answer_of_a_cluster(cluster: LocalCluster, thread_models: ThreadModels) -> None:
-    sampling = sampling_of(thread_models, "apar", temperature=1.0, seed=8)
+    sampling = sampling_in_threads(thread_models, "apar", max_tokens=MAX_TOKENS, temperature=1.0, seed=8)
     whole = ask(cluster, THREAD_DIALECTS["apar"], sampling)
     stop = whole.text[25:29]
     answer = ask(cluster, THREAD_DIALECTS["apar"], structs.replace(sampling, stop=(stop,)))

@@ -1,17 +1,22 @@
-"""Configurations of clusters, as a cluster.yaml would describe them, and running clusters with other settings."""
+"""Configurations of clusters, as a cluster.yaml would describe them, and what tests ask of running ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from msgspec import structs
 
+from pipedec.client.client import Client
+from pipedec.client.reply import Reply
 from pipedec.client.running import Running
+from pipedec.cluster.supervisor import Supervisor
 from pipedec.config import ClusterConfig, ServerConfig
 from pipedec.config.cluster import cluster_from
+from pipedec.scheduler import ClientScheduler, RunStatus, connect
+from support.processes import wait_until
 
 
 def clustered(servers: Iterable[ServerConfig], partitions: Mapping[str, Mapping[str, Any]], **keys: Any) -> ClusterConfig:
@@ -34,3 +39,39 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def scheduler_of(cluster: Supervisor) -> ClientScheduler:
+    assert cluster.scheduler is not None
+    return cluster.scheduler
+
+
+def client_of(cluster: Supervisor, silence_seconds: float = 60.0) -> Client:
+    return Client(scheduler_of(cluster), cluster.check, silence_seconds)
+
+
+def status_of(cluster: Supervisor) -> RunStatus:
+    return scheduler_of(cluster).status()
+
+
+def keys_of(cluster: Supervisor, but: Iterable[bytes] = ()) -> set[bytes]:
+    """All keys in the cluster's own Redis, except for those with one of these words in their names."""
+    with connect(cluster.address.redis_url) as redis:
+        return {key for key in redis.keys("*") if not any(word in key for word in but)}  # type: ignore[union-attr]
+
+
+def read_until(client: Client, condition: Callable[[], object], seconds: float = 120.0) -> list[Reply]:
+    """Read until ``condition`` holds; returns the replies that have ended meanwhile, in their order."""
+    ended: list[Reply] = []
+
+    def holds() -> object:
+        ended.extend(client.read(0.02))
+        return condition()
+
+    assert wait_until(holds, seconds)
+    return ended
+
+
+def read_all(client: Client, *replies: Reply) -> list[Reply]:
+    """Read until all of these have ended; returns those that have ended meanwhile, in their order."""
+    return read_until(client, lambda: all(reply.has_ended for reply in replies))
