@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
 import pipedec
-from pipedec.scheduler.server import find_server_binary
 from pipedec.verify.reference import Reference
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("leaves_nothing")]
@@ -37,7 +37,7 @@ class Cluster:
 
     Attributes:
         password: of Redis, which runs on the second host.
-        extra: more keys for the entry of a host in the file.
+        ended: the exit status of ``pipedec down``.
     """
 
     hosts: Hosts
@@ -45,7 +45,7 @@ class Cluster:
     folder: Path
     counts: tuple[int, ...] = (2, 2, 1)
     password: str = field(default_factory=lambda: secrets.token_hex(12))
-    extra: dict[int, str] = field(default_factory=dict)
+    ended: int | None = None
 
     @property
     def url(self) -> str:
@@ -55,10 +55,10 @@ class Cluster:
     def environment(self) -> dict[str, str]:
         return {"OMP_NUM_THREADS": "1", "PIPEDEC_REDIS_PASSWORD": self.password}
 
-    def file(self, redis: str = "redis: {host: host-2, port: 7000}") -> Path:
+    def file(self, redis: str = f"redis: {{host: host-2, port: {PORT}}}") -> Path:
         lines = [f"target: {self.pair.target}", f"draft: {self.pair.draft}", redis, "servers:"]
         for index, count in enumerate(self.counts):
-            lines.append(f"  - {{host: host-{index + 1}, devices: {{cpu: {count}}}{self.extra.get(index, '')}}}")
+            lines.append(f"  - {{host: host-{index + 1}, devices: {{cpu: {count}}}}}")
         stages = 4 if self.counts == (2, 2, 1) else 3
         lines.append(f"partitions: {{all: {{stages: {stages}, draft_device: {{host: host-1, device: cpu}}}}}}")
         path = self.folder / "cluster.yaml"
@@ -69,6 +69,29 @@ class Cluster:
         """``pipedec`` on a host."""
         command = (sys.executable, "-m", "pipedec.cli", *arguments)
         return self.hosts.run(index, *command, environment=self.environment, timeout=START_SECONDS)
+
+    @contextmanager
+    def up(self, *options: str, redis_host: int = 2) -> Iterator[None]:
+        """While it runs, launched from the first host."""
+        file = self.file(f"redis: {{host: host-{redis_host}, port: {PORT}}}")
+        started = self.cli(0, "launch", file, "--run", "three", "--detach", *options)
+        assert started.returncode == 0, started.stderr
+        try:
+            yield
+        finally:
+            self.ended = self.cli(0, "down").returncode
+
+    @contextmanager
+    def asking(self, num_tokens: int) -> Iterator[subprocess.Popen[bytes]]:
+        """A client on the first host that has begun to say so many tokens, all but the first character to be read."""
+        asked = ("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", str(num_tokens), "--ignore-eos")
+        client = self.hosts.popen(
+            0, sys.executable, "-m", "pipedec.cli", *asked, environment=self.environment,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        with client:
+            assert client.stdout.read(1)  # type: ignore[union-attr]
+            yield client
 
     def refused(self) -> str:
         """The line with which ``pipedec launch`` ends, after those in which ranks say what they have done."""
@@ -110,17 +133,14 @@ def answers(reference: Reference, tokenizer: PreTrainedTokenizerBase) -> Callabl
 def test_a_launched_cluster_answers_every_host_as_one_process_does(
     cluster: Cluster, answers: Callable[[Cluster, int], None]
 ) -> None:
-    started = cluster.cli(0, "launch", cluster.file(), "--run", "three", "--detach")
-    assert started.returncode == 0, started.stderr
-    try:
+    with cluster.up():
         assert not any(cluster.password in line for line in cluster.hosts.command_lines())
         answers(cluster, 0)
         answers(cluster, 2)
         wrong = Cluster(cluster.hosts, cluster.pair, cluster.folder)
         refused = wrong.cli(2, "submit", "--redis", cluster.url, "--run", "three", "--prompt", PROMPT)
         assert refused.returncode == 1 and "wrong Redis password" in refused.stderr
-    finally:
-        assert cluster.cli(0, "down").returncode == 0
+    assert cluster.ended == 0
     logs = "".join(path.read_text() for path in (cluster.hosts.directory(0) / "state").glob("*.log"))
     assert cluster.password not in logs and "Traceback" not in logs
 
@@ -135,22 +155,6 @@ def test_a_foreign_checkpoint_on_one_host_is_named(cluster: Cluster, tmp_path: P
         assert "host-2 has other weights of the target than this machine (model." in cluster.refused()
     finally:
         cluster.hosts.unbind(1, cluster.pair.target)
-
-
-def test_a_host_without_pipedec_is_named(cluster: Cluster, tmp_path: Path) -> None:
-    bare = tmp_path / "bare-python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
-    bare.chmod(0o755)
-    cluster.extra[1] = f", python: {bare}"
-    assert f"host-2: {bare} has no pipedec" in cluster.refused()
-
-
-def test_a_host_that_ssh_does_not_reach_is_named(cluster: Cluster) -> None:
-    cluster.hosts.unplug(2)
-    try:
-        assert "host-3: ssh failed: " in cluster.refused()
-    finally:
-        cluster.hosts.plug(2)
 
 
 def test_a_firewall_between_hosts_is_named(cluster: Cluster) -> None:
@@ -178,27 +182,18 @@ def test_an_answer_goes_on_when_a_host_is_lost(cluster: Cluster, fault: str, lon
     """Two stages with the draft on the first host, one on the second; the third has one, and the only spare."""
     cluster.counts = (2, 1, 2)
     happen, undo = FAULTS[fault]
-    file = cluster.file("redis: {host: host-1, port: 7000}")
-    started = cluster.cli(0, "launch", file, "--run", "three", "--detach", "--spares", "1")
-    assert started.returncode == 0, started.stderr
-    asked = ("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", str(LONG), "--ignore-eos")
-    client = cluster.hosts.popen(
-        0, sys.executable, "-m", "pipedec.cli", *asked, environment=cluster.environment,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        with client:
-            assert client.stdout is not None and client.stderr is not None
-            first = client.stdout.read(1)
-            happen(cluster.hosts)
-            text = (first + client.stdout.read()).decode()
-            assert client.wait() == 0, client.stderr.read()
-        assert text == long_answer + "\n"
-        shown = cluster.cli(0, "status").stderr
-        assert re.search(r"host-3 \(ranks 2, 3\)", shown) and "host-2 " in shown, shown
-    finally:
-        undo(cluster.hosts)
-        assert cluster.cli(0, "down").returncode == 0
+    with cluster.up("--spares", "1", redis_host=1):
+        try:
+            with cluster.asking(LONG) as client:
+                happen(cluster.hosts)
+                rest, errors = client.communicate()
+            assert client.returncode == 0, errors
+            assert rest == f"{long_answer}\n".encode()[1:]
+            shown = cluster.cli(0, "status").stderr
+            assert re.search(r"host-3 \(ranks 2, 3\)", shown) and "host-2 " in shown, shown
+        finally:
+            undo(cluster.hosts)
+    assert cluster.ended == 0
 
 
 @pytest.mark.failure_case("S10")
@@ -206,150 +201,44 @@ def test_over_a_slow_link_that_loses_packets_answers_only_come_later(
     cluster: Cluster, answers: Callable[[Cluster, int], None]
 ) -> None:
     """One of three hosts hears 31 of 32 packets, and another one sends 10 Mbit/s: nobody is given up."""
-    started = cluster.cli(0, "launch", cluster.file(), "--run", "three", "--detach")
-    assert started.returncode == 0, started.stderr
-    cluster.hosts.lose_packets(2)
-    cluster.hosts.slow_down(1, 10)
-    try:
-        answers(cluster, 0)
-        assert cluster.hosts.num_lost(2) > 0
-        assert "epoch 0" in cluster.cli(0, "status").stderr
-    finally:
-        cluster.hosts.unblock(2)
-        cluster.hosts.speed_up(1)
-        assert cluster.cli(0, "down").returncode == 0
+    with cluster.up():
+        cluster.hosts.lose_packets(2)
+        cluster.hosts.slow_down(1, 10)
+        try:
+            answers(cluster, 0)
+            assert cluster.hosts.num_lost(2) > 0
+            assert "epoch 0" in cluster.cli(0, "status").stderr
+        finally:
+            cluster.hosts.unblock(2)
+            cluster.hosts.speed_up(1)
 
 
 @pytest.mark.failure_case("S8")
 def test_without_spares_a_host_that_loses_its_cable_is_named_to_the_client_and_by_launch(cluster: Cluster) -> None:
-    started = cluster.cli(0, "launch", cluster.file("redis: {host: host-1, port: 7000}"), "--run", "three", "--detach")
-    assert started.returncode == 0, started.stderr
-    asked = ("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "2000", "--ignore-eos")
-    client = cluster.hosts.popen(
-        0, sys.executable, "-m", "pipedec.cli", *asked, environment=cluster.environment,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    with client:
-        assert client.stdout is not None and client.stderr is not None and client.stdout.read(1)
-        cluster.hosts.unplug(1)
-        try:
-            said, lost = client.stderr.read(), rb"host-2 stopped answering; no spare is left for rank 2 \(stage 2\)"
-            assert re.search(rb"pipedec: .*" + lost, said) and client.wait() == 1, said
-        finally:
-            cluster.hosts.plug(1)
-    log = cluster.hosts.directory(0) / "state" / "cluster.log"
-    named = re.compile(r"\npipedec: .*host-2 stopped answering; .* rank 3 \(stage 3\) on host-2: start with --spares 2")
-    assert wait_until(lambda: named.search(log.read_text()), 60), log.read_text()
+    with cluster.up(redis_host=1):
+        with cluster.asking(2000) as client:
+            cluster.hosts.unplug(1)
+            try:
+                said, lost = client.communicate()[1], rb"host-2 stopped answering; no spare is left for rank 2 \(stage 2\)"
+                assert re.search(rb"pipedec: .*" + lost, said) and client.returncode == 1, said
+            finally:
+                cluster.hosts.plug(1)
+        log = cluster.hosts.directory(0) / "state" / "cluster.log"
+        named = re.compile(r"\npipedec: .*host-2 stopped answering; .* rank 3 \(stage 3\) on host-2: start with --spares 2")
+        assert wait_until(lambda: named.search(log.read_text()), 60), log.read_text()
 
 
 def test_without_spares_hosts_that_no_longer_hear_each_other_are_named(cluster: Cluster) -> None:
     """The third host does not hear the second one any more. Both try to reach the other for a while."""
     cluster.counts = (2, 1, 1)
-    started = cluster.cli(0, "launch", cluster.file("redis: {host: host-1, port: 7000}"), "--run", "three", "--detach")
-    assert started.returncode == 0, started.stderr
-    asked = ("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "2000", "--ignore-eos")
-    client = cluster.hosts.popen(
-        0, sys.executable, "-m", "pipedec.cli", *asked, environment=cluster.environment,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    with client:
-        assert client.stdout is not None and client.stderr is not None and client.stdout.read(1)
+    with cluster.up(redis_host=1), cluster.asking(2000) as client:
         cluster.hosts.deafen(2, 1)
         try:
-            said = client.stderr.read().decode()
+            said = client.communicate()[1].decode()
             named = r"pipedec: .*rank [23] .* cannot connect to rank [23] .* could not meet again for 20 s"
-            assert re.search(named, said) and client.wait() == 1, said
+            assert re.search(named, said) and client.returncode == 1, said
         finally:
             cluster.hosts.unblock(2)
-
-
-@dataclass
-class Agents:
-    """A torchrun on each host, all of whose ranks write into one log, and torchrun itself into another."""
-
-    cluster: Cluster
-    order: tuple[int, ...]
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    def start(self) -> None:
-        """Start the hosts, given by number, in this order."""
-        hosts, counts = self.cluster.hosts, (2, 2, 1)
-        config = self.cluster.file(f"redis: {{url: '{self.cluster.url}'}}")
-        for node, index in enumerate(self.order):
-            command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "3", "--node-rank", str(node)]
-            command += ["--nproc-per-node", str(counts[index]), "--master-addr", f"host-{self.order[0] + 1}"]
-            command += [
-                "--master-port",
-                "29500",
-                "-m",
-                "--",
-                "pipedec.cluster.torchrun",
-                "--run",
-                "three",
-                "--config",
-                str(config),
-            ]
-            with self.log(index, "ranks").open("wb") as ranks, self.log(index, "torchrun").open("wb") as own:
-                self.processes.append(
-                    hosts.popen(
-                        index, *command, environment=self.cluster.environment, stdin=subprocess.DEVNULL, stdout=ranks, stderr=own
-                    )
-                )
-
-    def log(self, index: int, whose: str) -> Path:
-        return self.cluster.folder / f"{whose}-{index}.log"
-
-    def said(self, index: int) -> list[str]:
-        return self.log(index, "ranks").read_text().splitlines()
-
-
-@pytest.fixture
-def redis(cluster: Cluster) -> Iterator[None]:
-    """A Redis with a password on the second host."""
-    config = f'bind 0.0.0.0\nport {PORT}\nrequirepass {cluster.password}\nsave ""\n'
-    with cluster.hosts.popen(1, find_server_binary(), "-", stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as server:
-        assert server.stdin is not None
-        with server.stdin as stdin:
-            stdin.write(config.encode())
-        try:
-            assert wait_until(lambda: cluster.hosts.is_listening(1, PORT))
-            yield
-        finally:
-            server.kill()
-
-
-@pytest.fixture
-def agents(cluster: Cluster, redis: None) -> Iterator[Callable[[int, int, int], Agents]]:
-    """Starts torchrun on the hosts in an order."""
-    made: list[Agents] = []
-
-    def start(*order: int) -> Agents:
-        made.append(Agents(cluster, order))
-        made[-1].start()
-        return made[-1]
-
-    yield start
-    for process in made[-1].processes:
-        process.kill()  # its ranks die with it
-        process.wait(10)
-
-
-def test_ranks_under_torchrun_answer_as_one_process_does(
-    cluster: Cluster, agents: Callable[..., Agents], answers: Callable[[Cluster, int], None]
-) -> None:
-    started = agents(0, 1, 2)
-    assert wait_until(lambda: "pipedec: the cluster takes requests" in started.said(0), START_SECONDS), started.said(0)
-    answers(cluster, 2)
-    assert cluster.cli(1, "down", "--redis", cluster.url, "--run", "three").returncode == 0
-    assert [process.wait(30) for process in started.processes] == [0, 0, 0]
-
-
-def test_hosts_in_another_order_than_the_plans_are_named(agents: Callable[..., Agents]) -> None:
-    started = agents(0, 2, 1)
-    assert all(process.wait(START_SECONDS) != 0 for process in started.processes)
-    complaints = [line for index in range(3) for line in started.said(index) if line.startswith("pipedec: ")]
-    assert any("was started on host-3, but the plan puts it on host-2" in line for line in complaints), complaints
-    assert not any("Traceback" in line for index in range(3) for line in started.said(index))
 
 
 # Stands for Slurm's: runs a command on every node, with this environment, and fails if it fails on one of them.

@@ -111,6 +111,13 @@ class Run:
         """What the ranks have told each other so far."""
         return len(self.scheduler.read_answer(self.scheduler.keys.meeting, "0", 0))
 
+    def meet_all(self, **more: Any) -> list[Met]:
+        """Ranks on one host."""
+        return [future.result(30) for future in [self.meet(rank, **more) for rank in range(3)]]
+
+    def post(self, rank: int, **different: Any) -> None:
+        self.scheduler.publish(self.scheduler.keys.meeting, self.card(rank, **different))
+
     def card(self, rank: int, **different: Any) -> CardEvent:
         """What a rank on another machine posts: the same as here, but for what is ``different``."""
         own = Meeting(self.connect(), RankPlace(0, 3, 0, 1, "here"), self.spec).card
@@ -140,7 +147,7 @@ def no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_of_one_machine_meet_on_its_loopback(run: Run, no_interface: None) -> None:
-    met = [future.result(30) for future in [run.meet(rank) for rank in range(3)]]
+    met = run.meet_all()
     assert {(one.interface.name, one.interface.address) for one in met} == {("lo", LOOPBACK)}
     assert [one.rendezvous.rank for one in met] == [0, 1, 2]
     assert met[0].digests == {}, "the ranks of one machine read the same files"
@@ -166,35 +173,29 @@ def test_the_failure_of_one_rank_ends_the_meeting_of_all(run: Run, no_interface:
             future.result(30)
 
 
+@pytest.mark.parametrize(
+    ("different", "message"),
+    [
+        ({"configs": {"target": "another"}}, r"has another target than rank 0 \(draft\) on host-0: copy"),
+        (
+            {"settings": {"KV slots": "32 in blocks of 16"}},
+            r"has KV slots [\d,]+ in blocks of 16, but rank 0 \(draft\) on host-0 has 32 in blocks",
+        ),
+        (  # as where torchrun starts one without a plan on a host with GPUs and on one without
+            {"settings": {"weights": "bfloat16", "weights of the draft": "bfloat16", "KV slots": "512 in blocks of 256"}},
+            r"has weights float32, but rank 0 \(draft\) on host-0 has bfloat16: "
+            r"give both the same flags, --device and --dtype if their GPUs differ$",
+        ),
+    ],
+    ids=["checkpoint", "flags", "dtype"],
+)
 @pytest.mark.failure_case("M7")
-def test_another_checkpoint_is_found_before_anything_is_loaded(run: Run, no_interface: None) -> None:
-    for rank in (0, 2):
-        run.scheduler.publish(run.scheduler.keys.meeting, run.card(rank, configs={"target": "another"} if rank == 0 else {}))
-    with pytest.raises(UserError, match=r"^rank 1 \(stage 1\) on here has another target than rank 0 \(draft\) on host-0: copy"):
-        run.meet(1, 0, 1).result(30)
-
-
-@pytest.mark.failure_case("M7")
-def test_ranks_with_other_flags_are_found(run: Run, no_interface: None) -> None:
-    for rank in (0, 2):
-        run.scheduler.publish(
-            run.scheduler.keys.meeting, run.card(rank, settings={"KV slots": "32 in blocks of 16"} if rank == 0 else {})
-        )
-    message = r"^rank 1 \(stage 1\) on here has KV slots [\d,]+ in blocks of 16, but rank 0 \(draft\) on host-0 has 32 in blocks"
-    with pytest.raises(UserError, match=message):
-        run.meet(1, 0, 1).result(30)
-
-
-def test_hosts_whose_targets_would_have_another_dtype_are_found(run: Run, no_interface: None) -> None:
-    """As where torchrun starts one without a plan on a host with GPUs and on one without."""
-    settings = {"weights": "bfloat16", "weights of the draft": "bfloat16", "KV slots": "512 in blocks of 256"}
-    for rank in (0, 2):
-        run.scheduler.publish(run.scheduler.keys.meeting, run.card(rank, settings=settings if rank == 0 else {}))
-    message = (
-        r"^rank 1 \(stage 1\) on here has weights float32, but rank 0 \(draft\) on host-0 has bfloat16: "
-        r"give both the same flags, --device and --dtype if their GPUs differ$"
-    )
-    with pytest.raises(UserError, match=message):
+def test_another_checkpoint_and_other_flags_are_found_before_anything_is_loaded(
+    run: Run, no_interface: None, different: dict[str, Any], message: str
+) -> None:
+    run.post(0, **different)
+    run.post(2)
+    with pytest.raises(UserError, match=rf"^rank 1 \(stage 1\) on here {message}"):
         run.meet(1, 0, 1).result(30)
 
 
@@ -204,7 +205,7 @@ def test_weights_that_differ_in_one_byte_are_found(run: Run) -> None:
     listed = {"target": {"model.layers.3.mlp.up_proj.weight": "f" * 64}}
     with socket.create_server((LOOPBACK, 0)) as other_host:
         for rank in (0, 2):
-            run.scheduler.publish(run.scheduler.keys.meeting, run.card(rank))
+            run.post(rank)
             address = AddressEvent(rank, LOOPBACK, other_host.getsockname()[1], listed if rank == 0 else {})
             run.scheduler.publish(run.scheduler.keys.meeting, address)
         named = r"^rank 1 \(stage 1\) on here has other weights of the target than rank 0 .* on host-0 \(model\.lay"
@@ -214,7 +215,7 @@ def test_weights_that_differ_in_one_byte_are_found(run: Run) -> None:
 
 def test_a_rank_that_takes_over_must_have_the_weights_with_which_the_run_began(run: Run) -> None:
     for rank in (0, 2):
-        run.scheduler.publish(run.scheduler.keys.meeting, run.card(rank))
+        run.post(rank)
     begun = {"target": {"model.layers.0.input_layernorm.weight": "f" * 64}, "draft": {"model.norm.weight": "f" * 64}}
     with pytest.raises(
         UserError, match=r"^rank 1 .* other weights of the target than the run began with \(.*: copy .* `pipedec d"
@@ -245,7 +246,7 @@ def test_a_host_that_cannot_be_reached_is_named_with_its_address(run: Run) -> No
         closed.bind((LOOPBACK, 0))  # nobody listens there
         ports = {0: other_host.getsockname()[1], 2: closed.getsockname()[1]}
         for rank, port in ports.items():
-            run.scheduler.publish(run.scheduler.keys.meeting, run.card(rank))
+            run.post(rank)
             run.scheduler.publish(run.scheduler.keys.meeting, AddressEvent(rank, LOOPBACK, port, {}))
         expected = (
             rf"^rank 1 .* on here cannot connect to rank 2 .* on host-2 at 127\.0\.0\.1, port {ports[2]} \(connection refused\)"
@@ -271,24 +272,20 @@ def nccl_cards(*builds: str | None) -> list[CardEvent]:
 
 @pytest.mark.failure_case("S3d")
 def test_over_nccl_builds_for_another_cuda_are_found() -> None:
+    """Not where one stage has no GPU of its own, and all use gloo, as rank 0 always does."""
+    mine = {"torch build": "2.13.0+cu126", "NCCL": "2.27.7"}
     stages = nccl_cards("2.13.0+cu130", "2.13.0+cu126")
     with pytest.raises(UserError) as refused:
-        check_nccl(stages[1], stages, {"torch build": "2.13.0+cu126", "NCCL": "2.27.7"})
+        check_nccl(stages[1], stages, mine)
     assert str(refused.value) == (
         "rank 2 (stage 2) on host-2 has torch build 2.13.0+cu126, but rank 1 (stage 1) on host-1 has 2.13.0+cu130: "
         "install the same build on both, or give --transport gloo"
     )
     with pytest.raises(UserError, match=r"has NCCL 2\.26\.2, but rank 1 \(stage 1\) on host-1 has 2\.27\.7: install the same"):
         check_nccl(stages[1], stages, {"NCCL": "2.26.2"})
-
-
-@pytest.mark.failure_case("S3d")
-def test_without_nccl_builds_may_differ() -> None:
-    """One stage without a GPU of its own, and all use gloo. Rank 0 always does."""
-    mine = {"torch build": "2.13.0+cu126", "NCCL": "2.27.7"}
-    stages = nccl_cards("2.13.0+cu130", "2.13.0+cu126", None)
-    check_nccl(stages[1], stages, mine)
-    check_nccl(stages[2], stages, {})
+    mixed = nccl_cards("2.13.0+cu130", "2.13.0+cu126", None)
+    check_nccl(mixed[1], mixed, mine)
+    check_nccl(mixed[2], mixed, {})
     check_nccl(FIRST, nccl_cards("2.13.0+cu130", "2.13.0+cu130"), {})
 
 
@@ -306,14 +303,11 @@ def test_stages_that_request_nccl_tell_their_builds(run: Run, no_interface: None
         pass
 
 
-def test_a_configured_interface_wins() -> None:
+def test_the_interface_towards_the_others_is_chosen_unless_one_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on the host of Redis itself, from which Redis is reached over the loopback."""
     assert choose_interface(HERE, [FIRST, HERE], "lo") == Interface("lo", LOOPBACK, "configured")
     with pytest.raises(UserError, match=r"^rank 1 \(stage 1\) on a has no network interface ib7 with an address"):
         choose_interface(HERE, [FIRST, HERE], "ib7")
-
-
-def test_the_interface_towards_the_others_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also on the host of Redis itself, from which Redis is reached over the loopback."""
     interfaces = {"lo": LOOPBACK, "eth7": "10.0.0.1"}
     entries = {name: [SimpleNamespace(family=socket.AF_INET, address=address)] for name, address in interfaces.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: entries)
@@ -338,32 +332,22 @@ def test_nccl_uses_the_interface_between_hosts_unless_it_was_told_another(
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0"
 
 
-def placed(pair: Pair, *hosts: str) -> PipelineSpec:
-    servers = tuple(ServerConfig(host, {"cpu": 1}) for host in dict.fromkeys(hosts))
-    return replace(pair.spec(2), places=tuple(Placement(host, "cpu", 0) for host in hosts), servers=servers)
-
-
 def test_a_rank_on_another_host_than_planned_says_the_order(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "beta")
-    spec = placed(pair, "alpha.invalid", "alpha.invalid", "beta")
-    assert checked_host(RankPlace(2, 3, 0, 1), spec.places, spec.servers) == "beta"
+    places = tuple(Placement(host, "cpu", 0) for host in ("alpha.invalid", "alpha.invalid", "beta"))
+    servers = ServerConfig("alpha.invalid", {"cpu": 1}), ServerConfig("beta", {"cpu": 1})
+    assert checked_host(RankPlace(2, 3, 0, 1), places, servers) == "beta"
     with pytest.raises(UserError) as refused:
-        checked_host(RankPlace(1, 3, 1, 2), spec.places, spec.servers)
+        checked_host(RankPlace(1, 3, 1, 2), places, servers)
     assert str(refused.value).startswith(
         "rank 1 (stage 1) was started on beta, but the plan puts it on alpha.invalid: "
         "start the hosts in the order alpha.invalid, beta"
     )
-
-
-def test_who_started_a_rank_may_know_its_host_by_a_name_that_nothing_resolves(pair: Pair) -> None:
-    spec = placed(pair, "an-alias.invalid", "an-alias.invalid", "an-alias.invalid")
-    assert checked_host(RankPlace(1, 3, 1, 3, host="an-alias.invalid"), spec.places, spec.servers) == "an-alias.invalid"
+    # Who started a rank may know its host by a name that nothing resolves.
+    assert checked_host(RankPlace(1, 3, 1, 3, host="alpha.invalid"), places, servers) == "alpha.invalid"
     with pytest.raises(UserError, match=r"set its hostname in cluster.yaml"):
-        checked_host(RankPlace(1, 3, 1, 3), spec.places, spec.servers)
-
-
-def test_without_a_plan_any_host_will_do(pair: Pair) -> None:
-    assert checked_host(RankPlace(1, 3, 1, 3), None, ()) == socket.gethostname()
+        checked_host(RankPlace(1, 3, 1, 3), places[:2], servers[:1])
+    assert checked_host(RankPlace(1, 3, 1, 3), None, ()) == "beta", "without a plan any host will do"
     check_device(RankPlace(1, 3, 1, 3), pair.spec(2), torch.device("cpu"))
 
 
@@ -438,7 +422,7 @@ def test_a_replaced_rank_takes_the_slots_of_the_run(gpu_run: Run, no_interface: 
     assert {one.kv_slots for one in met} == {512} and gpu.asked == 1
     run.scheduler.enter(1)
     assert run.scheduler.recover([0, 1, 2], "all are started again, as with NCCL") == 2
-    met = [future.result(30) for future in [run.meet(rank, epoch=2, gpu=gpu) for rank in range(3)]]
+    met = run.meet_all(epoch=2, gpu=gpu)
     assert {one.kv_slots for one in met} == {512}
 
 
@@ -460,5 +444,5 @@ def test_a_replaced_rank_that_has_less_room_says_so(gpu_run: Run, no_interface: 
 def test_a_given_size_is_not_measured_but_must_be_free(gpu_run: Run, no_interface: None) -> None:
     gpu_run.spec = gpu_run.spec.replaced(kv_cache_memory="1MiB")
     gpu = Gpu("GPU-a", 3_900_000_000)
-    met = [future.result(30) for future in [gpu_run.meet(rank, gpu=gpu) for rank in range(3)]]
+    met = gpu_run.meet_all(gpu=gpu)
     assert {one.kv_slots for one in met} == {None} and gpu.asked == 3

@@ -126,21 +126,6 @@ def test_hosts_get_their_parts_and_answer_as_one_process_does(
     assert "host-3: this host lacks model-7.safetensors of " in lacking and "`pipedec distribute`" in lacking
 
 
-def test_a_part_of_another_checkpoint_is_found_and_replaced(site: Site) -> None:
-    """No other host has the tensor: only the launching machine knows what it must be."""
-    assert site.cli("distribute", site.file).returncode == 0
-    other = site.own(1) / "target" / "model-3.safetensors"
-    tensors = load_file(other)
-    tensors["model.layers.3.mlp.up_proj.weight"][0, 0] += 1
-    save_file(tensors, other, {"format": "pt"})
-    refused = site.cli("launch", site.file)
-    last = refused.stderr.splitlines()[-1]
-    named = "host-2 has other weights of the target than this machine (model.layers.3.mlp.up_proj.weight): copy"
-    assert refused.returncode == 2 and named in last, refused.stderr
-    assert "host-2: 1 files" in site.cli("distribute", site.file).stderr
-    assert (site.own(1) / "target" / "model-3.safetensors").read_bytes() == (site.models / "target" / other.name).read_bytes()
-
-
 def test_a_digest_that_takes_long_makes_nobody_impatient(site: Site, tmp_path: Path) -> None:
     assert site.cli("distribute", site.file).returncode == 0
     (tmp_path / "slow").mkdir()
