@@ -129,11 +129,6 @@ def test_an_answer_ends_at_a_stop_token(
     assert answer.finish_reason == "stop"
 
 
-def test_the_chat_template_is_applied_unless_raw(resident: LocalCluster, tokenizer: PreTrainedTokenizerBase) -> None:
-    request = PromptRequest("How many?", sampling=SamplingParams(max_tokens=1))
-    assert client_of(resident).ask(request).prompt_tokens == len(tokenizer("<|user|>How many?<|assistant|>")["input_ids"])
-
-
 def test_a_trace_covers_every_rank_and_the_scheduler(resident: LocalCluster) -> None:
     client = client_of(resident)
     reply = client.follow(prompt_request(PROMPTS[1], max_tokens=6, trace=True, ignore_eos=True))
@@ -292,28 +287,20 @@ def counted_commands(client: redis.Redis) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("method", ["pipedec", "bita"])
-def test_a_cancelled_request_ends_and_the_next_one_is_right(
-    resident: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase, method: str
+@pytest.mark.parametrize(
+    ("method", "error"), [("pipedec", KeyboardInterrupt), ("bita", BrokenPipeError)], ids=["Ctrl-C", "nobody reads on"]
+)
+def test_a_request_whose_reader_goes_away_ends_and_the_next_one_is_right(
+    resident: LocalCluster, reference: Reference, tokenizer: PreTrainedTokenizerBase, method: str, error: type[BaseException]
 ) -> None:
     def interrupt(text: str) -> None:
-        raise KeyboardInterrupt
+        raise error
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         client_of(resident).ask(prompt_request(PROMPTS[0], method, max_tokens=1500, ignore_eos=True), interrupt)
+    assert wait_until(lambda: not status_of(resident).running, 5)
     answer = client_of(resident).ask(prompt_request(PROMPTS[2], method, max_tokens=12, ignore_eos=True))
     assert answer.token_ids == reference.generate(tokenizer(PROMPTS[2])["input_ids"], 12, ignore_eos=True)
-
-
-def test_a_reader_that_goes_away_ends_its_request(resident: LocalCluster) -> None:
-    """``pipedec submit | head -1``: nobody reads on, so nobody computes on."""
-
-    def broken(text: str) -> None:
-        raise BrokenPipeError
-
-    with pytest.raises(BrokenPipeError):
-        client_of(resident).ask(prompt_request(PROMPTS[0], max_tokens=1500, ignore_eos=True), broken)
-    assert wait_until(lambda: not status_of(resident).running, 5)
 
 
 def stop_when(condition: Callable[[], object], cluster: LocalCluster) -> threading.Thread:

@@ -103,19 +103,6 @@ def test_requests_are_in_the_pipeline_at_the_same_time(cluster: LocalCluster) ->
     assert_nothing_runs(cluster)
 
 
-@pytest.mark.slow
-def test_a_lower_priority_value_is_served_first(pair: Pair) -> None:
-    with LocalCluster(pair.spec(2).replaced(max_num_seqs=1)) as cluster:
-        client = client_of(cluster)
-        first = client.submit(ENDLESS)
-        assert wait_until(lambda: len(status_of(cluster).running) == 1)
-        late = [client.submit(short(priority=priority)) for priority in (5, 0, 1, 0)]
-        client.cancel(first)
-        read_all(client, first, *late)
-        waited = [reply.completed().metrics.queue_seconds or 0.0 for reply in late]
-        assert sorted(range(4), key=waited.__getitem__) == [1, 3, 2, 0]
-
-
 def test_a_request_may_be_cancelled_while_its_prompt_enters(cluster: LocalCluster) -> None:
     client = client_of(cluster)
     reply = client.submit(short(SENTENCES[0] * 20, max_tokens=300))

@@ -1,13 +1,16 @@
-"""The doctor: what facts mean, how hosts are compared with each other and with the file, and the command on three hosts."""
+"""The doctor: what facts mean and how they are found, what hosts need, how they are compared; the command on three hosts."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from support.hosts import Hosts
 from support.tiny_pair import Pair
 
 from pipedec.checkpoints import CheckpointPart, LayerSpan
+from pipedec.cluster.doctor import links
 from pipedec.cluster.doctor.checks import HostReport, examine
 from pipedec.cluster.doctor.comparison import HostAnswer, compare
 from pipedec.cluster.doctor.facts import (
@@ -29,10 +33,15 @@ from pipedec.cluster.doctor.facts import (
     checkpoint_facts,
 )
 from pipedec.cluster.doctor.findings import Finding, has_problem, problem
-from pipedec.cluster.doctor.gpus import HELD_DOWN, TOO_HOT, Gpu, GpuFacts, GpuState, Holder
-from pipedec.cluster.doctor.needs import GpuNeed, HostNeeds
-from pipedec.config import ClusterConfig, ServerConfig
-from pipedec.validation import parse_json
+from pipedec.cluster.doctor.gpus import HELD_DOWN, MIB, TOO_HOT, Gpu, GpuFacts, GpuState, Holder, gpu_facts
+from pipedec.cluster.doctor.links import LinkServer, MeasuredLink, link_findings, measure
+from pipedec.cluster.doctor.needs import PROCESS_BYTES, GpuNeed, HostNeeds, host_needs
+from pipedec.cluster.survey import planned_needs, questions_for
+from pipedec.config import ClusterConfig, ServerConfig, paper_cluster
+from pipedec.config.cluster import NetworkConfig
+from pipedec.families import KNOWN_MODELS
+from pipedec.plan.partition import plan
+from pipedec.validation import parse_json, validated
 
 GB = 10**9
 STATE = GpuState(
@@ -323,7 +332,7 @@ def test_three_hosts_side_by_side(hosts3: Hosts, pair: Pair, tmp_path: Path) -> 
         assert found["other hosts"].value == "2 can be connected to"
 
     (tmp_path / "no-draft").symlink_to(pair.draft)
-    hosts3.block_port(0)
+    hosts3.block_ports(0)
     hosts3.unplug(2)
     try:
         status, table, _ = examined(entries[0], f"  - {{host: host-2, devices: {{cpu: 2}}, python: {bare}}}\n", entries[2])
@@ -340,3 +349,272 @@ def test_three_hosts_side_by_side(hosts3: Hosts, pair: Pair, tmp_path: Path) -> 
     finally:
         hosts3.plug(2)
         hosts3.unblock(0)
+
+
+BASE = "580.65.06, NVIDIA GeForce RTX 3090, 24576\n580.65.06, NVIDIA GeForce RTX 3090, 24576\n"
+STATES = (
+    "GPU-aaaa, 24100, 350.00, 350.00, 210, 2100, 9751, Enabled, Default\n"
+    "GPU-bbbb, 4000, 280.00, 350.00, 1200, 2100, 9751, Disabled, Exclusive_Process\n"
+)
+PROCESSES = "GPU-bbbb, 4242, /opt/my, own/python3, 20000\nGPU-bbbb, 4243, [Not Found], [N/A]\n"
+
+
+@pytest.fixture
+def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Answers by what a question begins with, to be filled; any other question is refused as nvidia-smi refuses it."""
+
+    class Script(dict[str, str]):
+        def __setitem__(self, question: str, answer: str) -> None:
+            super().__setitem__(question, answer)
+            cases = "".join(f"*{question}*) printf '{answer}' ;;\n" for question, answer in self.items())
+            program.write_text(
+                f'#!/bin/sh\ncase "$1" in\n{cases}*) echo "Field is not a valid field to query."; exit 2 ;;\nesac\n'
+            )
+
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the driver.'\nexit 9\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return Script()
+
+
+def test_the_state_of_every_gpu_is_read(answers: dict[str, str]) -> None:
+    answers["driver_version"], answers["uuid,memory.free"], answers["clocks_event"] = BASE, STATES, "0x1\n0x0000000000000021\n"
+    answers["compute-apps"] = PROCESSES
+    facts = gpu_facts()
+    assert facts.driver == "580.65.06" and [gpu.memory_bytes for gpu in facts.installed] == [24576 * MIB] * 2
+    assert facts.installed[0].state == GpuState(24100 * MIB, 350.0, 350.0, 210, 2100, 9751, True, "Default", 1)
+    state = facts.installed[1].state
+    assert (state.is_persistent, state.compute_mode, state.slowdown) == (False, "Exclusive_Process", 0x21)
+    assert state.holders == (Holder(4242, "python3", 20000 * MIB), Holder(4243, "[Not Found]", None))
+
+
+def test_gpus_of_torch_have_the_state_that_the_driver_tells(answers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    answers["driver_version"], answers["uuid,memory.free"] = BASE, STATES
+    seen = [SimpleNamespace(name="NVIDIA GeForce RTX 3090", total_memory=24 * 2**30, uuid=uuid) for uuid in ("bbbb", "aaaa")]
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 3))
+    monkeypatch.setattr("torch.cuda.init", lambda: None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(seen))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: seen[index])
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    facts = gpu_facts()
+    assert facts.error is None and facts.nccl == "2.29.3"
+    assert [gpu.state.free_bytes for gpu in facts.usable] == [4000 * MIB, 24100 * MIB]
+    del seen[0]
+    assert [gpu.state.free_bytes for gpu in gpu_facts().usable] == [24100 * MIB]
+
+
+def test_what_older_drivers_do_not_tell_is_none(answers: dict[str, str]) -> None:
+    answers["driver_version"] = BASE
+    assert [gpu.state for gpu in gpu_facts().installed] == [GpuState(), GpuState()], "they do not know the fields"
+    answers["uuid,memory.free"], answers["clocks_throttle"] = STATES, "0x0\n0x2\n"
+    assert [gpu.state.slowdown for gpu in gpu_facts().installed] == [0, 2], "they call the reasons otherwise"
+    answers["driver_version"] = "580.65.06, NVIDIA GB10, [N/A]\n"
+    assert gpu_facts().installed == ()
+    answers["driver_version"] = "580.65.06, NVIDIA L4, 23034\n"
+    answers["uuid,memory.free"] = "GPU-aaaa" + ", [N/A]" * 8 + "\n"
+    assert gpu_facts().installed[0].state.free_bytes is None
+
+
+def test_a_driver_that_does_not_answer_says_why(answers: dict[str, str]) -> None:
+    facts = gpu_facts()
+    assert answers == {} and facts.installed == ()
+    assert facts.driver_error == "NVIDIA-SMI has failed because it could not communicate with the driver."
+
+
+FACTS = NetworkFacts(
+    "alpha", True, ("10.0.0.1",), {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"}, "10.0.0.1", "eth0", 40000,
+    {"eth0": 10_000, "ib0": 10_000, "unused": 100_000},
+)  # fmt: skip
+GIVEN = NetworkConfig(latency_us=50, bandwidth_gbps=10)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening
+
+
+def test_loopback_is_measured(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "SEND_SECONDS", 0.1)
+    server = LinkServer(listener)
+    port = listener.getsockname()[1]
+    socket.create_connection(("127.0.0.1", port)).close()  # one that only tries whether it can connect
+    link = measure("127.0.0.1", port)
+    assert link.error is None and link.gbps > 0 and 0 < link.latency_us < 1e6
+    server.close()
+    assert measure("127.0.0.1", port).error == "connection refused"
+
+
+def test_a_host_that_says_nothing_is_given_up(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "SESSION_SECONDS", 0.2)
+    assert measure("127.0.0.1", listener.getsockname()[1]).error == "not measured within 0 s"
+
+
+def test_a_peer_that_speaks_something_else_is_left_alone(listener: socket.socket) -> None:
+    LinkServer(listener)
+    with socket.create_connection(listener.getsockname()) as peer:
+        peer.settimeout(30.0)
+        peer.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        try:
+            assert peer.recv(1) == b""
+        except ConnectionResetError:  # it had not read all
+            return
+
+
+@pytest.mark.parametrize(
+    ("link", "facts", "words"),
+    [
+        (MeasuredLink(9.4, 45), FACTS, None),
+        (MeasuredLink(8.1, 199), FACTS, None),
+        (MeasuredLink(39, 5), FACTS, None),
+        (MeasuredLink(0.94, 45), FACTS, "0.94 Gbit/s bandwidth_gbps: 0.94 what else uses"),
+        (
+            MeasuredLink(0.94, 45),
+            replace(FACTS, speeds_mbps={"eth0": 1000}),
+            "eth0 has negotiated 1: cable bandwidth_gbps: 0.94",
+        ),
+        (
+            MeasuredLink(0.94, 45),
+            replace(FACTS, speeds_mbps={"eth0": 1000, "ib0": 40_000}),
+            "set interface: ib0 of this (40 Gbit/s)",
+        ),
+        (MeasuredLink(9.4, 700), FACTS, "given as 50 µs latency_us: 700"),
+        (MeasuredLink(error="connection refused"), FACTS, "connection refused run the doctor again"),
+    ],
+)
+def test_what_a_measurement_means(link: MeasuredLink, facts: NetworkFacts, words: str | None) -> None:
+    (finding,) = link_findings(GIVEN, facts, {"beta": link})
+    assert finding.level == ("note" if words else "ok")
+    assert all(word in f"{finding.value} {finding.mend}" for word in ("to beta:", *(words or "").split())), finding
+
+
+def test_the_slowest_link_counts_and_hosts_without_links_say_so() -> None:
+    (finding,) = link_findings(GIVEN, FACTS, {"beta": MeasuredLink(9.4, 45), "gamma": MeasuredLink(4.7, 45)})
+    assert finding.value == "to beta: 9.4 Gbit/s, 45 µs; to gamma: 4.7 Gbit/s, 45 µs" and "bandwidth_gbps: 4.7" in str(
+        finding.mend
+    )
+    (finding,) = link_findings(GIVEN, FACTS, {})
+    assert finding.level == "ok" and "not measured" in finding.value
+    assert link_findings(GIVEN, FACTS, None) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("leaves_nothing")
+def test_links_of_three_hosts_are_measured(hosts3: Hosts, pair: Pair, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    servers = "".join(f"  - {{host: {host}, devices: {{cpu: 2}}}}\n" for host in hosts3.names)
+    partitions = (
+        "partitions:\n  three: {stages: 3, devices: [{host: host-1, device: cpu}, {host: host-2, device: cpu}, "
+        "{host: host-3, device: cpu}]}\n  one: {stages: 2, servers: [host-1]}\n"
+    )
+    file.write_text(
+        f"target: {pair.target}\nnetwork: {{latency_us: 100000, bandwidth_gbps: 0.1}}\nservers:\n{servers}{partitions}"
+    )
+
+    def told(partition: str) -> dict[str, tuple[str, str, str | None]]:
+        command = (sys.executable, "-m", "pipedec.cli", "doctor", "--cluster", file, "--partition", partition, "--json")
+        table = json.loads(hosts3.run(0, *command, timeout=180).stdout).items()
+        rows = {host: one for host, findings in table for one in findings if one["name"] == "links"}
+        return {host: (row["level"], row["value"], row["mend"]) for host, row in rows.items()}
+
+    hosts3.slow_down(1, 20)
+    try:
+        links_of = told("three")
+    finally:
+        hosts3.speed_up(1)
+    assert [links_of[host][0] for host in hosts3.names] == ["ok", "note", "ok"]
+    assert [value.split(":")[0] for _, value, _ in links_of.values()] == ["to host-2", "to host-3", "to host-1"]
+    slow = float(links_of["host-2"][1].split()[2])
+    assert 0.005 < slow < 0.04 and f"bandwidth_gbps: {slow:g}" in str(links_of["host-2"][2])
+    assert told("one") == {"host-1": ("ok", "not measured: no rank here sends to another host", None)}
+
+
+SHAPE = KNOWN_MODELS["llama-3.1-8b"]
+SERVERS = [ServerConfig("a", {"rtx3090": 2}), ServerConfig("b", {"rtx3090": 1, "cpu": 2}), ServerConfig("c", {"rtx3090": 1})]
+ON_A_AND_B = {
+    "stages": 3, "layers": [11, 11, 10],
+    "devices": [{"host": "a", "device": "rtx3090", "count": 2}, {"host": "b", "device": "rtx3090"}],
+    "draft_device": {"host": "b", "device": "cpu"},
+}  # fmt: skip
+MODELS = {"target": "llama-3.1-8b", "draft": "llama-3.2-1b", "dtype": "bfloat16", "draft_dtype": "bfloat16"}
+
+
+def needs(**keys: Any) -> dict[str, HostNeeds]:
+    config = clustered(SERVERS, {"p": ON_A_AND_B}, **{**MODELS, **keys})
+    return host_needs(config, plan(config))
+
+
+def test_every_gpu_needs_what_its_ranks_take() -> None:
+    config = paper_cluster()
+    made = plan(config, "paper-14")
+    found = host_needs(config, made)
+    assert list(found) == ["server-4", "server-1", "server-2"]
+    assert [(need.index, need.ranks) for need in found["server-1"].gpus] == [(index, (index + 1,)) for index in range(7)]
+    by_rank = {rank: need for host in found.values() for need in host.gpus for rank in need.ranks}
+    for rank in made.stages:
+        assert rank.weight_bytes + rank.workspace_bytes < by_rank[rank.rank].least_bytes <= by_rank[rank.rank].planned_bytes
+        assert by_rank[rank.rank].planned_bytes <= rank.memory_bytes
+    links = {host: its.targets for host, its in found.items()}
+    assert links == {"server-4": ("server-1",), "server-1": ("server-2",), "server-2": ("server-4",)}
+
+
+def test_ranks_that_share_a_gpu_need_their_sum() -> None:
+    config = clustered(SERVERS, {"p": ON_A_AND_B}, **MODELS)
+    made = plan(config)
+    assert made.draft is not None
+    shared = replace(made, draft=replace(made.draft, placement=made.stages[2].placement))
+    (alone,), (together,) = host_needs(config, made)["b"].gpus, host_needs(config, shared)["b"].gpus
+    assert (alone.ranks, together.ranks) == ((3,), (0, 3))
+    assert together.least_bytes > alone.least_bytes + made.draft.weight_bytes + made.draft.workspace_bytes
+
+
+def test_a_given_kv_memory_is_needed_in_full() -> None:
+    free, given = needs()["a"].gpus[0], needs(kv_cache_memory="3GiB")["a"].gpus[0]
+    assert given.least_bytes == given.planned_bytes
+    assert given.least_bytes - free.least_bytes > 2 << 30
+
+
+def test_loading_takes_processes_the_largest_tensor_and_weights_on_the_processor() -> None:
+    found = needs()
+    assert found["a"].memory_bytes == 2 * (PROCESS_BYTES + 2 * SHAPE.embedding_parameters)
+    draft = 2 * KNOWN_MODELS["llama-3.2-1b"].parameters
+    assert found["b"].memory_bytes > found["a"].memory_bytes / 2 + draft
+    stage = 2 * (10 * SHAPE.layer_parameters + SHAPE.embedding_parameters)
+    assert found["b"].checkpoint_bytes == stage + draft
+
+
+def test_hosts_read_parts_and_spares_may_read_all(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path / "target", layers=4)
+    save_tiny_llama(tmp_path / "draft", layers=2)
+    partition = {**ON_A_AND_B, "layers": [1, 2, 1]}
+    models = {"target": tmp_path / "target", "draft": tmp_path / "draft"}
+    config = clustered(SERVERS, {"p": partition}, **models, spares=[{"host": "c", "device": "rtx3090"}])
+    found = host_needs(config, plan(config))
+    parts = {host: {now.key: (now, later) for now, later in its.parts()} for host, its in found.items()}
+    first, second, third = (
+        LayerSpan(range(0, 1), True, False),
+        LayerSpan(range(1, 3), False, False),
+        LayerSpan(range(3, 4), False, True),
+    )
+    spans = {host: (its["target"][0].spans, its["draft"][0].is_whole) for host, its in parts.items()}
+    assert spans == {"b": ((third,), True), "a": ((first, second), False), "c": ((), False)}
+    may_read = {host: [later.is_whole for _, later in its.values()] for host, its in parts.items()}
+    assert may_read["c"] == [True, True] and may_read["a"] == [False, False]
+    assert [host for host, its in found.items() if its.ranks] == ["b", "a"] and found["c"].gpus == ()
+    assert {now.model for now, _ in parts["a"].values()} == {str(model) for model in models.values()}
+    questions = questions_for(config, found)["c"]
+    assert validated(Questions, asdict(questions)) == questions
+
+
+def test_a_plan_that_cannot_be_made_is_a_note_and_one_that_does_not_fit_a_problem() -> None:
+    unnamed = clustered(SERVERS, {"p": ON_A_AND_B, "q": ON_A_AND_B}, **MODELS)
+    found, finding = planned_needs(unnamed, None)
+    assert found == {} and finding is not None and finding.level == "note" and "name a partition: p, q" in finding.value
+    assert all(one.needs is None for one in questions_for(unnamed, found).values())
+    found, finding = planned_needs(unnamed, "q")
+    assert finding is None and questions_for(unnamed, found)["c"].needs is None
+    large = clustered(SERVERS, {"p": {**ON_A_AND_B, "layers": "auto"}}, **{**MODELS, "target": "llama-3.1-70b"})
+    found, finding = planned_needs(large, None)
+    assert found and finding is not None and finding.level == "problem" and "pipedec plan" in str(finding.mend)

@@ -158,7 +158,7 @@ def test_a_foreign_checkpoint_on_one_host_is_named(cluster: Cluster, tmp_path: P
 
 
 def test_a_firewall_between_hosts_is_named(cluster: Cluster) -> None:
-    cluster.hosts.block_port(2)
+    cluster.hosts.block_ports(2)
     try:
         line = cluster.refused()
         assert "cannot connect to rank 4" in line and "host-3 at 10.77.0.3" in line and "open all TCP ports" in line

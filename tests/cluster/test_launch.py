@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import psutil
 import pytest
-from support.clusters import clustered
+from support.clusters import client_of, clustered
 from support.processes import marked_processes, wait_until
 from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
@@ -110,18 +110,11 @@ def test_a_command_for_a_host_is_quoted_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_node_says_hello_before_it_has_orders_and_ends_with_its_input() -> None:
+    """It takes along the Redis that it has started."""
     with node() as process:
         hello = news(process)
         assert (hello["news"], hello["protocol"], hello["pid"]) == ("hello", PROTOCOL, process.pid)
         assert hello["hostname"] == socket.gethostname() and hello["torch"] is not None
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(10) == 0
-
-
-def test_a_node_starts_redis_and_takes_it_along() -> None:
-    with node() as process:
-        news(process)
         order(process, "redis", port=None, password="it's secret", towards=[], interface=None)
         started = news(process)
         assert started["address"] == "127.0.0.1"
@@ -129,19 +122,10 @@ def test_a_node_starts_redis_and_takes_it_along() -> None:
         assert url is not None
         with connect(url) as client:
             pid = client.info("server")["process_id"]  # type: ignore[index]
-        process.kill()
-        assert wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 5)
-
-
-def test_a_node_that_fails_says_why() -> None:
-    with node() as process, socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        news(process)
-        order(process, "redis", port=port, password="secret", towards=[], interface=None)
-        assert news(process)["message"].startswith(f"port {port} is in use: choose another port for Redis")
+        assert process.stdin is not None
+        process.stdin.close()
         assert process.wait(10) == 0
+        assert wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 5)
 
 
 def test_a_node_whose_host_lacks_a_part_says_so_before_any_rank_is_started(pair: Pair, tmp_path: Path) -> None:
@@ -190,11 +174,6 @@ def test_a_node_without_a_launcher_ends_after_its_ranks(pair: Pair) -> None:
     assert [news for news, _ in said] == ["hello", "joined", "started", "ended"] and said[-1][1] == {"rank": 0, "status": 1}
 
 
-def client_of(cluster: LaunchedCluster) -> Client:
-    assert cluster.scheduler is not None
-    return Client(cluster.scheduler, cluster.check, silence_seconds=60)
-
-
 def request(max_tokens: int, method: str = "pipedec") -> PromptRequest:
     return PromptRequest(PROMPT, True, method, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
@@ -233,17 +212,6 @@ def test_rank_0_answers_from_the_device_of_a_stage(pair: Pair, reference: Refere
     shared = replace(config.partitions["two"], draft_device=DeviceConfig("localhost", "cpu", shared=True))
     with LaunchedCluster(replace(config, partitions={"two": shared})) as cluster:
         assert cluster.places[0] == cluster.places[2] != cluster.places[1]
-        check_answer(cluster, reference, tokenizer)
-
-
-@pytest.mark.slow
-def test_ranks_on_two_hosts_answer_together(
-    pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase, script: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PIPEDEC_SSH", str(script("ssh", SSH_TO_HERE)))
-    servers = [ServerConfig(host, {"cpu": 2}, hostname=socket.gethostname()) for host in ("one", "two")]
-    with LaunchedCluster(cluster_on(pair, *servers, launch=LaunchConfig())) as cluster:
-        assert [place.host for place in cluster.places] == ["one", "one", "two"]
         check_answer(cluster, reference, tokenizer)
 
 
@@ -390,34 +358,25 @@ def test_a_host_that_ssh_does_not_reach_is_named(pair: Pair, script: Any, monkey
     nodes.kill()
 
 
-def test_redis_that_cannot_start_is_named_with_its_host(pair: Pair) -> None:
+def test_redis_that_cannot_start_or_be_reached_is_named(pair: Pair) -> None:
+    config = on_localhost(pair)
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        config = on_localhost(pair).for_partition(given={"redis": {"host": "localhost", "port": port}})
-        assert refusal(config).startswith(f"localhost: port {port} is in use: choose another port")
-
-
-def test_redis_that_cannot_be_reached_is_named(pair: Pair) -> None:
-    config = on_localhost(pair).for_partition(given={"redis": {"url": "redis://127.0.0.1:1/0"}})
-    assert refusal(config) == "cannot reach Redis at 127.0.0.1:1: the connection failed"
-
-
-def test_redis_on_every_host_is_refused(pair: Pair) -> None:
-    config = cluster_on(pair, *(ServerConfig(host, {"cpu": 2}) for host in ("one", "two")), launch=LaunchConfig())
+        said = refusal(config.for_partition(given={"redis": {"host": "localhost", "port": port}}))
+        assert said.startswith(f"localhost: port {port} is in use: choose another port")
+    unreachable = config.for_partition(given={"redis": {"url": "redis://127.0.0.1:1/0"}})
+    assert refusal(unreachable) == "cannot reach Redis at 127.0.0.1:1: the connection failed"
+    two = cluster_on(pair, *(ServerConfig(host, {"cpu": 2}) for host in ("one", "two")), launch=LaunchConfig())
     for url in ("redis://localhost:6379/0", "unix:///run/redis.sock"):
-        said = refusal(config.for_partition(given={"redis": {"url": url}}))
+        said = refusal(two.for_partition(given={"redis": {"url": url}}))
         assert said == f"redis: {url} is another server on each host: give an address that all hosts reach"
 
 
 def test_the_file_is_preferred_to_the_launching_shell(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (
-        ("GLOO_SOCKET_IFNAME", "eth7"),
-        ("NCCL_DEBUG", "INFO"),
-        ("TORCH_NCCL_DESYNC_DEBUG", "1"),
-        ("OTHER", "1"),
-    ):
+    shell = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_DEBUG": "INFO", "TORCH_NCCL_DESYNC_DEBUG": "1", "OTHER": "1"}
+    for name, value in shell.items():
         monkeypatch.setenv(name, value)
     plain = ServerConfig("one", {"cpu": 2}, environment={"NCCL_DEBUG": "WARN", "B": "own"})
     config = cluster_on(
@@ -440,12 +399,6 @@ def test_ranks_in_messages_are_named_with_their_hosts(pair: Pair) -> None:
     )
     for message in ("rank 1 (stage 1) on localhost fails", "rank 12 is unknown", "rank 1 on localhost", "no rank"):
         assert cluster.with_hosts(message) == message
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_a_host_has_not_got_is_named(pair: Pair) -> None:
-    said = refusal(on_localhost(pair).for_partition(given={"target": "/nowhere"}))
-    assert said == "localhost: this host lacks config.json of /nowhere: copy what is missing with `pipedec distribute`"
 
 
 def test_a_shape_without_weights_is_refused_before_anything_starts(pair: Pair) -> None:

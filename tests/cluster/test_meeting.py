@@ -1,4 +1,4 @@
-"""Ranks meet over a real Redis: who fits, who does not, which interface, and who cannot be reached."""
+"""Ranks meet over a real Redis: who fits, who does not, which interface, who cannot be reached, what their GPUs hold."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ import pytest
 import torch
 from msgspec import structs
 from support.clock import Clock
+from support.clusters import client_of, status_of
+from support.prepared_ranks import PreparedRanks
+from support.pretended_gpus import TOTAL_BYTES, free_file, pretend
 from support.processes import wait_until
-from support.tiny_pair import Pair
+from support.tiny_pair import SENTENCES, Pair
 from support.whole_scheduler import WholeScheduler
 
 from pipedec.checkpoints import weights_digest
-from pipedec.cluster.local import serve_rank
+from pipedec.cluster.local import LocalCluster, serve_rank
 from pipedec.cluster.meeting import (
     LOOPBACK,
     Interface,
@@ -40,8 +43,8 @@ from pipedec.cluster.place import RankPlace, RunAddress, checked_host
 from pipedec.cluster.processes import RankProcesses
 from pipedec.cluster.rank import check_device
 from pipedec.config import ServerConfig
-from pipedec.core import PipedecError, RankLost, UserError
-from pipedec.messages import AddressEvent, CardEvent
+from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
+from pipedec.messages import AddressEvent, CardEvent, PromptRequest
 from pipedec.plan.kv_memory import DEFAULT_BYTES, GpuMemory, tokens_beside
 from pipedec.plan.placement import Placement
 from pipedec.plan.spec import PipelineSpec
@@ -446,3 +449,29 @@ def test_a_given_size_is_not_measured_but_must_be_free(gpu_run: Run, no_interfac
     gpu = Gpu("GPU-a", 3_900_000_000)
     met = gpu_run.meet_all(gpu=gpu)
     assert {one.kv_slots for one in met} == {None} and gpu.asked == 3
+
+
+REQUEST = PromptRequest(SENTENCES[0], True, "pp", SamplingParams(max_tokens=12, ignore_eos=True))
+ROOM = 8_000_000  # bytes for keys and values of the rank with the largest weights
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_the_slots_of_the_first_epoch_are_those_of_a_replaced_rank(pair: Pair, tmp_path: Path) -> None:
+    """Though its GPU could hold more by then."""
+    spec = replace(pair.spec(2), num_gpus=2).replaced(device="auto", max_num_seqs=65_536)
+    spec = spec.replaced(transport=PreparedRanks("gloo", pretend, tmp_path), max_restarts=3)
+    largest = max(spec.needs(rank).fixed_bytes for rank in range(3))
+    free_file(tmp_path).write_text(str(TOTAL_BYTES // 10 + largest + ROOM))
+    with LocalCluster(spec) as cluster:
+        slots = cluster.description().kv_slots
+        assert slots == ROOM // 512 // 256 * 256 and len(list(tmp_path.glob("*.asked"))) == 3
+        first = client_of(cluster).ask(REQUEST).token_ids
+        free_file(tmp_path).write_text(str(TOTAL_BYTES))
+        pids = cluster.pids
+        os.kill(pids[1], signal.SIGKILL)
+        assert wait_until(lambda: cluster.pids[1] != pids[1], 60)
+        assert client_of(cluster).ask(REQUEST).token_ids == first
+        assert cluster.description().kv_slots == slots
+        assert wait_until(lambda: (stats := status_of(cluster).stats) is not None and stats.kv.capacity == slots)
+        asked = {int(file.stem) for file in tmp_path.glob("*.asked")}
+        assert asked == {*pids.values(), cluster.pids[1]}, "those that are left have loaded, and do not ask again"

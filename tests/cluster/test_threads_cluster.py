@@ -121,14 +121,3 @@ def test_a_cancelled_answer_leaves_nothing_of_its_threads(
     sampling = sampling_in_threads(thread_models, "pasta", max_tokens=MAX_TOKENS)
     expected = said_by_one_process(local, thread_models, "pasta", sampling)
     assert ask(cluster, THREAD_DIALECTS["pasta"], sampling).token_ids == [token.token_id for token in expected.document()]
-
-
-@pytest.mark.slow
-def test_a_stop_string_across_threads_ends_the_answer_of_a_cluster(cluster: LocalCluster, thread_models: ThreadModels) -> None:
-    sampling = sampling_in_threads(thread_models, "apar", max_tokens=MAX_TOKENS, temperature=1.0, seed=8)
-    whole = ask(cluster, THREAD_DIALECTS["apar"], sampling)
-    stop = whole.text[25:29]
-    answer = ask(cluster, THREAD_DIALECTS["apar"], structs.replace(sampling, stop=(stop,)))
-    assert answer.finish_reason == "stop" and answer.text == whole.text[: whole.text.index(stop)]
-    assert answer.token_ids == whole.token_ids[: len(answer.token_ids)]
-    assert ask(cluster, THREAD_DIALECTS["apar"], sampling).token_ids == whole.token_ids

@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
-from support.checkpoints import save_tiny
 from support.processes import wait_until
 from support.tiny_pair import CONTEXT, TARGET_LAYERS, Pair
 from transformers import PreTrainedTokenizerBase
@@ -87,6 +86,17 @@ class Agents:
         ranks = {int(child.environ()["RANK"]): child.pid for child in children if "RANK" in child.environ()}
         return ranks[rank]
 
+    def killing(self, rank: int) -> Callable[[str], None]:
+        """Kills a rank when the first text comes."""
+        killed: list[int] = []
+
+        def kill(text: str) -> None:
+            if not killed:
+                killed.append(self.rank_pid(rank))
+                os.kill(killed[0], signal.SIGKILL)
+
+        return kill
+
 
 @pytest.fixture
 def agents(tmp_path: Path, state_directory: Path) -> Iterator[Agents]:
@@ -107,24 +117,6 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_two_agents_answer_and_end_in_order(
-    agents: Agents, pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    agents.start("--stages", "3", *pair.flags)
-    agents.wait_until_up()
-    place = ("--redis", agents.server.url, "--run", "two-hosts")
-    for text in ("Natalia sold 12 clips.", "The pipeline is kept full: " * 3):
-        answered = run_cli("submit", *place, "--raw-prompt", "--prompt", text, "--max-tokens", "12", "--ignore-eos")
-        expected = reference.generate(tokenizer(text)["input_ids"], 12, ignore_eos=True)
-        assert (answered.returncode, answered.stdout) == (0, tokenizer.decode(expected, skip_special_tokens=True) + "\n")
-    ended = run_cli("down", *place)
-    assert ended.returncode == 0 and "Cluster two-hosts is down" in ended.stderr
-    assert agents.client.keys("*") == []
-    assert agents.statuses(30) == [0, 0], agents.output()
-    assert agents.server.url.split("@")[0].removeprefix("redis://:") not in agents.output()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.failure_case("M12")
 def test_an_answer_goes_on_after_torchrun_has_started_all_ranks_again(
@@ -133,14 +125,7 @@ def test_an_answer_goes_on_after_torchrun_has_started_all_ranks_again(
     agents.start("--stages", "3", *pair.flags, restarts=2)
     scheduler = agents.wait_until_up().connect()
     request = PromptRequest("Hello", True, "pp", SamplingParams(max_tokens=600, ignore_eos=True))
-    killed: list[int] = []
-
-    def kill(text: str) -> None:
-        if not killed:
-            killed.append(agents.rank_pid(rank))
-            os.kill(killed[0], signal.SIGKILL)
-
-    answered = Client(scheduler, silence_seconds=90).ask(request, kill)
+    answered = Client(scheduler, silence_seconds=90).ask(request, agents.killing(rank))
     assert answered.token_ids == reference.generate(tokenizer("Hello")["input_ids"], 600, ignore_eos=True)
     assert scheduler.status().num_recoveries > 0
     scheduler.stop()
@@ -153,15 +138,8 @@ def test_a_killed_rank_ends_both_agents_and_is_named_to_the_client(agents: Agent
     agents.start("--stages", "3", *pair.flags)
     running = agents.wait_until_up()
     request = PromptRequest("Hello", True, "pipedec", SamplingParams(max_tokens=2000, ignore_eos=True))
-    killed: list[int] = []
-
-    def kill(text: str) -> None:
-        if not killed:
-            killed.append(agents.rank_pid(3))
-            os.kill(killed[0], signal.SIGKILL)
-
     with pytest.raises(PipedecError, match="rank 3"):
-        Client(running.connect(), silence_seconds=30).ask(request, kill)
+        Client(running.connect(), silence_seconds=30).ask(request, agents.killing(3))
     assert all(status != 0 for status in agents.statuses(60)), agents.output()
 
 
@@ -184,7 +162,9 @@ def torchrun_environment(monkeypatch: pytest.MonkeyPatch, state_directory: Path)
 
 
 @pytest.mark.slow
-def test_a_cluster_obeys_its_config(agents: Agents, pair: Pair, tmp_path: Path) -> None:
+def test_two_agents_obey_the_config_and_end_in_order(
+    agents: Agents, pair: Pair, tmp_path: Path, reference: Reference, tokenizer: PreTrainedTokenizerBase
+) -> None:
     config = write_config(tmp_path / "cluster.yaml", str(pair.target), str(pair.draft), agents.server.url, "auto", 40)
     agents.start("--config", str(config), "--partition", "trio", "--device", "cpu")
     agents.wait_until_up()
@@ -200,21 +180,21 @@ def test_a_cluster_obeys_its_config(agents: Agents, pair: Pair, tmp_path: Path) 
             for flags in ((), ("--width", "2", "--children", "1"), ("--width", "32", "--children", "16"))
         )
         assert (own["hits"], own["timesteps"]) == (same["hits"], same["timesteps"]) != (wide["hits"], wide["timesteps"])
-        assert own["token_ids"] == wide["token_ids"]
+        expected = reference.generate(tokenizer("Natalia sold")["input_ids"], 20, ignore_eos=True)
+        assert own["token_ids"] == wide["token_ids"] == expected
     limits_of_its_own = run_cli(*submit, "Hello", "--max-tokens", "20", "--ignore-eos", "--json")
     assert json.loads(limits_of_its_own.stdout)["output_tokens"] == 20
-    assert run_cli("down", "--redis", agents.server.url, "--run", "two-hosts").returncode == 0
+    ended = run_cli("down", "--redis", agents.server.url, "--run", "two-hosts")
+    assert ended.returncode == 0 and "Cluster two-hosts is down" in ended.stderr
+    assert agents.client.keys("*") == []
     assert agents.statuses(30) == [0, 0], agents.output()
+    assert agents.server.url.split("@")[0].removeprefix("redis://:") not in agents.output()
 
 
 def write_config(
-    path: Path,
-    target: str,
-    draft: str,
-    redis_url: str = "redis://:secret@somewhere:7000/1",
-    dtype: str = "bfloat16",
+    path: Path, target: str, draft: str, redis_url: str = "redis://:secret@somewhere:7000/1", dtype: str = "bfloat16",
     max_model_len: int = CONTEXT,
-) -> Path:
+) -> Path:  # fmt: skip
     path.write_text(
         f"target: {target}\ndraft: {draft}\ndtype: {dtype}\nmax_model_len: {max_model_len}\ntree: {{width: 2, children: 1}}\n"
         f"redis: {{url: '{redis_url}'}}\n"
@@ -259,40 +239,13 @@ def test_a_partition_of_the_config_says_what_the_flags_do_not(
 def test_flags_go_before_the_config(pair: Pair, tmp_path: Path, torchrun_environment: Callable[[int], None]) -> None:
     config = str(write_config(tmp_path / "cluster.yaml", "llama-3.1-70b", "llama-3.2-1b"))
     torchrun_environment(5)
-    flags = [
-        "--target",
-        str(pair.target),
-        "--draft",
-        "none",
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "50",
-        "--max-num-seqs",
-        "3",
-        "--max-waiting",
-        "0",
-        "--groups",
-        "4",
-        "--layers",
-        "2,2,2,2",
-    ]
-    _, spec, address = parse_arguments(["--config", config, "--redis", "redis://elsewhere:1/0", *flags])
+    models = ["--target", str(pair.target), "--draft", "none", "--redis", "redis://elsewhere:1/0", "--config", config]
+    flags = "--dtype float32 --max-model-len 50 --max-num-seqs 3 --max-waiting 0 --groups 4 --layers 2,2,2,2"
+    _, spec, address = parse_arguments([*models, *flags.split()])
     assert (spec.target, spec.draft, spec.dtype, spec.settings.limits.max_model_len) == (pair.target, None, "float32", 50)
     assert (spec.settings.limits.max_num_seqs, spec.settings.limits.max_waiting) == (3, 0)
     assert spec.topology.num_groups == 4 and spec.layers[1] == (2, 4)
     assert address.redis_url == "redis://elsewhere:1/0"
-
-
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
-def test_stages_of_every_model_type_are_planned(
-    family: str, pair: Pair, tmp_path: Path, torchrun_environment: Callable[[int], None]
-) -> None:
-    save_tiny(family, tmp_path / family, layers=4)
-    config = str(write_config(tmp_path / "cluster.yaml", str(tmp_path / family), "none"))
-    torchrun_environment(3)
-    _, spec, _ = parse_arguments(["--config", config, "--partition", "pair"])
-    assert spec.layers == ((0, 2), (2, 4))
 
 
 @pytest.mark.parametrize(

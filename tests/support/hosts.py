@@ -24,6 +24,7 @@ from support.instruction_sets import LIMITS
 
 TOOLS = ("ip", "tc", "sshd", "ssh", "ssh-keygen", "unshare", "nsenter", "mount", "hostname")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # where the tools are, though not on every PATH
+DROP = ("action", "mirred", "egress", "redirect", "dev", "dropped")
 START_SECONDS = 30.0
 PASSED_ON = ("PIPEDEC_TESTS", "PYTHONPATH", "OMP_NUM_THREADS", *LIMITS)  # sshd passes nothing on of its own accord
 
@@ -120,11 +121,6 @@ class Hosts:
                 found.append(Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " "))
         return found
 
-    def is_listening(self, index: int, port: int) -> bool:
-        """Whether a process on a host waits for connections to a port (of IPv4)."""
-        lines = Path(f"/proc/{self._holders[index].pid}/net/tcp").read_text().splitlines()[1:]
-        return any(line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A" for line in lines)
-
     def bind(self, index: int, source: Path, target: Path) -> None:
         """Let one host find ``source`` where the others have ``target``: a file or a directory."""
         self.run(index, "mount", "--bind", source, target, check=True)
@@ -147,47 +143,22 @@ class Hosts:
                 if "python" in os.readlink(f"/proc/{pid}/exe"):
                     os.kill(pid, signal.SIGKILL)
 
-    def block_port(self, index: int, port: int | None = None) -> None:
-        """A firewall on a host, which drops connections to ``port``, or to all ports but ssh's; it says nothing to the client."""
-        self._prepare_to_drop(index)
-        tcp = ["u32", "match", "ip", "protocol", "6", "0xff"]
-        rule = ["tc", "filter", "add", "dev", "eth0", "parent", "ffff:", "protocol", "ip", "prio"]
-        opening = ["match", "u8", "0x02", "0x12", "at", "33"]  # SYN without ACK
-        drop = ["action", "mirred", "egress", "redirect", "dev", "dropped"]
-        if port is None:
-            self._on(index, *rule, "1", *tcp, "match", "u16", "22", "0xffff", "at", "22", "flowid", "1:1")
-            self._on(index, *rule, "2", *tcp, *opening, *drop)
-        else:
-            self._on(index, *rule, "1", *tcp, "match", "u16", str(port), "0xffff", "at", "22", *opening, *drop)
+    def block_ports(self, index: int) -> None:
+        """A firewall on a host, which drops connections to all ports but ssh's; it says nothing to the client."""
+        tcp, opening = ("u32", "match", "ip", "protocol", "6", "0xff"), ("match", "u8", "0x02", "0x12", "at", "33")  # SYN, no ACK
+        self._filter(index, 1, *tcp, "match", "u16", "22", "0xffff", "at", "22", "flowid", "1:1")
+        self._filter(index, 2, *tcp, *opening, *DROP)
 
     def deafen(self, index: int, source: int) -> None:
         """Let nothing from host ``source`` arrive on a host any more; the other direction still works."""
-        self._prepare_to_drop(index)
-        rule = ["tc", "filter", "add", "dev", "eth0", "parent", "ffff:", "protocol", "ip", "prio", "1", "u32"]
-        self._on(
-            index,
-            *rule,
-            "match",
-            "ip",
-            "src",
-            f"{self.address(source)}/32",
-            "action",
-            "mirred",
-            "egress",
-            "redirect",
-            "dev",
-            "dropped",
-        )
+        self._filter(index, 1, "u32", "match", "ip", "src", f"{self.address(source)}/32", *DROP)
 
     def lose_packets(self, index: int) -> None:
         """Lose one in 32 of the packets that arrive at a host: those with certain numbers (IP identification).
 
         0 is not one of them: every SYN-ACK has it, and a host that never sees one cannot connect to anybody.
         """
-        self._prepare_to_drop(index)
-        rule = ["tc", "filter", "add", "dev", "eth0", "parent", "ffff:", "protocol", "ip", "prio", "1", "u32"]
-        drop = ["action", "mirred", "egress", "redirect", "dev", "dropped"]
-        self._on(index, *rule, "match", "u16", "0x0001", "0x001f", "at", "4", *drop)
+        self._filter(index, 1, "u32", "match", "u16", "0x0001", "0x001f", "at", "4", *DROP)
 
     def num_lost(self, index: int) -> int:
         """Packets that ``lose_packets`` has kept from a host."""
@@ -205,11 +176,14 @@ class Hosts:
         """Undo ``slow_down``."""
         self._on(index, "tc", "qdisc", "delete", "dev", "eth0", "root")
 
-    def _prepare_to_drop(self, index: int) -> None:
+    def _filter(self, index: int, priority: int, *rule: str) -> None:
+        """A rule for what arrives at a host."""
         if self.run(index, "ip", "link", "show", "dropped").returncode:
             self._on(index, "ip", "link", "add", "dropped", "type", "veth", "peer", "name", "dropped-end")
             self._on(index, "ip", "link", "set", "dropped", "up")  # without its other end it loses everything
             self._on(index, "tc", "qdisc", "add", "dev", "eth0", "ingress")
+        command = ["tc", "filter", "add", "dev", "eth0", "parent", "ffff:", "protocol", "ip", "prio", str(priority)]
+        self._on(index, *command, *rule)
 
     def unblock(self, index: int) -> None:
         """Remove the firewall, or let a host hear again."""
