@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -303,18 +303,6 @@ def test_a_request_whose_reader_goes_away_ends_and_the_next_one_is_right(
     assert answer.token_ids == reference.generate(tokenizer(PROMPTS[2])["input_ids"], 12, ignore_eos=True)
 
 
-def stop_when(condition: Callable[[], object], cluster: LocalCluster) -> threading.Thread:
-    """Tells the run to stop from another thread, like ``pipedec down``, once ``condition`` holds."""
-
-    def stop() -> None:
-        assert wait_until(condition)
-        RunningCluster(cluster.address.redis_url, cluster.run_id).connect().stop()
-
-    thread = threading.Thread(target=stop, daemon=True)
-    thread.start()
-    return thread
-
-
 @pytest.mark.slow
 def test_a_stop_finishes_the_request_under_way_and_refuses_the_rest(
     pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase
@@ -327,7 +315,8 @@ def test_a_stop_finishes_the_request_under_way_and_refuses_the_rest(
             first = Asking(cluster, prompt_request(PROMPTS[0], max_tokens=150, ignore_eos=True))
             assert first.speaks.wait(20)
             second = Asking(cluster, prompt_request(PROMPTS[2]))
-            stop_when(lambda: status_of(cluster).waiting == 1, cluster)
+            assert wait_until(lambda: status_of(cluster).waiting == 1)
+            RunningCluster(cluster.address.redis_url, cluster.run_id).connect().stop()  # like ``pipedec down``
             cluster.wait()  # the ranks end by themselves, and well
             expected = reference.generate(tokenizer(PROMPTS[0])["input_ids"], 150, ignore_eos=True)
             assert first.result().token_ids == expected
@@ -356,17 +345,6 @@ def test_a_run_name_in_use_is_refused_and_the_run_goes_on(pair: Pair, resident: 
         second.start()
     assert second.pids == {}
     assert len(client_of(resident).ask(prompt_request("Hello", max_tokens=3, ignore_eos=True)).token_ids) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.failure_case("S15")
-def test_two_runs_share_a_redis(pair: Pair, resident: LocalCluster) -> None:
-    client_of(resident).ask(prompt_request(PROMPTS[0], max_tokens=2))  # some keys of a run stay after its first request
-    keys = run_keys(resident)
-    with LocalCluster(pair.spec(1).replaced(redis=RedisConfig(resident.address.redis_url)), "guest") as guest:
-        asked = [Asking(cluster, prompt_request(PROMPTS[0], max_tokens=20, ignore_eos=True)) for cluster in (guest, resident)]
-        assert asked[0].result().token_ids == asked[1].result().token_ids
-    assert wait_until(lambda: run_keys(resident) <= keys), run_keys(resident) - keys
 
 
 def test_what_a_dead_run_left_does_not_hinder_the_next(pair: Pair) -> None:

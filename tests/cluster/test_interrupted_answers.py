@@ -24,10 +24,10 @@ from pipedec.messages import KVUsage, PromptRequest
 from pipedec.methods import METHOD_NAMES
 
 SAMPLINGS = (
-    SamplingParams(max_tokens=24, ignore_eos=True),
-    SamplingParams(0.9, seed=3, max_tokens=24, logprobs=2, ignore_eos=True),
-    SamplingParams(max_tokens=40, stop=("e", "a clip")),
-    SamplingParams(0.7, seed=9, max_tokens=24, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.5),
+    SamplingParams(max_tokens=16, ignore_eos=True),
+    SamplingParams(0.9, seed=3, max_tokens=16, logprobs=2, ignore_eos=True),
+    SamplingParams(max_tokens=24, stop=("e", "a clip")),
+    SamplingParams(0.7, seed=9, max_tokens=16, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.5),
 )
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
@@ -19,8 +19,7 @@ import pytest
 from msgspec import structs
 from support.clusters import client_of, read_all, read_until, status_of
 from support.lasting_server import LastingServer
-from support.nccl_stand_in import aborts_on_loss, hangs_on_loss
-from support.obedient_ranks import obey
+from support.obedient_ranks import SLOW_SECONDS, aborts_on_loss, endless_file, hangs_on_loss, obey, obey_slowly
 from support.prepared_ranks import PreparedRanks
 from support.processes import redis_of, wait_until
 from support.thread_models import ThreadModels
@@ -168,41 +167,6 @@ def test_a_rank_that_is_stopped_is_killed_and_replaced(cluster: LocalCluster, al
     assert asked.answers() == [alone(kind) for kind in asked.kinds]
     recovery = recovered(cluster, epoch + 1)
     assert recovery.lost == (2,) and recovery.reason.startswith((f"{NAMES[2]} stopped answering", f"{NAMES[2]} kept rank 3"))
-
-
-@pytest.mark.slow
-@pytest.mark.failure_case("S16")
-def test_a_stage_that_is_much_slower_than_the_others_is_waited_for(cluster: LocalCluster, alone: Callable[[str], Facts]) -> None:
-    epoch, before, asked = status_of(cluster).epoch, _waited(cluster, 3), Asked(cluster, 3)
-    with _slowed(cluster.pids[2]):
-        assert asked.answers() == [alone(kind) for kind in asked.kinds]
-    assert status_of(cluster).epoch == epoch
-    assert wait_until(lambda: _waited(cluster, 3) - before > 0.5, 60), "the counters of the next stage show it"
-
-
-def _waited(cluster: LocalCluster, stage: int) -> float:
-    """Seconds for which a stage has waited for the one before, as it has told."""
-    return status_of(cluster).stages[stage - 1].wait_seconds
-
-
-@contextmanager
-def _slowed(pid: int) -> Iterator[None]:
-    """A process runs for a tenth of the time."""
-    done = threading.Event()
-
-    def hold() -> None:
-        while not done.wait(0.005):
-            os.kill(pid, signal.SIGSTOP)
-            done.wait(0.045)
-            os.kill(pid, signal.SIGCONT)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 @pytest.mark.failure_case("R4")
@@ -373,3 +337,36 @@ def test_a_stage_that_is_lost_over_nccl_costs_one_restart_and_nobody_hangs(
         os.kill(cluster.pids[1], signal.SIGKILL)
         with pytest.raises(RankLost, match=r"1 rank had been replaced within 600 s \(--max-restarts 1\)"):
             wait_until(cluster.check, 30)
+
+
+@LEAVES_NOTHING
+def test_what_is_slow_at_first_is_no_stall_and_what_hangs_later_is(pair: Pair, tmp_path: Path) -> None:
+    """Ranks warm up before they serve: also in a rank that replaces another one; and forwards may be captured later."""
+    stages, request = 2, _kind(SENTENCES[0], "pp", max_tokens=20)
+    reports, settings = list[tuple[int, str, int, int]](), {"stall_timeout": SLOW_SECONDS / 2, "max_model_len": 256}
+    prepared = PreparedRanks("auto", obey_slowly, tmp_path)
+    cluster = LocalCluster(pair.spec(stages).replaced(transport=prepared, **settings))
+    cluster.start(lambda *report: reports.append(report))
+    try:
+        assert len(list(tmp_path.glob("*.was-slow"))) == stages + 1, "every rank was slow before it was ready"
+        for rank in range(stages + 1):
+            warming = [(done, total) for other, what, done, total in reports if (other, what) == (rank, "warming")]
+            assert warming == [(done, warming[0][1]) for done in range(warming[0][1] + 1)] and len(warming) > 1
+        client = client_of(cluster, silence_seconds=120)
+        said = client.ask(request).token_ids
+        (tmp_path / "wanted").touch()
+        replies = [client.submit(request) for _ in range(3)]
+        read_all(client, *replies)
+        assert [reply.completed().token_ids for reply in replies] == [said] * 3
+        assert (tmp_path / "captured").exists() and not status_of(cluster).recoveries
+        os.kill(cluster.pids[2], signal.SIGKILL)
+        assert client.ask(request).token_ids == said
+        assert len(list(tmp_path.glob("*.was-slow"))) == stages + 2, "the replacement was slow, too"
+        hanging = cluster.pids[1]
+        os.kill(hanging, signal.SIGUSR2)
+        assert client.ask(request).token_ids == said and endless_file(tmp_path, hanging).exists()
+        killed, hung = (one.reason for one in status_of(cluster).recoveries)
+        assert killed == "rank 2 (stage 2) was killed by SIGKILL"
+        assert re.fullmatch(r"rank 1 \(stage 1\) computed one timestep for more than \d+ s \(--stall-timeout\)", hung)
+    finally:
+        cluster.stop()

@@ -48,7 +48,7 @@ def said_by_one_process(
     return local.last.sequence
 
 
-@pytest.mark.fast_cases("windows-apar-pipedec-bestfirst-0.0", "windows-pasta-bita-1.0")
+@pytest.mark.fast_cases("windows-apar-pipedec-bestfirst-0.0")
 @pytest.mark.parametrize(
     ("cluster", "dialect", "method", "temperature"),
     [

@@ -1,4 +1,4 @@
-"""What a rank does when a test sends it a signal, and what is slow in it. Ranks import this: it needs little else."""
+"""What ranks do that a test prepares (see ``PreparedRanks``). They import this module: it needs little that they do not."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, MappingProxyType
+from typing import Any, NoReturn
 
+import torch
+
+import pipedec.cluster.meeting
 from pipedec.cluster import rank as rank_module
 from pipedec.model.captured_graphs import Run
 from pipedec.model.stage_layers import StageLayers
 from pipedec.model.stage_model import StageModel
+from pipedec.transport.torch_distributed import ProcessGroups, gloo_group
 
 SLOW_SECONDS = 4.0
+GPU_BYTES = 4 * 10**9
+_dying = False
 
 
 def obey(folder: Path) -> None:
@@ -42,8 +49,7 @@ def obey(folder: Path) -> None:
     def forward_or_hang(*args: Any, **kwargs: Any) -> Any:
         if signals:
             endless_file(folder, os.getpid()).touch()
-            while True:
-                time.sleep(60)
+            _hang()
         return forward(*args, **kwargs)
 
     def compute_forever(number: int, frame: FrameType | None) -> None:
@@ -84,3 +90,93 @@ def obey_slowly(folder: Path) -> None:
     StageModel.forward = slow_at_first  # type: ignore[method-assign]
     rank_module.device_capture = lambda device: capture
     obey(folder)
+
+
+def pretend_gpus(folder: Path) -> None:
+    """Ranks compute on the CPU but believe that each has a GPU of its own, whose free memory is in a file. Asked
+    for that, a GPU also leaves a file that is named after the process."""
+
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        free = int(free_file(folder).read_text())
+        (folder / f"{os.getpid()}.asked").touch()
+        return free, GPU_BYTES
+
+    torch.cuda.mem_get_info = mem_get_info  # type: ignore[assignment]
+    pipedec.cluster.meeting.gpu_id = lambda device: f"GPU-{os.getpid()}"
+
+
+def free_file(folder: Path) -> Path:
+    """Bytes that are free on every GPU."""
+    return folder / "free"
+
+
+def hangs_on_loss(folder: Path) -> None:
+    """Ranks that request NCCL get groups of gloo over which a transfer from or to a lost peer never ends.
+
+    Their abort hangs, too, and leaves a file in ``folder``. From SIGUSR1 on a rank dies instead of its next transfer to the
+    next stage, which has been told that it comes.
+    """
+    _stand_in(folder, _hang)
+
+
+def aborts_on_loss(folder: Path) -> None:
+    """As ``hangs_on_loss``, but a transfer from or to a lost peer aborts the process."""
+    _stand_in(folder, os.abort)
+
+
+def _stand_in(folder: Path, fail: Callable[[], NoReturn]) -> None:
+    def connect_pair(groups: ProcessGroups, sender: int, device: torch.device) -> _Pair:
+        own = groups.rendezvous
+        return _Pair(gloo_group(groups.pair_store(sender), own.rank - sender, 2, own.interface), folder, fail)
+
+    replaced = {
+        "places": MappingProxyType({"gloo": ("cpu",), "nccl": ("cpu",)}),
+        "versions": staticmethod(lambda: {"NCCL": "a stand-in"}),
+        "connect_pair": connect_pair,
+    }
+    for name, value in replaced.items():
+        setattr(ProcessGroups, name, value)
+    signal.signal(signal.SIGUSR1, _die_soon)
+
+
+def _die_soon(number: int, frame: Any) -> None:
+    global _dying
+    _dying = True
+
+
+def _hang() -> NoReturn:
+    while True:
+        time.sleep(60)
+
+
+class _Pair:
+    """A group of two stages."""
+
+    def __init__(self, group: Any, folder: Path, fail: Callable[[], NoReturn]) -> None:
+        self._group, self._folder, self._fail = group, folder, fail
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Work:
+        if _dying:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return _Work(self._attempt(lambda: self._group.send(tensors, peer, tag)), self._attempt)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Work:
+        return _Work(self._attempt(lambda: self._group.recv(tensors, peer, tag)), self._attempt)
+
+    def abort(self) -> None:
+        (self._folder / f"{os.getpid()}.aborts").touch()
+        _hang()
+
+    def _attempt(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError:
+            self._fail()
+
+
+class _Work:
+    def __init__(self, work: Any, attempt: Callable[[Callable[[], Any]], Any]) -> None:
+        self._work, self._attempt = work, attempt
+
+    def wait(self) -> None:
+        self._attempt(self._work.wait)
