@@ -13,6 +13,7 @@ from support.clusters import client_of, keys_of, read_all, read_until, scheduler
 from support.processes import wait_until
 from support.tiny_pair import CONTEXT, SENTENCES, Pair
 from support.whole_scheduler import WholeScheduler
+from transformers import PreTrainedTokenizerBase
 
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply
@@ -21,7 +22,6 @@ from pipedec.core import Completion, RankLost, SamplingParams, UserError
 from pipedec.messages import PromptRequest, RunStats
 from pipedec.methods import METHOD_NAMES
 from pipedec.scheduler import connect
-from pipedec.text.prompt import Prompter
 
 STAGES, MOST = 3, 8
 SAMPLING = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -42,14 +42,9 @@ def cluster(pair: Pair) -> Iterator[LocalCluster]:
 
 
 @pytest.fixture(scope="module")
-def prompter(pair: Pair) -> Prompter:
-    return Prompter(pair.target, CONTEXT)
-
-
-@pytest.fixture(scope="module")
-def token_ids(prompter: Prompter) -> tuple[int, ...]:
+def token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """A sentence, several times: more tokens than enter at one timestep."""
-    ids = prompter.token_ids(SENTENCES[1], raw=True, max_tokens=1) * 3
+    ids = (*tokenizer(SENTENCES[1])["input_ids"],) * 3
     assert len(ids) > 70
     return ids
 
@@ -183,8 +178,8 @@ def stats_of(cluster: LocalCluster) -> RunStats:
     return stats
 
 
-def test_prompts_of_token_ids(cluster: LocalCluster, prompter: Prompter, token_ids: tuple[int, ...]) -> None:
-    client, text = client_of(cluster), prompter.text(token_ids)
+def test_prompts_of_token_ids(cluster: LocalCluster, tokenizer: PreTrainedTokenizerBase, token_ids: tuple[int, ...]) -> None:
+    client, text = client_of(cluster), tokenizer.decode(token_ids)
     by_ids = client.ask(PromptRequest(token_ids, sampling=SAMPLING))  # a template is for text
     assert by_ids.prompt_tokens == len(token_ids)
     assert by_ids.token_ids == client.ask(PromptRequest(text, True, sampling=SAMPLING)).token_ids

@@ -26,7 +26,6 @@ from pipedec.cluster.launched import ListedWeights, proved_one
 from pipedec.config import ClusterConfig, load_cluster
 from pipedec.core import PipedecError, UserError
 from pipedec.plan.files import checkpoints_of, host_parts, needed_files
-from pipedec.plan.placement import spare_places
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -205,13 +204,6 @@ def test_a_full_disk_is_found_before_anything_is_sent(site: Site) -> None:
     with Delivery(site.config, "beta", [(large, source)]) as delivery, pytest.raises(UserError, match=message):
         delivery.compare()
     assert not site.there.exists()
-
-
-def test_a_host_with_a_spare_needs_everything(site: Site) -> None:
-    site.write("[{host: alpha, devices: {cpu: 5}}, {host: beta, devices: {cpu: 1}}]", "spares: [{host: beta, device: cpu}]")
-    parts = host_parts(site.here_config, spare_places(site.config))
-    files = {file.name for part in parts["beta"] if part.key == "target" for file in part.files()}
-    assert files == {file.name for file in TensorFiles(site.here / "target").file_of.values()}
 
 
 def test_the_plan_lists_files_that_are_not_here_by_their_shapes(site: Site) -> None:

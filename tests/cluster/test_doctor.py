@@ -256,6 +256,9 @@ def compared(alpha: HostFacts, beta: HostFacts, **answer: Any) -> dict[str, dict
 
 
 def test_equal_hosts_differ_in_nothing() -> None:
+    """Builds for CPU and CUDA of one version are the same version."""
+    other = changed(HEALTHY, "versions", {**HEALTHY.versions, "torch": "2.13.0+cpu"})
+    assert compared(HEALTHY, other)["beta"]["torch"] == Finding("torch", "ok", "2.13.0+cpu")
     table = compared(HEALTHY, HEALTHY)
     assert not has_problem(finding for findings in table.values() for finding in findings.values())
     assert table["alpha"] == table["beta"]
@@ -289,11 +292,6 @@ def test_a_host_that_differs_is_told_so(path: str, value: object, name: str, lev
     finding = table["beta"][name]
     assert finding.level == level and table["alpha"][name].level == "ok"
     assert all(word in f"{finding.value} {finding.mend}" for word in words.split()), finding
-
-
-def test_builds_for_cpu_and_cuda_of_one_version_are_the_same_version() -> None:
-    other = changed(HEALTHY, "versions", {**HEALTHY.versions, "torch": "2.13.0+cpu"})
-    assert compared(HEALTHY, other)["beta"]["torch"] == Finding("torch", "ok", "2.13.0+cpu")
 
 
 def test_clocks_firewalls_and_silence() -> None:

@@ -134,6 +134,7 @@ def test_redis_that_stands_still_is_named(pair: Pair, dispatch: str) -> None:
         cluster.kill()
 
 
+@pytest.mark.slow
 @with_each_dispatch
 def test_keys_deleted_in_mid_generation_end_the_run(pair: Pair, dispatch: str) -> None:
     with LocalCluster(pair.spec(STAGES).replaced(dispatch=dispatch, **NO_RECOVERY)) as cluster:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +37,8 @@ class Cluster:
 
     Attributes:
         password: of Redis, which runs on the second host.
+        patience: how long a command may take.
+        extra: more keys for the second host in the file.
         ended: the exit status of ``pipedec down``.
     """
 
@@ -45,6 +47,8 @@ class Cluster:
     folder: Path
     counts: tuple[int, ...] = (2, 2, 1)
     password: str = field(default_factory=lambda: secrets.token_hex(12))
+    patience: float = START_SECONDS
+    extra: str = ""
     ended: int | None = None
 
     @property
@@ -58,7 +62,7 @@ class Cluster:
     def file(self, redis: str = f"redis: {{host: host-2, port: {PORT}}}") -> Path:
         lines = [f"target: {self.pair.target}", f"draft: {self.pair.draft}", redis, "servers:"]
         for index, count in enumerate(self.counts):
-            lines.append(f"  - {{host: host-{index + 1}, devices: {{cpu: {count}}}}}")
+            lines.append(f"  - {{host: host-{index + 1}, devices: {{cpu: {count}}}{self.extra if index == 1 else ''}}}")
         stages = 4 if self.counts == (2, 2, 1) else 3
         lines.append(f"partitions: {{all: {{stages: {stages}, draft_device: {{host: host-1, device: cpu}}}}}}")
         path = self.folder / "cluster.yaml"
@@ -68,7 +72,7 @@ class Cluster:
     def cli(self, index: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """``pipedec`` on a host."""
         command = (sys.executable, "-m", "pipedec.cli", *arguments)
-        return self.hosts.run(index, *command, environment=self.environment, timeout=START_SECONDS)
+        return self.hosts.run(index, *command, environment=self.environment, timeout=self.patience)
 
     @contextmanager
     def up(self, *options: str, redis_host: int = 2) -> Iterator[None]:
@@ -308,48 +312,25 @@ os.pread = pread
 """
 
 
-@dataclass
-class Site:
-    """Five ranks on three hosts: the draft and stage 1 on the first, stages 2 and 3 on the second, stage 4 on the third."""
-
-    hosts: Hosts
-    models: Path
-    file: Path
-
-    def write(self, extra: str = "") -> None:
-        """With ``extra`` keys for the second host."""
-        servers = [f"  - {{host: host-{index}, devices: {{cpu: {count}}}}}" for index, count in ((1, 2), (2, 2), (3, 1))]
-        servers[1] = servers[1][:-1] + extra + "}"
-        models = [f"{name}: {self.models / name}" for name in ("target", "draft")]
-        partition = "partitions: {all: {stages: 4, draft_device: {host: host-1, device: cpu}}}"
-        redis = "redis: {host: host-1, port: 7000}"
-        self.file.write_text("\n".join([*models, redis, "servers:", *servers, partition]) + "\n")
-
-    def cli(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """``pipedec`` on the first host."""
-        command = (sys.executable, "-m", "pipedec.cli", *arguments)
-        return self.hosts.run(0, *command, environment={"OMP_NUM_THREADS": "1"}, timeout=LIMIT_SECONDS)
-
-    def own(self, index: int) -> Path:
-        """What a host has instead of the first one's checkpoints, without their parts at first."""
-        return self.file.parent / f"of-host-{index + 1}"
-
-
 @pytest.fixture
-def site(hosts3: Hosts, pair: Pair, tmp_path: Path) -> Iterator[Site]:
-    """The target in a shard for each layer. The second and the third host have directories of their own."""
-    models = tmp_path / "models"
+def site(cluster: Cluster) -> Iterator[Cluster]:
+    """The target in a shard for each layer. The other hosts have directories of their own instead, empty at first."""
+    pair, models = cluster.pair, cluster.folder / "models"
     shutil.copytree(pair.draft, models / "draft")
     shutil.copytree(pair.target, models / "target", ignore=shutil.ignore_patterns("*.safetensors"))
     shard(pair.target / "model.safetensors", models / "target")
-    made = Site(hosts3, models, tmp_path / "cluster.yaml")
-    made.write()
+    cluster.pair, cluster.patience = replace(pair, target=models / "target", draft=models / "draft"), LIMIT_SECONDS
     for index in (1, 2):
-        made.own(index).mkdir()
-        hosts3.bind(index, made.own(index), models)
-    yield made
+        own(cluster, index).mkdir()
+        cluster.hosts.bind(index, own(cluster, index), models)
+    yield cluster
     for index in (1, 2):
-        hosts3.unbind(index, models)
+        cluster.hosts.unbind(index, models)
+
+
+def own(site: Cluster, index: int) -> Path:
+    """What a host has instead of the first one's checkpoints."""
+    return site.folder / f"of-host-{index + 1}"
 
 
 def shard(weights: Path, directory: Path) -> None:
@@ -366,49 +347,49 @@ def shard(weights: Path, directory: Path) -> None:
 
 @may_take_long
 def test_hosts_get_their_parts_and_answer_as_one_process_does(
-    site: Site, reference: Reference, tokenizer: PreTrainedTokenizerBase
+    site: Cluster, reference: Reference, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    refused = site.cli("launch", site.file)
+    refused = site.cli(0, "launch", site.file())
     assert refused.returncode == 2, refused.stderr
     last = refused.stderr.splitlines()[-1]
     assert "host-2: this host lacks config.json" in last or "host-3: this host lacks config.json" in last, last
     assert last.endswith("copy what is missing with `pipedec distribute`")
-    sent = site.cli("distribute", site.file)
+    sent = site.cli(0, "distribute", site.file())
     assert sent.returncode == 0 and "host-1: nothing is missing" in sent.stderr, sent.stderr
-    shards = {index: {file.name for file in site.own(index).rglob("*.safetensors")} for index in (1, 2)}
+    shards = {index: {file.name for file in own(site, index).rglob("*.safetensors")} for index in (1, 2)}
     assert shards[1] == {f"model-{layer}.safetensors" for layer in (2, 3, 4, 5)}
     assert shards[2] == {f"model-{layer}.safetensors" for layer in (6, 7, "rest")}
-    assert site.cli("distribute", site.file).stderr.count("nothing is missing") == 3
-    started = site.cli("launch", site.file, "--detach")
+    assert site.cli(0, "distribute", site.file()).stderr.count("nothing is missing") == 3
+    started = site.cli(0, "launch", site.file(), "--detach")
     assert started.returncode == 0, started.stderr
     try:
         asked = ("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "12", "--ignore-eos", "--json")
-        answered = site.cli(*asked)
+        answered = site.cli(0, *asked)
         assert answered.returncode == 0, answered.stderr
         expected = reference.generate(tokenizer(PROMPT)["input_ids"], 12, ignore_eos=True)
         assert json.loads(answered.stdout)["token_ids"] == expected
     finally:
-        assert site.cli("down").returncode == 0
-    (site.own(2) / "target" / "model-7.safetensors").unlink()
-    lacking = site.cli("launch", site.file).stderr.splitlines()[-1]
+        assert site.cli(0, "down").returncode == 0
+    (own(site, 2) / "target" / "model-7.safetensors").unlink()
+    lacking = site.cli(0, "launch", site.file()).stderr.splitlines()[-1]
     assert "host-3: this host lacks model-7.safetensors of " in lacking and "`pipedec distribute`" in lacking
 
 
 @may_take_long
-def test_a_digest_that_takes_long_makes_nobody_impatient(site: Site, tmp_path: Path) -> None:
-    assert site.cli("distribute", site.file).returncode == 0
+def test_a_digest_that_takes_long_makes_nobody_impatient(site: Cluster, tmp_path: Path) -> None:
+    assert site.cli(0, "distribute", site.file()).returncode == 0
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW_DISK)
     path = os.pathsep.join([str(tmp_path / "slow"), *filter(None, [os.environ.get("PYTHONPATH")])])
     state = tmp_path / "nothing-digested-yet"
-    site.write(f", environment: {{PYTHONPATH: '{path}', PIPEDEC_STATE_DIR: '{state}'}}")
-    started = site.cli("launch", site.file, "--detach")
+    site.extra = f", environment: {{PYTHONPATH: '{path}', PIPEDEC_STATE_DIR: '{state}'}}"
+    started = site.cli(0, "launch", site.file(), "--detach")
     try:
         assert started.returncode == 0, started.stderr
-        shown = site.cli("status").stderr
+        shown = site.cli(0, "status").stderr
         assert "epoch 0" in shown and "Recoveries" not in shown, shown
         assert list((state / "digests").iterdir()), "the digests were computed there"
         asked = ("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "4", "--ignore-eos", "--json")
-        assert site.cli(*asked).returncode == 0
+        assert site.cli(0, *asked).returncode == 0
     finally:
-        site.cli("down")
+        site.cli(0, "down")

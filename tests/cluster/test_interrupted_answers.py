@@ -42,7 +42,7 @@ def assert_continues(found: Completion, wanted: Completion, said: int, streamed:
             assert ours == pytest.approx(theirs, abs=1e-3)
 
 
-@pytest.mark.fast_cases("windows-pipedec-bestfirst")
+@pytest.mark.fast_cases("windows-pipedec")
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_an_answer_goes_on_behind_any_token(resident: LocalCluster, method: str) -> None:
     client, rng = client_of(resident), random.Random(METHOD_NAMES.index(method))

@@ -34,7 +34,7 @@ from pipedec.cluster.place import RankPlace
 from pipedec.cluster.state import RunningCluster
 from pipedec.config import ClusterConfig, DeviceConfig, RedisConfig, ServerConfig
 from pipedec.config.cluster import LaunchConfig, cluster_to_json
-from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
+from pipedec.core import PipedecError, SamplingParams, UserError
 from pipedec.messages import PromptRequest, Recovery
 from pipedec.plan.placement import Placement, rank_places
 from pipedec.scheduler import connect
@@ -207,15 +207,6 @@ def test_a_launched_cluster_says_what_transformers_says(
 
 
 @pytest.mark.slow
-def test_rank_0_answers_from_the_device_of_a_stage(pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase) -> None:
-    config = cluster_on(pair, ServerConfig("localhost", {"cpu": 2}), launch=LaunchConfig())
-    shared = replace(config.partitions["two"], draft_device=DeviceConfig("localhost", "cpu", shared=True))
-    with LaunchedCluster(replace(config, partitions={"two": shared})) as cluster:
-        assert cluster.places[0] == cluster.places[2] != cluster.places[1]
-        check_answer(cluster, reference, tokenizer)
-
-
-@pytest.mark.slow
 def test_a_spare_takes_over_the_rank_of_a_host_that_is_lost(
     pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,15 +234,6 @@ def test_a_spare_takes_over_the_rank_of_a_host_that_is_lost(
         victims.append(cluster.pids[2])
         assert client_of(cluster).ask(request(600, "pp"), kill).token_ids == expected
         assert cluster.scheduler.places()[2] == "three"
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_is_named_with_its_host(pair: Pair) -> None:
-    with LaunchedCluster(on_localhost(pair), given={"max_restarts": 0}) as cluster:
-        os.kill(cluster.pids[1], signal.SIGKILL)
-        with pytest.raises(RankLost, match=r"rank 1 \(stage 1\) on localhost was killed by SIGKILL"):
-            cluster.wait()
-        cluster.kill()
 
 
 @pytest.mark.slow
@@ -358,7 +340,7 @@ def test_a_host_that_ssh_does_not_reach_is_named(pair: Pair, script: Any, monkey
     nodes.kill()
 
 
-def test_redis_that_cannot_start_or_be_reached_is_named(pair: Pair) -> None:
+def test_redis_that_cannot_start_or_is_another_on_each_host_is_named(pair: Pair) -> None:
     config = on_localhost(pair)
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -366,8 +348,6 @@ def test_redis_that_cannot_start_or_be_reached_is_named(pair: Pair) -> None:
         port = taken.getsockname()[1]
         said = refusal(config.for_partition(given={"redis": {"host": "localhost", "port": port}}))
         assert said.startswith(f"localhost: port {port} is in use: choose another port")
-    unreachable = config.for_partition(given={"redis": {"url": "redis://127.0.0.1:1/0"}})
-    assert refusal(unreachable) == "cannot reach Redis at 127.0.0.1:1: the connection failed"
     two = cluster_on(pair, *(ServerConfig(host, {"cpu": 2}) for host in ("one", "two")), launch=LaunchConfig())
     for url in ("redis://localhost:6379/0", "unix:///run/redis.sock"):
         said = refusal(two.for_partition(given={"redis": {"url": url}}))

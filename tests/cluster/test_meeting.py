@@ -45,7 +45,7 @@ from pipedec.cluster.rank import check_device
 from pipedec.config import ServerConfig
 from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
 from pipedec.messages import AddressEvent, CardEvent, PromptRequest
-from pipedec.plan.kv_memory import DEFAULT_BYTES, GpuMemory, tokens_beside
+from pipedec.plan.kv_memory import GpuMemory, tokens_beside
 from pipedec.plan.placement import Placement
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer, connect
@@ -387,13 +387,6 @@ def test_ranks_agree_on_what_the_scarcest_gpu_holds(gpu_run: Run, no_interface: 
     gpu_run.scheduler.close_answer(gpu_run.scheduler.keys.meeting)
     met = [future.result(30) for future in [gpu_run.meet(2, gpu=shared), gpu_run.meet(1, gpu=other), gpu_run.meet(0, gpu=shared)]]
     assert {one.kv_slots for one in met} == {slots_of(gpu_run.spec, shared, 0, 2)}
-
-
-def test_a_rank_on_a_processor_has_its_default_beside_ranks_that_measure(gpu_run: Run, no_interface: None) -> None:
-    gpu = Gpu("GPU-a", 3_900_000_000)
-    met = [future.result(30) for future in [gpu_run.meet(0), gpu_run.meet(1, gpu=gpu), gpu_run.meet(2, gpu=gpu)]]
-    default = DEFAULT_BYTES // gpu_run.spec.needs(0).token_bytes // 256 * 256
-    assert {one.kv_slots for one in met} == {min(default, slots_of(gpu_run.spec, gpu, 1, 2))}
 
 
 def test_a_gpu_without_memory_is_told_by_its_rank_before_it_loads(gpu_run: Run, no_interface: None) -> None:

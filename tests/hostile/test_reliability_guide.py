@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from support.failure_cases import PAGE, ROOT, page, tests_by_case
+from support import failure_cases
+from support.failure_cases import PAGE, ROOT
 
 GUIDE, CONTRIBUTING = (path.read_text(encoding="utf-8") for path in (PAGE, ROOT / "CONTRIBUTING.md"))
 ROWS = [line.split("|") for line in GUIDE.splitlines() if re.match(r"\| [HKSRM]\d+ \|", line)]
@@ -21,7 +22,7 @@ def test_every_case_is_there_once() -> None:
 
 
 def test_the_page_is_what_the_markers_say() -> None:
-    assert page(GUIDE, tests_by_case()) == GUIDE, "run python tests/support/failure_cases.py"
+    assert failure_cases.page(GUIDE, failure_cases.tests_by_case()) == GUIDE, "run python tests/support/failure_cases.py"
 
 
 def test_every_behaviour_has_a_test_by_name() -> None:
