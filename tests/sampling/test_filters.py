@@ -40,21 +40,12 @@ def test_filters_keep_what_their_definitions_keep(
 @pytest.mark.parametrize(
     ("params", "kept"),
     [
-        (SamplingParams(1.0), [0, 1, 2, 3]),
-        (SamplingParams(1.0, top_k=1), [0]),
         (SamplingParams(1.0, top_k=2), [0, 1, 2]),  # 1 and 2 are equally likely
-        (SamplingParams(1.0, top_k=9), [0, 1, 2, 3]),
-        (SamplingParams(1.0, top_p=0.3), [0]),
         (SamplingParams(1.0, top_p=0.36), [0, 1, 2]),
         (SamplingParams(1.0, top_p=0.86), [0, 1, 2, 3]),
-        (SamplingParams(1.0, top_k=1, top_p=0.99), [0]),
         (SamplingParams(1.0, min_p=0.5), [0, 1, 2]),
-        (SamplingParams(1.0, min_p=1.0), [0]),
         (SamplingParams(1e-300), [0]),
-        (
-            SamplingParams(0.5, top_p=0.45),
-            [0],
-        ),  # the squares are 0.1225, 0.0625, 0.0625 and 0.0225: 45 % of their sum is the first
+        (SamplingParams(0.5, top_p=0.45), [0]),  # of squares: 0.1225, 0.0625, 0.0625 and 0.0225
     ],
 )
 def test_filters_on_a_distribution_written_down(params: SamplingParams, kept: list[int]) -> None:

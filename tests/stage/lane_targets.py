@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny
 from support.toy_dialects import TEXTS
 
-from pipedec.core import SamplingParams
+from pipedec.core import NewRequest, SamplingParams
 from pipedec.families import model_config
 from pipedec.model import BitaWeights, StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
+from pipedec.threads import NewSequence
 
 CUT = [range(0, 1), range(1, 2), range(2, 3)]
 SLOTS = 4096
+NewSequences = Callable[[NewRequest], NewSequence]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "window": ("mistral", {"sliding_window": 5}),
@@ -33,14 +36,16 @@ class Target:
     path: Path
     bita: BitaWeights = field(repr=False)
 
-    def workers(self, cut: list[range], dtype: torch.dtype, block: int, slots: int = SLOTS) -> list[StageWorker]:
-        config = model_config(self.path)
-        return [self._worker(StageModel.load(self.path, layers, dtype, "cpu", config), block, slots) for layers in cut]
-
-    def _worker(self, model: StageModel, block: int, slots: int) -> StageWorker:
-        layers = slice(model.layers.start, model.layers.stop)
-        model.attach(BitaWeights(self.bita.prompt[layers].to(model.dtype), self.bita.masks.to(model.dtype)))
-        return (FinalStageWorker if model.is_last else StageWorker)(model, sequences, slots=slots, block=block)
+    def workers(
+        self, block: int, cut: Iterable[range] = CUT, slots: int = SLOTS, new_sequence: NewSequences = sequences
+    ) -> list[StageWorker]:
+        """In float64."""
+        config, workers = model_config(self.path), list[StageWorker]()
+        for layers in cut:
+            model = StageModel.load(self.path, layers, torch.float64, "cpu", config)
+            model.attach(BitaWeights(self.bita.prompt[layers.start : layers.stop].double(), self.bita.masks.double()))
+            workers.append((FinalStageWorker if model.is_last else StageWorker)(model, new_sequence, slots=slots, block=block))
+        return workers
 
 
 def save_target(name: str, path: Path) -> Target:

@@ -1,28 +1,28 @@
-"""Whatever else is in the pipeline, a request is computed as it is alone."""
+"""Whatever else is in the pipeline, a request is computed as it is alone; so it is in captured forwards, and in one thread."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lane_scripts import LIKELY, OPENERS, Script, run
-from lane_targets import CUT, MODELS, Target, save_target, scripts
+from lane_scripts import END, LIKELY, OPENERS, Script, run
+from lane_targets import CUT, Target, scripts
+from support.captures import Repeated
 from support.driven_stage import DrivenStage
 from support.examples import examples
 from support.slot_books import SlotAllocator
+from support.toy_dialects import behind
 from torch import Tensor
 
 from pipedec.core import NewRequest, RequestUpdate, SamplingParams, Step, Verdict
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return save_target(request.param, tmp_path_factory.mktemp("target"))
+from pipedec.threads import NewSequence, ThreadedSequence
+from pipedec.threads.dialect import NO_DIALECT
 
 
 def assert_equal(alone: Script, in_company: Script, tolerance: float) -> None:
@@ -52,13 +52,30 @@ def test_a_request_in_company_is_computed_as_it_is_alone(
 ) -> None:
     """In company its slots are anywhere, and were those of requests that have just ended."""
     together = [Script(number, **arguments) for number, arguments in enumerate(drawn)]
-    workers, allocator = target.workers(CUT, torch.float64, block), SlotAllocator(600, block, random.Random(seed))
+    workers, allocator = target.workers(block), SlotAllocator(600, block, random.Random(seed))
     run(workers, together, allocator)
     assert [worker.num_lanes for worker in workers] == [0] * len(CUT) and allocator.num_taken == 0
     for number, arguments in enumerate(drawn):
         alone = Script(number, **arguments)
-        run(target.workers(CUT, torch.float64, block), [alone])
+        run(target.workers(block), [alone])
         assert_equal(alone, together[number], 1e-12)
+
+
+def sequences_that_may_fork(opening: NewRequest) -> NewSequence:
+    """For all that the forest knows, but nothing ever opens a thread."""
+    prompt_length, max_tokens, said = opening.prompt_length, opening.sampling.max_tokens, opening.output_token_ids
+    return lambda: behind(said, ThreadedSequence(replace(NO_DIALECT), prompt_length, (END,), max_tokens))
+
+
+@pytest.mark.fast_cases("window")
+@examples(60)
+@given(arguments=scripts())
+def test_the_shortcut_of_one_thread_changes_nothing(target: Target, arguments: dict[str, Any]) -> None:
+    """Not a bit of what leaves any stage."""
+    short, general = (Script(0, **{**arguments, "has_threads": False, "patience": 60}) for _ in range(2))
+    run(target.workers(8), [short])
+    run(target.workers(8, new_sequence=sequences_that_may_fork), [general])
+    assert_equal(short, general, 0.0)
 
 
 def many(count: int, max_tokens: int = 12) -> list[Script]:
@@ -76,9 +93,10 @@ def many(count: int, max_tokens: int = 12) -> list[Script]:
     ]  # fmt: skip
 
 
+@pytest.mark.fast_cases
 def test_the_scripts_fork_hit_and_end_in_every_way(target: Target) -> None:
     """What the comparisons see, and that rows of all requests are computed in one forward."""
-    together, workers = many(28), target.workers(CUT, torch.float64, 4)
+    together, workers = many(20), target.workers(4)
     widest = 0
 
     def watch() -> None:
@@ -94,8 +112,22 @@ def test_the_scripts_fork_hit_and_end_in_every_way(target: Target) -> None:
     assert widest > 15
 
 
+@pytest.mark.fast_cases("window")
+def test_requests_through_captured_stages_are_computed_as_without_graphs(target: Target) -> None:
+    """Threads, masks, cancellations; each stage's slots are those of the same stage without graphs."""
+    scripts, capture = [many(7) for _ in range(2)], Repeated()
+    for together, is_captured in zip(scripts, (False, True), strict=True):
+        workers = target.workers(4)
+        for worker in workers if is_captured else ():
+            worker._model.capture = capture
+        run(workers, together, SlotAllocator(800, 4, random.Random(3)))
+    assert capture.replays > capture.captures > 3
+    for plain, captured in zip(*scripts, strict=True):
+        assert_equal(plain, captured, 1e-12)
+
+
 def test_rows_of_all_requests_are_one_forward(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    [worker] = map(DrivenStage, target.workers([range(3)], torch.float64, 8))
+    [worker] = map(DrivenStage, target.workers(8, [range(3)]))
     counts = list[int]()
     forward = worker._model.forward
     monkeypatch.setattr(worker._model, "forward", lambda inputs, lanes: counts.append(len(inputs)) or forward(inputs, lanes))
@@ -119,7 +151,7 @@ def test_rows_of_all_requests_are_one_forward(target: Target, monkeypatch: pytes
 
 def test_rows_without_slots_are_refused(target: Target) -> None:
     """Rank 0's books are wrong."""
-    [worker] = map(DrivenStage, target.workers([range(3)], torch.float64, 8))
+    [worker] = map(DrivenStage, target.workers(8, [range(3)]))
     worker.open(1, NewRequest(9, SamplingParams(), slots=((8, 8),)))
     chunk = Step(torch.arange(9), torch.full((9,), -1))
     with pytest.raises(ValueError, match="9 rows do not fit into the 8 slots"):

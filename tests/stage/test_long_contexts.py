@@ -34,12 +34,11 @@ def short_ones(count: int) -> list[Script]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_scattered", [False, True], ids=["one run", "scattered"])
-def test_a_long_context_in_company_of_short_ones(tmp_path: Path, is_scattered: bool) -> None:
+def test_a_long_context_in_company_of_short_ones(tmp_path: Path) -> None:
     model = save_tiny_llama(tmp_path, layers=4, vocab=len(TEXTS), dtype=torch.float64, max_position_embeddings=2 * CONTEXT)
     target = Target(tmp_path, save_random_bita(tmp_path / "bita", tmp_path, MASKS))
-    workers = target.workers(CUT, torch.float64, BLOCK, SLOTS)
-    allocator = SlotAllocator(SLOTS, BLOCK, random.Random(1) if is_scattered else None)
+    workers = target.workers(BLOCK, CUT, SLOTS)
+    allocator = SlotAllocator(SLOTS, BLOCK, random.Random(1))
     long = Script(
         0, 5, 0, [CHUNK] * (CONTEXT // CHUNK), SamplingParams(max_tokens=SAID), has_masks=False, has_threads=False, delay=1,
         patience=500,

@@ -100,19 +100,6 @@ def test_a_walk_goes_on_behind_an_opener_that_is_not_replayed_yet() -> None:
     assert stage.verdict() == {0: "e", 1: "x"}
 
 
-def test_rows_ahead_of_the_replay_go_on_behind_text() -> None:
-    stage = Stage("apar")
-    stage.enter(("a", -1, 0, "b"))
-    assert stage.verdict() == {0: "b"}
-    first = stage.last
-    stage.enter(("b", 0, 0, "c"), ("c", 1, 0, "d"))
-    assert stage.verdict() == {0: "c d"}
-    second = stage.last
-    stage.replay(first)
-    stage.replay(second)
-    assert stage.successors == [] and stage.forest.sequence.main.token_ids == ids("a b c d")
-
-
 def test_nothing_is_walked_behind_a_join() -> None:
     stage = Stage("parallel")
     stage.enter(("a", -1, 0, "<Parallel>"))
@@ -145,18 +132,6 @@ def test_a_join_whose_children_have_ended_waits_for_its_replay() -> None:
     stage.replay(ended)
     stage.replay(joined)
     assert stage.verdict() == {} and 0 not in threads_of(stage)
-
-
-def test_the_end_of_the_answer() -> None:
-    stage = Stage("apar", max_tokens=3)
-    stage.enter(("a", -1, 0, "b"), ("b", 0, 0, "c"), ("c", 1, 0, "d"))
-    assert stage.acceptance.sequence.finished is None
-    assert stage.verdict() == {0: "b c"} and stage.acceptance.sequence.finished == "length"
-    assert stage.verdict() == {}
-    stage = Stage("apar")
-    stage.enter(("a", -1, 0, "<|end|>"))
-    assert stage.verdict() == {0: "<|end|>"} and stage.acceptance.sequence.finished == "stop"
-    assert Stage("apar", max_tokens=1).acceptance.sequence.finished == "length"
 
 
 def chosen(stage: Stage, logits: torch.Tensor) -> list[str]:

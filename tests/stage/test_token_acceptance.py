@@ -76,40 +76,25 @@ def test_the_rows_that_gave_the_tokens_are_told() -> None:
     assert stage.rows == [3], "not those of the verdict before, which the tree still holds"
 
 
-def test_first_token_counts() -> None:
-    stage = Stage(max_tokens=2)
-    assert stage.acceptance.sequence.finished is None
-    assert stage.enter(1).accepted(11) == (11,) and stage.acceptance.sequence.finished == "length"
+def test_the_first_token_may_end_the_answer() -> None:
+    assert Stage().acceptance.sequence.finished is None
     assert Stage(max_tokens=1).acceptance.sequence.finished == "length"
     assert Stage((TOKEN_IDS[0],)).acceptance.sequence.finished == "stop"
 
 
-LONG_WALK = (11, 13, 0, 15, 0, 0, 20)
-
-
-@pytest.mark.parametrize(("max_tokens", "tokens"), [(1, (11,)), (3, (11, 13, 15)), (4, (11, 13, 15, 20))])
-def test_cut_at_max_tokens(max_tokens: int, tokens: tuple[int, ...]) -> None:
-    stage = Stage(max_tokens=max_tokens + 1).enter()
-    assert stage.accepted(*LONG_WALK) == tokens and stage.acceptance.sequence.finished == "length"
-
-
 @pytest.mark.parametrize(
     ("max_tokens", "end_token_ids", "tokens", "finished"),
-    [(100, (15, 13), (11, 13), "stop"), (2, (13,), (11, 13), "stop"), (1, (13,), (11,), "length")],
-)
-def test_cut_at_the_first_end_token(
-    max_tokens: int, end_token_ids: tuple[int, ...], tokens: tuple[int, ...], finished: str
+    [
+        (1, (), (11,), "length"), (3, (), (11, 13, 15), "length"), (4, (), (11, 13, 15, 20), "length"),
+        (100, (15, 13), (11, 13), "stop"), (2, (13,), (11, 13), "stop"), (1, (13,), (11,), "length"),
+        (100, (EOS, 20), (11, 13, 15, 20), "stop"), (100, (), (11, 13, 15, 20), None),
+    ],
+)  # fmt: skip
+def test_an_answer_is_cut_at_max_tokens_or_the_first_end_token(
+    max_tokens: int, end_token_ids: tuple[int, ...], tokens: tuple[int, ...], finished: str | None
 ) -> None:
     stage = Stage(end_token_ids, max_tokens + 1).enter()
-    assert stage.accepted(*LONG_WALK) == tokens and stage.acceptance.sequence.finished == finished
-
-
-@pytest.mark.parametrize("eos", [EOS, 3])
-def test_every_end_token_ends_the_answer(eos: int) -> None:
-    stage = Stage().enter(1)
-    assert stage.accepted(eos) == (eos,) and stage.acceptance.sequence.finished == "stop"
-    stage = Stage(()).enter(1)
-    assert stage.accepted(eos) == (eos,) and stage.acceptance.sequence.finished is None
+    assert stage.accepted(11, 13, 0, 15, 0, 0, 20) == tokens and stage.acceptance.sequence.finished == finished
 
 
 def test_rows_that_arrive_before_a_verdict_is_replayed_go_on_from_it() -> None:
