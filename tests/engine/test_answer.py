@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.memory_scheduler import MemoryScheduler
 
-from pipedec.client.client import Client
-from pipedec.config import Settings
+from pipedec.client.reply import Reply
 from pipedec.core import Accepted, Request, SamplingParams, StructuredOutputs, UserError, Verdict
 from pipedec.directories import reference_pair
 from pipedec.engine.admission import Sequences
 from pipedec.engine.answer import RunningAnswer
-from pipedec.messages import CompletionEvent, Event, LogprobsEvent, PromptRequest, RunDescription, ThreadNews
+from pipedec.messages import CompletionEvent, LogprobsEvent, ThreadNews
 from pipedec.text.prompt import Prompter
 from pipedec.threads import ThreadedSequence, bind, load_dialect
-from pipedec.topology import Topology
 
 TARGET = reference_pair() / "target"
 PROMPT = (20, 21, 22)
@@ -69,21 +66,6 @@ class Telling:
         return found
 
 
-class Recorded(MemoryScheduler):
-    """A cluster that has one answer to every request."""
-
-    def __init__(self, *events: Event) -> None:
-        super().__init__(Topology.even(1, 1))
-        self.open(RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),)))
-        self._answer = events
-
-    def submit(self, request_json: str, priority: int = 0, operation: str = "", owner: str = "") -> int:
-        number = super().submit(request_json)
-        self.take(1)
-        self.publish(number, *self._answer)
-        return number
-
-
 def test_a_stop_string_cuts_the_verdict_of_an_answer_in_one_thread(prompter: Prompter) -> None:
     """Every rank replays the same, cut verdict."""
     telling = Telling(prompter, None, stop=("st Tw",))
@@ -95,10 +77,14 @@ def test_a_stop_string_cuts_the_verdict_of_an_answer_in_one_thread(prompter: Pro
 
 
 @pytest.mark.parametrize("finished", ["length", "cancelled", "stop"])
-def test_text_that_might_begin_a_stop_string_is_released_at_the_end(prompter: Prompter, finished: str) -> None:
+def test_what_was_held_back_is_told_at_the_end(prompter: Prompter, finished: str) -> None:
+    """Text that might begin a stop string, and what stands behind a thread that runs."""
     telling = Telling(prompter, None, stop=("first light",))
     assert telling.say(t0="One first") == "One "
     assert telling.say(finished, t0=" l") == "first l"
+    telling = Telling(prompter, "apar")
+    telling.say(t0="One.[Fork] Two.", t1=" fir")
+    assert telling.say(finished, t1="st") == "st Two."
 
 
 def test_threads_are_read_in_document_order_whichever_ends_first(prompter: Prompter) -> None:
@@ -119,14 +105,6 @@ def test_threads_are_read_in_document_order_whichever_ends_first(prompter: Promp
     ]
     assert [thread["text"] for thread in told["threads"]] == ["One. Two. Three.", " first", " second"]
     assert told["metrics"]["threads"] == 3 and told["anomalies"] == {}
-
-
-@pytest.mark.parametrize("finished", ["stop", "length", "cancelled"])
-def test_what_was_held_back_is_told_at_the_end(prompter: Prompter, finished: str) -> None:
-    telling = Telling(prompter, "apar")
-    telling.say(t0="One.[Fork] Two.", t1=" fir")
-    assert telling.say(finished, t1="st") == "st Two."
-    assert telling.answer.completion.finish_reason == finished
 
 
 def test_threads_are_told_as_far_as_the_answer_goes(prompter: Prompter) -> None:
@@ -191,21 +169,18 @@ def test_a_stop_string_that_only_a_threads_own_text_holds_does_not_stop(prompter
     assert telling.text == "One. first Two."
 
 
-def test_a_stop_string_behind_the_end_of_another_does_not_cut_what_stands_before(prompter: Prompter) -> None:
-    """The parent says it first in time, but its child, which has not ended, stands before it."""
+@pytest.mark.parametrize(("last", "finished"), [(" more" + END, None), (" more", "length")])
+def test_a_stop_string_behind_another_thread_does_not_cut_what_stands_before(
+    prompter: Prompter, last: str, finished: str | None
+) -> None:
+    """The parent says it first in time, but its child, which ends later or with the answer, stands before it."""
     telling = Telling(prompter, "apar", stop=("Two",))
     assert telling.say(t0="One.[Fork] Two. Three.") == "One."
     assert telling.say(t1=" first") == " first"
     assert not telling.has_ended
-    telling.say(t1=" more" + END)
-    assert telling.text == "One. first more " and telling.answer.completion.finish_reason == "stop"
-
-
-def test_a_stop_string_in_what_the_end_makes_certain_cuts_there(prompter: Prompter) -> None:
-    telling = Telling(prompter, "apar", stop=("Two",))
-    telling.say(t0="One.[Fork] Two. Three.", t1=" first")
-    telling.say("length", t1=" x")
-    assert telling.text == "One. first x "
+    telling.say(finished, t1=last)
+    assert telling.text == "One. first more "
+    assert telling.answer.completion.finish_reason == (finished or "stop")
 
 
 def test_log_probabilities_follow_the_document(prompter: Prompter) -> None:
@@ -220,9 +195,12 @@ def test_log_probabilities_follow_the_document(prompter: Prompter) -> None:
     assert event.sampled == [0, 1, -1, 3, 5, 6, 2, 4]
 
     logprobs = [[[100 + index, -float(index)]] for index in range(7)]
-    completion = Client(Recorded(LogprobsEvent(logprobs), event)).ask(PromptRequest("Hello"))
+    reply = Reply(0, lambda delta: None)
+    for said in (LogprobsEvent(logprobs), event):
+        reply.take("0", said)
+    completion = reply.completion
     forced = prompter.tokenizer.token_id("[Child]")
-    assert completion.logprobs is not None
+    assert completion is not None and completion.logprobs is not None
     assert [list(entry) for entry in completion.logprobs] == [[100], [101], [forced], [103], [105], [106], [102], [104]]
     assert completion.logprobs[2] == {forced: 0.0}
 
@@ -236,12 +214,9 @@ def test_news_of_each_thread_come_as_it_speaks(prompter: Prompter) -> None:
     telling.say(t1="</Path>")
     news = {one.path: one for one in telling.event.threads or ()}
     assert news[0,].state == "ended" and news[0,].text == ""
-
-
-def test_answers_without_show_threads_send_no_news(prompter: Prompter) -> None:
     telling = Telling(prompter, "apar")
     telling.say(t0="One.[Fork]")
-    assert telling.event.threads is None
+    assert telling.event.threads is None, "nobody asked for them"
 
 
 def test_dialects_need_the_targets_tokens(tmp_path: Path) -> None:

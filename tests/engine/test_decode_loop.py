@@ -1,15 +1,16 @@
-"""The decode loop and its pool alone, with a pipeline and a batch that record what they are asked to do."""
+"""The decode loop and its pool alone; most with a pipeline and a batch that record what they are asked to do."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from pipedec.core import NewRequest, Request, RequestUpdate, SamplingParams, StageMessage, Verdict
-from pipedec.decoding import TimestepTiming
+from pipedec.decoding import Batch, TimestepTiming
 from pipedec.engine.loop import (
     Advanced,
     Drained,
@@ -23,6 +24,8 @@ from pipedec.engine.loop import (
     Waits,
     decode,
 )
+from pipedec.kv import KVManager
+from pipedec.threads import Sequence
 
 TIMING = TimestepTiming(0.01, 0.005, (0.001,))
 Results = tuple[RequestUpdate, ...]
@@ -270,33 +273,16 @@ def test_a_paused_request_is_cancelled(echoes: tuple[Results, ...]) -> None:
     assert recorded.calls.count(("closed", 0)) == (echoes[0] != ())
 
 
-def test_listeners_get_every_timestep_and_timings_only_of_a_full_pipeline() -> None:
-    noted: list[Record] = []
-    recorded = Recorded((says(0, 3),), (), (says(0, 4, finished="length"),), filling=2)
-    pool, _ = pool_of(recorded, 0)
-    pool.listeners.append(noted.append)
-    list(decode(pool, recorded))  # type: ignore[arg-type]
-    assert [record.number for record in noted if isinstance(record, Timestep)] == [1, 2, 3]
-    assert recorded.calls.count("observe") == 1
-
-
 def test_records_come_in_the_order_in_which_things_happen() -> None:
     """What enters is in the record of its timestep, before the verdicts; tokens are accepted before their answer ends."""
     noted: list[Record] = []
-    recorded = Recorded((says(0, 3),), (says(0, 4, finished="length"),))
+    recorded = Recorded((says(0, 3),), (says(0, 4, finished="length"),), filling=1)
     pool, _ = pool_of(recorded, 0)
     pool.listeners.append(noted.append)
     list(decode(pool, recorded))  # type: ignore[arg-type]
-    assert [type(record) for record in noted] == [
-        RequestOpened,
-        Timestep,
-        Advanced,
-        Timestep,
-        Advanced,
-        RequestEnded,
-        RequestClosed,
-        Drained,
-    ]
+    kinds = [RequestOpened, Timestep, Advanced, Timestep, Advanced, RequestEnded, RequestClosed, Drained]
+    assert [type(record) for record in noted] == kinds
+    assert recorded.calls.count("observe") == 1, "there is no timing before the pipeline is full"
     first = noted[1]
     assert isinstance(first, Timestep) and [update.opening for update in first.entered.updates] == [OPENING]
     assert [record.timestep for record in noted if isinstance(record, Advanced)] == [1, 2]
@@ -318,3 +304,20 @@ def test_a_listener_that_joins_late_learns_what_has_a_lane() -> None:
     assert [heard[number][-1] for number in range(3)] == ["interrupted"] * 3
     pool.drop(2)
     assert heard[2] == ["waits", "interrupted", "closed"] and pool.running.keys() == {0, 1}
+
+
+def test_a_cancelled_requests_memory_is_free_at_once_and_goes_to_the_next_with_the_same_envelope() -> None:
+    prompt = tuple(range(100))
+    batch = Batch(14, kv=KVManager(160, 16, shares_prefixes=False))
+    noted: list[Record] = []
+    pool = RequestPool(batch, listeners=[noted.append])
+    for number in range(2):
+        request = Request(number, prompt, SamplingParams(max_tokens=20), "pp")
+        pool.open(request, partial(Sequence, len(prompt), (), 20))
+    assert [update.number for update in pool.entering().updates] == [0], "there is memory for one"
+    pool.cancel(0)
+    assert (batch.kv.used_slots, noted[-1]) == (0, RequestEnded(0, "cancelled", 0, 0))
+    told, begun = pool.entering().updates
+    assert (told.number, told.verdict) == (0, Verdict((), "cancelled"))
+    assert begun.number == 1 and begun.opening is not None and begun.step is not None
+    assert pool.take(RequestUpdate(0, verdict=Verdict.of(5)), 3) is None, "a late verdict is void"

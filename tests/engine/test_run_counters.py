@@ -1,4 +1,4 @@
-"""The counters of a run: what enters is told apart by kind, and what is accepted by its depth below the root."""
+"""The counters of a run, by kind of row and depth below the root; and those of a request, from the steps that enter."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 from support.tiny_pair import Pair
 
-from pipedec.core import Request, RequestUpdate, SamplingParams, StageMessage, Step
+from pipedec.core import Metrics, NewRequest, Request, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
 from pipedec.decoding import Batch, TimestepTiming
 from pipedec.decoding.request_state import POSITIONS, Tally
-from pipedec.engine.counters import ROW_BOUNDS, SECOND_BOUNDS, RunCounters
+from pipedec.engine.counters import ROW_BOUNDS, SECOND_BOUNDS, Counters, RunCounters
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.loop import Timestep
+from pipedec.engine.loop import Advanced, Record, RequestEnded, RequestOpened, Timestep, Waits
 from pipedec.kv import KVManager
 from pipedec.messages import RunStats
 from pipedec.methods import StaticTreeOptions
@@ -29,14 +29,14 @@ def pipeline(pair: Pair) -> LocalPipeline:
     return LocalPipeline.load(pair.spec(stages=2, draft=str(pair.target)).replaced(prefix_cache=False))
 
 
-def counted(pipeline: LocalPipeline, *requests: Request) -> RunStats:
+def stats_of(pipeline: LocalPipeline, *requests: Request) -> RunStats:
     list(pipeline.run_all({1: requests}))
     return pipeline.stats()
 
 
 @pytest.mark.parametrize("method", ["pp", "stpp", "pipedec", "pipedec-bestfirst", "bita"])
 def test_every_row_is_of_one_kind(pipeline: LocalPipeline, method: str) -> None:
-    stats = counted(pipeline, *(Request(number, PROMPT, SAMPLING, method) for number in range(2)))
+    stats = stats_of(pipeline, *(Request(number, PROMPT, SAMPLING, method) for number in range(2)))
     metrics = [answer.metrics for answer in pipeline.answers.values()]
     assert stats.prompt_rows == 2 * len(PROMPT)
     assert stats.draft_rows == sum(each.draft_tokens for each in metrics)
@@ -46,14 +46,23 @@ def test_every_row_is_of_one_kind(pipeline: LocalPipeline, method: str) -> None:
     assert sum(rows for rows, _ in pipeline.fill) == stats.prompt_rows + stats.root_rows + stats.draft_rows + stats.mask_rows
     assert list(stats.accepted_per_pos) == sorted(stats.accepted_per_pos, reverse=True)
     assert sum(stats.accepted_per_pos) == stats.accepted_tokens
+    rates = [each.acceptance_rate for each in metrics]
+    assert rates == [None] * 2 if method == "pp" else all(rate is not None and 0 <= rate < 1 for rate in rates)
     if method == "pp":
         assert (stats.draft_rows, stats.accepted_tokens, stats.drafts) == (0, 0, 24)
 
 
-def test_accepted_tokens_by_position(pipeline: LocalPipeline) -> None:
-    """Four roots below which two of the two layers are right."""
-    stats = counted(pipeline, Request(0, PROMPT, SAMPLING, "stpp", StaticTreeOptions(width=3, children=2, depth=2)))
+def test_accepted_tokens_by_position(pair: Pair) -> None:
+    """Two children of each of four roots and three rows below them: five draft tokens, of which two are right.
+
+    In 64 bits, so that the draft, which is the target, chooses what the target chooses, however each of them rounds.
+    """
+    spec = pair.spec(stages=2, draft=str(pair.target)).replaced(dtype="float64", draft_dtype="float64")
+    pipeline = LocalPipeline.load(spec)
+    stats = stats_of(pipeline, Request(0, PROMPT, SAMPLING, "stpp", StaticTreeOptions(width=3, children=2, depth=2)))
+    metrics = pipeline.last.metrics
     assert (stats.drafts, stats.draft_rows, stats.accepted_per_pos[:3]) == (4, 20, (4, 4, 0))
+    assert (metrics.misses, metrics.hits, metrics.draft_tokens, metrics.acceptance_rate) == (4, 8, 20, 8 / 20)
 
 
 def test_tokens_of_a_long_row_of_hits() -> None:
@@ -91,3 +100,58 @@ def test_timesteps_fall_into_buckets() -> None:
     assert stats.rows_per_timestep.total == 5006
     assert stats.timestep_seconds.counts == (1, 1, 0, 0, 0, 0, 1, *[0] * (len(SECOND_BOUNDS) - 7), 1)
     assert stats.timestep_seconds.total == pytest.approx(9.0231)
+
+
+# Those of one request.
+
+
+def step(token_ids: list[int], parents: list[int]) -> Step:
+    return Step(torch.tensor(token_ids), torch.tensor(parents))
+
+
+def entered(*steps: Step) -> list[Record]:
+    return [Timestep(1, StageMessage((RequestUpdate(0, step=each),))) for each in steps]
+
+
+def opened(cached: int = 0) -> RequestOpened:
+    request = Request(0, tuple(range(9)))
+    return RequestOpened(0, request, lambda: Sequence(9, (), 9), NewRequest(9, request.sampling, cached=cached))
+
+
+def advanced(timestep: int) -> Advanced:
+    return Advanced(0, Verdict.of(5), (), timestep)
+
+
+def counted(*records: Record) -> Metrics:
+    """The metrics of request 0, each of whose records comes a second after the one before."""
+    seconds = iter(range(9999))
+    counters, metrics = Counters(lambda: time[0]), Metrics()
+    time = [float(next(seconds))]
+    counters.begin(0, metrics)
+    for record in records:
+        time[0] = float(next(seconds))
+        counters.note(record)
+    return metrics
+
+
+END = RequestEnded(0, "length", hits=7, misses=2)
+
+
+def test_roots_and_masks_are_no_draft_tokens() -> None:
+    assert counted(opened(), advanced(1), END).draft_tokens == 0
+    steps = entered(step([7, 11, 12, -1, -2], [-1, 0, 0, 1, 3]), step([13], [-1]))
+    metrics = counted(opened(), advanced(1), *steps, END)
+    assert (metrics.draft_tokens, metrics.hits, metrics.misses) == (2, 7, 2)
+
+
+def test_draft_tokens_timesteps_and_seconds_count_from_the_first_verdict_on() -> None:
+    tree = step([7, 11, 12], [-1, 0, 0])
+    metrics = counted(opened(), *entered(tree), advanced(4), *entered(tree), advanced(9), END)
+    assert (metrics.draft_tokens, metrics.timesteps) == (2, 5)
+    assert (metrics.prefill_seconds, metrics.decode_seconds) == (3.0, 2.0)
+
+
+def test_a_request_that_waits_for_its_first_lane_is_not_paused() -> None:
+    metrics = counted(Waits(0), opened(cached=20), Waits(0), opened(cached=3), Waits(0), END)
+    assert metrics.pauses == 2
+    assert metrics.cached_tokens == 9, "of the prompt, when it first entered"
