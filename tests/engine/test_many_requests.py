@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -15,14 +14,14 @@ from support.examples import examples
 from support.kv_budgets import with_slots
 from support.thread_models import SETTINGS, THREAD_DIALECTS, Case, ThreadModels
 
-from pipedec.core import Request, SamplingParams, UserError
+from pipedec.core import Request, SamplingParams
 from pipedec.decoding import LaneSizes
 from pipedec.engine.local import LocalAnswer, LocalPipeline
 from pipedec.methods import METHODS, BestFirstOptions, PipeDecOptions, StaticTreeOptions, applicable_options
 
 SHAPES = [(1, 1), (2, 2), (4, 4), (4, 2)]  # stages, groups
 TREE = {"width": 6, "children": 4}
-MAX_TOKENS = 24
+MAX_TOKENS = 12
 OTHERS, LONG = (
     tuple(torch.randint(3, 60, (length,), generator=torch.Generator().manual_seed(length)).tolist()) for length in (5, 150)
 )
@@ -92,7 +91,7 @@ VISITS = st.lists(
         tenant=st.sampled_from([None, "a", "a", "b"]),
     ),
     min_size=2,
-    max_size=8,
+    max_size=5,
 )
 
 
@@ -182,32 +181,18 @@ def assert_nothing_is_left(pipeline: LocalPipeline) -> None:
     assert pipeline.stats().kv.used == 0
 
 
-def test_requests_share_timesteps(thread_models: ThreadModels) -> None:
-    """Eight plain answers in four stages take twice as long as four, not twice as long as eight alone."""
+def test_requests_share_timesteps_and_begin_while_others_run(thread_models: ThreadModels) -> None:
+    """Eight plain answers in four stages take as long as one, and nobody waits until the pipeline is empty."""
     pipeline = pipeline_of(thread_models, (4, 4))
-    timesteps = {}
-    for count in (1, 4, 8):
+    timesteps = []
+    for count in (1, 8):
         visits = [Visit(1, None, 0, (1, 0), 8, 0) for _ in range(count)]
         list(pipeline.run_all({1: [visit.request(number, thread_models) for number, visit in enumerate(visits)]}))
-        timesteps[count] = len(pipeline.fill)
-    assert timesteps[1] == timesteps[4] == timesteps[8]
-
-
-def test_a_request_begins_while_others_run(thread_models: ThreadModels) -> None:
-    """Nobody waits until the pipeline is empty."""
-    pipeline = pipeline_of(thread_models, (4, 4))
+        timesteps.append(len(pipeline.fill))
+    assert timesteps[0] == timesteps[1]
     early, late = (Visit(1, None, 0, (1, 0), tokens, 0).request(number, thread_models) for number, tokens in enumerate((20, 2)))
     order = [number for number, _ in pipeline.run_all({1: [early], 9: [late]})]
     assert order.index(1) < len(order) - 1 - order[::-1].index(0), "the late one ends before the early one"
-
-
-def test_a_cancelled_request_leaves_at_once(thread_models: ThreadModels) -> None:
-    pipeline = pipeline_of(thread_models, (4, 4))
-    long, short = (Visit(1, None, 0, (1, 0), tokens, 0).request(number, thread_models) for number, tokens in enumerate((24, 3)))
-    verdicts: Iterator[tuple[int, object]] = pipeline.run_all({1: [long, short]}, {7: [0]})
-    assert {number for number, _ in verdicts} <= {0, 1}
-    assert pipeline.answers[0].finished == "cancelled" and pipeline.answers[1].finished == "length"
-    assert len(pipeline.fill) < 24
 
 
 @pytest.mark.fast_cases("pipedec-bestfirst")
@@ -215,7 +200,7 @@ def test_a_cancelled_request_leaves_at_once(thread_models: ThreadModels) -> None
 def test_a_request_is_cancelled_at_any_timestep(thread_models: ThreadModels, method: int) -> None:
     """From its second one on, while the chunks of its prompt enter, until it has ended; another request never notices."""
     pipeline = pipeline_of(thread_models, (4, 4))
-    visits = [Visit(1, None, method, (prompt, 0), tokens, 0) for prompt, tokens in ((3, 5), (1, 16))]
+    visits = [Visit(1, None, method, (prompt, 0), tokens, 0) for prompt, tokens in ((3, 3), (1, 8))]
     reasons: list[str | None] = []
     while "length" not in reasons:
         requests = [visit.request(number, thread_models) for number, visit in enumerate(visits)]
@@ -226,33 +211,23 @@ def test_a_request_is_cancelled_at_any_timestep(thread_models: ThreadModels, met
         assert pipeline.answers[1].finished == "length"
         assert_nothing_is_left(pipeline)
         pipeline.forget_prefixes()
-    assert len(reasons) > 5 and set(reasons[:-1]) == {"cancelled"}
+    assert len(reasons) > 4 and set(reasons[:-1]) == {"cancelled"}
 
 
 def test_a_run_that_is_left_early_leaves_nothing(thread_models: ThreadModels) -> None:
     pipeline = pipeline_of(thread_models, (2, 2))
-    verdicts = pipeline.run(Visit(1, None, 3, (2, 0), 24, 0).request(0, thread_models))
+    verdicts = pipeline.run(Visit(1, None, 3, (2, 0), 12, 0).request(0, thread_models))
     next(verdicts)
     verdicts.close()  # type: ignore[attr-defined]
     assert_nothing_is_left(pipeline)
-
-
-def test_a_request_that_cannot_run_disturbs_nobody(thread_models: ThreadModels) -> None:
-    pipeline = pipeline_of(thread_models, (2, 2))
-    bad = Request(0, PROMPTS[0], SamplingParams(), "pipedec-bestfirst", BestFirstOptions(proposers=("draft",)))
-    with pytest.raises(UserError):
-        list(LocalPipeline.load(thread_models.spec(4, 1, 1).replaced(draft=None)).run(bad))
-    good = Visit(1, None, 0, (1, 0), 3, 0)
-    list(pipeline.run(good.request(0, thread_models)))
-    assert said(pipeline.last) == said(alone(thread_models, good))
 
 
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("method", range(len(METHODS)))
 def test_the_youngest_is_paused_and_all_are_answered(thread_models: ThreadModels, method: int) -> None:
     """There is room for what all of them reserve, but not for their answers."""
-    pipeline = LocalPipeline.load(with_slots(thread_models.spec(4, 2).replaced(dtype="float64"), 400), LaneSizes(ahead=16))
-    visits = [Visit(1, None, method, (1, sampling % len(SAMPLINGS)), 250, 0) for sampling in range(4)]
+    pipeline = LocalPipeline.load(with_slots(thread_models.spec(4, 2).replaced(dtype="float64"), 208), LaneSizes(ahead=16))
+    visits = [Visit(1, None, method, (1, sampling), 90, 0) for sampling in range(4)]
     list(pipeline.run_all({1: [visit.request(number, thread_models) for number, visit in enumerate(visits)]}))
     for number, visit in enumerate(visits):
         check_answer(pipeline.answers[number], alone(thread_models, visit))
@@ -262,26 +237,15 @@ def test_the_youngest_is_paused_and_all_are_answered(thread_models: ThreadModels
 
 
 def test_a_shared_prefix_is_computed_once(thread_models: ThreadModels) -> None:
-    """Users who arrive together share it, too, and it outlasts the one who computed it."""
-    pipeline = LocalPipeline.load(thread_models.spec(4, 4).replaced(dtype="float64"))
-    visits = [Visit(1, None, 0, (prompt, 0), 5, 0) for prompt in (3, 4, 5, 3)]
-    list(pipeline.run_all({1: [visit.request(number, thread_models) for number, visit in enumerate(visits)]}, {4: [0]}))
-    cached = [answer.metrics.cached_tokens for answer in pipeline.answers.values()]
-    assert cached[0] == 0 and min(cached[1:]) >= 96
-    for number, visit in enumerate(visits):
-        check_answer(pipeline.answers[number], alone(thread_models, visit))
-    assert_nothing_is_left(pipeline)
-
-
-def test_a_pipeline_forgets_prefixes_of_ended_requests(thread_models: ThreadModels) -> None:
-    pipeline = LocalPipeline.load(thread_models.spec(4, 4).replaced(dtype="float64"))
-    visit = Visit(1, None, 0, (3, 0), 5, 0)
-    cached = []
-    for _ in range(3):
-        list(pipeline.run(visit.request(0, thread_models)))
-        cached.append(pipeline.last.metrics.cached_tokens)
-        check_answer(pipeline.last, alone(thread_models, visit))
-        if len(cached) == 2:
+    """Users who arrive together share it, too, and it outlasts the one who computed it, until the pipeline forgets it."""
+    pipeline, cached = LocalPipeline.load(thread_models.spec(4, 4).replaced(dtype="float64")), list[int]()
+    for prompts, cancels in (((3, 4, 5, 3), {4: [0]}), ((3,), {}), ((3,), {})):
+        visits = [Visit(1, None, 0, (prompt, 0), 5, 0) for prompt in prompts]
+        list(pipeline.run_all({1: [visit.request(number, thread_models) for number, visit in enumerate(visits)]}, cancels))
+        cached += [pipeline.answers[number].metrics.cached_tokens for number in range(len(visits))]
+        for number, visit in enumerate(visits):
+            check_answer(pipeline.answers[number], alone(thread_models, visit))
+        assert_nothing_is_left(pipeline)
+        if len(cached) == 5:
             pipeline.forget_prefixes()
-    assert cached[1] >= 96 and cached[0] == cached[2] == 0
-    assert_nothing_is_left(pipeline)
+    assert cached[0] == cached[5] == 0 and min(cached[1:5]) >= 96
