@@ -89,38 +89,35 @@ def test_on_gpus_both_have_16_bits(pair: Pair, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("pipedec.engine.build.arithmetic_of", lambda device: Arithmetic(device.type == "cuda", True))
     target = with_bfloat16_checkpoint(pair, tmp_path / "target")
     spec = resolve(Settings.of(target=target, draft=pair.draft))
-    assert (spec.description().settings.numbers.dtype, spec.description().settings.numbers.draft_dtype) == (
-        "bfloat16",
-        "bfloat16",
-    )
+    numbers = spec.description().settings.numbers
+    assert numbers.dtype == numbers.draft_dtype == "bfloat16"
     assert resolve(Settings.of(target=pair.target, draft=pair.draft)).dtype == "float32", "published in float32"
     given = resolve(Settings.of(target=target, draft=pair.draft, draft_dtype="float32", stages=2, dtype="float16"))
     assert (given.dtype, given.settings.numbers.draft_dtype, given.dtype_why) == ("float16", "float32", "as given")
 
 
+PARTITION = {"stages": 2, "devices": [DeviceConfig("here", "h100", 2)], "draft_device": DeviceConfig("here", "cpu")}
+SERVERS = [ServerConfig("here", {"h100": 2, "cpu": 3})]
+
+
 def test_a_cluster_file_decides_by_its_devices_on_every_host(pair: Pair, tmp_path: Path, settle: Settle) -> None:
     """This host has no GPU, and need not: all ranks must come to the same dtype of the target."""
     target = str(with_bfloat16_checkpoint(pair, tmp_path / "target"))
-    partition = {"stages": 2, "devices": [DeviceConfig("here", "h100", 2)], "draft_device": DeviceConfig("here", "cpu")}
-    servers = [ServerConfig("here", {"h100": 2, "cpu": 3})]
-    config = clustered(servers, {"two": partition}, target=target, draft=pair.draft)
+    config = clustered(SERVERS, {"two": PARTITION}, target=target, draft=pair.draft)
     made = resolve_partition(config)
     assert (made.dtype, made.dtype_why, made.settings.numbers.draft_dtype) == ("bfloat16", "the checkpoint's own", "auto")
     assert resolve_partition(config.for_partition(given={"device": "cpu"})).dtype == "float32"
     mixed = replace(config.partitions["two"], devices=(DeviceConfig("here", "h100"), DeviceConfig("here", "cpu")))
     assert resolve_partition(replace(config, partitions={"two": mixed})).dtype == "float32"
-    on_gpu = replace(
-        config.partitions["two"], devices=(DeviceConfig("here", "cpu", 2),), draft_device=DeviceConfig("here", "h100")
-    )
+    cpus, gpu = (DeviceConfig("here", "cpu", 2),), DeviceConfig("here", "h100")
+    on_gpu = replace(config.partitions["two"], devices=cpus, draft_device=gpu)
     made = resolve_partition(replace(config, partitions={"two": on_gpu}))
     assert (made.dtype, made.settings.numbers.draft_dtype) == ("float32", "bfloat16")
 
 
 def test_a_cluster_file_says_how_many_rows_enter_at_a_timestep(pair: Pair) -> None:
     """Of its plan, on every host the same; an emulation has that of its devices, and a processor's figures are nominal."""
-    partition = {"stages": 2, "devices": [DeviceConfig("here", "h100", 2)], "draft_device": DeviceConfig("here", "cpu")}
-    servers = [ServerConfig("here", {"h100": 2, "cpu": 3})]
-    config = clustered(servers, {"two": partition}, target=str(pair.target), draft=str(pair.draft), dtype="bfloat16")
+    config = clustered(SERVERS, {"two": PARTITION}, target=str(pair.target), draft=str(pair.draft), dtype="bfloat16")
     made, planned = resolve_partition(config), plan(config)
     assert made.knee == planned.room == 256
     assert replace(made, emulation=Emulation.of_plan(planned)).knee == planned.knee == 295

@@ -66,7 +66,8 @@ class Visit:
         method, options = OPTIONS[self.method]
         if isinstance(self.answer, Case):
             dialect = THREAD_DIALECTS[self.answer.dialect].to_json()
-            prompt, sampling = models.prompt_ids(self.answer.prompt), models.sampling(self.answer)
+            prompt = models.prompt_ids(self.answer.prompt)
+            sampling = structs.replace(models.sampling(self.answer), max_tokens=4 * self.num_tokens)
             return Request(number, prompt, sampling, method, options, threads=dialect, priority=self.priority, tenant=self.tenant)
         prompt, sampling = PROMPTS[self.answer[0]], structs.replace(SAMPLINGS[self.answer[1]], max_tokens=self.num_tokens)
         told = alone(models, replace(self, num_said=0)).token_ids if self.num_said else []
@@ -91,7 +92,7 @@ VISITS = st.lists(
         tenant=st.sampled_from([None, "a", "a", "b"]),
     ),
     min_size=2,
-    max_size=5,
+    max_size=4,
 )
 
 
@@ -128,7 +129,7 @@ def said(answer: LocalAnswer) -> list[int]:
 
 @pytest.mark.fast_cases("4in2")
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
-@examples(25)  # each has several answers, and there are four shapes
+@examples(25, least=12)  # each has several answers, and there are four shapes
 @given(
     visits=VISITS,
     slots=st.sampled_from(SLOTS),

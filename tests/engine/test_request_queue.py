@@ -65,6 +65,8 @@ def test_events_of_many_answers_are_published_in_order_before_the_end(scheduler:
             for number in numbers:
                 queue.put(number, TokensEvent([index], str(number)))
         queue.finish(1, ErrorEvent("over"))
+        queue.publish_stats(run_stats(16))
+    assert scheduler.status().stats == run_stats(16)
     for number in numbers:
         events = [TokensEvent([index], str(number)) for index in range(50)]
         assert scheduler.answer(number) == events + ([ErrorEvent("over")] if number == 1 else [])
@@ -120,31 +122,20 @@ def test_a_request_cancelled_before_it_was_given_out_never_arrives(scheduler: Lo
     assert scheduler.answer(number) == [CancelledEvent()]
 
 
-def test_an_idle_pipeline_waits_for_a_request_or_the_stop(scheduler: Losable) -> None:
-    queue = RequestQueue(scheduler)
-    with queue.serving():
-        assert queue.wait(0) is None
-        scheduler.submit("text")
-        assert wait_until(lambda: (message := queue.wait(0)) is not None and message.text == "text", 5)
-        assert not queue.is_stopping
-        scheduler.stop()
-        assert queue.wait(0) == RankMessage("stop") and queue.is_stopping
-
-
 def test_a_busy_pipeline_learns_of_the_stop_and_refuses_what_waits(scheduler: Losable) -> None:
     queue = RequestQueue(scheduler)
     numbers = [scheduler.submit("{}") for _ in range(3)]
     with queue.serving():
         assert collect(queue, 1, 1) == [0]
         scheduler.stop()
-        assert wait_until(lambda: queue.is_stopping, 5)
+        assert wait_until(lambda: queue.is_stopping, 5) and queue.wait(0) == RankMessage("stop")
         queue.refuse("the cluster is being stopped")
     for number in numbers[1:]:
         assert scheduler.answer(number) == [ErrorEvent("the cluster is being stopped")]
     assert scheduler.answer(0) == [] and scheduler.status().running == (0,)
 
 
-def test_a_lost_redis_is_an_error_of_the_next_call(scheduler: Losable) -> None:
+def test_a_lost_redis_or_run_is_an_error_of_the_next_call(scheduler: Losable) -> None:
     scheduler.is_lost = True
     queue = RequestQueue(scheduler)
     with pytest.raises(SchedulerLost), queue.serving():
@@ -160,21 +151,10 @@ def test_a_lost_redis_is_an_error_of_the_next_call(scheduler: Losable) -> None:
     for call in (lambda: queue.arrivals(1), queue.cancelled, lambda: queue.wait(0), lambda: queue.refuse("")):
         with pytest.raises(SchedulerLost):
             call()
-
-
-def test_a_failed_run_is_an_error_of_the_next_call(scheduler: Losable) -> None:
-    queue = RequestQueue(scheduler)
+    scheduler.is_lost, queue = False, RequestQueue(scheduler)
     with pytest.raises(PipedecError, match="rank 1: out of memory"), queue.serving():
         scheduler.abort(1, "out of memory")
         wait_until(lambda: queue.arrivals(1), 5)
-
-
-def test_counters_are_published_without_events_too(scheduler: Losable) -> None:
-    queue, told = RequestQueue(scheduler), [run_stats(used) for used in (16, 0)]
-    with queue.serving():
-        for stats in told:
-            queue.publish_stats(stats)
-        assert wait_until(lambda: scheduler.status().stats == told[-1], 5)
 
 
 def test_requests_of_a_dead_owner_end_while_others_go_on(scheduler: Losable) -> None:

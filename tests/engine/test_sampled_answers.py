@@ -82,11 +82,9 @@ def answer(pipeline: LocalPipeline, request: Request) -> tuple[int, ...]:
 def answers(models: Path) -> dict[str, tuple[int, ...]]:
     """What the definitions say, by setting."""
     target = LlamaForCausalLM.from_pretrained(models / "target").eval()
-    return {name: expected(target, PROMPT, asked(sampling, "pp").sampling) for name, sampling in SETTINGS.items()}
-
-
-def test_the_settings_say_different_things(answers: dict[str, tuple[int, ...]]) -> None:
-    assert len(set(answers.values())) == len(SETTINGS)
+    found = {name: expected(target, PROMPT, asked(sampling, "pp").sampling) for name, sampling in SETTINGS.items()}
+    assert len(set(found.values())) == len(SETTINGS)
+    return found
 
 
 @pytest.mark.fast_cases("2in2")
@@ -106,22 +104,19 @@ def test_one_seed_gives_one_answer(models: Path, answers: dict[str, tuple[int, .
 def test_a_draft_like_the_target_foresees_every_sampled_token(models: Path, answers: dict[str, tuple[int, ...]]) -> None:
     """As many of them miss the tree as of greedy tokens, in spite of the temperature."""
     pipeline = make_pipeline(models, (2, 2), "target")
-    for method in ("pipedec", "pipedec-bestfirst"):
-        answer(pipeline, asked(SamplingParams(), method))
-        misses = pipeline.last.metrics.misses
-        for name in ("drawn", "paper", "min-p"):
-            assert answer(pipeline, asked(SETTINGS[name], method)) == answers[name], (name, method)
-            assert pipeline.last.metrics.misses == misses, (name, method)
+    answer(pipeline, asked(SamplingParams(), "pipedec"))
+    misses = pipeline.last.metrics.misses
+    for name in ("drawn", "paper", "min-p"):
+        assert answer(pipeline, asked(SETTINGS[name], "pipedec")) == answers[name], name
+        assert pipeline.last.metrics.misses == misses, name
 
 
-@pytest.mark.slow
 def test_penalties_count_every_chunk_of_the_prompt(models: Path) -> None:
     """A biased token that would be said again and again is not, because it stands in the first chunk of the prompt alone."""
     prompt = (5, *(6 + index % 3 for index in range(KNEE_ROWS + 20)))
     sampling = SamplingParams(repetition_penalty=3.0, logit_bias={5: 6.0, 20: 5.0})
     target = LlamaForCausalLM.from_pretrained(models / "target").eval()
     wanted = expected(target, prompt, asked(sampling, "pp").sampling)
-    assert expected(target, prompt[1:], asked(sampling, "pp").sampling) != wanted
     assert answer(make_pipeline(models, (2, 2)), asked(sampling, "pipedec", prompt)) == wanted
 
 
@@ -150,27 +145,28 @@ def check_logprobs(
         assert list(found.values()) == pytest.approx(row[list(found)].tolist(), abs=1e-4)
 
 
-@pytest.mark.fast_cases("pp-0", "pipedec-bestfirst-1")
-@pytest.mark.parametrize("num_top", [0, 1, 5])
+@pytest.mark.fast_cases("pipedec-bestfirst")
 @pytest.mark.parametrize("method", METHODS)
-def test_logprobs_are_those_of_transformers(models: Path, method: str, num_top: int) -> None:
+def test_logprobs_are_those_of_transformers(models: Path, method: str) -> None:
     target = LlamaForCausalLM.from_pretrained(models / "target").eval()
     pipeline = make_pipeline(models, (4, 4))
-    for name in ("biased", "greedy penalised"):  # they do not change what is reported
+    for name, num_top in (("biased", 5), ("greedy penalised", 0)):  # these do not change what is reported
         said = answer(pipeline, asked(structs.replace(SETTINGS[name], logprobs=num_top), method))
         check_logprobs(target, PROMPT, list(said), pipeline.last.logprobs, num_top)
     answer(pipeline, asked(SETTINGS["drawn"], method))
     assert pipeline.last.logprobs == []
 
 
-def test_a_local_pipeline_has_no_text_to_stop_at(models: Path) -> None:
-    with pytest.raises(UserError, match="stop strings need a tokenizer"):
-        answer(make_pipeline(models, (1, 1)), asked(SamplingParams(stop=("a",)), "pp"))
-
-
-def test_a_bias_outside_the_vocabulary(models: Path) -> None:
-    with pytest.raises(UserError, match="logit_bias names token 64, but the vocabulary has 64 tokens"):
-        answer(make_pipeline(models, (1, 1)), asked(SamplingParams(logit_bias={64: 1.0}), "pp"))
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (SamplingParams(stop=("a",)), "stop strings need a tokenizer"),
+        (SamplingParams(logit_bias={64: 1.0}), "logit_bias names token 64, but the vocabulary has 64 tokens"),
+    ],
+)
+def test_what_a_pipeline_without_a_tokenizer_refuses(models: Path, sampling: SamplingParams, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        answer(make_pipeline(models, (1, 1)), asked(sampling, "pp"))
 
 
 # A cluster of real processes.
@@ -220,16 +216,15 @@ def test_a_cluster_draws_a_seed_and_reports_it(resident: LocalCluster) -> None:
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-@pytest.mark.parametrize("num_tokens", [1, pytest.param(90, marks=pytest.mark.slow)])
 def test_a_clusters_logprobs_are_those_of_transformers(
-    resident: LocalCluster, pair: Pair, tokenizer: PreTrainedTokenizerBase, num_tokens: int
+    resident: LocalCluster, pair: Pair, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     target = LlamaForCausalLM.from_pretrained(pair.target).eval()
     prompt = tuple(tokenizer(TEXT)["input_ids"])
     for method in METHODS:
-        sampling = SamplingParams(0.7, seed=3, max_tokens=num_tokens, ignore_eos=True, logprobs=2)
+        sampling = SamplingParams(0.7, seed=3, max_tokens=6, ignore_eos=True, logprobs=2)
         completion = ask(resident, sampling, method)
-        assert completion.logprobs is not None and len(completion.token_ids) == num_tokens
+        assert completion.logprobs is not None and len(completion.token_ids) == 6
         check_logprobs(target, prompt, completion.token_ids, completion.logprobs, 2)
 
 
@@ -240,46 +235,32 @@ def well_drafted(pair: Pair, request: pytest.FixtureRequest) -> Iterator[LocalCl
         yield cluster
 
 
-FAST_STOPS = ("pp", "pipedec-bestfirst")  # by windows, one method greedy and the other sampled
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize(
     ("well_drafted", "method", "temperature"),
-    [
-        pytest.param(*case, marks=[] if case[0] == "windows" and case[1] in FAST_STOPS else [pytest.mark.slow])
-        for case in sorted(pairwise(DISPATCHES, METHODS, [0.0, 0.7]))
-    ],
+    [("windows", "pipedec-bestfirst", 0.0), ("windows", "bita", 0.7), ("tasks", "stpp", 0.7), ("tasks", "pipedec", 0.0)],
     indirect=["well_drafted"],
 )
 def test_a_stop_string_ends_the_answer_before_it(
     well_drafted: LocalCluster, tokenizer: PreTrainedTokenizerBase, method: str, temperature: float
 ) -> None:
     """Wherever it appears: in the first token, inside a token, across tokens, in the last one."""
-    foreign = {token: -100.0 for token in range(len(tokenizer)) if not tokenizer.decode(token).isprintable()}
-    foreign |= {token: -100.0 for token in range(len(tokenizer)) if not tokenizer.decode(token).isascii()}
+    texts = [tokenizer.decode(token) for token in range(len(tokenizer))]
+    foreign = {token: -100.0 for token, text in enumerate(texts) if not (text.isprintable() and text.isascii())}
     sampling = SamplingParams(temperature, seed=8, max_tokens=40, ignore_eos=True, logit_bias=foreign)
-    whole, groups = ask(well_drafted, sampling, method), well_drafted.spec.topology.num_groups
-    # Best-first injection enters fewer guesses on a busy machine.
-    assert len(whole.text) >= 40 and whole.metrics.hits > {"pp": -1, "bita": 5, "pipedec-bestfirst": 2}.get(method, 10)
+    whole = ask(well_drafted, sampling, method)
     said = [tokenizer.decode(whole.token_ids[:count], skip_special_tokens=True) for count in range(41)]
     last = len(whole.text)
-    for start, end in ((0, 1), (9, 10), (10, 13), (17, 24), (26, 28), (last - 7, last - 5), (last - 5, last)):
+    for start, end in ((0, 1), (9, 10), (10, 13), (17, 24), (last - 7, last - 5), (last - 5, last)):
         stop = whole.text[start:end]
         kept = next(count for count, text in enumerate(said) if stop in text)
-        cut = ask(well_drafted, structs.replace(sampling, stop=("never said", stop)), method)
+        cut = ask(well_drafted, structs.replace(sampling, stop=("never said", stop), logprobs=0), method, trace=start == 10)
         assert (cut.token_ids, cut.finish_reason) == (whole.token_ids[:kept], "stop")
         assert cut.text == whole.text[: whole.text.index(stop)]
-        metrics = cut.metrics
-        assert metrics.hits + metrics.misses == kept - 1
-        check_timesteps(metrics, groups, method)
-        # Ranks that report when the answer has ended change nothing, nor do tokens that were already judged.
-        told = ask(well_drafted, structs.replace(sampling, stop=(stop,), logprobs=0), method, trace=True)
-        assert (told.token_ids, told.text) == (cut.token_ids, cut.text)
-        if method not in ("pipedec-bestfirst", "bita"):  # which go on learning
-            assert metrics.timesteps == told.metrics.timesteps <= whole.metrics.timesteps
-        assert told.logprobs is not None and [next(iter(found)) for found in told.logprobs] == cut.token_ids
+        assert cut.metrics.hits + cut.metrics.misses == kept - 1
+        check_timesteps(cut.metrics, well_drafted.spec.topology.num_groups, method)
+        assert cut.logprobs is not None and [next(iter(found)) for found in cut.logprobs] == cut.token_ids
     unstopped = ask(well_drafted, structs.replace(sampling, stop=("never said", whole.text + "!")), method)
     assert (unstopped.token_ids, unstopped.text, unstopped.finish_reason) == (whole.token_ids, whole.text, "length")
 

@@ -5,6 +5,6 @@ from __future__ import annotations
 from hypothesis import settings
 
 
-def examples(count: int) -> settings:
-    """``count`` examples in the full tier, and in proportion under another Hypothesis profile, but at least five."""
-    return settings(max_examples=max(5, count * settings.default.max_examples // 100))  # type: ignore[union-attr]
+def examples(count: int, least: int = 5) -> settings:
+    """``count`` examples in the full tier, and in proportion under another Hypothesis profile, but at least so many."""
+    return settings(max_examples=max(least, count * settings.default.max_examples // 100))  # type: ignore[union-attr]
