@@ -165,19 +165,6 @@ def test_a_timestep_is_propose_advance_accept_apply() -> None:
     assert heard[0] == ["opened", FIRST, LAST, "stop", "closed"]
 
 
-def test_requests_end_and_begin_in_the_same_timestep() -> None:
-    recorded = Recorded((says(0, 3, finished="length"),), (says(1, 7, finished="length"),))
-    pool, heard = pool_of(recorded, 0)
-
-    def admit() -> None:
-        if not pool.running and 1 not in heard:
-            pool.open(Request(1, (1, 2)), None)  # type: ignore[arg-type]
-
-    verdicts = [number for number, _ in decode(pool, recorded, admit)]  # type: ignore[arg-type]
-    assert verdicts == [0, 1]
-    assert recorded.calls[4] == ("advance", 2, [(0, None, Verdict.of(3, finished="length")), (1, OPENING, None)])
-
-
 def test_what_is_cut_is_what_method_and_pipeline_get() -> None:
     cut = Verdict.of(4, finished="stop")
     recorded = Recorded((says(0, 3),), (says(0, 4, 5),))

@@ -23,14 +23,7 @@ from pipedec.device import HostDevice
 from pipedec.engine.admission import Admission, Sequences
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
-from pipedec.messages import (
-    CompletionEvent,
-    ErrorEvent,
-    PromptRequest,
-    RunDescription,
-    RunStats,
-    TokensEvent,
-)
+from pipedec.messages import CompletionEvent, ErrorEvent, PromptRequest, RunDescription, RunStats, TokensEvent
 from pipedec.scheduler import Task
 from pipedec.scheduler.protocol import Granted, Post, RankMessage
 from pipedec.scheduler.workflow import Planned
@@ -91,14 +84,12 @@ class EndsAtOnce(MemoryScheduler):
         return message
 
 
-@pytest.mark.parametrize(("shares", "tenant", "expected"), [(True, "a", "a"), (False, "a", None), (True, None, None)])
-def test_a_request_has_its_tenant_unless_the_cluster_shares_nothing(
-    pair: Pair, shares: bool, tenant: str | None, expected: str | None
-) -> None:
-    admission = Admission(Prompter(pair.target, CONTEXT), Sequences(pair.target), 1, None, shares)
-    asked = PromptRequest("Hello", True, "pp", SamplingParams(max_tokens=4), tenant=tenant)
-    answer, _ = admission.admit(RankMessage("request", number=0, text=asked.to_json()), Batch(1))
-    assert answer.request.tenant == expected
+def test_a_request_has_its_tenant_unless_the_cluster_shares_nothing(pair: Pair) -> None:
+    for shares, tenant, expected in ((True, "a", "a"), (False, "a", None), (True, None, None)):
+        admission = Admission(Prompter(pair.target, CONTEXT), Sequences(pair.target), 1, None, shares)
+        asked = PromptRequest("Hello", True, "pp", SamplingParams(max_tokens=4), tenant=tenant)
+        answer, _ = admission.admit(RankMessage("request", number=0, text=asked.to_json()), Batch(1))
+        assert answer.request.tenant == expected
 
 
 def loop_of(scheduler: MemoryScheduler, pair: Pair, load_drafter: Callable[[], Drafter] | None = None) -> DraftLoop:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.bita_files import save_random_bita
-from support.checkpoints import save_tiny_llama
+from support.checkpoints import save_tiny, save_tiny_llama
 from support.pairwise import pairwise
 from support.specs import bare_spec
 from support.timesteps import check_timesteps
@@ -31,12 +31,13 @@ from pipedec.methods import (
     StaticTreeOptions,
     applicable_options,
 )
+from pipedec.verify.reference import Reference
 
 LAYERS = 8
 EOS = 2
 PROMPT = (1, 9, 30, 4, 51, 17, 8, 22, 40, 3)
 TREE = {"width": 6, "children": 4}
-NUM_TOKENS = 14
+NUM_TOKENS = 12
 SHAPES = [(1, 1), (2, 2), (4, 4), (8, 8), (8, 4), (4, 1)]  # stages, groups
 DTYPES_COMPARED = ["float32", "float64"]
 DRAFTS = ["same", "near", "random"]
@@ -55,9 +56,8 @@ OPTIONS = {
         BestFirstOptions(width=124, forwards=8, proposers=("draft",)), BestFirstOptions(width=4, proposers=("ngrams",)),
     ],
     "bita": [
-        BitaOptions(), BitaOptions(children=1), BitaOptions(children=16, depth=2), BitaOptions(rows=1),
-        BitaOptions(shape="straightforward"), BitaOptions(shape="straightforward", depth=1),
-        BitaOptions(children=2, shape="full"), BitaOptions(children=3, depth=2, shape="full"),
+        BitaOptions(), BitaOptions(children=16, depth=2), BitaOptions(rows=1), BitaOptions(shape="straightforward"),
+        BitaOptions(children=2, shape="full"),
     ],
 }  # fmt: skip
 METHODS_AND_OPTIONS = [(method, options) for method, choices in OPTIONS.items() for options in choices]
@@ -169,11 +169,13 @@ def test_best_first_injection_needs_no_draft(models: Path) -> None:
     assert answer(pipeline, request(prompt, method="pipedec-bestfirst", ignore_eos=True)) == (wanted, "length")
     with pytest.raises(UserError, match="has no proposer"):
         answer(pipeline, request(method="pipedec-bestfirst", options=BestFirstOptions(proposers=("draft",))))
+    with pytest.raises(UserError, match="needs a draft model"):
+        answer(pipeline, request(method="pipedec"))
 
 
 @pytest.mark.parametrize(
     ("draft", "proposers", "sampling"),
-    [("random", ("draft",), {}), (None, ("ngrams",), {}), ("near", ("draft", "ngrams"), {"temperature": 1.0, "seed": 3})],
+    [(None, ("ngrams",), {}), ("near", ("draft", "ngrams"), {"temperature": 1.0, "seed": 3})],
 )
 def test_earlier_answers_change_no_text_and_save_timesteps(
     models: Path, draft: str | None, proposers: tuple[str, ...], sampling: dict[str, Any]
@@ -187,7 +189,7 @@ def test_earlier_answers_change_no_text_and_save_timesteps(
         asked = replace(one, method="pipedec-bestfirst", options=BestFirstOptions(16, 4, 2, proposers), tenant="a")
         assert answer(pipeline, asked) == wanted[one]
         timesteps.append(pipeline.last.metrics.timesteps)
-    assert (timesteps[2] < timesteps[0] / 2) == ("ngrams" in proposers), timesteps
+    assert timesteps[2] < timesteps[0] / 2
 
 
 @pytest.mark.fast_cases
@@ -214,12 +216,11 @@ def test_prompts_of_one_token_and_of_several_chunks(models: Path, method: str) -
         assert answer(pipeline, asked) == (expected(models / "target", prompt, NUM_TOKENS), "length"), length
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_one_token_takes_no_timestep(models: Path, method: str) -> None:
+def test_one_token_takes_no_timestep(models: Path) -> None:
     pipeline = make_pipeline(models, (4, 4), "near")
-    assert answer(pipeline, request(num_tokens=1, method=method)) == (expected(models / "target", PROMPT, 1), "length")
-    check_metrics(pipeline.last.metrics, 4, 1, method)
-    assert pipeline.last.metrics.timesteps == 0
+    for method in METHODS:
+        assert answer(pipeline, request(num_tokens=1, method=method)) == (expected(models / "target", PROMPT, 1), "length")
+        assert (pipeline.last.metrics.timesteps, pipeline.last.metrics.hits, pipeline.last.metrics.misses) == (0, 0, 0)
 
 
 @pytest.mark.fast_cases("pipedec-bestfirst")
@@ -242,13 +243,6 @@ def test_the_models_end_token_ends_the_answer(models: Path, method: str, tmp_pat
     assert answer(pipeline, request(method=method, ignore_eos=True, stop_token_ids=(end,))) == (wanted, "stop")
 
 
-def test_pipedec_needs_a_draft(models: Path) -> None:
-    pipeline = make_pipeline(models, (2, 2), draft=None)
-    assert answer(pipeline, request(method="pp", ignore_eos=True))[1] == "length"
-    with pytest.raises(UserError, match="needs a draft model"):
-        answer(pipeline, request())
-
-
 def test_stages_must_fill_the_topology(models: Path) -> None:
     spec = bare_spec(models / "target", LAYERS, (2, 2))
     stages = [load_stage(spec, rank, torch.device("cpu")) for rank in (1, 2)]
@@ -256,3 +250,21 @@ def test_stages_must_fill_the_topology(models: Path) -> None:
         LocalPipeline(bare_spec(models / "target", LAYERS, (3, 3)), stages, Batch(3))
     with pytest.raises(ValueError, match="the last stage must be a FinalStageWorker"):
         LocalPipeline(spec, stages[::-1], Batch(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "draft_quantize"), [((1, 1), None), ((4, 2), "int8")])
+def test_every_method_says_what_transformers_says_with_rounded_weights(
+    tmp_path: Path, shape: tuple[int, int], draft_quantize: str | None
+) -> None:
+    """Greedy and drawn."""
+    save_tiny("qwen3", tmp_path / "target", hidden=64, head_dim=16)
+    save_tiny("llama", tmp_path / "draft", layers=1, hidden=64, seed=5)
+    formats = {"quantize": "int8", "draft_dtype": "bfloat16", "draft_quantize": draft_quantize}
+    spec = bare_spec(tmp_path / "target", 4, shape, tmp_path / "draft", **formats)
+    pipeline, greedy = LocalPipeline.load(spec), tuple(Reference(spec).generate(PROMPT, NUM_TOKENS, ignore_eos=True))
+    drawn = answer(pipeline, request(method="pp", ignore_eos=True, temperature=0.8, seed=3))[0]
+    assert drawn != greedy
+    for method in ("pp", "stpp", "pipedec", "pipedec-bestfirst"):
+        assert answer(pipeline, request(method=method, ignore_eos=True))[0] == greedy
+        assert answer(pipeline, request(method=method, ignore_eos=True, temperature=0.8, seed=3))[0] == drawn

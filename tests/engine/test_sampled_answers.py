@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,11 @@ import torch
 from msgspec import structs
 from msgspec.structs import asdict
 from support import naive_sampling
-from support.bita_files import save_random_bita
-from support.checkpoints import save_tiny_llama
 from support.pairwise import pairwise
-from support.specs import bare_spec
 from support.timesteps import check_timesteps
 from support.tiny_pair import Pair
+from test_local_pipeline import TREE, make_pipeline, models
+from test_local_pipeline import answer as told
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from pipedec.client.client import Client
@@ -26,10 +24,9 @@ from pipedec.messages import PromptRequest
 from pipedec.methods import METHODS, applicable_options
 from pipedec.plan.spec import DISPATCHES
 
-LAYERS = 8
+__all__ = ["models"]  # a fixture
 PROMPT = (1, 9, 30, 4, 51, 17, 8, 22, 40, 9)
-TREE = {"width": 6, "children": 4}
-NUM_TOKENS = 20
+NUM_TOKENS = 14
 SHAPES = [(1, 1), (2, 2), (8, 8), (8, 4), (4, 1)]  # stages, groups
 SETTINGS = {
     "drawn": SamplingParams(1.0, seed=1),
@@ -39,24 +36,6 @@ SETTINGS = {
     "greedy penalised": SamplingParams(repetition_penalty=1.5, frequency_penalty=1.0),
     "biased": SamplingParams(0.9, top_p=0.95, seed=5, frequency_penalty=-0.4, logit_bias={7: 4.0, 12: 3.0, 40: -100.0}),
 }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, a draft that is often right, and a BiTA that has learned nothing."""
-    folder = tmp_path_factory.mktemp("models")
-    target = save_tiny_llama(folder / "target", layers=LAYERS, max_position_embeddings=1024)
-    save_random_bita(folder / "bita", folder / "target")
-    with torch.no_grad():
-        for parameter in target.parameters():
-            parameter += 0.03 * parameter.std() * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
-    target.save_pretrained(folder / "near")
-    return folder
-
-
-def make_pipeline(models: Path, shape: tuple[int, int], draft: str = "near") -> LocalPipeline:
-    spec = bare_spec(models / "target", LAYERS, shape, models / draft, models / "bita", draft_dtype="float32")
-    return LocalPipeline.load(spec)
 
 
 @torch.inference_mode()
@@ -75,7 +54,7 @@ def asked(sampling: SamplingParams, method: str, prompt: tuple[int, ...] = PROMP
 
 
 def answer(pipeline: LocalPipeline, request: Request) -> tuple[int, ...]:
-    return tuple(token for verdict in pipeline.run(request) for token in verdict.tokens)
+    return told(pipeline, request)[0]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +70,7 @@ def answers(models: Path) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
 def test_one_seed_gives_one_answer(models: Path, answers: dict[str, tuple[int, ...]], shape: tuple[int, int]) -> None:
     """Every pair of shape, sampling settings and method."""
-    pipeline = make_pipeline(models, shape)
+    pipeline = make_pipeline(models, shape, "near")
     for _, name, method in [case for case in pairwise(SHAPES, SETTINGS, METHODS) if case[0] == shape]:
         assert answer(pipeline, asked(SETTINGS[name], method)) == answers[name], (name, method)
         metrics = pipeline.last.metrics
@@ -103,7 +82,7 @@ def test_one_seed_gives_one_answer(models: Path, answers: dict[str, tuple[int, .
 
 def test_a_draft_like_the_target_foresees_every_sampled_token(models: Path, answers: dict[str, tuple[int, ...]]) -> None:
     """As many of them miss the tree as of greedy tokens, in spite of the temperature."""
-    pipeline = make_pipeline(models, (2, 2), "target")
+    pipeline = make_pipeline(models, (2, 2), "same")
     answer(pipeline, asked(SamplingParams(), "pipedec"))
     misses = pipeline.last.metrics.misses
     for name in ("drawn", "paper", "min-p"):
@@ -117,11 +96,11 @@ def test_penalties_count_every_chunk_of_the_prompt(models: Path) -> None:
     sampling = SamplingParams(repetition_penalty=3.0, logit_bias={5: 6.0, 20: 5.0})
     target = LlamaForCausalLM.from_pretrained(models / "target").eval()
     wanted = expected(target, prompt, asked(sampling, "pp").sampling)
-    assert answer(make_pipeline(models, (2, 2)), asked(sampling, "pipedec", prompt)) == wanted
+    assert answer(make_pipeline(models, (2, 2), "near"), asked(sampling, "pipedec", prompt)) == wanted
 
 
 def test_without_a_seed_answers_differ_and_the_seed_found_repeats_them(models: Path) -> None:
-    pipeline = make_pipeline(models, (2, 2))
+    pipeline = make_pipeline(models, (2, 2), "near")
     drawn = {}
     for _ in range(4):
         said = answer(pipeline, asked(SamplingParams(1.0), "pipedec"))
@@ -149,7 +128,7 @@ def check_logprobs(
 @pytest.mark.parametrize("method", METHODS)
 def test_logprobs_are_those_of_transformers(models: Path, method: str) -> None:
     target = LlamaForCausalLM.from_pretrained(models / "target").eval()
-    pipeline = make_pipeline(models, (4, 4))
+    pipeline = make_pipeline(models, (4, 4), "near")
     for name, num_top in (("biased", 5), ("greedy penalised", 0)):  # these do not change what is reported
         said = answer(pipeline, asked(structs.replace(SETTINGS[name], logprobs=num_top), method))
         check_logprobs(target, PROMPT, list(said), pipeline.last.logprobs, num_top)
@@ -166,7 +145,7 @@ def test_logprobs_are_those_of_transformers(models: Path, method: str) -> None:
 )
 def test_what_a_pipeline_without_a_tokenizer_refuses(models: Path, sampling: SamplingParams, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        answer(make_pipeline(models, (1, 1)), asked(sampling, "pp"))
+        answer(make_pipeline(models, (1, 1), None), asked(sampling, "pp"))
 
 
 # A cluster of real processes.
@@ -228,61 +207,30 @@ def test_a_clusters_logprobs_are_those_of_transformers(
         check_logprobs(target, prompt, completion.token_ids, completion.logprobs, 2)
 
 
-@pytest.fixture(scope="module")
-def well_drafted(pair: Pair, request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    """Two stages whose draft is the target itself, so that verdicts of several tokens are cut, too."""
-    with LocalCluster(pair.spec(2, draft=str(pair.target)).replaced(dispatch=request.param)) as cluster:
-        yield cluster
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("leaves_nothing")
-@pytest.mark.parametrize(
-    ("well_drafted", "method", "temperature"),
-    [("windows", "pipedec-bestfirst", 0.0), ("windows", "bita", 0.7), ("tasks", "stpp", 0.7), ("tasks", "pipedec", 0.0)],
-    indirect=["well_drafted"],
-)
+@pytest.mark.parametrize(("method", "temperature"), [("pipedec-bestfirst", 0.0), ("bita", 0.7), ("stpp", 0.7)])
 def test_a_stop_string_ends_the_answer_before_it(
-    well_drafted: LocalCluster, tokenizer: PreTrainedTokenizerBase, method: str, temperature: float
+    resident: LocalCluster, tokenizer: PreTrainedTokenizerBase, method: str, temperature: float
 ) -> None:
     """Wherever it appears: in the first token, inside a token, across tokens, in the last one."""
     texts = [tokenizer.decode(token) for token in range(len(tokenizer))]
     foreign = {token: -100.0 for token, text in enumerate(texts) if not (text.isprintable() and text.isascii())}
     sampling = SamplingParams(temperature, seed=8, max_tokens=40, ignore_eos=True, logit_bias=foreign)
-    whole = ask(well_drafted, sampling, method)
+    whole = ask(resident, sampling, method)
     said = [tokenizer.decode(whole.token_ids[:count], skip_special_tokens=True) for count in range(41)]
     last = len(whole.text)
     for start, end in ((0, 1), (9, 10), (10, 13), (17, 24), (last - 7, last - 5), (last - 5, last)):
         stop = whole.text[start:end]
         kept = next(count for count, text in enumerate(said) if stop in text)
-        cut = ask(well_drafted, structs.replace(sampling, stop=("never said", stop), logprobs=0), method, trace=start == 10)
+        cut = ask(resident, structs.replace(sampling, stop=("never said", stop), logprobs=0), method, trace=start == 10)
         assert (cut.token_ids, cut.finish_reason) == (whole.token_ids[:kept], "stop")
         assert cut.text == whole.text[: whole.text.index(stop)]
         assert cut.metrics.hits + cut.metrics.misses == kept - 1
-        check_timesteps(cut.metrics, well_drafted.spec.topology.num_groups, method)
+        check_timesteps(cut.metrics, resident.spec.topology.num_groups, method)
         assert cut.logprobs is not None and [next(iter(found)) for found in cut.logprobs] == cut.token_ids
-    unstopped = ask(well_drafted, structs.replace(sampling, stop=("never said", whole.text + "!")), method)
+    unstopped = ask(resident, structs.replace(sampling, stop=("never said", whole.text + "!")), method)
     assert (unstopped.token_ids, unstopped.text, unstopped.finish_reason) == (whole.token_ids, whole.text, "length")
-
-
-class Enough(Exception):
-    """What a reader raises who has read enough."""
-
-
-@pytest.mark.usefixtures("leaves_nothing")
-def test_an_answer_with_stop_strings_can_be_cancelled(resident: LocalCluster) -> None:
-    assert resident.scheduler is not None
-
-    def interrupt(text: str) -> None:
-        raise Enough
-
-    sampling = SamplingParams(1.0, seed=1, max_tokens=1900, ignore_eos=True, stop=("never said",), logprobs=1)
-    with pytest.raises(Enough):
-        Client(resident.scheduler, resident.check).ask(PromptRequest(TEXT, True, "pipedec", sampling), interrupt)
-    short = structs.replace(sampling, max_tokens=5)
-    following = ask(resident, short)
-    assert len(following.token_ids) == 5 and following.logprobs is not None and len(following.logprobs) == 5
-    assert following.token_ids == ask(resident, structs.replace(short, logprobs=None, stop=()), "pp").token_ids
 
 
 @pytest.mark.usefixtures("leaves_nothing")

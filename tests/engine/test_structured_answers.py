@@ -157,7 +157,7 @@ def test_thirty_schemas(stages: int) -> None:
     check_same(pipeline_of(stages), a_third(turn)[::3], OTHERS)
 
 
-@pytest.mark.fast_cases("grammar")
+@pytest.mark.fast_cases("choice")
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_structures(kind: str) -> None:
     prompt, params = prompt_of("Is the sky blue?"), SamplingParams(max_tokens=24, structured_outputs=KINDS[kind])

@@ -11,8 +11,8 @@ from support import naive_sampling
 from support.examples import examples
 from torch import Tensor
 
-from pipedec.core import SamplingParams, UserError
-from pipedec.sampling import Sampler, filtered, greedy
+from pipedec.core import SamplingParams
+from pipedec.sampling import Sampler, greedy
 
 FEW_VALUES = st.sampled_from([-2.0, 0.0, 0.5, 3.0])  # so that ties are common
 NUM_DRAWS = 20_000
@@ -77,21 +77,6 @@ def test_draws_have_exactly_the_distribution_after_the_filters(params: SamplingP
     assert p_value(counts, expected) > LEAST_P_VALUE
 
 
-def test_two_positions_and_two_seeds_are_independent() -> None:
-    """Pairs of neighbouring draws are as frequent as the product of their probabilities."""
-    params = SamplingParams(1.0, top_k=4, seed=3)
-    kept = filtered(LOGITS[None].double(), params).softmax(-1)[0]
-    for seeds, shifts in (((3, 3), (0, 1)), ((3, 4), (0, 0))):
-        chosen = []
-        for seed, shift in zip(seeds, shifts, strict=True):
-            sampler = Sampler(SamplingParams(1.0, top_k=4, seed=seed), VOCABULARY)
-            positions = torch.arange(0, 2 * NUM_DRAWS, 2) + shift
-            no_path = torch.zeros(NUM_DRAWS, 0, dtype=torch.bool)
-            chosen.append(sampler.choose(LOGITS.expand(NUM_DRAWS, -1), positions, no_path, NOTHING))
-        counts = torch.bincount(chosen[0] * VOCABULARY + chosen[1], minlength=VOCABULARY**2).double()
-        assert p_value(counts, torch.outer(kept, kept).flatten()) > LEAST_P_VALUE
-
-
 PARAMS = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.7, 1.0]),
@@ -138,11 +123,6 @@ def test_a_seed_is_drawn_where_one_is_needed() -> None:
     assert SamplingParams(0.5, seed=7).seeded().seed == 7 and SamplingParams().seeded().seed is None
     with pytest.raises(ValueError, match="needs a seed"):
         Sampler(SamplingParams(0.5), 9)
-
-
-def test_a_bias_outside_the_vocabulary_is_refused() -> None:
-    with pytest.raises(UserError, match="logit_bias names token 9, but the vocabulary has 9 tokens"):
-        Sampler(SamplingParams(logit_bias={9: 1.0}), 9)
 
 
 def test_a_stream_draws_with_noise_of_its_own() -> None:

@@ -74,17 +74,6 @@ def test_every_thread_is_walked_as_far_as_its_rows_go() -> None:
     assert stage.verdict() == {}, "nothing is said twice"
 
 
-def test_a_walk_goes_on_behind_an_opener() -> None:
-    stage = Stage("apar")
-    stage.enter(("a", -1, 0, "[Fork]"), ("[Fork]", 0, 0, "b"), ("b", 1, 0, "c"))
-    assert stage.verdict() == {0: "[Fork] b c"} and stage.rows == [0, 1, 2]
-    assert stage.verdict() == {}
-    stage.replay(stage.last)
-    assert stage.successors == [] and stage.verdict() == {}
-    stage.enter(("c", -1, 0, "d"), ("[Child]", -1, 1, "x"))
-    assert stage.verdict() == {0: "d", 1: "x"}
-
-
 def test_a_walk_goes_on_behind_an_opener_that_is_not_replayed_yet() -> None:
     stage = Stage("apar")
     stage.enter(("a", -1, 0, "[Fork]"))
@@ -150,50 +139,6 @@ def test_banned_tokens_are_never_chosen(sampling: SamplingParams) -> None:
     logits = torch.cat((wish("[Child]", "[Fork]"), wish("[Fork]", "d"), wish("[Fork]", "[Child]", "d")))
     assert chosen(stage, logits) == ["[Fork]", "[Fork]", "d"], "no opener stands right behind an opener"
     assert (logits > 0).sum() == 7, "the logits are the caller's"
-
-
-def test_bans_are_those_of_a_rows_own_thread() -> None:
-    stage = Stage("pasta")
-    stage.enter(("a", -1, 0, "<promise"), ("<promise", 0, 0, '"/>'))
-    assert stage.verdict() == {0: '<promise "/>'}
-    stage.replay(stage.last)
-    stage.enter(('"/>', -1, 0, "b"), ("<async>", -1, 1, "x"), ("x", 0, 1, "y"))
-    logits = wish("<promise", "b").expand(3, -1)
-    assert chosen(stage, logits) == ["<promise", "b", "b"], "children open none in this dialect"
-
-
-def test_each_thread_meets_its_own_noise() -> None:
-    stage = Stage("apar", SamplingParams(temperature=1.0, seed=11))
-    assert stage.forest.sequence.main.token_ids == ids("a")
-    stage.enter(("a", -1, 0, "[Fork]"))
-    stage.verdict()
-    stage.replay(stage.last)
-    stage.enter(("[Fork]", -1, 0, "b"), ("[Child]", -1, 1, "x"), ("b", 0, 0, "b"))
-    plain = [token for token in range(VOCAB) if token not in ids("[Child] [Fork]")]
-    logits = torch.full((3, VOCAB), -torch.inf)
-    logits[:, plain] = 0.0
-    threads = stage.forest.sequence.threads
-    assert threads[0].next_position == threads[1].positions[0] == 12
-    expected = []
-    for position, thread in ((12, 0), (13, 1), (13, 0)):
-        noise = gumbel(11, torch.tensor([position]), VOCAB, threads[thread].noise_stream)[0]
-        expected.append(TEXTS[plain[int(noise[plain].argmax())]])
-    assert chosen(stage, logits) == expected
-    assert len(set(expected)) == 3
-
-
-def test_penalties_count_what_a_thread_sees() -> None:
-    """A child has not said what its parent says behind the opener."""
-    sampling = SamplingParams(frequency_penalty=2.0)
-    stage = Stage("apar", sampling)
-    stage.chooser.add_prompt(torch.tensor(ids("q")))
-    stage.enter(("a", -1, 0, "[Fork]"))
-    stage.verdict()
-    stage.replay(stage.last)
-    stage.enter(("[Fork]", -1, 0, "b"), ("[Child]", -1, 1, "x"), ("b", 0, 0, "c"))
-    near = torch.zeros(3, VOCAB)
-    near[:, ids("a b c")] = torch.tensor([20.0, 19.0, 18.5])
-    assert chosen(stage, near) == ["b", "b", "c"], "all have seen a once, and one row b, too"
 
 
 def test_masks_of_each_thread_predict_with_its_noise() -> None:

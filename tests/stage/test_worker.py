@@ -69,13 +69,6 @@ def opening_of(sampling: SamplingParams = SamplingParams()) -> NewRequest:  # no
     return NewRequest(len(PROMPT), sampling, slots=((0, SLOTS),))
 
 
-def verdict_of(stage: DrivenStage) -> Verdict | None:
-    """Its only result."""
-    results = stage.results()
-    assert len(results) <= 1
-    return results[0].verdict if results else None
-
-
 def prompt_chunk(*token_ids: int) -> Step:
     return Step(torch.tensor(token_ids), torch.full((len(token_ids),), -1))
 
@@ -175,26 +168,6 @@ def check_step(target: Target, step: Step | None, paths: list[TokenPath], presen
     if step.hidden is not None:
         hidden = torch.stack([target.hidden(path, layer) for path in paths])
         assert torch.allclose(step.hidden, hidden, rtol=0, atol=1e-9)
-
-
-def test_the_last_stage_accepts_as_much_as_it_has_computed(target: Target) -> None:
-    answer, stage = target.answer(8), target.stage(range(4))
-    stage.open(1, opening_of(SamplingParams(max_tokens=8)))
-    stage.compute({1: prompt_chunk(*PROMPT[:3])})
-    assert verdict_of(stage) is None
-    stage.compute({1: prompt_chunk(*PROMPT[3:])})
-    verdict = verdict_of(stage)
-    assert verdict == Verdict.of(answer[0])
-    stage.sync(1, verdict)
-    wrong = 1 + max(answer)
-    chain = [(answer[0], -1), (wrong % 64, 0), (answer[1], 0), (answer[2], 2), (answer[3], 3)]
-    stage.compute({1: rows(*chain)})
-    verdict = verdict_of(stage)
-    assert verdict == Verdict.of(*answer[1:5])
-    stage.sync(1, verdict)
-    stage.compute({1: rows((answer[4], -1), (answer[5], 0), (answer[6], 1), (answer[7], 2))})
-    verdict = verdict_of(stage)
-    assert verdict == Verdict.of(*answer[5:8], finished="length")
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

@@ -26,11 +26,6 @@ class DrivenStage:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.worker, name)
 
-    @property
-    def has_output(self) -> bool:
-        """Whether anything waits to be sent."""
-        return bool(self._waiting.updates)
-
     def open(self, number: int, opening: NewRequest) -> None:
         self.worker.replay([RequestUpdate(number, opening)])
 
