@@ -14,26 +14,54 @@ from support.simulation import KNEE, METHODS, KnowingDrafter, Simulation, propos
 
 from pipedec import threads
 from pipedec.core import Request, UserError, Verdict
-from pipedec.decoding import Batch, Experience
+from pipedec.decoding import Batch, Experience, LaneSizes
 from pipedec.decoding.batch import DRAFT_KNEE
 from pipedec.decoding.budget import RESERVED
+from pipedec.kv import KVManager
+from pipedec.methods import BestFirstOptions
 
 
-@examples(40)
-@given(st.integers(0, 2**32))
-def test_all_requests_end_whatever_is_beside_them(seed: int) -> None:
-    """With its own tokens, in steps that a stage's tree takes; and nothing is left of those that are gone."""
-    simulation = Simulation(seed)
-    for number in range(40):
-        if number < 25 and len(simulation.running) < 12:
+@examples(240)
+@given(
+    seed=st.integers(0, 2**32),
+    capacity=st.sampled_from((None, 200, 300, 500, 2000)),
+    block=st.sampled_from((1, 4, 16, 64)),
+    shares=st.booleans(),
+    ahead=st.sampled_from((1, 5, 1024)),
+    growth=st.sampled_from((0, 8, 128)),
+    loses=st.booleans(),
+    late=st.integers(-40, 40),
+)
+def test_all_requests_end_whatever_is_beside_them(seed, capacity, block, shares, ahead, growth, loses, late) -> None:
+    """With its own tokens, in steps that a stage's tree takes, however little memory there is; and nothing is left of those that
+    are gone. The simulated stage checks that every lane has its own text in its slots, whatever is shared, paused and resumed.
+
+    Args:
+        loses: stages lose everything now and then.
+        late: when the draft model comes; if negative, it is there from the beginning.
+    """
+    kv = None if capacity is None else KVManager(capacity, block, shares)
+    simulation = Simulation(seed, kv, LaneSizes(ahead, growth))
+    if late >= 0:
+        simulation.draft_late()
+    for number in range(60):
+        if number < 40 and len(simulation.running) < 15:
             simulation.arrive(number)
+        if number == late:
+            simulation.adopts_drafter = True
+            simulation.batch.adopt(simulation.drafter)
+        if loses and simulation.chooser.random() < 0.1:
+            simulation.lose()
         simulation.timestep()
         if simulation.running and simulation.chooser.random() < 0.1:
             simulation.cancel()
     simulation.finish()
     assert simulation.drafter.open_requests == {}
-    assert simulation.batch.propose() == {}
+    assert simulation.batch.propose() == {} and simulation.batch.to_pause() == []
     simulation.batch.apply(7, Verdict.of(1))  # of a request that is gone: void
+    if kv is not None:
+        assert (kv.used_slots, kv.free_slots) == (0, kv.capacity)
+        assert shares or simulation.cached == 0
 
 
 @examples(20)
@@ -45,12 +73,29 @@ def test_no_answer_waits_longer_than_a_passage_while_every_root_finds_room(seed:
     arrived = 0
     while arrived < 30 or simulation.running:
         while arrived < 30 and len(simulation.running) < KNEE - KNEE // RESERVED:
-            simulation.arrive(arrived)
+            simulation.arrive(arrived, range(1, 13))
             arrived += 1
         simulation.timestep()
         for number in simulation.verdicts:
             assert simulation.timesteps - last.get(number, simulation.timesteps) <= simulation.groups
             last[number] = simulation.timesteps
+
+
+@pytest.mark.parametrize("groups", [1, 2, 5])
+@pytest.mark.parametrize("known", [0.0, 1.0])
+def test_speculation_costs_no_timestep_and_saves_some_if_it_is_right(groups: int, known: float) -> None:
+    options = BestFirstOptions(width=8, forwards=3, proposers=("draft",))
+    simulation = Simulation(1, methods={"pipedec-bestfirst": (options,)}, has_structures=False, known=known, groups=groups)
+    simulation.seconds_per_row = 0.0
+    simulation.arrive(0, (60,))
+    while not simulation.verdicts:
+        simulation.timestep()
+    request, before = simulation.batch.requests[0], simulation.timesteps
+    simulation.finish()
+    if known:
+        assert simulation.timesteps - before <= 60 / 2 + groups
+    else:
+        assert (simulation.timesteps - before, request.hits) == (59 * groups, 0)
 
 
 def test_a_draft_forward_serves_all_requests_and_is_bounded() -> None:

@@ -42,15 +42,6 @@ def test_straightforward_masks_stand_behind_the_root_alone() -> None:
     assert rows(method.propose()) == [(20, -1), (-1, 0), (-2, 1)]
 
 
-def test_the_last_verdict_proposes_and_counts_nothing_more() -> None:
-    method = bita()
-    method.apply(Verdict.of(10, forecast=FORECAST))
-    method.propose()
-    method.apply(Verdict.of(11, 13, finished="length"))
-    assert method.propose() is None
-    assert (method.hits, method.misses) == (1, 1)
-
-
 @pytest.mark.parametrize(
     ("limits", "masks", "num_rows"),
     [

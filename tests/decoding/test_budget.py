@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from pipedec.decoding.budget import RESERVED, Budget, Claim, Demand
+from pipedec.decoding.budget import Budget, Claim, Demand
 
 KNEE = 16
 
@@ -113,28 +113,10 @@ def test_prompts_are_served_by_priority_and_then_in_order_of_arrival() -> None:
     assert share(Claim(0, 5, prompt=10), Claim(1, 1, prompt=10), Claim(2, prompt=3)) == {2: 3, 1: 10, 0: 3}
 
 
-def test_prompts_go_on_however_many_certain_rows_there_are() -> None:
-    claims = [Claim(number, demand=Demand(1)) for number in range(50)]
-    assert share(*claims, Claim(50, prompt=100))[50] == KNEE // RESERVED
-
-
 def test_the_end_of_a_prompt_enters_together() -> None:
     """The masks behind a prompt enter with its last token."""
     assert share(Claim(0, prompt=KNEE + 2, tail=4)) == {0: KNEE - 2}
     assert share(Claim(0, prompt=KNEE, tail=4)) == {0: KNEE}
-
-
-def test_a_request_alone_may_set_more_rows_than_there_is_room_for() -> None:
-    wide = Demand(1, chances=[0.01] * 200, most=100)
-    assert share(Claim(0, demand=wide)) == {0: 100}
-    assert sum(share(Claim(0, demand=wide), Claim(1, demand=Demand(1))).values()) == KNEE
-
-
-def test_a_width_that_is_set_is_a_limit() -> None:
-    assert share(Claim(0, demand=Demand(1, chances=[0.9] * 50, most=3)), Claim(1, demand=Demand(1, chances=[0.1] * 3))) == {
-        0: 3,
-        1: 4,
-    }
 
 
 def test_a_width_that_certain_rows_exceed_leaves_no_candidates() -> None:
@@ -169,21 +151,6 @@ def test_nothing_but_certain_rows_enters_where_rows_cost_as_much_as_they_bring()
     budget = Budget(64)
     assert budget.share(claims, lambda rows, share: share >= 1 / 8) == {number: 1 for number in range(8)}
     assert budget.refused == 0.95
-
-
-def test_speculation_falls_steadily_as_requests_fill_the_timestep() -> None:
-    """Rows that are no certain ones, for ever more requests of which every third has a certain row."""
-    speculative = []
-    for requests in range(1, 200, 3):
-        claims = [
-            Claim(n, demand=Demand(int(n % 3 == 0), chances=[0.7**place for place in range(1, 64)])) for n in range(requests)
-        ]
-        certain = sum(claim.demand.certain for claim in claims)
-        granted = Budget(64).share(claims, always)
-        assert sum(granted.values()) == 64
-        speculative.append(64 - min(certain, 64))
-        assert sum(granted[n] for n in granted if n % 3) + sum(granted[n] - 1 for n in granted if n % 3 == 0) == speculative[-1]
-    assert speculative == sorted(speculative, reverse=True) and speculative[-1] == 0
 
 
 @pytest.mark.parametrize("requests", [1, 2, 8])

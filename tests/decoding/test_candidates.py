@@ -97,16 +97,6 @@ def test_a_short_forecast_comes_from_the_last_masks_of_a_group() -> None:
     assert third[0] > 0.8 > first[0] == second[0]
 
 
-def test_sure_masks_make_a_deep_tree_and_unsure_ones_a_wide_one() -> None:
-    masks = MaskParams(3, 6)
-    named = [[10 * mask + rank for rank in range(6)] for mask in range(3)]
-    sure = likeliest(MaskForecast(5, named), learned(masks, {mask: [0] for mask in range(3)}), 14, 3)
-    unsure = likeliest(MaskForecast(5, named), learned(masks, {mask: [0, 1, 2, 3, 4, 5, None] for mask in range(3)}), 14, 3)
-    assert (0, 10, 20) in paths(sure)
-    assert {(rank,) for rank in range(6)} <= set(paths(unsure))
-    assert max(map(len, paths(unsure))) < 3
-
-
 def test_masks_follow_rows_at_which_paths_end() -> None:
     """Where the second mask is never right, a path ends at the first candidate: fresh masks are needed there."""
     chances = learned(MaskParams(2, 2), {0: [0], 1: [None]})

@@ -86,12 +86,6 @@ def features_of(line: Line) -> dict[int, list[float]]:
     return used | {NO_TOKEN: features[-1]}
 
 
-def test_choices_are_the_union_without_repeats() -> None:
-    lines = scored(candidates({7: 0.5, 3: 0.2}, {4: 0.6, 8: 0.3}), [matches({3: 4, 9: 2}), matches({4: 5, 5: 3, 6: 2, 2: 1})])
-    assert [set(line.token_ids) for line in lines] == [{7, 3, 9}, {4, 8, 5, 6, 2}]
-    assert all(len(line.token_ids) == len(set(line.token_ids)) for line in lines)
-
-
 def test_features_of_all_sources_stand_beside_their_tokens() -> None:
     """Also for a token that another source proposes. One that the draft does not propose counts as likely as its last one, and is
     marked; all that is left has the rest.
@@ -211,30 +205,6 @@ def test_ngrams_equal_a_naive_search(seed: int, length: int, below: int) -> None
     for drafted in (None, candidates(*({token: 0.3 for token in children} for _ in paths))):
         for line, path in zip(scored(drafted, found), paths, strict=True):
             check_row(line, [] if drafted is None else children, NaiveSearch(text, path))
-
-
-def named(proposer: NgramProposer, path: list[int]) -> list[int]:
-    """The tokens that n-grams propose, best first."""
-    (line,) = scored(None, [proposer.find(path)])
-    return line.token_ids
-
-
-def test_a_path_inside_the_tree_continues_the_text() -> None:
-    proposer = NgramProposer((5, 6, 7, 8, 9, 5))
-    assert [named(proposer, path) for path in ([], [6], [6, 7], [6, 7, 8])] == [[6], [7], [8], [9]]
-
-
-def test_the_latest_of_equally_long_matches_is_first() -> None:
-    assert list(NgramProposer((5, 6, 1, 5, 6, 2, 5, 6)).find([]).items()) == [(2, (2, 1)), (1, (2, 1))]
-
-
-@pytest.mark.parametrize("text", [(), (5,), (5, 6)])
-def test_a_short_text_names_nothing(text: tuple[int, ...]) -> None:
-    assert named(NgramProposer(text), []) == []
-
-
-def test_a_copy_counts_the_occurrences_that_it_follows() -> None:
-    assert NgramProposer((1, 2, 9, 1, 2, 9, 1, 2, 8, 1, 2)).find([]) == {8: (2, 1), 9: (2, 2)}
 
 
 def test_tokens_seen_anywhere_have_features_and_may_be_proposed() -> None:

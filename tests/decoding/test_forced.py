@@ -5,12 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.drafters import PROMPT, Alone, ScriptedDrafter, rows
-from support.examples import examples
 from support.simulation import KnowingDrafter
-from support.toy_structures import ToyStructure, rule_of
+from support.toy_structures import ToyStructure
 
 from pipedec.core import MethodOptions, Request, SamplingParams, Step, Verdict
 from pipedec.decoding import Batch
@@ -86,64 +83,3 @@ def test_a_chain_has_an_end() -> None:
     assert len(rows(alone.propose())) == 1 + MAX_FORCED
     alone.apply(Verdict.of(*((index + 1) % 7 for index in range(1 + MAX_FORCED))))
     assert rows(alone.propose())[0] == ((1 + MAX_FORCED) % 7, -1)
-
-
-class Behind:
-    """An answer that follows a random structure, and a tree as a stage has it."""
-
-    def __init__(self, seed: int, method: str, options: MethodOptions | None) -> None:
-        self.random = random.Random(seed)
-        self.answer = [self.random.choice(VOCABULARY) for _ in range(60)]
-        self.grammar = ToyStructure(rule_of(self.answer, VOCABULARY, seed))
-        drafter = KnowingDrafter(self.random)
-        drafter.answers[0] = self.answer
-        self.tree = PredictionTree(block=16)
-        self.tree.reset(len(PROMPT))
-        self.alone = asked(method, options, self.grammar, drafter)
-        self.accept(1)
-
-    def enter(self) -> None:
-        step = stepped(self.alone)
-        if step is None:
-            return
-        self.tree.append(step.token_ids, step.parents)
-        for row in range(self.tree.num_rows):
-            path = self.tree.path(row)
-            if not any(token < 0 for token in path):
-                assert all(token in self.grammar.allowed(path[:index]) for index, token in enumerate(path))
-
-    def judge(self) -> None:
-        """Accept as deep as there are rows."""
-        said, row, count = len(self.grammar.said), 0 if self.tree.num_rows else None, 0
-        while row is not None and said + count < len(self.answer):
-            row, count = self.tree.child(row, self.answer[said + count]), count + 1
-        if count:
-            self.accept(count)
-
-    def accept(self, count: int) -> None:
-        tokens = self.answer[len(self.grammar.said) :][:count]
-        named = self.answer[len(self.grammar.said) + count :][:2]
-        forecast = tuple((token, 3) for token in named) if self.alone.masks.count else ()
-        self.tree.advance(tokens)
-        if self.alone.masks.count:  # no row but the accepted ones outlives a verdict
-            self.tree.clear()
-        self.alone.apply(Verdict.of(*tokens, forecast=forecast))
-
-
-@pytest.mark.parametrize(("method", "options"), EVERY_METHOD)
-@examples(15)
-@given(st.integers(0, 2**32))
-def test_only_allowed_tokens_enter(method: str, options: MethodOptions | None, seed: int) -> None:
-    behind = Behind(seed, method, options)
-    for _ in range(400):
-        if behind.grammar.said == tuple(behind.answer):
-            return
-        behind.enter()
-        if behind.tree.num_rows:
-            root, *chain = [0, *behind.grammar.forced()]
-            for token in chain:
-                child = behind.tree.child(root, token)
-                assert child is not None
-                root = child
-        behind.judge()
-    raise AssertionError("the answer does not go on")

@@ -185,11 +185,6 @@ def draft(injection: InjectionTree, count: int, table: dict[int, list[tuple[int,
     return tokens
 
 
-def entered(injection: InjectionTree, count: int) -> list[tuple[int, int]]:
-    """(token, parent) of the rows that enter."""
-    return list(zip(*injection.enter(count), strict=True))
-
-
 TABLE = {
     1: [(2, 0.6), (3, 0.3)],
     2: [(4, 0.9), (5, 0.05)],
@@ -198,58 +193,6 @@ TABLE = {
     6: [(10, 0.9), (11, 0.05)],
     8: [(12, 0.9), (13, 0.05)],
 }
-
-
-def test_rows_of_mixed_depth_enter_in_one_step() -> None:
-    injection = planted()
-    assert [draft(injection, 1, TABLE) for _ in range(3)] == [[1], [2], [4]]
-    chances = [math.exp(chance) for chance in islice(injection.entering_chances(), 5)]
-    assert chances == pytest.approx([1.0, 0.6, 0.54, 0.486, 0.3])
-    assert entered(injection, 5) == [(1, -1), (2, 0), (4, 1), (8, 2), (3, 0)]
-
-
-def test_late_siblings_enter_after_their_elder_ones() -> None:
-    """A row entered steps ago gets another child when nothing likelier is left; its number is that of its entry."""
-    injection = planted()
-    for _ in range(3):
-        draft(injection, 1, TABLE)
-    # 1, 2 · 4 (0.54), 8 (0.486) · 3 (0.3), 5 (0.03) · 9 (0.027)
-    assert [entered(injection, 2) for _ in range(4)] == [[(1, -1), (2, 0)], [(4, 1), (8, 2)], [(3, 0), (5, 1)], [(9, 2)]]
-    assert entered(injection, 2) == [] and not list(injection.entering_chances())
-
-
-def test_a_subtree_that_was_drafted_but_not_entered_enters_whole_after_its_root_is_accepted() -> None:
-    injection = planted()
-    assert entered(injection, 1) == [(1, -1)]
-    assert [draft(injection, count, TABLE) for count in (1, 2, 2)] == [[1], [2, 3], [4, 6]]
-    changes, hit, _ = injection.advance([3])
-    assert hit and not injection.num_entered
-    assert (changes.committed, changes.committed_ids, changes.num_rows) == ([0], [1], 5)
-    chances = [math.exp(chance) for chance in islice(injection.entering_chances(), 4)]
-    assert chances == pytest.approx([1.0, 0.5, 0.45, 0.4], abs=1e-4)
-    assert entered(injection, 4) == [(3, -1), (6, 0), (10, 1), (7, 0)]
-
-
-def test_an_accepted_row_in_the_pipeline_keeps_the_numbers_below_it() -> None:
-    injection = planted()
-    for _ in range(3):
-        draft(injection, 1, TABLE)
-    injection.enter(5)  # 1, 2, 4, 8, 3
-    assert injection.advance([2])[1] and injection.num_entered
-    assert entered(injection, 2) == [(5, 0), (9, 1)]
-    assert injection.advance([4, 9])[1] and injection.num_entered
-    assert entered(injection, 2) == []
-
-
-def test_a_certain_choice_is_not_taken_before_its_row() -> None:
-    injection = planted()
-    certain: dict[int, list[tuple[int, float]]] = {token: [(token + 1, 1.0)] for token in range(1, 30)}
-    for _ in range(20):
-        draft(injection, 1, certain)
-    parents: list[int] = []
-    while rows := entered(injection, 3):
-        parents += [parent for _, parent in rows]
-    assert parents == list(range(-1, 20))
 
 
 def test_only_rows_that_are_probable_enough_are_drafted() -> None:
@@ -267,19 +210,6 @@ def test_what_was_chosen_is_learned() -> None:
     injection.enter(3)
     _, hit, lessons = injection.advance([2, 5])
     assert hit is False and [lesson.token for lesson in lessons] == [2, 5]
-
-
-def test_choices_of_a_row_come_before_less_probable_ones_that_were_looked_at() -> None:
-    """All choices below a new row are, not only its first one."""
-    injection = planted()
-    draft(injection, 1, TABLE)
-    injection.enter(1)
-    draft(injection, 1, TABLE)
-    assert [math.exp(chance) for chance in injection.entering_chances()] == pytest.approx([0.6, 0.54, 0.3, 0.03])
-    draft(injection, 1, {4: [(8, 0.9), (9, 0.6)]})
-    chances = [math.exp(chance) for chance in injection.entering_chances()]
-    assert chances == pytest.approx([0.6, 0.54, 0.486, 0.324, 0.3, 0.03])
-    assert entered(injection, 5) == [(2, 0), (4, 1), (8, 2), (9, 2), (3, 0)]
 
 
 def test_a_verdict_on_another_tree_is_refused() -> None:

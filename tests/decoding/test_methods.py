@@ -68,15 +68,6 @@ def test_a_hit_prunes_the_candidates_before_the_next_layer_is_chosen(drafter: Sc
     assert drafter.skipped == 0
 
 
-def test_a_hit_on_the_other_branch(drafter: ScriptedDrafter) -> None:
-    method = pipedec(drafter)
-    for _ in range(2):
-        method.propose()
-        method.draft()
-    method.apply(Verdict.of(12))
-    assert rows(method.propose()) == [(15, 0), (16, 0)]
-
-
 def test_a_miss_starts_a_new_tree(drafter: ScriptedDrafter) -> None:
     method = pipedec(drafter)
     for _ in range(3):
@@ -134,19 +125,6 @@ def test_a_static_tree_enters_whole_and_waits_for_its_verdict(drafter: ScriptedD
     assert method.propose() is None
     method.draft()
     assert rows(method.propose()) == [(40, -1), (41, 0), (42, 0), (43, 1), (44, 1), (60, 2)]
-
-
-def test_a_static_tree_keeps_its_likeliest_rows_of_any_depth(drafter: ScriptedDrafter) -> None:
-    """11: 0.6, 12: 0.3, 11-13: 0.30, 12-15: 0.27, 11-14: 0.24, then 12-15-17: 0.189 before all other leaves."""
-    method = static_tree(drafter, width=1, children=2, depth=3, rows=6)
-    method.draft()
-    assert drafter.expanded == [[10], [11, 12], [13, 14, 15, 16]]
-    assert rows(method.propose()) == [(10, -1), (11, 0), (12, 0), (13, 1), (14, 1), (15, 2), (17, 5)]
-    method.apply(Verdict.of(12, 15, 17, 13))
-    assert drafter.drafted == set(), "no row outlives the verdict"
-    assert (method.hits, method.misses) == (3, 2)
-    method.draft()
-    assert drafter.expanded[3:] == [[13], [17, 18], [60, 61, 60, 61]]
 
 
 def test_a_static_tree_that_ends_counts_its_accepted_rows(drafter: ScriptedDrafter) -> None:

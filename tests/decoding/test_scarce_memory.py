@@ -1,49 +1,19 @@
-"""A batch with little KV memory: whatever is shared, paused and resumed, every lane has its own text in its slots."""
+"""A batch with little KV memory, or whose draft model comes late: who waits, who is paused, and where it goes on."""
 
 from __future__ import annotations
 
+import random
 from functools import partial
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from support.examples import examples
-from support.simulation import Simulation
+from support.simulation import KnowingDrafter
 from support.toy_structures import ToyStructure, rule_of
 
 from pipedec.core import Request, SamplingParams, UserError, Verdict
-from pipedec.decoding import Batch, LaneSizes
+from pipedec.decoding import Batch, RequestState
 from pipedec.kv import KVManager
 from pipedec.methods import StaticTreeOptions
 from pipedec.threads import Sequence
-
-
-@examples(100)
-@given(
-    seed=st.integers(0, 2**32),
-    capacity=st.sampled_from((200, 300, 500, 2000)),
-    block=st.sampled_from((1, 4, 16, 64)),
-    shares=st.booleans(),
-    ahead=st.sampled_from((1, 5, 1024)),
-    growth=st.sampled_from((0, 8, 128)),
-)
-def test_all_requests_end_however_little_memory_there_is(
-    seed: int, capacity: int, block: int, shares: bool, ahead: int, growth: int
-) -> None:
-    kv = KVManager(capacity, block, shares)
-    simulation = Simulation(seed, kv, LaneSizes(ahead, growth))
-    for number in range(60):
-        if number < 40 and len(simulation.running) < 15:
-            simulation.arrive(number, longest=simulation.chooser.choice((3, 12, 60)))
-        simulation.timestep()
-        if simulation.running and simulation.chooser.random() < 0.1:
-            simulation.cancel()
-    simulation.finish()
-    assert simulation.drafter.open_requests == {}
-    assert simulation.batch.propose() == {} and simulation.batch.to_pause() == []
-    assert (kv.used_slots, kv.free_slots) == (0, kv.capacity)
-    assert shares or simulation.cached == 0
-
 
 PROMPT = tuple(range(100))
 
@@ -144,3 +114,31 @@ def test_what_a_structure_forces_needs_memory_too() -> None:
     one.check(does_not, Sequence(100, (), 188))
     with pytest.raises(UserError, match=r"^the request needs 321 slots .* 33 for rows that enter together\), but there are 320"):
         one.check(does_not, Sequence(100, (), 188, structure))
+
+
+def opened(batch: Batch, method: str) -> RequestState:
+    request = Request(0, (1, 2, 3), SamplingParams(max_tokens=9), method, StaticTreeOptions() if method == "stpp" else None)
+    batch.open(request, partial(Sequence, 3, (), 9))
+    return batch.requests[0]
+
+
+def test_methods_do_without_a_draft_model_until_it_comes() -> None:
+    batch = Batch(2)
+    with pytest.raises(UserError, match="needs a draft model"):
+        opened(batch, "stpp")
+    batch.awaits_drafter = True
+    state = opened(batch, "stpp")
+    assert state.drafter is None
+    batch.adopt(KnowingDrafter(random.Random(0)))
+    assert state.drafter is not None, "it has no lane yet, so nothing is paused"
+    assert batch.to_pause() == []
+
+
+def test_a_running_request_is_paused_to_go_on_with_its_draft_model() -> None:
+    batch = Batch(2)
+    batch.awaits_drafter = True
+    opened(batch, "pipedec-bestfirst")
+    assert batch.propose()[0].opening is not None
+    assert batch.to_pause() == []
+    batch.adopt(KnowingDrafter(random.Random(0)))
+    assert batch.to_pause() == [0] and batch.to_pause() == []

@@ -63,19 +63,6 @@ def test_no_tenant_finds_texts_of_another() -> None:
     assert found(texts, [11, 12, 13], "b") == {}
 
 
-def test_no_ngram_reaches_into_the_next_text() -> None:
-    texts = SharedTexts()
-    texts.add("a", (), (1, 2, 3))
-    texts.add("a", (), (4, 5, 6))
-    assert found(texts, [1, 2, 3]) == found(texts, [2, 3, 4]) == {}
-
-
-def test_two_tokens_are_not_enough() -> None:
-    texts = SharedTexts()
-    texts.add("a", (), (1, 2, 3, 4))
-    assert found(texts, [2, 3]) == {} and list(found(texts, [1, 2, 3])) == [4]
-
-
 def test_the_end_of_the_prompt_leads_to_the_first_tokens() -> None:
     texts = SharedTexts()
     texts.add("a", (*range(100, 200), *PROMPT), ANSWER)
@@ -92,15 +79,6 @@ def test_memory_is_bounded_for_all_tenants_together(lengths: list[int]) -> None:
         assert texts.num_tokens <= 200
         if length > SHORTEST:
             assert list(found(texts, text[-4:-1], f"tenant {number % 3}")) == [text[-1]], "the latest is always there"
-
-
-def test_the_oldest_are_forgotten() -> None:
-    texts = SharedTexts(50)
-    texts.add("a", (), ANSWER)
-    for number in range(3):
-        texts.add("b", (), range(1000 * number, 1000 * number + 40))
-    assert found(texts, list(ANSWER[:5])) == {}
-    assert list(found(texts, [2000, 2001, 2002], "b")) == [2003]
 
 
 def answering(experience: Experience, tenant: str | None, method: str = "pipedec-bestfirst") -> Alone:

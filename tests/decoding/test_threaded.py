@@ -138,18 +138,6 @@ def test_many_threads_share_the_rows_of_timesteps(method: str) -> None:
         assert [answer.entered.count((number, IDS[text])) for number in range(41)] == [1] * 41
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["pipedec-bestfirst", "pipedec"])
-def test_a_step_may_have_200_rows_of_40_threads(method: str) -> None:
-    """As many as the options allow one thread; no verdict or message limits them."""
-    answer = wide(method, 39, {"width": 200, "children": 4, "forwards": 8})
-    answer.accept(**{f"t{number}": "q" for number in range(40)})
-    steps = [answer.step() for _ in range(4)]
-    largest = max((step for step in steps if step is not None), key=lambda step: step.num_rows)
-    assert largest.num_rows == 200
-    assert largest.threads is not None and len(largest.threads.unique()) == 40
-
-
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("width", [1, 8])

@@ -5,8 +5,9 @@ says what the answers say. Requests come, are cancelled, are paused and end at a
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 
@@ -19,7 +20,7 @@ from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, PredictionTree, RowChanges
 from support.drafters import RARE, ScriptedDrafter
 from support.toy_dialects import behind
-from support.toy_structures import ToyStructure, rule_of
+from support.toy_structures import Rule, ToyStructure, rule_of
 
 KNEE = 16
 METHODS: dict[str, tuple[MethodOptions | None, ...]] = {
@@ -38,9 +39,10 @@ MASKS = 2
 
 
 class KnowingDrafter:
-    """Knows some of what every request's answer says next. Counts rows as a draft model with a cache does."""
+    """Knows ``share`` of what every request's answer says next. Counts rows as a draft model with a cache does."""
 
-    def __init__(self, chooser: random.Random) -> None:
+    def __init__(self, chooser: random.Random, share: float = 0.6) -> None:
+        self._share = share
         self.answers: dict[int, list[int]] = {}
         self.open_requests: dict[int, ScriptedDrafter] = {}
         self.prompts: dict[int, list[int]] = {}
@@ -102,7 +104,7 @@ class KnowingDrafter:
 
     def _line(self, entry: DraftRows, row: int) -> list[tuple[int, float]]:
         answer, place = self.answers[entry.number], entry.tree.positions_of([row])[0] - self._prompt_lengths[entry.number] + 1
-        if self._chooser.random() < 0.6 and 0 <= place < len(answer):
+        if self._chooser.random() < self._share and 0 <= place < len(answer):
             return [(answer[place], 0.8), *((token, 0.02) for token in range(100, 103))]
         return [(62, 0.3), *RARE, (63, 0.005)]
 
@@ -131,13 +133,14 @@ class Lane:
         said: by the verdicts of the last stage.
     """
 
-    def __init__(self, stage: Stage, request: Request, answer: list[int], opening: NewRequest) -> None:
+    def __init__(self, stage: Stage, request: Request, answer: list[int], rule: Rule | None, opening: NewRequest) -> None:
         self.slots: list[int] = []
         self.tree = PredictionTree()
         self.arrivals: list[torch.Tensor | bool] = []
         self.computed: set[int] = set()
         self.said = list(opening.output_token_ids)
         self.answer = answer
+        self._rule = rule
         self._stage = stage
         self._text = [*request.prompt_token_ids, *opening.output_token_ids]
         self._masks = MASKS if opening.tokens_per_mask else 0
@@ -162,6 +165,14 @@ class Lane:
             where = self.tree.append(step.token_ids, step.parents)
             self.arrivals.insert(0, torch.arange(where.start, where.stop))
             self._write_rows(self.tree.num_rows)
+            self._check_structure(where)
+
+    def _check_structure(self, where: slice) -> None:
+        """Nothing enters that is not allowed."""
+        if self._rule is None:
+            return
+        for path in map(self.tree.path, range(where.start, where.stop)):
+            assert all(token < 0 or token in self._rule((*self.said, *path[:index])) for index, token in enumerate(path))
 
     def _prefill(self, chunk: list[int], rows: int) -> None:
         first = len(self.past)
@@ -227,8 +238,8 @@ class Running:
 
     request: Request
     answer: list[int]
+    rule: Rule | None = None
     closing: int | None = None
-    pauses: int = 0
 
 
 @dataclass
@@ -237,11 +248,11 @@ class Simulation:
 
     Attributes:
         kv: None for as much memory as anybody wants.
-        lane_sizes: of the batch.
         timesteps: so far.
         texts: what conversations were about: prompts begin with the beginning of one.
         methods: of the requests.
         has_structures: some answers have one.
+        known: share of the answers that the draft model knows.
     """
 
     seed: int
@@ -253,12 +264,14 @@ class Simulation:
     cached: int = 0
     methods: Mapping[str, tuple[MethodOptions | None, ...]] = field(default_factory=METHODS.copy)
     has_structures: bool = True
+    known: float = 0.6
+    groups: int = 0  # drawn unless it is given
     adopts_drafter: bool = False  # a draft model that came late: requests of any age are paused for it
 
     def __post_init__(self) -> None:
         self.chooser = chooser = random.Random(self.seed)
-        self.groups = chooser.choice((1, 2, 5))
-        self.drafter = KnowingDrafter(chooser)
+        self.groups = self.groups or chooser.choice((1, 2, 5))
+        self.drafter = KnowingDrafter(chooser, self.known)
         self.drafter.adopts = self.kv is not None
         experience = Experience(self.groups)
         self.batch = Batch(self.groups, self.drafter, "cpu", MASKS, KNEE, experience, self.kv, self.lane_sizes)
@@ -266,30 +279,25 @@ class Simulation:
         self.verdicts: dict[int, Verdict] = {}  # of which the stages have yet to be told
         self.seconds_per_row = chooser.choice((0.0, 0.01, 1.0))
 
-    def arrive(self, number: int, longest: int = 12) -> None:
+    def arrive(self, number: int, lengths: Sequence[int] = (1, 2, 3, 5, 8, 12, 30, 60)) -> None:
         chooser, name = self.chooser, self.chooser.choice(list(self.methods))
         before = chooser.choice(self.texts)
         new = (chooser.randrange(50) for _ in range(chooser.choice((1, 3, KNEE, 3 * KNEE + 1))))
         prompt = (*before[: chooser.randint(0, len(before))], *new)
-        answer = [chooser.randrange(50) for _ in range(chooser.randint(1, longest))]
+        answer = [chooser.randrange(50) for _ in range(chooser.choice(lengths))]
         said = tuple(answer[: chooser.randrange(len(answer))] if self.kv is not None and chooser.random() < 0.2 else ())
-        structure = self._structure(answer)
+        is_structured = self.has_structures and chooser.random() < 0.5
+        rule = cache(rule_of(answer, (*range(50), *range(60, 64), *range(100, 103)), self.seed)) if is_structured else None
         sampling, options = SamplingParams(max_tokens=len(answer)), chooser.choice(self.methods[name])
         request = Request(number, prompt, sampling, name, options, priority=chooser.choice((0, 0, 1)), output_token_ids=said)
         self.drafter.answers[number] = answer
         try:
+            structure = (lambda: None) if rule is None else partial(ToyStructure, rule)
             self.batch.open(request, lambda: behind(said, ThreadSequence(len(prompt), (), len(answer), structure())))
         except UserError:
             assert self.kv is not None and len(prompt) + len(answer) + 150 > self.kv.capacity
         else:
-            self.running[number] = Running(request, answer)
-
-    def _structure(self, answer: list[int]) -> Callable[[], ToyStructure | None]:
-        """Makes what the answer must look like: some have no structure."""
-        if self.chooser.random() < 0.5 or not self.has_structures:
-            return lambda: None
-        rule = rule_of(answer, (*range(50), *range(60, 64), *range(100, 103)), self.seed)
-        return lambda: ToyStructure(rule)
+            self.running[number] = Running(request, answer, rule)
 
     def timestep(self) -> dict[int, RequestUpdate]:
         self.timesteps += 1
@@ -320,7 +328,6 @@ class Simulation:
             self.verdicts[number] = Verdict(accepted, "paused")
             self.batch.pause(number)
             self.running[number].closing = self.groups + 1
-            self.running[number].pauses += 1
 
     def _advance(self, updates: dict[int, RequestUpdate]) -> None:
         """The stage replays verdicts, opens lanes, and computes rows."""
@@ -335,7 +342,7 @@ class Simulation:
             if update.opening is not None:
                 one = self.running[number]
                 assert one.closing is None and number not in self.stage.lanes
-                self.stage.lanes[number] = Lane(self.stage, one.request, one.answer, update.opening)
+                self.stage.lanes[number] = Lane(self.stage, one.request, one.answer, one.rule, update.opening)
                 self.cached += update.opening.cached
             self.stage.lanes[number].extend(update.slots)
         for number, lane in self.stage.lanes.items():
