@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from functools import cache
 from math import log
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from support.examples import examples
 
 from pipedec.core import Request, Verdict
 from pipedec.decoding.shapes import BestNodes, Node, PositionalAcceptance, PositionalTree, TreeShape, WidestLayers, best_tree
-from pipedec.methods import StaticTreeOptions
+from pipedec.methods import TREE_SHAPES, StaticTreeOptions
 from pipedec.tree import Candidates, DraftTree
 
 TokenPath = tuple[int, ...]  # the ranks of a node and its ancestors below the root
@@ -214,13 +215,18 @@ def eagle2(drafter: RandomDrafter, root: int, top_k: int, depth: int, total: int
     return dict(sorted(drafted.items(), key=lambda item: (-item[1], len(item[0])))[:total])
 
 
+def begun_with(drafter: ScriptedDrafter, text: tuple[int, ...] = PROMPT, token: int = 10, **options: Any) -> Alone:
+    """A static tree whose target has said ``token``."""
+    method = begun(Request(0, text, method="stpp", options=StaticTreeOptions(**options)), drafter)
+    method.apply(Verdict.of(token))
+    return method
+
+
 @examples(25)
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 4), st.integers(1, 40))
 def test_eagle2_is_what_its_paper_defines(seed: int, top_k: int, depth: int, total: int) -> None:
     drafter = RandomDrafter(seed)
-    options = StaticTreeOptions(children=top_k, depth=depth, rows=total, shape="eagle2")
-    method = begun(Request(0, PROMPT, method="stpp", options=options), drafter)
-    method.apply(Verdict.of(10))
+    method = begun_with(drafter, children=top_k, depth=depth, rows=total, shape="eagle2")
     assert set(entered(method)) == {(10,), *eagle2(drafter, 10, top_k, depth, total)}
     assert len(drafter.expanded) == depth and all(len(layer) <= top_k for layer in drafter.expanded)
 
@@ -234,31 +240,51 @@ def entered(method: Alone) -> list[TokenPath]:
     return paths
 
 
-@pytest.mark.parametrize("shape", ["eagle2", "opt-tree", "sequoia"])
-def test_rounds_follow_each_other(shape: str) -> None:
-    """The next tree begins below the token that was accepted last, also if its row was drafted but has not entered."""
-    drafter = RandomDrafter(5)
-    options = StaticTreeOptions(children=4, depth=3, rows=6, shape=shape)
-    method = begun(Request(0, PROMPT, method="stpp", options=options), drafter)
-    token, accepted = 10, ()
-    for _ in range(6):
-        method.apply(Verdict.of(*accepted, token))
+def likeliest(layer: dict[TokenPath, float], count: int | None) -> dict[TokenPath, float]:
+    return dict(sorted(layer.items(), key=lambda item: -item[1])[:count])
+
+
+def layers_below(drafter: RandomDrafter, root: int, width: int | None = None) -> dict[TokenPath, float]:
+    """Three layers of four children a row, of which the likeliest ``width`` are kept."""
+    found, layer = dict[TokenPath, float](), {(root,): 1.0}
+    for _ in range(3):
+        below = {(*path, token): value * chance for path, value in layer.items() for token, chance in drafter.after(path)[:4]}
+        layer = likeliest(below, width)
+        found |= layer
+    return found
+
+
+@pytest.mark.parametrize("width", [1, 3, 64])
+def test_without_a_limit_every_layer_is_as_wide_as_allowed(width: int) -> None:
+    drafter = RandomDrafter(width)
+    method = begun_with(drafter, width=width, children=4, depth=3)
+    assert sorted(entered(method)) == sorted([(10,), *layers_below(drafter, 10, width)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "limit"), [*(("layers", rows) for rows in (1, 3, 13, 84, 100)), *((name, 6) for name in TREE_SHAPES[1:])]
+)
+def test_rounds_follow_each_other(shape: str, limit: int) -> None:
+    """The next tree begins below the token that was accepted last, also if its row was drafted but has not entered. Without
+    another shape the likeliest rows of all are kept.
+    """
+    drafter, token = RandomDrafter(5), 10
+    method = begun_with(drafter, children=4, depth=3, rows=limit, shape=shape, **({"width": 1} if shape == "layers" else {}))
+    for depth in (3, 1, 3, 0, 3):
         paths = entered(method)
-        assert paths[0] == (token,) and 1 < len(paths) <= 7
-        deepest = max(paths, key=len)
-        left_out = [candidate for candidate, _ in drafter.after(deepest) if (*deepest, candidate) not in paths]
-        accepted, token = deepest[1:], left_out[0]
+        assert paths[0] == (token,) and 1 < len(paths) <= limit + 1
+        assert shape != "layers" or set(paths[1:]) == set(likeliest(layers_below(drafter, token), limit))
+        deepest = max((path for path in paths if len(path) <= depth + 1), key=len)
+        token = next(each for each, _ in [*drafter.after(deepest), (99, 0.0)] if (*deepest, each) not in paths)
+        method.apply(Verdict.of(*deepest[1:], token))
 
 
 def test_ngrams_add_what_the_draft_does_not_say() -> None:
     text = (7, 31, 32, 33, 34) * 3 + (7,)
-    drafter = ScriptedDrafter({})
-    options = StaticTreeOptions(None, 2, 4, rows=12, shape="opt-tree", min_gain=1, proposers=("draft", "ngrams"))
-    method = begun(Request(0, text, method="stpp", options=options), drafter)
-    method.apply(Verdict.of(31))
+    both: dict[str, Any] = {"width": None, "children": 2, "depth": 4, "min_gain": 1, "proposers": ("draft", "ngrams")}
+    method = begun_with(ScriptedDrafter({}), text, 31, rows=12, shape="opt-tree", **both)
     assert (31, 32, 33, 34) in entered(method)
-    alone = begun(Request(0, text, method="stpp", options=StaticTreeOptions(rows=12, shape="opt-tree")), ScriptedDrafter({}))
-    alone.apply(Verdict.of(31))
+    alone = begun_with(ScriptedDrafter({}), text, 31, rows=12, shape="opt-tree")
     assert all(token in (31, 60, 61) for path in entered(alone) for token in path)
 
 
@@ -275,7 +301,5 @@ def test_candidates_need_not_be_sorted() -> None:
             found = super()._expand(tree, rows, children)
             return Candidates(found.rows, found.token_ids.flip(1), found.log_probs.flip(1))
 
-    options = StaticTreeOptions(children=2, depth=1, rows=1, shape="opt-tree")
-    method = begun(Request(0, PROMPT, method="stpp", options=options), Unsorted({10: ((11, 0.7), (12, 0.2))}))
-    method.apply(Verdict.of(10))
+    method = begun_with(Unsorted({10: ((11, 0.7), (12, 0.2))}), children=2, depth=1, rows=1, shape="opt-tree")
     assert entered(method) == [(10,), (10, 11)]
