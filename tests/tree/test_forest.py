@@ -8,7 +8,6 @@ from support.toy_dialects import IDS, ids, sequence_of, toy
 
 from pipedec.core import Accepted, Verdict
 from pipedec.tree import Forest, ThreadedForest
-from pipedec.tree.forest import Slots
 
 PROMPT = 3
 CHILD = IDS["[Child]"]
@@ -70,59 +69,3 @@ def test_rows_that_cannot_be_are_refused() -> None:
     accept(forest, t0="a")
     with pytest.raises(ValueError, match="after its parent"):
         enter(forest, ("a", 0, 0))
-
-
-def test_rows_may_come_before_those_of_other_threads_that_they_see() -> None:
-    """A join token and the last token of what it joins enter in one step, in any order."""
-    forest = forest_of("parallel")
-    accept(forest, t0="a")
-    enter(forest, ("a", -1, 0))
-    accept(forest, t0="<Parallel>")
-    enter(forest, ("<Parallel>", -1, 0), ("<Path>", -1, 1))
-    accept(forest, t0="<Conclusion>", t1="</Path>")
-    rows = enter(forest, ("<Conclusion>", -1, 0), ("</Path>", -1, 1))
-    assert seen(forest, rows) == ["111" + "11", "111" + "01"]
-
-
-def test_a_childs_slots_are_free_once_nobody_sees_them() -> None:
-    forest = forest_of()
-    accept(forest, t0="a")
-    enter(forest, ("a", -1, 0))
-    accept(forest, t0="[Fork]")
-    enter(forest, ("[Fork]", -1, 0), ("[Child]", -1, 1), ("x", 0, 1))
-    assert accept(forest, t0="b", t1="x") is None
-    kept = accept(forest, t1="<|end|>")
-    # the prompt, a, then [Fork] and [Child] in the order in which they left their trees, x
-    assert kept == [0, 1, 2, 3, 4] and forest.num_rows == 0
-
-
-def test_tokens_behind_the_last_opener_are_free_when_the_parent_has_ended() -> None:
-    sequence = sequence_of(toy("apar"), PROMPT)
-    for token in ids("a [Fork] b c"):
-        sequence.accept(0, token)
-    slots = Slots(sequence)
-    numbers, indices = torch.tensor([0, 0, 1, 0, 0]), torch.tensor([0, 1, 0, 2, 3])
-    slots.commit(numbers, indices, torch.arange(5) + PROMPT)
-    assert slots.seen(torch.tensor([0, 1]), torch.zeros(0).long(), torch.zeros(0).long()).int().tolist() == [
-        [1, 1, 0, 1, 1],
-        [1, 1, 1, 0, 0],
-    ]
-    assert slots.release() is None
-    sequence.accept(0, IDS["<|end|>"])
-    kept = slots.release()
-    assert kept is not None and kept.tolist() == [0, 1, 2, 3, 4, 5], "what the child sees of its parent, and itself"
-    assert slots.past[2].tolist() == [3, 4, 5]
-
-
-def test_nothing_of_an_ended_thread_stays_when_nobody_can_join_it() -> None:
-    forest = forest_of("parallel")
-    accept(forest, t0="a")
-    enter(forest, ("a", -1, 0))
-    accept(forest, t0="<Parallel>")
-    enter(forest, ("<Parallel>", -1, 0), ("<Path>", -1, 1))
-    accept(forest, t0="<Parallel>", t1="</Path>")
-    enter(forest, ("<Parallel>", -1, 0), ("<Path>", -1, 2), ("</Path>", -1, 1))
-    assert forest.trees[1].num_rows == 1, "the main thread may join it"
-    kept = accept(forest, t0="<|end|>")
-    assert [forest.trees[number].num_rows for number in range(3)] == [0, 0, 1]
-    assert kept is not None and len(kept) == PROMPT + 3, "a and the two openers, which the second child sees"
