@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.toy_dialects import IDS, TEXTS, ThreadOpened, events_of, toy
+from support.toy_dialects import IDS, TEXTS, toy
 from tokenizers import Tokenizer
 
 from pipedec.core import UserError
 from pipedec.directories import reference_pair
-from pipedec.threads import DIALECTS, Dialect, ThreadedSequence, bind, load_dialect
+from pipedec.threads import DIALECTS, Dialect, Start, ThreadedSequence, bind, load_dialect
 
 MINIMAL = {"name": "mine", "opener": "[Fork]", "child_start": "[Child]"}
 
@@ -43,8 +43,8 @@ def test_a_promise_in_the_shipped_tokenizer_opens_at_its_last_token(tokenizer: T
     bound = bind(dialect, tokenizer.token_to_id, lambda token: tokenizer.decode([token], skip_special_tokens=False))
     sequence = ThreadedSequence(bound, 5, (1,), 100)
     tag = tokenizer.encode('<promise topic="the recipe" tokens="20"/>', add_special_tokens=False).ids
-    events = [event for token in tag for event in events_of(sequence, 0, token)]
-    assert events == [ThreadOpened(thread=0, child=1, token=bound.child_start, position=5 + len(tag))]
+    assert [sequence.accept(0, token) for token in tag] == [*[[]] * (len(tag) - 1), [Start(1, bound.child_start)]]
+    assert sequence.threads[1].positions == [5 + len(tag)]
     assert sequence.threads[0].next_position == 5 + len(tag) + 20
 
 
@@ -80,19 +80,6 @@ def test_one_id_for_two_tokens_is_refused() -> None:
         ({"opener_end": "/>", "opener_form": " {subject}/>"}, r"nothing in braces but \{topic\} and \{tokens\}"),
         ({"opener_end": "/>", "opener_form": " {/>"}, "opener_form must end with opener_end"),
         ({"default_length": 50, "max_length": 40}, "default_length must be at most max_length, which is 40"),
-    ],
-)
-def test_what_is_wrong_with_a_file_is_one_line_that_names_it(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    path = write(tmp_path, {**MINIMAL, **change})
-    with pytest.raises(UserError, match=message) as raised:
-        load_dialect(path)
-    assert str(raised.value).startswith(str(path))
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
         ("{", "not valid JSON"),
         ('{"name": "a", "name": "b"}', "duplicate key 'name'"),
         ("[" * 100_000, "not valid JSON"),
@@ -100,9 +87,12 @@ def test_what_is_wrong_with_a_file_is_one_line_that_names_it(tmp_path: Path, cha
         ('{"name": "a"}', "opener: missing"),
     ],
 )
-def test_files_that_are_no_dialect(tmp_path: Path, content: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load_dialect(write(tmp_path, content))
+def test_what_is_wrong_with_a_file_is_one_line_that_names_it(tmp_path: Path, change: Any, message: str) -> None:
+    path = write(tmp_path, change if isinstance(change, str) else {**MINIMAL, **change})
+    with pytest.raises(UserError, match=message) as raised:
+        load_dialect(path)
+    assert str(raised.value).startswith(str(path))
+    assert "\n" not in str(raised.value)
 
 
 def test_no_such_dialect_and_no_such_file(tmp_path: Path) -> None:
@@ -110,12 +100,6 @@ def test_no_such_dialect_and_no_such_file(tmp_path: Path) -> None:
         load_dialect("aper")
     with pytest.raises(UserError, match="no such file"):
         load_dialect(tmp_path / "none.json")
-
-
-def test_every_field_can_be_given_by_a_file(tmp_path: Path) -> None:
-    pasta = load_dialect("pasta")
-    content = {item.name: getattr(pasta, item.name) for item in fields(pasta)}
-    assert load_dialect(write(tmp_path, json.dumps(content))) == pasta
 
 
 def test_parts_of_tags_are_single_tokens_if_the_tokenizer_has_them() -> None:
@@ -133,19 +117,16 @@ def test_parts_of_tags_are_single_tokens_if_the_tokenizer_has_them() -> None:
 )  # fmt: skip
 def test_the_length_that_a_promise_states(text: str, length: int | None) -> None:
     assert toy("pasta").stated_length(text) == length
-
-
-def test_lengths_may_be_counted_in_tens() -> None:
     assert toy("pasta", length_scale=10).stated_length(' tokens="2"/>') == 20
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_a_dialect_arrives_in_other_processes_as_it_was(name: str) -> None:
+def test_a_dialect_arrives_in_files_and_other_processes_as_it_was(tmp_path: Path, name: str) -> None:
     dialect = replace(load_dialect(name), markers=("<x>",), max_children=3, show_control=True)
-    assert Dialect.from_json(dialect.to_json()) == dialect
+    assert Dialect.from_json(dialect.to_json()) == load_dialect(write(tmp_path, dialect.to_json())) == dialect
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"name": "x"}', '{"name": "x", "opener": "a", "child_start": "a"}', '"apar"'])
+@pytest.mark.parametrize("text", ["", "[]", '{"name": "x"}', '{"name": "x", "opener": "a", "child_start": "a"}'])
 def test_a_text_that_is_no_dialect_is_refused(text: str) -> None:
     with pytest.raises(UserError) as refused:
         Dialect.from_json(text)

@@ -1,10 +1,11 @@
-"""What readers get, and when."""
+"""What readers get, and when; and answers in document order, read back into their threads."""
 
 from __future__ import annotations
 
-from support.toy_dialects import IDS, say, sequence_of, texts, toy
+import pytest
+from support.toy_dialects import IDS, ids, say, sequence_of, texts, toy
 
-from pipedec.threads import DocumentToken, ReorderBuffer, Sequence
+from pipedec.threads import DocumentToken, ReorderBuffer, Sequence, replay
 
 
 def taken(reader: ReorderBuffer) -> str:
@@ -58,15 +59,6 @@ def test_a_dialect_may_show_its_control_tokens() -> None:
     assert all(sequence.is_shown(token) for token in sequence.document())
 
 
-def test_tokens_of_a_tag_become_certain_together() -> None:
-    sequence = sequence_of(toy("pasta"))
-    reader = sequence.reader()
-    say(sequence, (), "a <promise :")
-    assert taken(reader) == "a"
-    say(sequence, (), '20 "/>')
-    assert taken(reader) == '<promise tokens=" 20 "/> <async>'
-
-
 def test_a_tag_that_the_cut_divides_is_not_text_whatever_comes_behind_it() -> None:
     for rest in ('20 "/>', "20 <|end|>", ""):
         sequence = sequence_of(toy("pasta"), max_tokens=8)
@@ -82,3 +74,16 @@ def test_a_tag_that_is_none_is_text_up_to_the_cut() -> None:
     reader = sequence.reader()
     say(sequence, (), "<promise : 2 <sync/>")
     assert [token.is_control for token in reader.take()] == [True, False, False, True]
+
+
+def test_reading_back_stops_at_the_cut_and_may_stop_anywhere() -> None:
+    for max_tokens, said, expected in (
+        (4, "a [Fork] [Child] x y <|end|> b <|end|>", "a [Fork] [Child] x"),
+        (100, "a [Fork]", "a [Fork] [Child]"),
+    ):
+        sequence = sequence_of(toy("apar"), max_tokens=max_tokens)
+        replay(sequence, ids(said))
+        assert [token.token_id for token in sequence.document()] == ids(expected)
+    for said, message in (("a [Fork] b", "instead of the forced token"), ("a <|end|> b", "follow the end")):
+        with pytest.raises(ValueError, match=message):
+            replay(sequence_of(toy("apar")), ids(said))

@@ -21,13 +21,6 @@ def test_apar() -> None:
     )  # fmt: skip
 
 
-def test_a_child_that_ends_early_gives_its_cache_back() -> None:
-    sequence = sequence_of(toy("apar"), prompt_length=0)
-    say(sequence, (), "a [Fork] b c d e f g <|end|>")
-    say(sequence, (0,), "x <|end|>")
-    assert measure(sequence).max_cached_tokens == 8, "at the last step: all of the main thread but its end, and no child"
-
-
 def test_pasta_joins_lie_on_the_chain() -> None:
     sequence = sequence_of(toy("pasta"), prompt_length=0)
     say(sequence, (), '<promise : 20 "/> <promise : 20 "/> <sync/>')  # steps 1 to 9
@@ -39,23 +32,6 @@ def test_pasta_joins_lie_on_the_chain() -> None:
     assert metrics.parallelism == 9 / 14
     assert metrics.max_cached_tokens == 8 + 9 + 3 + 2, "before the end token everything"
     assert metrics.theoretical_speedup(baseline_tokens=28) == 2.0
-
-
-def test_a_join_that_was_late_costs_its_own_step() -> None:
-    sequence = sequence_of(toy("parallel"), prompt_length=0)
-    say(sequence, (), "<Parallel> a b c")
-    say(sequence, (0,), "x </Path>")
-    say(sequence, (), "<Conclusion> d")
-    assert measure(sequence).longest_chain == 6
-
-
-def test_one_thread_saves_nothing() -> None:
-    sequence = sequence_of(toy("apar"), prompt_length=3)
-    say(sequence, (), "a b c d <|end|>")
-    metrics = measure(sequence)
-    assert (metrics.threads, metrics.longest_chain) == (1, 5)
-    assert metrics.attended_tokens == metrics.attended_tokens_flat == 4.5
-    assert metrics.max_cached_tokens == metrics.max_cached_tokens_flat == 7
 
 
 def test_nothing_said_yet() -> None:

@@ -8,60 +8,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.toy_dialects import (
-    END,
-    IDS,
-    Finished,
-    Joined,
-    ThreadEnded,
-    ThreadOpened,
-    Waiting,
-    at,
-    changes_since,
-    ids,
-    say,
-    sequence_of,
-    toy,
-    written,
-)
+from support.toy_dialects import END, IDS, at, ids, say, sequence_of, toy, written
 
-from pipedec.threads import Sequence, State, ThreadedSequence
+from pipedec.threads import Sequence, Start, State, ThreadedSequence
 from pipedec.threads.dialect import NO_DIALECT
 
 FORK, CHILD, ASYNC, SYNC = IDS["[Fork]"], IDS["[Child]"], IDS["<async>"], IDS["<sync/>"]
 
 
+def ended(sequence: Sequence) -> list[str | None]:
+    """Of each thread, why it has ended; None if it goes on."""
+    return [thread.ended_by if thread.state is State.ENDED else None for thread in sequence.threads]
+
+
 def test_apar_forks_and_ends_each_thread_by_itself() -> None:
     sequence = sequence_of(toy("apar"), prompt_length=10)
-    assert say(sequence, (), "a [Fork]") == [ThreadOpened(thread=0, child=1, token=CHILD, position=12)]
-    assert sequence.threads[0].next_position == 12
-    assert say(sequence, (), "b [Fork]") == [ThreadOpened(thread=0, child=2, token=CHILD, position=14)]
+    assert say(sequence, (), "a [Fork] b [Fork]") == [Start(1, CHILD), Start(2, CHILD)]
     assert say(sequence, (0,), "x y") == []
-    assert say(sequence, (), "c <|end|>") == [ThreadEnded(0, "stop")]
-    assert say(sequence, (1,), "z <|end|>") == [ThreadEnded(2, "stop")]
-    assert sequence.threads[1].context() == ((0, 2),)
-    assert sequence.threads[2].context() == ((0, 4),)
-    assert at(sequence, (0,)).positions == [12, 13, 14]
-    assert sequence.finished is None
-    assert say(sequence, (0,), "<|end|>") == [ThreadEnded(1, "stop"), Finished("stop")]
+    say(sequence, (), "c <|end|>")
+    say(sequence, (1,), "z <|end|>")
+    assert ended(sequence) == ["stop", None, "stop"] and sequence.finished is None
+    assert [thread.context() for thread in sequence.threads[1:]] == [((0, 2),), ((0, 4),)]
+    assert say(sequence, (0,), "<|end|>") == []
+    assert sequence.finished == "stop" and sequence.anomalies == {}
     assert written(sequence) == "a [Fork] [Child] x y <|end|> b [Fork] [Child] z <|end|> c <|end|>"
-    assert sequence.main.positions == [10, 11, 12, 13, 14, 15]
-    assert sequence.anomalies == {}
-
-
-def test_apar_children_see_their_grandparents_and_no_siblings() -> None:
-    sequence = sequence_of(toy("apar"))
-    say(sequence, (), "a [Fork] b")
-    say(sequence, (0,), "x [Fork] y [Fork]")
-    assert at(sequence, (0, 1)).inherited == ((0, 2), (1, 5))
-    assert len(at(sequence, (0, 1)).path) == 2
-    assert sequence.sees(at(sequence, (0, 0)).number, 0) == ((0, 2), (1, 3), (2, 1))
+    assert [thread.positions for thread in sequence.threads] == [[*range(10, 16)], [*range(12, 16)], [*range(14, 17)]]
 
 
 def test_an_ended_child_is_released_when_nothing_below_it_goes_on() -> None:
     sequence = sequence_of(toy("apar"))
     say(sequence, (), "a [Fork] b")
     say(sequence, (0,), "x [Fork] y <|end|>")
+    assert at(sequence, (0, 0)).inherited == ((0, 2), (1, 3))
+    assert sequence.sees(at(sequence, (0, 0)).number, 0) == ((0, 2), (1, 3), (2, 1))
     assert sequence.needed() == [3, 3, 1], "a grandchild still sees the child's first three tokens, not its last two"
     assert sequence.released() == ()
     say(sequence, (0, 0), "z <|end|>")
@@ -71,34 +50,28 @@ def test_an_ended_child_is_released_when_nothing_below_it_goes_on() -> None:
 
 def test_pasta_promises_wait_and_join() -> None:
     sequence = sequence_of(toy("pasta"), prompt_length=10)
-    assert say(sequence, (), 'a <promise : 20 "/>') == [ThreadOpened(thread=0, child=1, token=ASYNC, position=15)]
-    assert sequence.threads[0].next_position == 35
-    assert say(sequence, (), '<promise : 2 "/>') == [ThreadOpened(thread=0, child=2, token=ASYNC, position=39)]
+    assert say(sequence, (), 'a <promise : 20 "/> <promise : 2 "/>') == [Start(1, ASYNC), Start(2, ASYNC)]
+    assert [thread.positions[0] for thread in sequence.threads[1:]] == [15, 39]
     assert sequence.threads[2].context() == ((0, 9),), "the second child sees both promises and no body"
-    assert say(sequence, (1,), "x </async>") == [ThreadEnded(2, "close")]
-    assert say(sequence, (), "<sync/>") == [Waiting(0)]
-    assert sequence.main.state is State.WAITING
+    say(sequence, (1,), "x </async>")
+    assert say(sequence, (), "<sync/>") == []
+    assert ended(sequence) == [None, None, "close"] and sequence.main.state is State.WAITING
     assert sequence.main.num_tokens == 9, "the join token has not entered"
-    assert sequence.threads[0].context() == ()
-    events = say(sequence, (0,), "y z </async>")
-    assert events == [Joined(thread=0, joined=(1, 2), token=SYNC, position=41), ThreadEnded(1, "close")]
-    assert sequence.threads[0].context() == ((1, 4), (2, 3))
+    assert sequence.released() == () == sequence.threads[0].context()
+    assert say(sequence, (0,), "y z </async>") == [Start(0, SYNC)]
+    assert (sequence.main.positions[-1], sequence.threads[0].context()) == (41, ((1, 4), (2, 3)))
     assert sequence.threads[0].context(8) == ()
-    assert say(sequence, (), "b <|end|>") == [ThreadEnded(0, "stop"), Finished("stop")]
+    assert say(sequence, (), '<promise : 1 "/>') == [Start(3, ASYNC)]
+    assert at(sequence, (2,)).inherited == ((1, 4), (2, 3), (0, 14)), "children after a join see what was joined"
+    say(sequence, (), "b <|end|>")
+    assert sequence.released() == () and sequence.finished is None
+    say(sequence, (2,), "</async>")
+    assert ended(sequence) == ["stop", "close", "close", "close"] and sequence.finished == "stop"
     assert written(sequence) == (
-        'a <promise tokens=" 20 "/> <async> y z </async> <promise tokens=" 2 "/> <async> x </async> <sync/> b <|end|>'
+        'a <promise tokens=" 20 "/> <async> y z </async> <promise tokens=" 2 "/> <async> x </async> <sync/> '
+        '<promise tokens=" 1 "/> <async> </async> b <|end|>'
     )
-    assert sequence.anomalies == {"length_exceeded": 1}
-
-
-def test_children_after_a_join_see_what_was_joined() -> None:
-    sequence = sequence_of(toy("pasta"))
-    say(sequence, (), '<promise : 20 "/>')
-    say(sequence, (0,), "x </async>")
-    assert sequence.released() == ()
-    say(sequence, (), '<sync/> <promise : 1 "/>')
-    assert at(sequence, (1,)).inherited == ((1, 3), (0, 9))
-    assert sequence.released() == ()
+    assert sequence.anomalies == {"length_exceeded": 2, "end_without_join": 1}
 
 
 def test_bodies_are_released_when_only_the_end_waits_for_them() -> None:
@@ -106,9 +79,10 @@ def test_bodies_are_released_when_only_the_end_waits_for_them() -> None:
     say(sequence, (), '<promise : 20 "/> <promise : 20 "/>')
     say(sequence, (0,), "x </async>")
     assert sequence.released() == (), "a later join may see it"
-    assert say(sequence, (), "<|end|>") == [Waiting(0)]
-    assert sequence.released() == (1,)
-    assert say(sequence, (1,), "y </async>") == [ThreadEnded(0, "stop"), ThreadEnded(2, "close"), Finished("stop")]
+    say(sequence, (), "<|end|>")
+    assert sequence.main.state is State.WAITING and sequence.released() == (1,)
+    say(sequence, (1,), "y </async>")
+    assert ended(sequence) == ["stop", "close", "close"]
 
 
 @pytest.mark.parametrize(("rule", "position"), [("continue", 14), ("longest", 17), ("flat", 10 + 4 + 5 + 3)])
@@ -116,23 +90,11 @@ def test_positions_after_a_join(rule: str, position: int) -> None:
     sequence = sequence_of(toy("parallel", after_join=rule), prompt_length=10)
     say(sequence, (), "a <Parallel> <Parallel> b")
     say(sequence, (0,), "p q r </Path>")
-    assert say(sequence, (), "<Conclusion>") == [Waiting(0)]
-    joined = say(sequence, (1,), "s </Path>")[0]
-    assert isinstance(joined, Joined)
-    assert joined.position == position == sequence.threads[0].next_position - 1
-
-
-def test_parallel_paths_go_on_side_by_side() -> None:
-    sequence = sequence_of(toy("parallel"))
-    say(sequence, (), "<Parallel> <Parallel>")
-    assert at(sequence, (0,)).positions == [11]
-    assert at(sequence, (1,)).positions == [12]
-    say(sequence, (0,), "a </Path>")
-    say(sequence, (1,), "b </Path>")
-    say(sequence, (), "<Conclusion> c </Conclusion> </Parallel> <|end|>")
-    shown = [token.token_id for token in sequence.document() if sequence.is_shown(token)]
-    assert shown == ids("a b c")
-    assert sequence.finished == "stop"
+    say(sequence, (), "<Conclusion>")
+    say(sequence, (1,), "s </Path>")
+    assert sequence.main.positions[-1] == position == sequence.threads[0].next_position - 1
+    say(sequence, (), "c </Conclusion> </Parallel> <|end|>")
+    assert [token.token_id for token in sequence.document() if sequence.is_shown(token)] == ids("a p q r s b c")
 
 
 def test_what_is_banned_where() -> None:
@@ -181,12 +143,13 @@ def test_where_a_walk_ends() -> None:
 def test_the_answer_is_cut_in_document_order() -> None:
     sequence = sequence_of(toy("apar"), max_tokens=8)
     say(sequence, (), "a [Fork] b c d")
-    assert sequence.finished is None
-    assert say(sequence, (0,), "x") == []
-    assert say(sequence, (0,), "y") == [ThreadEnded(0, "length")], "two of the document, three of the child, three of the rest"
+    say(sequence, (0,), "x")
+    assert ended(sequence) == [None, None]
+    say(sequence, (0,), "y")
+    assert ended(sequence) == ["length", None], "two of the document, three of the child, three of the rest"
     assert say(sequence, (), "e") == [], "void: the other thread cut it in the same timestep"
-    assert say(sequence, (0,), "z z") == []
-    assert say(sequence, (0,), "z") == [ThreadEnded(1, "length"), Finished("length")]
+    say(sequence, (0,), "z z z")
+    assert ended(sequence) == ["length", "length"] and sequence.finished == "length"
     assert written(sequence) == "a [Fork] [Child] x y z z z"
 
 
@@ -223,23 +186,12 @@ def test_end_all_ends_what_goes_on_and_hands_out_what_was_held_back() -> None:
     reader = sequence.reader()
     say(sequence, (), 'a <promise : 2 "/> <sync/>')
     say(sequence, (0,), "x")
-    states = [State.WAITING, State.RUNNING]
-    assert [thread.state for thread in sequence.threads] == states
-    sequence.end_all("cancelled")
-    ended = [ThreadEnded(0, "cancelled"), ThreadEnded(1, "cancelled"), Finished("cancelled")]
-    assert changes_since(sequence, states, [0, 0], None) == ended
-    sequence.end_all("stop")
-    assert changes_since(sequence, states, [0, 0], None) == ended, "it has ended already"
+    for reason in ("cancelled", "stop"):
+        sequence.end_all(reason)
+        assert ended(sequence) == ["cancelled"] * 2 and sequence.finished == "cancelled", "it has ended already"
     assert [token.token_id for token in reader.take()] == ids('a <promise : 2 "/> <async> x')
     assert sequence.accept(1, IDS["a"]) == []
     assert sequence.anomalies == {}
-
-
-def test_without_openers_a_sequence_is_one_thread() -> None:
-    sequence = sequence_of(toy("pasta"), max_tokens=3)
-    assert say(sequence, (), "a b") == []
-    assert say(sequence, (), "c") == [ThreadEnded(0, "length"), Finished("length")]
-    assert sequence.released() == (0,)
 
 
 def test_end_tokens_are_the_callers() -> None:

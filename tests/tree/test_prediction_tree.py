@@ -144,14 +144,6 @@ def paths_of(tree: PredictionTree) -> list[tuple[int, ...]]:
     return paths
 
 
-def test_prefill_verdict_commits_nothing() -> None:
-    tree = PredictionTree()
-    tree.reset(root_position=12)
-    advance = tree.advance([3])
-    assert (len(advance.committed), len(advance.kept), advance.hit) == (0, 0, False)
-    assert tree.root_position == 12
-
-
 def test_candidates_follow_the_tree() -> None:
     tree = PredictionTree()
     tree.append(torch.tensor([1, 2, 3]), torch.tensor([-1, 0, 0]))
@@ -212,12 +204,6 @@ def test_a_root_keeps_the_gap_behind_it() -> None:
     assert (tree.root_position, tree.positions.tolist()) == (14, [14, 20])
     tree.advance([4])
     assert (tree.root_position, tree.positions.tolist()) == (20, [20])
-
-
-def test_a_miss_behind_a_gap_stands_behind_it() -> None:
-    tree = gapped((1, -1), (2, 0), (5, 1))
-    tree.advance([2, 5, 9])
-    assert (tree.num_rows, tree.root_position) == (0, 20)
 
 
 def test_all_rows_can_be_dropped_and_the_tree_planted_anew() -> None:
