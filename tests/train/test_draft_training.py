@@ -161,13 +161,9 @@ class Said:
     ("flags", "message"),
     [
         ([], "no prompts to learn from: give --prompts FILE"),
-        (
-            ["--problems", "x.jsonl"],
-            "in a checkout of pipedec, use python -m recipes.reference_models draft",
-        ),
+        (["--problems", "x.jsonl"], "in a checkout of pipedec, use python -m recipes.reference_models draft"),
         (["--prompts", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
         (["--prompts", "x.jsonl", "--steps", "0"], "'--steps': 0 is not in the range"),
-        (["--prompts", "x.jsonl", "--max-prompts", "0"], "'--max-prompts': 0 is not in the range"),
         (["--prompts", "x.jsonl", "--target", "nowhere", "--draft", "nowhere"], "nowhere"),
         (["--prompts", "x.jsonl", "--draft", "none"], "to continue"),
     ],
@@ -193,10 +189,10 @@ def test_a_draft_with_another_tokenizer_is_refused(pair: Pair, tmp_path: Path) -
 
 def test_the_command_prints_what_it_measured(pair: Pair, tmp_path: Path) -> None:
     asked = tmp_path / "asked.jsonl"
-    asked.write_text("".join(json.dumps({"prompt": f"How many clips did {name} sell?"}) + "\n" for name in range(300)))
+    asked.write_text("".join(json.dumps({"prompt": f"How many clips did {name} sell?"}) + "\n" for name in range(60)))
     flags = ["draft", "--target", str(pair.target), "--draft", str(pair.draft), "--prompts", str(asked), "--no-compile"]
     flags += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--threads", "1", "--steps", "1"]
-    flags += ["--max-prompts", "200"]
+    flags += ["--max-prompts", "40", "--new-tokens", "6", "--batch", "2", "--length", "64"]
     result = CliRunner().invoke(command, flags, env={"COLUMNS": "160"}, catch_exceptions=False)
     report = json.loads((tmp_path / "out" / "training.json").read_text())
     assert f"{report['on_policy']['asked']['top4']:.1%}" in result.output and "Held-out text" not in result.output

@@ -51,7 +51,7 @@ def loop_of(model: Layered, work: Path, seed: int = 0) -> TrainingLoop:
     return TrainingLoop("toy", model, muon_and_adamw(model, 0.1, 0.01), work, {"seed": seed, "phases": ((1, 2),)})
 
 
-@pytest.mark.parametrize("dies_at", [1, 4, 5, 7])
+@pytest.mark.parametrize("dies_at", [1, 5])
 def test_a_killed_run_continues_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int) -> None:
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 4)
     models = Layered(), Layered(), Layered()
@@ -64,7 +64,7 @@ def test_a_killed_run_continues_to_the_same_weights(tmp_path: Path, monkeypatch:
     assert logs[0] == logs[1] and [json.loads(line)["step"] for line in logs[0].splitlines()] == list(range(1, 10))
 
 
-@pytest.mark.parametrize("dies_at", [3, 5, 8])
+@pytest.mark.parametrize("dies_at", [3, 8])
 def test_the_weights_of_the_highest_score_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int) -> None:
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 2)
     monkeypatch.setattr(TrainingLoop, "SCORE_EVERY", 2)

@@ -26,7 +26,7 @@ from pipedec.train.draft import DraftRecipe, DraftShape, train_draft
 from pipedec.train.measuring import MeasuredDraft
 from pipedec.train.run import Run
 
-RECIPE = DraftRecipe(steps=150, batch=4, length=32, warmup_steps=2, new_tokens=12)
+RECIPE = DraftRecipe(steps=60, batch=4, length=32, warmup_steps=2, new_tokens=12)
 ASKED = [[1, 5 + number, 9, 30] for number in range(28)]
 PROMPTS = {"asked": SplitPrompts(ASKED[:24], ASKED[:4])}  # what it has learned it must know
 SMALL = DraftShape(hidden_size=64, layers=1, vocabulary=40)

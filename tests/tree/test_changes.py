@@ -49,6 +49,7 @@ def told(sequence: Sequence, finished: str | None = None, **texts: str) -> Threa
         (FORKED | {"max_child_tokens": 4}, {"t1": "y [Fork]"}, {1: ROOT, 2: NOTHING}, {1: FORK}, [Start(2, CHILD)]),
         # a join waits without rows and then begins anew
         (PROMISED, {"t0": "c <sync/>"}, {0: NOTHING}, {}, []),
+        (PROMISED | {"max_depth": 2}, {"t1": PROMISE + " <sync/>"}, {1: NOTHING, 2: NOTHING}, {}, [Start(2, ASYNC)]),
         (PROMISED | {"then": "<sync/>"}, {"t1": "</async>"}, {1: ROOT, 0: NOTHING}, {1: CLOSE}, [Start(0, SYNC)]),
         (PROMISED, {"t0": "<sync/>", "t1": "</async>"}, {1: ROOT, 0: NOTHING}, {1: CLOSE}, [Start(0, SYNC)]),
         (PROMISED, {"t1": "</async>", "t0": "<sync/>"}, {1: ROOT, 0: NOTHING}, {1: CLOSE}, [Start(0, SYNC)]),
