@@ -178,19 +178,6 @@ def test_more_children_than_tokens(pair: Pair) -> None:
     assert float(candidates.log_probs.exp().sum()) == pytest.approx(1)
 
 
-def test_a_closed_request_leaves_nothing(pair: Pair) -> None:
-    draft, tree = begun(pair)
-    tree.append(torch.tensor([3, 4]), torch.tensor([-1, 0]))
-    first = expand(draft, tree, torch.tensor([0, 1]), 4)
-    draft.close(0)
-    assert draft.num_lanes == 0
-    cached = draft.open(0, SEQUENCE, PROMPT, SamplingParams())
-    draft.expand([], {0: PROMPT[cached:]})
-    again = expand(draft, tree, torch.tensor([0, 1]), 4)
-    assert torch.equal(first.token_ids, again.token_ids)
-    assert torch.allclose(first.log_probs, again.log_probs, rtol=0, atol=1e-12)
-
-
 def test_with_a_structure_only_what_it_allows_is_a_candidate(pair: Pair) -> None:
     """With the chances that are left to it, also where fewer tokens are allowed than are asked for, and where none is."""
     allowed = {(): {3, 5, 40, 63}, (5,): {7}, (5, 7): set(), (3,): set(range(VOCAB)) - {9}}
@@ -221,7 +208,7 @@ def test_of_tokens_that_are_sampled_it_knows_the_noise(pair: Pair) -> None:
 
     grammar = ToyStructure(rule)
     grammar.advance((9,))
-    for seed, structure in itertools.product(range(8), (None, grammar)):
+    for seed, structure in itertools.product(range(4), (None, grammar)):
         sampling = SamplingParams(1.5, seed=seed)
         draft, tree = DraftModel(pair.ours), PredictionTree()
         draft.open(0, Sequence(len(PROMPT), (), 1000, structure), PROMPT, sampling)  # type: ignore[arg-type]

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.checkpoints import save_tiny
-from support.examples import examples
-from support.toy_dialects import IDS, TEXTS, ids, say, sequence_of, toy
+from support.toy_dialects import TEXTS, ids, sequence_of, toy
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -24,7 +21,6 @@ from pipedec.tree import Candidates, DraftRows, PredictionTree, ThreadedForest
 
 PROMPT = [30, 41, 28, 50, 33]
 VOCAB = len(TEXTS)
-WORDS = [IDS[word] for word in "abcdefgh"]
 GREEDY = SamplingParams()
 
 
@@ -45,11 +41,10 @@ class Model:
         stage.forward = forward  # type: ignore[method-assign,assignment]
         self._stage = stage
 
-    def begun(self, sequence: Sequence, sampling: SamplingParams = GREEDY) -> DraftModel:
+    def begun(self, sequence: Sequence, sampling: SamplingParams) -> DraftModel:
         draft = DraftModel(self._stage)
         draft.open(0, sequence, PROMPT, sampling)
-        draft.expand([], {0: PROMPT[:2]})
-        draft.expand([], {0: PROMPT[2:]})
+        draft.expand([], {0: PROMPT})
         return draft
 
     @torch.inference_mode()
@@ -70,50 +65,6 @@ class Model:
 @pytest.fixture(scope="module", params=["llama", "mistral"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("draft"), request.param)
-
-
-@examples(15)
-@given(data=st.data())
-def test_one_thread_is_drafted_as_one_tree_is(model: Model, data: st.DataObject) -> None:
-    """Rows drafted or not, accepted or not: the same candidates as for an answer that cannot fork."""
-    sequence = sequence_of(toy("apar"), len(PROMPT))
-    single = model.begun(Sequence(len(PROMPT), (), 1000))
-    forest, tree = model.begun(sequence), PredictionTree(block=4)
-    tree.reset(len(PROMPT))
-    drafted: list[int] = []
-    sequence.accept(0, WORDS[0])
-    tree.plant(WORDS[0])
-    for _ in range(data.draw(st.integers(2, 6))):
-        for _ in range(data.draw(st.integers(0, 4))):
-            parent = data.draw(st.integers(0, tree.num_rows - 1))
-            token = data.draw(st.sampled_from(WORDS))
-            if tree.child(parent, token) is None:
-                tree.append(torch.tensor([token]), torch.tensor([parent]))
-        rows: list[int] = []
-        for row, parent in enumerate(tree.parents.tolist()):
-            if row not in drafted and (parent < 0 or parent in drafted or parent in rows) and data.draw(st.booleans()):
-                rows.append(row)
-        if rows:
-            found = forest.expand([DraftRows(0, 0, tree, rows, 4)], {})[0]
-            expected = single.expand([DraftRows(0, 0, tree, rows, 4)], {})[0]
-            assert torch.equal(found.rows, expected.rows) and torch.equal(found.token_ids, expected.token_ids)
-            assert torch.allclose(found.log_probs, expected.log_probs, rtol=0, atol=1e-9)
-            drafted += rows
-        row, tokens = 0, []
-        while (below := torch.nonzero(tree.parents == row)[:, 0].tolist()) and data.draw(st.booleans()):
-            row = data.draw(st.sampled_from(below))
-            tokens.append(int(tree.token_ids[row]))
-        tokens += [data.draw(st.sampled_from(WORDS))] if data.draw(st.booleans()) else []
-        if tokens:
-            for token in tokens:
-                sequence.accept(0, token)
-            advance = tree.advance(tokens)
-            forest.advance(0, 0, advance.changes)
-            single.advance(0, 0, advance.changes)
-            _, kept = advance.renumber(torch.tensor(drafted, dtype=torch.int64))
-            drafted = kept.tolist()
-            if not tree.num_rows:
-                tree.plant(tokens[-1])
 
 
 class Draft:
@@ -148,10 +99,9 @@ class Draft:
         """Draft rows of some threads in one forward."""
         asks = [DraftRows(0, number, self.forest.trees[number], rows, 3) for number, rows in asked.items()]
         found = self.draft.expand(asks, {})
-        assert [len(candidates.rows) for candidates in found] == list(map(len, asked.values()))
         left = list(paths)
-        for candidates in found:
-            self._model.check(candidates, [left.pop(0) for _ in candidates.rows])
+        for candidates, rows in zip(found, asked.values(), strict=True):
+            self._model.check(candidates, [left.pop(0) for _ in rows])
 
 
 def _copy(tree: PredictionTree) -> PredictionTree:
@@ -204,23 +154,6 @@ def test_a_child_drafts_on_when_its_parent_has_ended(model: Model) -> None:
     assert model.cache.past_length == len(PROMPT) + 4, "a [Fork] [Child] x"
     draft.enter(("y", -1, 1))
     draft.check({1: [0]}, "a [Fork] [Child] x y")
-
-
-def test_a_child_sees_the_tree_of_no_other_thread(model: Model) -> None:
-    sequence = sequence_of(toy("apar"), len(PROMPT))
-    say(sequence, (), "a [Fork] b [Fork]")
-    assert sequence.threads[2].context() == ((0, 4),)
-    draft = Draft(model, "apar")
-    draft.accept(t0="a")
-    draft.enter(("a", -1, 0))
-    draft.accept(t0="[Fork]")
-    draft.enter(("[Fork]", -1, 0), ("[Child]", -1, 1), ("x", 0, 1))
-    draft.check({0: [0], 1: [0, 1]}, "a [Fork]", "a [Fork] [Child]", "a [Fork] [Child] x")
-    draft.accept(t0="b")
-    draft.enter(("b", -1, 0))
-    draft.accept(t0="[Fork]")
-    draft.enter(("[Fork]", -1, 0), ("[Child]", -1, 2))
-    draft.check({2: [0], 0: [0]}, "a [Fork] b [Fork] [Child]", "a [Fork] b [Fork]")
 
 
 @pytest.mark.parametrize(

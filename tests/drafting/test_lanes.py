@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import save_tiny_llama
 from support.examples import examples
+from support.toy_dialects import CONTROL, sequence_of, toy
 
 from pipedec.core import SamplingParams
 from pipedec.drafting import DraftModel
@@ -19,6 +20,7 @@ from pipedec.threads import Sequence
 from pipedec.tree import Candidates, DraftRows, PredictionTree
 
 VOCAB = 64
+TEXT = range(len(CONTROL), VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> StageModel:
 
 @dataclass
 class Running:
-    """A request whose tree grows at random, and what is to be drafted of it."""
+    """A request whose tree grows at random, and what is to be drafted of it. In company every other one could open threads."""
 
     number: int
     prompt: list[int]
@@ -39,6 +41,7 @@ class Running:
     tree: PredictionTree = field(default_factory=lambda: PredictionTree(block=4))
     entered: int = 0
     drafted: set[int] = field(default_factory=set)
+    sequence: Sequence = field(init=False)
 
     def chunk(self) -> list[int]:
         """The next chunk of the prompt."""
@@ -48,9 +51,11 @@ class Running:
 
     def begin(self, company: DraftModel) -> None:
         """In company it may adopt a prefix; alone it computes everything."""
-        sequence = Sequence(len(self.prompt), (), 1000)
-        self.entered = company.open(self.number, sequence, self.prompt, SamplingParams())
-        assert self.alone.open(self.number, sequence, self.prompt, SamplingParams()) == 0
+        alone = self.sequence = Sequence(len(self.prompt), (), 1000)
+        if self.number % 2:
+            self.sequence = sequence_of(toy("apar"), len(self.prompt))
+        self.entered = company.open(self.number, self.sequence, self.prompt, SamplingParams())
+        assert self.alone.open(self.number, alone, self.prompt, SamplingParams()) == 0
         if self.entered:
             self.alone.expand([], {self.number: self.prompt[: self.entered]})
         self.plant()
@@ -58,11 +63,12 @@ class Running:
     def plant(self) -> None:
         if self.entered == len(self.prompt):
             self.tree.reset(len(self.prompt))
-            self.tree.plant(self.chooser.randrange(VOCAB))
+            self.tree.plant(self.chooser.choice(TEXT))
+            self.sequence.accept(0, int(self.tree.token_ids[0]))
 
     def rows(self) -> DraftRows | None:
         for _ in range(self.chooser.randint(0, 3)):
-            parent, token = self.chooser.randrange(self.tree.num_rows), self.chooser.randrange(VOCAB)
+            parent, token = self.chooser.randrange(self.tree.num_rows), self.chooser.choice(TEXT)
             if self.tree.child(parent, token) is None:
                 self.tree.append(torch.tensor([token]), torch.tensor([parent]))
         rows: list[int] = []
@@ -76,7 +82,9 @@ class Running:
     def verdict(self, *drafts: DraftModel) -> None:
         row = self.chooser.randrange(self.tree.num_rows)
         path = torch.nonzero(self.tree.tree_mask[row])[1:, 0]
-        tokens = [*self.tree.token_ids[path].tolist(), self.chooser.randrange(VOCAB)]
+        tokens = [*self.tree.token_ids[path].tolist(), self.chooser.choice(TEXT)]
+        for token in tokens:
+            self.sequence.accept(0, token)
         advance = self.tree.advance(tokens)
         for draft in drafts:
             draft.advance(self.number, 0, advance.changes)
