@@ -47,13 +47,9 @@ def test_straightforward_masks_stand_behind_the_root_alone() -> None:
     [
         ({}, MaskParams(3, 16), 64),
         ({"rows": 1}, MaskParams(3, 16), 4),  # what is always there: the root and its masks
-        ({"children": 4, "rows": 20}, MaskParams(3, 4), 20),
         ({"shape": "efficient"}, MaskParams(3, 5), 64),
-        ({"shape": "efficient", "depth": 1}, MaskParams(1, 5), 12),
         ({"shape": "efficient", "depth": 2, "children": 1}, MaskParams(2, 1), 9),
         ({"children": 2, "shape": "full"}, MaskParams(3, 2), 60),
-        ({"children": 1, "shape": "full"}, MaskParams(3, 1), 16),
-        ({"shape": "straightforward"}, MaskParams(3, 1), 7),
         ({"shape": "straightforward", "depth": 2}, MaskParams(2, 1), 5),
     ],
 )
@@ -71,7 +67,6 @@ def test_limits_of_the_tree(limits: dict[str, int | str], masks: MaskParams, num
     ("trained", "limits", "message"),
     [
         (3, {"depth": 4}, "depth 4, but this BiTA was trained with 3 masks: lower --depth"),
-        (3, {"depth": 4, "shape": "straightforward"}, "depth 4, but this BiTA was trained with 3 masks: lower --depth"),
         (3, {"children": 1366}, f"a forecast of 4098 tokens is more than {MAX_ROWS}: lower --depth or --children"),
         (4, {"children": 300, "shape": "efficient"}, f"a tree of 6005 rows is more than {MAX_ROWS}: lower --depth or --children"),
         (4, {"children": 6, "shape": "full"}, f"a tree of 7775 rows is more than {MAX_ROWS}: lower --depth or --children"),

@@ -82,9 +82,7 @@ def test_chances_are_the_shares_of_each_rank() -> None:
 def test_a_mask_learns_only_after_those_before_it_were_right() -> None:
     chances = Confidence(MaskParams(2, 1))
     before = [of_ranks(chances, mask, 1) for mask in range(2)]
-    chances.observe(
-        MaskForecast(0, ((1,), (2,))), (7,)
-    )  # the verdict ended with a surprise: nothing is known of the second place
+    chances.observe(MaskForecast(0, ((1,), (2,))), (7,))  # a surprise ended the verdict: nothing is known of the second place
     after = [of_ranks(chances, mask, 1) for mask in range(2)]
     assert after[0] < before[0] and after[1] == before[1]
 
@@ -104,7 +102,7 @@ def test_masks_follow_rows_at_which_paths_end() -> None:
     assert tree.with_masks[:2] == [0, paths(tree).index((1,))]
 
 
-@pytest.mark.parametrize("rows", [1, 4, 5, 9, 17, 64, 300])
+@pytest.mark.parametrize("rows", [1, 4, 9, 64, 300])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_likeliest_rows_of_all_within_the_limit(rows: int, seed: int) -> None:
     rng = random.Random(seed)

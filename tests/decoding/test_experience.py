@@ -54,19 +54,14 @@ def test_another_process_begins_with_the_statistics_of_the_same_kind() -> None:
     assert second.learned(threads, AcceptanceModel, PRIOR).weights[0] == 0.25, "for want of its own, those of greedy requests"
 
 
-def test_statistics_that_were_not_needed_are_kept() -> None:
+def test_statistics_that_were_not_needed_are_kept_and_those_without_a_name_do_not_outlive_the_process() -> None:
     first = restarted(LearnedAcceptance(kinds={"sampled": LearnedRates(acceptance={"draft": {"log probability": 0.5}})}))
     first.learned(GREEDILY, AcceptanceModel, PRIOR).weights[0] = 0.25
+    assert isinstance(first.learned(GREEDILY, list), list)
     second = restarted(first.acceptance)
     assert second.learned(DRAWN, AcceptanceModel, PRIOR).weights[0] == 0.5
     assert second.learned(GREEDILY, AcceptanceModel, PRIOR).weights[0] == 0.25
     assert Experience(PASSAGE).acceptance == NOTHING_LEARNED
-
-
-def test_statistics_without_a_name_do_not_outlive_the_process() -> None:
-    experience = Experience(PASSAGE, LearnedAcceptance(kinds={GREEDY: LearnedRates()}))
-    assert isinstance(experience.learned(GREEDILY, list), list)
-    assert experience.acceptance.kinds == {GREEDY: LearnedRates()}
 
 
 def test_many_children_are_remembered_and_given_up_soon() -> None:

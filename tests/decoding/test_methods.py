@@ -102,15 +102,9 @@ def test_an_empty_frontier_proposes_nothing_until_the_miss(drafter: ScriptedDraf
     assert (method.hits, method.misses) == (1, 2)
 
 
-def static_tree(drafter: ScriptedDrafter, **limits: int) -> Alone:
-    """A method that has taken in the prompt and whose target has said 10."""
-    method = begun(Request(0, PROMPT, method="stpp", options=StaticTreeOptions(**limits)), drafter)
-    method.apply(Verdict.of(10))
-    return method
-
-
 def test_a_static_tree_enters_whole_and_waits_for_its_verdict(drafter: ScriptedDrafter) -> None:
-    method = static_tree(drafter, width=3, children=2, depth=2)
+    method = begun(Request(0, PROMPT, method="stpp", options=StaticTreeOptions(3, 2, 2)), drafter)
+    method.apply(Verdict.of(10))
     assert (drafter.begun, drafter.prompt) == (1, list(PROMPT))
     assert method.propose() is None  # nothing is drafted yet
     method.draft()
@@ -121,19 +115,12 @@ def test_a_static_tree_enters_whole_and_waits_for_its_verdict(drafter: ScriptedD
         assert method.propose() is None
     assert len(drafter.expanded) == 2
     method.apply(Verdict.of(11, 14, 40))
-    assert (method.hits, method.misses) == (2, 2)
+    assert (method.hits, method.misses, drafter.drafted) == (2, 2, set()), "no row outlives the verdict"
     assert method.propose() is None
     method.draft()
     assert rows(method.propose()) == [(40, -1), (41, 0), (42, 0), (43, 1), (44, 1), (60, 2)]
-
-
-def test_a_static_tree_that_ends_counts_its_accepted_rows(drafter: ScriptedDrafter) -> None:
-    """The answer may end in the middle of the tree; then there is no token for which a new root would have to enter."""
-    method = static_tree(drafter, depth=2)
-    method.draft()
-    method.propose()
-    method.apply(Verdict.of(11, 14, finished="length"))
-    assert (method.hits, method.misses) == (1, 1)
+    method.apply(Verdict.of(41, 43, finished="length"))
+    assert (method.hits, method.misses) == (3, 2), "an answer may end in the middle of the tree"
     method.draft()
     assert method.propose() is None
 
