@@ -1,9 +1,11 @@
-"""The draft model on a tree against one forward of transformers per path."""
+"""The draft model on trees of many requests against one forward of transformers per path."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import save_tiny
 from support.examples import examples
+from support.toy_dialects import CONTROL, sequence_of, toy
 from support.toy_structures import ToyStructure
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,7 +24,7 @@ from pipedec.drafting import DraftModel
 from pipedec.model import DraftVocabulary, StageModel
 from pipedec.sampling import Sampler
 from pipedec.threads import Sequence
-from pipedec.tree import Candidates, DraftRows, PredictionTree
+from pipedec.tree import Advance, Candidates, DraftRows, PredictionTree
 
 PROMPT = [1, 9, 30, 4, 51, 17, 8]
 VOCAB = 64
@@ -35,10 +38,10 @@ class Pair:
     ours: StageModel
     theirs: PreTrainedModel
 
-    def log_probs(self, path: tuple[int, ...]) -> Tensor:
+    def log_probs(self, path: Iterable[int], prompt: Iterable[int] = PROMPT) -> Tensor:
         """[V] after the prompt and a path of tokens."""
         with torch.inference_mode():
-            return self.theirs(torch.tensor([[*PROMPT, *path]])).logits[0, -1].log_softmax(-1)
+            return self.theirs(torch.tensor([[*prompt, *path]])).logits[0, -1].log_softmax(-1)
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral"])
@@ -64,69 +67,14 @@ def expand(draft: DraftModel, tree: PredictionTree, rows: Tensor, children: int)
     return draft.expand([DraftRows(0, 0, tree, rows.tolist(), children)], {})[0]
 
 
-def add_random_rows(data: st.DataObject, tree: PredictionTree, paths: list[tuple[int, ...]], prefix: tuple[int, ...]) -> None:
-    """Up to 5 new rows of any depth, behind ``prefix`` (what has been accepted)."""
-    if not paths:
-        paths.append((*prefix, data.draw(st.integers(0, VOCAB - 1))))
-        tree.append(torch.tensor([paths[0][-1]]), torch.tensor([-1]))
-    for _ in range(data.draw(st.integers(0, 5))):
-        parent = data.draw(st.integers(0, len(paths) - 1))
-        path = (*paths[parent], data.draw(st.integers(0, VOCAB - 1)))
-        if path not in paths:
-            tree.append(torch.tensor([path[-1]]), torch.tensor([parent]))
-            paths.append(path)
-
-
-def check(pair: Pair, candidates: Candidates, rows: list[int], paths: list[tuple[int, ...]], children: int) -> None:
+def check(pair: Pair, candidates: Candidates, rows: list[int], paths: list[Any], children: int, prompt: Any = PROMPT) -> None:
+    """They are the likeliest after the prompt and the path of each row."""
     assert candidates.rows.tolist() == rows
     assert candidates.token_ids.shape == candidates.log_probs.shape == (len(rows), children)
     for line, row in enumerate(rows):
-        best = pair.log_probs(paths[row]).topk(children)
+        best = pair.log_probs(paths[row], prompt).topk(children)
         assert candidates.token_ids[line].tolist() == best.indices.tolist()
         assert torch.allclose(candidates.log_probs[line], best.values, rtol=0, atol=1e-9)
-
-
-def some_rows(data: st.DataObject, tree: PredictionTree, done: set[int]) -> list[int]:
-    """Rows that may come next: not in ``done``, every parent there or among them."""
-    rows: list[int] = []
-    for row, parent in enumerate(tree.parents.tolist()):
-        if row not in done and (parent < 0 or parent in done or parent in rows) and data.draw(st.booleans()):
-            rows.append(row)
-    return rows
-
-
-@examples(25)
-@given(st.data())
-def test_expand_equals_one_forward_per_path(pair: Pair, data: st.DataObject) -> None:
-    """Whatever rows are drafted, in whatever order, and whatever becomes of them, drafted or not."""
-    draft, tree = begun(pair)
-    accepted: tuple[int, ...] = ()
-    paths: list[tuple[int, ...]] = []
-    drafted: set[tuple[int, ...]] = set()
-    for _ in range(data.draw(st.integers(1, 5))):
-        add_random_rows(data, tree, paths, accepted)
-        for _ in range(data.draw(st.integers(0, 2))):
-            rows = some_rows(data, tree, {row for row, path in enumerate(paths) if path in drafted})
-            if rows:
-                check(pair, expand(draft, tree, torch.tensor(rows), 5), rows, paths, 5)
-                drafted |= {paths[row] for row in rows}
-        if data.draw(st.booleans()):
-            kept = sorted({0, *some_rows(data, tree, set())})
-            kept = [row for row in kept if row == 0 or int(tree.parents[row]) in kept]
-            draft.advance(0, 0, tree.keep(torch.tensor(kept)).changes)
-            paths = [paths[row] for row in kept]
-        if data.draw(st.booleans()):
-            walked = data.draw(st.sampled_from(paths))
-            token = data.draw(st.integers(0, VOCAB - 1))
-            draft.advance(0, 0, tree.advance([*walked[len(accepted) + 1 :], token]).changes)
-            accepted = walked
-            paths = [path for path in paths if path[: len(walked) + 1] == (*walked, token)]
-        drafted &= set(paths)
-    if not paths:
-        add_random_rows(data, tree, paths, accepted)
-    rest = [row for row, path in enumerate(paths) if path not in drafted]
-    if rest:
-        check(pair, expand(draft, tree, torch.tensor(rest), 5), rest, paths, 5)
 
 
 def test_accepted_rows_that_were_never_drafted_share_the_next_forward(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,3 +204,152 @@ def test_where_a_structure_allows_only_unknown_tokens_nothing_is_proposed(pair: 
     tree.reset(len(PROMPT))
     tree.plant(9)
     assert bool(expand(draft, tree, torch.tensor([0]), 3).log_probs.isneginf().all())
+
+
+TEXT = range(len(CONTROL), VOCAB)
+
+
+@dataclass
+class Running:
+    """A request whose tree grows at random, and what is to be drafted of it. In company every other one could open threads."""
+
+    number: int
+    prompt: list[int]
+    chooser: random.Random
+    tree: PredictionTree = field(default_factory=lambda: PredictionTree(block=4))
+    entered: int = 0
+    drafted: set[int] = field(default_factory=set)
+    sequence: Sequence = field(init=False)
+
+    def chunk(self) -> list[int]:
+        """The next chunk of the prompt."""
+        first, self.entered = self.entered, min(self.entered + self.chooser.randint(1, 4), len(self.prompt))
+        self.plant()
+        return self.prompt[first : self.entered]
+
+    def begin(self, company: DraftModel) -> None:
+        self.sequence = Sequence(len(self.prompt), (), 1000)
+        if self.number % 2:
+            self.sequence = sequence_of(toy("apar"), len(self.prompt))
+        self.entered = company.open(self.number, self.sequence, self.prompt, SamplingParams())
+        self.plant()
+
+    def plant(self) -> None:
+        if self.entered == len(self.prompt):
+            self.tree.reset(len(self.prompt))
+            self.tree.plant(self.chooser.choice(TEXT))
+            self.sequence.accept(0, int(self.tree.token_ids[0]))
+
+    def rows(self) -> DraftRows | None:
+        for _ in range(self.chooser.randint(0, 3)):
+            parent, token = self.chooser.randrange(self.tree.num_rows), self.chooser.choice(TEXT)
+            if self.tree.child(parent, token) is None:
+                self.tree.append(torch.tensor([token]), torch.tensor([parent]))
+        rows: list[int] = []
+        for row, parent in enumerate(self.tree.parents.tolist()):
+            is_ready = parent < 0 or parent in self.drafted or parent in rows
+            if row not in self.drafted and is_ready and self.chooser.random() < 0.7:
+                rows.append(row)
+        self.drafted |= set(rows)
+        return DraftRows(self.number, 0, self.tree, rows, self.chooser.randint(1, 6)) if rows else None
+
+    def verdict(self, draft: DraftModel) -> None:
+        row = self.chooser.randrange(self.tree.num_rows)
+        path = torch.nonzero(self.tree.tree_mask[row])[:, 0]
+        if self.chooser.random() < 0.2:
+            self._follow(draft, self.tree.keep(path))
+            return
+        tokens = [*self.tree.token_ids[path[1:]].tolist(), self.chooser.choice(TEXT)]
+        for token in tokens:
+            self.sequence.accept(0, token)
+        self._follow(draft, self.tree.advance(tokens))
+        if not self.tree.num_rows:
+            self.tree.plant(tokens[-1])
+
+    def _follow(self, draft: DraftModel, advance: Advance) -> None:
+        draft.advance(self.number, 0, advance.changes)
+        _, kept = advance.renumber(torch.tensor(sorted(self.drafted), dtype=torch.int64))
+        self.drafted = set(kept.tolist())
+
+    def check(self, pair: Pair, entry: DraftRows, candidates: Candidates) -> None:
+        said = self.sequence.main.token_ids[:-1]
+        paths = [[*said, *self.tree.tokens_of(self.tree.ancestors_of(row)[::-1])] for row in range(self.tree.num_rows)]
+        check(pair, candidates, list(entry.rows), paths, entry.children, self.prompt)
+
+
+def prompts_of(chooser: random.Random) -> list[int]:
+    """Many begin with the same tokens."""
+    common = list(range(chooser.choice((0, 3, 11))))
+    return [*common, *(chooser.randrange(VOCAB) for _ in range(chooser.randint(1, 9)))]
+
+
+@examples(25)
+@given(st.integers(0, 2**32), st.sampled_from((40, 1100, 8192)), st.sampled_from((1, 4, 16)))
+def test_candidates_in_company_are_those_of_one_forward_per_path(pair: Pair, seed: int, slots: int, block: int) -> None:
+    """Requests come and go; chunks of some prompts are in the forward that drafts rows of others; prefixes are shared. Whatever
+    rows are drafted, in whatever order, and whatever becomes of them, drafted or not.
+
+    A request for which there is no memory gets no candidates, from then on.
+    """
+    chooser, company = random.Random(seed), DraftModel(pair.ours, slots, block)
+    running: list[Running] = []
+    without: set[int] = set()
+    for number in range(30):
+        if chooser.random() < 0.4 and len(running) < 5:
+            one = Running(number, prompts_of(chooser), chooser)
+            one.begin(company)
+            running.append(one)
+        prompts = {one.number: one.chunk() for one in running if one.entered < len(one.prompt)}
+        requested = [rows for one in running if one.number not in prompts and (rows := one.rows()) is not None]
+        if prompts or requested:
+            found = company.expand(requested, prompts)
+            by_number = {one.number: one for one in running}
+            for entry, candidates in zip(requested, found, strict=True):
+                if candidates.token_ids.numel():
+                    assert entry.number not in without
+                    by_number[entry.number].check(pair, entry, candidates)
+                else:
+                    without.add(entry.number)
+                    assert candidates.rows.tolist() == list(entry.rows)
+        for one in [one for one in running if one.number not in prompts]:
+            if chooser.random() < 0.5:
+                one.verdict(company)
+            elif chooser.random() < 0.2:
+                company.close(one.number)
+                running.remove(one)
+        assert company.num_lanes <= len(running)
+    assert not without or slots < 8192
+    for one in running:
+        company.close(one.number)
+    assert (company.num_lanes, company.used_slots) == (0, 0)
+
+
+def test_a_prompt_that_is_known_is_not_computed_again(pair: Pair) -> None:
+    draft, prompt = DraftModel(pair.ours), list(range(40))
+    draft.open(0, Sequence(40, (), 1000), prompt, SamplingParams())
+    draft.expand([], {0: prompt[:35]})
+    assert draft.open(1, Sequence(40, (), 1000), prompt, SamplingParams()) == 32
+    draft.expand([], {0: prompt[35:]})
+    draft.close(0)
+    assert draft.open(2, Sequence(42, (), 1000), [*prompt, 1, 2], SamplingParams()) == 40
+    draft.forget_prefixes()
+    assert draft.open(3, Sequence(40, (), 1000), prompt, SamplingParams()) == 32, "what running requests hold is known still"
+    for number in (1, 2, 3):
+        draft.close(number)
+    draft.forget_prefixes()
+    assert draft.open(4, Sequence(40, (), 1000), prompt, SamplingParams()) == 0
+
+
+def test_a_request_without_memory_gets_no_candidates_and_takes_none(pair: Pair) -> None:
+    draft, tree = DraftModel(pair.ours, slots=32), PredictionTree(block=4)
+    draft.open(0, Sequence(20, (), 1000), list(range(20)), SamplingParams())
+    draft.expand([], {0: list(range(20))})
+    assert draft.open(1, Sequence(3, (), 1000), [7, 8, 9], SamplingParams()) == 3, "nothing is to be computed"
+    tree.reset(3)
+    tree.plant(5)
+    (candidates,) = draft.expand([DraftRows(1, 0, tree, [0], 4)], {})
+    assert candidates.token_ids.shape == candidates.log_probs.shape == (1, 0)
+    draft.advance(1, 0, tree.advance([6]).changes)
+    draft.threads_changed(1)
+    draft.close(1)
+    assert (draft.num_lanes, draft.used_slots) == (1, 32)
