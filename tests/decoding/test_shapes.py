@@ -15,49 +15,11 @@ from support.drafters import PROMPT, Alone, ScriptedDrafter, begun, rows
 from support.examples import examples
 
 from pipedec.core import Request, Verdict
-from pipedec.decoding.shapes import BestNodes, Node, PositionalAcceptance, PositionalTree, TreeShape, WidestLayers, best_tree
+from pipedec.decoding.shapes import Node, PositionalAcceptance, WidestLayers, best_tree
 from pipedec.methods import TREE_SHAPES, StaticTreeOptions
 from pipedec.tree import Candidates, DraftTree
 
-TokenPath = tuple[int, ...]  # the ranks of a node and its ancestors below the root
-
-
-class RandomTree:
-    """A tree of choices whose chances are drawn: each row has ``children`` choices, best first, which sum up to less than 1."""
-
-    def __init__(self, seed: int, depth: int, children: int) -> None:
-        chooser = random.Random(seed)
-        self.children = children
-        self.chances: dict[TokenPath, float] = {}
-        self.depth = depth
-        layer: dict[TokenPath, float] = {(): 1.0}
-        for _ in range(depth):
-            found: dict[TokenPath, float] = {}
-            for path, chance in layer.items():
-                parts = sorted((chooser.random() ** 2 for _ in range(children)), reverse=True)
-                scale = chooser.uniform(0.3, 0.99) / sum(parts)
-                found |= {(*path, rank): chance * scale * part for rank, part in enumerate(parts)}
-            self.chances |= found
-            layer = found
-
-    def grown(self, shape: TreeShape) -> tuple[list[TokenPath], list[TokenPath]]:
-        """The rows that a shape adds, and those of them that are drafted."""
-        shape.begin()
-        rows, drafted, layer = list[TokenPath](), [()], [()]
-        for _ in range(self.depth):
-            picks = shape.grow([self.below(path) if path in drafted else [] for path in layer])
-            taken, new = dict.fromkeys(range(len(layer)), 0), list[TokenPath]()
-            for pick in picks:
-                new.append((*layer[pick.parent], taken[pick.parent]))
-                taken[pick.parent] += 1
-                if pick.is_drafted:
-                    drafted.append(new[-1])
-            rows += new
-            layer = new
-        return rows, drafted
-
-    def below(self, path: TokenPath) -> list[float]:
-        return [log(self.chances[*path, rank]) for rank in range(self.children)]
+TokenPath = tuple[int, ...]  # the tokens of a row and its ancestors, or the ranks of a node below the root
 
 
 def trees(most: int, depth: int, branches: int) -> Iterator[Node]:
@@ -92,51 +54,6 @@ def topologies(nodes: int, depth: int) -> list[Node]:
     return list(trees(nodes, depth, _BRANCHES))
 
 
-def best_of_all(tree: RandomTree, count: int) -> float:
-    """The greatest sum of chances of ``count`` nodes that are closed under parents, by trying all sets."""
-    best = 0.0
-
-    def extend(total: float, left: int, open_nodes: tuple[TokenPath, ...]) -> None:
-        nonlocal best
-        best = max(best, total)
-        for place, node in enumerate(open_nodes if left else ()):
-            below = [(*node, rank) for rank in range(tree.children)] if len(node) < tree.depth else []
-            extend(total + tree.chances[node], left - 1, (*open_nodes[place + 1 :], *below))
-
-    extend(0.0, count, tuple((rank,) for rank in range(tree.children)))
-    return best
-
-
-@examples(25)
-@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 3))
-def test_an_opt_tree_has_the_greatest_sum_of_all_trees(seed: int, count: int, depth: int) -> None:
-    tree = RandomTree(seed, depth, 3)
-    found, _ = tree.grown(BestNodes(count, 0.0))
-    kept = sorted((tree.chances[path] for path in found), reverse=True)[:count]
-    assert sum(kept) == pytest.approx(best_of_all(tree, count))
-
-
-@examples(25)
-@given(st.integers(0, 2**32), st.integers(1, 12), st.floats(0.01, 0.6))
-def test_an_opt_tree_ends_with_the_first_layer_that_brings_too_little(seed: int, count: int, min_gain: float) -> None:
-    """Every drafted layer before the last one brought at least ``min_gain`` expected tokens; only kept nodes are drafted."""
-    tree = RandomTree(seed, 4, 3)
-    _, drafted = tree.grown(BestNodes(count, min_gain))
-    layers = max(map(len, drafted)) + 1  # that were drafted
-
-    def value(depth: int) -> float:
-        return sum(sorted((chance for path, chance in tree.chances.items() if len(path) <= depth), reverse=True)[:count])
-
-    gains = [value(depth) - value(depth - 1) for depth in range(1, 5)]
-    assert all(gain >= min_gain for gain in gains[: layers - 1])
-    assert layers >= 4 or gains[layers - 1] < min_gain or not any(len(path) == layers for path, _ in tree_best(tree, count))
-
-
-def tree_best(tree: RandomTree, count: int) -> list[tuple[TokenPath, float]]:
-    """The best ``count`` nodes."""
-    return sorted(tree.chances.items(), key=lambda item: -item[1])[:count]
-
-
 @examples(25)
 @given(st.integers(0, 2**32), st.integers(1, 7), st.integers(1, 4))
 def test_the_positional_tree_is_the_best_of_all_topologies(seed: int, count: int, depth: int) -> None:
@@ -169,15 +86,6 @@ def layers_of(tree: Node) -> list[list[Node]]:
         found.append(layer)
         layer = [child for node in layer for child in node]
     return found
-
-
-def test_a_positional_tree_asks_for_its_nodes_and_drafts_below_those_with_children() -> None:
-    acceptance = PositionalAcceptance(6, 3, 3)
-    tree = RandomTree(3, 3, 3)
-    found, drafted = tree.grown(PositionalTree(acceptance))
-    paths = list(paths_of(acceptance.tree))
-    assert sorted(found) == sorted(paths) and len(paths) == 6
-    assert set(drafted) == {path[:-1] for path in paths}
 
 
 def paths_of(tree: Node, above: TokenPath = ()) -> Iterator[TokenPath]:
@@ -244,14 +152,45 @@ def likeliest(layer: dict[TokenPath, float], count: int | None) -> dict[TokenPat
     return dict(sorted(layer.items(), key=lambda item: -item[1])[:count])
 
 
-def layers_below(drafter: RandomDrafter, root: int, width: int | None = None) -> dict[TokenPath, float]:
-    """Three layers of four children a row, of which the likeliest ``width`` are kept."""
+def layers_below(
+    drafter: RandomDrafter, root: int, width: int | None = None, depth: int = 3, children: int = 4
+) -> dict[TokenPath, float]:
+    """Of each layer the likeliest ``width`` rows are kept."""
     found, layer = dict[TokenPath, float](), {(root,): 1.0}
-    for _ in range(3):
-        below = {(*path, token): value * chance for path, value in layer.items() for token, chance in drafter.after(path)[:4]}
+    for _ in range(depth):
+        choices = {path: drafter.after(path)[:children] for path in layer}
+        below = {(*path, token): layer[path] * chance for path, line in choices.items() for token, chance in line}
         layer = likeliest(below, width)
         found |= layer
     return found
+
+
+@examples(50)
+@given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 60))
+def test_an_opt_tree_is_the_best_one_of_layers_that_bring_enough(seed: int, count: int, min_gain: int) -> None:
+    """Every drafted layer before the last one brought ``min_gain`` percent of a token at the least."""
+    drafter = RandomDrafter(seed)
+    method = begun_with(drafter, children=3, depth=4, rows=count, min_gain=min_gain, shape="opt-tree")
+    found, layers, tree = entered(method), len(drafter.expanded), layers_below(drafter, 10, depth=4, children=3)
+
+    def best(depth: int) -> dict[TokenPath, float]:
+        return likeliest({path: chance for path, chance in tree.items() if len(path) <= depth + 1}, count)
+
+    assert set(found) == {(10,), *best(layers)}
+    gains = [sum(best(depth).values()) - sum(best(depth - 1).values()) for depth in range(1, 5)]
+    assert all(gain >= min_gain / 100 for gain in gains[: layers - 1])
+    assert layers == 4 or gains[layers - 1] < min_gain / 100 or max(map(len, best(4))) <= layers
+
+
+def test_a_positional_tree_enters_whole_and_is_drafted_below_nodes_with_children() -> None:
+    drafter = RandomDrafter(3)
+    method = begun_with(drafter, children=3, depth=3, rows=6, shape="sequoia")
+    ranks, named = list(paths_of(PositionalAcceptance(6, 3, 3).tree)), {(): (10,)}
+    for path in ranks:
+        above = named[path[:-1]]
+        named[path] = (*above, drafter.after(above)[path[-1]][0])
+    assert sorted(entered(method)) == sorted(named.values()) and len(ranks) == 6
+    assert sum(map(len, drafter.expanded)) == len({path[:-1] for path in ranks})
 
 
 @pytest.mark.parametrize("width", [1, 3, 64])
