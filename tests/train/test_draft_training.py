@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from support.refusals import refusal
 from support.tiny_pair import Pair
-from support.toy_training import killed_in_step
 from transformers import AutoModelForCausalLM
 
 from pipedec.cli.main import train as command
@@ -23,7 +22,7 @@ from pipedec.model import DraftVocabulary
 from pipedec.train.continuations import Continuation, SplitPrompts, continued
 from pipedec.train.distillation import DistillationRows, TargetMemory, mean_loss
 from pipedec.train.draft import DraftRecipe, pack_whole, train_draft
-from pipedec.train.run import Run, TrainingLoop
+from pipedec.train.run import Run
 
 RECIPE = DraftRecipe(steps=12, batch=4, length=32, long_batch=1, long_length=96, warmup_steps=2, new_tokens=12)
 SHORT = SplitPrompts([[1, 5 + number, 9, 30] for number in range(24)], [[1, 5 + number, 9, 30] for number in range(24, 28)])
@@ -56,21 +55,6 @@ def test_rows_may_all_be_of_one_length(pair: Pair, tmp_path: Path, prompts: dict
     report = proceed(pair, tmp_path, prompts, replace(RECIPE, steps=1))
     assert report["continuations"][0]["seen_tokens"] == tokens
     assert shipped_acceptance(tmp_path / "out" / "draft") != NOTHING_LEARNED
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_to_the_same_weights(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 5)
-    prompts = {"short": SHORT, "long": LONG}
-    proceed(pair, tmp_path / "straight", prompts)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(TrainingLoop, "run", killed_in_step(8))
-        proceed(pair, tmp_path / "resumed", prompts)
-    proceed(pair, tmp_path / "resumed", prompts)
-    straight, resumed = (load_file(tmp_path / name / "out" / "draft" / "model.safetensors") for name in ("straight", "resumed"))
-    assert all(torch.equal(straight[key], resumed[key]) for key in straight)
-    with pytest.raises(UserError, match="belongs to another run"):
-        proceed(pair, tmp_path / "resumed", prompts, replace(RECIPE, learning_rate=1e-3))
 
 
 def test_too_few_prompts_are_told(pair: Pair, tmp_path: Path) -> None:
@@ -174,17 +158,16 @@ def test_mistakes_are_told(flags: list[str], message: str, tmp_path: Path) -> No
     assert "\n" not in str(result.exception)
 
 
+def test_a_draft_with_another_tokenizer_is_refused(pair: Pair, tmp_path: Path) -> None:
+    flags = ["--prompts", "x.jsonl", "--target", str(pair.target), "--draft", str(pair.foreign_draft)]
+    test_mistakes_are_told(flags, "different tokenizer", tmp_path)
+
+
 @pytest.mark.parametrize(("name", "recipe"), [("reference", "reference_models pair"), ("annotate", "thread_models annotate")])
 def test_a_moved_command_is_refused(name: str, recipe: str) -> None:
     result = CliRunner().invoke(command, [name, "--problems", "train.jsonl", "--out", "a", "--work", "b", "--help"])
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == f"pipedec train {name} is now python -m recipes.{recipe}, in a checkout of pipedec"
-
-
-def test_a_draft_with_another_tokenizer_is_refused(pair: Pair, tmp_path: Path) -> None:
-    flags = ["--prompts", "x.jsonl", "--target", str(pair.target), "--draft", str(pair.foreign_draft)]
-    result = CliRunner().invoke(command, ["draft", "--out", str(tmp_path), "--work", str(tmp_path), *flags])
-    assert isinstance(result.exception, UserError) and "different tokenizer" in str(result.exception)
 
 
 def test_the_command_prints_what_it_measured(pair: Pair, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def cluster(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_size_is_the_one_with_the_fastest_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_is_the_one_with_the_fastest_tokens_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipedec.train.sizing.KNOWN_MODELS", {})
     shape, estimate = size_for(find_plan(f"{PAPER}:paper-14", None))
     target = KNOWN_MODELS["llama-3.1-70b"]
@@ -42,17 +42,12 @@ def test_the_size_is_the_one_with_the_fastest_tokens(monkeypatch: pytest.MonkeyP
     assert 0.5e9 < estimate.parameters < 0.2 * target.parameters
     assert estimate.parameters == shape.model_config(target.vocab_size).parameters
     assert estimate.forwards * estimate.forward_ms <= estimate.timestep_ms
-    shallow, _ = size_for(find_plan(f"{PAPER}:home-2x3090", None))
-    assert shallow.hidden_size < shape.hidden_size, "on a processor"
-    assert shallow.vocabulary is not None, "whose head would be most of it"
-
-
-def test_why_it_is_this_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipedec.train.sizing.KNOWN_MODELS", {})
-    _, estimate = size_for(find_plan(f"{PAPER}:paper-14", None))
     text = described(DraftShape(320, 4, 6000), estimate)
     assert text.startswith("--hidden-size 320 --layers 4, the 6,000 most frequent tokens: ")
     assert f"top-1 {estimate.top1:.0%}" in text and "\n" not in text
+    shallow, _ = size_for(find_plan(f"{PAPER}:home-2x3090", None))
+    assert shallow.hidden_size < shape.hidden_size, "on a processor"
+    assert shallow.vocabulary is not None, "whose head would be most of it"
 
 
 def test_the_target_is_the_plans_or_takes_its_place(cluster: Path) -> None:
