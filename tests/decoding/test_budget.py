@@ -1,13 +1,6 @@
-"""How rows are shared: a property test over random wishes, and the cases that matter one by one."""
+"""How rows are shared: the cases that matter one by one."""
 
 from __future__ import annotations
-
-import random
-from dataclasses import dataclass, field
-
-from hypothesis import given
-from hypothesis import strategies as st
-from support.examples import examples
 
 from pipedec.decoding.budget import Budget, Claim, Demand
 
@@ -20,69 +13,6 @@ def always(rows: int, share: float) -> bool:
 
 def share(*claims: Claim, knee: int = KNEE) -> dict[int, int]:
     return Budget(knee).share(claims, always)
-
-
-@dataclass
-class Asking:
-    """A request that asks again and again for something that must enter, and sometimes for more."""
-
-    number: int
-    chooser: random.Random
-    priority: int = 0
-    kind: str = ""
-    prompt: int = 0
-    waited: int = 0
-    longest: int = 0
-    certain: int = 0
-    whole: int = 0
-    chances: list[float] = field(default_factory=list)
-
-    def claim(self) -> Claim:
-        if self.prompt:
-            is_tail = self.prompt <= 3
-            whole = Claim(self.number, demand=Demand(whole=self.prompt))
-            return whole if is_tail else Claim(self.number, prompt=self.prompt, tail=3)
-        if not self.certain + self.whole and self.chooser.random() < 0.8:
-            if self.kind == "whole":
-                self.whole = self.chooser.choice((2, KNEE // 2, KNEE, 2 * KNEE))
-            else:
-                self.certain = self.chooser.randint(1, 2)
-                self.chances = sorted((self.chooser.random() for _ in range(self.chooser.randint(0, 20))), reverse=True)
-        return Claim(self.number, self.priority, Demand(self.certain, self.whole, self.chances if self.certain else ()))
-
-    def enter(self, rows: int) -> None:
-        if self.prompt:
-            waits = not rows
-            self.prompt -= rows
-        elif self.whole:
-            assert rows in (0, self.whole), "a whole is not split"
-            waits = not rows
-            self.whole -= rows
-        else:
-            waits = self.certain > rows
-            assert rows <= self.certain + len(self.chances)
-            self.certain = max(self.certain - rows, 0)
-        self.waited = self.waited + 1 if waits else 0
-        self.longest = max(self.longest, self.waited)
-
-
-@examples(60)
-@given(st.integers(0, 2**32), st.integers(1, 40))
-def test_there_is_never_more_than_the_room_and_nobody_waits_for_good(seed: int, requests: int) -> None:
-    chooser, budget = random.Random(seed), Budget(KNEE)
-    asking = [Asking(number, chooser, kind=chooser.choice(("whole", "rows"))) for number in range(requests)]
-    for one in asking:
-        one.prompt = chooser.choice((0, 0, 2, 40)) if one.kind == "rows" else 0
-    longest = 3 * requests + sum(one.prompt for one in asking)  # prompts wait for those before them
-    for _ in range(400):
-        claims = {one.number: one.claim() for one in asking}
-        granted = budget.share(list(claims.values()), lambda rows, share: chooser.random() < 0.9)
-        assert all(granted.values())
-        alone = len(granted) == 1 and next(iter(granted)) in claims and claims[next(iter(granted))].demand.whole > KNEE
-        assert sum(granted.values()) <= KNEE or alone
-        for one in asking:
-            one.enter(granted.get(one.number, 0))
-    assert max(one.longest for one in asking) <= longest + 10
 
 
 def test_certain_rows_come_first_then_candidates_by_chance() -> None:

@@ -56,13 +56,6 @@ def test_what_is_found_equals_a_naive_search(seed: int) -> None:
         assert next((match.length for match in matches.values()), 0) == best
 
 
-def test_no_tenant_finds_texts_of_another() -> None:
-    texts = SharedTexts()
-    texts.add("a", PROMPT, ANSWER)
-    assert list(found(texts, [11, 12, 13])) == [14]
-    assert found(texts, [11, 12, 13], "b") == {}
-
-
 def test_the_end_of_the_prompt_leads_to_the_first_tokens() -> None:
     texts = SharedTexts()
     texts.add("a", (*range(100, 200), *PROMPT), ANSWER)

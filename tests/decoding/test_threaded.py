@@ -7,22 +7,22 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 import torch
-from support.drafters import Alone
+from support.drafters import Alone, IdleDrafter
 from support.toy_dialects import END, IDS, ids, sequence_of, toy
 
-from pipedec.core import Accepted, Request, SamplingParams, Step, Verdict
+from pipedec.core import Accepted, Request, Step, Verdict
 from pipedec.decoding import Batch
 from pipedec.decoding.request_state import ROWS_OF_SEVERAL_THREADS
 from pipedec.methods import METHODS, applicable_options
-from pipedec.threads import Sequence, State
-from pipedec.tree import Candidates, DraftRows, RowChanges, forest_of
+from pipedec.threads import State
+from pipedec.tree import Candidates, DraftRows, forest_of
 
 PROMPT = (1, 2, 3)
 TREE = {"width": 100, "children": 4, "depth": 2, "forwards": 1}
 FORK, CHILD, CLOSE, JOIN = IDS["[Fork]"], IDS["[Child]"], IDS["</Path>"], IDS["<Conclusion>"]
 
 
-class Lines:
+class Lines(IdleDrafter):
     """A draft that proposes for every row of a thread the same tokens."""
 
     def __init__(self, default: list[tuple[str, float]] | None = None) -> None:
@@ -30,14 +30,6 @@ class Lines:
         self.default = default or [("a", 0.5), ("b", 0.2), ("c", 0.1), ("d", 0.05)]
         self.asked: list[tuple[int, int, int]] = []  # thread, depth and token of each row
         self.forwards: list[set[int]] = []  # the threads of each
-
-    def open(self, number: int, sequence: Sequence, token_ids: Iterable[int], sampling: SamplingParams) -> int:
-        return 0
-
-    def close(self, number: int) -> None: ...
-    def advance(self, number: int, thread: int, changes: RowChanges) -> None: ...
-    def threads_changed(self, number: int) -> None: ...
-    def forget_prefixes(self) -> None: ...
 
     def expand(self, requested: Iterable[DraftRows], prompts: Mapping[int, object]) -> list[Candidates]:
         found = []

@@ -8,7 +8,7 @@ import torch
 
 from pipedec import threads
 from pipedec.core import Request, SamplingParams, Step, Verdict
-from pipedec.decoding import Batch, Drafter, Experience, TimestepTiming
+from pipedec.decoding import Batch, Drafter, Experience
 from pipedec.decoding.controller import Controller
 from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
 
@@ -23,7 +23,19 @@ class Switch(Controller):
     is_speculating = False
 
 
-class ScriptedDrafter:
+class IdleDrafter:
+    """Takes no notice of what becomes of answers, and has cached nothing."""
+
+    def open(self, number: int, sequence: threads.Sequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
+        return 0
+
+    def close(self, number: int) -> None: ...
+    def advance(self, number: int, thread: int, changes: RowChanges) -> None: ...
+    def threads_changed(self, number: int) -> None: ...
+    def forget_prefixes(self) -> None: ...
+
+
+class ScriptedDrafter(IdleDrafter):
     """Answers from a table of bigrams."""
 
     def __init__(self, bigrams: Mapping[int, Line]) -> None:
@@ -37,11 +49,6 @@ class ScriptedDrafter:
     def open(self, number: int, sequence: threads.Sequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         self.begun += 1
         return 0
-
-    def close(self, number: int) -> None: ...
-
-    def threads_changed(self, number: int) -> None: ...
-    def forget_prefixes(self) -> None: ...
 
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
         for chunk in prompts.values():
@@ -104,9 +111,6 @@ class Alone:
 
     def apply(self, verdict: Verdict) -> None:
         self.batch.apply(self._number, verdict)
-
-    def observe(self, timing: TimestepTiming) -> None:
-        self.batch.observe(timing)
 
 
 def begun(

@@ -18,7 +18,7 @@ from pipedec.kv import KVManager
 from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, PredictionTree, RowChanges
-from support.drafters import RARE, ScriptedDrafter
+from support.drafters import RARE, IdleDrafter, ScriptedDrafter
 from support.toy_dialects import behind
 from support.toy_structures import Rule, ToyStructure, rule_of
 
@@ -38,7 +38,7 @@ METHODS: dict[str, tuple[MethodOptions | None, ...]] = {
 MASKS = 2
 
 
-class KnowingDrafter:
+class KnowingDrafter(IdleDrafter):
     """Knows ``share`` of what every request's answer says next. Counts rows as a draft model with a cache does."""
 
     def __init__(self, chooser: random.Random, share: float = 0.6) -> None:
@@ -63,9 +63,6 @@ class KnowingDrafter:
 
     def close(self, number: int) -> None:
         del self.open_requests[number]
-
-    def threads_changed(self, number: int) -> None: ...
-    def forget_prefixes(self) -> None: ...
 
     def advance(self, number: int, thread: int, changes: RowChanges) -> None:
         self.open_requests[number].advance(number, thread, changes)

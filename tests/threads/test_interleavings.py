@@ -17,14 +17,12 @@ from support.toy_dialects import (
     TAGS,
     WORDS,
     at,
-    position_after,
     sequence_of,
     toy,
 )
 
 from pipedec.threads import (
     BoundDialect,
-    DecodeThread,
     DocumentToken,
     Sequence,
     State,
@@ -187,39 +185,6 @@ def test_every_interleaving_is_the_document_of_a_naive_reader(name, make_model, 
         assert runs[0].anomalies == runs[1].anomalies
         ends = [{thread.path: thread.ended_by for thread in sequence.threads} for sequence in runs]
         assert ends[0] == ends[1]
-
-
-@pytest.mark.parametrize("name", DIALECTS)
-@examples(25)
-@given(seed=st.integers(0, 2**32), max_tokens=st.integers(5, 80), max_positions=st.sampled_from([None, 100, 130]))
-def test_what_follows_a_path_is_what_is_there_once_it_is_accepted(name, seed, max_tokens, max_positions) -> None:
-    """``following`` looked along paths of which only the last token does something; then the path is accepted."""
-    bound, turn = DIALECTS[name], random.Random(seed)
-    model = random_model(bound, seed)
-    sequence = ThreadedSequence(bound, PROMPT, (END,), max_tokens, max_positions)
-    said: dict[Path, int] = {}
-    while sequence.finished is None:
-        thread = turn.choice([thread for thread in sequence.threads if thread.state is State.RUNNING])
-        path: list[int] = []
-        for _ in range(turn.randint(1, 4)):
-            path.append(model(thread.path, said.get(thread.path, 0) + len(path)))
-            if sequence.ends_walk(thread.number, path[-1], path[:-1]):
-                break
-        said[thread.path] = said.get(thread.path, 0) + len(path)
-        position, banned = position_after(sequence, thread.number, path), sequence.banned(thread.number, path)
-        for token in path:
-            sequence.accept(thread.number, token)
-        if (
-            thread.state is State.RUNNING
-            and thread.token_ids[-1] == path[-1]
-            and len(thread.joins) == _joins_before(thread, path)
-        ):
-            assert (position, banned) == (thread.next_position, sequence.banned(thread.number))
-
-
-def _joins_before(thread: DecodeThread, path: list[int]) -> int:
-    """How many joins a thread has but those that the last token of ``path`` made: behind a join others say what follows."""
-    return sum(join.index < thread.num_tokens - 1 for join in thread.joins)
 
 
 @pytest.mark.parametrize("name", ["pasta", "pasta, nested", "pasta, fixed length", "pasta, longest"])

@@ -124,18 +124,6 @@ def test_a_folded_prompt_is_what_its_rows_would_be(tmp_path: Path) -> None:
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_gradients_reach_what_is_learned_and_nothing_else(tmp_path: Path) -> None:
-    target = save_tiny("llama", tmp_path).requires_grad_(False)
-    rows = mask_rows(SAMPLES, PLACES, 2, 3)
-    for prompting in ("deep", "shallow"):
-        learned = Learned(target, 2, 3, prompting, 0.1, seed=0)
-        logits_of_groups(target, learned.prompt_of(target), learned.masks, rows).logsumexp(1).sum().backward()
-        for parameter in (learned.masks, learned.prompt):
-            assert parameter.grad is not None and bool((parameter.grad.flatten(1).abs().sum(1) > 0).all())
-        assert learned.prompt_of(target).shape == (4, 2, 2, 3, 8)
-    assert all(parameter.grad is None for parameter in target.parameters())
-
-
 def test_groups_hang_behind_places_that_have_a_label() -> None:
     assert places_of(Continuation(list(range(8)), 3)).tolist() == [2, 3, 4, 5]
     assert places_of(Continuation([1, 2, 3, 4], 3)).tolist() == []

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import torch
 from msgspec.structs import replace
+from support.drafters import IdleDrafter
 from support.kv_caches import read_cache
 from support.toy_dialects import END, IDS, TAGS, TEXTS, at, behind, position_after
 from torch import Tensor
@@ -35,7 +36,7 @@ from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import BoundDialect, DecodeThread, NewSequence, State, ThreadedSequence
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.topology import Topology
-from pipedec.tree import Candidates, DraftRows, Forest, RowChanges, forest_of
+from pipedec.tree import Candidates, DraftRows, Forest, forest_of
 
 PROMPT = 5
 MASKS = 3
@@ -236,7 +237,7 @@ def _position(sequence: ThreadSequence, name: Name) -> int:
     return position_after(sequence, thread.number, list(tokens[thread.num_tokens : index]))
 
 
-class MarkedDrafter:
+class MarkedDrafter(IdleDrafter):
     """Says what the targets will say, bans apart, ``accuracy`` of the time."""
 
     def __init__(self, targets: Mapping[int, Target], accuracy: float, seed: int) -> None:
@@ -250,10 +251,6 @@ class MarkedDrafter:
 
     def close(self, number: int) -> None:
         del self._sequences[number]
-
-    def advance(self, number: int, thread: int, changes: RowChanges) -> None: ...
-    def threads_changed(self, number: int) -> None: ...
-    def forget_prefixes(self) -> None: ...
 
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> list[Candidates]:
         found = []

@@ -50,18 +50,6 @@ def test_rows_of_two_threads_see_their_own_trees_and_what_came_before_the_child(
     assert [forest.child(1, IDS[text]) for text in "xyz"] == [3, 4, None]
 
 
-def test_rows_behind_a_promise_stand_behind_the_predicted_length() -> None:
-    forest = forest_of("pasta")
-    accept(forest, t0="<promise")
-    enter(forest, ("<promise", -1, 0), (' tokens="', 0, 0), ("2", 1, 0), ('"/>', 2, 0), ("a", 3, 0), ("b", 4, 0), ("x", 0, 0))
-    first = PROMPT
-    expected = [first, first + 1, first + 2, first + 3, first + 6, first + 7, first + 1]
-    assert forest.positions_of(slice(None)).tolist() == expected
-    accept(forest, t0='tokens 2 "/> a'.replace("tokens", ":"))
-    assert forest.positions_of(slice(None)).tolist() == [first + 6, first + 7] and forest.token_ids.tolist() == ids("a b")
-    assert forest.sequence.main.positions == [*expected[:4], first + 6]
-
-
 def test_rows_that_cannot_be_are_refused() -> None:
     forest = forest_of()
     with pytest.raises(ValueError, match="thread 1, which is not open"):

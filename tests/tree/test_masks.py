@@ -7,10 +7,6 @@ import torch
 from pipedec.tree import PredictionTree, is_mask, mask_groups, visible_slots
 
 
-def test_masks_are_the_negative_ids() -> None:
-    assert is_mask(torch.tensor([0, 5, -1, -16, 63])).tolist() == [False, False, True, True, False]
-
-
 def test_groups_follow_each_other_and_chain_inside() -> None:
     token_ids, parents = mask_groups(torch.tensor([0, 2]), 5, 3)
     assert token_ids.tolist() == [-1, -2, -3, -1, -2, -3]

@@ -92,35 +92,6 @@ def closed_rows(data: st.DataObject, tree: PredictionTree) -> list[int]:
     return rows
 
 
-@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 10_000))
-def test_grow_takes_the_likeliest_paths_in_row_order(width: int, children: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    tree = PredictionTree()
-    tree.append(torch.tensor([5]), torch.tensor([-1]))
-    layer = slice(0, 1)
-    expected_paths = {(5,): 0.0}
-    for _ in range(3):
-        rows = torch.arange(layer.start, layer.stop)
-        logits = torch.rand(len(rows), 11, generator=generator, dtype=torch.float64).mul(5)
-        top = logits.log_softmax(-1).topk(children)
-        before = paths_of(tree)
-        scored = {
-            (*before[row], int(token)): expected_paths[before[row]] + float(log_prob)
-            for row, tokens, log_probs in zip(rows.tolist(), top.indices, top.values, strict=True)
-            for token, log_prob in zip(tokens, log_probs, strict=True)
-        }
-        layer = tree.grow(Candidates(rows, top.indices, top.values.float()), width)
-        wanted = sorted(scored, key=scored.__getitem__, reverse=True)[: min(width, len(rows) * children)]
-        after = paths_of(tree)
-        assert set(after[layer.start :]) == set(wanted)
-        parents = tree.parents[layer].tolist()
-        assert parents == sorted(parents)
-        expected_paths |= {path: scored[path] for path in wanted}
-        cumulative = tree.cumulative_log_probs
-        for index, path in enumerate(after):
-            assert float(cumulative[index]) == pytest.approx(expected_paths[path], abs=1e-4)
-
-
 @pytest.mark.parametrize("rows", [[], [1], [0, 2], [0, 2, 1], [0, 1, 1], [0, 1, 3], [-1, 0]])
 def test_rows_to_keep_that_are_no_tree_are_refused(rows: list[int]) -> None:
     tree = PredictionTree()
@@ -135,13 +106,6 @@ def test_a_chain_of_rows_in_one_step() -> None:
     tree.append(torch.tensor([1, 2]), torch.tensor([-1, 0]))
     tree.append(torch.arange(3, 12), torch.arange(1, 10))
     assert torch.equal(tree.tree_mask, torch.ones(11, 11, dtype=torch.bool).tril())
-
-
-def paths_of(tree: PredictionTree) -> list[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return paths
 
 
 def test_candidates_follow_the_tree() -> None:
@@ -167,43 +131,6 @@ def test_a_verdict_of_another_tree_is_refused() -> None:
     tree.append(torch.tensor([1, 2]), torch.tensor([-1, 0]))
     with pytest.raises(ValueError, match="does not follow"):
         tree.advance([5, 6])
-
-
-class Fives:
-    """Five positions stay empty behind every path that ends with token 5."""
-
-    def may_follow(self, token: int) -> bool:
-        return token == 5
-
-    def after(self, path: list[int]) -> int:
-        assert path[-1] == 5
-        return 5 if len(path) > 1 else 3
-
-
-def gapped(*rows: tuple[int, int]) -> PredictionTree:
-    """Rows as (token, parent) behind position 10."""
-    tree = PredictionTree(block=4)
-    tree.gaps = Fives()
-    tree.reset(10)
-    tree.set_root_position(10, 2)
-    tree.append(*(torch.tensor(column) for column in zip(*rows, strict=True)))
-    return tree
-
-
-def test_positions_behind_a_row_stay_empty() -> None:
-    tree = gapped((1, -1), (2, 0), (5, 0), (3, 1), (5, 1), (4, 4), (6, 2), (7, 5))
-    assert tree.positions.tolist() == [10, 13, 13, 14, 14, 20, 17, 21]
-    assert tree.path(5) == [2, 5, 4] and tree.path(0) == []
-
-
-def test_a_root_keeps_the_gap_behind_it() -> None:
-    tree = gapped((1, -1), (2, 0), (5, 1), (4, 2))
-    tree.advance([2])
-    assert (tree.root_position, tree.positions.tolist()) == (13, [13, 14, 20])
-    tree.advance([5])
-    assert (tree.root_position, tree.positions.tolist()) == (14, [14, 20])
-    tree.advance([4])
-    assert (tree.root_position, tree.positions.tolist()) == (20, [20])
 
 
 def test_all_rows_can_be_dropped_and_the_tree_planted_anew() -> None:
