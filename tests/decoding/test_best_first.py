@@ -136,14 +136,6 @@ def test_what_was_copied_gives_way_to_what_the_draft_says() -> None:
     assert hit and changes.committed == [0, row], "it was right all the same"
 
 
-def test_ngrams_alone_leave_the_draft_alone() -> None:
-    drafter = ScriptedDrafter(SURE)
-    method = best_first(drafter, proposers=NGRAMS_ALONE)
-    method.apply(Verdict.of(10))
-    method.draft()
-    assert (drafter.begun, drafter.prompt, drafter.expanded) == (0, [], [])
-
-
 def test_ngrams_and_draft_together() -> None:
     """The draft knows nothing of 4 after 3, the text nothing of what the draft says."""
     method = best_first(

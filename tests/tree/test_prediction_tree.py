@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedec.tree import Advance, Candidates, PredictionTree, Visibility
+from pipedec.tree import Advance, PredictionTree, Visibility, is_mask, mask_groups, visible_slots
 
 
 class NaiveTree:
@@ -108,15 +108,6 @@ def test_a_chain_of_rows_in_one_step() -> None:
     assert torch.equal(tree.tree_mask, torch.ones(11, 11, dtype=torch.bool).tril())
 
 
-def test_candidates_follow_the_tree() -> None:
-    tree = PredictionTree()
-    tree.append(torch.tensor([1, 2, 3]), torch.tensor([-1, 0, 0]))
-    candidates = Candidates(torch.tensor([1, 2]), torch.tensor([[7, 8], [9, 4]]), torch.zeros(2, 2))
-    pruned = candidates.advanced(tree.advance([3]))
-    assert pruned.rows.tolist() == [0]
-    assert pruned.token_ids.tolist() == [[9, 4]]
-
-
 @pytest.mark.parametrize(
     ("token_ids", "parents", "message"),
     [([1, 2], [-1, -1], "one root"), ([1], [0], "after its parent"), ([1, 2], [-1, 1], "after its parent")],
@@ -152,3 +143,30 @@ def test_visibility_of_some_rows_without_the_last_slots() -> None:
     assert torch.equal(part.seen, visibility.seen[1:3, :3])
     assert part.slot_positions().tolist() == [0, 10, 20, 30, 40] and part.shared == 2
     assert torch.equal(visibility.of(slice(0, 3), 7).seen, visibility.seen)
+
+
+def test_groups_follow_each_other_and_chain_inside() -> None:
+    token_ids, parents = mask_groups(torch.tensor([0, 2]), 5, 3)
+    assert token_ids.tolist() == [-1, -2, -3, -1, -2, -3]
+    assert parents.tolist() == [0, 5, 6, 2, 8, 9]
+    token_ids, parents = mask_groups(torch.tensor([1, 0]), 2, 1)
+    assert (token_ids.tolist(), parents.tolist()) == ([-1, -1], [1, 0])
+
+
+def test_no_rows_or_no_masks_give_no_groups() -> None:
+    for rows, num_masks in ((torch.zeros(0, dtype=torch.int64), 3), (torch.tensor([0, 1]), 0)):
+        token_ids, parents = mask_groups(rows, 2, num_masks)
+        assert token_ids.dtype == parents.dtype == torch.int64
+        assert (token_ids.tolist(), parents.tolist()) == ([], [])
+
+
+def test_figure_3_of_the_paper() -> None:
+    """Three prompt tokens, five of the sentence (one of them the root), three masks."""
+    tree = PredictionTree()
+    tree.reset(4)
+    tree.plant(7)
+    tree.append(*mask_groups(torch.tensor([0]), 1, 3))
+    seen = visible_slots(tree.tree_mask, is_mask(tree.token_ids), 3, 4)
+    rows = ["".join("01"[value] for value in row) for row in seen.tolist()]
+    assert rows == ["000" "1111" "1000", "111" "1111" "1100", "111" "1111" "1110", "111" "1111" "1111"]  # fmt: skip
+    assert tree.positions.tolist() == [4, 5, 6, 7]
