@@ -6,7 +6,7 @@ from itertools import islice
 from math import exp, log
 
 import pytest
-from support.drafters import PROMPT, Alone, ScriptedDrafter, Switch, begun, rows
+from support.drafters import PROMPT, Alone, ScriptedDrafter, begun, rows
 
 from pipedec.core import Request, UserError, Verdict
 from pipedec.decoding import Experience
@@ -74,23 +74,6 @@ def test_every_verdict_teaches() -> None:
             method.draft()
         assert weights[0] < before[0]
         assert weights[-1] > before[-1]
-
-
-def test_without_speculation_it_is_the_plain_pipeline() -> None:
-    experience, drafter = Experience(PASSAGE), ScriptedDrafter(SURE)
-    request = Request(0, PROMPT)
-    experience.controller = Switch(PASSAGE)
-    ours, plain = begun(request, drafter, experience), begun(Request(0, PROMPT, method="pp"))
-    assert ours.propose() is None
-    for token in (10, 11, 12):
-        for method in (ours, plain):
-            method.apply(Verdict.of(token))
-            assert rows(method.propose()) == [(token, -1)]
-            for _ in range(2):
-                method.draft()
-                assert method.propose() is None
-        assert (ours.hits, ours.misses) == (plain.hits, plain.misses)
-    assert drafter.expanded == []
 
 
 def test_ngrams_alone_find_the_continuation() -> None:

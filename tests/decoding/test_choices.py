@@ -17,6 +17,7 @@ from pipedec.decoding.proposers import (
     DRAFT_PRIOR,
     LENGTHS,
     MAX_PROPOSED,
+    MAX_SEEN,
     Match,
     MatchRates,
     NgramProposer,
@@ -220,6 +221,14 @@ def test_tokens_seen_anywhere_have_features_and_may_be_proposed() -> None:
     features = {token: row[-4:] for token, row in features_of(line).items()}
     assert features.keys() == {6, 7, 5, 8, 4, NO_TOKEN}
     assert features[4] == pytest.approx([1, math.log(2), math.log(7), 1]) and features[6][-1] == 0
+
+
+def test_of_many_seen_tokens_the_most_frequent_are_proposed() -> None:
+    seen = SeenTokens([token for token in range(100) for _ in range(1 + token % 7)])
+    (line,) = scored(candidates({200: 0.5}), [{}], seen=seen, proposes_seen=True)
+    proposed = set(line.token_ids) - {200}
+    least = min(1 + token % 7 for token in proposed)
+    assert len(proposed) == MAX_SEEN and proposed >= {token for token in range(100) if 1 + token % 7 > least}
 
 
 def test_the_rate_of_a_match_is_that_of_its_length() -> None:

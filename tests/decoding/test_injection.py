@@ -76,15 +76,11 @@ def line_of(choices: list[tuple[int, float]]) -> Line:
 
 def injected(injection: InjectionTree) -> list[TokenPath]:
     """The paths of all rows, the root's token first."""
-    rows = range(injection.num_rows)
-    return [tuple(injection.tokens_of(injection.ancestors_of(row)[::-1])) for row in rows]
+    return [(*injection.tokens_of([0]), *injection.path(row)) for row in range(injection.num_rows)]
 
 
 def paths_of(tree: PredictionTree) -> list[TokenPath]:
-    paths: list[TokenPath] = []
-    for token, parent in zip(tree.token_ids.tolist(), tree.parents.tolist(), strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return paths
+    return [(*tree.tokens_of([0]), *tree.path(row)) for row in range(tree.num_rows)]
 
 
 class Trio:

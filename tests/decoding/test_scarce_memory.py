@@ -6,7 +6,7 @@ import random
 from functools import partial
 
 import pytest
-from support.simulation import KnowingDrafter
+from support.simulation import KnowingDrafter, entered
 from support.toy_structures import ToyStructure, rule_of
 
 from pipedec.core import Request, SamplingParams, UserError, Verdict
@@ -25,11 +25,6 @@ def batch(capacity: int, knee: int = 16) -> Batch:
 def arrive(batch: Batch, number: int, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 20, priority: int = 0) -> None:
     sampling = SamplingParams(max_tokens=max_tokens)
     batch.open(Request(number, prompt, sampling, "pp", priority=priority), partial(Sequence, len(prompt), (), max_tokens))
-
-
-def entered(batch: Batch) -> dict[int, int]:
-    """By request, the rows that enter at the next timestep."""
-    return {number: one.step.num_rows for number, one in batch.propose().items() if one.step is not None}
 
 
 def test_users_who_arrive_together_find_the_prefix_of_the_first() -> None:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 from functools import partial
 
-from support.simulation import KnowingDrafter, proposed
+from support.simulation import KnowingDrafter, entered, proposed
 
 from pipedec.core import MethodOptions, Request, SamplingParams, Verdict
 from pipedec.decoding import Batch, TimestepTiming
@@ -38,11 +38,6 @@ def running(batch: Batch, count: int) -> Batch:
         waiting -= set(entered(batch))
     accept(batch, range(count))
     return batch
-
-
-def entered(batch: Batch) -> dict[int, int]:
-    """By request, the rows that enter at the next timestep."""
-    return {number: step.num_rows for number, step in proposed(batch).items()}
 
 
 def drafted(width: int, *others: int, knee: int = KNEE) -> dict[int, int]:

@@ -225,6 +225,11 @@ def proposed(batch: Batch) -> dict[int, Step]:
     return {number: update.step for number, update in batch.propose().items() if update.step is not None}
 
 
+def entered(batch: Batch) -> dict[int, int]:
+    """By request, the number of rows that enter at the next timestep."""
+    return {number: step.num_rows for number, step in proposed(batch).items()}
+
+
 @dataclass
 class Running:
     """A request that has not ended.

@@ -85,18 +85,6 @@ def test_bodies_are_released_when_only_the_end_waits_for_them() -> None:
     assert ended(sequence) == ["stop", "close", "close"]
 
 
-@pytest.mark.parametrize(("rule", "position"), [("continue", 14), ("longest", 17), ("flat", 10 + 4 + 5 + 3)])
-def test_positions_after_a_join(rule: str, position: int) -> None:
-    sequence = sequence_of(toy("parallel", after_join=rule), prompt_length=10)
-    say(sequence, (), "a <Parallel> <Parallel> b")
-    say(sequence, (0,), "p q r </Path>")
-    say(sequence, (), "<Conclusion>")
-    say(sequence, (1,), "s </Path>")
-    assert sequence.main.positions[-1] == position == sequence.threads[0].next_position - 1
-    say(sequence, (), "c </Conclusion> </Parallel> <|end|>")
-    assert [token.token_id for token in sequence.document() if sequence.is_shown(token)] == ids("a p q r s b c")
-
-
 def test_what_is_banned_where() -> None:
     sequence = sequence_of(toy("apar", max_depth=1, max_children=2))
     assert sequence.banned(0) == {CHILD}

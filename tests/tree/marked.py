@@ -350,7 +350,6 @@ class MarkedStages:
     Attributes:
         widest: rows of the largest step.
         most_threads: threads of the step with the most of them.
-        most_requests: requests with rows in one timestep.
     """
 
     def __init__(
@@ -374,7 +373,7 @@ class MarkedStages:
         self._stages = LocalStages(self.workers, topology, Recorder(Pacer(None, 0)), None, prunes_at_once=not windows)
         self._windows = windows
         self._verdicts: deque[list[int]] = deque([[]] * stages, maxlen=stages)  # the requests that had some, newest first
-        self.widest = self.most_threads = self.most_requests = 0
+        self.widest = self.most_threads = 0
 
     def advance(self, number: int, entering: StageMessage, meanwhile: Callable[[], None]) -> Timestep:
         timestep = self._stages.advance(number, self._enter(entering), meanwhile)
@@ -390,7 +389,6 @@ class MarkedStages:
 
     def _enter(self, entering: StageMessage) -> StageMessage:
         """Rank 0's rows with their names."""
-        self.most_requests = max(self.most_requests, sum(update.step is not None for update in entering.updates))
         return StageMessage(tuple(map(self._named, entering.updates)), entering.ends_session)
 
     def _named(self, update: RequestUpdate) -> RequestUpdate:

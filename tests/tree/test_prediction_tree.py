@@ -153,13 +153,6 @@ def test_groups_follow_each_other_and_chain_inside() -> None:
     assert (token_ids.tolist(), parents.tolist()) == ([-1, -1], [1, 0])
 
 
-def test_no_rows_or_no_masks_give_no_groups() -> None:
-    for rows, num_masks in ((torch.zeros(0, dtype=torch.int64), 3), (torch.tensor([0, 1]), 0)):
-        token_ids, parents = mask_groups(rows, 2, num_masks)
-        assert token_ids.dtype == parents.dtype == torch.int64
-        assert (token_ids.tolist(), parents.tolist()) == ([], [])
-
-
 def test_figure_3_of_the_paper() -> None:
     """Three prompt tokens, five of the sentence (one of them the root), three masks."""
     tree = PredictionTree()

@@ -73,12 +73,6 @@ def test_a_step_of_200_rows_and_40_threads() -> None:
     assert rehearsal.stages.widest >= 200 and rehearsal.stages.most_threads >= 40
 
 
-def test_requests_are_in_the_pipeline_at_the_same_time() -> None:
-    rehearsal = Rehearsal(DIALECTS["apar"], 5, "pp", 3, True, 40, arrivals=(1, 1, 1, 2, 30, 31))
-    assert [said(answer) for answer in rehearsal.run()] == [said(answer) for answer in rehearsal.expected()]
-    assert rehearsal.stages.most_requests >= 3
-
-
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["one thread", "apar"])
