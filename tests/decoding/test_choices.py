@@ -107,14 +107,6 @@ def test_a_draft_that_is_certain_leaves_something_for_others() -> None:
     assert line.token_ids == [8] and math.isfinite(features_of(line)[NO_TOKEN][0])
 
 
-def test_without_memory_for_a_draft_only_ngrams_propose() -> None:
-    """The draft model has no children for any row."""
-    nothing = Candidates(torch.arange(2), torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, 0))
-    lines = scored(nothing, [matches({5: 3, 6: 2}), {}])
-    assert [line.token_ids for line in lines] == [[5, 6], []]
-    assert features_of(lines[0])[5][:DRAFT] == pytest.approx([math.log(0.01), 1.0])
-
-
 def test_trees_of_one_kind_are_scored_together_and_get_their_own_lines() -> None:
     """As each of them alone; what another request has learned stays its own."""
     prior = {"draft": DRAFT_PRIOR, "ngrams": NgramProposer.prior}

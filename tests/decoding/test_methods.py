@@ -68,20 +68,6 @@ def test_a_hit_prunes_the_candidates_before_the_next_layer_is_chosen(drafter: Sc
     assert drafter.skipped == 0
 
 
-def test_a_miss_starts_a_new_tree(drafter: ScriptedDrafter) -> None:
-    method = pipedec(drafter)
-    for _ in range(3):
-        method.propose()
-        method.draft()
-    method.apply(Verdict.of(40))
-    assert rows(method.propose()) == [(40, -1)]
-    method.draft()
-    assert rows(method.propose()) == [(41, 0), (42, 0)]
-    assert drafter.expanded[-1] == [40]
-    assert (method.hits, method.misses) == (0, 2)
-    assert drafter.skipped == 0
-
-
 def test_an_empty_frontier_proposes_nothing_until_the_miss(drafter: ScriptedDrafter) -> None:
     """The width limit can cut every path behind a row that then turns out true."""
     method = pipedec(drafter, width=2, token=20)
@@ -123,17 +109,6 @@ def test_a_static_tree_enters_whole_and_waits_for_its_verdict(drafter: ScriptedD
     assert (method.hits, method.misses) == (3, 2), "an answer may end in the middle of the tree"
     method.draft()
     assert method.propose() is None
-
-
-def test_plain_pipeline_waits_for_every_token() -> None:
-    method = begun(Request(0, PROMPT, method="pp"))
-    assert method.propose() is None
-    for count, token in enumerate((10, 11), start=1):
-        method.apply(Verdict.of(token))
-        assert rows(method.propose()) == [(token, -1)]
-        method.draft()
-        assert method.propose() is None
-        assert (method.hits, method.misses) == (0, count)
 
 
 @pytest.mark.parametrize("name", METHODS)

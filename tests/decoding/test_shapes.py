@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from functools import cache
-from math import log
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from support.drafters import PROMPT, Alone, ScriptedDrafter, begun, rows
 from support.examples import examples
 
 from pipedec.core import Request, Verdict
-from pipedec.decoding.shapes import Node, PositionalAcceptance, WidestLayers, best_tree
+from pipedec.decoding.shapes import Node, PositionalAcceptance, best_tree
 from pipedec.methods import TREE_SHAPES, StaticTreeOptions
 from pipedec.tree import Candidates, DraftTree
 
@@ -225,11 +224,6 @@ def test_ngrams_add_what_the_draft_does_not_say() -> None:
     assert (31, 32, 33, 34) in entered(method)
     alone = begun_with(ScriptedDrafter({}), text, 31, rows=12, shape="opt-tree")
     assert all(token in (31, 60, 61) for path in entered(alone) for token in path)
-
-
-def test_the_widest_layer_prefers_earlier_parents() -> None:
-    shape = WidestLayers(3)
-    assert [pick.parent for pick in shape.grow([[log(0.2), log(0.1)], [log(0.3), log(0.2)]])] == [1, 0, 1]
 
 
 def test_candidates_need_not_be_sorted() -> None:

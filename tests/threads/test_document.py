@@ -28,14 +28,6 @@ def test_text_behind_an_open_child_is_held_back() -> None:
     assert taken(reader) == ""
 
 
-def test_nothing_is_handed_out_behind_the_cut() -> None:
-    sequence = sequence_of(toy("apar"), max_tokens=5)
-    reader = sequence.reader()
-    say(sequence, (), "a [Fork] b c")
-    say(sequence, (0,), "x <|end|>")
-    assert taken(reader) == "a [Fork] [Child] x <|end|>"
-
-
 def promised() -> Sequence:
     sequence = sequence_of(toy("pasta"))
     say(sequence, (), 'a <promise : 20 "/>!')
@@ -67,13 +59,6 @@ def test_a_tag_that_the_cut_divides_is_not_text_whatever_comes_behind_it() -> No
         assert taken(reader) == '<promise tokens=" 2 "/> <async>'
         say(sequence, (0,), "x </async>")
         assert [token.is_control for token in sequence.document()] == [*[True] * 5, False, True, True], rest
-
-
-def test_a_tag_that_is_none_is_text_up_to_the_cut() -> None:
-    sequence = sequence_of(toy("pasta"), max_tokens=4)
-    reader = sequence.reader()
-    say(sequence, (), "<promise : 2 <sync/>")
-    assert [token.is_control for token in reader.take()] == [True, False, False, True]
 
 
 def test_reading_back_stops_at_the_cut_and_may_stop_anywhere() -> None:
