@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.memory_scheduler import MemoryScheduler
+from support.whole_scheduler import FreshRun
 
 from pipedec.client.client import Client
 from pipedec.config import Settings
@@ -25,10 +25,12 @@ from pipedec.messages import (
 from pipedec.topology import Topology
 from pipedec.tracing import TraceEvent
 
+pytestmark = pytest.mark.usefixtures("redis_client")
+
 DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),))
 
 
-class Answers(MemoryScheduler):
+class Answers(FreshRun):
     """Every request is answered by the same events."""
 
     def __init__(self, *events: Event) -> None:
@@ -82,7 +84,7 @@ def test_a_refused_request_is_an_error(event: Event, message: str) -> None:
     assert scheduler.read_answer(0, "0", 0) == []
 
 
-class FailsAtOnce(MemoryScheduler):
+class FailsAtOnce(FreshRun):
     """The run fails while the request waits."""
 
     def submit(self, request: str, priority: int = 0, operation: str = "", owner: str = "") -> int:
@@ -99,7 +101,7 @@ def test_the_message_of_an_aborted_run_is_no_text_of_the_answer() -> None:
     assert pieces == []
 
 
-class OneOfEach(MemoryScheduler):
+class OneOfEach(FreshRun):
     """Requests are answered, refused, cancelled before they begin, and answered, in turn; the queue has room for so many."""
 
     def __init__(self, room: int) -> None:

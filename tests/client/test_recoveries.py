@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.clock import Clock
-from support.memory_scheduler import MemoryScheduler
+from support.processes import wait_until
+from support.whole_scheduler import FreshRun
 
 from pipedec.client.client import Client
 from pipedec.client.reply import Delta, Reply
@@ -30,6 +31,8 @@ from pipedec.scheduler import RunStatus
 from pipedec.scheduler.protocol import Remembered
 from pipedec.topology import Topology
 
+pytestmark = pytest.mark.usefixtures("redis_client")
+
 DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),))
 REQUEST = PromptRequest("Hello", sampling=SamplingParams(1.0, max_tokens=4))
 TEXT = "abcdefghij"
@@ -40,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-class Recovering(MemoryScheduler):
+class Recovering(FreshRun):
     """A run whose ranks are replaced, on a Redis that can be away."""
 
     def __init__(self) -> None:
@@ -145,7 +148,6 @@ def test_an_answer_pauses_while_the_run_recovers(clock: Clock) -> None:
     scheduler.publish(reply.number, said(0, 3))
     client.read(0)
     scheduler.renew_lease(1)
-    scheduler.lease_seconds = 0.0
     scheduler.recover([1], "rank 1 died")
     clock.advance(LOOK_SECONDS)
     client.read(0)
@@ -159,9 +161,10 @@ def test_an_answer_pauses_while_the_run_recovers(clock: Clock) -> None:
 
 
 def test_a_rank_that_nobody_replaces_is_lost() -> None:
-    scheduler = MemoryScheduler(Topology.even(1, 1), lease_seconds=0.0)
+    scheduler = FreshRun(Topology.even(1, 1), lease_ms=1)
     scheduler.open(DESCRIPTION)
     scheduler.renew_lease(1)
+    assert wait_until(lambda: scheduler.status().expired == (1,), 5)
     client = Client(scheduler)
     client.submit(REQUEST)
     with pytest.raises(RankLost, match="rank 1"):

@@ -183,6 +183,7 @@ def test_a_stop_string_behind_another_thread_does_not_cut_what_stands_before(
     assert telling.answer.completion.finish_reason == (finished or "stop")
 
 
+@pytest.mark.usefixtures("redis_client")
 def test_log_probabilities_follow_the_document(prompter: Prompter) -> None:
     """``sampled`` says which of all accepted tokens each token of the document is; the forced one was never sampled."""
     telling = Telling(prompter, "apar", logprobs=0)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from msgspec import to_builtins
-from support.memory_scheduler import MemoryScheduler
 from support.processes import wait_until
 from support.tiny_pair import CONTEXT, Pair
+from support.whole_scheduler import FreshRun
 
 from pipedec.config import Settings
 from pipedec.core import EpochEnded, PipedecError, SamplingParams, SchedulerLost, Verdict
@@ -32,6 +32,8 @@ from pipedec.topology import Topology
 from pipedec.tracing import Tracer
 from pipedec.tree import Candidates, DraftRows
 
+pytestmark = pytest.mark.usefixtures("redis_client")
+
 TOPOLOGY = Topology.even(1, 1)
 DESCRIPTION = RunDescription(Settings.of(target="target", dispatch="tasks"), ((1,),), ((0, 8),))
 NO_TRANSPORT: Any = SimpleNamespace(
@@ -40,14 +42,14 @@ NO_TRANSPORT: Any = SimpleNamespace(
 REQUEST, DRAFTED = (PromptRequest("Hello", True, name, SamplingParams(max_tokens=4)).to_json() for name in ("pp", "stpp"))
 
 
-class EndsAtOnce(MemoryScheduler):
+class EndsAtOnce(FreshRun):
     """Every request ends with its first token.
 
     Args:
         meanwhile: is called before its last task is reported. A message that this brings to rank 0 comes with the reply.
     """
 
-    def __init__(self, meanwhile: Callable[[MemoryScheduler], object]) -> None:
+    def __init__(self, meanwhile: Callable[[FreshRun], object]) -> None:
         super().__init__(TOPOLOGY)
         self.begun: list[int] = []
         self._meanwhile = meanwhile
@@ -92,7 +94,7 @@ def test_a_request_has_its_tenant_unless_the_cluster_shares_nothing(pair: Pair) 
         assert answer.request.tenant == expected
 
 
-def loop_of(scheduler: MemoryScheduler, pair: Pair, load_drafter: Callable[[], Drafter] | None = None) -> DraftLoop:
+def loop_of(scheduler: FreshRun, pair: Pair, load_drafter: Callable[[], Drafter] | None = None) -> DraftLoop:
     sequences = Sequences(pair.target)
     wiring = Wiring(scheduler, NO_TRANSPORT, TOPOLOGY, Tracer(0), sequences)
     admission = Admission(Prompter(pair.target, CONTEXT), sequences, TOPOLOGY.num_stages, None)
@@ -101,7 +103,7 @@ def loop_of(scheduler: MemoryScheduler, pair: Pair, load_drafter: Callable[[], D
 
 def test_a_stop_that_comes_with_the_end_of_a_request_is_obeyed(pair: Pair) -> None:
     """The scheduler hands a rank its next message with the reply to a report; here that message is the stop."""
-    scheduler = EndsAtOnce(MemoryScheduler.stop)
+    scheduler = EndsAtOnce(FreshRun.stop)
     first, second = scheduler.submit(REQUEST), scheduler.submit(REQUEST)
     loop_of(scheduler, pair).serve(NO_TRANSPORT)
     assert scheduler.read_answer(second, "0", 0)[-1][1] == ErrorEvent("the cluster is being stopped")
@@ -116,7 +118,7 @@ def test_an_abort_that_comes_with_the_end_of_a_request_is_raised(pair: Pair) -> 
 
 
 def test_a_run_whose_keys_are_gone_is_given_up(pair: Pair) -> None:
-    scheduler = MemoryScheduler(TOPOLOGY)  # never opened: as after a FLUSHALL
+    scheduler = FreshRun(TOPOLOGY)  # never opened: as after a FLUSHALL
     with pytest.raises(SchedulerLost, match="its keys were deleted"):
         loop_of(scheduler, pair).serve(NO_TRANSPORT)
 
@@ -143,20 +145,20 @@ class NotedDrafter:
 class Patient(EndsAtOnce):
     """Rank 0 may have to wait for a request until the end of the one before it is published, but not for ever."""
 
-    def __init__(self, meanwhile: Callable[[MemoryScheduler], object]) -> None:
+    def __init__(self, meanwhile: Callable[[FreshRun], object]) -> None:
         super().__init__(meanwhile)
         self._until = time.monotonic() + 30
 
     def wait_request(self, timeout_seconds: float) -> RankMessage | None:
         assert time.monotonic() < self._until, "rank 0 waits on"
-        return MemoryScheduler.wait_request(self, timeout_seconds)
+        return FreshRun.wait_request(self, timeout_seconds)
 
 
 def test_a_draft_model_that_is_loaded_late_is_used_as_soon_as_it_is_there(pair: Pair) -> None:
     """As after the recovery of rank 0: until then methods that need one do without."""
     drafter, may_load = NotedDrafter(), Flag()
 
-    def meanwhile(scheduler: MemoryScheduler) -> None:
+    def meanwhile(scheduler: FreshRun) -> None:
         assert may_load.is_set() or not drafter.opened
         may_load.set()
         if drafter.opened:
@@ -174,13 +176,13 @@ def test_a_draft_model_that_is_loaded_late_is_used_as_soon_as_it_is_there(pair: 
     assert drafter.opened == scheduler.begun[-1:] != [first]
 
 
-def lose_rank(scheduler: MemoryScheduler) -> None:
+def lose_rank(scheduler: FreshRun) -> None:
     """Rank 1 is lost, if it was not, and the next epoch begins."""
     scheduler.enter(scheduler.recover([1], "rank 1 was killed"))
     scheduler.open(DESCRIPTION, recovers=True)
 
 
-class Fatal(MemoryScheduler):
+class Fatal(FreshRun):
     """Rank 1 is lost as soon as a request begins."""
 
     def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None:

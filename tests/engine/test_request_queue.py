@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from support.memory_scheduler import MemoryScheduler
 from support.processes import wait_until
 from support.run_stats import run_stats
+from support.whole_scheduler import FreshRun
 
 from pipedec.config import Settings
 from pipedec.core import PipedecError, SchedulerLost
@@ -16,10 +16,12 @@ from pipedec.messages import CancelledEvent, ErrorEvent, Event, RunDescription, 
 from pipedec.scheduler.protocol import Post, RankMessage
 from pipedec.topology import Topology
 
+pytestmark = pytest.mark.usefixtures("redis_client")
+
 DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),))
 
 
-class Losable(MemoryScheduler):
+class Losable(FreshRun):
     """A run that is up, on a scheduler that can be lost."""
 
     def __init__(self) -> None:
@@ -56,7 +58,7 @@ def scheduler() -> Losable:
 
 
 def test_events_of_many_answers_are_published_in_order_before_the_end(scheduler: Losable) -> None:
-    scheduler.lease_seconds = 600.0
+    scheduler.lease_ms = 600_000
     queue = RequestQueue(scheduler)
     numbers = [scheduler.submit("{}") for _ in range(3)]
     with queue.serving():

@@ -1,20 +1,17 @@
-"""Any sequence of what clients and rank 0 do, of lost ranks and of a Redis that loses the run: both schedulers say the same, no
-request is lost or given out twice in an epoch, and a caller of an ended epoch changes nothing.
+"""Any sequence of what clients and rank 0 do, of lost ranks and of a Redis that loses the run: no request is
+lost or given out twice in an epoch, and a caller of an ended epoch changes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 
 import pytest
-import redis
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
-from support.memory_scheduler import MemoryScheduler
-from support.whole_scheduler import Scheduler, WholeScheduler
+from support.whole_scheduler import FreshRun, WholeScheduler
 
 from pipedec.config import Settings
 from pipedec.core import EpochEnded
@@ -25,7 +22,7 @@ from pipedec.topology import Topology
 
 TWO = Topology.even(2, 2)
 DESCRIPTION = RunDescription(Settings.of(target="target", max_num_seqs=3), TWO.groups, ((0, 1), (1, 2)))
-CALLS: list[Callable[[Scheduler], object]] = [
+CALLS: list[Callable[[WholeScheduler], object]] = [
     lambda zombie: zombie.take(3),
     lambda zombie: zombie.publish(0, TokensEvent([9], "z")),
     lambda zombie: zombie.complete(0),
@@ -33,39 +30,29 @@ CALLS: list[Callable[[Scheduler], object]] = [
     lambda zombie: zombie.begin_session(7, initial_windows(TWO, 8), 0),
     lambda zombie: zombie.end_orphans(),
 ]
-_runs = count()
 
 
 class Epochs(RuleBasedStateMachine):
-    """Rank 0, its clients and a zombie of every epoch, on both back ends."""
-
-    client: redis.Redis  # set by the test
+    """Rank 0, its clients and a zombie of every epoch."""
 
     @initialize()
     def begin(self) -> None:
-        self.run = f"epochs-{next(_runs)}"
-        self.real, self.twin = WholeScheduler(self.client, self.run, TWO), MemoryScheduler(TWO)
+        self.real = FreshRun(TWO)
         self.ended: list[WholeScheduler] = []
         self.told: dict[int, list[int]] = {}  # by unfinished request
         self.given: set[int] = set()  # to rank 0, and not finished
-        for scheduler in (self.real, self.twin):
-            scheduler.open(DESCRIPTION, recovers=True)
-
-    def both(self, call: Callable[[Scheduler], object]) -> object:
-        said, expected = call(self.real), call(self.twin)
-        assert said == expected
-        return said
+        self.real.open(DESCRIPTION, recovers=True)
 
     @rule(priority=st.integers(-1, 1))
     def submit(self, priority: int) -> None:
-        number = self.both(lambda scheduler: scheduler.submit("{}", priority))
-        assert isinstance(number, int) and number not in self.told
+        number = self.real.submit("{}", priority)
+        assert number not in self.told
         self.told[number] = []
 
     @rule(limit=st.integers(0, 3))
     def take(self, limit: int) -> None:
-        taken = self.both(lambda scheduler: [one.number for one in scheduler.take(limit).requests])
-        assert isinstance(taken, list) and not self.given & set(taken)
+        taken = [one.number for one in self.real.take(limit).requests]
+        assert not self.given & set(taken)
         self.given.update(taken)
 
     @precondition(lambda self: self.given)
@@ -73,7 +60,7 @@ class Epochs(RuleBasedStateMachine):
     def publish(self, data: st.DataObject, tokens: list[int], ends: bool) -> None:
         number = data.draw(st.sampled_from(sorted(self.given)))
         event = TokensEvent(tokens, "x" * len(tokens), index=len(self.told[number]), offset=len(self.told[number]))
-        self.both(lambda scheduler: (scheduler.complete if ends else scheduler.publish)(number, event))
+        (self.real.complete if ends else self.real.publish)(number, event)
         self.told[number] += tokens
         if ends:
             self.given.discard(number)
@@ -83,7 +70,7 @@ class Epochs(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.told)))
-        assert self.both(lambda scheduler: scheduler.cancel(number))
+        assert self.real.cancel(number)
         if number not in self.given:
             del self.told[number]
 
@@ -91,19 +78,18 @@ class Epochs(RuleBasedStateMachine):
     def lose_a_rank(self, lost: int, repeated: bool) -> None:
         self._zombie()
         for _ in range(1 + repeated):
-            self.both(lambda scheduler: scheduler.recover([lost], "it was killed"))
+            assert self.real.recover([lost], "it was killed") == self.real.epoch + 1
         self._enter()
 
     def _zombie(self) -> None:
-        zombie = WholeScheduler(self.client, self.run, TWO)
+        zombie = WholeScheduler(self.real.client, self.real.keys.run_id, TWO)
         zombie.enter(self.real.epoch)
         self.ended = [*self.ended[-3:], zombie]
 
     def _enter(self) -> None:
-        epoch = self.both(lambda scheduler: scheduler.current_epoch())
-        assert isinstance(epoch, int) and epoch == self.real.epoch + 1
+        epoch = self.real.current_epoch()
+        assert epoch == self.real.epoch + 1
         self.real.enter(epoch)
-        self.twin.enter(epoch)
 
     @rule()
     def lose_the_run(self) -> None:
@@ -114,33 +100,28 @@ class Epochs(RuleBasedStateMachine):
             for number in sorted(self.given)
         ]
         submitted = self.real.status().submitted
-        for scheduler in (self.real, self.twin):
-            scheduler.clear()
-            scheduler.enter(self.real.epoch)  # the twin forgets that, too
-            scheduler.restore(DESCRIPTION, "full", submitted, remembered)
+        self.real.clear()
+        self.real.restore(DESCRIPTION, "full", submitted, remembered)
         self.told = {number: told for number, told in self.told.items() if number in self.given}
         self._enter()
 
     @rule(call=st.sampled_from(CALLS))
-    def a_zombie_calls(self, call: Callable[[Scheduler], object]) -> None:
-        before = self.real.status(), self._journal(self.real)
+    def a_zombie_calls(self, call: Callable[[WholeScheduler], object]) -> None:
+        before = self.real.status(), self._journal()
         for zombie in self.ended:
             with pytest.raises(EpochEnded):
                 call(zombie)
-        assert (self.real.status(), self._journal(self.real)) == before
+        assert (self.real.status(), self._journal()) == before
 
     @invariant()
     def nothing_is_lost(self) -> None:
-        journal = self._journal(self.real)
-        assert journal == self._journal(self.twin)
+        journal = self._journal()
         assert {one.number: list(one.output_token_ids) for one in journal} == {number: self.told[number] for number in self.given}
-        real, twin = self.real.status(), self.twin.status()
-        assert (real.running, real.waiting, real.epoch) == (twin.running, twin.waiting, twin.epoch)
-        assert set(real.running) == self.given and real.waiting == len(self.told) - len(self.given)
+        status = self.real.status()
+        assert set(status.running) == self.given and status.waiting == len(self.told) - len(self.given)
 
-    @staticmethod
-    def _journal(scheduler: Scheduler) -> list[RankMessage]:
-        return [replace(one, text="") for one in scheduler.journal()]
+    def _journal(self) -> list[RankMessage]:
+        return [replace(one, text="") for one in self.real.journal()]
 
     def teardown(self) -> None:
         if hasattr(self, "real"):
@@ -148,6 +129,6 @@ class Epochs(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-def test_whatever_is_lost_both_schedulers_know_the_same_requests(redis_client: redis.Redis) -> None:
-    Epochs.client = redis_client
+@pytest.mark.usefixtures("redis_client")
+def test_whatever_is_lost_the_scheduler_knows_the_same_requests() -> None:
     run_state_machine_as_test(Epochs, settings=settings(deadline=None, stateful_step_count=30))  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Each call of the scheduler protocol, on both back ends: repeats, cancelling, failing, stopping, leases, answers."""
+"""Each call of the scheduler protocol: repeats, cancelling, failing, stopping, leases, answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from support.processes import wait_until
 from support.simulated_pipeline import SimulatedPipeline
-from support.whole_scheduler import Scheduler, WholeScheduler
+from support.whole_scheduler import WholeScheduler
 
 from pipedec.config import Settings
 from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost, UserError
@@ -28,26 +28,26 @@ from pipedec.scheduler.protocol import Remembered
 from pipedec.scheduler.workflow import Planned
 from pipedec.topology import Topology
 
-MakeScheduler = Callable[[Topology], Scheduler]
+MakeScheduler = Callable[[Topology], WholeScheduler]
 TWO = Topology.even(2, 2)
 DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,), (2,)), ((0, 1), (1, 2)))
 
 
-def begin(scheduler: Scheduler, session: int = 0, trace: bool = False) -> None:
+def begin(scheduler: WholeScheduler, session: int = 0, trace: bool = False) -> None:
     """Begin a session of single tasks, in a run that is up."""
     if scheduler.current_epoch() is None:
         scheduler.open(DESCRIPTION)
     scheduler.begin_session(session, initial_tasks(TWO), 100 if trace else 0)
 
 
-def taken(scheduler: Scheduler, rank: int) -> list[str]:
+def taken(scheduler: WholeScheduler, rank: int) -> list[str]:
     """The ids of the tasks that a rank is granted in one message."""
     message = scheduler.wait(rank, 1)
     assert message is not None and message.kind == "tasks"
     return [granted.task.id for granted in message.tasks]
 
 
-def submit_and_take(scheduler: Scheduler) -> None:
+def submit_and_take(scheduler: WholeScheduler) -> None:
     """Open the run; rank 0 takes request 0."""
     scheduler.open(DESCRIPTION)
     assert scheduler.submit("{}") == 0
@@ -228,8 +228,8 @@ def test_a_cleared_run_can_be_opened_again(make_scheduler: MakeScheduler) -> Non
         assert scheduler.wait(1, 0) is None and scheduler.failure() is None
 
 
-def test_clear_leaves_no_key(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
-    scheduler = make_redis_scheduler(TWO)
+def test_clear_leaves_no_key(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
     scheduler.open(DESCRIPTION)
     for rank in TWO.ranks:
         scheduler.renew_lease(rank)
@@ -249,23 +249,23 @@ def test_clear_leaves_no_key(make_redis_scheduler: Callable[[Topology], WholeSch
 
 
 @pytest.mark.failure_case("R6")
-def test_an_answer_survives_script_flush(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
+def test_an_answer_survives_script_flush(make_scheduler: MakeScheduler) -> None:
     topology = Topology.even(3, 3)
-    scheduler = make_redis_scheduler(topology)
+    scheduler = make_scheduler(topology)
     history = SimulatedPipeline(topology, scheduler, random.Random(3), 10).run(observe=scheduler.client.script_flush)
     assert len(history.verdicts[0]) == 10
 
 
-def test_a_deleted_workflow_raises_scheduler_lost(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
-    scheduler = make_redis_scheduler(TWO)
+def test_a_deleted_workflow_raises_scheduler_lost(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
     begin(scheduler)
     scheduler.client.delete(scheduler.keys.workflow)
     with pytest.raises(SchedulerLost, match="lost the run"):
         scheduler.report(0, [Task.compute("pre", 0, 0)], [])
 
 
-def test_a_rank_cannot_finish_tasks_of_a_later_session(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
-    first = make_redis_scheduler(TWO)
+def test_a_rank_cannot_finish_tasks_of_a_later_session(make_scheduler: MakeScheduler) -> None:
+    first = make_scheduler(TWO)
     begin(first)
     stopped = WholeScheduler(first.client, first.keys.run_id, TWO)
     assert stopped.wait(1, 1) is not None
@@ -280,9 +280,9 @@ def test_a_rank_cannot_finish_tasks_of_a_later_session(make_redis_scheduler: Cal
 
 
 def test_one_round_trip_reports_tasks_and_waits_for_the_next(
-    make_redis_scheduler: Callable[[Topology], WholeScheduler],
+    make_scheduler: MakeScheduler,
 ) -> None:
-    scheduler = make_redis_scheduler(TWO)
+    scheduler = make_scheduler(TWO)
     begin(scheduler)
     taken(scheduler, 1)
     before = scheduler.round_trips
@@ -290,7 +290,7 @@ def test_one_round_trip_reports_tasks_and_waits_for_the_next(
     assert following is not None and scheduler.round_trips == before + 1
 
 
-def test_status_and_members(make_scheduler: Callable[[Topology], Scheduler]) -> None:
+def test_status_and_members(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(Topology.even(2, 2))
     assert scheduler.status().state == "gone"
     scheduler.open(DESCRIPTION)
@@ -313,8 +313,8 @@ def test_status_and_members(make_scheduler: Callable[[Topology], Scheduler]) -> 
     assert scheduler.clock_us() > 1_600_000_000_000_000
 
 
-def test_clients_read_the_description_of_a_run(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
-    scheduler = make_redis_scheduler(Topology.even(3, 2))
+def test_clients_read_the_description_of_a_run(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(Topology.even(3, 2))
     run_id = scheduler.keys.run_id
     assert read_description(scheduler.client, run_id) is None
     description = RunDescription(
@@ -329,8 +329,8 @@ def test_clients_read_the_description_of_a_run(make_redis_scheduler: Callable[[T
         read_description(scheduler.client, run_id)
 
 
-def test_what_is_no_event_is_an_error_of_one_line(make_redis_scheduler: Callable[[Topology], WholeScheduler]) -> None:
-    scheduler = make_redis_scheduler(TWO)
+def test_what_is_no_event_is_an_error_of_one_line(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
     scheduler.client.xadd(scheduler.keys.answer(0), {"event": '{"kind": "news"}'})
     with pytest.raises(PipedecError, match=r"^the cluster sent an event that this version does not understand: "):
         scheduler.read_answer(0, "0", 1)
@@ -345,7 +345,7 @@ def test_what_is_published_of_a_request_that_has_ended_is_dropped(make_scheduler
     assert scheduler.read_answer(0, "0", 0) == []
 
 
-def recovered(scheduler: Scheduler, lost: Sequence[int] = (1,)) -> None:
+def recovered(scheduler: WholeScheduler, lost: Sequence[int] = (1,)) -> None:
     scheduler.enter(scheduler.recover(lost, "rank 1 was killed"))
 
 

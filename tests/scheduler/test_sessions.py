@@ -1,11 +1,11 @@
-"""Sessions of windows on both back ends: how windows follow each other, what they grant, what is traced."""
+"""Sessions of windows: how windows follow each other, what they grant, what is traced."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
-from support.whole_scheduler import Scheduler
+from support.whole_scheduler import WholeScheduler
 
 from pipedec.config import Settings
 from pipedec.core import RankLost, UserError
@@ -15,7 +15,7 @@ from pipedec.scheduler.protocol import SESSION_TRACE, Granted, RankMessage
 from pipedec.scheduler.workflow import after_window, initial_windows
 from pipedec.topology import Topology
 
-MakeScheduler = Callable[[Topology], Scheduler]
+MakeScheduler = Callable[[Topology], WholeScheduler]
 TWO = Topology.even(2, 2)
 DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,), (2,)), ((0, 1), (1, 2)))
 
@@ -24,14 +24,14 @@ def window(rank: int, seq: int) -> Task:
     return Task.compute("window", rank, seq)
 
 
-def open_session(scheduler: Scheduler, duplex: str = "full") -> dict[int, Granted]:
+def open_session(scheduler: WholeScheduler, duplex: str = "full") -> dict[int, Granted]:
     """A session with windows of 4 timesteps. Returns every rank's first window."""
     scheduler.open(DESCRIPTION, duplex)
     begin(scheduler, 0)
     return {rank: granted(scheduler.wait(rank, 0)) for rank in TWO.ranks}
 
 
-def begin(scheduler: Scheduler, session: int) -> None:
+def begin(scheduler: WholeScheduler, session: int) -> None:
     scheduler.begin_session(session, initial_windows(TWO, 4), SESSION_TRACE)
 
 
@@ -41,7 +41,7 @@ def granted(message: RankMessage | None) -> Granted:
     return only
 
 
-def finish(scheduler: Scheduler, rank: int, seq: int, finished: bool = False) -> RankMessage | None:
+def finish(scheduler: WholeScheduler, rank: int, seq: int, finished: bool = False) -> RankMessage | None:
     planned = after_window(window(0, seq), TWO, 0 if finished else 4) if rank == 0 else []
     return scheduler.report(rank, [window(rank, seq)], planned, timeout_seconds=0.01)
 

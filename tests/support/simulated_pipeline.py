@@ -16,10 +16,9 @@ from pipedec.core import RequestUpdate, Verdict
 from pipedec.messages import RunDescription
 from pipedec.scheduler.paper import Facts, initial_tasks, post_process, results_of
 from pipedec.scheduler.protocol import Granted
-from pipedec.scheduler.rank_scheduler import RankScheduler
 from pipedec.scheduler.workflow import Planned, Task
 from pipedec.topology import Topology
-from support.memory_scheduler import MemoryScheduler
+from support.whole_scheduler import WholeScheduler
 
 Observer = Callable[[], None]
 REQUEST = 5
@@ -86,7 +85,7 @@ class SimulatedPipeline:
     def __init__(
         self,
         topology: Topology,
-        scheduler: RankScheduler | MemoryScheduler,
+        scheduler: WholeScheduler,
         random_source: random.Random,
         num_tokens: int,
         hit_rate: float = 0.6,

@@ -1,16 +1,21 @@
-"""All callers of a run in one object, for tests that are a rank, a client and a supervisor at once; on either back end."""
+"""All callers of a run in one object, for tests that are a rank, a client and a supervisor at once."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
 import redis
 
 from pipedec.messages import Event
-from pipedec.scheduler import ClientScheduler, RankScheduler, SupervisorScheduler
+from pipedec.scheduler import ClientScheduler, EmbeddedServer, RankScheduler, SupervisorScheduler, connect
 from pipedec.scheduler.client import PATIENCE_SECONDS
 from pipedec.scheduler.protocol import Post
 from pipedec.scheduler.scripts import LEASE_MS, submit_call
 from pipedec.topology import Topology
-from support.memory_scheduler import MemoryScheduler
+
+_run_numbers = count()
 
 
 class WholeScheduler(RankScheduler, ClientScheduler, SupervisorScheduler):
@@ -43,4 +48,23 @@ class WholeScheduler(RankScheduler, ClientScheduler, SupervisorScheduler):
         return [(position, event) for _, position, event in self.read_answers({request_number: last}, timeout_seconds)]
 
 
-Scheduler = MemoryScheduler | WholeScheduler
+class FreshRun(WholeScheduler):
+    """A run of its own on the Redis server of the tests, which the fixture ``redis_client`` starts."""
+
+    shared: redis.Redis
+
+    def __init__(self, topology: Topology, lease_ms: int = LEASE_MS) -> None:
+        super().__init__(self.shared, f"test-{next(_run_numbers)}", topology, lease_ms)
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def redis_client(redis_server: EmbeddedServer) -> Iterator[redis.Redis]:
+    FreshRun.shared = connect(redis_server.url)
+    yield FreshRun.shared
+    FreshRun.shared.close()
