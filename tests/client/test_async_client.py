@@ -285,13 +285,6 @@ def test_a_client_of_no_run(cluster: LocalCluster) -> None:
         asyncio.run(AsyncClient.connect(gone.url, "other"))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedServer]:
-    running = EmbeddedServer()
-    yield running
-    running.stop()
-
-
 def opened(server: EmbeddedServer, run_id: str) -> WholeScheduler:
     """A run without ranks, which takes requests and answers none."""
     scheduler = WholeScheduler(connect(server.url), run_id, Topology.even(1, 1))
@@ -318,20 +311,20 @@ def lost(server: EmbeddedServer, run_id: str, lose: Callable[[], object]) -> Pip
         return asyncio.run(body())
 
 
-def test_everybody_who_waits_learns_that_the_run_has_failed(server: EmbeddedServer) -> None:
-    scheduler = opened(server, "fails")
-    error = lost(server, "fails", lambda: scheduler.abort(1, "it went away"))
+def test_everybody_who_waits_learns_that_the_run_has_failed(redis_server: EmbeddedServer) -> None:
+    scheduler = opened(redis_server, "fails")
+    error = lost(redis_server, "fails", lambda: scheduler.abort(1, "it went away"))
     assert isinstance(error, RankLost) and "it went away" in str(error)
 
 
-def test_everybody_who_waits_learns_that_the_run_is_gone(server: EmbeddedServer) -> None:
-    assert "stopped before it answered" in str(lost(server, "gone", opened(server, "gone").clear))
+def test_everybody_who_waits_learns_that_the_run_is_gone(redis_server: EmbeddedServer) -> None:
+    assert "stopped before it answered" in str(lost(redis_server, "gone", opened(redis_server, "gone").clear))
 
 
-def test_everybody_who_waits_learns_that_a_rank_is_silent(server: EmbeddedServer) -> None:
-    scheduler = opened(server, "silent")
+def test_everybody_who_waits_learns_that_a_rank_is_silent(redis_server: EmbeddedServer) -> None:
+    scheduler = opened(redis_server, "silent")
     scheduler.client.sadd(scheduler.keys.members, 1)  # it has left without giving up its lease
-    assert str(lost(server, "silent", lambda: None)).endswith("stopped answering")
+    assert str(lost(redis_server, "silent", lambda: None)).endswith("stopped answering")
 
 
 def test_everybody_who_waits_learns_that_redis_is_gone() -> None:
@@ -341,12 +334,12 @@ def test_everybody_who_waits_learns_that_redis_is_gone() -> None:
     assert isinstance(error, SchedulerLost) and "cannot reach Redis" in str(error)
 
 
-def test_a_process_that_slept_loses_its_requests_and_goes_on(server: EmbeddedServer) -> None:
+def test_a_process_that_slept_loses_its_requests_and_goes_on(redis_server: EmbeddedServer) -> None:
     """Its lease has expired, so that the cluster ends what it has asked for."""
-    scheduler = opened(server, "sleepy")
+    scheduler = opened(redis_server, "sleepy")
 
     async def body() -> None:
-        client = await AsyncClient.connect(server.url, "sleepy", _OWNER)
+        client = await AsyncClient.connect(redis_server.url, "sleepy", _OWNER)
         reply = await client.submit(ENDLESS)
         scheduler.release_owner(_OWNER)
         with pytest.raises(SchedulerLost, match="did not run for some seconds"):

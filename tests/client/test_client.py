@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from support.whole_scheduler import FreshRun
 
 from pipedec.client.client import Client
+from pipedec.client.reply import TokenArrivals
 from pipedec.config import Settings
 from pipedec.core import Completion, RankLost, UserError
 from pipedec.messages import (
@@ -158,3 +161,19 @@ def test_an_exception_in_a_callback_cancels_all_that_is_open() -> None:
     assert scheduler.cancels == [0, 1, 2, 3]
     scheduler.room = 1
     assert client.ask(PromptRequest("Hello")).token_ids == [5, 6], "it forgets them"
+
+
+def test_tpot_is_the_time_from_the_first_token_to_the_last_over_the_tokens_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    arrivals = TokenArrivals()
+    arrivals.note(0)
+    assert arrivals.ttft_seconds is None and arrivals.tpot_seconds is None
+    now[0] = 100.5
+    arrivals.note(1)
+    assert arrivals.ttft_seconds == 0.5 and arrivals.tpot_seconds is None
+    for now[0], tokens in ((101.0, 3), (102.0, 2), (109.0, 0)):  # the last piece is text without a token
+        arrivals.note(tokens)
+    assert arrivals.ttft_seconds == 0.5
+    assert arrivals.tpot_seconds == pytest.approx(1.5 / 5)
+    assert arrivals.itl_seconds == pytest.approx([0.5, 1.0])

@@ -115,7 +115,7 @@ def test_requests_misses_late_rows_gaps_and_epochs(browser: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["pp", "stpp", "pipedec", "pipedec-bestfirst"])
+@pytest.mark.parametrize("run", ["pp", "pipedec-bestfirst"])
 def test_every_cell_has_the_rows_that_entered_as_many_timesteps_before_as_its_stage_is_deep(played: Opened, run: str) -> None:
     entered = {step["t"]: step["in"] for step in steps_of(run)}
     last = max(entered)

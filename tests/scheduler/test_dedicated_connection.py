@@ -9,12 +9,9 @@ import pytest
 import redis
 from support.processes import wait_until
 
-from pipedec.config import Settings
 from pipedec.core import SchedulerLost
-from pipedec.messages import RunDescription
-from pipedec.scheduler import EmbeddedServer, RankScheduler, Task, connect
+from pipedec.scheduler import EmbeddedServer, RankScheduler, connect
 from pipedec.scheduler.client import DedicatedConnection
-from pipedec.scheduler.workflow import Planned, initial_windows
 from pipedec.topology import Topology
 
 TWO = Topology.even(2, 2)
@@ -34,13 +31,6 @@ def test_an_interrupted_wait_leaves_no_reply_behind(redis_client: redis.Redis) -
     redis_client.rpush("interrupted", "message")
     assert connection.call("PING") in (b"PONG", "PONG")
     assert connection.call("BLPOP", "interrupted", 1) == [b"interrupted", b"message"]
-
-
-def test_an_error_reply_leaves_the_connection_usable(redis_client: redis.Redis) -> None:
-    connection = DedicatedConnection(redis_client)
-    with pytest.raises(redis.ResponseError):
-        connection.call("LPOP")
-    assert connection.call("ECHO", "next") == b"next"
 
 
 def test_a_second_thread_does_not_wait_for_the_first(redis_client: redis.Redis) -> None:
@@ -68,18 +58,6 @@ def test_an_error_reply_to_the_first_of_two_commands_leaves_no_reply_behind(redi
     with pytest.raises(redis.ResponseError):
         connection.call_all([("LPOP",), ("ECHO", "late")])
     assert connection.call("ECHO", "next") == b"next"
-
-
-def test_a_script_is_sent_again_after_script_flush(redis_client: redis.Redis) -> None:
-    scheduler = RankScheduler(redis_client, "forgetful", TWO)
-    scheduler.open(RunDescription(Settings.of(target="target"), TWO.groups, ((0, 1), (1, 2))))
-    scheduler.begin_session(0, initial_windows(TWO, 4), 0)
-    assert scheduler.wait(1, 1) is not None
-    for seq in (1, 5):
-        redis_client.script_flush()
-        following = Planned(Task.compute("window", 1, seq + 4), (), {"timesteps": 4})
-        message = scheduler.report(1, [Task.compute("window", 1, seq)], [following], 1)
-        assert message is not None and message.tasks[0].task == following.task
 
 
 def test_a_dead_server_raises_scheduler_lost() -> None:

@@ -14,7 +14,7 @@ from support.run_stats import run_stats
 from support.whole_scheduler import WholeScheduler
 
 from pipedec.config import Settings
-from pipedec.core import RankLost, SchedulerLost, UserError
+from pipedec.core import RankLost, UserError
 from pipedec.messages import AbortEvent, CancelledEvent, ErrorEvent, Event, RunDescription, StageStats, TokensEvent
 from pipedec.scheduler import Task
 from pipedec.scheduler.protocol import Post, RankMessage
@@ -80,14 +80,6 @@ def test_a_full_queue_refuses_in_one_line(make_scheduler: MakeScheduler) -> None
     assert scheduler.submit("{}") == places + 2, "the refused one has no number"
     scheduler.cancel(1 + places)
     assert scheduler.submit("{}") == places + 3
-
-
-def test_without_waiting_a_request_is_refused_if_there_is_no_place(make_scheduler: MakeScheduler) -> None:
-    scheduler = make_scheduler(TWO)
-    scheduler.open(replace(DESCRIPTION, settings=DESCRIPTION.settings.replaced(max_num_seqs=1, max_waiting=0)))
-    scheduler.submit("{}")
-    with pytest.raises(UserError, match="the cluster is full: 0 requests are running and 1 are waiting"):
-        scheduler.submit("{}")
 
 
 def test_waiting_for_a_request_takes_the_first_and_the_stop_overtakes(scheduler: WholeScheduler) -> None:
@@ -304,14 +296,6 @@ def test_an_abort_reaches_every_unfinished_answer(scheduler: WholeScheduler) -> 
             call()
 
 
-def test_a_run_whose_keys_were_deleted_is_lost(scheduler: WholeScheduler) -> None:
-    assert scheduler.take(1).requests == []
-    scheduler.clear()
-    for call in (lambda: scheduler.take(1), lambda: scheduler.wait_request(0)):
-        with pytest.raises(SchedulerLost, match="its keys were deleted"):
-            call()
-
-
 @dataclass
 class Crowd:
     """Clients and rank 0 in random order: requests come, are cancelled at any moment, and end.
@@ -396,10 +380,8 @@ def run_session(scheduler: WholeScheduler, number: int) -> None:
     scheduler.report(0, [end.tasks[0].task], [])
 
 
-@pytest.mark.fast_cases
-@pytest.mark.parametrize("seed", range(10))
-def test_no_request_and_no_cancellation_is_lost(scheduler: WholeScheduler, seed: int) -> None:
-    Crowd(scheduler, random.Random(seed)).run(100)
+def test_no_request_and_no_cancellation_is_lost(scheduler: WholeScheduler) -> None:
+    Crowd(scheduler, random.Random(1)).run(200)
     assert scheduler.status().running == () and scheduler.status().waiting == 0
 
 

@@ -253,7 +253,7 @@ def test_flushed_keys_are_noticed_by_every_call_of_rank_0(server: EmbeddedServer
     redis.Redis.from_url(server.url).flushall()
     assert run.current_epoch() is None
     assert run.status().state == "gone"
-    for call in (lambda: run.take(1), lambda: run.recover([1], "rank 1 was killed")):
+    for call in (lambda: run.take(1), lambda: run.wait_request(0), lambda: run.recover([1], "rank 1 was killed")):
         with pytest.raises(SchedulerLost, match=r"its keys were deleted"):
             call()
 

@@ -15,7 +15,6 @@ from pipedec.config import Settings
 from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost, UserError
 from pipedec.messages import (
     AbortEvent,
-    CancelledEvent,
     OverranEvent,
     RunDescription,
     ThreadNews,
@@ -88,13 +87,6 @@ def test_a_task_never_granted_has_no_effect(make_scheduler: MakeScheduler) -> No
     assert taken(scheduler, 0) == ["C:dec:0:1"], "the first report did nothing"
 
 
-def test_one_session_at_a_time(make_scheduler: MakeScheduler) -> None:
-    scheduler = make_scheduler(TWO)
-    begin(scheduler, 3)
-    with pytest.raises(UserError, match="workflow 3 is still running"):
-        begin(scheduler, 4)
-
-
 def test_dec_tasks_name_the_active_entries(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     received = SimulatedPipeline(TWO, scheduler, random.Random(1), 20).run().received
@@ -104,20 +96,6 @@ def test_dec_tasks_name_the_active_entries(make_scheduler: MakeScheduler) -> Non
         assert granted.active == by_seq[granted.task.seq]
         assert rank == 0 or rank in granted.active
     assert {(1,), (1, 2)} <= set(by_seq.values())
-
-
-def test_cancel_of_a_waiting_or_taken_request(make_scheduler: MakeScheduler) -> None:
-    scheduler = make_scheduler(TWO)
-    scheduler.open(DESCRIPTION)
-    numbers = [scheduler.submit(f"request {index}") for index in range(3)]
-    assert numbers == [0, 1, 2]
-    first = scheduler.wait_request(1)
-    assert first is not None and (first.kind, first.number, first.text) == ("request", 0, "request 0")
-    assert scheduler.cancel(1) and scheduler.cancel(0) and not scheduler.cancel(7)
-    assert [event for _, event in scheduler.read_answer(1, "0", 1)] == [CancelledEvent()]
-    following = scheduler.wait_request(1)
-    assert following is not None and following.number == 2
-    assert scheduler.take(0).cancelled == [0]
 
 
 def test_a_run_takes_requests_only_while_it_is_up(make_scheduler: MakeScheduler) -> None:
@@ -248,14 +226,6 @@ def test_clear_leaves_no_key(make_scheduler: MakeScheduler) -> None:
     assert list(scheduler.client.scan_iter(match=scheduler.keys.prefix + "*")) == []
 
 
-@pytest.mark.failure_case("R6")
-def test_an_answer_survives_script_flush(make_scheduler: MakeScheduler) -> None:
-    topology = Topology.even(3, 3)
-    scheduler = make_scheduler(topology)
-    history = SimulatedPipeline(topology, scheduler, random.Random(3), 10).run(observe=scheduler.client.script_flush)
-    assert len(history.verdicts[0]) == 10
-
-
 def test_a_deleted_workflow_raises_scheduler_lost(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     begin(scheduler)
@@ -334,15 +304,6 @@ def test_what_is_no_event_is_an_error_of_one_line(make_scheduler: MakeScheduler)
     scheduler.client.xadd(scheduler.keys.answer(0), {"event": '{"kind": "news"}'})
     with pytest.raises(PipedecError, match=r"^the cluster sent an event that this version does not understand: "):
         scheduler.read_answer(0, "0", 1)
-
-
-def test_what_is_published_of_a_request_that_has_ended_is_dropped(make_scheduler: MakeScheduler) -> None:
-    scheduler = make_scheduler(TWO)
-    submit_and_take(scheduler)
-    scheduler.complete(0, TokensEvent([1], "a"))
-    scheduler.close_answer(0)
-    scheduler.complete(0, TokensEvent([1], "a"))
-    assert scheduler.read_answer(0, "0", 0) == []
 
 
 def recovered(scheduler: WholeScheduler, lost: Sequence[int] = (1,)) -> None:

@@ -243,18 +243,3 @@ def test_ranks_that_follow_their_orders_never_deadlock(duplex: str, window: int)
     for topology in TOPOLOGIES + LARGER:
         for timesteps in (1, 2, 3 * topology.num_stages):
             assert run(topology, orders_of(topology, duplex), timesteps, window) == {}, (topology, timesteps)
-
-
-@given(topologies, duplexes, st.integers(1, 40), st.integers(1, 40))
-def test_no_grouping_deadlocks(topology: Topology, duplex: str, timesteps: int, window: int) -> None:
-    assert run(topology, orders_of(topology, duplex), timesteps, window) == {}
-
-
-@pytest.mark.parametrize("topology", [Topology.even(1, 1), Topology.even(3, 3), FIVE])
-def test_other_orders_deadlock(topology: Topology) -> None:
-    """If the envelope went before the result, or the last stage took its next input before it sent the result."""
-    orders = orders_of(topology, "half")
-    envelope_first = {rank: tuple(sorted(order, key=lambda phase: phase[0].source != rank)) for rank, order in orders.items()}
-    assert run(topology, envelope_first, 10, 1000)
-    input_first = {rank: tuple(sorted(order, key=lambda phase: phase[0].source == rank)) for rank, order in orders.items()}
-    assert run(topology, {**input_first, 0: orders[0]}, 10, 1000)

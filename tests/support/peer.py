@@ -16,6 +16,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from pipedec.core import PipedecError, RequestUpdate, StageMessage, Step, Verdict
+from pipedec.transport import torch_distributed
 from pipedec.transport.links import STEP_TAG
 from pipedec.transport.rendezvous import Rendezvous, file_store
 from pipedec.transport.torch_distributed import ENVELOPE_TAG, ProcessGroups, TorchTransport, gloo_group
@@ -221,6 +222,11 @@ def close(transport: TorchTransport) -> str:
 def abort_soon(transport: TorchTransport, seconds: float) -> None:
     """Abort from another thread."""
     threading.Timer(seconds, transport.abort).start()
+
+
+def connect_within(transport: TorchTransport, seconds: float) -> None:
+    """How long this rank tries to connect to another one from now on."""
+    torch_distributed.CONNECT_SECONDS = seconds
 
 
 def join_again(transport: TorchTransport, rank: int, world_size: int, meeting: Path) -> str:

@@ -176,16 +176,6 @@ def test_everything_else_is_known_while_activations_are_on_their_way(pair: Pair,
     assert torch.equal(read[1], sent.hidden)  # type: ignore[arg-type]
 
 
-def test_activations_arrive_while_the_receiver_computes(pair: Pair) -> None:
-    cuda, sender, receiver = pair
-    began = cuda.now
-    sender.send_envelope(StageMessage((RequestUpdate(7, step=rows(3)),)), 2)
-    cuda.give(0.1)  # what the receiver's device is still at
-    _, hidden = received_rows(receiver.receive_envelope(1))
-    cuda.advance(began + LATENCY + NEAR - cuda.now)
-    assert torch.equal(hidden, rows(3).hidden)  # type: ignore[arg-type]
-
-
 def test_activations_leave_when_they_have_been_computed(pair: Pair) -> None:
     cuda, sender, _ = pair
     step = rows(3)

@@ -17,7 +17,7 @@ from support import peer
 from support.peer import Peer
 
 from pipedec.core import Verdict
-from pipedec.transport.rendezvous import StoreServer, join_store, wait_for_key
+from pipedec.transport.rendezvous import CONNECT_SECONDS, StoreServer, join_store, wait_for_key
 
 ZEROS = bytes(64)
 UNLIKE_GLOO = [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\xff" * 4096, secrets.token_bytes(100_000), b"\x16\x03\x01"]
@@ -122,11 +122,14 @@ def test_ranks_meet_again_after_a_stranger_has_taken_the_place_of_one(pair: tupl
                 stranger.close()
         return results
 
+    for one in pair:
+        one.do(peer.connect_within, 2.0)
     meetings = (meet(f"meeting-{number}") for number in range(40))
     disturbed = next(results for results in meetings if results != ["joined"] * 2)
     for rank, result in enumerate(disturbed):
         assert result.startswith(f"RankLost: rank {rank} could not join the 2 ranks: ")
     for rank, one in enumerate(pair):
+        one.do(peer.connect_within, CONNECT_SECONDS)
         one.order(peer.join_again, rank, 2, tmp_path / "undisturbed")
     assert [one.result() for one in pair] == ["joined"] * 2
     check_transfers(*pair)
