@@ -87,7 +87,7 @@ async def read(reply: AsyncReply) -> list[Delta]:
 def test_answers_are_those_of_the_blocking_client(cluster: LocalCluster) -> None:
     """Of greedy and drawn requests with stop strings and log-probabilities; the deltas are the completion in pieces."""
     samplings = (SHORT, SamplingParams(0.9, seed=3, max_tokens=12, logprobs=2), SamplingParams(max_tokens=20, stop=("e",)))
-    requests = [PromptRequest(SENTENCES[index % 3], True, sampling=samplings[index % 3]) for index in range(9)]
+    requests = [PromptRequest(SENTENCES[index % 3], True, sampling=samplings[index % 3]) for index in range(3)]
     expected = [reply.completed() for reply in Client(scheduler_of(cluster), cluster.check).ask_all(requests)]
 
     async def body(client: AsyncClient) -> None:
@@ -125,7 +125,7 @@ def test_a_request_that_joins_later_need_not_wait_for_events_of_others(cluster: 
     """The read that is blocked when a request is submitted asks again, whatever else happens."""
 
     async def body(client: AsyncClient) -> None:
-        for _ in range(5):
+        for _ in range(3):
             await asyncio.sleep(0.05)  # nothing is open: the reader waits
             async with asyncio.timeout(4):  # the read would wait for 5 seconds
                 await (await client.submit(PromptRequest("x", True, "pp", SHORT))).completed()

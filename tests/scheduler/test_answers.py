@@ -16,7 +16,7 @@ TOPOLOGIES = [
     Topology.even(1, 1),
     Topology.even(3, 1),
     Topology(((1,), (2, 3, 4), (5, 6))),
-    Topology.even(14, 14),
+    Topology.even(7, 7),
 ]
 MakeScheduler = Callable[[Topology], WholeScheduler]
 
@@ -79,7 +79,7 @@ def check_messages(topology: Topology, history: History) -> None:
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=named)
 def test_whole_answers(make_scheduler: MakeScheduler, topology: Topology) -> None:
     scheduler, source = make_scheduler(topology), random.Random(1)
-    for number, num_tokens in enumerate((1, 2, 20 if topology.num_stages < 14 else 8)):
+    for number, num_tokens in enumerate((1, 2, 20 if topology.num_stages < 7 else 8)):
         history = SimulatedPipeline(topology, scheduler, source, num_tokens, repeat_rate=0.1).run(number)
         check_order(history)
         check_barriers(history)

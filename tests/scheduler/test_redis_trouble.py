@@ -19,7 +19,7 @@ from support.processes import wait_until
 from support.whole_scheduler import WholeScheduler
 
 from pipedec.config import Settings
-from pipedec.core import EpochEnded, SchedulerBusy, SchedulerInterrupted, SchedulerLost
+from pipedec.core import SchedulerBusy, SchedulerInterrupted, SchedulerLost
 from pipedec.messages import RunDescription, TokensEvent
 from pipedec.scheduler import AsyncRedisScheduler, EmbeddedServer, RunStatus, connect
 from pipedec.scheduler.workflow import initial_windows
@@ -270,15 +270,3 @@ def test_a_front_end_is_told_of_full_memory_at_once(server: EmbeddedServer, run:
 
     with pytest.raises(SchedulerBusy, match=r"no memory left"):
         asyncio.run(ask())
-
-
-@pytest.mark.failure_case("S4", "R15")
-def test_a_zombie_of_an_ended_epoch_neither_publishes_nor_takes(server: EmbeddedServer, run: WholeScheduler) -> None:
-    zombie = WholeScheduler(connect(server.url), RUN, TWO)
-    run.enter(run.recover([0], "rank 0 was stopped"))
-    for call in (lambda: zombie.publish(0, TokensEvent([1], "a")), lambda: zombie.take(1), lambda: zombie.renew_lease(0)):
-        with pytest.raises(EpochEnded):
-            call()
-    assert run.read_answer(0, "0", 0) == []
-    assert [message.number for message in run.take(4).requests] == [1]
-    zombie.client.close()

@@ -310,7 +310,7 @@ def recovered(scheduler: WholeScheduler, lost: Sequence[int] = (1,)) -> None:
     scheduler.enter(scheduler.recover(lost, "rank 1 was killed"))
 
 
-@pytest.mark.failure_case("S13", "R14")
+@pytest.mark.failure_case("S4", "S13", "R14", "R15")
 def test_a_caller_of_an_ended_epoch_changes_nothing(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     submit_and_take(scheduler)

@@ -41,7 +41,7 @@ def all_groupings(stages: int) -> Iterator[Topology]:
 
 
 TOPOLOGIES = [topology for stages in range(1, 6) for topology in all_groupings(stages)]
-LARGER = [Topology.even(stages, groups) for stages in range(6, 13) for groups in range(1, stages + 1)]
+LARGER = [Topology.even(12, groups) for groups in (1, 5, 7, 12)]
 topologies = st.integers(1, 12).flatmap(lambda stages: st.sampled_from(list(all_groupings(stages))))
 duplexes = st.sampled_from(DUPLEXES)
 
@@ -238,8 +238,8 @@ def orders_of(topology: Topology, duplex: str) -> dict[int, tuple[Phase, ...]]:
 
 
 @pytest.mark.parametrize("duplex", [*DUPLEXES, "listed"])
-@pytest.mark.parametrize("window", [1, 8, 1000])
+@pytest.mark.parametrize("window", [1, 8])
 def test_ranks_that_follow_their_orders_never_deadlock(duplex: str, window: int) -> None:
     for topology in TOPOLOGIES + LARGER:
-        for timesteps in (1, 2, 3 * topology.num_stages):
+        for timesteps in (1, 2 * topology.num_stages):
             assert run(topology, orders_of(topology, duplex), timesteps, window) == {}, (topology, timesteps)

@@ -162,33 +162,15 @@ def send_envelope(
     transport.send_envelope(StageMessage(updates, verdict is not None and verdict.finished is not None), dst)
 
 
-def received_updates(transport: TorchTransport, src: int) -> tuple[RequestUpdate, ...]:
-    """The updates of the next envelope, when all of it has arrived."""
+def receive_envelope(transport: TorchTransport, src: int) -> Any:
+    """Step and verdict of the only update, if there is one."""
     envelope = transport.receive_envelope(src)
     for _ in range(2):  # to wait twice is harmless
         envelope.await_hidden()
-    return envelope.updates
-
-
-def receive_envelope(transport: TorchTransport, src: int) -> Any:
-    """Step and verdict of the only update, if there is one."""
-    updates = received_updates(transport, src)
-    if not updates:
+    if not envelope.updates:
         return None, None
-    (update,) = updates
+    (update,) = envelope.updates
     return as_lists(update.step) if update.step else None, update.verdict
-
-
-def send_two_requests(transport: TorchTransport, num_rows: int, dtype: torch.dtype | None, dst: int) -> None:
-    """Rows of requests 5 and 3 with a verdict between them."""
-    first, second = (RequestUpdate(number, step=make_step(num_rows, dtype, number)) for number in (5, 3))
-    transport.send_envelope(StageMessage((first, RequestUpdate(4, verdict=Verdict.of(9)), second)), dst)
-
-
-def receive_requests(transport: TorchTransport, src: int) -> Any:
-    """Step and verdict of every request, in order."""
-    updates = received_updates(transport, src)
-    return [(update.number, as_lists(update.step) if update.step else None, update.verdict) for update in updates]
 
 
 def make_tensors(size: int) -> dict[str, torch.Tensor]:

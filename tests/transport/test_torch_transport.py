@@ -69,16 +69,6 @@ def test_many_rows_in_many_threads_and_their_verdict_arrive(pair: Pair) -> None:
         assert draft.result() == (step, verdict)
 
 
-def test_rows_of_several_requests_arrive_with_the_right_one(pair: Pair) -> None:
-    draft, stage = pair
-    directions = (draft, stage, None, (0, 1)), (stage, draft, torch.float32, (1, 0))
-    for num_rows, (sender, receiver, dtype, ends) in product((3, 100, 200), directions):
-        receiver.order(peer.receive_requests, ends[0])
-        sender.do(peer.send_two_requests, num_rows, dtype, ends[1])
-        steps = {number: peer.as_lists(peer.make_step(num_rows, dtype, number)) for number in (5, 3)}
-        assert receiver.result() == [(5, steps[5], None), (4, None, Verdict.of(9)), (3, steps[3], None)]
-
-
 def test_named_tensors_arrive_beside_rows(pair: Pair) -> None:
     draft, stage = pair
     for num_rows, size in product((0, 3, 200), (7, 20_000)):  # inline, and in a message of its own
