@@ -311,19 +311,12 @@ def lost(server: EmbeddedServer, run_id: str, lose: Callable[[], object]) -> Pip
         return asyncio.run(body())
 
 
-def test_everybody_who_waits_learns_that_the_run_has_failed(redis_server: EmbeddedServer) -> None:
-    scheduler = opened(redis_server, "fails")
-    error = lost(redis_server, "fails", lambda: scheduler.abort(1, "it went away"))
+def test_everybody_who_waits_learns_that_the_run_is_lost(redis_server: EmbeddedServer) -> None:
+    failing, gone, silent = (opened(redis_server, name) for name in ("fails", "gone", "silent"))
+    error = lost(redis_server, "fails", lambda: failing.abort(1, "it went away"))
     assert isinstance(error, RankLost) and "it went away" in str(error)
-
-
-def test_everybody_who_waits_learns_that_the_run_is_gone(redis_server: EmbeddedServer) -> None:
-    assert "stopped before it answered" in str(lost(redis_server, "gone", opened(redis_server, "gone").clear))
-
-
-def test_everybody_who_waits_learns_that_a_rank_is_silent(redis_server: EmbeddedServer) -> None:
-    scheduler = opened(redis_server, "silent")
-    scheduler.client.sadd(scheduler.keys.members, 1)  # it has left without giving up its lease
+    assert "stopped before it answered" in str(lost(redis_server, "gone", gone.clear))
+    silent.client.sadd(silent.keys.members, 1)  # it has left without giving up its lease
     assert str(lost(redis_server, "silent", lambda: None)).endswith("stopped answering")
 
 

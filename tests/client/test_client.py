@@ -87,20 +87,13 @@ def test_a_refused_request_is_an_error(event: Event, message: str) -> None:
     assert scheduler.read_answer(0, "0", 0) == []
 
 
-class FailsAtOnce(FreshRun):
-    """The run fails while the request waits."""
-
-    def submit(self, request: str, priority: int = 0, operation: str = "", owner: str = "") -> int:
-        number = super().submit(request, priority)
-        self.abort(1, "rank 1 went away")
-        return number
-
-
 def test_the_message_of_an_aborted_run_is_no_text_of_the_answer() -> None:
-    scheduler, pieces = FailsAtOnce(Topology.even(1, 1)), list[str]()
-    scheduler.open(DESCRIPTION)
+    scheduler, pieces = Answers(), list[str]()
+    client = Client(scheduler)
+    client.submit(PromptRequest("Hello"), pieces.append)
+    scheduler.abort(1, "rank 1 went away")
     with pytest.raises(RankLost, match="rank 1 went away"):
-        Client(scheduler).ask(PromptRequest("Hello"), on_text=pieces.append)
+        client.read(0)
     assert pieces == []
 
 
