@@ -2,16 +2,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from support.http_server import Site, served
-from support.scripted_engine import ANSWER, ScriptedEngine
-from support.tiny_pair import CONTEXT
+from support.scripted_engine import ANSWER, attach, in_bursts
+from support.tiny_pair import CONTEXT, Pair
 
-from pipedec.config import Settings
-from pipedec.messages import RunDescription
+from pipedec.client.async_client import AsyncClient
+from pipedec.cluster.local import LocalCluster
 from pipedec.server.front import Front, ServedRun, ServerSettings
 from pipedec.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from support.shared_models import Residents
 
 
 @pytest.fixture(scope="session")
@@ -28,12 +32,9 @@ def answer_ids(text_tokenizer: Tokenizer) -> list[int]:
 @pytest.fixture(scope="package")
 def scripted_site(text_tokenizer: Tokenizer, answer_ids: list[int]) -> Iterator[Site]:
     """A server whose engine says ``ANSWER``, two tokens at a time, again and again if it may."""
-    bursts = [answer_ids[place : place + 2] for place in range(0, len(answer_ids), 2)]
-    engine = ScriptedEngine(text_tokenizer, lambda request: bursts * (20 if request.sampling.ignore_eos else 1))
+    bursts = in_bursts(answer_ids, 2)
     front = Front(ServerSettings(("tiny", "alias"), max_body_bytes=1_000_000, body_seconds=1.0, send_seconds=1.0), created=1)
-    front.attach(
-        ServedRun(engine, text_tokenizer, RunDescription(Settings.of(target="target"), ((1, 2),), ((0, 4), (4, 8))), CONTEXT)
-    )
+    attach(front, text_tokenizer, lambda request: bursts * (20 if request.sampling.ignore_eos else 1))
     with served(front) as site:
         yield site
 
@@ -42,3 +43,21 @@ def scripted_site(text_tokenizer: Tokenizer, answer_ids: list[int]) -> Iterator[
 def site(scripted_site: Site) -> Site:
     scripted_site.engine.reset()
     return scripted_site
+
+
+@pytest.fixture(scope="module", params=["windows"])
+def resident(request: pytest.FixtureRequest, residents: Residents) -> LocalCluster:
+    """The one that other packages share. How it dispatches makes no difference here."""
+    return residents.get(request.param)
+
+
+@pytest.fixture(scope="module")
+def cluster_site(pair: Pair, resident: LocalCluster) -> Iterator[Site]:
+    """A server with the key ``secret`` in front of a cluster."""
+    front = Front(ServerSettings(("tiny",), api_keys=("secret",)))
+    with served(front) as site:
+        site.client.headers["Authorization"] = "Bearer secret"
+        client = site.run(AsyncClient.connect(resident.address.redis_url, resident.run_id))
+        front.attach(ServedRun(client, Tokenizer(pair.target), client.description, CONTEXT))
+        yield site
+        site.run(client.aclose())

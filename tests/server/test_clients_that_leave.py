@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import struct
 
@@ -10,16 +9,7 @@ import pytest
 from support.http_server import Site
 from support.processes import wait_until
 from support.scripted_engine import ANSWER
-from support.streams import CHAT, COMPLETIONS, USER, next_chunk, open_stream, stream, text_of
-
-BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-
-
-def send(site: Site, path: str, connection: socket.socket, **fields: object) -> None:
-    """Send a request, and read nothing."""
-    body = json.dumps({"prompt": "hello", "messages": USER, **fields}).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
+from support.streams import BOTH, CHAT, COMPLETIONS, next_chunk, open_stream, send, stream, text_of
 
 
 def reset(connection: socket.socket) -> None:
@@ -31,16 +21,17 @@ def reset(connection: socket.socket) -> None:
 @BOTH
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("leave", [socket.socket.close, reset])
 @pytest.mark.failure_case("K1", "K2")
-def test_the_requests_of_a_client_that_leaves_are_cancelled(site: Site, path: str, n: int, streamed: bool, leave: object) -> None:
-    site.engine.allowed = 2
-    connection = site.connect()
-    send(site, path, connection, n=n, stream=streamed)
-    assert wait_until(lambda: site.front.unfinished == n)
-    leave(connection)  # type: ignore[operator]
-    assert wait_until(lambda: site.front.unfinished == 0)
-    assert wait_until(lambda: sorted(site.engine.cancelled) == list(range(n)))
+def test_the_requests_of_a_client_that_leaves_are_cancelled(site: Site, path: str, n: int, streamed: bool) -> None:
+    for leave in (socket.socket.close, reset):
+        site.engine.reset()
+        site.engine.allowed = 2
+        connection = site.connect()
+        send(site, path, connection, n=n, stream=streamed)
+        assert wait_until(lambda: site.front.unfinished == n)
+        leave(connection)
+        assert wait_until(lambda: site.front.unfinished == 0)
+        assert wait_until(lambda: sorted(site.engine.cancelled) == list(range(n)))
 
 
 @BOTH

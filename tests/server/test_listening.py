@@ -13,19 +13,6 @@ from pipedec.core import UserError
 from pipedec.server.listening import Address
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A self-signed certificate and its key."""
-    folder = tmp_path_factory.mktemp("certificate")
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1",
-         "-subj", "/CN=localhost", "-keyout", key, "-out", certificate],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return certificate, key
-
-
 def refusal(address: Address) -> str:
     with pytest.raises(UserError) as raised:
         address.check_certificate()
@@ -68,7 +55,6 @@ def test_an_address_of_another_machine_or_an_unknown_name_is_refused() -> None:
 def test_an_ipv6_address() -> None:
     address = Address(host="::1", port=0)
     with address.listening() as listener:
-        assert listener.family == socket.AF_INET6
         assert address.url(listener) == f"http://[::1]:{listener.getsockname()[1]}"
 
 
@@ -90,19 +76,19 @@ def test_a_unix_socket_takes_the_place_of_one_that_nobody_listens_on(short_direc
     assert "no socket" in refusal(Address(uds=path)) and path.read_text() == "precious"
 
 
-def test_certificates(certificate: tuple[Path, Path], tmp_path: Path) -> None:
-    public, key = certificate
+def openssl(*arguments: str | Path) -> None:
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True)
+
+
+def test_certificates(tmp_path: Path) -> None:
+    public, key, encrypted, other = (tmp_path / name for name in ("cert.pem", "key.pem", "encrypted.pem", "other.pem"))
+    made = ("-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1", "-subj", "/CN=localhost")
+    openssl("req", *made, "-keyout", key, "-out", public)
+    openssl("pkcs8", "-topk8", "-in", key, "-out", encrypted, "-passout", "pass:secret")
+    other.write_text("-----BEGIN CERTIFICATE-----\nrubbish\n")
     Address(ssl_certfile=public, ssl_keyfile=key).check_certificate()
     Address(ssl_certfile=None).check_certificate()
     assert "--ssl-keyfile: give --ssl-certfile" in refusal(Address(ssl_keyfile=key))
     assert "there is no such file" in refusal(Address(ssl_certfile=tmp_path / "nowhere", ssl_keyfile=key))
-    assert "not a certificate in PEM format" in refusal(Address(ssl_certfile=public))
-    assert "not a certificate in PEM format" in refusal(Address(ssl_certfile=key, ssl_keyfile=public))
-    other = tmp_path / "other.pem"
-    other.write_text("-----BEGIN CERTIFICATE-----\nrubbish\n")
-    assert "not a certificate in PEM format" in refusal(Address(ssl_certfile=other, ssl_keyfile=key))
-    encrypted = tmp_path / "encrypted.pem"
-    subprocess.run(
-        ["openssl", "pkcs8", "-topk8", "-in", key, "-out", encrypted, "-passout", "pass:secret"], check=True, capture_output=True
-    )
-    assert "not a certificate in PEM format" in refusal(Address(ssl_certfile=public, ssl_keyfile=encrypted))
+    for certificate, own_key in ((public, None), (key, public), (other, key), (public, encrypted)):
+        assert "not a certificate in PEM format" in refusal(Address(ssl_certfile=certificate, ssl_keyfile=own_key))

@@ -4,40 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 
 import pytest
-from support.http_server import Site, served
+from support.http_server import Site
 from support.processes import wait_until
 from support.streams import COMPLETIONS, ask
-from support.tiny_pair import CONTEXT, Pair
-
-from pipedec.client.async_client import AsyncClient
-from pipedec.cluster.local import LocalCluster
-from pipedec.server.front import Front, ServedRun, ServerSettings
-from pipedec.text.tokenizer import Tokenizer
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytest.importorskip("playwright.sync_api")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here: apt-get install chromium"),
-    pytest.mark.usefixtures("leaves_nothing"),
 ]
 TEXT = "pipedecLive.state().sources.flatMap((source) => source.requests.map((request) => request.text)).at(-1)"
 
 
-@pytest.fixture
-def keyed_site(pair: Pair) -> Iterator[Site]:
-    with LocalCluster(pair.spec(3)) as cluster, served(Front(ServerSettings(("tiny",), api_keys=("secret",)))) as site:
-        site.client.headers["Authorization"] = "Bearer secret"
-        client = site.run(AsyncClient.connect(cluster.address.redis_url, cluster.address.run_id))
-        site.front.attach(ServedRun(client, Tokenizer(pair.target), client.description, CONTEXT))
-        yield site
-        site.run(client.aclose())
-
-
-def test_who_gives_the_key_sees_the_answer_grow(keyed_site: Site) -> None:
+def test_who_gives_the_key_sees_the_answer_grow(cluster_site: Site) -> None:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -46,13 +28,13 @@ def test_who_gives_the_key_sees_the_answer_grow(keyed_site: Site) -> None:
         page = browser.new_page()
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(f"http://127.0.0.1:{keyed_site.port}/live")
+        page.goto(f"http://127.0.0.1:{cluster_site.port}/live")
         page.fill("#key", "secret")
         page.keyboard.press("Enter")
         assert wait_until(lambda: page.wait_for_timeout(100) or page.evaluate("pipedecLive.state().sources.length"), 60)
         for method in ("pipedec", "pipedec-bestfirst"):
             fields = {"prompt": "The pipeline is kept full", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
-            said = ask(keyed_site, COMPLETIONS, **fields, method=method)["choices"][0]["text"]
+            said = ask(cluster_site, COMPLETIONS, **fields, method=method)["choices"][0]["text"]
             assert wait_until(lambda said=said: page.wait_for_timeout(100) or said in (page.evaluate(TEXT) or ""), 60)
         assert page.evaluate("pipedecLive.state().connection") == "live" and errors == []
         browser.close()

@@ -5,42 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-from support.http_server import Site, served
+from support.http_server import Site
 from support.processes import wait_until
 from support.streams import COMPLETIONS, ask
-from support.tiny_pair import CONTEXT, Pair
 
-from pipedec.client.async_client import AsyncClient
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.live.page import GoingOn, Viewer
-from pipedec.server.front import Front, ServedRun, ServerSettings
-from pipedec.text.tokenizer import Tokenizer
 
 FEED = "/live/feed"
 PROMPT = "The pipeline is kept full"
-
-
-@pytest.fixture(scope="module")
-def cluster(pair: Pair) -> Iterator[LocalCluster]:
-    with LocalCluster(pair.spec(2)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def live_site(pair: Pair, cluster: LocalCluster) -> Iterator[Site]:
-    front = Front(ServerSettings(("tiny",), api_keys=("key",)))
-    address = cluster.address
-    with served(front) as site:
-        site.client.headers["Authorization"] = "Bearer key"
-        client = site.run(AsyncClient.connect(address.redis_url, address.run_id))
-        front.attach(ServedRun(client, Tokenizer(pair.target), client.description, CONTEXT))
-        yield site
-        site.run(client.aclose())
 
 
 class Viewing:
@@ -76,42 +52,42 @@ def said_in(frame: dict[str, Any]) -> str:
     return frame.get("said", "") + "".join(verdict["text"] for verdict in frame.get("out", ()))
 
 
-def test_two_viewers_see_an_answer_as_it_is_said(live_site: Site, cluster: LocalCluster) -> None:
-    first = Viewing(live_site)
-    second = Viewing(live_site)
-    said = ask(live_site, COMPLETIONS, prompt=PROMPT, max_tokens=40, temperature=0, ignore_eos=True)["choices"][0]["text"]
+def test_two_viewers_see_an_answer_as_it_is_said(cluster_site: Site, resident: LocalCluster) -> None:
+    first = Viewing(cluster_site)
+    second = Viewing(cluster_site)
+    said = ask(cluster_site, COMPLETIONS, prompt=PROMPT, max_tokens=40, temperature=0, ignore_eos=True)["choices"][0]["text"]
     for viewing in (first, second):
         assert wait_until(lambda viewing=viewing: viewing.has("close"), 60)
         viewing.end()
         assert "".join(map(said_in, viewing.frames)).rstrip("\ufffd") == said
-        assert {frame["run"] for frame in viewing.frames} == {cluster.address.run_id}
+        assert {frame["run"] for frame in viewing.frames} == {resident.run_id}
         kinds = [frame["k"] for frame in viewing.frames]
         assert kinds.index("run") < kinds.index("open") < kinds.index("step")
     (figures, *_) = [frame for frame in first.frames if frame["k"] == "stats"]
     assert figures["epoch"] == 0 and 0 <= figures["kv"] <= 1
 
 
-def test_nothing_is_published_when_nobody_watches(live_site: Site, cluster: LocalCluster) -> None:
-    viewing = Viewing(live_site)
+def test_nothing_is_published_when_nobody_watches(cluster_site: Site, resident: LocalCluster) -> None:
+    viewing = Viewing(cluster_site)
     viewing.end()
-    scheduler = cluster.scheduler
+    scheduler = resident.scheduler
     assert scheduler is not None
     assert wait_until(lambda: not scheduler.client.exists(scheduler.keys.watchers), 60)
 
     def is_silent() -> bool:
         """Rank 0 hears about once a second of who watches."""
         position = scheduler.live_position()
-        ask(live_site, COMPLETIONS, prompt=PROMPT, max_tokens=8)
+        ask(cluster_site, COMPLETIONS, prompt=PROMPT, max_tokens=8)
         return scheduler.live_position() == position
 
     assert wait_until(is_silent, 60)
 
 
-def test_who_watches_by_the_client_sees_the_same(live_site: Site, cluster: LocalCluster) -> None:
-    assert cluster.scheduler is not None
-    frames = Client(cluster.scheduler, cluster.check).live()
+def test_who_watches_by_the_client_sees_the_same(cluster_site: Site, resident: LocalCluster) -> None:
+    assert resident.scheduler is not None
+    frames = Client(resident.scheduler, resident.check).live()
     assert next(frames)["k"] == "stats"
-    said = ask(live_site, COMPLETIONS, prompt=PROMPT, max_tokens=30, temperature=0, ignore_eos=True)["choices"][0]["text"]
+    said = ask(cluster_site, COMPLETIONS, prompt=PROMPT, max_tokens=30, temperature=0, ignore_eos=True)["choices"][0]["text"]
     text = ""
     for frame in frames:
         text += said_in(frame)
@@ -120,9 +96,9 @@ def test_who_watches_by_the_client_sees_the_same(live_site: Site, cluster: Local
     assert text.rstrip("\ufffd") == said
 
 
-def test_the_feed_needs_a_key_and_the_page_does_not(live_site: Site) -> None:
-    assert live_site.client.get(FEED, headers={"Authorization": "Bearer other"}).status_code == 401
-    page = live_site.client.get("/live", headers={"Authorization": ""})
+def test_the_feed_needs_a_key_and_the_page_does_not(cluster_site: Site) -> None:
+    assert cluster_site.client.get(FEED, headers={"Authorization": "Bearer other"}).status_code == 401
+    page = cluster_site.client.get("/live", headers={"Authorization": ""})
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
 

@@ -7,7 +7,6 @@ import logging
 import os
 import pty
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,19 +56,18 @@ def test_a_terminal_gets_lines_for_people_unless_they_are_to_be_json() -> None:
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
-@pytest.mark.parametrize("secret", ["sk-1234567890", 'with "quotes" and \\', "schlüssel", 'ü "'])
 @pytest.mark.failure_case("M13")
-def test_secrets_never_appear(tmp_path: Path, secret: str, form: LogFormat) -> None:
-    text = written(tmp_path, secret, form=form, header=f"Bearer {secret}", nested={"key": [secret]})
-    assert secret not in text and json.dumps(secret)[1:-1] not in text and text.count("***") == 2
+def test_secrets_never_appear(tmp_path: Path, form: LogFormat) -> None:
+    for secret in ("sk-1234567890", 'with "quotes" and \\', "schlüssel", 'ü "'):
+        text = written(tmp_path, secret, form=form, header=f"Bearer {secret}", nested={"key": [secret]})
+        assert secret not in text and json.dumps(secret)[1:-1] not in text and text.count("***") == 2
 
 
-@pytest.mark.parametrize("url", ["redis://:hunter2@127.0.0.1:6379/0", "rediss://user:hunter2@host/0", "unix://:hunter2@/a/b"])
 @pytest.mark.failure_case("M13")
-def test_passwords_in_urls_never_appear(tmp_path: Path, url: str) -> None:
-    text = written(tmp_path, cause=f"cannot reach {url}: it does not answer")
-    assert "hunter2" not in text and "***@" in text
-    json.loads(text)
+def test_passwords_in_urls_never_appear(tmp_path: Path) -> None:
+    for url in ("redis://:hunter2@127.0.0.1:6379/0", "rediss://user:hunter2@host/0", "unix://:hunter2@/a/b"):
+        text = written(tmp_path, cause=f"cannot reach {url}: it does not answer")
+        assert "hunter2" not in text and "***@" in text and json.loads(text)
 
 
 def test_a_traceback_stays_on_its_line_and_keeps_no_secret(tmp_path: Path) -> None:
@@ -95,33 +93,27 @@ def test_a_reader_that_stalls_costs_lines_and_nothing_else(capsys: pytest.Captur
     """The pipe is never read: a server that wrote by itself, or waited at its end, would hang here."""
     reader, writer = os.pipe()
     with written_log(writer):
-        for number in range(15_000):
+        for number in range(12_000):
             log("an event of some length, so that the pipe is full soon", number=number)
     assert capsys.readouterr().err == "pipedec: log lines are being lost: standard output is not read\n"
     os.close(reader)  # the thread's write fails now, and it goes on to the end
     os.close(writer)
 
 
-@pytest.fixture
-def loading_site() -> Iterator[Site]:
-    """A server that logs requests, and whose cluster loads."""
-    with served(Front(ServerSettings(), [RequestLog()])) as loading:
-        yield loading
-
-
-def test_polls_leave_no_lines(loading_site: Site, site: Site, tmp_path: Path) -> None:
+def test_polls_leave_no_lines(site: Site, tmp_path: Path) -> None:
     """While the model loads, when it is there, and while the server drains; what is no answer to a poll is logged."""
-    front, client = loading_site.front, loading_site.client
+    front = Front(ServerSettings(), [RequestLog()])
     path = tmp_path / "log"
 
     def poll() -> list[int]:
         return [client.get(route).status_code for route in ("/health", "/ready")]
 
-    with path.open("wb") as file, written_log(file.fileno()):
+    with served(front) as loading, path.open("wb") as file, written_log(file.fileno()):
+        client = loading.client
         assert poll() == [503, 503]
-        loading_site.call(lambda: front.attach(site.front.require()))
+        loading.call(lambda: front.attach(site.front.require()))
         assert poll() == [200, 200]
-        loading_site.call(front.drain)
+        loading.call(front.drain)
         assert poll() == [200, 503]
         assert client.post("/ready").status_code == 405 and client.get("/v1/models").status_code == 200
     lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 from support.http_server import Site
-from support.streams import CHAT, COMPLETIONS, ask
+from support.streams import BOTH, CHAT, COMPLETIONS, ask
 
 from pipedec.core import SamplingParams, UserError
 from pipedec.directories import reference_pair, reference_threads
 from pipedec.server.defaults import SamplingDefaults, sampling_defaults
 
 RECOMMENDED = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
-BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 
 
 def recommend(directory: Path, **values: Any) -> Path:
@@ -37,20 +36,11 @@ def recommending(site: Site, tmp_path: Path) -> Iterator[Site]:
 
 
 @BOTH
-def test_a_request_without_parameters_has_those_of_the_file(recommending: Site, path: str) -> None:
-    ask(recommending, path, temperature=None, max_tokens=5)
-    assert recommending.engine.requests[0].sampling == SamplingParams(**RECOMMENDED, max_tokens=5)
-
-
-@BOTH
 def test_what_a_request_sets_wins_one_by_one(recommending: Site, path: str) -> None:
-    ask(recommending, path, temperature=0, top_k=-1, max_tokens=5)
-    assert recommending.engine.requests[0].sampling == SamplingParams(
-        **RECOMMENDED | {"temperature": 0, "top_k": -1}, max_tokens=5
-    )
     own = {"temperature": 1.5, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    ask(recommending, path, **own, max_tokens=5)
-    assert recommending.engine.requests[1].sampling == SamplingParams(**own, max_tokens=5)
+    for given in ({}, {"temperature": 0, "top_k": -1}, own):
+        ask(recommending, path, **{"temperature": None, **given}, max_tokens=5)
+        assert recommending.engine.requests[-1].sampling == SamplingParams(**RECOMMENDED | given, max_tokens=5)
 
 
 def test_max_new_tokens_is_the_default_of_chats_and_no_limit(recommending: Site) -> None:
@@ -72,17 +62,16 @@ def test_the_temperature_where_a_file_has_none(tmp_path: Path, values: dict[str,
 
 def test_a_directory_or_neutral_ones_take_the_place_of_the_targets(tmp_path: Path) -> None:
     target, other = tmp_path / "target", tmp_path / "other"
-    target.mkdir()
-    other.mkdir()
-    recommend(target, temperature=0.6)
-    recommend(other, top_k=7)
+    for directory, values in ((target, {"temperature": 0.6}), (other, {"top_k": 7})):
+        directory.mkdir()
+        recommend(directory, **values)
     assert sampling_defaults("vllm", str(target)) == SamplingDefaults() == sampling_defaults("auto", "/on/another/machine")
     assert sampling_defaults(str(other), str(target)).values == {**SamplingDefaults().values, "top_k": 7}
 
 
-@pytest.mark.parametrize("model", [reference_pair, reference_threads])
-def test_shipped_targets_answer_greedily(model: Any) -> None:
-    assert sampling_defaults("auto", str(model() / "target")).values["temperature"] == 0
+def test_shipped_targets_answer_greedily() -> None:
+    for model in (reference_pair(), reference_threads()):
+        assert sampling_defaults("auto", str(model / "target")).values["temperature"] == 0
 
 
 @pytest.mark.parametrize(

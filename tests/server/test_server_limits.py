@@ -1,32 +1,29 @@
-"""Limits, keys and states of the server: bodies that are too large or too slow, 401, 503, draining, aborting."""
+"""Limits, keys and states of the server: heads and bodies that are too large or too slow, 401, 503, draining, aborting."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 from support.http_server import Site, served
 from support.processes import wait_until
-from support.scripted_engine import ANSWER, ScriptedEngine
-from support.streams import CHAT, COMPLETIONS, USER, ask, chunks, next_chunk, open_stream, text_of
-from support.tiny_pair import CONTEXT
+from support.scripted_engine import ANSWER, ScriptedEngine, attach, in_bursts
+from support.streams import BOTH, CHAT, COMPLETIONS, USER, ask, chunks, filled, next_chunk, open_stream, text_of
 
-from pipedec.config import Settings
 from pipedec.core import QueueFull, RankLost, UserError
-from pipedec.messages import RunDescription
 from pipedec.scheduler.protocol import RunStatus
-from pipedec.server.front import Front, Generation, HttpExchange, Observer, ServedRun, ServerSettings
+from pipedec.server.front import Front, Generation, HttpExchange, Observer, ServerSettings
+from pipedec.server.listening import MAX_HEAD_BYTES, LimitedConnection
 from pipedec.server.middleware import BodyLimits
 from pipedec.text.tokenizer import Tokenizer
 
 KEYS = ("first-key", "second-key")
-DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 8),))
-BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 
 
 class Notes(Observer):
@@ -50,28 +47,60 @@ class Notes(Observer):
 
 
 @pytest.fixture
-def own_front(text_tokenizer: Tokenizer, answer_ids: list[int]) -> Front:
-    """A front-end of the test's own that has keys, allows an origin and has nothing attached yet."""
+def loading() -> Iterator[Site]:
+    """A server of the test's own that has keys and allows an origin, and whose cluster loads."""
     settings = ServerSettings(("tiny",), api_keys=KEYS, allowed_origins=("https://chat.example",))
-    return Front(settings, [Notes()])
-
-
-@pytest.fixture
-def own_site(own_front: Front) -> Iterator[Site]:
-    with served(own_front) as site:
+    with served(Front(settings, [Notes()])) as site:
         site.client.headers["authorization"] = f"Bearer {KEYS[1]}"
         yield site
 
 
-def attach(front: Front, tokenizer: Tokenizer, answer_ids: list[int]) -> ScriptedEngine:
-    engine = ScriptedEngine(tokenizer, lambda request: [[token] for token in answer_ids])
-    front.attach(ServedRun(engine, tokenizer, DESCRIPTION, CONTEXT))
-    return engine
+Load = Callable[[Front], ScriptedEngine]
+
+
+@pytest.fixture
+def load(text_tokenizer: Tokenizer, answer_ids: list[int]) -> Load:
+    return lambda front: attach(front, text_tokenizer, lambda request: in_bursts(answer_ids))
+
+
+@pytest.fixture
+def own_site(loading: Site, load: Load) -> Site:
+    """The same when it has loaded."""
+    load(loading.front)
+    return loading
 
 
 def raw_answer(connection: socket.socket) -> bytes:
     """All that comes until the server closes the connection."""
-    return b"".join(iter(lambda: connection.recv(65536), b""))
+    received = b""
+    with suppress(ConnectionResetError):
+        while piece := connection.recv(65536):
+            received += piece
+    return received
+
+
+@pytest.mark.failure_case("H10")
+def test_heads_that_are_too_long_are_refused_and_others_are_not(site: Site) -> None:
+    for filler in (b"GET / HTTP/1.1\r\nA: ", b"GET /", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000):
+        with site.connect() as connection:
+            with suppress(OSError):  # it is closed in the middle of it
+                connection.sendall(filler)
+                for _ in range(200):
+                    connection.sendall(b"x" * 1024)
+            assert not (answer := raw_answer(connection)) or answer.startswith(b"HTTP/1.1 431 ")
+    large = "x" * (MAX_HEAD_BYTES // 4)
+    for _ in range(3):  # on one connection: every head has the whole limit
+        response = site.client.post("/tokenize", json={"prompt": "many words " * 20_000}, headers={"a": large, "b": large})
+        assert response.status_code == 400 and "220000 characters" in response.text
+
+
+@pytest.mark.failure_case("H10")
+def test_a_head_that_never_ends_is_given_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LimitedConnection, "head_seconds", 0.2)
+    for beginning in (b"", b"GET / HT", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\nGET / HTTP/1.1\r\n"):
+        with site.connect() as connection:
+            connection.sendall(beginning)
+            assert (b"200 OK" in raw_answer(connection)) == (b"\r\n\r\n" in beginning)
 
 
 @pytest.mark.failure_case("H9")
@@ -83,13 +112,9 @@ def test_a_large_body_is_refused_before_all_of_it_has_come(site: Site) -> None:
 
 
 def test_a_client_that_sends_a_large_body_reads_the_refusal(site: Site) -> None:
-    response = site.client.post(COMPLETIONS, content=b"x" * 3_000_000)
-    assert response.status_code == 413 and response.json()["error"]["type"] == "RequestTooLargeError"
-
-
-def test_a_large_body_of_unknown_length_is_refused(site: Site) -> None:
-    response = site.client.post(CHAT, content=(b"x" * 100_000 for _ in range(15)))
-    assert response.status_code == 413
+    for content in (b"x" * 3_000_000, (b"x" * 100_000 for _ in range(15))):  # the second of unknown length
+        response = site.client.post(COMPLETIONS, content=content)
+        assert response.status_code == 413 and response.json()["error"]["type"] == "RequestTooLargeError"
 
 
 @pytest.mark.failure_case("H10")
@@ -125,36 +150,28 @@ def test_who_reads_a_stream_for_longer_than_a_body_may_take_goes_on() -> None:
     assert heard == ["http.request", "http.disconnect"]
 
 
-@pytest.mark.parametrize("header", [None, "Bearer wrong", "Basic first-key", "first-key", "Bearer", "Bearer first-ke\xff"])
 @pytest.mark.failure_case("H16")
-def test_without_a_valid_key_only_v1_is_closed(
-    own_site: Site, text_tokenizer: Tokenizer, answer_ids: list[int], header: str | None
-) -> None:
-    attach(own_site.front, text_tokenizer, answer_ids)
-    own_site.client.headers.pop("authorization")
-    headers = {} if header is None else {"authorization": header.encode("latin-1")}
-    for method, path in (("GET", "/v1/models"), ("POST", COMPLETIONS), ("POST", CHAT), ("GET", "/v1/nothing")):
-        response = own_site.client.request(method, path, headers=headers)
-        assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
-        assert response.json()["error"]["type"] == "AuthenticationError"
-    assert own_site.client.get("/health", headers=headers).status_code == 200
+def test_without_a_valid_key_only_v1_is_closed(own_site: Site) -> None:
+    for header in (b"", b"Bearer wrong", b"Basic first-key", b"first-key", b"Bearer", b"Bearer first-ke\xff"):
+        headers = {"authorization": header}
+        for method, path in (("GET", "/v1/models"), ("POST", COMPLETIONS), ("POST", CHAT), ("GET", "/v1/nothing")):
+            response = own_site.client.request(method, path, headers=headers)
+            assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+            assert response.json()["error"]["type"] == "AuthenticationError"
+        assert own_site.client.get("/health", headers=headers).status_code == 200
+    del own_site.client.headers["authorization"]
+    assert own_site.client.post(CHAT).status_code == 401
+    for key in KEYS:
+        assert own_site.client.get("/v1/models", headers={"authorization": f"bearer {key}"}).status_code == 200
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_every_key_opens(own_site: Site, key: str) -> None:
-    assert own_site.client.get("/v1/models", headers={"authorization": f"bearer {key}"}).status_code == 200
-
-
-def test_each_key_is_a_tenant_of_its_own(
-    own_site: Site, own_front: Front, text_tokenizer: Tokenizer, answer_ids: list[int]
-) -> None:
+def test_each_key_is_a_tenant_of_its_own(own_site: Site) -> None:
     """The same for every request and choice with that key; its name has nothing of the key."""
-    engine = attach(own_front, text_tokenizer, answer_ids)
     for key in (*KEYS, KEYS[0]):
         own_site.client.headers["authorization"] = f"Bearer {key}"
         ask(own_site, COMPLETIONS, n=2)
         ask(own_site, CHAT)
-    tenants = [request.tenant for request in engine.requests]
+    tenants = [request.tenant for request in own_site.engine.requests]
     first, second = tenants[0], tenants[3]
     assert tenants == [first] * 3 + [second] * 3 + [first] * 3 and first != second
     for tenant in (first, second):
@@ -162,41 +179,32 @@ def test_each_key_is_a_tenant_of_its_own(
 
 
 def test_without_keys_requests_have_no_tenant(site: Site) -> None:
-    site.client.headers["authorization"] = f"Bearer {KEYS[0]}"
-    try:
-        ask(site, COMPLETIONS)
-        ask(site, CHAT)
-    finally:
-        del site.client.headers["authorization"]
-    assert [request.tenant for request in site.engine.requests] == [None, None]
+    for path in (COMPLETIONS, CHAT):
+        response = site.client.post(path, json=filled(path, {}), headers={"authorization": f"Bearer {KEYS[0]}"})
+        assert response.status_code == 200 and site.engine.requests[-1].tenant is None
 
 
 def test_pages_of_allowed_origins_may_ask(own_site: Site) -> None:
-    asked = {
-        "origin": "https://chat.example",
-        "access-control-request-method": "POST",
-        "access-control-request-headers": "authorization",
-    }
-    response = own_site.client.options(CHAT, headers=asked)
+    origin = {"origin": "https://chat.example"}
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    response = own_site.client.options(CHAT, headers=asked | origin)
     assert response.status_code == 200 and response.headers["access-control-allow-origin"] == "https://chat.example"
     assert own_site.client.options(CHAT, headers={**asked, "origin": "https://evil.example"}).status_code == 400
-    response = own_site.client.get("/v1/models", headers={"origin": "https://chat.example", "authorization": ""})
+    response = own_site.client.get("/v1/models", headers={**origin, "authorization": ""})
     assert response.status_code == 401 and "access-control-allow-origin" in response.headers
 
 
 @pytest.mark.failure_case("H18")
-def test_while_the_model_is_loading_requests_are_refused_and_models_are_listed(
-    own_site: Site, text_tokenizer: Tokenizer, answer_ids: list[int]
-) -> None:
+def test_while_the_model_is_loading_requests_are_refused_and_models_are_listed(loading: Site, load: Load) -> None:
     for method, path in (("POST", COMPLETIONS), ("POST", CHAT), ("POST", "/tokenize"), ("GET", "/health"), ("GET", "/ready")):
         body = {"prompt": "hello", "messages": USER} if method == "POST" else None
-        response = own_site.client.request(method, path, json=body)
+        response = loading.client.request(method, path, json=body)
         assert response.status_code == 503 and "loading" in response.json()["error"]["message"]
         assert int(response.headers["retry-after"]) > 0
-    assert own_site.client.get("/v1/models").json()["data"][0]["id"] == "tiny"
-    attach(own_site.front, text_tokenizer, answer_ids)
-    assert own_site.client.get("/health").status_code == own_site.client.get("/ready").status_code == 200
-    ask(own_site, CHAT)
+    assert loading.client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    load(loading.front)
+    assert loading.client.get("/health").status_code == loading.client.get("/ready").status_code == 200
+    ask(loading, CHAT)
 
 
 @BOTH
@@ -204,8 +212,7 @@ def test_while_the_model_is_loading_requests_are_refused_and_models_are_listed(
 @pytest.mark.failure_case("H17")
 def test_a_full_queue_is_503_with_retry_after(site: Site, path: str, streamed: bool) -> None:
     site.engine.full, site.engine.full_after = QueueFull("1000 requests are unfinished: try again later"), 2
-    body = {"prompt": "hello", "messages": USER, "n": 4, "stream": streamed}
-    response = site.client.post(path, json=body)
+    response = site.client.post(path, json=filled(path, {"n": 4, "stream": streamed}))
     assert response.status_code == 503 and int(response.headers["retry-after"]) > 0
     assert response.json()["error"]["type"] == "ServiceUnavailableError"
     assert wait_until(lambda: site.engine.cancelled == [0, 1]) and site.front.unfinished == 0
@@ -214,7 +221,7 @@ def test_a_full_queue_is_503_with_retry_after(site: Site, path: str, streamed: b
 @BOTH
 def test_what_the_engine_refuses_is_a_bad_request(site: Site, path: str) -> None:
     site.engine.refusal = UserError("the prompt is wrong: mend it")
-    response = site.client.post(path, json={"prompt": "hello", "messages": USER})
+    response = site.client.post(path, json=filled(path, {}))
     assert response.status_code == 400 and response.json()["error"]["message"] == "the prompt is wrong: mend it"
 
 
@@ -228,35 +235,30 @@ def test_a_lost_cluster_ends_open_answers_with_an_error(site: Site, path: str) -
         rest = [line for line in lines if line]
     assert json.loads(rest[-2][6:])["error"]["code"] == 503 and "rank 2 died" in rest[-2]
     assert rest[-1] == "data: [DONE]"
-    response = site.client.post(path, json={"prompt": "hello", "messages": USER})
+    response = site.client.post(path, json=filled(path, {}))
     assert response.status_code == 503 and "rank 2 died" in response.json()["error"]["message"]
     assert site.front.unfinished == 0
 
 
-def test_a_lost_cluster_takes_no_requests(own_site: Site, text_tokenizer: Tokenizer, answer_ids: list[int]) -> None:
-    attach(own_site.front, text_tokenizer, answer_ids)
+def test_a_lost_cluster_takes_no_requests(own_site: Site) -> None:
     own_site.front.lose("rank 2 died")
     for method, path in (("POST", COMPLETIONS), ("GET", "/health"), ("GET", "/ready")):
         response = own_site.client.request(method, path, json={"prompt": "hello"} if method == "POST" else None)
         assert response.status_code == 503 and "rank 2 died" in response.json()["error"]["message"]
 
 
-def test_health_tells_of_a_recovery(own_site: Site, text_tokenizer: Tokenizer, answer_ids: list[int]) -> None:
+def test_health_tells_of_a_recovery(own_site: Site) -> None:
     """A cluster that replaces a rank goes on taking requests."""
-    engine = attach(own_site.front, text_tokenizer, answer_ids)
     assert own_site.client.get("/health").json() == {"status": "ok", "epoch": 0}
     for serving, status in ((2, "recovering"), (3, "ok")):
-        engine.last_status = RunStatus("up", 1, 0, (), (0, 1), epoch=3, serving=serving, recovers=True)
+        own_site.engine.last_status = RunStatus("up", 1, 0, (), (0, 1), epoch=3, serving=serving, recovers=True)
         for path in ("/health", "/ready"):
             response = own_site.client.get(path)
             assert (response.status_code, response.json()) == (200, {"status": status, "epoch": 3})
 
 
-def test_a_draining_server_finishes_what_it_has_and_takes_nothing_new(
-    own_site: Site, text_tokenizer: Tokenizer, answer_ids: list[int]
-) -> None:
-    engine = attach(own_site.front, text_tokenizer, answer_ids)
-    engine.allowed = 4
+def test_a_draining_server_finishes_what_it_has_and_takes_nothing_new(own_site: Site) -> None:
+    own_site.engine.allowed = 4
     with open_stream(own_site, CHAT) as response:
         lines = response.iter_lines()
         begun = next_chunk(lines)
@@ -265,13 +267,13 @@ def test_a_draining_server_finishes_what_it_has_and_takes_nothing_new(
         refusal = own_site.client.post(CHAT, json={"messages": USER})
         assert refusal.status_code == 503 and "retry-after" in refusal.headers
         assert own_site.front.unfinished == 1
-        engine.allowed = 1000
+        own_site.engine.allowed = 1000
         parts = [begun, *chunks("\n".join(lines))]
     assert text_of(parts) == ANSWER and own_site.front.unfinished == 0
 
 
-def test_aborted_answers_end_with_what_they_have(own_site: Site, text_tokenizer: Tokenizer, answer_ids: list[int]) -> None:
-    engine = attach(own_site.front, text_tokenizer, answer_ids)
+def test_aborted_answers_end_with_what_they_have(own_site: Site) -> None:
+    engine = own_site.engine
     engine.allowed = 8
     with open_stream(own_site, CHAT, stream_options={"include_usage": True}) as response:
         lines = response.iter_lines()
@@ -298,12 +300,12 @@ def test_request_ids_come_back_and_mix_nothing(site: Site) -> None:
     assert strange.headers["x-request-id"] != "x" * 200
 
 
-def test_the_observer_hears_of_answers_and_of_refusals(own_site: Site, text_tokenizer: Tokenizer, answer_ids: list[int]) -> None:
-    notes: Any = own_site.front.observers[0]
-    own_site.client.post(COMPLETIONS, json={"prompt": "hi"})
-    attach(own_site.front, text_tokenizer, answer_ids)
-    own_site.client.post(COMPLETIONS, json={"prompt": "hi", "max_tokens": 2}, headers={"x-request-id": "mine"})
-    own_site.client.get("/nothing")
+def test_the_observer_hears_of_answers_and_of_refusals(loading: Site, load: Load) -> None:
+    notes: Any = loading.front.observers[0]
+    loading.client.post(COMPLETIONS, json={"prompt": "hi"})
+    load(loading.front)
+    loading.client.post(COMPLETIONS, json={"prompt": "hi", "max_tokens": 2}, headers={"x-request-id": "mine"})
+    loading.client.get("/nothing")
     assert wait_until(lambda: len(notes.exchanges) == 3)
     assert notes.answers == ["began /v1/completions 2 mine", "tokens 1", "tokens 1", "ended length 2"]
     assert [(one.method, one.route, one.status) for one in notes.exchanges] == [
@@ -312,9 +314,8 @@ def test_the_observer_hears_of_answers_and_of_refusals(own_site: Site, text_toke
     assert "loading" in (notes.exchanges[0].error or "") and notes.exchanges[1].error is None
 
 
-def test_an_internal_error_says_nothing_of_the_inside(own_site: Site, text_tokenizer: Tokenizer, answer_ids: list[int]) -> None:
-    engine = attach(own_site.front, text_tokenizer, answer_ids)
-    engine.script = lambda request: 1 / 0  # type: ignore[assignment, return-value]
+def test_an_internal_error_says_nothing_of_the_inside(own_site: Site) -> None:
+    own_site.engine.script = lambda request: 1 / 0  # type: ignore[assignment, return-value]
     response = own_site.client.post(CHAT, json={"messages": USER})
     assert response.status_code == 500 and "division" not in response.text
     assert response.json()["error"]["type"] == "InternalServerError"
@@ -335,9 +336,9 @@ def test_the_openapi_document_names_fields_and_errors(site: Site) -> None:
     assert "422" not in json.dumps(document["paths"])
 
 
-def test_a_silent_stream_pings_so_that_proxies_keep_it(text_tokenizer: Tokenizer, answer_ids: list[int]) -> None:
+def test_a_silent_stream_pings_so_that_proxies_keep_it(load: Load) -> None:
     front = Front(ServerSettings(("tiny",), ping_seconds=0.05))
-    engine = attach(front, text_tokenizer, answer_ids)
+    engine = load(front)
     engine.allowed = 0
     with served(front) as site, open_stream(site, CHAT) as response:
         lines = response.iter_lines()

@@ -22,6 +22,7 @@ from pipedec.server.front import Generation, HttpExchange
 from pipedec.server.metrics import ServerMetrics
 
 MONITORING = Path(__file__).resolve().parents[2] / "monitoring"
+PART = re.compile(r"_(bucket|sum|count)$")
 LABELS = {"model_name": "tiny", "engine": "0"}
 KV = KVUsage(capacity=1000, used=250, kept=100, queried_tokens=40, cached_tokens=30, pauses=2)
 STATS = RunStats(
@@ -65,13 +66,13 @@ def value(text: str, name: str, **labels: str) -> float:
     return samples(text)[name, frozenset(labels.items())]
 
 
+async def status() -> RunStatus:
+    return STATUS
+
+
 @pytest.fixture
 def metrics() -> ServerMetrics:
     made = ServerMetrics("tiny")
-
-    async def status() -> RunStatus:
-        return STATUS
-
     made.attach(status)
     return made
 
@@ -90,13 +91,8 @@ def test_all_of_vllms_names_are_there_with_its_labels(metrics: ServerMetrics) ->
     names: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(exposition(metrics)):
         for sample in family.samples:
-            names.setdefault(re.sub(r"_(bucket|sum|count)$", "", sample.name), set()).update(sample.labels)
-    missing = {f"vllm:{name}" for name in VLLM} - names.keys()
-    assert not missing
-    extra = {
-        "request_success_total": {"finished_reason"},
-        "spec_decode_num_accepted_tokens_per_pos_total": {"position"},
-    }
+            names.setdefault(PART.sub("", sample.name), set()).update(sample.labels)
+    extra = {"request_success_total": {"finished_reason"}, "spec_decode_num_accepted_tokens_per_pos_total": {"position"}}
     for name in VLLM:
         assert names[f"vllm:{name}"] - {"le"} == {"model_name", "engine"} | extra.get(name, set()), name
 
@@ -149,8 +145,8 @@ def test_answers_at_the_same_time_are_told_apart(metrics: ServerMetrics) -> None
 
 @pytest.mark.failure_case("H17")
 def test_refusals_are_counted_by_route_and_status(metrics: ServerMetrics) -> None:
-    for status in (200, 503, 503):
-        metrics.responded(HttpExchange("a", "POST", "/v1/completions", status, 0.1))
+    for code in (200, 503, 503):
+        metrics.responded(HttpExchange("a", "POST", "/v1/completions", code, 0.1))
     text = exposition(metrics)
     assert value(text, "pipedec:http_requests_total", method="POST", handler="/v1/completions", status="503") == 2
     assert value(text, "pipedec:http_request_duration_seconds_count", handler="/v1/completions") == 3
@@ -198,33 +194,30 @@ def test_many_scrapes_ask_the_cluster_once_a_second() -> None:
     seconds = iter([5.0, 5.2, 5.9, 6.1, 6.9, 7.2])
     metrics = ServerMetrics("tiny", now=lambda: next(seconds))
 
-    async def status() -> RunStatus:
+    async def counted() -> RunStatus:
         asked.append(1)
         return replace(STATUS, waiting=len(asked))
 
-    metrics.attach(status)
+    metrics.attach(counted)
     found = [value(exposition(metrics), "vllm:num_requests_waiting") for _ in range(6)]
     assert found == [2, 2, 2, 3, 3, 4]
 
 
-def test_scrapes_at_the_same_time_all_have_the_last_status() -> None:
-    """The second one comes while the cluster is asked for the first one."""
+def test_a_scrape_while_the_cluster_is_asked_for_another_has_the_last_status() -> None:
     seconds = iter([5.0, 6.0, 6.0])
     metrics = ServerMetrics("tiny", now=lambda: next(seconds))
 
     async def scrapes() -> list[Response]:
         asked, answers = asyncio.Event(), asyncio.Event()
-        answers.set()
 
-        async def status() -> RunStatus:
+        async def slow() -> RunStatus:
             asked.set()
             await answers.wait()
             return STATUS
 
         metrics.attach(status)
         await metrics.response()
-        asked.clear()
-        answers.clear()
+        metrics.attach(slow)
         first = asyncio.create_task(metrics.response())
         await asked.wait()
         second = await metrics.response()
@@ -235,21 +228,20 @@ def test_scrapes_at_the_same_time_all_have_the_last_status() -> None:
         assert value(bytes(response.body).decode(), "vllm:num_requests_waiting") == 5
 
 
+def targets() -> list[tuple[str, str]]:
+    """The expressions that the dashboard shows, each with a name."""
+    panels = json.loads((MONITORING / "grafana.json").read_text())["panels"]
+    return [(f"{panel['id']}_{target['refId']}", target["expr"]) for panel in panels for target in panel.get("targets", [])]
+
+
 def test_every_metric_of_the_dashboard_exists(metrics: ServerMetrics) -> None:
     metrics.responded(HttpExchange("a", "POST", "/v1/completions", 200, 0.1))
     known = {name for name, _ in samples(exposition(metrics))}
-    panels = json.loads((MONITORING / "grafana.json").read_text())["panels"]
-    asked = {name for panel in panels for target in panel.get("targets", []) for name in metric_names(target["expr"])}
+    asked = {name for _, expression in targets() for name in re.findall(r"\b(?:vllm|pipedec):[a-z0-9_]+", expression)}
     assert asked <= known, asked - known
     wanted = {name for name in known if name.startswith("pipedec:") or name.removeprefix("vllm:") in VLLM}
-    unseen = {re.sub(r"_(bucket|sum|count)$", "", name) for name in wanted} - {
-        re.sub(r"_(bucket|sum|count)$", "", name) for name in asked
-    }
+    unseen = {PART.sub("", name) for name in wanted} - {PART.sub("", name) for name in asked}
     assert unseen <= {"vllm:time_per_output_token_seconds"}, "metrics that no panel shows"
-
-
-def metric_names(expression: str) -> set[str]:
-    return set(re.findall(r"\b(?:vllm|pipedec):[a-z0-9_]+", expression))
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian: prometheus)")
@@ -261,12 +253,7 @@ def test_promtool_accepts_the_metrics_the_configuration_and_the_expressions(metr
     complaints = [line for line in (told.stdout + told.stderr).splitlines() if not any(habit in line for habit in habits)]
     assert complaints == [], complaints
     subprocess.run(["promtool", "check", "config", MONITORING / "prometheus.yml"], check=True, capture_output=True)
-    panels = json.loads((MONITORING / "grafana.json").read_text())["panels"]
-    rules = [
-        {"record": f"panel:{panel['id']}_{target['refId']}", "expr": target["expr"].replace("$__rate_interval", "1m")}
-        for panel in panels
-        for target in panel.get("targets", [])
-    ]
+    rules = [{"record": f"panel:{name}", "expr": expression.replace("$__rate_interval", "1m")} for name, expression in targets()]
     path = tmp_path / "rules.json"  # JSON is YAML
     path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
     checked = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True)

@@ -6,21 +6,22 @@ from typing import Any
 
 import pytest
 from support.http_server import Site
-from support.streams import CHAT, COMPLETIONS, ask
-from test_refused_requests import MESSAGES, refused
+from support.streams import CHAT, COMPLETIONS, ask, filled
+from test_refused_requests import refused
 
 from pipedec.core import StructuredOutputs
 
-BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+PATHS = (COMPLETIONS, CHAT)
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
-@BOTH
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
+        ("response_format", {"type": "text"}, None),
         ("response_format", {"type": "json_object"}, {"json_object": True}),
         ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}, {"json": SCHEMA}),
+        ("structured_outputs", {"regex": None, "json_object": False}, None),
         ("structured_outputs", {"json": SCHEMA, "regex": None, "disable_fallback": False}, {"json": SCHEMA}),
         ("structured_outputs", {"json": '{"type": "object"}', "disable_any_whitespace": True}, {"json": '{"type": "object"}'}),
         ("structured_outputs", {"regex": "[0-9]+"}, {"regex": "[0-9]+"}),
@@ -32,20 +33,14 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
         ("guided_choice", ["a", "b"], {"choice": ("a", "b")}),
         ("guided_grammar", 'start: "a"', {"grammar": 'start: "a"'}),
     ],
-)  # fmt: skip
-def test_a_structure_reaches_the_engine(site: Site, path: str, field: str, value: Any, expected: dict[str, Any]) -> None:
-    ask(site, path, **{field: value})
-    (request,) = site.engine.requests
-    assert request.sampling.structured_outputs == StructuredOutputs(**expected)
+)
+def test_a_structure_reaches_the_engine(site: Site, field: str, value: Any, expected: dict[str, Any] | None) -> None:
+    for path in PATHS:
+        ask(site, path, **{field: value})
+        found = site.engine.requests[-1].sampling.structured_outputs
+        assert found == (None if expected is None else StructuredOutputs(**expected))
 
 
-@BOTH
-def test_free_text_has_no_structure(site: Site, path: str) -> None:
-    ask(site, path, response_format={"type": "text"}, structured_outputs={"regex": None, "json_object": False})
-    assert site.engine.requests[0].sampling.structured_outputs is None
-
-
-@BOTH
 @pytest.mark.parametrize(
     ("field", "value", "place"),
     [
@@ -64,32 +59,24 @@ def test_free_text_has_no_structure(site: Site, path: str) -> None:
         ("guided_grammar", 'start: "a" item', "item"),
         ("guided_grammar", 'start: "a" "b', "1(14)"),
         ("guided_json", {"$ref": "#/$defs/none"}, "none"),
-    ],
-)  # fmt: skip
-@pytest.mark.failure_case("H21")
-def test_a_structure_that_cannot_be_is_refused_with_its_place(site: Site, path: str, field: str, value: Any, place: str) -> None:
-    error = refused(site, {"prompt": "hello", "messages": MESSAGES, field: value}, path)
-    assert error["param"] == field and place in error["message"]
-
-
-@BOTH
-@pytest.mark.parametrize("more", [{"ignore_eos": True}, {"guided_choice": ["a"]}, {"response_format": {"type": "json_object"}}])
-def test_two_wishes_that_exclude_each_other_are_refused(site: Site, path: str, more: dict[str, Any]) -> None:
-    error = refused(site, {"prompt": "hello", "messages": MESSAGES, "guided_regex": "a", **more}, path)
-    assert error["param"] in ("guided_regex", *more)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "numbers"),
-    [
         ("guided_regex", "a" * 200_001, "200001 characters, but may have 200000"),
         ("guided_choice", [str(number) for number in range(5001)], "5001 choices, but may have 5000"),
         ("guided_json", {"enum": ["x" * 300_000]}, "but may have 200000"),
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_a_structure_that_is_too_large_is_refused_before_it_is_read(site: Site, field: str, value: Any, numbers: str) -> None:
-    error = refused(site, {"prompt": "hello", field: value})
-    assert error["param"] == field and numbers in error["message"]
+@pytest.mark.failure_case("H21")
+def test_a_structure_that_cannot_be_is_refused_with_its_place(site: Site, field: str, value: Any, place: str) -> None:
+    for path in PATHS:
+        error = refused(site, filled(path, {field: value}), path)
+        assert error["param"] == field and place in error["message"]
+
+
+def test_two_wishes_that_exclude_each_other_are_refused(site: Site) -> None:
+    for path in PATHS:
+        for more in ({"ignore_eos": True}, {"guided_choice": ["a"]}, {"response_format": {"type": "json_object"}}):
+            error = refused(site, filled(path, {"guided_regex": "a", **more}), path)
+            assert error["param"] in ("guided_regex", *more)
 
 
 def test_a_schema_that_is_nested_too_deeply_is_refused(site: Site) -> None:

@@ -6,32 +6,29 @@ from collections.abc import Iterator
 
 import pytest
 from support.http_server import Site, served
-from support.scripted_engine import ANSWER, ScriptedEngine
-from support.streams import CHAT, COMPLETIONS, ask, stream, text_of
+from support.scripted_engine import ANSWER, attach, in_bursts
+from support.streams import BOTH, CHAT, USER, ask, stream, text_of
 
-from pipedec.config import Settings
 from pipedec.directories import reference_threads
-from pipedec.messages import RunDescription
-from pipedec.server.front import Front, ServedRun, ServerSettings
+from pipedec.server.front import Front, ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.threads import load_dialect
 
-BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-
 
 @pytest.fixture(scope="module")
-def threads_tokenizer() -> Tokenizer:
-    """Of the shipped model that opens threads."""
-    return Tokenizer(reference_threads() / "target")
+def served_threads() -> Iterator[Site]:
+    """With the tokenizer of the shipped model that opens threads."""
+    tokenizer = Tokenizer(reference_threads() / "target")
+    front = Front(ServerSettings())
+    attach(front, tokenizer, lambda request: in_bursts(tokenizer.encode(ANSWER)))
+    with served(front) as site:
+        yield site
 
 
 @pytest.fixture
-def threads_site(threads_tokenizer: Tokenizer) -> Iterator[Site]:
-    engine = ScriptedEngine(threads_tokenizer, lambda request: [[token] for token in threads_tokenizer.encode(ANSWER)])
-    front = Front(ServerSettings())
-    front.attach(ServedRun(engine, threads_tokenizer, RunDescription(Settings.of(target="target"), ((1,),), ((0, 4),)), 1024))
-    with served(front) as site:
-        yield site
+def threads_site(served_threads: Site) -> Site:
+    served_threads.engine.reset()
+    return served_threads
 
 
 @BOTH
@@ -47,11 +44,11 @@ def test_threads_reach_the_engine_and_come_back(threads_site: Site, path: str) -
     assert [(one.threads, one.show_threads) for one in threads_site.engine.requests] == [(expected, False), (expected, True)]
 
 
-def test_the_template_knows_the_dialect(threads_site: Site, threads_tokenizer: Tokenizer) -> None:
+def test_the_template_knows_the_dialect(threads_site: Site) -> None:
     ask(threads_site, CHAT, threads="apar")
     ask(threads_site, CHAT)
-    messages = [{"role": "user", "content": "hello"}]
-    with_dialect, without = (threads_tokenizer.apply_chat_template(messages, **given) for given in ({"threads": "apar"}, {}))
+    rendered = threads_site.engine.tokenizer.apply_chat_template
+    with_dialect, without = (rendered(USER, **given) for given in ({"threads": "apar"}, {}))
     assert [request.prompt for request in threads_site.engine.requests] == [tuple(with_dialect), tuple(without)]
     assert with_dialect != without
 

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 from support.http_server import Site, served
-from support.scripted_engine import ScriptedEngine
+from support.scripted_engine import attach, in_bursts
 from support.streams import CHAT, USER, ask, stream
-from support.tiny_pair import CONTEXT
 from support.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
 
-from pipedec.config import Settings
-from pipedec.messages import RunDescription
-from pipedec.server.front import Front, ServedRun, ServerSettings
+from pipedec.server.front import Front, ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -37,34 +34,21 @@ TOLD = [
 Say = Callable[[str, str], Site]
 
 
-class Talker:
-    """A server whose engine says what a test wants, three tokens at a time."""
-
-    def __init__(self, tokenizer_files: Path, folder: Path) -> None:
-        self._texts = {"hermes": HERMES_TEMPLATE, "llama3": LLAMA3_TEMPLATE, "mistral": MISTRAL_TEMPLATE}
-        for name, template in self._texts.items():
-            shutil.copytree(tokenizer_files, folder / name, ignore=shutil.ignore_patterns("*.jinja"))
-            (folder / name / "chat_template.jinja").write_text(template)
-        self._tokenizers = {name: Tokenizer(folder / name) for name in self._texts} | {"none": Tokenizer(tokenizer_files)}
-        self.front = Front(ServerSettings(("tiny",)), created=1)
-
-    def says(self, template: str, text: str) -> None:
-        tokenizer = self._tokenizers[template]
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        engine = ScriptedEngine(tokenizer, lambda request: [ids[place : place + 3] for place in range(0, len(ids), 3)])
-        self.front.attach(
-            ServedRun(engine, tokenizer, RunDescription(Settings.of(target="target"), ((1, 2),), ((0, 4), (4, 8))), CONTEXT)
-        )
-
-
 @pytest.fixture(scope="module")
 def say(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Say]:
-    talker = Talker(tokenizer_files, tmp_path_factory.mktemp("templates"))
-    talker.says("hermes", "")
-    with served(talker.front) as site:
+    """A server whose engine says what a test wants, three tokens at a time, behind the template that it names."""
+    folder = tmp_path_factory.mktemp("templates")
+    tokenizers = {"none": Tokenizer(tokenizer_files)}
+    for name, template in {"hermes": HERMES_TEMPLATE, "llama3": LLAMA3_TEMPLATE, "mistral": MISTRAL_TEMPLATE}.items():
+        shutil.copytree(tokenizer_files, folder / name, ignore=shutil.ignore_patterns("*.jinja"))
+        (folder / name / "chat_template.jinja").write_text(template)
+        tokenizers[name] = Tokenizer(folder / name)
+    front = Front(ServerSettings(("tiny",)), created=1)
+    with served(front) as site:
 
         def saying(template: str, text: str) -> Site:
-            talker.says(template, text)
+            ids = tokenizers[template].encode(text, add_special_tokens=False)
+            attach(front, tokenizers[template], lambda request: in_bursts(ids, 3))
             return site
 
         yield saying
@@ -139,9 +123,9 @@ def test_an_answer_that_is_cut_within_a_call_says_so(say: Say) -> None:
 
 
 def test_only_one_call_if_they_may_not_be_parallel(say: Say) -> None:
-    site = say("hermes", f"{CALL}\n{OTHER}")
-    assert [name for name, _ in answer_of(ask(site, CHAT, tools=TOOLS, parallel_tool_calls=False))[1]] == ["weather"]
-    assert [name for name, _ in streamed(stream(site, CHAT, tools=TOOLS, parallel_tool_calls=False))[1]] == ["weather"]
+    site, asked = say("hermes", f"{CALL}\n{OTHER}"), {"tools": TOOLS, "parallel_tool_calls": False}
+    for _, calls, _ in (answer_of(ask(site, CHAT, **asked)), streamed(stream(site, CHAT, **asked))):
+        assert [name for name, _ in calls] == ["weather"]
 
 
 @pytest.mark.parametrize("template", ["hermes", "llama3"])
@@ -164,16 +148,16 @@ def test_calls_and_results_reach_the_template(say: Say) -> None:
     assert "<tool_response>rain" in prompt_text(site, 1)
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED])
 @pytest.mark.parametrize("template", ["hermes", "llama3", "mistral", "none"])
-def test_a_choice_that_must_call_makes_a_grammar(say: Say, template: str, choice: Any) -> None:
+def test_a_choice_that_must_call_makes_a_grammar(say: Say, template: str) -> None:
     site = say(template, "Hm.")
-    ask(site, CHAT, tools=TOOLS, tool_choice=choice)
-    structure = site.engine.requests[0].sampling.structured_outputs
-    assert structure is not None and structure.grammar is not None
-    assert ("weather" in structure.grammar) == (choice == "required")
-    assert ("<tool_call>" in structure.grammar) == (template == "hermes")
-    assert ("parameters" in structure.grammar) == (template == "llama3")
+    for choice in ("required", NAMED):
+        ask(site, CHAT, tools=TOOLS, tool_choice=choice)
+        structure = site.engine.requests[-1].sampling.structured_outputs
+        assert structure is not None and structure.grammar is not None
+        assert ("weather" in structure.grammar) == (choice == "required")
+        assert ("<tool_call>" in structure.grammar) == (template == "hermes")
+        assert ("parameters" in structure.grammar) == (template == "llama3")
 
 
 def test_a_plain_call_is_read_where_it_was_forced(say: Say) -> None:
@@ -237,10 +221,6 @@ def test_tools_that_ask_for_nothing_change_nothing(say: Say) -> None:
     for body in ({"tools": []}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": None, "tool_choice": "auto"}):
         assert answer_of(ask(site, CHAT, **body)) == ("Yes.", [], "stop")
     assert len({request.prompt for request in site.engine.requests}) == 1
-
-
-def test_a_structure_goes_with_tools_that_may_not_be_called(say: Say) -> None:
-    site = say("hermes", "{}")
     ask(site, CHAT, tools=TOOLS, tool_choice="none", response_format={"type": "json_object"})
-    structure = site.engine.requests[0].sampling.structured_outputs
+    structure = site.engine.requests[-1].sampling.structured_outputs
     assert structure is not None and structure.json_object

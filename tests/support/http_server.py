@@ -15,6 +15,7 @@ import uvicorn
 
 from pipedec.server.app import create_app
 from pipedec.server.front import Front
+from pipedec.server.listening import LimitedConnection
 from support.processes import wait_until
 from support.scripted_engine import ScriptedEngine
 
@@ -61,7 +62,7 @@ def served(front: Front) -> Iterator[Site]:
     """Serve ``front`` until the end of the block."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # else the kernel reads megabytes for a client
-    server = uvicorn.Server(uvicorn.Config(create_app(front), log_config=None, lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(create_app(front), http=LimitedConnection, log_config=None, lifespan="off"))
     runner = asyncio.Runner()
     loop = runner.get_loop()
     thread = threading.Thread(target=lambda: runner.run(server.serve([listener])))

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from pipedec.client.reply import Delta
+from pipedec.config import Settings
 from pipedec.core import Completion, Metrics, PipedecError
 from pipedec.live.view import Frame
-from pipedec.messages import PromptRequest, ThreadNews
+from pipedec.messages import PromptRequest, RunDescription, ThreadNews
 from pipedec.scheduler.protocol import RunStatus
+from pipedec.server.front import Front, ServedRun
 from pipedec.text.stream import StopStrings, TextStream
 from pipedec.text.tokenizer import Tokenizer
+from support.tiny_pair import CONTEXT
 
 ANSWER = "Größe, naïve café, 東京 and \U0001f680 need more than one byte."
 Script = Callable[[PromptRequest], Sequence[Sequence[int]]]  # the tokens of each verdict
@@ -125,3 +128,15 @@ class ScriptedEngine:
             raise self.full
         self.requests.append(request)
         return ScriptedAnswer(self, request, len(self.requests) - 1)
+
+
+def attach(front: Front, tokenizer: Tokenizer, script: Script) -> ScriptedEngine:
+    """The engine of a run that ``front`` serves from now on."""
+    engine = ScriptedEngine(tokenizer, script)
+    description = RunDescription(Settings.of(target="target"), ((1, 2),), ((0, 4), (4, 8)))
+    front.attach(ServedRun(engine, tokenizer, description, CONTEXT))
+    return engine
+
+
+def in_bursts(token_ids: list[int], length: int = 1) -> list[list[int]]:
+    return [token_ids[place : place + length] for place in range(0, len(token_ids), length)]
