@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from support.called import Calls, caller
-from support.programs import Started, programs
+from support.programs import Started, Terminal, programs
 
 from pipedec.cli import main
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from support.shared_models import Residents
 
 
 @pytest.fixture
@@ -29,6 +36,19 @@ def started(state_directory: Path) -> Iterator[Started]:
     """Starts the program in a process group of its own, as a terminal does; whatever still runs at the end is killed."""
     with programs() as start:
         yield start
+
+
+@pytest.fixture
+def terminal(state_directory: Path) -> Iterator[Callable[..., Terminal]]:
+    """Starts the program on a pseudo-terminal."""
+    with ExitStack() as stack:
+        yield lambda *arguments, **environment: stack.enter_context(closing(Terminal(*arguments, **environment)))
+
+
+@pytest.fixture(scope="module", params=["windows"])
+def resident(request: pytest.FixtureRequest, residents: Residents) -> LocalCluster:
+    """A running cluster that no test may break. One way to dispatch is enough: what differs is below the client."""
+    return residents.get(request.param)
 
 
 @pytest.fixture

@@ -11,11 +11,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from support.called import Calls
 from support.processes import MARK, marked_processes, wait_until
+from support.programs import Started, Terminal
 from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
@@ -25,15 +26,14 @@ from pipedec.cluster.state import RunningCluster, read_state
 from pipedec.core import PipedecError
 from pipedec.engine.build import load_drafter
 from pipedec.engine.devices import chosen_device
+from pipedec.plan.spec import DISPATCHES
 from pipedec.verify.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
-Pipedec = Callable[..., Any]
-Started = Callable[..., "subprocess.Popen[bytes]"]
-
 PROMPT = "Natalia sold 12 clips in April."
-LONG = ("--raw-prompt", "--prompt", PROMPT, "--max-tokens", "2000", "--ignore-eos")
+ASKED = ("--raw-prompt", "--prompt", PROMPT, "--ignore-eos", "--max-tokens")
+SHORT, LONG = (*ASKED, "16"), (*ASKED, "2000")
 START_SECONDS = 120.0
 
 
@@ -63,7 +63,7 @@ def expected(reference: Reference, tokenizer: PreTrainedTokenizerBase) -> list[i
 
 
 def test_generate_prints_the_answer_and_its_figures(
-    pipedec: Pipedec, pair: Pair, expected: list[int], tokenizer: PreTrainedTokenizerBase
+    pipedec: Calls, pair: Pair, expected: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     flags = "--stages", "2", "--raw-prompt", "--max-tokens", "16", "--ignore-eos"
     answered = pipedec("generate", *pair.flags, *flags, "--no-priors", stdin=PROMPT.encode())  # or it may not speculate at all
@@ -81,12 +81,12 @@ def test_generate_prints_the_answer_and_its_figures(
         assert figure in answered.err
 
 
+@pytest.mark.parametrize("resident", DISPATCHES, indirect=True)
 def test_submit_prints_one_json_document_and_writes_a_trace(
-    pipedec: Pipedec, known_resident: LocalCluster, expected: list[int], tmp_path: Path
+    pipedec: Calls, known_resident: LocalCluster, expected: list[int], tmp_path: Path
 ) -> None:
     trace = tmp_path / "trace.json"
-    short = ("--raw-prompt", "--prompt", PROMPT, "--max-tokens", "16", "--ignore-eos")
-    answered = pipedec("submit", *short, "--json", "--trace", trace)
+    answered = pipedec("submit", *SHORT, "--json", "--trace", trace)
     assert answered.status == 0
     document = json.loads(answered.out)
     assert document["token_ids"] == expected and document["stages"] == 2 and document["finish_reason"] == "length"
@@ -100,12 +100,12 @@ def test_submit_prints_one_json_document_and_writes_a_trace(
     prefill, last = ({"1F1", "2F1"}, document["timesteps"] + 2) if windows else ({"1P0", "2F2"}, document["timesteps"])
     assert {*prefill, "1>2@1", f"0S{last}"} <= {event["name"] for event in events}
 
-    plain = pipedec("submit", *short, "--method", "pp", "--json")
+    plain = pipedec("submit", *SHORT, "--method", "pp", "--json")
     assert json.loads(plain.out)["token_ids"] == expected and json.loads(plain.out)["hit_rate"] == 0
-    static = json.loads(pipedec("submit", *short, "--method", "stpp", "--depth", "2", "--rows", "5", "--json").out)
+    static = json.loads(pipedec("submit", *SHORT, "--method", "stpp", "--depth", "2", "--rows", "5", "--json").out)
     assert static["token_ids"] == expected and static["timesteps"] == 3 * static["misses"]
     for shape in ("efficient", "straightforward", "full"):
-        masked = json.loads(pipedec("submit", *short, "--method", "bita", "--children", "2", "--shape", shape, "--json").out)
+        masked = json.loads(pipedec("submit", *SHORT, "--method", "bita", "--children", "2", "--shape", shape, "--json").out)
         assert masked["token_ids"] == expected and masked["timesteps"] == 2 * masked["misses"]
         assert masked["hits"] + masked["misses"] == 15
     status = pipedec("status").err
@@ -114,10 +114,10 @@ def test_submit_prints_one_json_document_and_writes_a_trace(
 
 
 def test_submit_answers_several_prompts_together(
-    pipedec: Pipedec, known_resident: LocalCluster, expected: list[int], tokenizer: PreTrainedTokenizerBase
+    pipedec: Calls, known_resident: LocalCluster, expected: list[int], tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """The answers are in the order of the prompts; one that is refused does not lose the others."""
-    asked = ("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "16", "--ignore-eos", "--priority", "2")
+    asked = ("submit", *SHORT, "--priority", "2")
     answered = pipedec(*asked, "--prompt", "Hello", "--prompt", PROMPT, "--json")
     documents = [json.loads(line) for line in answered.out.splitlines()]
     assert answered.status == 0 and [document["prompt"] for document in documents] == [0, 1, 2]
@@ -129,17 +129,10 @@ def test_submit_answers_several_prompts_together(
     assert "1 of 2 prompts were not answered: prompt 1: the prompt has" in refused.err.splitlines()[-1]
 
 
-def test_generate_by_bita_never_looks_at_a_draft(pipedec: Pipedec, pair: Pair, expected: list[int], tmp_path: Path) -> None:
-    """Neither at one that is named, nor at the shipped one."""
-    asked = ("--method", "bita", "--stages", "2", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "16", "--ignore-eos")
-    flags = ("--target", pair.target, "--draft", tmp_path / "nowhere", "--bita", pair.bita, "--device", "cpu")
-    answered = pipedec("generate", *flags, *asked, "--json")
-    assert answered.status == 0, answered.err
-    document = json.loads(answered.out)
-    assert (document["method"], document["token_ids"]) == ("bita", expected)
-
-
-def test_generate_by_bita_gives_rank_0_no_draft(pipedec: Pipedec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_by_bita_gives_rank_0_no_draft(
+    pipedec: Calls, pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither one that is named, and is not looked at, nor the shipped one."""
     specs = []
 
     def start(cluster: LocalCluster, progress: object = None) -> None:
@@ -147,11 +140,14 @@ def test_generate_by_bita_gives_rank_0_no_draft(pipedec: Pipedec, monkeypatch: p
         raise PipedecError("enough seen")
 
     monkeypatch.setattr(LocalCluster, "start", start)
-    for method in ("bita", "pipedec"):
-        assert pipedec("generate", "--prompt", "a", "--method", method).refused(1) == "enough seen"
-    bita, with_draft = specs
-    assert bita.draft is None and load_drafter(bita, chosen_device(bita.settings.cut.device)) is None and bita.trained_masks > 0
-    assert with_draft.draft is not None and with_draft.bita == bita.bita
+    named = ("--target", pair.target, "--draft", tmp_path / "nowhere", "--bita", pair.bita, "--method", "bita")
+    for flags in (named, ("--method", "bita"), ("--method", "pipedec")):
+        assert pipedec("generate", "--prompt", "a", *flags).refused(1) == "enough seen"
+    *by_bita, with_draft = specs
+    for bita in by_bita:
+        assert bita.draft is None and bita.trained_masks > 0
+        assert load_drafter(bita, chosen_device(bita.settings.cut.device)) is None
+    assert with_draft.draft is not None and with_draft.bita == by_bita[1].bita
 
 
 @pytest.mark.fast_cases
@@ -164,24 +160,18 @@ def test_generate_by_bita_gives_rank_0_no_draft(pipedec: Pipedec, monkeypatch: p
     ],
 )
 def test_verify_compares_all_that_the_pipeline_can_do(
-    pipedec: Pipedec, pair: Pair, has_draft: bool, has_bita: bool, methods: set[str]
+    pipedec: Calls, pair: Pair, has_draft: bool, has_bita: bool, methods: set[str]
 ) -> None:
-    models = (
-        "--target",
-        pair.target,
-        "--draft",
-        pair.draft if has_draft else "none",
-        "--bita",
-        pair.bita if has_bita else "none",
-    )
+    draft, bita = pair.draft if has_draft else "none", pair.bita if has_bita else "none"
+    models = ("--target", pair.target, "--draft", draft, "--bita", bita)
     asked = ("--device", "cpu", "--stages", "2", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "4")
     compared = pipedec("verify", *models, *asked, "--local")
     assert compared.status == 0, compared.err
     assert set(re.findall(r"2 stages in 2 groups, ([\w-]+): 1/1 equal", compared.err)) == methods
 
 
-def test_sampling_flags_reach_the_pipeline(pipedec: Pipedec, known_resident: LocalCluster) -> None:
-    asked = ("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "16", "--ignore-eos", "--json")
+def test_sampling_flags_reach_the_pipeline(pipedec: Calls, known_resident: LocalCluster) -> None:
+    asked = ("submit", *SHORT, "--json")
     flags = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01", "--logprobs", "2")
     drawn = json.loads(pipedec(*asked, *flags).out)
     assert [len(found) in (2, 3) for found in drawn["logprobs"]] == [True] * 16
@@ -203,13 +193,9 @@ def test_sampling_flags_reach_the_pipeline(pipedec: Pipedec, known_resident: Loc
     assert re.search(r"seed +│ +123456789", shown.err)
 
 
-@pytest.mark.parametrize("moment", ["starting", pytest.param("answering", marks=pytest.mark.slow)])
-def test_ctrl_c_ends_generate_with_all_it_started(moment: str, started: Started, pair: Pair) -> None:
+def test_ctrl_c_ends_generate_with_all_it_started(started: Started, pair: Pair) -> None:
     process = started("generate", *pair.flags, "--stages", "2", *LONG)
-    if moment == "answering":
-        first_bytes(process)
-    else:
-        assert wait_until(lambda: len(others_than(process)) >= 2, START_SECONDS)  # Redis, and the ancestor of the ranks
+    assert wait_until(lambda: len(others_than(process)) >= 2, START_SECONDS)  # Redis, and the ancestor of the ranks
     interrupt(process)
     status, err = ended(process)
     assert status == 130 and err.splitlines()[-1] == "pipedec: interrupted"
@@ -231,14 +217,14 @@ def test_sigterm_ends_generate_with_all_it_started(started: Started, pair: Pair)
 
 
 def test_ctrl_c_cancels_what_was_submitted_and_the_cluster_goes_on(
-    started: Started, pipedec: Pipedec, known_resident: LocalCluster, expected: list[int]
+    started: Started, pipedec: Calls, known_resident: LocalCluster, expected: list[int]
 ) -> None:
     process = started("submit", *LONG)
     first_bytes(process)
     interrupt(process)
     status, err = ended(process)
     assert status == 130 and err.strip() == "pipedec: interrupted"
-    answered = pipedec("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "16", "--ignore-eos", "--json")
+    answered = pipedec("submit", *SHORT, "--json")
     assert json.loads(answered.out)["token_ids"] == expected
 
 
@@ -261,7 +247,7 @@ def bring_up(started: Started, *flags: str, background: bool = False) -> tuple[s
 
 
 @pytest.mark.slow
-def test_a_supervisor_killed_at_once_leaves_no_rank_and_no_redis(started: Started, pipedec: Pipedec, pair: Pair) -> None:
+def test_a_supervisor_killed_at_once_leaves_no_rank_and_no_redis(started: Started, pipedec: Calls, pair: Pair) -> None:
     process, _ = bring_up(started, *pair.flags, "--stages", "2")
     others = others_than(process)
     assert len(others) >= 4  # Redis and three ranks
@@ -290,7 +276,7 @@ def test_sigterm_ends_a_resident_cluster_in_order(started: Started, pair: Pair, 
 @pytest.mark.slow
 @pytest.mark.failure_case("M14")
 def test_a_resident_cluster_that_replaces_no_rank_ends_with_an_error(
-    started: Started, pipedec: Pipedec, pair: Pair, state_directory: Path
+    started: Started, pipedec: Calls, pair: Pair, state_directory: Path
 ) -> None:
     process, _ = bring_up(started, *pair.flags, "--stages", "2", "--max-restarts", "0")
     asking = started("submit", *LONG)
@@ -305,10 +291,10 @@ def test_a_resident_cluster_that_replaces_no_rank_ends_with_an_error(
 
 @pytest.mark.slow
 def test_a_resident_cluster_replaces_a_rank_and_says_so(
-    started: Started, pipedec: Pipedec, pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase
+    started: Started, pipedec: Calls, pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     process, _ = bring_up(started, *pair.flags, "--stages", "2")
-    asking = started("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "200", "--ignore-eos", "--json")
+    asking = started("submit", *ASKED, "200", "--json")
     assert wait_until(lambda: "running: 0." in pipedec("status").err, START_SECONDS), pipedec("status")
     os.kill(sorted(forked_by(process))[-1], signal.SIGKILL)  # the ancestor was there first, then ranks 0, 1, 2
     assert asking.stdout is not None and asking.wait(60) == 0
@@ -329,35 +315,34 @@ def forked_by(process: subprocess.Popen[bytes]) -> list[int]:
 
 
 def test_up_status_submit_down(
-    started: Started, pipedec: Pipedec, pair: Pair, expected: list[int], state_directory: Path
+    started: Started, terminal: Callable[..., Terminal], pipedec: Calls, pair: Pair, expected: list[int], state_directory: Path
 ) -> None:
+    """``pipedec top`` draws the answer, and the run stays listed when it has ended."""
     starter = started("up", "--detach", *pair.flags, "--stages", "2")
     status, err = ended(starter, START_SECONDS)
     assert status == 0 and "is up (process " in err, err
     state = read_state()
     assert state is not None and state.is_alive()
     assert MARK.encode() in Path(f"/proc/{state.pid}/environ").read_bytes()
+    top = terminal("top", "--running", TERM="xterm-256color", COLUMNS="100", LINES="30")
+    top.until("0 running", "no request has come yet")
 
     assert f"already running here (process {state.pid})" in pipedec("up", *pair.flags).refused()
-    asked = ("--raw-prompt", "--prompt", PROMPT, "--max-tokens", "16", "--ignore-eos", "--json")
-    assert json.loads(pipedec("submit", *asked).out)["token_ids"] == expected
+    answer = json.loads(pipedec("submit", *SHORT, "--json").out)
+    assert answer["token_ids"] == expected
+    top.until("length", "stage 2", "verdict", *re.findall(r"[a-z]{4,}", answer["text"])[-1:])
     assert wait_until(lambda: "Requests: 1 submitted, 0 waiting, running: none." in pipedec("status").err)
 
     down = pipedec("down")
     assert down.status == 0 and down.err == f"Cluster {state.run_id} is down.\n"
     assert not state.is_alive() and not (state_directory / "cluster.json").exists()
     assert (state_directory / "cluster.log").read_text().strip().endswith("Cluster stopped.")
+    top.until("ended")
+    top.type("q")
+    assert top.ended() == 0
 
 
-@pytest.mark.slow
-def test_a_detached_cluster_that_cannot_start_says_why(started: Started, pair: Pair, state_directory: Path) -> None:
-    starter = started("up", "--detach", *pair.flags, "--stages", "1", "--redis", "redis://127.0.0.1:1")
-    status, err = ended(starter, START_SECONDS)
-    assert status == 1 and err == "pipedec: cannot reach Redis at 127.0.0.1:1: the connection failed\n"
-    assert not (state_directory / "cluster.json").exists()
-
-
-def test_without_pandas_one_line_says_what_to_install(pipedec: Pipedec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_pandas_one_line_says_what_to_install(pipedec: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     for module in ("pipedec.bench.report.frames", "pipedec.cli.benchmarks.plot"):
         monkeypatch.delitem(sys.modules, module, raising=False)
@@ -365,9 +350,9 @@ def test_without_pandas_one_line_says_what_to_install(pipedec: Pipedec, monkeypa
     assert line == "this command needs pandas: pip install 'pipedec[bench]'"
 
 
-@pytest.mark.parametrize("name", MOVED)
-def test_a_command_that_has_moved_says_where_it_is(pipedec: Pipedec, name: str) -> None:
-    group, command = name.split()
-    for rest in ([], ["--prompt", "Who?", "--help"]):
-        assert pipedec(group, command, *rest).refused() == f"pipedec {name} {MOVED[name]}"
-    assert f"\n  {command} " not in pipedec(group, "--help").out
+def test_a_command_that_has_moved_says_where_it_is(pipedec: Calls) -> None:
+    for name, place in MOVED.items():
+        group, command = name.split()
+        for rest in ([], ["--prompt", "Who?", "--help"]):
+            assert pipedec(group, command, *rest).refused() == f"pipedec {name} {place}"
+        assert f"\n  {command} " not in pipedec(group, "--help").out

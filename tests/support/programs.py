@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+PROGRAM = Path(sys.executable).parent / "pipedec"
 Started = Callable[..., "subprocess.Popen[bytes]"]
 
 
@@ -29,7 +34,7 @@ def programs() -> Iterator[Started]:
         # A program starts deaf to Ctrl-C if its parent is: decide it here, whatever the tests' own parent decided.
         usual = signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.default_int_handler)
         process = subprocess.Popen(
-            [Path(sys.executable).parent / "pipedec", *map(str, arguments)], stdin=subprocess.DEVNULL,
+            [PROGRAM, *map(str, arguments)], stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True, bufsize=0,
         )  # fmt: skip
         signal.signal(signal.SIGINT, usual)
@@ -46,3 +51,57 @@ def programs() -> Iterator[Started]:
             for stream in (process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
+
+
+class Terminal:
+    """The program on a pseudo-terminal.
+
+    Attributes:
+        shown: what it has written since the last text that was waited for.
+    """
+
+    def __init__(self, *arguments: str | Path, **environment: str) -> None:
+        self._master, self._slave = pty.openpty()
+        self._before = termios.tcgetattr(self._slave)
+        self.process = subprocess.Popen(
+            [PROGRAM, *map(str, arguments)], stdin=self._slave, stdout=self._slave, stderr=self._slave,
+            env={**os.environ, **environment}, preexec_fn=lambda: take_terminal(os.dup(self._slave)),
+        )  # fmt: skip
+        self.shown = ""
+
+    def read(self, seconds: float = 60.0) -> bool:
+        """Take what it writes next; False if that is nothing in this time."""
+        if not select.select([self._master], [], [], seconds)[0]:
+            return False
+        self.shown += os.read(self._master, 4096).decode(errors="replace")
+        return True
+
+    def until(self, *texts: str) -> str:
+        """Read until all of the texts have been written, and return what was before the end of the last one."""
+        ends = time.monotonic() + 60.0
+        while not all(text in self.shown for text in texts):
+            assert time.monotonic() < ends and self.read(), (texts, self.shown)
+        place = max(self.shown.index(text) + len(text) for text in texts)
+        before, self.shown = self.shown[:place], self.shown[place:]
+        return before
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def ended(self) -> int:
+        """The exit status; the terminal is as it was."""
+        ends = time.monotonic() + 60.0
+        while self.process.poll() is None:
+            assert time.monotonic() < ends, self.shown
+            self.read(0.1)
+        while self.read(0):
+            continue
+        assert "Traceback" not in self.shown
+        assert termios.tcgetattr(self._slave) == self._before
+        return self.process.returncode
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(60)
+        os.close(self._master)
+        os.close(self._slave)
