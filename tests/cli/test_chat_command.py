@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import select
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.programs import take_terminal
+from support.called import Calls as Pipedec
+from support.programs import Terminal
 from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
@@ -25,57 +20,8 @@ from pipedec.verify.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
-Pipedec = Callable[..., Any]
-TYPED_SECONDS = 60.0
-
-
-class Terminal:
-    """A program on a pseudo-terminal, and what it has shown."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._master, slave = pty.openpty()
-        environment = {**os.environ, "TERM": "dumb", "COLUMNS": "120"}
-        self.process = subprocess.Popen(
-            [Path(sys.executable).parent / "pipedec", "chat", *arguments], stdin=slave, stdout=slave, stderr=slave,
-            env=environment, preexec_fn=lambda: take_terminal(slave),
-        )  # fmt: skip
-        os.close(slave)
-        self.shown = ""
-
-    def until(self, text: str) -> str:
-        """What is shown from now on up to ``text``."""
-        ends = time.monotonic() + TYPED_SECONDS
-        while (place := self.shown.find(text)) < 0:
-            assert time.monotonic() < ends and select.select([self._master], [], [], TYPED_SECONDS)[0], self.shown
-            self.shown += os.read(self._master, 4096).decode(errors="replace")
-        before, self.shown = self.shown[:place], self.shown[place + len(text) :]
-        return before
-
-    def until_anything(self) -> None:
-        """Until something else than blanks is shown."""
-        while not self.shown.strip():
-            assert select.select([self._master], [], [], TYPED_SECONDS)[0], "nothing is shown"
-            self.shown += os.read(self._master, 4096).decode(errors="replace")
-
-    def type(self, text: str) -> None:
-        os.write(self._master, text.encode())
-
-    def interrupt_until(self, text: str) -> None:
-        """Ctrl-C, again if need be: CPython loses one that comes between a key and its wait for the next key."""
-        while text not in self.shown:
-            self.type("\x03")
-            if select.select([self._master], [], [], 5.0)[0]:
-                self.shown += os.read(self._master, 4096).decode(errors="replace")
-        self.until(text)
-
-    def ended(self) -> int:
-        """The exit status, and the terminal is closed."""
-        status = self.process.wait(TYPED_SECONDS)
-        os.close(self._master)
-        return status
-
-
 Answered = Callable[..., str]
+Terminals = Callable[..., Terminal]
 
 
 @pytest.fixture
@@ -104,13 +50,7 @@ def test_a_conversation_remembers_what_was_said(pipedec: Pipedec, known_resident
 def test_commands_tell_what_there_is(pipedec: Pipedec, known_resident: LocalCluster) -> None:
     ended = pipedec("chat", "--running", "--max-tokens", "3", stdin=b"/stats\n/help\n/foo bar\nHi\n/stats\n")
     assert ended.status == 0 and len(ended.out.splitlines()) >= 1
-    for line in (
-        "There is no answer yet.",
-        "/reset",
-        "There is no /foo",
-        "hit rate",
-        "1 answers with 3 tokens, 2 messages",
-    ):
+    for line in ("There is no answer yet.", "/reset", "There is no /foo", "hit rate", "1 answers with 3 tokens, 2 messages"):
         assert line in ended.err
 
 
@@ -122,38 +62,43 @@ def test_a_message_that_does_not_fit_is_refused_and_forgotten(pipedec: Pipedec, 
     assert "1 answers with 3 tokens, 2 messages" in ended.err
 
 
-def test_ctrl_c_cancels_the_answer_and_not_the_program(known_resident: LocalCluster, pair: Pair) -> None:
-    terminal = Terminal("--running", "--max-tokens", "1900")
-    terminal.until(">>> ")
-    terminal.type("Tell a long story\r")
-    terminal.until("\n")
-    terminal.until_anything()  # it has begun to answer
-    terminal.type("\x03")
-    assert "(cancelled)" in terminal.until(">>> ")
-    terminal.type("half a line")
-    terminal.until("half a line")
-    terminal.interrupt_until("Ctrl-D or /exit leaves.")
+def begun(terminal: Terminals, *flags: str) -> Terminal:
+    """A conversation on a terminal in which a long answer has begun."""
+    chat = terminal("chat", *flags, "--max-tokens", "1900", TERM="dumb", COLUMNS="120")
+    chat.until(">>> ")
+    chat.type("Tell a long story\r")
+    chat.until("\n")
+    while not chat.shown.strip():
+        assert chat.read(), "nothing is shown"
+    return chat
+
+
+def test_ctrl_c_cancels_the_answer_and_not_the_program(known_resident: LocalCluster, terminal: Terminals) -> None:
+    chat = begun(terminal, "--running")
+    chat.type("\x03")
+    assert "(cancelled)" in chat.until(">>> ")
+    chat.type("half a line")
+    chat.until("half a line")
+    while "Ctrl-D or /exit leaves." not in chat.shown:  # CPython loses one that comes between a key and its wait for the next
+        chat.type("\x03")
+        chat.read(5.0)
+    chat.until("Ctrl-D or /exit leaves.")
     for line, told in (("/reset", "begins anew"), ("/stats", "There is no answer yet.")):
-        terminal.until(">>> ")
-        terminal.type(f"{line}\r")
-        terminal.until(told)
-    terminal.until(">>> ")
-    terminal.type("\x04")
-    assert terminal.ended() == 0
+        chat.until(">>> ")
+        chat.type(f"{line}\r")
+        chat.until(told)
+    chat.until(">>> ")
+    chat.type("\x04")
+    assert chat.ended() == 0
 
 
 @pytest.mark.slow
-def test_a_cluster_of_its_own_ends_with_the_conversation(pair: Pair, state_directory: Path) -> None:
-    terminal = Terminal(*pair.flags, "--stages", "2", "--max-tokens", "1900")
-    terminal.until(">>> ")
-    terminal.type("Hello\r")
-    terminal.until("\n")
-    terminal.until_anything()
-    terminal.type("\x03")
-    terminal.until("(cancelled)")
-    terminal.until(">>> ")
-    terminal.type("/exit\r")
-    assert terminal.ended() == 0
+def test_a_cluster_of_its_own_ends_with_the_conversation(pair: Pair, terminal: Terminals) -> None:
+    chat = begun(terminal, *pair.flags, "--stages", "2")
+    chat.type("\x03")
+    chat.until("(cancelled)", ">>> ")
+    chat.type("/exit\r")
+    assert chat.ended() == 0
 
 
 class Scripted(BaseHTTPRequestHandler):
@@ -234,10 +179,8 @@ def test_a_server_behind_a_url_is_asked_for_a_form(pipedec: Pipedec, url: str) -
 
 
 def test_a_url_that_does_not_answer_is_refused_in_one_line(pipedec: Pipedec, url: str) -> None:
-    assert (
-        f"{url} answers 401: Unauthorized"
-        in pipedec("chat", "--url", url, "--api-key", "wrong", "--model", "x", stdin=b"Hi\n").err
-    )
+    named = ("chat", "--url", url, "--api-key", "wrong", "--model", "x")
+    assert f"{url} answers 401: Unauthorized" in pipedec(*named, stdin=b"Hi\n").err
     assert "answers 401: Unauthorized" in pipedec("chat", "--url", url, "--api-key", "wrong").refused()
     assert "cannot be reached" in pipedec("chat", "--url", "http://127.0.0.1:9/v1").refused()
     assert "give one like" in pipedec("chat", "--url", "localhost:8000").refused()

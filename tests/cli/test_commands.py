@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pipedec.cli.main import MOVED
 from pipedec.cluster.local import LocalCluster
-from pipedec.cluster.state import RunningCluster, read_state
+from pipedec.cluster.state import MachineLock, RunningCluster, read_state
 from pipedec.core import PipedecError
 from pipedec.engine.build import load_drafter
 from pipedec.engine.devices import chosen_device
@@ -168,29 +168,6 @@ def test_verify_compares_all_that_the_pipeline_can_do(
     compared = pipedec("verify", *models, *asked, "--local")
     assert compared.status == 0, compared.err
     assert set(re.findall(r"2 stages in 2 groups, ([\w-]+): 1/1 equal", compared.err)) == methods
-
-
-def test_sampling_flags_reach_the_pipeline(pipedec: Calls, known_resident: LocalCluster) -> None:
-    asked = ("submit", *SHORT, "--json")
-    flags = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01", "--logprobs", "2")
-    drawn = json.loads(pipedec(*asked, *flags).out)
-    assert [len(found) in (2, 3) for found in drawn["logprobs"]] == [True] * 16
-    assert [int(next(iter(found))) for found in drawn["logprobs"]] == drawn["token_ids"]
-    again = json.loads(pipedec(*asked, *flags[:-2], "--method", "pp", "--seed", str(drawn["seed"])).out)
-    assert again["token_ids"] == drawn["token_ids"] and "logprobs" not in again
-    assert json.loads(pipedec(*asked, *flags, "--seed", str(drawn["seed"] + 1)).out)["token_ids"] != drawn["token_ids"]
-    plain = json.loads(pipedec(*asked).out)
-    assert plain["seed"] is None
-    for penalty in ("--repetition-penalty=2", "--presence-penalty=2", "--frequency-penalty=2"):
-        assert json.loads(pipedec(*asked, penalty).out)["token_ids"] != plain["token_ids"]
-    bias = ("--logit-bias", "70=100", "--logit-bias", "71=99.5")
-    biased = json.loads(pipedec(*asked, *bias).out)
-    assert set(biased["token_ids"]) == {70, 71}
-    stop = biased["text"][1:3]
-    stopped = json.loads(pipedec(*asked, *bias, "--stop", "x", "--stop", stop).out)
-    assert (stopped["text"], stopped["finish_reason"]) == (biased["text"][: biased["text"].index(stop)], "stop")
-    shown = pipedec(*asked[:-1], "--temperature", "1", "--seed", "123456789")
-    assert re.search(r"seed +│ +123456789", shown.err)
 
 
 def test_ctrl_c_ends_generate_with_all_it_started(started: Started, pair: Pair) -> None:
@@ -340,6 +317,24 @@ def test_up_status_submit_down(
     top.until("ended")
     top.type("q")
     assert top.ended() == 0
+
+
+def test_up_is_refused_while_another_starts(pipedec: Calls, pair: Pair) -> None:
+    lock = MachineLock()
+    assert "another cluster is starting or stopping here" in pipedec("up", *pair.flags).refused()
+    lock.release()
+    MachineLock().release()
+
+
+@pytest.mark.slow
+def test_of_two_clusters_started_at_once_one_comes_up(started: Started, pair: Pair) -> None:
+    both = [started("up", "--detach", *pair.flags, "--stages", "1") for _ in range(2)]
+    errors = {process.wait(60): process.communicate()[1].decode() for process in both}
+    assert set(errors) == {0, 2}
+    assert errors[2].startswith("pipedec: ") and len(errors[2].splitlines()) == 1
+    assert "another cluster is starting" in errors[2] or "already running here" in errors[2]
+    for command in (["down"], ["up", "--detach", *pair.flags, "--stages", "1"], ["down"]):
+        assert started(*command).wait(60) == 0
 
 
 def test_without_pandas_one_line_says_what_to_install(pipedec: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
+from support.called import Calls as Pipedec
 
 from pipedec.cli.doctor import show
 from pipedec.cluster.doctor.findings import note, problem
 from pipedec.scheduler import EmbeddedServer
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-
-Pipedec = Callable[..., Any]
 
 
 def test_a_host_is_examined(pipedec: Pipedec) -> None:
@@ -56,11 +53,8 @@ def test_redis_is_tried(pipedec: Pipedec, monkeypatch: pytest.MonkeyPatch) -> No
     assert server.url.split("@")[0].removeprefix("redis://:") not in ended.out + ended.err
 
 
-def test_a_bad_file_is_refused(pipedec: Pipedec, tmp_path: Path) -> None:
+def test_mistakes_are_refused(pipedec: Pipedec, tmp_path: Path) -> None:
     assert "no such file" in pipedec("doctor", "--cluster", tmp_path / "none.yaml").refused()
-
-
-def test_a_partition_needs_a_file(pipedec: Pipedec, tmp_path: Path) -> None:
     assert "give --cluster cluster.yaml, too" in pipedec("doctor", "--partition", "p").refused()
     file = tmp_path / "cluster.yaml"
     file.write_text("target: llama-3.1-8b\nservers: [{host: a, devices: {cpu: 1}}]\npartitions: {p: {stages: 1}}\n")

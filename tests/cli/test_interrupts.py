@@ -13,13 +13,19 @@ from pipedec.cli.show import Interrupts
 
 
 @pytest.fixture
-def interrupts() -> Iterator[Interrupts]:
-    usual, hook = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}, sys.unraisablehook
+def usual() -> Iterator[None]:
+    """What handles signals is put back."""
+    handlers, hook = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}, sys.unraisablehook
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield Interrupts()
+    yield
     sys.unraisablehook = hook
-    for number, handler in usual.items():
+    for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def interrupts(usual: None) -> Interrupts:
+    return Interrupts()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -59,14 +65,9 @@ def test_a_signal_that_comes_while_an_object_is_finalized_is_not_lost_and_prints
         interrupts.raise_missed()
 
 
+@pytest.mark.usefixtures("usual")
 def test_ctrl_c_stays_ignored_where_it_is() -> None:
-    usual, hook = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}, sys.unraisablehook
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        interrupts = Interrupts()
-        os.kill(os.getpid(), signal.SIGINT)
-        interrupts.raise_missed()
-    finally:
-        sys.unraisablehook = hook
-        for number, handler in usual.items():
-            signal.signal(number, handler)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupts = Interrupts()
+    os.kill(os.getpid(), signal.SIGINT)
+    interrupts.raise_missed()

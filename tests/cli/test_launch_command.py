@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from support.called import Calls as Pipedec
 from support.processes import wait_until
+from support.programs import Started
 from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
@@ -20,9 +19,6 @@ from pipedec.cluster.state import read_state
 from pipedec.verify.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-
-Pipedec = Callable[..., Any]
-Started = Callable[..., "subprocess.Popen[bytes]"]
 
 START_SECONDS = 120.0
 PROMPT = "Natalia sold 12 clips in April."
@@ -71,12 +67,8 @@ def test_a_dry_run_says_what_would_run_where(
     assert {"  NCCL_DEBUG=WARN", "  CUDA_DEVICE_ORDER=PCI_BUS_ID", "  HF_TOKEN=***"} <= set(lines)
     assert lines[-1] == "Redis: to be started on one, a free port, the configured password"
     assert "hush" not in planned.out
-    assert "Redis: redis://far:1/0 with a password" in dry_run_with_redis(pipedec, file, monkeypatch)
-
-
-def dry_run_with_redis(pipedec: Pipedec, file: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("PIPEDEC_REDIS_URL", "redis://far:1/0")
-    return str(pipedec("launch", file, "--dry-run").out)
+    assert "Redis: redis://far:1/0 with a password" in pipedec("launch", file, "--dry-run").out
 
 
 def test_launch_status_submit_down(

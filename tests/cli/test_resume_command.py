@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
+from support.called import Calls as Pipedec
 from support.processes import wait_until
 
 from pipedec.cluster.local import LocalCluster
 
-Pipedec = Callable[..., Any]
 ASKED = ["--raw-prompt", "--method", "pp", "--ignore-eos", "--prompt", "Natalia sold clips to all of her friends"]
 DRAWN = ["--temperature", "0.9", "--logprobs", "1"]
 
@@ -36,23 +34,16 @@ def test_an_answer_goes_on_where_its_file_ends(known_resident: LocalCluster, pip
     assert shown.status == 0 and whole["text"].endswith(shown.out.removesuffix("\n")) and shown.out != whole["text"] + "\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "flags", "message"),
-    [
-        (None, (), "cannot read"),
+def test_what_cannot_be_resumed(known_resident: LocalCluster, pipedec: Pipedec, tmp_path: Path) -> None:
+    file = tmp_path / "begun.json"
+    assert "cannot read" in pipedec("submit", *ASKED, "--resume", file).refused()
+    for text, flags, message in (
         ("no JSON", (), "give one completion as --json prints it"),
         ('{"token_ids": [5]}', ("--prompt", "another one"), "2 prompts: --resume goes with one"),
         ('{"token_ids": [5]}', ("--temperature", "1"), "give its seed"),
-    ],
-    ids=["missing", "no JSON", "two prompts", "no seed"],
-)
-def test_what_cannot_be_resumed(
-    known_resident: LocalCluster, pipedec: Pipedec, tmp_path: Path, text: str | None, flags: tuple[str, ...], message: str
-) -> None:
-    file = tmp_path / "begun.json"
-    if text is not None:
+    ):
         file.write_text(text)
-    assert message in pipedec("submit", *ASKED, "--resume", file, *flags).refused()
+        assert message in pipedec("submit", *ASKED, "--resume", file, *flags).refused()
 
 
 def test_the_status_says_how_much_kv_memory_is_used(known_resident: LocalCluster, pipedec: Pipedec) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import httpx2
 import psutil
 import pytest
+from support.called import Calls as Pipedec
 from support.programs import Started
 from support.serving import Serving, body
 from support.tiny_pair import Pair
@@ -17,7 +15,6 @@ from pipedec.config import RedisConfig
 from pipedec.scheduler import connect
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-Pipedec = Callable[..., Any]
 KEY = "sk-nobody-reads-this"
 
 

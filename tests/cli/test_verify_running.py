@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from support.called import Calls as Pipedec
 from support.tiny_pair import Pair
 
 from pipedec.client.client import Client
@@ -18,11 +19,6 @@ from pipedec.core import Completion
 from pipedec.messages import PromptRequest
 from pipedec.verify.divergence import TIE_BOUNDS
 
-# One way to dispatch is enough: what differs between them is below the client.
-in_windows = pytest.mark.parametrize("resident", ["windows"], indirect=True)
-
-Pipedec = Callable[..., Any]
-
 ASKED = ("--raw-prompt", "--prompt", "Natalia sold 12 clips in April.", "--max-tokens", "6")
 
 
@@ -30,7 +26,6 @@ def of(cluster: LocalCluster) -> tuple[str, ...]:
     return "--redis", cluster.address.redis_url, "--run", cluster.run_id
 
 
-@in_windows
 def test_all_methods_are_compared_with_pp(pipedec: Pipedec, resident: LocalCluster) -> None:
     compared = pipedec("verify", *of(resident), *ASKED, "--prompt", "The pipeline")
     assert compared.status == 0, compared.err
@@ -39,19 +34,11 @@ def test_all_methods_are_compared_with_pp(pipedec: Pipedec, resident: LocalClust
     assert f"2 prompts against pp on run {resident.run_id}, float32" in compared.out
 
 
-@in_windows
 def test_the_cluster_that_up_started_is_found(pipedec: Pipedec, known_resident: LocalCluster) -> None:
     compared = pipedec("verify", "--running", "--methods", "pp,bita", *ASKED)
     assert compared.status == 0 and "bita: 1/1 equal" in compared.err and "stpp" not in compared.err
 
 
-@in_windows
-def test_threads_need_a_target_that_opens_them(pipedec: Pipedec, known_resident: LocalCluster) -> None:
-    refused = pipedec("verify", "--running", "--threads", "apar", *ASKED).refused()
-    assert "apar" in refused, "the tiny target has no control tokens"
-
-
-@in_windows
 def test_the_process_loads_neither_torch_nor_transformers(resident: LocalCluster) -> None:
     program = (
         "import sys\nfrom pipedec.cli import main\ntry:\n    main()\nexcept SystemExit as left:\n"
@@ -62,7 +49,6 @@ def test_the_process_loads_neither_torch_nor_transformers(resident: LocalCluster
     assert ended.stdout.splitlines()[-1] == "0 []", ended.stderr
 
 
-@in_windows
 def test_a_prompt_that_is_too_long_is_left_out_with_one_line(pipedec: Pipedec, known_resident: LocalCluster) -> None:
     long = "word " * 3000
     compared = pipedec("verify", "--running", "--methods", "stpp", "--prompt", long, *ASKED)
@@ -71,20 +57,15 @@ def test_a_prompt_that_is_too_long_is_left_out_with_one_line(pipedec: Pipedec, k
     assert "the model's context is 2048" in pipedec("verify", "--running", "--prompt", long).refused()
 
 
-@in_windows
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
+def test_flags_that_make_no_sense_there_are_refused(pipedec: Pipedec, known_resident: LocalCluster) -> None:
+    for flags, words in (
         (("--target", "x", "--stages", "4", "--local"), "--target, --stages, --local: a running cluster has its own models"),
         (("--shapes", "1,2"), "--shapes: a running cluster has its own"),
         (("--methods", "pp"), "name another method, which will be compared with pp"),
         (("--methods", "warp"), "unknown method 'warp'"),
-    ],
-)
-def test_flags_that_make_no_sense_there_are_refused(
-    pipedec: Pipedec, known_resident: LocalCluster, flags: tuple[str, ...], words: str
-) -> None:
-    assert words in pipedec("verify", "--running", *flags, *ASKED).refused()
+        (("--threads", "apar"), "apar"),  # of which the tiny target has no control tokens
+    ):
+        assert words in pipedec("verify", "--running", *flags, *ASKED).refused()
 
 
 def test_without_a_running_cluster_there_is_one_line(pipedec: Pipedec) -> None:
@@ -127,7 +108,6 @@ def margin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> f
     return float(request.param)
 
 
-@in_windows
 def test_a_near_tie_is_reported_and_a_difference_fails(pipedec: Pipedec, known_resident: LocalCluster, margin: float) -> None:
     compared = pipedec("verify", "--running", "--methods", "stpp,pipedec", *ASKED)
     assert "stpp: 0/1 equal" in compared.err and "pipedec: 1/1 equal" in compared.err

@@ -287,6 +287,7 @@ def test_aborted_answers_end_with_what_they_have(own_site: Site) -> None:
     assert wait_until(lambda: own_site.front.unfinished == 0)
 
 
+@pytest.mark.failure_case("K4")
 def test_request_ids_come_back_and_mix_nothing(site: Site) -> None:
     site.engine.allowed = 3
     with open_stream(site, CHAT) as one, open_stream(site, CHAT, n=2) as other:

@@ -1,0 +1,106 @@
+"""Flags of a request: what becomes of them, and what a running cluster answers to some."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from support.called import Calls
+
+from pipedec.cli.options import RequestFlags, request_options
+from pipedec.cluster.local import LocalCluster
+from pipedec.core import SamplingParams
+from pipedec.messages import LOCAL_TENANT, PromptRequest
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+ASKED = ("submit", "--raw-prompt", "--prompt", "Twelve crows counted", "--ignore-eos", "--json")
+
+
+def requests(*flags: str) -> list[PromptRequest]:
+    """Of a command with these flags."""
+    found: list[PromptRequest] = []
+
+    @click.command()
+    @request_options
+    def command(asked: RequestFlags) -> None:
+        found.extend(asked.requests())
+
+    CliRunner().invoke(command, flags, catch_exceptions=False)
+    return found
+
+
+def test_every_sampling_flag_sets_its_parameter() -> None:
+    (request,) = requests(
+        "--prompt", "a", "--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01", "--seed", "7",
+        "--max-tokens", "5", "--stop", "x", "--stop", "y", "--repetition-penalty", "1.5", "--presence-penalty", "0.5",
+        "--frequency-penalty", "-0.5", "--logit-bias", "70=100", "--logit-bias", "71=99.5", "--ignore-eos", "--logprobs", "2",
+        "--priority", "3", "--raw-prompt", "--method", "pp",
+    )  # fmt: skip
+    assert request.sampling == SamplingParams(
+        temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=7, max_tokens=5, stop=("x", "y"), repetition_penalty=1.5,
+        presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={70: 100, 71: 99.5}, ignore_eos=True, logprobs=2,
+    )  # fmt: skip
+    assert (request.priority, request.raw, request.method) == (3, True, "pp")
+
+
+def test_requests_of_the_command_line_have_one_tenant() -> None:
+    assert {request.tenant for request in requests("--prompt", "one", "--prompt", "two")} == {LOCAL_TENANT}
+
+
+def test_a_drawn_answer_comes_again_with_its_seed(pipedec: Calls, known_resident: LocalCluster) -> None:
+    flags = ("--temperature", "0.9", "--top-k", "40", "--max-tokens", "16")
+    drawn = json.loads(pipedec(*ASKED, *flags, "--logprobs", "2").out)
+    assert [len(found) in (2, 3) for found in drawn["logprobs"]] == [True] * 16
+    assert [int(next(iter(found))) for found in drawn["logprobs"]] == drawn["token_ids"]
+    again = json.loads(pipedec(*ASKED, *flags, "--method", "pp", "--seed", str(drawn["seed"])).out)
+    assert again["token_ids"] == drawn["token_ids"] and "logprobs" not in again
+    bias = ("--logit-bias", "70=100", "--logit-bias", "71=99.5", "--max-tokens", "6")
+    biased = json.loads(pipedec(*ASKED, *bias).out)
+    assert biased["seed"] is None and set(biased["token_ids"]) == {70, 71}
+    stop = biased["text"][1:3]
+    stopped = json.loads(pipedec(*ASKED, *bias, "--stop", "x", "--stop", stop).out)
+    assert (stopped["text"], stopped["finish_reason"]) == (biased["text"][: biased["text"].index(stop)], "stop")
+    shown = pipedec(*ASKED[:-1], "--temperature", "1", "--seed", "123456789", "--max-tokens", "2")
+    assert re.search(r"seed +│ +123456789", shown.err)
+
+
+def test_a_repeated_answer_takes_fewer_timesteps_unless_it_is_off(pipedec: Calls, known_resident: LocalCluster) -> None:
+    """A request with ``off`` neither uses earlier answers nor is kept for later ones."""
+
+    def timesteps(shared: str) -> int:
+        """Of an answer without a draft model."""
+        flags = ("--proposers", "ngrams", "--width", "8", "--max-tokens", "40", "--temperature", "1.5", "--seed", "5")
+        return int(json.loads(pipedec(*ASKED, *flags, "--shared-suffixes", shared).out)["timesteps"])
+
+    without = [timesteps("off") for _ in range(2)]
+    first, second = timesteps("on"), timesteps("on")
+    assert second < first / 1.5 and second < min(without) / 1.5
+    assert timesteps("off") > 1.5 * second
+    for command in ("submit", "generate", "serve", "up"):
+        refused = pipedec(command, "--shared-suffixes", "maybe").refused()
+        assert "'--shared-suffixes': 'maybe' is neither on nor off" in refused
+
+
+def test_answers_have_the_form_that_is_asked_for(pipedec: Calls, known_resident: LocalCluster, tmp_path: Path) -> None:
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    form = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    schema.write_text(json.dumps(form))
+    grammar.write_text('start: "<" ("a" | "b"){2} ">"')
+    for flags, possible in (
+        (["--json-schema", json.dumps(form)], {'{"a": 1}', '{"a": 2}'}),
+        (["--json-schema", schema], {'{"a": 1}', '{"a": 2}'}),
+        (["--regex", "[xy]{1,2}"], {"x", "y", "xx", "xy", "yx", "yy"}),
+        (["--choice", "first", "--choice", "last"], {"first", "last"}),
+        (["--grammar", grammar], {"<aa>", "<ab>", "<ba>", "<bb>"}),
+    ):
+        answered = pipedec("submit", "--prompt", "Hello", "--temperature", "1", *flags)
+        assert answered.status == 0 and answered.out.rstrip("\n") in possible
+    address = known_resident.address
+    chat = ("chat", "--redis", address.redis_url, "--run", address.run_id, "--choice", "yes", "--choice", "no")
+    chatted = pipedec(*chat, stdin=b"Hello\n")
+    assert chatted.status == 0 and chatted.out.strip() in ("yes", "no")
