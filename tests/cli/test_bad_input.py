@@ -147,9 +147,8 @@ def test_a_damaged_checkpoint(pipedec: Calls, pair: Pair, tmp_path: Path) -> Non
     ):
         copy = Path(shutil.copytree(getattr(pair, damaged), tmp_path / "copy"))
         damage(copy / name)
-        for method in ("bita", "pp") if damaged == "bita" else ("pp",):
-            asked = ("generate", *pair.flags, "--prompt", "a", f"--{damaged}", copy, "--method", method)
-            assert message in pipedec(*asked).refused(), (damaged, name)
+        asked = ("generate", *pair.flags, "--prompt", "a", f"--{damaged}", copy, "--method", "pp")
+        assert message in pipedec(*asked).refused(), (damaged, name)
         shutil.rmtree(copy)
 
 
@@ -171,6 +170,7 @@ def test_what_does_not_fit_a_running_cluster(known_resident: LocalCluster, piped
     assert pipedec("submit", "--method", "bita", "--prompt", "a", "--max-tokens", "2").status == 0
 
 
+@pytest.mark.slow
 def test_more_masks_than_there_are(pipedec: Calls, pair: Pair) -> None:
     """Only the cluster that is started for it knows."""
     flags = ("--bita", pair.bita, "--method", "bita", "--stages", "1", "--prompt", "a", "--depth", "9")

@@ -104,7 +104,7 @@ def test_submit_prints_one_json_document_and_writes_a_trace(
     assert json.loads(plain.out)["token_ids"] == expected and json.loads(plain.out)["hit_rate"] == 0
     static = json.loads(pipedec("submit", *SHORT, "--method", "stpp", "--depth", "2", "--rows", "5", "--json").out)
     assert static["token_ids"] == expected and static["timesteps"] == 3 * static["misses"]
-    for shape in ("efficient", "straightforward", "full"):
+    for shape in ("efficient", "full"):
         masked = json.loads(pipedec("submit", *SHORT, "--method", "bita", "--children", "2", "--shape", shape, "--json").out)
         assert masked["token_ids"] == expected and masked["timesteps"] == 2 * masked["misses"]
         assert masked["hits"] + masked["misses"] == 15
@@ -295,7 +295,7 @@ def test_up_status_submit_down(
     started: Started, terminal: Callable[..., Terminal], pipedec: Calls, pair: Pair, expected: list[int], state_directory: Path
 ) -> None:
     """``pipedec top`` draws the answer, and the run stays listed when it has ended."""
-    starter = started("up", "--detach", *pair.flags, "--stages", "2")
+    starter = started("up", "--detach", *pair.flags, "--stages", "1")
     status, err = ended(starter, START_SECONDS)
     assert status == 0 and "is up (process " in err, err
     state = read_state()
@@ -307,7 +307,7 @@ def test_up_status_submit_down(
     assert f"already running here (process {state.pid})" in pipedec("up", *pair.flags).refused()
     answer = json.loads(pipedec("submit", *SHORT, "--json").out)
     assert answer["token_ids"] == expected
-    top.until("length", "stage 2", "verdict", *re.findall(r"[a-z]{4,}", answer["text"])[-1:])
+    top.until("length", "stage 1", "verdict", *re.findall(r"[a-z]{4,}", answer["text"])[-1:])
     assert wait_until(lambda: "Requests: 1 submitted, 0 waiting, running: none." in pipedec("status").err)
 
     down = pipedec("down")

@@ -85,7 +85,7 @@ def test_a_cluster_that_a_signal_ended_has_the_status_of_a_shell() -> None:
 @pytest.mark.failure_case("H18")
 def test_one_command_starts_everything_answers_and_ends_it(started: Started, pair: Pair, pipedec: Pipedec, expected: str) -> None:
     """While the cluster loads, the model is listed and everything else is refused with 503."""
-    serving = own_cluster(started, pair)
+    serving = own_cluster(started, pair, "--stages", "1")
     with serving.client as client:
         loading = [client.get(path).status_code for path in ("/health", "/ready", "/v1/models")]
         refused = client.post("/v1/completions", json=body(4))

@@ -85,30 +85,18 @@ def on_terminal(terminal: Callable[..., Terminal], recording: Path) -> Terminal:
     return screen
 
 
-def left(screen: Terminal) -> int:
-    """The exit status, and it shows again what was there before."""
-    status = screen.ended()
-    assert "\x1b[?1049l" in screen.shown and "\x1b[?25h" in screen.shown
-    return status
-
-
-def test_keys_choose_a_run_and_stop_the_picture(on_terminal: Terminal) -> None:
-    on_terminal.type(" ")
-    on_terminal.until("STOPPED")
-    on_terminal.type("\x1b[C\x1bOA")
-    on_terminal.until("STOPPED")
-    on_terminal.type(" q")
-    assert left(on_terminal) == 0
-
-
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("by_signal", [False, True])
-def test_the_terminal_is_as_it_was_after_ctrl_c_and_sigterm(on_terminal: Terminal, by_signal: bool) -> None:
+def test_keys_stop_the_picture_and_it_leaves_the_terminal_as_it_was(on_terminal: Terminal, by_signal: bool) -> None:
+    for keys in (" ", "\x1b[C\x1bOA"):
+        on_terminal.type(keys)
+        on_terminal.until("STOPPED")
     if by_signal:
         on_terminal.process.send_signal(signal.SIGTERM)
     else:
         on_terminal.type("\x03")
-    assert left(on_terminal) == 0
+    assert on_terminal.ended() == 0
+    assert "\x1b[?1049l" in on_terminal.shown and "\x1b[?25h" in on_terminal.shown
 
 
 def test_a_running_cluster_is_told_once(pipedec: Pipedec, known_resident: LocalCluster) -> None:
