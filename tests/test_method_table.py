@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
 from msgspec.structs import asdict
-from support import token_before
 from support.tiny_pair import Pair
 
-import pipedec
 from pipedec import LLM, PipeDecOptions
 from pipedec.cli.options import OPTION_NAMES, RequestFlags, request_options
-from pipedec.core import DEFAULT_METHOD, MethodOptions, Request, UserError
+from pipedec.config import Settings
+from pipedec.core import DEFAULT_METHOD, Request, SamplingParams, UserError
+from pipedec.engine.build import resolve
+from pipedec.engine.local import LocalPipeline
 from pipedec.llm import named_options
 from pipedec.methods import (
     MAX_ROWS,
@@ -33,60 +28,31 @@ from pipedec.methods import (
     BitaOptions,
     LayerTreeOptions,
     MethodEntry,
+    PlainOptions,
     StaticTreeOptions,
     applicable_options,
     find_method,
     make_options,
     option_rules,
+    registered,
 )
 
-NEW_METHOD = """
-        MethodEntry("token-before", "Every token twice.", PlainOptions, "pipedec.decoding.token_before:TokenBefore"),"""
-# Prints whether commands offer the new method, and its answers and those of pp.
-ANSWERS = """
-import json, sys
-from pipedec.cli.main import program
-from pipedec.config import Settings
-from pipedec.core import Request, SamplingParams
-from pipedec.engine.build import resolve
-from pipedec.engine.local import LocalPipeline
 
-context = program.make_context("pipedec", ["generate"])
-found = {"offered": "token-before" in program.get_command(context, "generate").get_help(context)}
-for method in ("pp", "token-before"):
-    for stages in (1, 3):
-        pipeline = LocalPipeline.load(resolve(Settings.of(target=sys.argv[1], draft="none", bita="none", stages=stages)))
-        requests = [Request(number, (1, 9, 30 + number), SamplingParams(max_tokens=24), method) for number in range(4)]
-        for _ in pipeline.run_all({1: requests}):
-            pass
-        answers = [pipeline.answers[request.number] for request in requests]
-        tokens = [answer.token_ids for answer in answers]
-        timesteps = [answer.metrics.timesteps == stages * answer.metrics.misses for answer in answers]
-        found[f"{method} {stages}"] = [tokens, sum(answer.metrics.hits for answer in answers), all(timesteps)]
-print(json.dumps(found))
-"""
-
-
-def test_a_new_method_is_one_file_and_one_line(pair: Pair, tmp_path: Path) -> None:
-    """Add one to a copy of the package: it answers as the target does, alone and in company, and commands offer it."""
-    copy = tmp_path / "pipedec"
-    shutil.copytree(Path(pipedec.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(Path(token_before.__file__), copy / "decoding")
-    table = copy / "methods.py"
-    before, line, after = table.read_text().partition("    for entry in (")
-    table.write_text(before + line + NEW_METHOD + after)
-    done = subprocess.run(
-        [sys.executable, "-c", ANSWERS, str(pair.target)],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["offered"]
-    for stages in (1, 3):
-        plain, guessed = found[f"pp {stages}"], found[f"token-before {stages}"]
-        assert guessed[0] == plain[0]
-        assert guessed[1] > plain[1] == 0, "no answer has a token twice"
-        assert guessed[2], "a token that was guessed takes no timestep of its own"
+def test_a_new_method_is_one_file_and_one_line(pair: Pair) -> None:
+    """With an entry in the table it answers as the target does, alone and in company; test_settings.py adds one to a copy."""
+    entry = MethodEntry("token-before", "Every token twice.", PlainOptions, "support.token_before:TokenBefore")
+    with registered(entry):
+        for stages in (1, 3):
+            pipeline = LocalPipeline.load(resolve(Settings.of(target=pair.target, draft="none", bita="none", stages=stages)))
+            plain, guessed = ([], 0), ([], 0)
+            for method in ("pp", "token-before"):
+                requests = [Request(number, (1, 9, 30 + number), SamplingParams(max_tokens=24), method) for number in range(4)]
+                for _ in pipeline.run_all({1: requests}):
+                    continue
+                answers = [pipeline.answers[request.number] for request in requests]
+                plain, guessed = guessed, ([one.token_ids for one in answers], sum(one.metrics.hits for one in answers))
+                assert all(one.metrics.timesteps == stages * one.metrics.misses for one in answers), "a guess takes no timestep"
+            assert guessed[0] == plain[0] and guessed[1] > plain[1] == 0, "no answer has a token twice"
 
 
 @pytest.mark.parametrize("entry", METHODS.values(), ids=METHOD_NAMES)
@@ -103,17 +69,14 @@ def test_the_default_and_the_widest_step() -> None:
     assert option_rules(BestFirstOptions)["width"].at_most == MAX_ROWS
 
 
-@pytest.mark.parametrize(
-    ("has_draft", "has_bita", "possible"),
-    [
+def test_what_a_pipeline_can_run() -> None:
+    for has_draft, has_bita, possible in (
         (True, True, METHOD_NAMES),
         (False, True, ("pp", "pipedec-bestfirst", "bita")),
         (True, False, ("pp", "stpp", "pipedec", "pipedec-bestfirst")),
         (False, False, ("pp", "pipedec-bestfirst")),
-    ],
-)
-def test_what_a_pipeline_can_run(has_draft: bool, has_bita: bool, possible: tuple[str, ...]) -> None:
-    assert tuple(name for name, entry in METHODS.items() if entry.missing(has_draft, has_bita) is None) == possible
+    ):
+        assert tuple(name for name, entry in METHODS.items() if entry.missing(has_draft, has_bita) is None) == possible
 
 
 @pytest.mark.parametrize(
@@ -195,18 +158,15 @@ def test_every_option_has_a_flag_that_names_its_methods() -> None:
     assert done.output == "{'width': 3, 'proposers': ('draft',)}\n", "only what was given"
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_options_that_the_python_api_refuses() -> None:
+    for given, message in (
         (BestFirstOptions(), "method pipedec takes PipeDecOptions, not BestFirstOptions"),
         ({"forwards": 2}, "method pipedec has no option 'forwards': it is an option of pipedec-bestfirst"),
         ({"width": 0}, "width: must be between 1 and 4096, not 0"),
-    ],
-)
-def test_options_that_the_python_api_refuses(given: MethodOptions | dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as refused:
-        named_options("pipedec", given)
-    assert str(refused.value) == message
+    ):
+        with pytest.raises(UserError) as refused:
+            named_options("pipedec", given)
+        assert str(refused.value) == message
 
 
 def test_generate_has_options_in_the_place_of_a_tree() -> None:

@@ -30,37 +30,28 @@ def test_docstrings_comments_and_messages_are_read_and_names_are_not() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "text, num_found",
-    [
+def test_markdown_is_read_without_code() -> None:
+    for text, num_found in (
         ("Whether the run recovers. Let the stages know.", 0),
         ("Ranks behind a NAT need `nobody` to be told.", 1),
         ("Rows enter behind\nit. Whoever waits is served.", 2),
         ("```\necho nobody\n```\n\n    nobody\n", 0),
-    ],
-)
-def test_markdown_is_read_without_code(text: str, num_found: int) -> None:
-    assert len(words.in_markdown(text)) == num_found
+    ):
+        assert len(words.in_markdown(text)) == num_found
 
 
-@pytest.mark.parametrize(
-    "text, is_fragment", [("Of a tree.", True), ("What is new.", True), ("What is new?", False), ("Offset.", False)]
-)
-def test_fragments_are_found_in_help_texts(text: str, is_fragment: bool) -> None:
-    assert bool(words.in_python(f"x: Annotated[int, Help({text!r})]")) == is_fragment
+def test_fragments_are_found_in_help_texts() -> None:
+    for text, is_fragment in (("Of a tree.", True), ("What is new.", True), ("What is new?", False), ("Offset.", False)):
+        assert bool(words.in_python(f"x: Annotated[int, Help({text!r})]")) == is_fragment
 
 
-def test_findings_are_printed_with_their_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.md"
+def test_findings_in_the_files_of_folders_are_printed_with_their_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, plain = tmp_path / "folder" / "page.md", tmp_path / "plain.md"
+    page.parent.mkdir()
     page.write_text("First line.\n\nIt is told.\n")
-    (tmp_path / "plain.md").write_text("First line.\n")
-    assert words.main([str(tmp_path)]) == 1
+    (tmp_path / "folder" / "picture.png").write_text("told")
+    plain.write_text("First line.\n")
+    assert (words.main([str(tmp_path)]), words.main([str(plain)])) == (1, 0)
     assert capsys.readouterr().out == f"{page}:3: It is told.\n"
-    assert words.main([str(tmp_path / "plain.md")]) == 0
-
-
-def test_the_python_and_markdown_files_of_folders_are_read(tmp_path: Path) -> None:
-    for name in ("old/one.md", "new/two.py", "new/picture.png"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    assert list(words.files([str(tmp_path / "new"), str(tmp_path / "old")])) == [tmp_path / "new/two.py", tmp_path / "old/one.md"]
