@@ -17,15 +17,14 @@ def write(path: Path, rows: list[object]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("field", ["prompt", "question", "turns", "request", "text", "instruction"])
-def test_the_usual_fields_are_found(tmp_path: Path, field: str) -> None:
-    file = write(tmp_path / "set.jsonl", [{"id": 1, field: "Größe?"}, {field: "How many?", "extra": None}])
-    assert read_prompts(file) == PromptSet("set", ("Größe?", "How many?"))
-
-
-def test_a_given_field_takes_precedence_over_the_usual_ones(tmp_path: Path) -> None:
+def test_the_usual_fields_are_found_unless_another_is_given(tmp_path: Path) -> None:
+    for field in ("prompt", "question", "turns", "request", "text", "instruction"):
+        file = write(tmp_path / "set.jsonl", [{"id": 1, field: "Größe?"}, {field: "How many?", "extra": None}])
+        assert read_prompts(file) == PromptSet("set", ("Größe?", "How many?"))
     file = write(tmp_path / "set.jsonl", [{"prompt": "one", "other": "two"}])
     assert read_prompts(file, "other").prompts == ("two",)
+    with pytest.raises(UserError, match="has no field 'answer': choose one of prompt, other"):
+        read_prompts(file, "answer")
 
 
 def test_the_first_turn_of_a_conversation_is_the_prompt(tmp_path: Path) -> None:
@@ -33,13 +32,10 @@ def test_the_first_turn_of_a_conversation_is_the_prompt(tmp_path: Path) -> None:
     assert read_prompts(file).prompts == ("first",)
 
 
-def test_gzip_is_recognised_by_content(tmp_path: Path) -> None:
+def test_gzip_is_recognised_by_content_and_csv_has_commas_and_line_breaks(tmp_path: Path) -> None:
     file = tmp_path / "set.jsonl.gz"
     file.write_bytes(gzip.compress(b'{"prompt": "a"}\n\n{"prompt": "b"}\n'))
     assert read_prompts(file) == PromptSet("set", ("a", "b"))
-
-
-def test_csv_with_commas_and_line_breaks_in_a_field(tmp_path: Path) -> None:
     file = tmp_path / "set.csv"
     file.write_text('id,prompt\n1,"one, two\nthree"\n2,four\n')
     assert read_prompts(file).prompts == ("one, two\nthree", "four")
@@ -69,11 +65,7 @@ def test_line_separators_within_a_text_do_not_end_its_line(tmp_path: Path) -> No
         ("latin.jsonl", b'{"prompt": "caf\xe9"}\n', "neither UTF-8 text nor a complete gzip file"),
         ("half.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n')[:-6], "neither UTF-8 text nor a complete gzip file"),
         ("noise.jsonl.gz", b"\x1f\x8bnoise", "cannot read|neither UTF-8 text nor a complete gzip file"),
-        (
-            "damaged.jsonl.gz",
-            gzip.compress(b'{"prompt": "a"}\n')[:10] + b"\xff" * 20,
-            "cannot read|neither UTF-8 text nor",
-        ),
+        ("damaged.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n')[:10] + b"\xff" * 20, "cannot read|neither UTF-8 text nor"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.count(".") and " " not in value else "",
 )
@@ -83,11 +75,6 @@ def test_bad_files_are_refused_with_the_reason(tmp_path: Path, name: str, conten
     with pytest.raises(UserError, match=message) as refused:
         read_prompts(file)
     assert name in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_a_missing_field_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no field 'answer': choose one of prompt, id"):
-        read_prompts(write(tmp_path / "set.jsonl", [{"prompt": "a", "id": 1}]), "answer")
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
@@ -104,29 +91,22 @@ def test_a_sample_is_the_same_for_the_same_seed() -> None:
     assert sorted(whole.sample(99).prompts) == sorted(whole.prompts)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_parsing_a_source() -> None:
+    for text, expected in (
         ("some/HumanEval.jsonl.gz", PromptSource("HumanEval", Path("some/HumanEval.jsonl.gz"))),
         ("math=gsm8k/test.jsonl", PromptSource("math", Path("gsm8k/test.jsonl"))),
         ("q.jsonl#category=qa", PromptSource("qa", Path("q.jsonl"), "category", ("qa",))),
         ("bench=q.jsonl#category=stem,math", PromptSource("bench", Path("q.jsonl"), "category", ("stem", "math"))),
         ("q.jsonl#category=stem,math", PromptSource("q", Path("q.jsonl"), "category", ("stem", "math"))),
-    ],
-)
-def test_parsing_a_source(text: str, expected: PromptSource) -> None:
-    assert PromptSource.parse(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "=file", "name=", "file#", "file#category", "file#=qa", "#category=qa"])
-def test_malformed_sources_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match="is not a source of prompts: write FILE"):
-        PromptSource.parse(text)
+    ):
+        assert PromptSource.parse(text) == expected
+    for text in ("", "=file", "name=", "file#", "file#category", "file#=qa", "#category=qa"):
+        with pytest.raises(UserError, match="is not a source of prompts: write FILE"):
+            PromptSource.parse(text)
 
 
 def test_records_are_chosen_by_a_field(tmp_path: Path) -> None:
-    path = tmp_path / "q.jsonl"
-    path.write_text("".join(json.dumps({"category": c, "prompt": f"{c}?"}) + "\n" for c in ("qa", "rag", "qa")))
+    path = write(tmp_path / "q.jsonl", [{"category": name, "prompt": f"{name}?"} for name in ("qa", "rag", "qa")])
     assert PromptSource.parse(f"{path}#category=qa").read() == PromptSet("qa", ("qa?", "qa?"))
     with pytest.raises(UserError, match="has no record with the requested 'category'; its values are qa, rag"):
         PromptSource.parse(f"{path}#category=sums").read()

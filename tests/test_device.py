@@ -162,16 +162,12 @@ def test_the_stopwatch_stops_when_the_device_has_finished() -> None:
     assert times_us["median"] == pytest.approx(2000, abs=NEAR * 1e6)
 
 
-def test_a_cpu_has_passed_every_mark() -> None:
-    device = device_of(CPU)
+def test_a_cpu_has_passed_every_mark_and_copies_nothing() -> None:
+    device, tensor = device_of(CPU), torch.arange(3)
     assert isinstance(device, HostDevice)
     before, mark, after = time.perf_counter(), device.record_event(), time.perf_counter()
     assert mark.has_passed and before <= mark.seconds <= after
     mark.wait()
     with device.beside("anything"):
         mark.join()
-
-
-def test_on_a_cpu_nothing_is_copied() -> None:
-    tensor = torch.arange(3)
     assert to_device(tensor, "cpu") is tensor and to_host(tensor) is tensor

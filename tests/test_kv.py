@@ -169,6 +169,9 @@ def test_what_a_request_holds_in_its_last_block_is_nobody_elses_while_it_runs() 
     kv = KVManager(1024, 16)
     opened(kv, 0, TEXT, 160)
     assert opened(kv, 1, [*TEXT, 5], 160)[1] == 96
+    kv = KVManager(2**40, 16, shares_prefixes=False)
+    opened(kv, 0, TEXT, 160)
+    assert opened(kv, 1, TEXT, 160)[1] == 0 and (kv.kept_slots, kv.queried_tokens) == (0, 0)
 
 
 def test_the_last_token_is_computed() -> None:
@@ -224,14 +227,6 @@ def test_the_smallest_gap_that_suffices_is_taken() -> None:
     kv.close(2)
     assert opened(kv, 4, [0], 32)[0] == ((80, 32),)
     assert opened(kv, 5, [0], 208 - 64)[0] == ((128, 128), (0, 16))
-
-
-def test_a_manager_that_does_not_share_knows_no_prefix() -> None:
-    kv = KVManager(2**40, 16, shares_prefixes=False)
-    opened(kv, 0, TEXT, 160)
-    kv.close(0)
-    assert opened(kv, 1, TEXT, 160)[1] == 0
-    assert (kv.kept_slots, kv.queried_tokens, kv.used_slots) == (0, 0, 160)
 
 
 def test_two_requests_that_compute_the_same_at_a_time_keep_it_once() -> None:

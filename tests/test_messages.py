@@ -200,9 +200,7 @@ THREADS = {"threads": [{"path": [0], "text": "a"}], "metrics": {"parallelism": 1
         AbortEvent('rank 2: "é"'),
         CardEvent(3, "server-1", "boot-1", "10.0.0.1", {"torch": "2.13.0"}, {"target": "ab"}),
         AddressEvent(3, "fe80::1", 40_000, {"target": {"model.norm.weight": "ab"}}),
-        LoadedEvent(
-            RankDescription(3, "a", "cpu", *(Choice(name, "w") for name in ("float32", "gloo", "eth0", "SDPA")), ("é",))
-        ),
+        LoadedEvent(RankDescription(3, "a", "cpu", *(Choice(name, "w") for name in ("float32", "gloo", "eth0", "SDPA")), ("é",))),
     ],
     ids=lambda event: type(event).__name__,
 )

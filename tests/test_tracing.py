@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from pipedec.messages import TraceEvents, event_from_json, to_json
 from pipedec.tracing import SCHEDULER_TRACK, TraceEvent, Tracer, chrome_trace, write_trace
 
 EVENTS = [
@@ -25,10 +24,6 @@ def test_times_are_on_the_schedulers_clock(monkeypatch: pytest.MonkeyPatch) -> N
     assert tracer.events == [(3, "3>4@2", "transfer", 98_999_600, 99_002_100)]
 
 
-def test_rows_travel_as_json() -> None:
-    assert event_from_json(to_json(TraceEvents(EVENTS))) == TraceEvents(EVENTS)
-
-
 def test_chrome_trace_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     write_trace(path, iter(EVENTS), NAMES)
@@ -41,7 +36,4 @@ def test_chrome_trace_file(tmp_path: Path) -> None:
     ]
     titles = {event["tid"]: event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"}
     assert titles == {1: "rank 0: draft", 3: "rank 2: stage 2", 0: "scheduler"}
-
-
-def test_trace_without_events() -> None:
     assert chrome_trace([], {})["traceEvents"] == []

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +12,10 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.processes import marked_processes, wait_until
+from support.programs import programs
+from support.serving import Serving
 from support.tiny_pair import Pair
 
-START_SECONDS = 90.0
-END_SECONDS = 30.0
 MODEL = "tiny"
 
 
@@ -27,7 +23,6 @@ MODEL = "tiny"
 class Server:
     """A running ``pipedec serve``."""
 
-    process: subprocess.Popen[bytes]
     root: str
     target: Path
 
@@ -51,31 +46,14 @@ class Server:
 def serving(directory: Path, pair: Pair, *flags: str) -> Iterator[Server]:
     """A server of the tiny pair on a free port, which ends with exit status 0 and leaves no process behind."""
     before = marked_processes()
-    log, state = directory / "server.log", directory / "state"
-    state.mkdir(mode=0o700)
-    with log.open("wb") as out:
-        command = [str(Path(sys.executable).parent / "pipedec"), "serve", "--port", "0", "--served-model-name", MODEL]
-        command += [*pair.flags, "--stages", "2", *flags]
-        environment = {**os.environ, "PIPEDEC_STATE_DIR": str(state)}
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment)
-    try:
-        assert wait_until(lambda: process.poll() is not None or _ready_url(log), START_SECONDS), log.read_text()
-        url = _ready_url(log)
-        assert url is not None, log.read_text()
-        yield Server(process, url, pair.target)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(END_SECONDS) == 0, log.read_text()
-    finally:
-        process.kill()
-        process.wait(END_SECONDS)
+    with pytest.MonkeyPatch.context() as patch, programs() as started:
+        patch.setenv("PIPEDEC_STATE_DIR", str(directory / "state"))
+        names = ("--served-model-name", MODEL, *pair.flags, "--stages", "2", *flags)
+        server = Serving(started("serve", "--port", "0", *names)).wait_for("ready")
+        yield Server(server.url, pair.target)
+        server.end()
+        assert server.ended()[0] == 0
     assert wait_until(lambda: not marked_processes() - before)
-
-
-def _ready_url(log: Path) -> str | None:
-    for line in log.read_text().splitlines():
-        if line.startswith("{") and (told := json.loads(line))["event"] == "ready":
-            return str(told["url"])
-    return None
 
 
 def client_python(name: str) -> Path:

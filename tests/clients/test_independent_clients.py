@@ -79,10 +79,8 @@ def test_langchain(server: Server, tmp_path: Path, chatted: str) -> None:
 def test_lm_evaluation_harness_finds_the_log_likelihoods_of_transformers(
     server: Server, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    questions = [
-        {"question": "Natalia sold 12 clips in April, and", "choices": [" half as many in May.", " 24 clips."], "answer": 0}
-    ]
-    questions += [{"question": "Two and two is", "choices": [" four", " five", " twelve clips"], "answer": 0}]
+    asked = {"Natalia sold 12 clips in April, and": (" half as many in May.", " 24 clips."), "Two and two is": (" four", " five")}
+    questions = [{"question": question, "choices": choices, "answer": 0} for question, choices in asked.items()]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     task = {
         "task": "local", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "questions.jsonl")}},
@@ -137,12 +135,8 @@ def test_guidellm(server: Server, tmp_path: Path, form: str) -> None:
     report = tmp_path / "report.json"
     arguments = ["guidellm", "run", "--backend", f"kind=openai_http,target={server.root},model={MODEL},request_format={form}"]
     arguments += ["--profile", "kind=concurrent,streams=2", "--constraint", f"kind=max_requests,count={REQUESTS}"]
-    arguments += [
-        "--tokenizer",
-        f"kind=hf_auto,model={server.target}",
-        "--data",
-        "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
-    ]
+    arguments += ["--tokenizer", f"kind=hf_auto,model={server.target}"]
+    arguments += ["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"]
     ran("guidellm", [*arguments, "--output", f"kind=json,path={report}", "--disable-progress"], tmp_path)
     [benchmark] = json.loads(report.read_text())["benchmarks"]
     requests = benchmark["requests"]
@@ -161,15 +155,8 @@ def test_vllm_bench_serve(server: Server, tmp_path: Path, backend: str) -> None:
     path = "/v1/completions" if backend == "openai" else "/v1/chat/completions"
     arguments = ["python", "-c", program, "--backend", backend, "--endpoint", path, "--base-url", server.root, "--model", MODEL]
     arguments += ["--tokenizer", str(server.target), "--dataset-name", "random", "--random-input-len", "32", "--ignore-eos"]
-    arguments += [
-        "--random-output-len",
-        str(TOKENS),
-        "--num-prompts",
-        str(REQUESTS),
-        "--save-result",
-        "--result-filename",
-        "result.json",
-    ]
+    arguments += ["--random-output-len", str(TOKENS), "--num-prompts", str(REQUESTS)]
+    arguments += ["--save-result", "--result-filename", "result.json"]
     printed = ran("vllm", arguments, tmp_path)
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["total_output_tokens"]) == (REQUESTS, TOKENS * REQUESTS)
