@@ -229,21 +229,6 @@ def test_the_smallest_gap_that_suffices_is_taken() -> None:
     assert opened(kv, 5, [0], 208 - 64)[0] == ((128, 128), (0, 16))
 
 
-def test_two_requests_that_compute_the_same_at_a_time_keep_it_once() -> None:
-    kv = KVManager(1024, 16)
-    leases = [kv.open(number, TEXT, 112) for number in (0, 1)]
-    assert all(lease is not None and lease.cached == 0 for lease in leases)
-    kv.extend(0, TEXT)
-    kv.extend(1, TEXT)
-    kv.extend(1, [7] * 12)
-    assert kv.used_slots == 224
-    kv.close(0)
-    assert kv.used_slots == 112
-    kv.close(1)
-    assert (kv.used_slots, kv.kept_slots) == (0, 128)
-    assert kv.cached_for([*TEXT, *[7] * 40], 160) == 112
-
-
 def test_wrong_books_are_noticed() -> None:
     with pytest.raises(ValueError, match="not one block"):
         KVManager(15, 16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.called import Calls, caller
+from support.programs import Calls, caller
 
 from pipedec.cli import main
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.called import caller
+from support.programs import caller
 
 from benchmarks.agent_prompts import TASKS, VARIATIONS, prompts
 from pipedec.data import PromptSource

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.called import Calls, caller
+from support.programs import Calls, caller
 from support.tiny_pair import Pair
 
 from benchmarks.policy.__main__ import policy

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import geometric_mean
 
 import pytest
-from support.called import Calls, caller
 from support.drafters import PROMPT, ScriptedDrafter, begun, rows
+from support.programs import Calls, caller
 from support.silent_progress import Silent
 from support.tiny_pair import Pair
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.called import Calls, caller
-from support.programs import Started, Terminal, programs
+from support.programs import Calls, Started, Terminal, caller, programs
 
 from pipedec.cli import main
 from pipedec.cluster.local import LocalCluster

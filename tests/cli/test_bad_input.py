@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.called import Calls
+from support.programs import Calls
 from support.tiny_pair import CONTEXT, TARGET_LAYERS, Pair
 
 from pipedec.cluster.local import LocalCluster
@@ -33,7 +33,6 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 REFUSED = [
     (["--prompt", ""], "the prompt is empty"),
-    (["--prompt", " \n\t"], "the prompt is empty"),
     ([], "the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input"),
     (["--prompt", "a", "--prompt-file", "b"], "give --prompt or --prompt-file, not both"),
     (["--prompt", "a", "--prompt", "b", "--trace", "t"], "2 prompts: --trace and --show-threads go with one"),
@@ -48,18 +47,14 @@ REFUSED = [
     (["--prompt", "a", "--regex", "a", "--choice", "b"], "regex and choice"),
     (["--prompt", "a", "--regex", "(a"], "unclosed group"),
     (["--prompt", "a", "--json-schema", '{"type": "obj"}'], "obj"),
-    (["--prompt", "a", "--json-schema", "{"], "JSON"),
     (["--prompt", "a", "--json-schema", "missing.json"], "cannot read missing.json"),
     (["--prompt", "a", "--grammar", "missing.lark"], "cannot read missing.lark"),
     (["--prompt", "a", "--regex", "a", "--ignore-eos"], "ignore_eos"),
     (["--prompt", "a", "--regex", "a", "--threads", "apar"], "threads"),
     (["--prompt", "a", "--max-tokens", "0"], "max_tokens must be at least 1, not 0"),
-    (["--prompt", "a", "--max-tokens", "many"], "'many' is not a valid integer"),
     (["--prompt", "a", "--temperature", "-1"], "temperature must be finite and at least 0, not -1.0"),
-    (["--prompt", "a", "--top-k", "-2"], "top_k must be at least 1, or 0 or -1 for all tokens, not -2"),
     (["--prompt", "a", "--stop", ""], "stop must be strings that are not empty"),
     (["--prompt", "a", "--logit-bias", "five"], "--logit-bias five: write TOKEN_ID=VALUE, like 42=-5"),
-    (["--prompt", "a", "--logit-bias", "5=500"], "logit_bias must be between -100 and 100"),
     (["--prompt", "a", "--logprobs", "21"], "logprobs must be between 0 and 20, not 21"),
     (["--prompt", "a", "--width", "0"], "width: must be between 1 and 4096, not 0"),
     (["--prompt", "a", "--method", "magic"], "'magic' is not one of 'pp', 'stpp', 'pipedec'"),
@@ -68,8 +63,6 @@ REFUSED = [
     (["--prompt", "a", "--stages", str(TARGET_LAYERS + 1)], f"9 stages, but the target has {TARGET_LAYERS} layers"),
     (["--prompt", "a", "--stages", "2", "--groups", "3"], "groups: 3 groups need at least as many stages, but there are 2"),
     (["--prompt", "a", "--stages", "2", "--layers", "4,5"], "layers sum to 9, the target has 8"),
-    (["--prompt", "a", "--stages", "2", "--layers", "8,0"], "'--layers': 0 is not in the range"),
-    (["--prompt", "a", "--dtype", "int4"], "'--dtype': 'int4' is not one of 'auto', 'float32',"),
     (["--prompt", "a", "--draft", "none", "--method", "stpp"], "method stpp needs a draft model"),
     (["--prompt", "a", "--draft", "nowhere"], "nowhere is not a directory"),
     (["--prompt", "a", "--target", "nowhere"], "nowhere is not a directory"),
@@ -81,7 +74,6 @@ REFUSED = [
     ),
     (["--prompt", "a", "--proposers", "oracle"], "proposers: must be one or more of draft, ngrams, not oracle"),
     (["--prompt", "a", "--depth", "4"], "method pipedec-bestfirst has no option 'depth': it is an option of stpp, bita"),
-    (["--prompt", "a", "--kv-cache-memory", "much"], "kv_cache_memory: must be a number of bytes like 4GiB, 512MB or"),
     (["--prompt", "a", "--kv-cache-memory", "1KB"], "but a few hundred tokens need 64.0 KiB: give a larger --kv-cache-mem"),
     (["--prompt", "a", "--colour", "red"], "No such option '--colour'"),
 ]

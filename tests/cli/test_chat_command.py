@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.called import Calls as Pipedec
+from support.http_server import Site, served
+from support.programs import Calls as Pipedec
 from support.programs import Terminal
+from support.scripted_engine import attach
 from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
 from pipedec.cluster.local import LocalCluster
+from pipedec.core import RankLost, StructuredOutputs, UserError
+from pipedec.messages import PromptRequest
+from pipedec.server.front import Front, ServerSettings
+from pipedec.text.tokenizer import Tokenizer
 from pipedec.verify.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -101,87 +103,59 @@ def test_a_cluster_of_its_own_ends_with_the_conversation(pair: Pair, terminal: T
     assert chat.ended() == 0
 
 
-class Scripted(BaseHTTPRequestHandler):
-    """A server that says back what it was asked, one word per chunk."""
+@pytest.fixture
+def site(tokenizer_files: Path) -> Iterator[Site]:
+    """A server with a key that says back what it was asked, word by word, unless that begins with "refuse" or "break"."""
+    tokenizer = Tokenizer(tokenizer_files)
 
-    asked: list[dict[str, Any]]
-
-    def do_GET(self) -> None:
-        if self._may():
-            self._send(200, {"data": [{"id": "first"}, {"id": "second"}]})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        type(self).asked.append(body)
-        if not self._may():
-            return
-        words = body["messages"][-1]["content"].split()
+    def script(request: PromptRequest) -> Iterator[list[int]]:
+        words = tokenizer.decode(request.prompt, skip_special_tokens=False).split("<|user|>")[-1].split("<|")[0].split()
         if words[0] == "refuse":
-            self._send(400, {"error": {"message": "temperature must be\nless", "type": "BadRequestError"}})
-            return
-        chunks: list[dict[str, Any]] = [{"choices": [{"delta": {"role": "assistant", "content": ""}}]}]
-        chunks += [{"choices": [{"delta": {"content": f"{word} "}}]} for word in words]
-        if words[0] == "break":
-            chunks = [chunks[1], {"error": {"message": "rank 2 is lost"}}]
-        chunks.append({"choices": [{"delta": {}, "finish_reason": "length"}]})
-        chunks.append({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": len(words)}})
-        self.send_response(200)
-        self.end_headers()
-        events = [": ping\n\n", *(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"]
-        self.wfile.write("".join(events).encode())
+            raise UserError("temperature must be\nless")
+        for word in words:
+            yield tokenizer.encode(f"{word} ", add_special_tokens=False)
+            if word == "break":
+                raise RankLost("rank 2 is lost")
 
-    def _may(self) -> bool:
-        if self.headers["Authorization"] == "Bearer right":
-            return True
-        self._send(401, {"error": {"message": "Unauthorized"}})
-        return False
-
-    def _send(self, status: int, body: dict[str, Any]) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
+    front = Front(ServerSettings(("first", "second"), api_keys=("right",)))
+    attach(front, tokenizer, script)
+    with served(front) as running:
+        yield running
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
-    Scripted.asked = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+def url(site: Site) -> str:
+    return f"http://127.0.0.1:{site.port}/v1"
 
 
-def test_any_server_behind_a_url_answers(pipedec: Pipedec, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_server_behind_a_url_answers(pipedec: Pipedec, site: Site, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "right")
-    ended = pipedec("chat", "--url", url, "--seed", "7", "--method", "pp", stdin=b"one two\nrefuse\nbreak\nthree\n/stats\n")
+    said = f"one two\nrefuse\n{'long ' * 3000}\nbreak\nthree\n/stats\n"
+    ended = pipedec("chat", "--url", url, "--seed", "7", "--method", "pp", stdin=said.encode())
     assert (ended.status, ended.out) == (0, "one two \nbreak three \n")
-    assert f"{url} answers 400: temperature must be less" in ended.err and f"{url}: rank 2 is lost" in ended.err
-    assert "TTFT" in ended.err and "2 answers with 3 tokens, 4 messages" in ended.err
-    roles = [[message["role"] for message in body["messages"]] for body in Scripted.asked]
-    assert roles == [["user"], ["user", "assistant", "user"]] + [["user", "assistant", "user"]] * 2
-    assert {key: Scripted.asked[0][key] for key in ("model", "seed", "method")} == {"model": "first", "seed": 7, "method": "pp"}
-    assert "temperature" not in Scripted.asked[0], "the server's own default"
+    assert f"{url} answers 400: the prompt has" in ended.err
+    assert f"{url}: temperature must be less" in ended.err and f"{url}: the cluster was lost: rank 2 is lost" in ended.err
+    assert "TTFT" in ended.err and "2 answers with" in ended.err and "4 messages" in ended.err
+    prompts = [site.engine.tokenizer.decode(request.prompt, skip_special_tokens=False) for request in site.engine.requests]
+    assert [prompt.count("<|user|>") for prompt in prompts] == [1, 2, 2, 2]
+    assert all("<|user|>one two<|assistant|>one two" in prompt for prompt in prompts[1:])
+    sampling = site.engine.requests[0].sampling
+    assert (sampling.seed, sampling.temperature, site.engine.requests[0].method) == (7, 1.0, "pp"), "the server's own default"
 
 
-def test_a_server_behind_a_url_is_asked_for_a_form(pipedec: Pipedec, url: str) -> None:
+def test_a_server_behind_a_url_is_asked_for_a_form(pipedec: Pipedec, site: Site, url: str) -> None:
     for flags, asked in (
-        (["--choice", "yes", "--choice", "no"], {"choice": ["yes", "no"]}),
-        (["--json-schema", '{"type": "object"}'], {"json": '{"type": "object"}'}),
+        (["--choice", "yes", "--choice", "no"], StructuredOutputs(choice=("yes", "no"))),
+        (["--json-schema", '{"type": "object"}'], StructuredOutputs(json='{"type": "object"}')),
     ):
         assert pipedec("chat", "--url", url, "--api-key", "right", *flags, stdin=b"Hello\n").status == 0
-        assert Scripted.asked[-1]["structured_outputs"] == asked
+        assert site.engine.requests[-1].sampling.structured_outputs == asked
 
 
 def test_a_url_that_does_not_answer_is_refused_in_one_line(pipedec: Pipedec, url: str) -> None:
     named = ("chat", "--url", url, "--api-key", "wrong", "--model", "x")
-    assert f"{url} answers 401: Unauthorized" in pipedec(*named, stdin=b"Hi\n").err
-    assert "answers 401: Unauthorized" in pipedec("chat", "--url", url, "--api-key", "wrong").refused()
+    assert f"{url} answers 401: give a valid API key" in pipedec(*named, stdin=b"Hi\n").err
+    assert "answers 401: give a valid API key" in pipedec("chat", "--url", url, "--api-key", "wrong").refused()
     assert "cannot be reached" in pipedec("chat", "--url", "http://127.0.0.1:9/v1").refused()
     assert "give one like" in pipedec("chat", "--url", "localhost:8000").refused()
 

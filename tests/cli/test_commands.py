@@ -14,9 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.called import Calls
 from support.processes import MARK, marked_processes, wait_until
-from support.programs import Started, Terminal
+from support.programs import Calls, Started, Terminal
 from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from support.called import Calls as Pipedec
+from support.programs import Calls as Pipedec
 
 from pipedec.cli.doctor import show
 from pipedec.cluster.doctor.findings import note, problem

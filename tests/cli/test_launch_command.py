@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.called import Calls as Pipedec
 from support.processes import wait_until
+from support.programs import Calls as Pipedec
 from support.programs import Started
 from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
-from support.called import Calls
+from support.programs import Calls
 
 from pipedec.cli.options import RequestFlags, request_options
 from pipedec.cluster.local import LocalCluster

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from support.called import Calls as Pipedec
 from support.processes import wait_until
+from support.programs import Calls as Pipedec
 
 from pipedec.cluster.local import LocalCluster
 

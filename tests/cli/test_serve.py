@@ -18,20 +18,24 @@ from urllib.parse import urlsplit
 import httpx2
 import psutil
 import pytest
-from support.called import Calls as Pipedec
 from support.processes import wait_until
+from support.programs import Calls as Pipedec
 from support.programs import Started, Terminal
 from support.serving import PROMPT, START_SECONDS, Serving, body, in_front_of, is_idle, metric, streaming
 from support.tiny_pair import Pair
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
+from pipedec.cluster.state import read_state
+from pipedec.config import RedisConfig
 from pipedec.core import SamplingParams
 from pipedec.messages import PromptRequest
+from pipedec.scheduler import connect
 from pipedec.server.run import ClusterEnded, ClusterProcess
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
+KEY = "sk-nobody-reads-this"
 LONG = 1500  # tokens: a stream that is still running when the test does something to it
 
 
@@ -383,3 +387,44 @@ def test_a_tokenizer_that_is_not_there_is_told_in_one_line(cluster: LocalCluster
     flags = ("--redis", address.redis_url, "--run", address.run_id, "--tokenizer", tmp_path, "--port", "0")
     status, err = Serving(started("serve", *flags)).ended()
     assert status == 2 and len(err.splitlines()) == 1 and "--tokenizer DIR" in err and str(tmp_path) in err
+
+
+@pytest.mark.slow
+@pytest.mark.failure_case("M13")
+def test_neither_password_nor_key_are_shown(
+    started: Started, pipedec: Pipedec, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPEDEC_API_KEY", KEY)
+    serving = own_cluster(started, pair).wait_for("ready")
+    state = read_state()
+    assert state is not None
+    password = RedisConfig(state.redis_url).password
+    assert password
+    shown = [" ".join(process.cmdline()) for process in (psutil.Process(serving.process.pid), *serving.descendants)]
+    shown.append(pipedec("status").out)
+    with serving.client as client:
+        shown += [answered(client, path) for path in ("/health", "/metrics", "/version", "/openapi.json")]
+        shown.append(client.post("/v1/completions", json=body(4), headers={"Authorization": "Bearer wrong"}).text)
+        client.headers["Authorization"] = f"Bearer {KEY}"
+        assert client.post("/v1/completions", json=body(4)).status_code == 200
+    shown += stored(state.redis_url)
+    serving.end()
+    status, err = serving.ended()
+    assert status == 0 and len(shown) > 9
+    for text in (*shown, serving.text, err):
+        assert password not in text and KEY not in text
+
+
+def stored(redis_url: str) -> list[str]:
+    """All that is in Redis, key by key."""
+    client = connect(redis_url)
+    client.config_set("rdbcompression", "no")  # what DUMP returns holds every text as it is
+    dumped = [(client.dump(key) or b"").decode(errors="replace") for key in client.scan_iter()]
+    client.close()
+    assert any("tiny" in text or "target" in text for text in dumped)
+    return dumped
+
+
+def answered(client: httpx2.Client, path: str) -> str:
+    response = client.get(path)
+    return f"{response.headers}{response.text}"

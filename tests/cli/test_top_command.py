@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.called import Calls as Pipedec
+from support.programs import Calls as Pipedec
 from support.programs import Terminal
 
 from pipedec.cli.top import top

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.called import Calls as Pipedec
+from support.programs import Calls as Pipedec
 from support.tiny_pair import Pair
 
 from pipedec.client.client import Client

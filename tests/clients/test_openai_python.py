@@ -158,18 +158,6 @@ def test_log_probabilities_are_those_of_transformers(
     assert logprobs.text_offset == sorted(logprobs.text_offset) and logprobs.text_offset[0] == 0
 
 
-def test_chat_log_probabilities_spell_the_answer(client: openai.OpenAI) -> None:
-    completion = client.chat.completions.create(
-        model=MODEL, messages=CONVERSATION, max_tokens=8, temperature=0, logprobs=True, top_logprobs=3
-    )
-    [choice] = completion.choices
-    assert choice.logprobs is not None and choice.logprobs.content is not None and choice.message.content is not None
-    spelled = b"".join(bytes(token.bytes or []) for token in choice.logprobs.content)
-    assert spelled.decode(errors="replace").startswith(choice.message.content.rstrip(INCOMPLETE))
-    for token in choice.logprobs.content:
-        assert len(token.top_logprobs) == 3 and token.top_logprobs[0].logprob == pytest.approx(token.logprob)
-
-
 def test_seeds_choices_and_stop_strings(client: openai.OpenAI) -> None:
     def drawn(seed: int, n: int) -> list[str]:
         completion = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, temperature=1, seed=seed, n=n)

@@ -6,10 +6,9 @@ import socket
 import struct
 
 import pytest
-from support.http_server import Site
+from support.http_server import BOTH, CHAT, COMPLETIONS, Site, next_chunk, open_stream, send, stream, text_of
 from support.processes import wait_until
 from support.scripted_engine import ANSWER
-from support.streams import BOTH, CHAT, COMPLETIONS, next_chunk, open_stream, send, stream, text_of
 
 
 def reset(connection: socket.socket) -> None:

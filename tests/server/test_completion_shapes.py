@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.http_server import Site
+from support.http_server import BOTH, CHAT, COMPLETIONS, Site, ask, content, stream, text_of
 from support.scripted_engine import ANSWER, logprobs_of
-from support.streams import BOTH, CHAT, COMPLETIONS, ask, content, stream, text_of
 from support.tiny_pair import CONTEXT
 
 from pipedec.core import SamplingParams

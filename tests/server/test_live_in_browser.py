@@ -6,9 +6,8 @@ import os
 import shutil
 
 import pytest
-from support.http_server import Site
+from support.http_server import COMPLETIONS, Site, ask
 from support.processes import wait_until
-from support.streams import COMPLETIONS, ask
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytest.importorskip("playwright.sync_api")

@@ -7,9 +7,8 @@ import json
 import threading
 from typing import Any
 
-from support.http_server import Site
+from support.http_server import COMPLETIONS, Site, ask
 from support.processes import wait_until
-from support.streams import COMPLETIONS, ask
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster

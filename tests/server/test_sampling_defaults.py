@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.http_server import Site
-from support.streams import BOTH, CHAT, COMPLETIONS, ask
+from support.http_server import BOTH, CHAT, COMPLETIONS, Site, ask
 
 from pipedec.core import SamplingParams, UserError
 from pipedec.directories import reference_pair, reference_threads

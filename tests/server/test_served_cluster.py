@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.http_server import Site
+from support.http_server import CHAT, COMPLETIONS, Site, ask, send, stream, text_of
 from support.processes import wait_until
-from support.streams import CHAT, COMPLETIONS, ask, send, stream, text_of
 from support.tiny_pair import CONTEXT, Pair
 from support.tool_templates import HERMES_TEMPLATE
 
@@ -53,18 +52,6 @@ def test_answers_are_those_of_the_client(cluster_site: Site, resident: LocalClus
         expected = client.ask(PromptRequest("hello", sampling=SamplingParams(max_tokens=24)))
         document = ask(cluster_site, CHAT, max_tokens=24, temperature=0, **fields)
         assert document["choices"][0]["message"]["content"] == text_of_completion(expected)
-
-
-@pytest.mark.failure_case("H20")
-def test_a_stop_string_inside_a_burst_ends_the_answer_there(cluster_site: Site) -> None:
-    whole = ask(cluster_site, COMPLETIONS, prompt=PROMPT, max_tokens=24, temperature=0, ignore_eos=True)["choices"][0]["text"]
-    stop = whole[8:11]
-    fields = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True, "stop": [stop]}
-    document = ask(cluster_site, COMPLETIONS, **fields)
-    parts = stream(cluster_site, COMPLETIONS, **fields, stream_options={"include_usage": True})
-    assert document["choices"][0]["text"] == text_of(parts) == whole[: whole.index(stop)]
-    assert document["choices"][0]["finish_reason"] == "stop" and document["usage"]["completion_tokens"] < 24
-    assert parts[-1]["usage"]["completion_tokens"] == document["usage"]["completion_tokens"]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -123,23 +110,6 @@ def test_answers_in_company_follow_forms_of_their_own(cluster_site: Site) -> Non
     ):
         choices = ask(cluster_site, COMPLETIONS, **fields, **form)["choices"]
         assert len(choices) == 4 and all(re.fullmatch(pattern, choice["text"]) for choice in choices)
-
-
-def test_a_call_that_must_be_is_one(cluster_site: Site) -> None:
-    """The template of this model knows no tools: calls are plain JSON."""
-    tools = [{"type": "function", "function": {"name": name, "parameters": SIZE}} for name in ("paint", "sell")]
-    fields = {"tools": tools, "temperature": 1, "seed": 1, "max_tokens": 200}
-    choice = ask(cluster_site, CHAT, **fields, tool_choice="required", parallel_tool_calls=False)["choices"][0]
-    [call] = choice["message"]["tool_calls"]
-    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
-    assert call["function"]["name"] in ("paint", "sell") and json.loads(call["function"]["arguments"])["size"] <= 99
-    named = {"type": "function", "function": {"name": "sell"}}
-    parts = stream(cluster_site, CHAT, **fields, tool_choice=named)
-    calls = [
-        part["choices"][0]["delta"]["tool_calls"][0]["function"] for part in parts if "tool_calls" in part["choices"][0]["delta"]
-    ]
-    assert calls[0]["name"] == "sell"
-    assert json.loads("".join(call["arguments"] for call in calls)).keys() == SIZE["properties"].keys()
 
 
 def test_calls_in_the_form_of_a_template_are_read_whole_and_streamed(

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
-from starlette.types import Message, Receive, Scope, Send
-from support.http_server import Site, served
+from support.http_server import BOTH, CHAT, COMPLETIONS, USER, Site, ask, chunks, filled, next_chunk, open_stream, served, text_of
 from support.processes import wait_until
 from support.scripted_engine import ANSWER, ScriptedEngine, attach, in_bursts
-from support.streams import BOTH, CHAT, COMPLETIONS, USER, ask, chunks, filled, next_chunk, open_stream, text_of
 
 from pipedec.core import QueueFull, RankLost, UserError
 from pipedec.scheduler.protocol import RunStatus
 from pipedec.server.front import Front, Generation, HttpExchange, Observer, ServerSettings
 from pipedec.server.listening import MAX_HEAD_BYTES, LimitedConnection
-from pipedec.server.middleware import BodyLimits
 from pipedec.text.tokenizer import Tokenizer
 
 KEYS = ("first-key", "second-key")
@@ -129,25 +126,14 @@ def test_a_slow_body_is_given_up(site: Site) -> None:
     ask(site, COMPLETIONS)
 
 
-def test_who_reads_a_stream_for_longer_than_a_body_may_take_goes_on() -> None:
-    """A stream listens for the end of the connection, behind a body that was empty."""
-    heard: list[str] = []
-
-    async def stream(scope: Scope, receive: Receive, send: Send) -> None:
-        heard.extend([(await receive())["type"], (await receive())["type"]])
-
-    messages = iter([(0.0, {"type": "http.request"}), (0.2, {"type": "http.disconnect"})])
-
-    async def receive() -> Message:
-        seconds, message = next(messages)
-        await asyncio.sleep(seconds)
-        return message
-
-    async def send(message: Message) -> None: ...
-
-    limits = BodyLimits(stream, ServerSettings(("tiny",), body_seconds=0.1))
-    asyncio.run(limits({"type": "http", "headers": []}, receive, send))
-    assert heard == ["http.request", "http.disconnect"]
+def test_who_reads_a_stream_for_longer_than_a_body_may_take_goes_on(site: Site) -> None:
+    site.engine.allowed = 2
+    with open_stream(site, CHAT) as response:
+        lines = response.iter_lines()
+        begun = next_chunk(lines)
+        time.sleep(1.2)  # a body may take one second
+        site.engine.allowed = 1000
+        assert text_of([begun, *chunks("\n".join(lines))]) == ANSWER
 
 
 @pytest.mark.failure_case("H16")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.http_server import Site, served
+from support.http_server import BOTH, CHAT, USER, Site, ask, served, stream, text_of
 from support.scripted_engine import ANSWER, attach, in_bursts
-from support.streams import BOTH, CHAT, USER, ask, stream, text_of
 
 from pipedec.directories import reference_threads
 from pipedec.server.front import Front, ServerSettings

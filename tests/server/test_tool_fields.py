@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.http_server import Site, served
+from support.http_server import CHAT, USER, Site, ask, served, stream
 from support.scripted_engine import attach, in_bursts
-from support.streams import CHAT, USER, ask, stream
 from support.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
 
 from pipedec.server.front import Front, ServerSettings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from pipedec.client.reply import Delta
 from pipedec.config import Settings
@@ -17,7 +17,7 @@ from pipedec.text.tokenizer import Tokenizer
 from support.tiny_pair import CONTEXT
 
 ANSWER = "Größe, naïve café, 東京 and \U0001f680 need more than one byte."
-Script = Callable[[PromptRequest], Sequence[Sequence[int]]]  # the tokens of each verdict
+Script = Callable[[PromptRequest], Iterable[Sequence[int]]]  # the tokens of each verdict
 
 
 def logprobs_of(token: int, count: int) -> dict[int, float]:
