@@ -221,10 +221,6 @@ def test_up_without_a_reachable_redis(pair: Pair, pipedec: Calls, state_director
     assert list(state_directory.iterdir()) == []
 
 
-def test_up_while_a_cluster_is_running(known_resident: LocalCluster, pair: Pair, pipedec: Calls) -> None:
-    assert "a cluster is already running here" in pipedec("up", *pair.flags).refused()
-
-
 def test_a_process_that_got_a_dead_supervisors_number_is_no_cluster(pipedec: Calls, state_directory: Path) -> None:
     """As after a reboot: the state file is still there, and its process number belongs to somebody else."""
     began = process_start(os.getpid())

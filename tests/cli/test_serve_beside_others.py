@@ -86,8 +86,7 @@ def test_streams_pass_a_reverse_proxy_as_they_come_and_so_do_disconnects(
     first, second = serving.events("answer")
     assert first["output_tokens"] == TOKENS
     assert (second["finish_reason"], second["output_tokens"] < TOKENS) == ("abort", True)
-    serving.end()
-    assert serving.ended()[0] == 0
+    serving.finish()
 
 
 def prometheus(folder: Path, target: str, address: str) -> list[str | Path]:
@@ -125,5 +124,4 @@ def test_prometheus_reads_the_server_and_fills_the_dashboard(resident: LocalClus
         for query in asked:
             query = query.replace("$__rate_interval", "1m").replace("$model_name", "tiny")
             assert "503" in query or wait_until(partial(result, api, query), SECONDS), query  # nothing is refused here
-    serving.end()
-    assert serving.ended()[0] == 0
+    serving.finish()

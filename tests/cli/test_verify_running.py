@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from support.programs import Calls as Pipedec
-from support.tiny_pair import Pair
 
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply
@@ -115,19 +114,3 @@ def test_a_near_tie_is_reported_and_a_difference_fails(pipedec: Pipedec, known_r
     assert line is not None and f"{margin:.2g} apart" in line[0]
     assert (compared.status, "near tie in float32" in line[0]) == ((0, True) if margin < 1e-3 else (1, False))
     assert compared.err.count("pipedec: 2 stages, stpp") == (margin > 1e-3), "one line in the end"
-
-
-@pytest.fixture(scope="module")
-def bfloat16(pair: Pair) -> Iterator[LocalCluster]:
-    with LocalCluster(pair.spec(2).replaced(dtype="bfloat16")) as cluster:
-        yield cluster
-
-
-@pytest.mark.slow
-def test_in_bfloat16_every_answer_is_equal_or_a_near_tie(pipedec: Pipedec, bfloat16: LocalCluster) -> None:
-    prompts = [flag for text in ("The pipeline", "Natalia sold", "Größe", "at every timestep") for flag in ("--prompt", text)]
-    compared = pipedec("verify", *of(bfloat16), "--raw-prompt", *prompts, "--max-tokens", "64")
-    assert compared.status == 0, compared.err
-    counts = re.findall(r": (\d)/4 equal(?:, near ties: (\d))?", compared.err)
-    assert len(counts) == 4 and all(int(equal) + int(ties or 0) == 4 for equal, ties in counts)
-    assert compared.err.count("a near tie in bfloat16") == sum(int(ties or 0) for _, ties in counts)

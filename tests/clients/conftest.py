@@ -51,8 +51,7 @@ def serving(directory: Path, pair: Pair, *flags: str) -> Iterator[Server]:
         names = ("--served-model-name", MODEL, *pair.flags, "--stages", "2", *flags)
         server = Serving(started("serve", "--port", "0", *names)).wait_for("ready")
         yield Server(server.url, pair.target)
-        server.end()
-        assert server.ended()[0] == 0
+        server.finish()
     assert wait_until(lambda: not marked_processes() - before)
 
 

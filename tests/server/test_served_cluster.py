@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -99,17 +98,6 @@ def test_answers_follow_their_schema_with_every_method_whole_and_streamed(cluste
     assert text == json.dumps(found) and document["choices"][0]["finish_reason"] == "stop"
     for method in ("pp", "stpp", "pipedec", "bita"):
         assert text_of(stream(cluster_site, CHAT, **fields, method=method)) == text
-
-
-def test_answers_in_company_follow_forms_of_their_own(cluster_site: Site) -> None:
-    fields = {"prompt": [PROMPT, "hello"], "n": 2, "temperature": 1, "seed": 5, "max_tokens": 60}
-    for form, pattern in (
-        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
-        ({"guided_regex": "[a-c]{3,5}-[0-9]{2}"}, "[a-c]{3,5}-[0-9]{2}"),
-        ({"guided_grammar": 'start: "a" inner "b"\ninner: ("x" | "y"){2,4}'}, "a[xy]{2,4}b"),
-    ):
-        choices = ask(cluster_site, COMPLETIONS, **fields, **form)["choices"]
-        assert len(choices) == 4 and all(re.fullmatch(pattern, choice["text"]) for choice in choices)
 
 
 def test_calls_in_the_form_of_a_template_are_read_whole_and_streamed(

@@ -1,16 +1,32 @@
-"""Limits, keys and states of the server: heads and bodies that are too large or too slow, 401, 503, draining, aborting."""
+"""Limits, keys and states of the server: heads and bodies that are too large or too slow, 401, 503, and clients that leave."""
 
 from __future__ import annotations
 
 import json
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
-from support.http_server import BOTH, CHAT, COMPLETIONS, USER, Site, ask, chunks, filled, next_chunk, open_stream, served, text_of
+from support.http_server import (
+    BOTH,
+    CHAT,
+    COMPLETIONS,
+    USER,
+    Site,
+    ask,
+    chunks,
+    filled,
+    next_chunk,
+    open_stream,
+    send,
+    served,
+    stream,
+    text_of,
+)
 from support.processes import wait_until
 from support.scripted_engine import ANSWER, ScriptedEngine, attach, in_bursts
 
@@ -332,3 +348,50 @@ def test_a_silent_stream_pings_so_that_proxies_keep_it(load: Load) -> None:
         assert next(lines).startswith(": ping")
         engine.allowed = 1000
         assert text_of(chunks("\n".join(lines))) == ANSWER
+
+
+def reset(connection: socket.socket) -> None:
+    """As when a client's machine vanishes and comes back: RST instead of FIN."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@BOTH
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.failure_case("K1", "K2")
+def test_the_requests_of_a_client_that_leaves_are_cancelled(site: Site, path: str, n: int, streamed: bool) -> None:
+    for leave in (socket.socket.close, reset):
+        site.engine.reset()
+        site.engine.allowed = 2
+        connection = site.connect()
+        send(site, path, connection, n=n, stream=streamed)
+        assert wait_until(lambda: site.front.unfinished == n)
+        leave(connection)
+        assert wait_until(lambda: site.front.unfinished == 0)
+        assert wait_until(lambda: sorted(site.engine.cancelled) == list(range(n)))
+
+
+@BOTH
+def test_a_client_that_leaves_in_mid_stream_is_noticed_before_the_next_token(site: Site, path: str) -> None:
+    site.engine.allowed = 6
+    with open_stream(site, path) as response:
+        next_chunk(response.iter_lines())
+    assert wait_until(lambda: site.engine.cancelled == [0]) and site.front.unfinished == 0
+
+
+def test_an_answer_that_was_read_is_not_cancelled(site: Site) -> None:
+    stream(site, CHAT)
+    site.client.post(COMPLETIONS, json={"prompt": "hello"})
+    assert site.front.unfinished == 0 and site.engine.cancelled == []
+
+
+@pytest.mark.failure_case("K3")
+def test_a_client_that_stops_reading_stalls_nobody_and_loses_its_stream(site: Site) -> None:
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", site.port))
+        send(site, CHAT, connection, stream=True, n=8, ignore_eos=True, max_tokens=900, logprobs=True, top_logprobs=5)
+        assert wait_until(lambda: site.front.unfinished > 0)
+        assert text_of(stream(site, CHAT)) == ANSWER
+        assert wait_until(lambda: site.front.unfinished == 0)

@@ -67,6 +67,13 @@ class Serving:
         assert "Traceback" not in err, err
         return self.process.returncode, err
 
+    def finish(self) -> str:
+        """End it in order, and return what it has written to standard error."""
+        self.end()
+        status, err = self.ended()
+        assert status == 0, err
+        return err
+
     @property
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -92,7 +99,6 @@ class Stream:
         self._lines = response.iter_lines()
         self.text = ""
         self.finish_reason: str | None = None
-        self.usage: dict[str, Any] | None = None
         self.error: dict[str, Any] | None = None
         self.is_done = False
 
@@ -111,7 +117,6 @@ class Stream:
             return
         event = json.loads(data)
         self.error = event.get("error", self.error)
-        self.usage = event.get("usage") or self.usage
         for choice in event.get("choices", []):
             self.text += choice["text"]
             self.finish_reason = choice["finish_reason"] or self.finish_reason
