@@ -109,9 +109,9 @@ def test_the_pipeline_says_what_transformers_says(stages: int, groups: int, ship
     for number, text in enumerate(PROMPTS):
         token_ids, answer = expected(text, 32)
         for method in ("pp", "pipedec"):
-            request = Request(number, token_ids, SamplingParams(max_tokens=32), method)
+            request = Request(number, token_ids, SamplingParams(max_tokens=16), method)
             found = [token for verdict in pipeline.run(request) for token in verdict.tokens]
-            assert shipped.compare(token_ids, answer, found) is None
+            assert shipped.compare(token_ids, answer[:16], found) is None
             metrics = pipeline.last.metrics
             assert metrics.timesteps == metrics.hits + groups * metrics.misses
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -124,23 +123,6 @@ def test_a_stream_that_is_closed_is_cancelled(server: Server, client: openai.Ope
     stream.close()
     assert wait_until(server.is_idle)
     assert server.counter("vllm:generation_tokens_total") - before < 1900
-
-
-def test_an_asynchronous_task_that_is_cancelled_cancels_its_request(server: Server, asynchronous: Any) -> None:
-    async def begin_and_cancel() -> None:
-        async with asynchronous() as client:
-            body = {"ignore_eos": True}
-            asked = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1900, temperature=0, extra_body=body)
-            task = asyncio.ensure_future(asked)
-            ends = time.monotonic() + 20
-            while await asyncio.to_thread(server.counter, "vllm:num_requests_running") == 0:
-                assert time.monotonic() < ends and not task.done()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-
-    asyncio.run(begin_and_cancel())
-    assert wait_until(server.is_idle)
 
 
 def test_log_probabilities_are_those_of_transformers(

@@ -28,52 +28,24 @@ def module_name(path: Path) -> str:
 
 
 def rewrite_imports(source: str, old: str, new: str) -> str:
-    """Python source in which imports of module ``old``, and of what lies in it, name ``new``."""
+    """Python source in which imports of module ``old`` from its package name ``new``. Dotted names are for ``rewrite_names``."""
+    parent, _, leaf = old.rpartition(".")
+    new_parent, _, new_leaf = new.rpartition(".")
     lines = source.splitlines(keepends=True)
     for node in sorted(ast.walk(ast.parse(source)), key=lambda node: -getattr(node, "lineno", 0)):
-        if not isinstance(node, ast.Import | ast.ImportFrom):
+        if not isinstance(node, ast.ImportFrom) or node.module != parent or node.level:
             continue
-        statements = _rewritten(node, old, new)
-        if statements is None:
+        moved = {alias.name: alias.asname or alias.name for alias in node.names}
+        if leaf not in moved:
             continue
-        indent = " " * node.col_offset
+        name = moved.pop(leaf)
+        kept = ", ".join(alias if alias == shown else f"{alias} as {shown}" for alias, shown in moved.items())
+        statements = [f"from {parent} import {kept}"] if kept else []
+        statements.append(f"from {new_parent} import {new_leaf}" + ("" if name == new_leaf else f" as {name}"))
         comment = lines[node.end_lineno - 1].encode()[node.end_col_offset :].decode().strip()  # type: ignore[operator]
-        text = "".join(f"{indent}{statement}\n" for statement in statements)
+        text = "".join(f"{' ' * node.col_offset}{statement}\n" for statement in statements)
         lines[node.lineno - 1 : node.end_lineno] = [text[:-1] + f"  {comment}\n" if comment else text]
     return "".join(lines)
-
-
-def _rewritten(node: ast.Import | ast.ImportFrom, old: str, new: str) -> list[str] | None:
-    """The statements that replace an import, or None if it does not concern the moved module."""
-    old_parent, _, old_leaf = old.rpartition(".")
-    new_parent, _, new_leaf = new.rpartition(".")
-    if isinstance(node, ast.ImportFrom):
-        if node.level:
-            raise ValueError(f"line {node.lineno}: relative imports are not rewritten")
-        module = node.module or ""
-        if module == old or module.startswith(f"{old}."):
-            return [f"from {new}{module[len(old) :]} import {_listed(node.names)}"]
-        moved = [alias for alias in node.names if module == old_parent and alias.name == old_leaf]
-        if not moved:
-            return None
-        kept = [alias for alias in node.names if alias not in moved]
-        name = moved[0].asname or old_leaf
-        return ([f"from {module} import {_listed(kept)}"] if kept else []) + [_import_as(new_parent, new_leaf, name)]
-    if "." in old or all(alias.name != old for alias in node.names):
-        return None  # dotted names are replaced wherever they stand
-    return [
-        _import_as(new_parent, new_leaf, alias.asname or old) if alias.name == old else f"import {_listed([alias])}"
-        for alias in node.names
-    ]
-
-
-def _import_as(parent: str, leaf: str, name: str) -> str:
-    what = leaf if leaf == name else f"{leaf} as {name}"
-    return f"from {parent} import {what}" if parent else f"import {what}"
-
-
-def _listed(names: list[ast.alias]) -> str:
-    return ", ".join(alias.name + (f" as {alias.asname}" if alias.asname else "") for alias in names)
 
 
 def rewrite_names(text: str, old: str, new: str) -> str:
