@@ -9,11 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from click.testing import CliRunner
 from support.clusters import with_settings
-from support.refusals import refusal
 
 from pipedec.bench.overhead.benchmark import OverheadConfig, RunningOverheadConfig, measure_overhead, measure_running, run_ranks
 from pipedec.bench.record import append_rows, check_writable, header, revision
@@ -25,8 +23,8 @@ from pipedec.core import PipedecError, RankLost, UserError
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("leaves_nothing")
 def test_toy_run_counts_what_a_timestep_must_cost() -> None:
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
     rows = measure_overhead(OverheadConfig(stages=(1, 2), rows=(1, 3), timesteps=5, hidden_size=8, repeats=2))
     dispatches = [(stages, dispatch) for stages in (1, 2) for dispatch in ("windows", "tasks")]
     assert [(row["stages"], row["dispatch"], row["rows"]) for row in rows] == [
@@ -48,14 +46,12 @@ def test_toy_run_counts_what_a_timestep_must_cost() -> None:
         # events besides, and after the last verdict there is nothing to compute.
         of_rank_zero, *of_stages = row["round_trips_per_rank"]
         assert all(1.5 < trips < 3 + renewals for trips in of_stages) and of_rank_zero > 1.5
-    left = {process.pid: process.name() for process in psutil.Process().children(recursive=True) if process.pid not in before}
-    assert not [name for name in left.values() if "server" in name and "python" not in name], left
 
 
-@pytest.mark.parametrize("flags", [{"stages": (0,)}, {"rows": ()}, {"timesteps": 0}, {"hidden_size": -1}, {"repeats": 0}])
-def test_impossible_sizes_are_refused(flags: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"at least (1|one)"):
-        OverheadConfig(**flags)
+def test_impossible_sizes_are_refused() -> None:
+    for flags in ({"stages": (0,)}, {"rows": ()}, {"hidden_size": -1}):
+        with pytest.raises(UserError, match=r"at least (1|one)"):
+            OverheadConfig(**flags)  # type: ignore[arg-type]
 
 
 def _sleep_or_die(rank: int, report: Callable[[Any], None]) -> None:
@@ -76,7 +72,7 @@ def _crash(rank: int, report: Callable[[Any], None]) -> None:
 @pytest.mark.usefixtures("leaves_nothing")
 def test_a_dead_rank_is_named_and_nothing_is_left_over() -> None:
     with pytest.raises(RankLost, match="rank 1 failed with exit status 3"):
-        run_ranks(_sleep_or_die, [0, 1, 2], 30)
+        run_ranks(_sleep_or_die, [0, 1], 30)
 
 
 @pytest.mark.usefixtures("leaves_nothing")
@@ -85,26 +81,23 @@ def test_silence_has_an_end() -> None:
         run_ranks(_sleep_or_die, [0], 1.0)
 
 
-@pytest.mark.parametrize(("body", "words"), [(_refuse, "rank 0 will not"), (_crash, "internal error: ZeroDivisionError")])
-def test_a_rank_that_fails_says_why(body: Any, words: str) -> None:
-    with pytest.raises(PipedecError, match=words):
-        run_ranks(body, [0], 30)
+def test_a_rank_that_fails_says_why() -> None:
+    for body, words in ((_refuse, "rank 0 will not"), (_crash, "internal error: ZeroDivisionError")):
+        with pytest.raises(PipedecError, match=words):
+            run_ranks(body, [0], 30)
 
 
-def test_rows_are_appended_with_their_header(tmp_path: Path) -> None:
+def test_rows_are_appended_with_their_header_where_they_can_be_written(tmp_path: Path) -> None:
     out = tmp_path / "figures.jsonl"
-    append_rows(out, [header("x", {"a": 1})])
-    append_rows(out, [header("x", {"a": 2})])
+    check_writable(out)
+    for number in (1, 2):
+        append_rows(out, [header("x", {"a": number})])
     assert [line.count('"benchmark": "x"') for line in out.read_text().splitlines()] == [1, 1]
     known = revision()
     assert known == "unknown" or len(known.removesuffix("-dirty")) == 40
-
-
-def test_an_output_that_cannot_be_written_is_refused_beforehand(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no directory"):
-        check_writable(tmp_path / "missing" / "x.jsonl")
-    with pytest.raises(UserError, match="cannot be written"):
-        check_writable(tmp_path)
+    for place, words in ((tmp_path / "missing" / "x.jsonl", "no directory"), (tmp_path, "cannot be written")):
+        with pytest.raises(UserError, match=words):
+            check_writable(place)
 
 
 def test_command_prints_a_table_and_writes_rows(tmp_path: Path) -> None:
@@ -116,13 +109,8 @@ def test_command_prints_a_table_and_writes_rows(tmp_path: Path) -> None:
     assert [json.loads(line)["dispatch"] for line in out.read_text().splitlines()] == ["windows", "tasks"]
 
 
-def test_command_refuses_words_for_numbers() -> None:
-    done = CliRunner().invoke(program, ["bench", "overhead", "--stages", "two"])
-    assert "'--stages': 'two' is not a valid integer" in refusal(done)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("resident", ["windows", pytest.param("tasks", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("resident", ["windows"], indirect=True)
 def test_a_running_cluster_is_measured_by_traced_answers(resident: LocalCluster, tmp_path: Path) -> None:
     place, out = ["--redis", resident.address.redis_url, "--run", resident.run_id], tmp_path / "figures.jsonl"
     flags = ["--rows", "1,4", "--timesteps", "7", "--repeats", "2", "--out", str(out)]

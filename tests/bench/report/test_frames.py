@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -36,6 +35,8 @@ def test_variants_and_prompt_sets_are_in_order(tmp_path: Path) -> None:
         ("pp", 7, None), ("pp", 14, None), ("pipedec", 7, 32), ("pipedec", 14, 8), ("pipedec", 14, 32)
     ]  # fmt: skip
     assert prompt_sets(found) == ["humaneval", "qa", "rag", "own"]
+    renamed = bita(prompt_index=1) | {"bita": bita()["bita"] | {"name": "elsewhere"}}
+    assert len(variants(answers(tmp_path, [bita(), renamed]))) == 1, "equal weights"
 
 
 def test_a_case_is_the_question_its_sampling_and_the_draw(tmp_path: Path) -> None:
@@ -50,11 +51,6 @@ def test_files_and_directories_are_joined_and_the_later_of_two_equal_rows_counts
     write(tmp_path / "again.jsonl", [line(prompt_index=1, ms=30.0)])
     found = read_answers([tmp_path / "sweep", tmp_path / "again.jsonl"])
     assert list(zip(found["prompt_index"], found["decode_ms"], strict=True)) == [(0, 100.0), (1, 300.0)]
-
-
-def test_equal_weights_of_bita_are_one_variant_whatever_their_name(tmp_path: Path) -> None:
-    renamed = bita(prompt_index=1) | {"bita": bita()["bita"] | {"name": "elsewhere"}}
-    assert len(variants(answers(tmp_path, [bita(), renamed]))) == 1
 
 
 def test_measured_and_computed_rows_are_kept_apart_and_stochastic_ones_need_greedy_ones(tmp_path: Path) -> None:
@@ -100,12 +96,9 @@ def test_the_headline_shows_pipelined_methods_everywhere_and_others_on_the_paper
     lines += [line("slm", groups=1, preset="slm"), line("pipedec", groups=28), line("pp", groups=28)]
     shown = [(one.method, one.groups) for one in variants(headline(answers(tmp_path, lines)))]
     assert shown == [("pp", 14), ("stpp", 14), ("slm", 1), ("pipedec", 7), ("pipedec", 14), ("pipedec", 21)]
-
-
-def test_the_headline_uses_other_numbers_of_stages_if_there_is_nothing_else(tmp_path: Path) -> None:
-    lines = [line(method, groups=groups) for method in ("pipedec", "pp") for groups in (2, 4)]
-    shown = [(one.method, one.groups) for one in variants(headline(answers(tmp_path, lines)))]
-    assert shown == [("pp", 4), ("pipedec", 2), ("pipedec", 4)]
+    recut = [line(method, groups=groups) for method in ("pipedec", "pp") for groups in (2, 4)]
+    shown = [(one.method, one.groups) for one in variants(headline(answers(tmp_path, recut)))]
+    assert shown == [("pp", 4), ("pipedec", 2), ("pipedec", 4)], "other numbers of stages, if there is nothing else"
 
 
 def test_a_stage_sweep_keeps_to_one_preset_or_to_presets_as_they_are(tmp_path: Path) -> None:
@@ -161,20 +154,13 @@ def test_speedups_are_over_the_prompts_that_both_answered(tmp_path: Path) -> Non
     assert means(by_prompt_set(found, ["pp"]))["over pp"].dropna().to_dict() == {pipedec: pytest.approx(6**0.5)}
 
 
-@pytest.mark.parametrize("changes", [{"groups": 7}, {"preset": "other-14"}, {"stages": 28}])
-def test_speedups_need_the_same_pipeline(tmp_path: Path, changes: dict[str, Any]) -> None:
-    assert speedups(answers(tmp_path, [line("pp", **changes), line("pipedec")]), "pp").empty
-
-
-def test_speedups_need_the_same_sampling(tmp_path: Path) -> None:
+def test_speedups_need_the_same_pipeline_and_sampling(tmp_path: Path) -> None:
     longer = line()["sampling"] | {"max_tokens": 128}
-    assert speedups(answers(tmp_path, [line("pp", sampling=longer), line("pipedec")]), "pp").empty
-
-
-@pytest.mark.parametrize("changes", [{"temperature": 1.0}, {"top_k": 5}, {"top_p": 0.5}, {"seed": 7}, {"repeat": 1}])
-def test_only_equal_draws_are_compared(tmp_path: Path, changes: dict[str, Any]) -> None:
+    for changes in ({"groups": 7}, {"preset": "other-14"}, {"stages": 28}, {"sampling": longer}):
+        assert speedups(answers(tmp_path, [line("pp", **changes), line("pipedec")]), "pp").empty
     assert len(speedups(answers(tmp_path, [stochastic("pp"), stochastic("pipedec")]), "pp")) == 1
-    assert speedups(answers(tmp_path, [stochastic("pp", **changes), stochastic("pipedec")]), "pp").empty
+    for changes in ({"temperature": 1.0}, {"top_k": 5}, {"top_p": 0.5}, {"seed": 7}, {"repeat": 1}):
+        assert speedups(answers(tmp_path, [stochastic("pp", **changes), stochastic("pipedec")]), "pp").empty
 
 
 def test_intervals_are_over_prompts(tmp_path: Path) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import builtins
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from pipedec.bench.report.timeline import CATEGORIES, Timeline, draw_timeline, read_timeline
+from pipedec.bench.report.timeline import CATEGORIES, draw_timeline, read_timeline
 from pipedec.cli.main import program
 from pipedec.core import UserError
 from pipedec.tracing import SCHEDULER_TRACK, TraceEvent, write_trace
@@ -49,12 +47,9 @@ def test_a_part_is_cut_at_its_borders(trace: Path) -> None:
     assert {bar.label for bar in part.bars if bar.category == "forward"} == {
         f"{rank}F{seq}" for rank in range(3) for seq in (2, 3)
     }
-
-
-@pytest.mark.parametrize(("low", "high", "words"), [(3.0, 2.0, "must be below"), (50.0, 60.0, "no task runs between")])
-def test_an_empty_part_is_refused(trace: Path, low: float, high: float, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        read_timeline(trace).between(low, high)
+    for low, high, words in ((3.0, 2.0, "must be below"), (50.0, 60.0, "no task runs between")):
+        with pytest.raises(UserError, match=words):
+            read_timeline(trace).between(low, high)
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
@@ -80,11 +75,8 @@ def test_svg_holds_labels_and_legend(trace: Path, tmp_path: Path) -> None:
     [
         ("not json", "is not a Chrome trace"),
         ("[1, 2]", "is not a Chrome trace"),
-        ('{"a": 1}', "is not a Chrome trace"),
         ('{"traceEvents": [{"ph": "X", "name": "2F1"}]}', "is not a Chrome trace"),
-        ('{"traceEvents": []}', "holds no pipeline task"),
         ('{"traceEvents": [{"ph": "X", "tid": 1, "name": "idle", "cat": "other", "ts": 1, "dur": 1}]}', "holds no pipeline task"),
-        ("", "is not a Chrome trace"),
         (None, "cannot read"),
     ],
 )
@@ -96,22 +88,11 @@ def test_a_file_that_is_no_trace_is_refused_in_one_line(tmp_path: Path, content:
     assert isinstance(done.exception, UserError) and words in str(done.exception) and "\n" not in str(done.exception)
 
 
-def test_unknown_formats_are_refused(trace: Path, tmp_path: Path) -> None:
+def test_without_matplotlib_the_extra_is_named(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"must end in one of \.svg"):
         draw_timeline(read_timeline(trace), tmp_path / "x.gif")
-
-
-def test_without_matplotlib_the_extra_is_named(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    genuine = builtins.__import__
-
-    def no_matplotlib(name: str, *rest: Any, **more: Any) -> Any:
-        if name.split(".")[0] == "matplotlib":
-            raise ImportError(name)
-        return genuine(name, *rest, **more)
-
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(builtins, "__import__", no_matplotlib)
-    timeline: Timeline = read_timeline(trace)
+        monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"pipedec\[bench\]"):
-        draw_timeline(timeline, tmp_path / "x.png")
+        draw_timeline(read_timeline(trace), tmp_path / "x.png")

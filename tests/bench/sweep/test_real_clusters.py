@@ -31,7 +31,7 @@ from pipedec.client.reply import Reply
 from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import NONE, ClusterConfig, DeviceConfig, ServerConfig
-from pipedec.core import PipedecError, SamplingParams, UserError
+from pipedec.core import SamplingParams, UserError
 from pipedec.data import PromptSet
 from pipedec.messages import PromptRequest
 from pipedec.verify.divergence import TIE_BOUNDS
@@ -71,7 +71,6 @@ def measured(pair: Pair, resident: LocalCluster) -> SweepConfig:
     return config(pair, running=running(resident), methods=METHODS)
 
 
-@pytest.mark.slow
 @in_windows
 def test_a_running_cluster_is_measured_and_a_prompt_that_it_refuses_is_replaced(
     measured: SweepConfig, resident: LocalCluster, pair: Pair, tmp_path: Path
@@ -89,6 +88,8 @@ def test_a_running_cluster_is_measured_and_a_prompt_that_it_refuses_is_replaced(
     assert rows[3]["bita"] == {**rows[3]["bita"], "name": "bita", "masks": 3, "prompting": "deep"}
     assert [row["breakdown"] is not None for row in rows] == [True] * 4 + [False] * 4
     assert len(read_rows([tmp_path])) == 8
+    with pytest.raises(UserError, match=r"no prompt of long fits: the prompt has \d+ tokens"):
+        sweep(measured, [PromptSet("long", (LONG,))], tmp_path / "long", Silent())
     assert "Measured on a cluster of 2 cpu, nothing emulated" in tables(studies(read_answers([tmp_path])))
 
 
@@ -112,8 +113,8 @@ def test_a_finished_sweep_asks_the_cluster_nothing(
     assert sweep(replace(measured, methods=("pp", "stpp")), PROMPTS, tmp_path, Silent()) == resumed and len(asked) == 2
 
 
-def diverging(margin: float) -> Callable[..., Reply]:
-    """``Client.follow`` of a cluster whose ``stpp`` takes another third token, with a logit that is ``margin`` below the best."""
+def nearly_tied() -> Callable[..., Reply]:
+    """``Client.follow`` of a cluster whose ``stpp`` takes another third token, with a logit that is little below the best."""
     original = Client.follow
 
     def follow(client: Client, request: PromptRequest, *callbacks: Any) -> Reply:
@@ -121,7 +122,7 @@ def diverging(margin: float) -> Callable[..., Reply]:
         completion = reply.completed()
         other = (completion.token_ids[2] + 1) % 290
         if completion.logprobs is not None:
-            completion.logprobs[2] = {completion.token_ids[2]: -1.0, other: -1.0 - margin}
+            completion.logprobs[2] = {completion.token_ids[2]: -1.0, other: -1.0005}
         if request.method == "stpp":
             completion.token_ids[2] = other
         return reply
@@ -134,45 +135,12 @@ def test_a_near_tie_is_recorded_and_the_sweep_goes_on(
     measured: SweepConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(TIE_BOUNDS, "float32", 1e-3)
-    monkeypatch.setattr(Client, "follow", diverging(0.0005))
+    monkeypatch.setattr(Client, "follow", nearly_tied())
     rows = sweep(measured, PROMPTS, tmp_path, Silent())
     assert [row["divergence"] is not None for row in rows] == [row["method"] == "stpp" for row in rows]
     found = rows[1]["divergence"]
     assert found["position"] == 2 and found["near_tie"] and found["margin"] == pytest.approx(0.0005)
     assert sweep(measured, PROMPTS, tmp_path, Silent()) == rows == lines(tmp_path)
-
-
-@in_windows
-def test_a_difference_ends_the_sweep_once_its_row_is_written(
-    measured: SweepConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Client, "follow", diverging(0.25))
-    message = r"stpp and pp gave different answers to prompt \d of first: output token 2 is .* are 0.25 apart: a defect"
-    with pytest.raises(PipedecError, match=message):
-        sweep(measured, PROMPTS, tmp_path, Silent())
-    assert [row["method"] for row in lines(tmp_path)] == ["pp", "stpp"] and not lines(tmp_path)[1]["divergence"]["near_tie"]
-    monkeypatch.undo()
-    with pytest.raises(PipedecError, match=message):
-        sweep(measured, PROMPTS, tmp_path, Silent())
-    assert len(lines(tmp_path)) == 2, "a row with a difference is not passed over"
-
-
-@in_windows
-def test_no_prompt_that_the_cluster_accepts_is_an_error_with_its_reason(measured: SweepConfig, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no prompt of long fits: the prompt has \d+ tokens"):
-        sweep(measured, [PromptSet("long", (LONG,))], tmp_path, Silent())
-
-
-@pytest.mark.slow
-def test_in_bfloat16_ties_do_not_end_a_sweep(pair: Pair, tmp_path: Path) -> None:
-    with LocalCluster(pair.spec(2).replaced(dtype="bfloat16")) as cluster:
-        sampling = SamplingParams(max_tokens=48, ignore_eos=True)
-        chosen = config(pair, running=running(cluster), methods=METHODS, samples=3, sampling=sampling)
-        greedy = sweep(chosen, PROMPTS, tmp_path, Silent())
-        drawn = sweep(replace(chosen, sampling=structs.replace(sampling, temperature=1.0)), PROMPTS, tmp_path, Silent())
-    assert len(greedy) == len(drawn) == 12 and {row["cluster"]["dtype"] for row in greedy} == {"bfloat16"}
-    ties = [row["divergence"] for row in greedy + drawn if row["divergence"] is not None]
-    assert all(tie["near_tie"] for tie in ties) and all(row["divergence"] is None for row in greedy if row["method"] == "pp")
 
 
 @in_windows
@@ -214,7 +182,6 @@ class InterruptedInTheSecond(Silent):
             raise Interrupted
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("leaves_nothing")
 def test_every_partition_is_launched_once_and_measured(pair: Pair, tmp_path: Path) -> None:
     launches = Launches(pair)
@@ -240,7 +207,6 @@ def test_every_partition_is_launched_once_and_measured(pair: Pair, tmp_path: Pat
     assert names == {"speedup.png", "speedup.svg"}, "over two numbers of stages"
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("leaves_nothing")
 def test_partitions_are_launched_over_hosts(pair: Pair, hosts3: Hosts, tmp_path: Path) -> None:
     devices = {"host-1": {"cpu": 2}, "host-2": {"cpu": 1}, "host-3": {"cpu": 1}}

@@ -46,46 +46,6 @@ def test_sampling_is_read_and_means_nothing_to_greedy_answers(tmp_path: Path) ->
     assert (row.sampling.top_k, row.sampling.top_p, row.sampling.seed) == (0, 1.0, None)
 
 
-@pytest.mark.parametrize(
-    ("clock", "preset", "timing"), [("measured", "p", "measured"), ("computed", "p", "computed"), ("measured", None, "machine")]
-)
-def test_the_timing_is_by_clock_and_emulation(tmp_path: Path, clock: str, preset: str | None, timing: str) -> None:
-    (row,) = rows(tmp_path, [line(clock=clock, preset=preset)])
-    assert row.timing == timing
-
-
-@pytest.mark.parametrize(
-    ("preset", "groups", "recut", "name"),
-    [
-        ("paper-14", 14, False, "paper-14"),
-        ("paper-14", 4, True, "paper-14, 4 stages"),
-        ("paper-7", 7, False, "paper-7"),
-        ("home", 3, False, "home"),
-        (None, 3, False, "3 stages"),
-        (None, 1, False, "1 stage"),
-    ],
-)
-def test_a_preset_with_other_numbers_of_stages_is_named_so(preset: str | None, groups: int, recut: bool, name: str) -> None:
-    pipeline = PipelineColumns(14, groups, preset=preset)
-    assert (pipeline.recut, pipeline.name) == (recut, name)
-
-
-@pytest.mark.parametrize("cut", [b'{"schema": "pipedec.swe', '{"key": "Größe'.encode()[:-3], b"{"])
-def test_an_unfinished_last_line_is_ignored(tmp_path: Path, cut: bytes) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(json.dumps(line()).encode() + b"\n" + cut)
-    assert len(read_rows([path])) == 1
-    path.write_bytes(cut)
-    with pytest.raises(UserError, match="holds no rows"):
-        read_rows([path])
-
-
-def test_a_complete_last_line_without_newline_counts(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(line()))
-    assert len(read_rows([path])) == 1
-
-
 def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*rows\.jsonl: No such file"):
         read_rows([tmp_path])
@@ -96,14 +56,34 @@ def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
         read_rows([tmp_path])
 
 
+def test_the_timing_is_by_clock_and_emulation(tmp_path: Path) -> None:
+    found = rows(tmp_path, [line(clock="measured"), line(clock="computed"), line(clock="measured", preset=None)])
+    assert [row.timing for row in found] == ["measured", "computed", "machine"]
+
+
+def test_a_preset_with_other_numbers_of_stages_is_named_so() -> None:
+    pipelines = [
+        PipelineColumns(14, groups, preset=preset) for preset, groups in (("paper-14", 14), ("paper-14", 4), ("home", 3))
+    ]
+    assert [(one.recut, one.name) for one in pipelines] == [(False, "paper-14"), (True, "paper-14, 4 stages"), (False, "home")]
+    assert [PipelineColumns(14, groups).name for groups in (3, 1)] == ["3 stages", "1 stage"]
+
+
+def test_an_unfinished_last_line_is_ignored_and_a_complete_one_counts(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for cut, count in ((b"", 1), (b"\n", 1), (b"\n" + '{"key": "Größe'.encode()[:-3], 1)):
+        path.write_bytes(json.dumps(line()).encode() + cut)
+        assert len(read_rows([path])) == count
+    path.write_bytes(b"{")
+    with pytest.raises(UserError, match="holds no rows"):
+        read_rows([path])
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ("not json", "not JSON"),
         (json.dumps(line())[:-30], "not JSON"),
         ("[1, 2]", "no schema, not pipedec.sweep/1"),
-        ("7", "no schema"),
-        ('{"benchmark": "overhead"}', "no schema"),
         (json.dumps(line(schema="pipedec.sweep/2")), "schema pipedec.sweep/2, not pipedec.sweep/1"),
     ],
 )
@@ -120,34 +100,19 @@ def test_a_line_that_is_no_row_is_named_with_its_file(tmp_path: Path, bad: str, 
     [
         ({"clock": "sundial"}, "clock: must be one of computed, measured, not 'sundial'"),
         ({"hits": -1}, "hits: must be at least 0, not -1"),
-        ({"hits": 1.5}, "hits: must be an integer, not a number"),
         ({"timesteps": True}, "timesteps: must be an integer, not true or false"),
         ({"timesteps": 0}, "timesteps must be at least 1"),
         ({"overran": 10**400}, "overran: must be finite and at least 0, not 1000"),
-        ({"tree": [1]}, "tree: must be a mapping, not a list"),
         ({"decode_ms": float("nan")}, "decode_ms: must be finite and at least 0, not nan"),
         ({"decode_ms": 0}, "decode_ms must be above 0"),
-        ({"decode_ms": "5"}, "decode_ms: must be a number, not a string"),
-        ({"overran": -0.1}, "overran: must be finite and at least 0, not -0.1"),
-        ({"method": None}, "method: must be a string, not empty"),
         ({"sampling": {"temperature": 0.0, "ignore_eos": True}}, "sampling.max_tokens: missing"),
         ({"sampling": line()["sampling"] | {"temperature": 0.6}}, "sampling.seed: missing, which a temperature above 0 needs"),
-        ({"sampling": None}, "sampling: must be a mapping, not empty"),
         ({"pair": "target"}, "pair: must be a mapping, not a string"),
         ({"cluster": {"stages": 2, "groups": 3}}, "cluster.groups must lie between 1 and stages, not 3 for 2 stages"),
-        ({"cluster": {"stages": 2}}, "cluster.groups: missing"),
         ({"tree": {"width": "wide"}}, "tree.width: must be an integer, not a string"),
         (bita() | {"bita": None}, "bita: missing, which the method bita needs"),
-        (bita() | {"tree": {"depth": 4, "children": 5}}, "tree.shape must be one of"),
-        (
-            bita() | {"tree": {"shape": "round"}},
-            "tree.shape must be one of likeliest, efficient, straightforward, full,",
-        ),
-        (
-            bita() | {"bita": bita()["bita"] | {"prompting": "hard"}},
-            "bita.prompting: must be one of deep, none, shallow, not 'hard'",
-        ),
-        (bita() | {"bita": bita()["bita"] | {"masks": 0}}, "bita.masks: must be at least 1, not 0"),
+        (bita() | {"tree": {"shape": "round"}}, "tree.shape must be one of likeliest, efficient, straightforward, full,"),
+        (bita() | {"bita": bita()["bita"] | {"prompting": "hard"}}, "bita.prompting: must be one of deep, none, shallow, not"),
         ({"breakdown": {"compute": "much"}}, "breakdown.compute: must be a number, not a string"),
     ],
 )
@@ -157,9 +122,7 @@ def test_bad_fields_are_named_with_file_and_line(tmp_path: Path, changes: dict[s
     assert words in str(refused.value) and "line 1: " in str(refused.value) and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["method", "decode_ms", "breakdown", "prompt_set"])
-def test_missing_fields_are_named(tmp_path: Path, name: str) -> None:
-    lacking = line()
-    del lacking[name]
-    with pytest.raises(UserError, match=f"line 1: {name}: missing"):
-        rows(tmp_path, [lacking])
+def test_missing_fields_are_named(tmp_path: Path) -> None:
+    for name in ("method", "breakdown", "prompt_set"):
+        with pytest.raises(UserError, match=f"line 1: {name}: missing"):
+            rows(tmp_path, [{field: value for field, value in line().items() if field != name}])
