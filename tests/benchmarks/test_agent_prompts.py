@@ -24,10 +24,3 @@ def test_each_task_has_its_own_variations_and_they_are_always_the_same(
     assert len(texts) == len(set(texts)) == VARIATIONS * len(TASKS) == 100
     assert len({text.split("\n\n")[0] for text in texts}) == 1, "they begin with the same instructions"
     assert not any(mark in text for text in texts for mark in "{}")
-
-
-def test_a_file_that_cannot_be_written_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refused = caller(lambda: run_command(prompts), monkeypatch, capsys)("--out", tmp_path / "missing" / "a.jsonl").refused()
-    assert "--out" in refused and "\n" not in refused.strip()

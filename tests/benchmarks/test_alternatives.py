@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from support.checkpoints import save_tiny_llama
 from support.refusals import refusal
 from support.tiny_pair import SENTENCES, Pair
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from benchmarks.alternatives import AlternativesConfig, PassCount, alternatives, load_contenders, measure_alternatives
-from pipedec.core import KNEE_ROWS, UserError
+from benchmarks.alternatives import AlternativesConfig, PassCount, alternatives, measure_alternatives
+from pipedec.core import KNEE_ROWS
 from pipedec.engine.build import load_prompter
 
 
@@ -50,24 +47,7 @@ def test_all_contenders_say_the_same_and_are_counted(pair: Pair) -> None:
     assert figures["pipedec stpp, 1 stage"]["passes_per_token"] < 1
     assert figures["pipedec bita, 1 stage"]["rows_per_token"] > 1, "masks are rows"
     assert figures["pipedec, 4 stages"]["rows_per_token"] > 1
-    assert (threads, verbosity, bars) == (
-        torch.get_num_threads(),
-        logging.get_verbosity(),
-        logging.is_progress_bar_enabled(),
-    )
-
-
-def test_without_a_draft_or_a_bita_nobody_who_needs_one_takes_part(pair: Pair) -> None:
-    names = [contender.name for contender in load_contenders(pair.spec(2, draft="none").replaced(bita=None))]
-    assert names == ["transformers greedy", "transformers lookup", "pipedec pp, 1 stage", "pipedec pipedec-bestfirst, 1 stage"]
-
-
-def test_a_draft_that_transformers_would_refuse_is_named(pair: Pair, tmp_path: Path) -> None:
-    save_tiny_llama(tmp_path, layers=1, vocab=400)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(pair.draft / name, tmp_path)
-    with pytest.raises(UserError, match="models of equal vocab_size, not 300 and 400"):
-        load_contenders(pair.spec(2, draft=str(tmp_path)))
+    assert (threads, verbosity, bars) == (torch.get_num_threads(), logging.get_verbosity(), logging.is_progress_bar_enabled())
 
 
 class Scripted:
@@ -99,20 +79,6 @@ def test_turns_rotate_and_one_wrong_repeat_is_not_equal(pair: Pair) -> None:
         assert (row["tokens"], row["passes_per_token"], row["rows_per_token"]) == (8, 4 / 8, 20 / 8)
 
 
-@pytest.mark.parametrize("flag", ["max_tokens", "repeats", "threads"])
-def test_impossible_numbers_are_refused(flag: str) -> None:
-    numbers: dict[str, Any] = {flag: 0}
-    with pytest.raises(UserError, match=f"--{flag.replace('_', '-')} must be at least 1"):
-        AlternativesConfig(**numbers)
-
-
-def test_a_prompt_beyond_the_context_is_refused(pair: Pair) -> None:
-    with pytest.raises(UserError, match="shorten the prompt"):
-        measure_alternatives(
-            pair.spec(), ["word " * 3000], AlternativesConfig(max_tokens=4), load=lambda spec: pytest.fail("loaded")
-        )
-
-
 def test_command_prints_a_table_and_writes_rows(pair: Pair, tmp_path: Path) -> None:
     out, prompts = tmp_path / "figures.jsonl", tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"words": text}) + "\n" for text in SENTENCES))
@@ -120,13 +86,8 @@ def test_command_prints_a_table_and_writes_rows(pair: Pair, tmp_path: Path) -> N
     flags += ["--bita", str(pair.bita), "--max-tokens", "4", "--repeats", "1", "--threads", "1", "--out", str(out)]
     done = CliRunner().invoke(alternatives, [*pair.flags, *flags])
     assert done.exit_code == 0, (done.output, done.exception)
-    assert (
-        "transformers lookup" in done.stdout
-        and "pipedec bita, 1 stage" in done.stdout
-        and "2/2" in done.stdout
-        and "…" not in done.stdout
-    )
-    assert "cannot be faster" in " ".join(done.stdout.split())
+    text = " ".join(done.stdout.split())
+    assert all(words in text for words in ("transformers lookup", "pipedec bita, 1 stage", "2/2", "cannot be faster"))
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["contender"] for row in rows][-1] == "pipedec, 2 stages"
     assert {row["config"]["pipeline"]["dtype"] for row in rows} == {"float32"}
@@ -137,18 +98,14 @@ def test_command_prints_a_table_and_writes_rows(pair: Pair, tmp_path: Path) -> N
     [
         ([], "no prompts: give --prompt TEXT or --prompts FILE"),
         (["--prompts", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
-        (["--prompts", "empty.jsonl"], "empty.jsonl holds no prompts"),
-        (["--prompt", "a", "--samples", "0"], "'--samples': 0 is not in the range"),
         (["--prompt", "a", "--stages", "9"], "9 stages, but the target has 8 layers"),
-        (["--prompt", "a", "--device", "tpu"], "'--device': 'tpu' is not one of"),
-        (["--prompt", "a", "--target", "nowhere"], "nowhere is not a directory"),
+        (["--prompt", "a", "--repeats", "0"], "'--repeats': 0 is not in the range"),
         (["--prompt", "a", "--out", "nowhere/rows.jsonl"], "there is no directory nowhere"),
-        (["--prompt", " "], "the prompt is empty"),
+        (["--prompt", "word " * 3000], "shorten the prompt"),
     ],
 )
 def test_command_refuses(flags: list[str], words: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)  # refused before a model is loaded
-    (tmp_path / "empty.jsonl").write_text("")
     done = CliRunner().invoke(alternatives, [*pair.flags, *flags])
     assert words in refusal(done)

@@ -62,13 +62,6 @@ def test_differences_are_those_of_tokens_below_accepted_rows() -> None:
         assert found["difference"] == pytest.approx(bias, abs=0.03)
 
 
-def test_chance_alone_explains_the_differences_of_right_predictions() -> None:
-    """The mean of 20 samples; their seeds are fixed."""
-    few = [differences(frame(0.0, 300).sample(240, random_state=seed)) for seed in range(20)]
-    mean = sum(one["difference"][0] for one in few) / 20
-    assert mean == pytest.approx(sum(one["by_chance"][0] for one in few) / 20, rel=0.3)
-
-
 def test_shares_by_kind() -> None:
     kinds = by_kind(frame(0.0, 20_000))
     assert list(kinds) == ["chance", "depth", "rank", "source", "chance of the path"]

@@ -138,44 +138,6 @@ def test_says_what_the_draft_model_says_whatever_is_recorded(model: StageModel, 
         some_request(data, RecordedDrafter(lambda _: memo, lambda: draft, most), DraftModel(model))
 
 
-def test_a_context_is_drafted_once_and_a_recorded_request_needs_no_draft(model: StageModel) -> None:
-    memo, forwards = DraftMemo(), Forwards(model)
-    tree = planted(5, 6, 7)
-    first = RecordedDrafter(lambda _: memo, forwards.load, RECORDED)
-    begin(first)
-    said = expand(first, tree, torch.tensor([0, 1]), 4)
-    assert forwards.rows == [2]
-    again = RecordedDrafter(lambda _: memo, lambda: pytest.fail("the draft was loaded"), RECORDED)
-    begin(again)
-    same(expand(again, planted(5, 6, 7), torch.tensor([0, 1]), 4), said)
-
-
-def test_ancestors_that_the_memo_answered_are_drafted_with_the_rows_below_them(model: StageModel) -> None:
-    memo, forwards = DraftMemo(), Forwards(model)
-    first = RecordedDrafter(lambda _: memo, forwards.load, RECORDED)
-    begin(first)
-    expand(first, planted(5, 6, 7), torch.tensor([0, 1]), 4)
-    second, expected = RecordedDrafter(lambda _: memo, forwards.load, RECORDED), DraftModel(model)
-    begin(second)
-    begin(expected)
-    tree = planted(5, 6, 7)
-    expand(second, tree, torch.tensor([0, 1]), 4)
-    expand(expected, tree, torch.tensor([0, 1]), 4)
-    same(expand(second, tree, torch.tensor([2]), 4), expand(expected, tree, torch.tensor([2]), 4))
-    assert forwards.rows == [2, 3]
-
-
-def test_more_children_than_recorded_are_drafted_again_and_fewer_are_not(model: StageModel) -> None:
-    memo, forwards = DraftMemo(), Forwards(model)
-    for children, rows in ((4, [1]), (2, [1]), (4, [1]), (5, [1, 1]), (VOCAB + 9, [1, 1, 1]), (VOCAB + 9, [1, 1, 1])):
-        drafter = RecordedDrafter(lambda _: memo, forwards.load, children)
-        begin(drafter)
-        said = expand(drafter, planted(5), torch.tensor([0]), children)
-        assert forwards.rows == rows
-        assert said.token_ids.shape == said.log_probs.shape == (1, min(children, VOCAB))
-    assert sorted(said.token_ids[0].tolist()) == list(range(VOCAB))
-
-
 def test_tells_which_tokens_of_the_answer_this_request_had_asked_for(model: StageModel) -> None:
     memo, forwards = DraftMemo(), Forwards(model)
     drafter = RecordedDrafter(lambda _: memo, forwards.load, RECORDED)
@@ -202,10 +164,13 @@ def test_what_is_saved_is_found_again(model: StageModel, tmp_path: Path) -> None
     loaded = DraftMemo.load(path)
     again = RecordedDrafter(lambda _: loaded, forwards.load, RECORDED)
     begin(again)
-    tree = planted(5, 6, 7)
+    tree, expected = planted(5, 6, 7), DraftModel(model)
+    begin(expected)
     same(expand(again, tree, torch.tensor([0, 1]), 4), said)
-    expand(again, tree, torch.tensor([2]), 4)
-    assert forwards.rows == [2, 3], "contexts that were loaded can be continued"
+    assert forwards.rows == [2], "a context is drafted once"
+    same(expand(expected, tree, torch.tensor([0, 1]), 4), said)
+    same(expand(again, tree, torch.tensor([2]), 4), expand(expected, tree, torch.tensor([2]), 4))
+    assert forwards.rows == [2, 3], "contexts that were loaded can be continued: with ancestors that the memo answered"
     assert loaded.continued(PROMPT, 5) == memo.continued(PROMPT, 5) == 0 and loaded.continued(PROMPT, 6) == 3
 
 

@@ -34,7 +34,6 @@ QUESTIONS = {
 }  # fmt: skip
 GRIDS = {  # width and forwards of the best ones
     ("paper-14", None): [(32, 3), (64, 2), (64, 3)],
-    ("paper-14", 1): [(16, 8), (64, 3), (64, 8)],
     ("home-4x3090", None): [(16, 4), (16, 5), (16, 6)],
 }
 LARGEST_RATIO = {"paper-14": 1.03, "home-4x3090": 1.04}

@@ -93,26 +93,6 @@ def test_a_running_cluster_is_measured_and_a_prompt_that_it_refuses_is_replaced(
     assert "Measured on a cluster of 2 cpu, nothing emulated" in tables(studies(read_answers([tmp_path])))
 
 
-@in_windows
-def test_a_finished_sweep_asks_the_cluster_nothing(
-    measured: SweepConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = sweep(replace(measured, methods=("pp", "stpp")), PROMPTS, tmp_path, Silent())
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
-    asked: list[str | None] = []
-    original = Client.follow
-
-    def follow(client: Client, request: PromptRequest, *callbacks: Any) -> Reply:
-        asked.append(request.method)
-        return original(client, request, *callbacks)
-
-    monkeypatch.setattr(Client, "follow", follow)
-    resumed = sweep(replace(measured, methods=("pp", "stpp")), PROMPTS, tmp_path, Silent())
-    assert asked == ["stpp", "pp"], "the row that is missing, and what it is compared with"
-    assert resumed[:3] == rows[:3] and [row["key"] for row in resumed] == [row["key"] for row in rows]
-    assert sweep(replace(measured, methods=("pp", "stpp")), PROMPTS, tmp_path, Silent()) == resumed and len(asked) == 2
-
-
 def nearly_tied() -> Callable[..., Reply]:
     """``Client.follow`` of a cluster whose ``stpp`` takes another third token, with a logit that is little below the best."""
     original = Client.follow

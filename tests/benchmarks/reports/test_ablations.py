@@ -16,12 +16,9 @@ from benchmarks.reports.compared import (
     by_prompting,
     by_tree,
     fixed_text,
-    over_equal_cases,
-    prompt_text,
     spread,
 )
 from pipedec.bench.report.frames import NoFigure, by_prompt_set, means, one_bita
-from pipedec.bench.sweep.rows import TrainedBita
 
 SETS = ("qa", "rag")
 
@@ -73,10 +70,12 @@ def test_prompt_tokens_differ_and_nothing_else(tmp_path: Path) -> None:
 
 def test_masks_differ_and_nothing_else(tmp_path: Path) -> None:
     lines = [one for depth in (10, 2, 1) for one in deep(16, depth=depth)]
-    lines += [*deep(8, depth=3), *deep(16, depth=4, shape="full"), *deep(16, depth=5, named=4), *deep(16, depth=6, groups=7)]
-    lines += deep(16, depth=7, rows=64)
-    ablation = by_masks(answers(tmp_path, [*pp(), *lines]))
-    assert list(ablation.points) == [1, 2, 10]
+    lines += [*deep(8, depth=3), *deep(16, depth=4, shape="full"), *deep(16, depth=6, groups=7), *deep(16, depth=7, rows=64)]
+    assert list(by_masks(answers(tmp_path, [*pp(), *lines])).points) == [1, 2, 10]
+    two = [*deep(16), *deep(16, depth=2)]
+    for few in ([*deep(16), *pp()], two, [*two, *pp(groups=7)]):
+        with pytest.raises(NoFigure, match="everything else being equal, and pp on the same pipeline"):
+            by_masks(answers(tmp_path, few))
 
 
 def test_ways_of_prompting_have_prompts_of_one_length(tmp_path: Path) -> None:
@@ -101,18 +100,6 @@ def test_trees_are_of_one_bita_and_one_depth_in_the_papers_order(tmp_path: Path)
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("choose", [by_prompt_tokens, by_masks, by_prompting, by_tree])
-def test_an_ablation_needs_two_bita_and_pp_beside_them(tmp_path: Path, choose: Any) -> None:
-    two = [
-        *deep(16), *deep(8), *deep(16, depth=2), *deep(0, prompting="none", name="none"),
-        *deep(16, shape="straightforward", named=1),
-    ]  # fmt: skip
-    assert len(choose(answers(tmp_path, [*two, *pp()])).points) == 2
-    for lines in ([*deep(16), *pp()], two, [*two, *pp(groups=7)]):
-        with pytest.raises(NoFigure, match="everything else being equal, and pp on the same pipeline"):
-            choose(answers(tmp_path, lines))
-
-
 def test_an_ablation_is_over_what_all_of_it_answered(tmp_path: Path) -> None:
     known = {1: (0, 1, 2), 4: (1, 2), 16: (1, 3)}
     lines = [line("pp", "qa", index, ms=300, misses=10) for index in range(4)] + [line("pp", "rag")]
@@ -125,12 +112,6 @@ def test_an_ablation_is_over_what_all_of_it_answered(tmp_path: Path) -> None:
     assert list(by_prompt_set(ablation.answers, ["pp"])["over pp"].dropna()) == pytest.approx([150] * 3)
     with pytest.raises(NoFigure, match="no prompt was answered by pp and by all of the 2 BiTA"):
         by_prompt_tokens(answers(tmp_path, [line("pp", index) for index in SETS] + deep(1)[:1] + deep(2)[1:]))
-
-
-def test_of_two_bita_with_one_value_the_one_with_more_answers_is_taken(tmp_path: Path) -> None:
-    again = deep(16, name="again", ms=1.0)
-    ablation = by_prompt_tokens(answers(tmp_path, [*pp(), *deep(1), again[0], *deep(16)]))
-    assert [one.bita.name for one in ablation.points.values() if one.bita] == ["deep-1", "deep-16"]
 
 
 def test_ablations_prefer_most_points_then_the_papers_bita_then_its_pipeline(tmp_path: Path) -> None:
@@ -163,17 +144,6 @@ def test_among_other_methods_one_bita_with_one_tree_is_shown(tmp_path: Path) -> 
     assert chosen(*fast, *deep(4), bita("qa", 1, name="deep-4", prompt_tokens=4)) == {("deep-4", "efficient", 4)}, "most answers"
     assert chosen(*deep(16, depth=3, ms=40.0), *deep(16, depth=2, ms=30.0)) == {("deep-16", "efficient", 2)}, "the fastest"
     assert chosen() == set()
-
-
-def test_a_prompt_in_words() -> None:
-    assert prompt_text(TrainedBita("deep-16", "deep", 4, 16, "")) == "deep prompt of 16 tokens"
-    assert prompt_text(TrainedBita("none", "none", 4, 0, "")) == "no prompt"
-
-
-def test_equal_cases_are_those_of_all_variants(tmp_path: Path) -> None:
-    lines = [line("pp", "qa", 1), line("stpp", "qa", 1), line("stpp", "qa", 2)]
-    assert list(over_equal_cases(answers(tmp_path, lines))["prompt_index"]) == [1, 1]
-    assert over_equal_cases(answers(tmp_path, [*lines, line("slm", "rag", 6)])).empty, "slm answered nothing that the others did"
 
 
 def test_the_spread_is_over_repeats_of_all_prompts(tmp_path: Path) -> None:

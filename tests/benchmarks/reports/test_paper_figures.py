@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from support.drawn_figures import (
-    SPEED,
     bars_of,
-    check_greedy_alone,
     check_one_bita,
     check_origin,
     everything,
@@ -20,7 +18,7 @@ from support.drawn_figures import (
     ticks,
     whiskers_of,
 )  # fmt: skip
-from support.synthetic_sweep import Line, answers, bita, line, stochastic, write
+from support.synthetic_sweep import answers, bita, line, stochastic, write
 
 from benchmarks.reports.__main__ import FIGURES, reports
 from benchmarks.reports.figures import (
@@ -47,14 +45,8 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
 
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("name", OWN)
-def test_every_figure_names_the_origin_of_its_data(sweep: pd.DataFrame, name: str) -> None:
-    check_origin(FIGURES[name], sweep)
-
-
-@pytest.mark.fast_cases
-@pytest.mark.parametrize("name", [name for name in OWN if name != "stochastic"])
-def test_other_figures_show_greedy_answers_alone(sweep: pd.DataFrame, name: str) -> None:
-    check_greedy_alone(FIGURES[name], sweep)
+def test_every_figure_names_the_origin_of_its_data_and_shows_greedy_answers_alone(sweep: pd.DataFrame, name: str) -> None:
+    check_origin(FIGURES[name], sweep, shows_greedy_alone=name != "stochastic")
 
 
 @pytest.mark.fast_cases
@@ -73,11 +65,8 @@ def test_accuracy_goes_round_the_prompt_sets(tmp_path: Path) -> None:
     assert drawn["PipeDec"][1] == pytest.approx([90, 80, 70, 90, 80, 70, 60, 90]), "and back to the first"
     assert ticks(axes) == list(PROMPT_SETS.values())
     assert "the centre is 50 %" in note(figure) and axes.get_ylim() == (50, 100)
-
-
-def test_accuracy_needs_three_prompt_sets(tmp_path: Path) -> None:
     with pytest.raises(NoFigure, match="needs 3 prompt sets"):
-        accuracy_figure(answers(tmp_path, [line(prompt_set=name) for name in ("qa", "rag")]))
+        accuracy_figure(answers(tmp_path, lines[:2]))
 
 
 def test_stochastic_stands_beside_greedy_by_prompt_set_and_method(tmp_path: Path) -> None:
@@ -101,44 +90,6 @@ def test_stochastic_stands_beside_greedy_by_prompt_set_and_method(tmp_path: Path
     assert "STPP, PipeDec: 14 stages" in text and "Tree: width 32, 16 children" in text
 
 
-def test_stochastic_bars_are_of_methods_that_decoded_both_ways(tmp_path: Path) -> None:
-    kinds = (line, stochastic)
-    lines = [make(method, name) for make in kinds for method in ("stpp", "pipedec") for name in ("qa", "rag")]
-    lines += [bita(name, make=make) for make in kinds for name in ("qa", "rag")]
-    latency, _ = stochastic_figure(answers(tmp_path, [*lines, line("stpp-tuned"), stochastic("mine", ms=9)])).axes
-    names = [f"{method}, {way}" for method in ("STPP", "BiTA", "PipeDec") for way in ("greedy", "stochastic")]
-    assert list(bars_of(latency)) == legend(latency) == names
-
-
-def test_stochastic_is_over_what_all_answered_both_ways(tmp_path: Path) -> None:
-    lines = [line(method, "qa", index, ms=10 * (index + 1)) for method in ("stpp", "pipedec") for index in range(3)]
-    for method, known in (("stpp", (1, 2, 3)), ("pipedec", (0, 1, 3))):
-        lines += [stochastic(method, "qa", index, ms=70 + index) for index in known]
-    lines += [stochastic("pipedec", "qa", 1, repeat=1, ms=1), stochastic("pipedec", "qa", 1, seed=9, ms=1)]
-    lines += [line("pipedec", "rag"), stochastic("stpp", "rag")]
-    latency, hits = stochastic_figure(answers(tmp_path, lines)).axes
-    assert bars_of(latency) == {
-        "STPP, greedy": [20], "STPP, stochastic": [71], "PipeDec, greedy": [20], "PipeDec, stochastic": [71]
-    }  # fmt: skip
-    assert ticks(hits) == ["QA"]
-
-
-def test_stochastic_keeps_to_one_pipeline_one_size_of_tree_and_one_sampling(tmp_path: Path) -> None:
-    lines = []
-    for make, ms in ((line, 50.0), (stochastic, 60.0)):
-        lines += [make(method, ms=ms) for method in ("stpp", "pipedec")]
-        lines += [make("pipedec", ms=1, width=64), make("pipedec", ms=2, groups=7, preset="paper-7")]
-        lines += [make("pipedec", ms=3, groups=21, preset="paper-21"), make("pipedec", ms=4, groups=14, preset="home")]
-    lines += [stochastic(method, temperature=1.0, ms=9, repeat=turn) for method in ("stpp", "pipedec") for turn in range(4)]
-    lines += [stochastic(method, top_p=0.5, ms=9) for method in ("stpp", "pipedec")]
-    figure = stochastic_figure(answers(tmp_path, lines))
-    assert bars_of(figure.axes[0]) == {
-        "STPP, greedy": [50], "STPP, stochastic": [60], "PipeDec, greedy": [50], "PipeDec, stochastic": [60]
-    }  # fmt: skip
-    others = [one for one in lines if one["sampling"]["temperature"] != 0.6]
-    assert "temperature 1, top-k 80, top-p 0.9, 4 repeats" in note(stochastic_figure(answers(tmp_path, others)))
-
-
 def test_stochastic_takes_the_papers_pipeline_and_tree_of_equals(tmp_path: Path) -> None:
     ways = [{"width": 8}, {"groups": 28}, {"groups": 21, "preset": "paper-21"}, {"groups": 7, "preset": "paper-7"}, {}]
     lines = [make(ms=10 * place, **way) for make in (line, stochastic) for place, way in enumerate(ways, start=1)]
@@ -147,27 +98,22 @@ def test_stochastic_takes_the_papers_pipeline_and_tree_of_equals(tmp_path: Path)
         assert bars_of(stochastic_figure(answers(tmp_path, kept)).axes[0])["PipeDec, greedy"] == [height]
 
 
-def test_stochastic_compares_static_trees_each_at_its_own_depth(tmp_path: Path) -> None:
-    shallow, deep = ({"width": 32, "children": 16, "depth": depth, "rows": None} for depth in (2, 4))
-    latency, _ = stochastic_figure(
-        answers(tmp_path, [line("stpp", tree=deep, ms=30), stochastic("stpp", tree=shallow, ms=40)])
-    ).axes
-    assert bars_of(latency) == {"STPP, greedy": [30], "STPP, stochastic": [40]}
-
-
-@pytest.mark.parametrize(
-    ("lines", "reason"),
-    [
+def test_stochastic_shows_what_was_answered_both_ways(tmp_path: Path) -> None:
+    lines = [make(method, "qa", index, ms=10 * (index + 1)) for make in (line, stochastic) for method in ("stpp", "pipedec")
+             for index in range(2)]  # fmt: skip
+    more = [line("stpp-tuned"), stochastic("mine", ms=9), line("stpp", "qa", 2, ms=99), stochastic("pipedec", "rag", ms=99)]
+    latency, _ = stochastic_figure(answers(tmp_path, [*lines, *more])).axes
+    names = [f"{method}, {way}" for method in ("STPP", "PipeDec") for way in ("greedy", "stochastic")]
+    assert bars_of(latency) == {name: [15] for name in names} and legend(latency) == names
+    both = "answered the same prompt both greedily and stochastically on the same pipeline"
+    for few, reason in (
         ([line(), stochastic("pp")], "no row holds a stochastic answer of a method with a tree"),
         ([line("pp"), stochastic()], "no row holds a greedy answer of a method with a tree"),
-        ([line(), stochastic("stpp")], "answered the same prompt both greedily and stochastically on the same pipeline"),
-        ([line(), stochastic(groups=7)], "answered the same prompt both greedily and stochastically on the same pipeline"),
-        ([line(), stochastic(prompt_index=1)], "answered the same prompt both greedily and stochastically on the same pipeline"),
-    ],
-)
-def test_stochastic_needs_both_ways(tmp_path: Path, lines: list[Line], reason: str) -> None:
-    with pytest.raises(NoFigure, match=reason):
-        stochastic_figure(answers(tmp_path, lines))
+        ([line(), stochastic(groups=7)], both),
+        ([line(), stochastic(prompt_index=1)], both),
+    ):
+        with pytest.raises(NoFigure, match=reason):
+            stochastic_figure(answers(tmp_path, few))
 
 
 def test_prompt_tokens_has_a_line_per_prompt_set_and_their_mean(tmp_path: Path) -> None:
@@ -201,22 +147,12 @@ def test_mask_tokens_is_over_the_depth_of_the_tree(tmp_path: Path) -> None:
     assert "BiTA: deep prompt of 16 tokens, 4 masks trained, efficient tree, 5 candidates each" in note(figure)
 
 
-def test_tables_are_printed_and_written(tmp_path: Path) -> None:
+def test_the_command_writes_tables_and_names_figures_that_are_left_out(tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", [line("pp", ms=300.0), line("pipedec", ms=50.0)])
-    done = run(tmp_path, "--out", tmp_path, "--tables", "--only", "latency")
+    done = CliRunner().invoke(reports, [str(tmp_path), "--out", str(tmp_path), "--tables"])
     assert done.exit_code == 0, (done.output, done.exception)
     assert (tmp_path / "tables.md").read_text() == done.stdout
     assert "6.00×" in done.stdout and "4.46–7.79×" in done.stdout
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(reports, [*map(str, arguments)])
-
-
-def test_the_command_names_figures_that_are_left_out(tmp_path: Path) -> None:
-    write(tmp_path / "rows.jsonl", [line(method, ms=ms) for method, ms in SPEED.items()])
-    done = run(tmp_path, "--out", tmp_path / "figures")
-    assert done.exit_code == 0, (done.output, done.exception)
     last = done.stderr.splitlines()[-1]
     assert "accuracy (it needs 3 prompt sets" in last
     assert "stochastic (no row holds a stochastic answer of a method with a tree)" in last
@@ -237,9 +173,6 @@ def test_tree_has_a_line_per_number_of_children_over_the_width(tmp_path: Path) -
         "2": pytest.approx([80, 80, 80]), "4": pytest.approx([60, 60, 60])
     }  # fmt: skip
     assert legend(hits) == ["2", "4"]
-
-
-def test_tree_needs_two_widths(tmp_path: Path) -> None:
     for found in ([line()], [line(width=8), line(width=16, prompt_index=1)], [line("stpp", width=8), line("stpp", width=16)]):
         with pytest.raises(NoFigure, match="at least two widths"):
             tree_figure(answers(tmp_path, found))

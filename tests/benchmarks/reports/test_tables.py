@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from support.synthetic_sweep import Line, answers, bita, line, stochastic
 
 from benchmarks.reports.tables import tables
 from pipedec.bench.report.frames import studies
 
 
-def table(tmp_path: Path, lines: list[Line], heading: str) -> list[dict[str, str]]:
+def document(tmp_path: Path, lines: list[Line]) -> str:
+    return tables(studies(answers(tmp_path, lines)))
+
+
+def table(document: str, heading: str) -> list[dict[str, str]]:
     """The rows of the table under ``heading``, by title."""
-    section = tables(studies(answers(tmp_path, lines))).split(f"## {heading}\n")[1].split("\n## ")[0]
+    section = document.split(f"## {heading}\n")[1].split("\n## ")[0]
     titles, rule, *body = ([cell.strip() for cell in row.split("|")[1:-1]] for row in section.splitlines() if row.startswith("|"))
     assert all(set(cell) <= {"-", ":"} for cell in rule)
     return [dict(zip(titles, cells, strict=True)) for cells in body]
@@ -27,7 +30,7 @@ COMPARED = [
 
 
 def test_methods_are_compared_set_by_set_and_in_the_mean(tmp_path: Path) -> None:
-    found = table(tmp_path, COMPARED, "paper-14, measured")
+    found = table(document(tmp_path, COMPARED), "paper-14, measured")
     assert [(row["method"], row["prompt set"]) for row in found] == [
         (method, name) for method in ("PP", "STPP", "PipeDec") for name in ("HumanEval", "QA", "mean")
     ]
@@ -41,7 +44,7 @@ def test_methods_are_compared_set_by_set_and_in_the_mean(tmp_path: Path) -> None
 
 def test_the_papers_figures_stand_beside_its_method_on_its_cluster_alone(tmp_path: Path) -> None:
     lines = [*COMPARED, line("pipedec", preset="paper-7", groups=7), line("pipedec", groups=4)]
-    found = table(tmp_path, lines, "Means over prompt sets, measured")
+    found = table(document(tmp_path, lines), "Means over prompt sets, measured")
     papers = {(row["cluster"], row["method"]): row["paper, PipeDec-14"] for row in found if row["paper, PipeDec-14"]}
     assert papers == {("paper-14", "PipeDec"): "6.17× (4.46–7.79×) over PP, 2.53× (2.2–2.69×) over STPP"}
     assert [row["cluster"] for row in found] == ["paper-7", "paper-14", "paper-14", "paper-14", "paper-14, 4 stages"]
@@ -54,16 +57,13 @@ def test_measured_stands_beside_computed_latency(tmp_path: Path) -> None:
         line(prompt_index=2, tokens=30, ms=999.0, computed_ms_per_token=None),
         line("pp", clock="computed"),
     ]
-    (row,) = table(tmp_path, lines, "Measured beside computed latency")
+    (row,) = table(document(tmp_path, lines), "Measured beside computed latency")
     assert (row["measured TPOT"], row["computed TPOT"], row["measured / computed"]) == ("45.0", "42.5", "1.059")
     assert (row["prompts"], row["timesteps overrun"]) == ("2", "2.5%")
+    without = document(tmp_path, [line(clock="computed"), stochastic("pp", clock="computed")])
+    assert "Measured beside" not in without and "beside stochastic" not in without
 
 
-def test_computed_rows_alone_are_compared_with_nothing(tmp_path: Path) -> None:
-    assert "Measured beside" not in tables(studies(answers(tmp_path, [line(clock="computed")])))
-
-
-@pytest.mark.slow
 def test_greedy_stands_beside_stochastic_decoding(tmp_path: Path) -> None:
     drawn = [
         stochastic(method, name, repeat=repeat, ms=ms * factor + 10 * repeat, misses=2 + 2 * repeat)
@@ -71,7 +71,8 @@ def test_greedy_stands_beside_stochastic_decoding(tmp_path: Path) -> None:
         for name, factor in (("humaneval", 1.0), ("qa", 2.0))
         for repeat in (0, 1)
     ]
-    found = table(tmp_path, [*COMPARED, *drawn], "Greedy beside stochastic decoding, measured")
+    plain, both = document(tmp_path, COMPARED), document(tmp_path, [*COMPARED, *drawn])
+    found = table(both, "Greedy beside stochastic decoding, measured")
     assert [(row["method"], row["decoding"], row["prompt set"]) for row in found] == [
         (method, way, name)
         for method in ("STPP", "PipeDec") for way in ("greedy", "stochastic") for name in ("HumanEval", "QA", "mean")
@@ -83,11 +84,7 @@ def test_greedy_stands_beside_stochastic_decoding(tmp_path: Path) -> None:
     assert (found[6]["TPOT (ms)"], found[6]["TPOT of repeats"], found[6]["repeats"]) == ("50.0", "–", "1")
     assert (found[8]["TPOT (ms)"], found[11]["TPOT (ms)"]) == ("70.7", "90.1"), "means are geometric"
     for other in ("paper-14, measured", "Means over prompt sets, measured", "Measured beside computed latency"):
-        assert table(tmp_path, [*COMPARED, *drawn], other) == table(tmp_path, COMPARED, other), "the others are of greedy answers"
-
-
-def test_without_both_ways_there_is_no_table_of_them(tmp_path: Path) -> None:
-    assert "beside stochastic" not in tables(studies(answers(tmp_path, [*COMPARED, stochastic("pp")])))
+        assert table(both, other) == table(plain, other), "the others are of greedy answers"
 
 
 def by_line(found: list[dict[str, str]], first: str) -> dict[tuple[str, str], tuple[str, str, str]]:
@@ -99,7 +96,8 @@ def test_bita_stands_against_pp_on_every_pipeline(tmp_path: Path) -> None:
     for groups in (1, 14):
         lines += [line("pp", name, groups=groups, ms=300.0, misses=10) for name in ("humaneval", "qa")]
         lines += [bita("humaneval", groups=groups, ms=100.0, misses=5), bita("qa", groups=groups, ms=300 / groups, misses=10)]
-    found = by_line(table(tmp_path, [*lines, bita(prompt_tokens=8, name="other")], "BiTA against PP, measured"), "cluster")
+    lines.append(bita(prompt_tokens=8, name="other"))
+    found = by_line(table(document(tmp_path, lines), "BiTA against PP, measured"), "cluster")
     assert found == {
         ("paper-14, 1 stage", "tokens/pass"): ("1.00", "1.41", ""),
         ("paper-14, 1 stage", "over PP"): ("1.00×", "1.73×", "2.10–3.31×"),
@@ -112,7 +110,7 @@ def test_bita_is_told_by_prompting_and_by_tree_beside_the_paper(tmp_path: Path) 
     lines = [line("pp", "qa", ms=300.0, misses=10), bita("qa", ms=100.0, misses=4)]
     lines += [bita("qa", name="none", prompting="none", prompt_tokens=0, ms=200.0, misses=5)]
     lines += [bita("qa", shape="full", named=2, ms=150.0, misses=2), bita("qa", shape="full", named=7, ms=300.0, misses=1)]
-    found = by_line(table(tmp_path, lines, "BiTA by prompting, measured"), "prompting")
+    found = by_line(table(document(tmp_path, lines), "BiTA by prompting, measured"), "prompting")
     assert found == {
         ("none", "tokens/pass"): ("2.00", "2.00", ""),
         ("none", "over PP"): ("1.50×", "1.50×", "1.94–2.12×"),
@@ -120,23 +118,24 @@ def test_bita_is_told_by_prompting_and_by_tree_beside_the_paper(tmp_path: Path) 
         ("deep", "over PP"): ("3.00×", "3.00×", "2.19–2.73×"),
     }
     lines.append(bita("qa", shape="likeliest", named=16, rows=64, ms=75.0))
-    found = by_line(table(tmp_path, lines, "BiTA by tree, measured"), "tree")
+    by_tree = document(tmp_path, lines)
+    found = by_line(table(by_tree, "BiTA by tree, measured"), "tree")
     assert {tree: figures for (tree, figure), figures in found.items() if figure == "over PP"} == {
         "full, k = 2": ("2.00×", "2.00×", "2.02–2.58×"),
         "full, k = 7": ("1.00×", "1.00×", ""),
         "efficient, k = 5": ("3.00×", "3.00×", "2.19–2.73×"),
         "likeliest 64-row, k = 16": ("4.00×", "4.00×", ""),
     }
-    section = tables(studies(answers(tmp_path, lines))).split("## BiTA by tree, measured\n")[1]
+    section = by_tree.split("## BiTA by tree, measured\n")[1]
     assert "BiTA: deep prompt of 16 tokens, 4 masks trained, 4 used." in section
 
 
 def test_what_the_rows_do_not_hold_of_bita_has_no_table_and_other_tables_show_one_bita(tmp_path: Path) -> None:
     one = [*COMPARED, bita("qa", ms=100.0), bita("humaneval", ms=200.0)]
-    document = tables(studies(answers(tmp_path, one)))
-    assert "## BiTA against PP" in document and "BiTA by" not in document
-    assert "BiTA" not in tables(studies(answers(tmp_path, COMPARED)))
     other = bita("qa", name="other", prompt_tokens=8, ms=1.0)
+    with_one, with_two = document(tmp_path, one), document(tmp_path, [*one, other, other | {"prompt_index": 3}])
+    assert "## BiTA against PP" in with_one and "BiTA by" not in with_one
+    assert "BiTA" not in document(tmp_path, COMPARED)
     for heading in ("Means over prompt sets, measured", "paper-14, measured", "Measured beside computed latency"):
-        found = table(tmp_path, [*one, other, other | {"prompt_index": 3}], heading)
-        assert found == table(tmp_path, one, heading) and any("BiTA" in row["method"] for row in found)
+        found = table(with_two, heading)
+        assert found == table(with_one, heading) and any("BiTA" in row["method"] for row in found)
