@@ -20,7 +20,7 @@ from pipedec.bench.report.figures import draw_figures
 from pipedec.bench.sweep.pipelines import ModelPair as Models
 from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads, sequential_metrics
 from pipedec.bench.threads.figures import FIGURES
-from pipedec.bench.threads.summary import combinations, document, markdown, quartets, read_frame, speeds, structures
+from pipedec.bench.threads.summary import combinations, document, markdown, read_frame, speeds, structures
 from pipedec.cli.main import program
 from pipedec.config import paper_cluster
 from pipedec.core import PipedecError, SamplingParams, UserError
@@ -148,17 +148,6 @@ def test_figures_of_the_summary_are_those_of_the_rows(whole: tuple[Path, list[di
     }  # fmt: skip
     forked = [row for row in threaded if row["threads"] > 1]
     assert costs.loc[(2, "apar", "pp", "forked")]["count"] == len(forked) >= 1
-
-
-def test_answers_without_their_counterparts_are_left_out(whole: tuple[Path, list[dict[str, Any]]]) -> None:
-    frame = read_frame(row for row in whole[1] if (row["dialect"], row["method"]) != ("none", "pp") or row["prompt_index"] == 0)
-    found = quartets(frame)
-    assert set(found["prompt_index"]) == {0} and len(found) == 2 * 2
-    costs = speeds(frame).set_index(["stages", "dialect", "method", "answers"])
-    assert costs.loc[(1, "apar", "pp", "all")]["count"] == 3 and costs.loc[(1, "none", "pp", "all")]["count"] == 2
-    alone = read_frame(row for row in whole[1] if row["dialect"] != "none")
-    assert quartets(alone).empty and speeds(alone)["over_pp"].isna().all() and combinations(alone) == []
-    assert json.loads(document(alone))["speed"][0]["over_pp"] is None and "–" in markdown(alone)
 
 
 def test_an_answer_in_one_thread_saves_nothing() -> None:

@@ -103,7 +103,7 @@ def test_without_a_draft_the_text_alone_proposes(pair: Pair, tmp_path: Path) -> 
 def test_shared_suffixes_are_used_only_if_they_are_asked_for(pair: Pair, tmp_path: Path) -> None:
     """A prompt that comes twice, with a target that repeats itself."""
     twice = [PromptSet("first", PROMPTS[0].prompts[:1]), PromptSet("again", PROMPTS[0].prompts[:1])]
-    alone, sampling = Models(pair.target, "none"), SamplingParams(1.5, max_tokens=24, ignore_eos=True)
+    alone, sampling = Models(pair.target, "none"), SamplingParams(1.5, max_tokens=20, ignore_eos=True)
     timesteps = {}
     for shares in (False, True):
         chosen = config(pair, "pipedec-bestfirst", pair=alone, sampling=sampling, shared_suffixes=shares)

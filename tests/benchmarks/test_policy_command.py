@@ -54,7 +54,7 @@ def test_compares_policies_with_each_other_and_with_a_sweep(compare: Calls, pipe
 
 
 def test_calibration_is_that_of_the_default_method(compare: Calls, pair: Pair, tmp_path: Path) -> None:
-    asked = [*flags(pair, tmp_path / "recording"), "--prompts", prompt_file(tmp_path), "--max-tokens", "8"]
+    asked = [*flags(pair, tmp_path / "recording"), "--prompts", prompt_file(tmp_path), "--max-tokens", "4"]
     ended = compare(*asked, "--calibration", "--json", tmp_path / "out.json")
     assert ended.status == 0, ended.err
     assert "Compared with a sweep" not in ended.out and policies_in(tmp_path / "out.json") == ["pipedec", "pipedec-bestfirst"]

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save
 from support.checkpoints import save_tiny_llama
 
@@ -22,7 +20,6 @@ from pipedec.tree import Candidates, DraftRows, PredictionTree
 
 PROMPT_IDS = [1, 9, 30, 4, 51, 17, 8]
 VOCAB = 64
-TOKENS = 3  # so few that contexts are met again
 RECORDED = 6  # children
 
 
@@ -70,72 +67,10 @@ def planted(*tokens: int) -> PredictionTree:
     return tree
 
 
-def grow(data: st.DataObject, tree: PredictionTree) -> None:
-    """Up to 4 new rows of any depth, children of a row all different."""
-    if not tree.num_rows:
-        tree.plant(data.draw(st.integers(0, TOKENS - 1)))
-    for _ in range(data.draw(st.integers(0, 4))):
-        parent, token = data.draw(st.integers(0, tree.num_rows - 1)), data.draw(st.integers(0, TOKENS - 1))
-        if tree.child(parent, token) is None:
-            tree.append(torch.tensor([token]), torch.tensor([parent]))
-
-
-def draftable(data: st.DataObject, tree: PredictionTree, is_drafted: torch.Tensor) -> torch.Tensor:
-    """Some rows that were not drafted, each after its parent."""
-    rows: list[int] = []
-    for row, parent in enumerate(tree.parents.tolist()):
-        is_ready = parent < 0 or bool(is_drafted[parent]) or parent in rows
-        if not is_drafted[row] and is_ready and data.draw(st.booleans()):
-            rows.append(row)
-    return torch.tensor(rows, dtype=torch.int64)
-
-
-def some_request(data: st.DataObject, recorded: RecordedDrafter, expected: DraftModel) -> None:
-    """Any growth, drafting, pruning and verdicts; both drafters must say the same all along."""
-    tree, is_drafted = PredictionTree(block=4), torch.zeros(0, dtype=torch.bool)
-    tree.reset(len(PROMPT_IDS))
-    begin(recorded)
-    begin(expected)
-    for _ in range(data.draw(st.integers(1, 4))):
-        grow(data, tree)
-        is_drafted = torch.nn.functional.pad(is_drafted, (0, tree.num_rows - len(is_drafted)))
-        rows = draftable(data, tree, is_drafted)
-        if len(rows):
-            children = data.draw(st.integers(1, RECORDED))
-            same(expand(recorded, tree, rows, children), expand(expected, tree, rows, children))
-            is_drafted[rows] = True
-        tokens = walk(data, tree) if data.draw(st.booleans()) else None
-        advance = (
-            tree.keep(torch.arange(tree.num_rows)[: data.draw(st.integers(1, 2))]) if tokens is None else tree.advance(tokens)
-        )
-        is_drafted = is_drafted[advance.kept]
-        recorded.advance(0, 0, advance.changes)
-        expected.advance(0, 0, advance.changes)
-    recorded.close(0)
-
-
-def walk(data: st.DataObject, tree: PredictionTree) -> list[int]:
-    """A path from the root to any row, and one token more."""
-    row = data.draw(st.integers(0, tree.num_rows - 1))
-    path = torch.nonzero(tree.tree_mask[row])[1:, 0]
-    return [*tree.token_ids[path].tolist(), data.draw(st.integers(0, TOKENS - 1))]
-
-
 def same(found: Candidates, expected: Candidates) -> None:
     assert found.rows.tolist() == expected.rows.tolist()
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert torch.allclose(found.log_probs.double(), expected.log_probs.double(), rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=25)
-@given(st.data())
-def test_says_what_the_draft_model_says_whatever_is_recorded(model: StageModel, data: st.DataObject) -> None:
-    """Several requests after one prompt share a memo, so that each finds some of its contexts in it, anywhere in the tree."""
-    memo, draft = DraftMemo(), DraftModel(model)
-    for _ in range(3):
-        most = data.draw(st.integers(RECORDED, RECORDED + 2))
-        some_request(data, RecordedDrafter(lambda _: memo, lambda: draft, most), DraftModel(model))
 
 
 def test_tells_which_tokens_of_the_answer_this_request_had_asked_for(model: StageModel) -> None:

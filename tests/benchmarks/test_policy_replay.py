@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,6 @@ from pipedec.methods import BestFirstOptions, PipeDecOptions, PlainOptions, Stat
 from pipedec.plan.emulation import Emulation, with_stages
 from pipedec.plan.partition import plan
 from pipedec.plan.spec import PipelineSpec
-from pipedec.topology import Topology
 
 LAYERS, VOCAB = 14, 200
 PRIOR = {"draft": {"log probability": 1.0}}
@@ -110,7 +109,7 @@ def both(models: Path) -> Callable[[str], Both]:
     return cache(lambda shape: Both(make_spec(models, *SHAPES[shape][:2])))
 
 
-@pytest.mark.fast_cases("4-pipedec", "4-best-first")
+@pytest.mark.fast_cases("4-best-first")
 @pytest.mark.parametrize(("shape", "policy"), CASES)
 def test_counts_and_lasts_what_the_pipeline_does(both: Callable[[str], Both], shape: str, policy: str) -> None:
     """What verdicts taught is kept from answer to answer, and the first prompt's contexts are known the second time."""
@@ -156,7 +155,7 @@ def both_in_company(spec: PipelineSpec, draft: Drafter, requests: list[Request])
     return begun
 
 
-@pytest.mark.fast_cases("pp-1", "stpp-4")
+@pytest.mark.fast_cases("stpp-4")
 @pytest.mark.parametrize(("method", "shape"), [("best-first", "4"), ("pp", "1"), ("stpp", "4"), ("pipedec", "14x7")])
 def test_requests_in_company_count_and_last_what_they_do_in_the_pipeline(
     both: Callable[[str], Both], shape: str, method: str
@@ -193,29 +192,6 @@ def test_misses_are_told_apart_by_who_had_named_the_token(both: Callable[[str], 
     assert narrow.unnamed > 0
     first = here.answer(PROMPTS[0], "pipedec-bestfirst", BestFirstOptions(1, VOCAB, forwards=1)).losses
     assert first.named + first.late > 0 and first.unnamed == 0
-
-
-class ScriptedMemo(DraftMemo):
-    """Below every context the draft model proposes the same tokens, the lowest first."""
-
-    def knows(self, context: int, children: int) -> bool:
-        return True
-
-    def children(self, contexts: Sequence[int], children: int) -> tuple[torch.Tensor, torch.Tensor]:
-        token_ids = torch.arange(children).expand(len(contexts), children)
-        return token_ids, -5 - token_ids / 100
-
-
-def test_a_token_after_a_row_that_was_not_drafted_was_not_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row 0 enters with 63 children. Two draft forwards of 16 rows miss 62, which is accepted with another token."""
-    monkeypatch.setattr("pipedec.decoding.batch.DRAFTED_ROWS", 16)
-    drafter = RecordedDrafter(lambda number: ScriptedMemo(), lambda: pytest.fail("a model was loaded"), VOCAB)
-    replay = ReplayedPipeline(make_emulation("paper-14", 1), Topology.even(1, 1), drafter, WatchedExperience(1))
-    options = BestFirstOptions(64, 64, forwards=2, proposers=("draft",))
-    answer = replay.begin(Request(0, PROMPTS[0], SamplingParams(), "pipedec-bestfirst", options), (7, 0, 62, 5))
-    verdicts = [answer.events[-1][1] for _ in replay.run()]
-    assert (verdicts, answer.is_proposed) == ([1, 1, 2], [False, True, True, False])
-    assert answer.cost(1).losses == TimestepLosses(together=1, first=1, tokens=1)
 
 
 def test_experience_tells_which_accepted_tokens_were_among_the_choices() -> None:

@@ -171,16 +171,6 @@ def test_asks_for_a_skeleton_and_then_for_each_point(prompter: Prompter) -> None
     assert metrics.parallelism == metrics.text_tokens / metrics.longest_chain
 
 
-def test_a_skeleton_without_points_gives_an_ordinary_answer(prompter: Prompter) -> None:
-    written, exchange = scripted(prompter, "", "It is this.")
-    plain = prompter.token_ids("What is it?", False, 64)
-    text = count(prompter, "It is this.")
-    assert exchange.asked[1:] == [plain] and dict(written.anomalies) == {"skeleton_without_points": 1}
-    assert (written.metrics.threads, written.metrics.text_tokens, written.decoded_text) == (1, text, text)
-    assert written.metrics.longest_chain == written.metrics.tokens == 1 + text + 1
-    assert written.metrics.attended_tokens == written.metrics.attended_tokens_flat == len(plain) + (text - 1) / 2
-
-
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("seed", [None, 1])
 def test_every_request_gets_the_targets_answer(

@@ -69,35 +69,21 @@ SMI = "nvidia-smi --format=csv --query-gpu=memory.free,power.limit,clocks.max.sm
 
 @dataclass(frozen=True)
 class Result:
-    """What has become of a step.
-
-    Attributes:
-        outcome: ``passed``, ``failed``, or ``not run``, for want of time.
-        machine: on which it ran.
-        seconds: that it took.
-        note: for the overview.
-        text: its figures in Markdown.
-    """
+    """What has become of a step."""
 
     name: str
-    outcome: str
-    machine: Mapping[str, str]
+    outcome: str  # ``passed``, ``failed``, or ``not run``, for want of time
+    machine: Mapping[str, str]  # on which it ran
     seconds: float = 0.0
-    note: str = ""
-    text: str = ""
+    note: str = ""  # for the overview
+    text: str = ""  # its figures in Markdown
     date: str = ""
 
 
 class Day:
-    """A run of the steps.
+    """A run of the steps, whose results are in a folder for every step beside ``report.md``.
 
-    Args:
-        folder: of the results: a folder for every step, and ``report.md``.
-        machine: what it runs on: results from another one do not count.
-        values: for the placeholders of commands, but for ``folder``.
-        is_toy: the steps' commands are those at toy size.
-        seconds: that all steps together may take.
-        remarks: on the machine, for the report.
+    Results from another ``machine`` do not count. ``values`` are those of the placeholders of commands.
     """
 
     def __init__(
@@ -152,18 +138,26 @@ class Day:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         print(f"{step.name} (at most {seconds:.0f} s) ...", flush=True)
-        filled = Filler({**self._values, "folder": str(folder)})
+        values = {**self._values, "folder": str(folder)}
+
+        def filled(line: Sequence[str]) -> list[str]:
+            return [word.format(**values) for word in line]
+
         for name, text in (step.toy_files if self._is_toy else step.files).items():
-            (folder / name).write_text(filled(text))
+            (folder / name).write_text(text.format(**values))
         began = time.monotonic()
         try:
             with (folder / LOG).open("w") as log:
-                problem = run_commands([filled.all(line) for line in self._lines(step)], log, seconds, environment)
+                problem = run_commands([filled(line) for line in self._lines(step)], log, seconds, environment)
         finally:
             with (folder / "cleanup.txt").open("w") as log:
                 for line in step.cleanup:
-                    run_command(filled.all(line), log, CLEANUP_SECONDS, environment)
-        reading, problem = read(step, folder, problem)
+                    run_command(filled(line), log, CLEANUP_SECONDS, environment)
+        reading = Reading("", "")
+        try:
+            reading = step.read(folder)
+        except Exception as error:  # figures of a step that has passed must be there
+            problem = problem or f"its figures cannot be read: {type(error).__name__}: {error}"
         note = "; ".join(part for part in (problem, reading.note, f"look at: {step.if_fails}" if problem else "") if part)
         text = reading.text if problem is None else f"{reading.text}\n\n```text\n{tail(folder / LOG)}\n```"
         result = Result(
@@ -186,27 +180,6 @@ class Day:
             *(f"## {result.name}: {result.outcome}\n\n{result.text.strip()}" for result in shown if result.text.strip()),
         ]
         write(self.report, "\n\n".join(parts) + "\n")
-
-
-class Filler:
-    """Fills in the placeholders of commands and files."""
-
-    def __init__(self, values: Mapping[str, str]) -> None:
-        self._values = values
-
-    def __call__(self, text: str) -> str:
-        return text.format(**self._values)
-
-    def all(self, line: Sequence[str]) -> list[str]:
-        return [self(word) for word in line]
-
-
-def read(step: Step, folder: Path, problem: str | None) -> tuple[Reading, str | None]:
-    """The step's figures. Those of a step that has passed must be there."""
-    try:
-        return step.read(folder), problem
-    except Exception as error:
-        return Reading("", ""), problem or f"its figures cannot be read: {type(error).__name__}: {error}"
 
 
 def run_commands(lines: Sequence[Sequence[str]], log: IO[str], seconds: float, environment: Mapping[str, str]) -> str | None:
@@ -297,20 +270,20 @@ def remarks() -> dict[str, str]:
     return {"nvidia-smi": "; ".join((smi.stdout or smi.stderr).splitlines())}
 
 
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
 def main(
     arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS, ask: Callable[[], Mapping[str, Any]] = facts
 ) -> int:
     """Returns 0 if all steps have passed, 1 if one failed or was not run, 2 if there is no GPU, 130 after Ctrl-C."""
-
-    def names(text: str) -> list[str]:
-        return text.split(",")
-
     parser = argparse.ArgumentParser(prog="make gpu-day GPU_DAY_ARGS=…", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-day", help="directory of the results, by revision")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--toy", action="store_true", help="every step at toy size")
-    parser.add_argument("--only", type=names, default=(), metavar="NAME,…", help="these steps only")
-    parser.add_argument("--again", type=names, default=(), metavar="NAME,…", help="run these also if they have passed")
+    parser.add_argument("--only", type=_names, default=(), metavar="NAME,…", help="these steps only")
+    parser.add_argument("--again", type=_names, default=(), metavar="NAME,…", help="run these also if they have passed")
     given = parser.parse_args(arguments)
     if given.device == "cpu" and not given.toy:
         parser.error("on the CPU give --toy: the steps themselves need a GPU")
@@ -334,9 +307,8 @@ def main(
         print(f"gpu-day: interrupted: run it again to go on; so far: {day.report}", file=sys.stderr)
         return 130
     bad = [result.name for result in results if result.outcome != FINAL]
-    print(
-        f"{len(results) - len(bad)} of {len(results)} steps have passed{': not ' + ', '.join(bad) if bad else ''}: {day.report}"
-    )
+    failed = f": not {', '.join(bad)}" if bad else ""
+    print(f"{len(results) - len(bad)} of {len(results)} steps have passed{failed}: {day.report}")
     return 1 if bad else 0
 
 

@@ -31,12 +31,16 @@ def step(name: str, *commands: Command, limit_seconds: float = 60, **values: obj
     return Step(name, limit_seconds, commands, commands, "the cable", **values)  # type: ignore[arg-type]
 
 
-def run(tmp_path: Path, *steps: Step, machine: dict[str, str] = MACHINE, **values: Sequence[str]) -> list[Result]:
-    return a_day(tmp_path, steps, machine).run(**values)
-
-
-def a_day(tmp_path: Path, steps: Sequence[Step], machine: dict[str, str] = MACHINE, seconds: float = 600) -> Day:
-    return Day(tmp_path, steps, machine, {"python": sys.executable, "count": str(tmp_path / "count")}, False, seconds)
+def run(
+    tmp_path: Path,
+    *steps: Step,
+    machine: dict[str, str] = MACHINE,
+    is_toy: bool = False,
+    seconds: float = 600,
+    **names: list[str],
+) -> list[Result]:
+    values = {"python": sys.executable, "count": str(tmp_path / "count")}
+    return Day(tmp_path, steps, machine, values, is_toy, seconds).run(**names)
 
 
 def report(tmp_path: Path) -> str:
@@ -55,24 +59,27 @@ def test_the_guide_has_a_line_for_every_step() -> None:
     assert re.findall(r"`([^`]+)`", " ".join(cells)) == [one.name for one in STEPS]
 
 
-@pytest.mark.parametrize("one", STEPS, ids=lambda one: one.name)
-def test_at_toy_size_a_step_runs_the_same_commands(one: Step) -> None:
+def test_at_toy_size_a_step_runs_the_same_commands(tmp_path: Path) -> None:
     def kinds(commands: Sequence[Command]) -> list[tuple[str, ...]]:
         return [tuple(word for word in command[:6] if not word.startswith("--"))[:3] for command in commands]
 
-    alike = next(other for other in STEPS if other.toy and kinds(other.commands) == kinds(one.commands))
-    assert kinds(one.toy or alike.toy) == kinds(one.commands)
+    for one in STEPS:
+        alike = next(other for other in STEPS if other.toy and kinds(other.commands) == kinds(one.commands))
+        assert kinds(one.toy or alike.toy) == kinds(one.commands), one.name
+    same = Step("same", 60, (python(WRITE, "{count}"),), (), "the cable", read=lambda folder: Reading("read", ""))
+    (result,) = run(tmp_path, same, is_toy=True)
+    assert result.outcome == "passed" and "another step" in result.note and not (tmp_path / "count").exists()
 
 
-@pytest.mark.parametrize("one", [one for one in STEPS if one.files], ids=lambda one: one.name)
-def test_the_computed_cluster_has_a_card_for_every_rank(one: Step, tmp_path: Path) -> None:
+def test_the_computed_cluster_has_a_card_for_every_rank(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "target", layers=24, vocab=300)
     save_tiny_llama(tmp_path / "draft", layers=1, vocab=300)
-    for files, count in ((one.files, int(one.name.removeprefix("stages-"))), (one.toy_files, None)):
-        (path := tmp_path / "cluster.yaml").write_text(files["cluster.yaml"].format(models=tmp_path, card="h100"))
-        planned = plan(load_cluster(path), "all")
-        assert planned.problems == () and planned.draft is not None
-        assert count is None or len(planned.stages) == count
+    for one in (one for one in STEPS if one.files):
+        for files in (one.files, one.toy_files):
+            (path := tmp_path / "cluster.yaml").write_text(files["cluster.yaml"].format(models=tmp_path, card="h100"))
+            planned = plan(load_cluster(path), "all")
+            assert planned.problems == () and planned.draft is not None
+            assert files is one.toy_files or f"stages-{len(planned.stages)}" == one.name
 
 
 def test_what_has_passed_is_not_run_again(tmp_path: Path) -> None:
@@ -112,16 +119,9 @@ def test_a_step_that_is_deaf_is_killed(tmp_path: Path) -> None:
 
 
 def test_when_the_day_is_over_other_steps_wait_for_the_next_run(tmp_path: Path) -> None:
-    (result,) = a_day(tmp_path, [step("late", python(WRITE, "{count}"))], seconds=0).run()
+    (result,) = run(tmp_path, step("late", python(WRITE, "{count}")), seconds=0)
     assert result.outcome == "not run" and not (tmp_path / "count").exists()
     assert [one.outcome for one in run(tmp_path, step("late", python("")))] == ["passed"]
-
-
-def test_what_another_step_shows_at_toy_size_is_not_run_there(tmp_path: Path) -> None:
-    same = Step("same", 60, (python(WRITE, "{count}"),), (), "the cable", read=lambda folder: Reading("read", ""))
-    values = {"python": sys.executable, "count": str(tmp_path / "count")}
-    (result,) = Day(tmp_path, [same], MACHINE, values, is_toy=True).run()
-    assert result.outcome == "passed" and "another step" in result.note and not (tmp_path / "count").exists()
 
 
 def test_figures_stand_in_the_report_and_must_be_there(tmp_path: Path) -> None:
@@ -146,20 +146,18 @@ def test_an_interrupted_step_is_run_by_the_next_day(tmp_path: Path) -> None:
     assert "| first | passed |" in report(tmp_path) and "| second | not run |" in report(tmp_path)
 
 
-def facts(gpus: int = 0) -> dict[str, object]:
-    return {"gpus": gpus, "card": "cpu", "shown": {"GPUs": "none"}}
+def test_the_exit_status_says_whether_all_have_passed_and_there_is_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask() -> dict[str, object]:
+        return {"gpus": 0, "card": "cpu", "shown": {"GPUs": "none"}}
 
-
-@pytest.mark.parametrize("status", [0, 1])
-def test_the_exit_status_says_whether_all_have_passed(tmp_path: Path, status: int) -> None:
-    steps = step("good", python("")), step("other", python(f"raise SystemExit({status})"))
-    assert day.main(["--toy", "--device", "cpu", "--out", str(tmp_path)], steps, facts) == status
-
-
-def test_a_day_needs_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert day.main(["--out", str(tmp_path)], STEPS, facts) == 2
+    for status in (0, 1):
+        steps = step("good", python("")), step("other", python(f"raise SystemExit({status})"))
+        assert day.main(["--toy", "--device", "cpu", "--out", str(tmp_path / str(status))], steps, ask) == status
+    assert day.main(["--out", str(tmp_path)], STEPS, ask) == 2
     assert "--toy --device cpu" in capsys.readouterr().err
     for arguments in (["--device", "cpu"], ["--only", "nothing"]):
         with pytest.raises(SystemExit) as refused:
-            day.main(arguments, STEPS, facts)
+            day.main(arguments, STEPS, ask)
         assert refused.value.code == 2

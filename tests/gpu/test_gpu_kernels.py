@@ -55,7 +55,7 @@ class Errors:
 
 
 @pytest.mark.fast_cases
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_captured_forwards_equal_those_computed_as_they_are(
@@ -69,7 +69,7 @@ def test_captured_forwards_equal_those_computed_as_they_are(
     errors.check()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_flash_attention_equals_that_of_torch(tmp_path: Path, device: str, dtype: torch.dtype, seed: int) -> None:
     if device == "cuda" and flash_attention() is None:
@@ -88,7 +88,7 @@ def test_float32_does_without_flash_attention_and_says_why(device: str) -> None:
     assert kernel is None and why == {"cpu": "flash-attention needs CUDA", "cuda": "flash-attention needs 16 bits"}[device]
 
 
-@pytest.mark.parametrize("rows", [1, 7, 33])
+@pytest.mark.parametrize("rows", [1, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantised_products_are_those_of_the_rounded_matrix(device: str, kind: str, dtype: torch.dtype, rows: int) -> None:

@@ -32,6 +32,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_the_backend_of_a_device_works_for_one_rank(device: str) -> None:
     backend = {"cpu": "gloo", "cuda": "nccl"}[device]
     done = subprocess.run([sys.executable, "-c", SELF_TEST, backend, device], capture_output=True, text=True, timeout=120)

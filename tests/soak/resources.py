@@ -1,9 +1,4 @@
-"""``python -m soak.resources``: the cost of a resident cluster besides time per token.
-
-Measures idle CPU, memory, TTFT, and what requests leave in memory and Redis.
-
-Knows processes and answers, not the work of the ranks.
-"""
+"""``python -m soak.resources``: idle CPU, memory and TTFT of a resident cluster, and what requests leave in memory and Redis."""
 
 from __future__ import annotations
 
@@ -96,14 +91,12 @@ def measure_resources(spec: PipelineSpec, config: ResourcesConfig, on_phase: Cal
     weights = _weight_bytes(spec)
     row["ranks"] = [
         {
-            "rank": rank,
-            "peak_bytes": peaks[rank],
-            "weight_bytes": weights[rank],
+            "rank": rank, "peak_bytes": peaks[rank], "weight_bytes": weights[rank],
             "rss_growth_bytes": rss_after[rank] - rss_before[rank],
             "cache_slots": {"before": first.cache_slots.get(rank), "after": last.cache_slots.get(rank)},
         }
         for rank in spec.topology.ranks
-    ]
+    ]  # fmt: skip
     return row
 
 
@@ -140,12 +133,8 @@ def latencies(answer: TimedAnswer) -> Row:
         raise PipedecError("the answer ended with its first token, so no decoding was timed: use another --prompt")
     first, decoded = answer.token_seconds[:2]
     prefill = answer.prefill_seconds
-    figures = {
-        "first_token": first,
-        "first_decoded": decoded,
-        "prefill": prefill,
-        "first_decoded_less_prefill": decoded - prefill,
-    }
+    figures = {"first_token": first, "first_decoded": decoded, "prefill": prefill}
+    figures["first_decoded_less_prefill"] = decoded - prefill
     return {name: 1000 * seconds for name, seconds in figures.items()}
 
 
@@ -202,17 +191,13 @@ def _print_resources(row: Row) -> None:
     for rank in row["ranks"]:
         slots = rank["cache_slots"]
         ranks.add_row(
-            str(rank["rank"]),
-            "-" if rank["peak_bytes"] is None else f"{rank['peak_bytes'] / _MIB:.0f}",
-            f"{rank['weight_bytes'] / _MIB:.1f}",
-            f"{rank['rss_growth_bytes'] / 1024:+.0f}",
+            str(rank["rank"]), "-" if rank["peak_bytes"] is None else f"{rank['peak_bytes'] / _MIB:.0f}",
+            f"{rank['weight_bytes'] / _MIB:.1f}", f"{rank['rss_growth_bytes'] / 1024:+.0f}",
             "-" if slots["before"] is None else f"{slots['before']} to {slots['after']}",
-        )
+        )  # fmt: skip
     output.print(ranks)
     idle, latency, keys = row["idle_cpu_percent"], row["second_request_ms"], row["redis_keys"]
     figures = Table(title="Cluster", title_justify="left", show_header=False)
-    figures.add_column(style="dim")
-    figures.add_column(justify="right")
     figures.add_row("idle CPU, all ranks and Redis", f"{idle['total']:.1f} % of a core (Redis {idle['redis']:.1f} %)")
     figures.add_row("TTFT of the second request", f"{latency['first_token']:.1f} ms (prefill {latency['prefill']:.1f} ms)")
     figures.add_row("time to the second token, without prefill", f"{latency['first_decoded_less_prefill']:.1f} ms")

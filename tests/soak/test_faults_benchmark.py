@@ -102,10 +102,10 @@ def test_the_summary_shows_every_fault() -> None:
         {**trial_row(3), "kind": "supervisor", "recovery": None, "waits_s": [], "gone_s": 0.4, "usage": [], "keys": None,
          "problems": ["one is left"]}
     ]  # fmt: skip
-    kill, supervisor = summarised(rows)
-    assert (kill.faults, kill.answers, kill.problems) == (3, 6, 0)
-    assert kill.noticed == (0.1, 0.2, 0.2) and kill.waits is not None and kill.waits[2] == 3.0
-    assert supervisor.noticed == (0.4, 0.4, 0.4) and supervisor.waits is None and supervisor.problems == 1
+    assert summarised(rows) == [
+        ("kill", "3", "6", "0.10, 0.20, 0.20", "1.00, 1.00, 1.00", "2.00, 3.00, 3.00", "0"),
+        ("supervisor", "1", "2", "0.40, 0.40, 0.40", "-", "-", "1"),
+    ]
     assert faults_found(rows) == ["fault 3 (supervisor): one is left"]
 
 

@@ -22,7 +22,7 @@ def everything() -> Iterator[Line]:
     Three clusters, seven prompt sets, a grid of trees, several BiTA, greedy and stochastic answers.
     """
     for prompt_set in PROMPT_SETS:
-        for index in range(3):
+        for index in range(2):
             for groups in (7, 14, 21):
                 preset, stages = f"paper-{groups}", max(groups, 14)
                 place = {"groups": groups, "stages": stages, "preset": preset, "breakdown": PARTS_MS if index == 0 else None}

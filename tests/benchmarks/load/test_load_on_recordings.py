@@ -60,13 +60,6 @@ def test_one_after_the_other_waits_in_the_queue(pair: Pair, tmp_path: Path) -> N
     assert ends == sorted(ends)
 
 
-def test_random_arrivals_and_random_tokens(pair: Pair, tmp_path: Path) -> None:
-    (row,) = replay(pair, tmp_path, "--method", "pp", "--rate", "0.05", "--requests", "5", "--random", "70", prompts=())
-    submitted = [one["submitted"] for one in row["served"]]
-    assert submitted[0] == 0 and submitted == sorted(submitted) and submitted[-1] > 20
-    assert {one["prompt_tokens"] for one in row["served"]} == {70} and row["steady_tokens_per_s"] is not None
-
-
 def test_an_intruder_comes_when_the_others_have_begun(pair: Pair, tmp_path: Path) -> None:
     (row,) = replay(pair, tmp_path, "--method", "pp", "--concurrency", "3", "--max-tokens", "12", "--intruder", "150")
     assert row["requests"] == 3 and row["intruder"]["prompt_tokens"] == 150
@@ -91,16 +84,6 @@ def test_conversations_go_on_token_for_token(pair: Pair, tmp_path: Path) -> None
 
 def tokens_of(served: dict[str, Any]) -> int:
     return sum(tokens for _, tokens in served["events"])
-
-
-def test_a_system_prompt_is_computed_once(pair: Pair, tmp_path: Path) -> None:
-    (tmp_path / "system").write_text("The pipeline is kept full. " * 8)
-    flags = ("--method", "pp", "--concurrency", "3", "--requests", "3", "--system-prompt", str(tmp_path / "system"))
-    shared, apart = *replay(pair, tmp_path, *flags), replay(pair, tmp_path, *flags, "--no-prefix-cache")[1]
-    common = shared["cached_tokens"] // 2
-    assert common >= 32 and shared["prefilled_tokens"] == apart["prefilled_tokens"] - 2 * common
-    assert shared["kv"]["peak_slots"] <= apart["kv"]["peak_slots"] - 2 * (common // 16 * 16)
-    assert shared["kv"]["peak_bytes"] == shared["kv"]["peak_slots"] * shared["kv"]["peak_bytes"] // shared["kv"]["peak_slots"] > 0
 
 
 def test_a_load_beyond_the_memory_pauses_and_answers_everybody(pair: Pair, tmp_path: Path) -> None:

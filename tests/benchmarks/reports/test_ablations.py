@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.synthetic_sweep import Line, answers, bita, line, stochastic
+from support.synthetic_sweep import Line, answers, bita, line
 
 from benchmarks.reports.compared import (
     Ablation,
@@ -16,7 +16,6 @@ from benchmarks.reports.compared import (
     by_prompting,
     by_tree,
     fixed_text,
-    spread,
 )
 from pipedec.bench.report.frames import NoFigure, by_prompt_set, means, one_bita
 
@@ -49,14 +48,6 @@ def test_tokens_per_pass_are_decoded_tokens_over_passes_and_means_geometric(tmp_
     assert dict(found["tokens_per_pass"]) == {"qa": 2, "rag": 2}
     assert dict(found["over pp"]) == {"qa": pytest.approx(3), "rag": pytest.approx(2)}
     assert means(table).xs(ablation.points["paper-14"])["over pp"] == pytest.approx(6**0.5)
-
-
-def test_against_pp_one_bita_is_compared_on_every_pipeline_that_pp_ran_on(tmp_path: Path) -> None:
-    lines = [one for groups in (1, 4, 14) for one in (*pp(groups=groups), *deep(16, groups=groups), *deep(8, groups=groups))]
-    ablations = against_baseline(answers(tmp_path, [*lines, *deep(16, groups=21)]))
-    assert [list(one.points) for one in ablations] == [["paper-14, 1 stage"], ["paper-14, 4 stages"], ["paper-14"]]
-    assert [prompt_tokens(one) for one in ablations] == [[16]] * 3
-    assert against_baseline(answers(tmp_path, pp())) == against_baseline(answers(tmp_path, deep(16))) == []
 
 
 def test_prompt_tokens_differ_and_nothing_else(tmp_path: Path) -> None:
@@ -144,16 +135,3 @@ def test_among_other_methods_one_bita_with_one_tree_is_shown(tmp_path: Path) -> 
     assert chosen(*fast, *deep(4), bita("qa", 1, name="deep-4", prompt_tokens=4)) == {("deep-4", "efficient", 4)}, "most answers"
     assert chosen(*deep(16, depth=3, ms=40.0), *deep(16, depth=2, ms=30.0)) == {("deep-16", "efficient", 2)}, "the fastest"
     assert chosen() == set()
-
-
-def test_the_spread_is_over_repeats_of_all_prompts(tmp_path: Path) -> None:
-    def of(*times: tuple[float, float]) -> tuple[float, float] | None:
-        lines = [
-            stochastic("stpp", "qa", index, repeat=turn, ms=ms)
-            for turn, pair in enumerate(times)
-            for index, ms in enumerate(pair)
-        ]
-        return spread(answers(tmp_path, lines), "tpot_ms")
-
-    assert of((10, 90)) is None, "prompts are no repeats"
-    assert of((10, 90), (60, 60), (30, 50)) == (40, 60)

@@ -23,7 +23,6 @@ from support.synthetic_sweep import answers, bita, line, stochastic, write
 from benchmarks.reports.__main__ import FIGURES, reports
 from benchmarks.reports.figures import (
     accuracy_figure,
-    masks_figure,
     misses_figure,
     prompt_tokens_figure,
     stochastic_figure,
@@ -90,14 +89,6 @@ def test_stochastic_stands_beside_greedy_by_prompt_set_and_method(tmp_path: Path
     assert "STPP, PipeDec: 14 stages" in text and "Tree: width 32, 16 children" in text
 
 
-def test_stochastic_takes_the_papers_pipeline_and_tree_of_equals(tmp_path: Path) -> None:
-    ways = [{"width": 8}, {"groups": 28}, {"groups": 21, "preset": "paper-21"}, {"groups": 7, "preset": "paper-7"}, {}]
-    lines = [make(ms=10 * place, **way) for make in (line, stochastic) for place, way in enumerate(ways, start=1)]
-    for last, height in ((5, 50), (4, 30), (2, 20)):
-        kept = [one for one in lines if one["decode_ms"] <= 100 * last]
-        assert bars_of(stochastic_figure(answers(tmp_path, kept)).axes[0])["PipeDec, greedy"] == [height]
-
-
 def test_stochastic_shows_what_was_answered_both_ways(tmp_path: Path) -> None:
     lines = [make(method, "qa", index, ms=10 * (index + 1)) for make in (line, stochastic) for method in ("stpp", "pipedec")
              for index in range(2)]  # fmt: skip
@@ -134,17 +125,6 @@ def test_prompt_tokens_has_a_line_per_prompt_set_and_their_mean(tmp_path: Path) 
     assert legend(passes) == ["QA", "RAG", "mean"]
     text = note(figure)
     assert "BiTA: 4 masks trained, 4 used, efficient tree, 5 candidates each" in text and "14 stages" in text
-
-
-def test_mask_tokens_is_over_the_depth_of_the_tree(tmp_path: Path) -> None:
-    lines = [line("pp", ms=300.0, misses=10)]
-    lines += [bita(depth=depth, ms=300.0 / depth, misses=10 // depth) for depth in (1, 2, 5)]
-    figure = masks_figure(answers(tmp_path, lines))
-    speeds, passes = figure.axes
-    assert ticks(passes) == ["1", "2", "5"] and speeds.get_xscale() == "linear"
-    assert lines_of(speeds) == {"HumanEval": ([1, 2, 5], pytest.approx([1, 2, 5]))}, "of one prompt set there is no mean"
-    assert lines_of(passes) == {"HumanEval": ([1, 2, 5], pytest.approx([1, 2, 5]))}
-    assert "BiTA: deep prompt of 16 tokens, 4 masks trained, efficient tree, 5 candidates each" in note(figure)
 
 
 def test_the_command_writes_tables_and_names_figures_that_are_left_out(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -56,18 +56,11 @@ def _print(rows: Sequence[Row]) -> None:
     for name in ("faults", "answers", "noticed", "served again", "next token", "problems"):
         table.add_column(name, justify="right")
     for line in summarised(rows):
-        table.add_row(
-            line.kind, str(line.faults), str(line.answers), _spread(line.noticed), _spread(line.served), _spread(line.waits),
-            str(line.problems),
-        )  # fmt: skip
+        table.add_row(*line)
     output.print(table)
     growth = grown(rows)
     text = ", ".join(f"{name} {'-' if value is None else f'{value:+.2f}'}" for name, value in growth.items())
     output.print(f"Growth per fault: {text}", highlight=False)
-
-
-def _spread(figures: Iterable[float] | None) -> str:
-    return "-" if figures is None else ", ".join(f"{value:.2f}" for value in figures)
 
 
 if __name__ == "__main__":

@@ -52,15 +52,7 @@ def _leave_when_asked(transport: str) -> str:
 class ClusterHost:
     """Starts a cluster in a process of its own, from the main thread, and ends with this process. Use as a context manager.
 
-    Args:
-        log: a file for what its processes write.
-
-    Attributes:
-        address: of its run.
-        supervisor: the process.
-
-    Raises:
-        PipedecError: the cluster does not start.
+    Its processes write to ``log``. Raises PipedecError if the cluster does not start.
     """
 
     def __init__(self, spec: PipelineSpec, log: Path) -> None:

@@ -28,18 +28,13 @@ _Card = TypeVar("_Card")
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault.
-
-    Attributes:
-        may_lose_rank: its process may be lost: rarely, and for a reason not yet known, the rank does not enter the next epoch
-            and is replaced.
-    """
+    """A kind of fault."""
 
     name: str
     help: str
     hits_rank: bool = False  # one rank is hit; ``loses_rank``: its process is lost, and replaced in a new epoch
     loses_rank: bool = False
-    may_lose_rank: bool = False
+    may_lose_rank: bool = False  # rarely, and for a reason not yet known, the rank does not enter the next epoch
     ends_all: bool = False  # nothing of the cluster is left
 
 
@@ -100,20 +95,14 @@ _CONNECTED_SECONDS = 10.0
 
 
 def prepare(fault: Fault, host: ClusterHost, control: ClientScheduler, server: FrontEnd | None) -> Strike:
-    """Everything that takes time; what is returned brings the fault about at once.
-
-    Args:
-        control: a connection of its own.
-        server: in front of the cluster, for the kind ``front-end``.
-    """
+    """Everything that takes time; what is returned brings the fault about at once. ``server`` is for the kind ``front-end``."""
     commands: Any = control.client
+    rank = -1 if fault.rank is None else fault.rank
     match fault.kind.name:
         case "kill" | "stop" | "exit":
-            assert fault.rank is not None
-            return _signalling(host.pids[fault.rank], fault.kind.name)
+            return _signalling(host.pids[rank], fault.kind.name)
         case "reset":
-            assert fault.rank is not None
-            return _resetting(fault.rank, host.pids)
+            return _resetting(rank, host.pids)
         case "redis-restart":
             return _signalling(commands.info("server")["process_id"], "kill")
         case "redis-flush":

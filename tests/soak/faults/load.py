@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,12 @@ def make_questions(
 
 @dataclass(frozen=True)
 class Answer:
-    """The parts of an answer that no fault may change.
-
-    Attributes:
-        logprobs: for each token, the log-probabilities of the chosen and of the most probable ones, descending, if asked for.
-    """
+    """The parts of an answer that no fault may change."""
 
     token_ids: list[int]
     text: str
     finish_reason: str | None
-    logprobs: list[list[float]] | None
+    logprobs: list[list[float]] | None  # for each token, of the chosen and of the most probable ones, descending
     streamed: str  # the text as it arrived, of an answer in one thread
     streamed_tokens: int  # how many arrived
 
@@ -125,12 +122,9 @@ def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _close(one: list[list[float]] | None, other: list[list[float]] | None) -> bool:
-    if one is None or other is None:
+    if one is None or other is None or [len(row) for row in one] != [len(row) for row in other]:
         return one == other
-    if [len(row) for row in one] != [len(row) for row in other]:
-        return False
-    values = zip((v for row in one for v in row), (v for row in other for v in row), strict=True)
-    return all(abs(a - b) <= _TOLERANCE for a, b in values)
+    return all(abs(a - b) <= _TOLERANCE for a, b in zip(chain(*one), chain(*other), strict=True))
 
 
 ANSWER_SECONDS = 60.0  # from a fault to the end of all answers; more is a hang

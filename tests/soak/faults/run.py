@@ -110,52 +110,27 @@ def grown(rows: Sequence[Row]) -> Row:
     return growth(rows, rows[0]["config"]["kv_bytes"])
 
 
-Spread = tuple[float, float, float]  # median, 95th percentile, largest
+def summarised(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """A line for each kind, in the order of their first faults.
 
-
-@dataclass(frozen=True)
-class KindSummary:
-    """All faults of one kind.
-
-    Attributes:
-        noticed: seconds from the fault to the next epoch, of a supervisor to the end of the last process; None without any.
+    The kind, its faults, the answers that were compared, seconds as median, 95th percentile and maximum, and its problems. The
+    seconds are from a fault to the next epoch, of a supervisor to the end of the last process; to the next epoch's first work;
+    and to the next token of each answer that was under way.
     """
-
-    kind: str
-    faults: int
-    answers: int  # how many were compared
-    noticed: Spread | None
-    served: Spread | None  # to the next epoch's first work; ``waits``: to the next token of each answer that was under way
-    waits: Spread | None
-    problems: int
-
-
-def summarised(rows: Sequence[Row]) -> list[KindSummary]:
-    """In the order of the kinds' first faults."""
-    return [_summary(kind, [row for row in rows if row["kind"] == kind]) for kind in dict.fromkeys(row["kind"] for row in rows)]
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        own = [row for row in rows if row["kind"] == kind]
+        recovered = [row for row in own if row["recovery"]]
+        noticed = [row["recovery"]["detection_s"] if row["recovery"] else row.get("gone_s") for row in own]
+        served, waits = [row["recovery"]["served_s"] for row in recovered], [wait for row in recovered for wait in row["waits_s"]]
+        answers, problems = (str(sum(len(row[name]) for row in own)) for name in ("requests", "problems"))
+        lines.append((kind, str(len(own)), answers, *map(_spread, (noticed, served, waits)), problems))
+    return lines
 
 
-def noticed_seconds(row: Row) -> float | None:
-    """From a fault to the next epoch, or to the end of the last process."""
-    found: float | None = row["recovery"]["detection_s"] if row["recovery"] else row.get("gone_s")
-    return found
-
-
-def waits(row: Row) -> list[float]:
-    """From a fault to the next token of each answer that was under way, in seconds; none if there was no recovery."""
-    return [wait for wait in row["waits_s"] if wait is not None] if row["recovery"] else []
-
-
-def _summary(kind: str, rows: Sequence[Row]) -> KindSummary:
-    served = [row["recovery"]["served_s"] for row in rows if row["recovery"]]
-    return KindSummary(
-        kind, len(rows), sum(len(row["requests"]) for row in rows), _spread([noticed_seconds(row) for row in rows]),
-        _spread(served), _spread([wait for row in rows for wait in waits(row)]), sum(len(row["problems"]) for row in rows),
-    )  # fmt: skip
-
-
-def _spread(seconds: Sequence[float | None]) -> Spread | None:
+def _spread(seconds: Sequence[float | None]) -> str:
     ordered = sorted(one for one in seconds if one is not None)
     if not ordered:
-        return None
-    return median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], ordered[-1]
+        return "-"
+    figures = median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], ordered[-1]
+    return ", ".join(f"{value:.2f}" for value in figures)

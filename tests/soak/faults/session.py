@@ -28,12 +28,7 @@ _SUBMIT_SECONDS = 20.0
 
 
 class Session:
-    """Use as a context manager.
-
-    Args:
-        out: directory of ``twin.json``, the undisturbed answers, and of ``cluster.log``.
-        key: identifies the pipeline and the questions of the undisturbed answers there.
-    """
+    """Use as a context manager. ``out`` holds ``twin.json``, the undisturbed answers to what ``key`` identifies, and a log."""
 
     def __init__(self, spec: PipelineSpec, questions: list[Question], out: Path, key: str) -> None:
         self._spec = spec

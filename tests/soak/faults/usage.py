@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
 
@@ -18,23 +17,10 @@ _EXPIRING_KEYS = 32.0  # queues of epochs that ended within the last minute
 _FEWEST = 8  # faults, summed over processes, below which growth is not judged
 
 
-@dataclass(frozen=True)
-class ProcessUsage:
-    """One process at one moment."""
-
-    role: str  # ``rank N``, ``supervisor``, ``redis`` or ``helper``
-    pid: int
-    rss_mib: float  # resident memory
-    descriptors: int
-    threads: int
-
-
 def processes_usage(processes: Iterable[psutil.Process], ranks: Mapping[int, int]) -> list[Row]:
-    """Measure all processes that are still there.
+    """Measure all ``processes`` that are still there, the supervisor first; ``ranks`` are process ids by rank.
 
-    Args:
-        processes: the supervisor first.
-        ranks: process ids by rank.
+    Their roles are ``rank N``, ``supervisor``, ``redis`` or ``helper``; ``rss_mib`` is resident memory.
     """
     by_pid = {pid: f"rank {rank}" for rank, pid in ranks.items()}
     rows = []
@@ -42,8 +28,9 @@ def processes_usage(processes: Iterable[psutil.Process], ranks: Mapping[int, int
         try:
             with process.oneshot():
                 name = "supervisor" if number == 0 else by_pid.get(process.pid) or _server_name(process)
-                memory, threads = process.memory_info().rss / (1 << 20), process.num_threads()
-                rows.append(asdict(ProcessUsage(name, process.pid, round(memory, 2), process.num_fds(), threads)))
+                memory = round(process.memory_info().rss / (1 << 20), 2)
+                figures = {"rss_mib": memory, "descriptors": process.num_fds(), "threads": process.num_threads()}
+                rows.append(Row(role=name, pid=process.pid, **figures))
         except psutil.Error:
             continue
     return rows
@@ -56,11 +43,7 @@ def _server_name(process: psutil.Process) -> str:
 def growth(trials: Sequence[Row], kv_bytes: int) -> Row:
     """Growth per fault: of processes while they live, which may be many after one another, and of the keys in Redis.
 
-    None where there were too few faults.
-
-    Args:
-        trials: rows of ``benchmark`` in their order, each with ``usage``, ``keys`` and ``processes``.
-        kv_bytes: of a rank's pool for keys and values, which becomes resident as it is used: not counted as growth.
+    None where there were too few faults. A rank's pool of ``kv_bytes`` becomes resident as it is used: not counted as growth.
     """
     lives: dict[int, list[Row]] = {}
     for trial in trials:
