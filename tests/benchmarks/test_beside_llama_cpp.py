@@ -53,10 +53,3 @@ def test_what_it_cannot_do_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "xllamacpp", SimpleNamespace(__spec__=object()))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="is none"):
         LlamaCpp(pair.target, 64)
-
-
-@pytest.mark.parametrize("flag", [["--preset", "paper-14"], ["--turns", "2"], ["--method", "pp"]])
-def test_other_places_are_refused(flag: list[str], tmp_path: Path) -> None:
-    flags = ["--llama-cpp", "model.gguf", "--prompt", "a", "--concurrency", "1", "--out", str(tmp_path), *flag]
-    result = CliRunner().invoke(load, [*flags])
-    assert isinstance(result.exception, UserError) and "--llama-cpp is a place of its own" in str(result.exception)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pandas import DataFrame
 
-from benchmarks.policy.calibration import Drafted, Observation, Observed, by_kind, differences
+from benchmarks.policy.calibration import Drafted, Observation, Observed, differences
 from pipedec.decoding.acceptance import NO_TOKEN, Choices, Line
 from pipedec.decoding.proposers import DRAFT_PRIOR, NgramProposer
 
@@ -60,11 +60,3 @@ def test_differences_are_those_of_tokens_below_accepted_rows() -> None:
         (found,) = differences(frame(bias, 4000)).to_dict("records")
         assert (found["policy"], found["prompt_set"], found["observations"]) == ("default", "set", 4000)
         assert found["difference"] == pytest.approx(bias, abs=0.03)
-
-
-def test_shares_by_kind() -> None:
-    kinds = by_kind(frame(0.0, 20_000))
-    assert list(kinds) == ["chance", "depth", "rank", "source", "chance of the path"]
-    assert list(kinds["depth"].index) == list(range(1, 17)) and list(kinds["rank"].index) == list(range(1, 7))
-    assert kinds["chance"].loc[0.3, "accepted"] == pytest.approx(0.35, abs=0.04)
-    assert kinds["chance of the path"]["observations"].sum() == 40_000

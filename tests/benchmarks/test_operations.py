@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from support.kv_caches import read_cache
 
 from benchmarks.kernels.__main__ import kernels
-from benchmarks.kernels.operations import OperationsConfig, filled_cache, grown_tree, measure_operations
+from benchmarks.kernels.operations import OperationsConfig, grown_tree, measure_operations
 from benchmarks.kernels.stopwatch import check_memory
 from pipedec.core import UserError
 
 CPU = torch.device("cpu")
-TOY: dict[str, Any] = {"past": 5, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "device": "cpu", "repeats": 2}
 
 
 def test_the_command_measures_every_operation_at_every_size(tmp_path: Path) -> None:
@@ -54,13 +51,6 @@ def test_a_tree_has_the_size_asked_for_and_room_for_a_layer(size: int) -> None:
     assert tree.tree_mask.untyped_storage().data_ptr() == storage
     if size == 1024:
         assert layers[-30:] == [32] * 30
-
-
-def test_a_cache_is_filled_in_both_levels() -> None:
-    cache = filled_cache(OperationsConfig(**TOY), 7, CPU)
-    assert (cache.past_length, cache.tree_length) == (5, 7) and cache.slots >= 12
-    for layer in (0, 1):
-        assert all(level.shape == (2, 12, 8) and bool((level != 0).all()) for level in read_cache(cache, layer))
 
 
 def test_impossible_settings_are_refused() -> None:

@@ -35,7 +35,7 @@ def config(made_by: Pair, *policies: str, **changes: Any) -> PolicyConfig:
         "paper-14",
         tuple(map(Policy.parse, policies or POLICIES)),
         stages=STAGES,
-        samples=2,
+        samples=1,
         own_work=False,
         sampling=SamplingParams(max_tokens=5, ignore_eos=True),
         pair=Models(made_by.target, str(made_by.draft)),
@@ -50,7 +50,7 @@ def study(chosen: PolicyConfig, prompt_sets: list[PromptSet], directory: Path, p
 def swept(pair: Pair, out: Path, **changes: Any) -> list[dict[str, Any]]:
     made = SweepConfig(
         paper_cluster(), ("paper-14",), (STAGES,), ("pp", "stpp", "pipedec", "pipedec-bestfirst"), TreeGrid((8,), (4,)),
-        samples=2, sampling=SamplingParams(max_tokens=5, ignore_eos=True), clock="computed", dispatch="tasks", own_work=False,
+        samples=1, sampling=SamplingParams(max_tokens=5, ignore_eos=True), clock="computed", dispatch="tasks", own_work=False,
         pair=Models(pair.target, str(pair.draft)), grid=TuningGrid(layer_depths=(2,)),
     )  # fmt: skip
     return sweep(replace(made, **changes), PROMPTS, out, Silent())
@@ -80,7 +80,7 @@ def whole(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 def test_what_is_recorded_is_not_computed_again(pair: Pair, whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = {path: path.read_bytes() for path in whole.recording.iterdir()}
-    assert len(recorded) == 1 + 3, "the answers, and what the draft said below each of three prompts"
+    assert len(recorded) == 1 + 2, "the answers, and what the draft said below each of two prompts"
     monkeypatch.setattr(LocalPipeline, "load", never)
     monkeypatch.setattr("benchmarks.policy.study.load_drafter", never)
     assert costs(study(config(pair), PROMPTS, whole.recording, Silent())) == costs(whole.answers)
@@ -121,7 +121,7 @@ def test_figures_add_up(pair: Pair, whole: Whole) -> None:
     for name, one in means.items():
         causes = figures.causes_per_token.loc[name].drop("together")
         assert causes.sum() == pytest.approx(one["timesteps_per_token"])
-        assert figures.totals.loc[name]["tokens"].to_dict() == {"first": 8, "second": 4}
+        assert figures.totals.loc[name]["tokens"].to_dict() == {"first": 4, "second": 4}
     plain, paper = means["pp"], means[POLICIES[1]]
     assert (plain["timesteps_per_token"], plain["hit_rate"]) == (STAGES, 0)
     assert plain["speedup"] == 1 and paper["speedup"] == pytest.approx(plain["ms_per_token"] / paper["ms_per_token"])
@@ -163,7 +163,7 @@ def test_rows_of_anything_else_are_not_compared(pair: Pair, whole: Whole, tmp_pa
     slower = [{**row, "clock": "measured", "slow_motion": 2.0, "decode_ms": 2 * row["decode_ms"]} for row in rows]
     both = compare(chosen, answers, [*slower, *rows])
     found = both[["policy", "clock", "slow_motion", "answers"]].values.tolist()
-    assert found == [[POLICIES[1], "computed", 1, 3], [POLICIES[1], "measured", 2, 3]]
+    assert found == [[POLICIES[1], "computed", 1, 2], [POLICIES[1], "measured", 2, 2]]
     assert both["ratio"].tolist() == pytest.approx([1, 0.5], abs=1e-3)
     for change in (
         {"preset": "paper-7"}, {"prompt_index": 99}, {"prompt_set": "third"}, {"output_tokens": 4}, {"prompt_tokens": 4},

@@ -73,21 +73,6 @@ def same(found: Candidates, expected: Candidates) -> None:
     assert torch.allclose(found.log_probs.double(), expected.log_probs.double(), rtol=0, atol=1e-5)
 
 
-def test_tells_which_tokens_of_the_answer_this_request_had_asked_for(model: StageModel) -> None:
-    memo, forwards = DraftMemo(), Forwards(model)
-    drafter = RecordedDrafter(lambda _: memo, forwards.load, RECORDED)
-    begin(drafter)
-    likeliest = expand(drafter, planted(5), torch.tensor([0]), 3).token_ids[0].tolist()
-    other = next(token for token in range(VOCAB) if token not in likeliest)
-    for token, is_proposed in ((likeliest[0], True), (likeliest[2], True), (other, False)):
-        assert drafter.proposed(0, [5, token, 1]) == [False, is_proposed, False]
-    fewer = RecordedDrafter(lambda _: memo, forwards.load, RECORDED)
-    begin(fewer)
-    assert fewer.proposed(0, [5, likeliest[2]]) == [False, False], "recorded, but not requested"
-    expand(fewer, planted(5), torch.tensor([0]), 2)
-    assert fewer.proposed(0, [5, likeliest[2]]) == [False, False]
-
-
 def test_what_is_saved_is_found_again(model: StageModel, tmp_path: Path) -> None:
     path, memo, forwards = tmp_path / "draft.safetensors", DraftMemo(), Forwards(model)
     drafter = RecordedDrafter(lambda _: memo, forwards.load, RECORDED)

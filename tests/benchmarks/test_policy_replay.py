@@ -17,7 +17,6 @@ from benchmarks.policy.replay import Replayed, ReplayedAnswer, ReplayedPipeline,
 from pipedec.config import paper_cluster
 from pipedec.core import MethodOptions, Request, SamplingParams
 from pipedec.decoding import Drafter
-from pipedec.decoding.acceptance import AcceptanceModel, Choices
 from pipedec.engine.build import load_drafter
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import BestFirstOptions, PipeDecOptions, PlainOptions, StaticTreeOptions
@@ -26,7 +25,6 @@ from pipedec.plan.partition import plan
 from pipedec.plan.spec import PipelineSpec
 
 LAYERS, VOCAB = 14, 200
-PRIOR = {"draft": {"log probability": 1.0}}
 PROMPTS = ((1, 9, 30, 4, 51, 17, 8, 22, 40, 3), (5, 6, 7, 5, 6, 7, 5, 6))
 # Presets, stages, and tokens of an answer; the last has 14 stages in 7 groups.
 SHAPES = {"1": ("paper-14", 1, 7), "4": ("paper-14", 4, 7), "14": ("paper-14", None, 4), "14x7": ("paper-7", None, 4)}
@@ -192,21 +190,6 @@ def test_misses_are_told_apart_by_who_had_named_the_token(both: Callable[[str], 
     assert narrow.unnamed > 0
     first = here.answer(PROMPTS[0], "pipedec-bestfirst", BestFirstOptions(1, VOCAB, forwards=1)).losses
     assert first.named + first.late > 0 and first.unnamed == 0
-
-
-def test_experience_tells_which_accepted_tokens_were_among_the_choices() -> None:
-    experience, request = WatchedExperience(4), Request(0, (1, 2))
-    choices = Choices(torch.tensor([[7, 8]]), torch.tensor([[[1.0], [0.0], [0.0]]]))
-    acceptance, expected = experience.learned(request, AcceptanceModel, PRIOR), AcceptanceModel(PRIOR)
-    for token, is_proposed in ((8, True), (9, False)):
-        assert acceptance.observe(choices, 0, token) is expected.observe(choices, 0, token) is is_proposed
-    assert experience.take_proposed(2) == [True, False]
-    assert experience.take_proposed(2) == [False, False], "nothing was drafted"
-    for one in (acceptance, expected):
-        one.observe(choices, 0, 7)
-    assert experience.take_proposed(2) == [True, False], "the row above the last token was not drafted"
-    again = experience.learned(request, AcceptanceModel, PRIOR)
-    assert torch.equal(again.log_chances(choices), expected.log_chances(choices)), "the same one learns on"
 
 
 @pytest.mark.parametrize(

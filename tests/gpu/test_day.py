@@ -111,13 +111,6 @@ def test_a_step_that_takes_too_long_is_ended_and_cleaned_up(tmp_path: Path) -> N
     assert (tmp_path / "count").read_text() == "x"
 
 
-@pytest.mark.slow
-def test_a_step_that_is_deaf_is_killed(tmp_path: Path) -> None:
-    deaf = python("import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(600)")
-    (result,) = run(tmp_path, step("deaf", deaf, limit_seconds=2))
-    assert result.outcome == "failed" and result.seconds < 60
-
-
 def test_when_the_day_is_over_other_steps_wait_for_the_next_run(tmp_path: Path) -> None:
     (result,) = run(tmp_path, step("late", python(WRITE, "{count}")), seconds=0)
     assert result.outcome == "not run" and not (tmp_path / "count").exists()

@@ -151,27 +151,14 @@ class Launches:
         return runner_of(shape, clock, prompts, launch=self)
 
 
-class Interrupted(Exception):
-    pass
-
-
-class InterruptedInTheSecond(Silent):
-    def row(self) -> None:
-        super().row()
-        if self.rows == 5:
-            raise Interrupted
-
-
 @pytest.mark.usefixtures("leaves_nothing")
 def test_every_partition_is_launched_once_and_measured(pair: Pair, tmp_path: Path) -> None:
     launches = Launches(pair)
     chosen = config(pair, stages=(), launched=("p1", "p2"), methods=("pp", "pipedec"))
-    with pytest.raises(Interrupted):
-        sweep(chosen, PROMPTS, tmp_path / "out", InterruptedInTheSecond(), launches.runner)
-    assert launches.partitions == ["p1", "p2"]
+    sweep(replace(chosen, launched=("p1",)), PROMPTS, tmp_path / "out", Silent(), launches.runner)
     rows = sweep(chosen, PROMPTS, tmp_path / "out", Silent(), launches.runner)
-    assert launches.partitions == ["p1", "p2", "p2"], "the first was finished"
-    assert sweep(chosen, PROMPTS, tmp_path / "out", Silent(), launches.runner) == rows and len(launches.partitions) == 3
+    assert launches.partitions == ["p1", "p2"], "the first was finished"
+    assert sweep(chosen, PROMPTS, tmp_path / "out", Silent(), launches.runner) == rows and len(launches.partitions) == 2
     assert [(row["preset"], row["cluster"]["stages"], row["method"]) for row in rows] == [
         (name, stages, method) for name, stages in (("p1", 1), ("p2", 2)) for _ in range(2) for method in ("pp", "pipedec")
     ]
@@ -203,22 +190,8 @@ def test_partitions_are_launched_over_hosts(pair: Pair, hosts3: Hosts, tmp_path:
     ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"launched": ("p3",)}, "p3"),
-        ({"launched": ("p1",), "methods": ("bita",)}, "give --bita DIR"),
-        ({"launched": ("p1",), "methods": ("pp", "stpp-tuned")}, "method stpp-tuned needs a pipeline that the sweep starts here"),
-        ({"launched": ("p1",), "methods": ("slm",)}, "method slm needs a pipeline"),
-    ],
-)
-def test_what_no_launched_partition_can_do_is_refused(pair: Pair, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        config(pair, **{"stages": (), **changes})
-
-
 @in_windows
-def test_what_a_running_cluster_cannot_do_is_refused(pair: Pair, resident: LocalCluster) -> None:
+def test_what_a_cluster_cannot_do_is_refused(pair: Pair, resident: LocalCluster) -> None:
     here = running(resident)
     emulating = replace(here, description=structs.replace(here.description, emulation="paper-14"))
     without = with_settings(here, draft=NONE, bita=NONE)
@@ -230,6 +203,13 @@ def test_what_a_running_cluster_cannot_do_is_refused(pair: Pair, resident: Local
     ):
         with pytest.raises(UserError, match=message):
             config(pair, running=cluster, methods=methods)
+    for partition, methods, message in (
+        ("p3", ("pp",), "p3"),
+        ("p1", ("bita",), "give --bita DIR"),
+        ("p1", ("pp", "stpp-tuned"), "method stpp-tuned needs a pipeline that the sweep starts here"),
+    ):
+        with pytest.raises(UserError, match=message):
+            config(pair, stages=(), launched=(partition,), methods=methods)
 
 
 @in_windows

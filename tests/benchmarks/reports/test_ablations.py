@@ -14,7 +14,6 @@ from benchmarks.reports.compared import (
     by_masks,
     by_prompt_tokens,
     by_prompting,
-    by_tree,
     fixed_text,
 )
 from pipedec.bench.report.frames import NoFigure, by_prompt_set, means, one_bita
@@ -79,18 +78,6 @@ def test_ways_of_prompting_have_prompts_of_one_length(tmp_path: Path) -> None:
     assert prompt_tokens(two) == [0, 16], "of equals the paper's"
 
 
-def test_trees_are_of_one_bita_and_one_depth_in_the_papers_order(tmp_path: Path) -> None:
-    lines = [*pp(), *deep(16), *deep(16, shape="straightforward", named=1)]
-    lines += [one for named in (2, 1) for one in deep(16, shape="full", named=named)]
-    lines += [*deep(16, shape="full", named=3, depth=2), *deep(8, shape="full", named=4)]
-    lines += [one for rows_kept in (64, 32) for one in deep(16, shape="likeliest", named=16, rows=rows_kept)]
-    ablation = by_tree(answers(tmp_path, lines))
-    assert [(tree.shape, tree.children, tree.rows) for tree in ablation.points] == [
-        ("straightforward", 1, None), ("full", 1, None), ("full", 2, None), ("efficient", 5, None),
-        ("likeliest", 16, 32), ("likeliest", 16, 64),
-    ]  # fmt: skip
-
-
 def test_an_ablation_is_over_what_all_of_it_answered(tmp_path: Path) -> None:
     known = {1: (0, 1, 2), 4: (1, 2), 16: (1, 3)}
     lines = [line("pp", "qa", index, ms=300, misses=10) for index in range(4)] + [line("pp", "rag")]
@@ -103,23 +90,6 @@ def test_an_ablation_is_over_what_all_of_it_answered(tmp_path: Path) -> None:
     assert list(by_prompt_set(ablation.answers, ["pp"])["over pp"].dropna()) == pytest.approx([150] * 3)
     with pytest.raises(NoFigure, match="no prompt was answered by pp and by all of the 2 BiTA"):
         by_prompt_tokens(answers(tmp_path, [line("pp", index) for index in SETS] + deep(1)[:1] + deep(2)[1:]))
-
-
-def test_ablations_prefer_most_points_then_the_papers_bita_then_its_pipeline(tmp_path: Path) -> None:
-    def chosen(*lines: Line) -> tuple[int, str | None]:
-        ablation = by_prompt_tokens(answers(tmp_path, [*lines, *pp(), *pp(groups=7), *pp(groups=21, preset="paper-21")]))
-        first = next(iter(ablation.points.values()))
-        return first.groups, first.tree and first.tree.shape
-
-    papers, full = [*deep(1), *deep(16)], [*deep(1, shape="full"), *deep(16, shape="full")]
-    assert chosen(*full, *papers) == (14, "efficient")
-    assert chosen(*papers, *full, *deep(4, shape="full")) == (14, "full")
-    elsewhere = [*deep(1, groups=21, preset="paper-21"), *deep(16, groups=21, preset="paper-21")]
-    assert chosen(*elsewhere, *papers) == chosen(*papers, *elsewhere) == (14, "efficient")
-    recut = [*deep(1, groups=7), *deep(16, groups=7)]
-    assert chosen(*recut, *elsewhere) == (21, "efficient")
-    likeliest = [*deep(1, shape="likeliest", rows=64), *deep(16, shape="likeliest", rows=64)]
-    assert chosen(*papers, *likeliest) == chosen(*likeliest, *papers) == (14, "likeliest")
 
 
 def test_among_other_methods_one_bita_with_one_tree_is_shown(tmp_path: Path) -> None:

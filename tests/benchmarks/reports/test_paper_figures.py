@@ -16,7 +16,6 @@ from support.drawn_figures import (
     lines_of,
     note,
     ticks,
-    whiskers_of,
 )  # fmt: skip
 from support.synthetic_sweep import answers, bita, line, stochastic, write
 
@@ -66,27 +65,6 @@ def test_accuracy_goes_round_the_prompt_sets(tmp_path: Path) -> None:
     assert "the centre is 50 %" in note(figure) and axes.get_ylim() == (50, 100)
     with pytest.raises(NoFigure, match="needs 3 prompt sets"):
         accuracy_figure(answers(tmp_path, lines[:2]))
-
-
-def test_stochastic_stands_beside_greedy_by_prompt_set_and_method(tmp_path: Path) -> None:
-    lines = [line(method, name, ms=ms) for method, ms in (("pp", 300), ("stpp", 100), ("pipedec", 50)) for name in ("rag", "qa")]
-    for repeat, (ms, misses) in enumerate(((100, 4), (60, 2), (80, 3))):
-        for method in ("pp", "stpp", "pipedec"):
-            lines += [stochastic(method, name, repeat=repeat, ms=ms, misses=misses) for name in ("rag", "qa")]
-    figure = stochastic_figure(answers(tmp_path, lines))
-    latency, hits = figure.axes
-    assert (latency.get_ylabel(), hits.get_ylabel()) == ("TPOT (ms)", "hit rate (%)")
-    assert ticks(hits) == ["QA", "RAG"]
-    assert bars_of(latency) == {
-        "STPP, greedy": [100, 100], "STPP, stochastic": [80, 80], "PipeDec, greedy": [50, 50], "PipeDec, stochastic": [80, 80]
-    }  # fmt: skip
-    assert bars_of(hits)["PipeDec, greedy"] == pytest.approx([80, 80])
-    assert bars_of(hits)["PipeDec, stochastic"] == pytest.approx([70, 70])
-    assert whiskers_of(latency) == [(pytest.approx(60), pytest.approx(100))] * 4, "over repeats, of which greedy has but one"
-    assert whiskers_of(hits) == [(pytest.approx(60), pytest.approx(80))] * 4
-    text = note(figure)
-    assert "Stochastic: temperature 0.6, top-k 80, top-p 0.9, 3 repeats. Whiskers: lowest and highest repeat" in text
-    assert "STPP, PipeDec: 14 stages" in text and "Tree: width 32, 16 children" in text
 
 
 def test_stochastic_shows_what_was_answered_both_ways(tmp_path: Path) -> None:
