@@ -50,16 +50,12 @@ def test_what_was_asked_is_part_of_the_key(tmp_path: Path) -> None:
     assert measured == [1] and len((tmp_path / "rows.jsonl").read_text().splitlines()) == 2
 
 
-def test_an_unfinished_line_is_measured_again(tmp_path: Path) -> None:
+def test_an_unfinished_line_is_measured_again_and_known_rows_are_checked_too(tmp_path: Path) -> None:
     measure(tmp_path, [1, 2])
     file = tmp_path / "rows.jsonl"
     file.write_text(file.read_text()[:-20])
     grid, measured, _ = measure(tmp_path, [1, 2])
     assert measured == [2] and [json.loads(line) for line in file.read_text().splitlines()] == grid.rows
-
-
-def test_known_rows_are_checked_too(tmp_path: Path) -> None:
-    measure(tmp_path, [1, 2])
     with pytest.raises(PipedecError, match="20 cannot be right"):
         measure(tmp_path, [1, 2], wrong=20)
 

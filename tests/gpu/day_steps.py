@@ -37,27 +37,21 @@ partitions:
 
 @dataclass(frozen=True)
 class Step:
-    """One step.
+    """One step: commands that run one after the other until one fails.
 
-    Attributes:
-        limit_seconds: of all its commands together; what still runs then is ended, and the step has failed.
-        commands, toy: run one after the other until one fails; no ``toy`` if another step has the same. Placeholders are filled
-            in: ``{python}``, ``{pipedec}``, ``{device}``, ``{card}``, ``{models}``, and ``{folder}``, the step's own.
-        if_fails: what to look at.
-        cleanup: commands that run after the others, even if those fail.
-        files, toy_files: written to the step's folder before it begins, by name; filled in likewise.
-        read: the figures in the step's folder, once its commands have ended.
+    Placeholders in commands and files are filled in: ``{python}``, ``{pipedec}``, ``{device}``, ``{card}``, ``{models}``, and
+    ``{folder}``, the step's own.
     """
 
     name: str
-    limit_seconds: float
+    limit_seconds: float  # of all its commands together; what still runs then is ended, and the step has failed
     commands: tuple[Command, ...]
-    toy: tuple[Command, ...]
-    if_fails: str
-    cleanup: tuple[Command, ...] = ()
-    files: Mapping[str, str] = field(default_factory=dict)
+    toy: tuple[Command, ...]  # empty if another step has the same
+    if_fails: str  # what to look at
+    cleanup: tuple[Command, ...] = ()  # commands that run after the others, even if those fail
+    files: Mapping[str, str] = field(default_factory=dict)  # by name, written to the step's folder before it begins
     toy_files: Mapping[str, str] = field(default_factory=dict)
-    read: Callable[[Path], figures.Reading] = figures.printed
+    read: Callable[[Path], figures.Reading] = figures.printed  # once its commands have ended
 
 
 def pipedec(line: str, *more: str) -> Command:

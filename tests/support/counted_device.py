@@ -41,12 +41,7 @@ class Marked(Tensor):
 
 
 class CountedDevice(TorchFunctionMode):
-    """While it is entered, tensors that are made on ``DEVICE`` are marked, and reads of them are counted.
-
-    Attributes:
-        reads: how many, by who has read and where.
-        mixed: operations on marked and unmarked tensors together, likewise.
-    """
+    """While it is entered, tensors that are made on ``DEVICE`` are marked, and ``reads`` and ``mixed`` operations are counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,8 +77,7 @@ class CountedDevice(TorchFunctionMode):
         result = func(*args, **kwargs)
         if target == _HOST or name in ("numpy", "tolist"):
             return _marked(result, torch.Tensor)
-        is_made_there = target == DEVICE
-        return _marked(result, Marked) if is_made_there else result
+        return _marked(result, Marked) if target == DEVICE else result
 
 
 def _name(func: Callable[..., Any]) -> str:
