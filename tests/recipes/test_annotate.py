@@ -1,14 +1,18 @@
-"""From questions to annotated files: shares, resuming, refusals."""
+"""From questions to annotated files, by function and by command: shares, resuming, refusals."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
+from support.refusals import refusal
 
 from pipedec.core import UserError
+from recipes.thread_models.__main__ import thread_models
 from recipes.thread_models.annotation import AparRules, PastaRules, Rejected, choose, kind_of, rule_of, summaries
 from recipes.thread_models.annotation import annotate as annotate_all
 from recipes.thread_models.records import Annotated, Question, read_annotated, read_questions, write_annotated
@@ -34,28 +38,22 @@ def jsonl(path: Path, *rows: object) -> Path:
 
 def test_files_and_problems_are_questions_once_each(tmp_path: Path) -> None:
     row = {"question": " How many? ", "answer": "It is <<2*3=6>>6.\n"}
-    file = jsonl(tmp_path / "file.jsonl", row, {"instruction": "Go", "output": "Gone."}, row)
-    problems = jsonl(tmp_path / "problems.jsonl", row)
-    assert [(found.prompt, found.answer, found.source) for found in read_questions((file,), problems)] == [
+    named = {"prompt": "a", "answer": "b", "source": "s", "kind": "k", "subject": "t"}
+    file = jsonl(tmp_path / "file.jsonl", row, {"instruction": "Go", "output": "Gone."}, row, named)
+    *found, last = read_questions((file,), jsonl(tmp_path / "problems.jsonl", row))
+    assert [(one.prompt, one.answer, one.source) for one in found] == [
         ("How many?", "It is <<2*3=6>>6.", "file.jsonl"),
         ("Go", "Gone.", "file.jsonl"),
-        ("How many?", "It is 6.", "problems"),
+        ("a", "b", "s"),
     ]
+    assert found[2] == Question("a", "b", "s", "k", "t")
+    assert (last.answer, last.source) == ("It is 6.", "problems")
+    for answer in ({}, {"answer": " "}, {"answer": 3}):
+        with pytest.raises(UserError, match=r"file\.jsonl, record 2: no question or no answer"):
+            list(read_questions((jsonl(file, named, {"question": "How?", **answer}),)))
 
 
-def test_a_record_may_name_source_kind_and_subject(tmp_path: Path) -> None:
-    file = jsonl(tmp_path / "file.jsonl", {"prompt": "a", "answer": "b", "source": "s", "kind": "k", "subject": "t"})
-    assert list(read_questions((file,))) == [Question("a", "b", "s", "k", "t")]
-
-
-@pytest.mark.parametrize("row", [{"question": "How?"}, {"question": "How?", "answer": " "}, {"question": "How?", "answer": 3}])
-def test_a_record_without_an_answer_is_named(tmp_path: Path, row: object) -> None:
-    file = jsonl(tmp_path / "file.jsonl", {"question": "a", "answer": "b"}, row)
-    with pytest.raises(UserError, match=r"file\.jsonl, record 2: no question or no answer"):
-        list(read_questions((file,)))
-
-
-@pytest.mark.parametrize(("share", "others"), [(0.0, 0), (0.2, 2), (0.5, 8), (0.9, 30)])
+@pytest.mark.parametrize(("share", "others"), [(0.0, 0), (0.2, 2), (0.9, 30)])
 def test_unstructured_answers_have_their_share_as_far_as_there_are_any(share: float, others: int) -> None:
     questions = [question(number, LIST) for number in range(8)] + [question(100 + number, "One.") for number in range(30)]
     chosen = choose(questions, AparRules(), share, seed=1)
@@ -109,10 +107,7 @@ def test_what_is_refused_is_left_out_or_left_to_the_rules(tmp_path: Path) -> Non
     [
         ("apar", {"dialect": "pasta"}, "its dialect is 'pasta', not 'apar'"),
         ("apar", {"annotated": ["a", {"fork": " c"}]}, "'annotated' is not the answer"),
-        ("apar", {"annotated": "a b"}, "'annotated' must be a list"),
         ("apar", {"annotated": ["a", {"spoon": " b"}]}, "must hold only texts and forks"),
-        ("apar", {"prompt": ""}, "'prompt' must be a text"),
-        ("pasta", {"dialect": "pasta"}, "'annotated' must be a text"),
         ("pasta", {"dialect": "pasta", "annotated": "a<async topic='b'> b</async>"}, "without a promised length"),
         ("pasta", {"dialect": "pasta", "annotated": "a<async> b"}, "unpaired"),
     ],
@@ -141,3 +136,47 @@ def test_counts_say_how_many_forks_and_how_long() -> None:
     listed, none = summaries(records, rule_of)
     assert listed == ("list", "1", "1", "2.0", "2", "7", "2") and none == ("none", "1", "0", "0.0", "0", "0", "4")
     assert list(summaries(records, kind_of)) == [("file.jsonl", "2", "1", "2.0", "2", "7", "3")]
+
+
+def run(*options: str) -> Result:
+    return CliRunner().invoke(thread_models, ["annotate", *options])
+
+
+@pytest.mark.parametrize(
+    ("dialect", "annotated"),
+    [
+        ("apar", ["Three of them:\n\n1. One:", {"fork": " the first of all points"}]),
+        ("pasta", 'Three of them:\n\n1. One:<promise topic="One" tokens="10"/><async> the first of all points</async>\n2. '),
+    ],
+)
+def test_the_command_writes_and_continues(tmp_path: Path, dialect: str, annotated: Any) -> None:
+    out, rows = tmp_path / "out.jsonl", [{"question": text, "answer": "So."} for text in ("Why?", "Who?")]
+    answers = jsonl(tmp_path / "answers.jsonl", {"question": "List three.", "answer": LIST}, *rows)
+    command = ["--dialect", dialect, "--in", str(answers), "--out", str(out), "--min-block-tokens", "3"]
+    ended = run(*command)
+    assert ended.exit_code == 0 and "2 written" in ended.output and "answers.jsonl" in ended.output
+    written = {row["prompt"]: row for row in map(json.loads, out.read_text().splitlines())}
+    assert len(written) == 2 and written["List three."]["annotated"][: len(annotated)] == annotated
+    assert "0 written" in run(*command).output and len(out.read_text().splitlines()) == 2
+
+
+JUDGE = ["--annotator", "http://a/v1", "--model", "m"]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "options", "message"),
+    [
+        ("apar", [], "nothing to annotate"),
+        ("pasta", ["--in", "a", "--block-tokens", "9"], "must be at least --min-block-tokens"),
+        ("apar", ["--in", "absent.jsonl"], "cannot read absent.jsonl"),
+        ("apar", ["--in", "a", "--unstructured-share", "1"], "below 1"),
+        ("apar", ["--in", "a", *JUDGE], "goes with --dialect pasta"),
+        ("pasta", ["--in", "a", *JUDGE[:2]], "--model NAME"),
+        ("pasta", ["--in", "a", *JUDGE, "--api-key-env", "ABSENT"], "the environment variable ABSENT is not set"),
+        ("pasta", ["--in", "a", "--tokenizer", "absent"], "no tokenizer in absent"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, dialect: str, options: list[str], message: str) -> None:
+    result = run("--dialect", dialect, *options, "--out", str(tmp_path / "out.jsonl"))
+    assert message in refusal(result) and "\n" not in str(result.exception)
+    assert not (tmp_path / "out.jsonl").exists()

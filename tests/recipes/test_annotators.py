@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipedec.core import PipedecError, UserError
 from recipes.thread_models.annotation import ModelAnnotator, PastaRules, Rejected, annotation_prompt
 from recipes.thread_models.chat_endpoint import ChatEndpoint
-from recipes.thread_models.pasta_language import Malformed, parse, promised_tokens, topic_of, written
+from recipes.thread_models.pasta_language import Malformed, parse, topic_of, written
 from recipes.thread_models.structure import Fork, JoinPoint, Piece, plain_text
 
 ANSWER = "Discs came in 1983. A joint venture of two firms made that possible. They changed how we hear music, too."
@@ -46,22 +46,12 @@ def test_the_rules_write_promises_and_a_join_before_the_closing() -> None:
 
 def test_paragraphs_are_promised_whole_and_there_is_no_join_at_the_end() -> None:
     answer = (
-        "It is green.\n\nThe old river flows\nslowly. It has done so for very many years.\n\n"
-        "Birds sing. They are seldom heard but often seen."
+        "It is green.\n\nThe old river flows\nslowly. It has done so for very many years.\n\nBirds sing. They are seldom heard."
     )
     found = PastaRules(words, min_tokens=5).annotate("What?", answer)
     assert found is not None and found.rule == "paragraphs" and JoinPoint() not in found.pieces
     assert [(fork.topic, fork.tokens) for fork in found.forks] == [("old river flows", 20), ("Birds sing seldom", 10)]
     assert found.pieces[::2] == ("It is green.\n\n", "\n\n")
-    assert [fork.topic for fork in PastaRules(words, 2, 5).annotate("", answer).forks] == ["old river", "Birds sing"]  # type: ignore[union-attr]
-
-
-def test_short_parts_stay_in_the_main_thread() -> None:
-    answer = "1. One: of five words in all.\n2. Two: short, too.\n3. Six: the last of all the points."
-    found = PastaRules(words, min_tokens=5).annotate("What?", answer)
-    assert found is not None and [fork.topic for fork in found.forks] == ["One", "Six"]
-    assert plain_text(found.pieces) == answer
-    assert PastaRules(words, min_tokens=7).annotate("What?", answer) is None, "one promise alone saves nothing"
 
 
 @given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=2, max_size=5))
@@ -80,16 +70,8 @@ def test_steps_of_a_calculation_are_never_cut() -> None:
     answer = f"1. First:{solution}2. Second:{solution}".rstrip()
     found = PastaRules(words, min_tokens=5, block_tokens=10).annotate("What?", answer)
     assert found is not None and [fork.topic for fork in found.forks] == ["First", "Second"]
-
-
-def test_a_single_block_is_not_worth_a_promise() -> None:
-    assert PastaRules(words, min_tokens=5).annotate("What?", "One. It has a detail of many words.\n\nTwo has not.") is None
-
-
-def test_promised_lengths_are_tens_that_hold_the_block_and_its_tags() -> None:
-    assert [promised_tokens("x" * size, lambda text: len(text) - len("<async></async>") + 2) for size in (0, 8, 9, 98, 99)] == [
-        10, 10, 20, 100, 110,
-    ]  # fmt: skip
+    assert PastaRules(words, min_tokens=500).annotate("What?", answer) is None
+    assert PastaRules(words, 5).annotate("What?", "One. It has a detail of many words.\n\nTwo has not.") is None, "saves nothing"
 
 
 @pytest.mark.parametrize(
@@ -201,18 +183,13 @@ def test_a_model_annotates(server: Server, ask: Callable[[], Any]) -> None:
     path, key, body = server.asked[0]
     assert (path, key, body["model"], body["temperature"]) == ("/v1/chat/completions", "Bearer secret", "judge", 0)
     assert body["messages"] == [{"role": "user", "content": annotation_prompt("When?", ANSWER)}]
-
-
-def test_the_prompt_is_the_papers_with_this_conversation() -> None:
-    prompt = annotation_prompt("When {now}?", 'He said "1983".')
-    assert prompt.startswith("As a highly-paid expert annotator") and "{conversation}" not in prompt
-    assert r'"value": "He said \"1983\"."' in prompt and '"value": "When {now}?"' in prompt
-    assert prompt.rstrip().endswith("Annotated chatbot response:")
-
-
-def test_an_answer_without_tags_is_said_in_one(server: Server, ask: Callable[[], Any]) -> None:
     server.say(ANSWER)
-    assert ask() is None
+    assert ask() is None, "said in one piece"
+    with pytest.raises(Rejected, match="control tokens"):
+        ModelAnnotator(ChatEndpoint(server.url, "judge"), words).annotate("?", "It is written <sync/> so.")
+    assert len(server.asked) == 3, "answers with tags of their own are not asked about"
+    prompt = annotation_prompt("When {now}?", 'He said "1983".')
+    assert r'"value": "He said \"1983\"."' in prompt and '"value": "When {now}?"' in prompt and "{conversation}" not in prompt
 
 
 @pytest.mark.parametrize(
@@ -260,9 +237,3 @@ def test_nobody_there_is_said_in_one_line(server: Server) -> None:
     assert "\n" not in str(ended.value)
     with pytest.raises(UserError, match="is not an address"):
         ChatEndpoint("example.com/v1", "judge")
-
-
-def test_answers_with_tags_of_their_own_are_not_asked_about(server: Server) -> None:
-    with pytest.raises(Rejected, match="control tokens"):
-        ModelAnnotator(ChatEndpoint(server.url, "judge"), words).annotate("?", "It is written <sync/> so.")
-    assert not server.asked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,36 +49,23 @@ RECIPE = BonbonRecipe(samples=4, batch=2, steps=2, max_tokens=120, max_prompts=6
 
 @dataclass(frozen=True)
 class Tuned:
-    """A model that has learned some PASTA, the file it learned from, and what reads its answers."""
+    """A model that has learned some PASTA, and the file it learned from."""
 
     model: Path
     data: Path
-    student: Student
-
-    @property
-    def writer(self) -> RowWriter:
-        return RowWriter(self.student.tokenizer, ["pasta"], self.student.tokenizer.eos_token_id)
-
-    @property
-    def reader(self) -> Reader:
-        return Reader(self.writer, "pasta", RECIPE.max_tokens)
 
 
 @pytest.fixture(scope="module")
 def tuned(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     folder = tmp_path_factory.mktemp("tuned")
     data = write_records(folder / "pasta.jsonl", "pasta")
-    recipe = ThreadRecipe(steps=80, batch_tokens=400, learning_rate=3e-3, warmup_steps=5, max_length=130)
+    recipe = ThreadRecipe(steps=40, batch_tokens=300, learning_rate=5e-3, warmup_steps=5, max_length=130)
     tune(pair.draft, {"pasta": (data,)}, recipe, ThreadsRun(folder / "out", folder / "work", threads=1, held_out_prompts=1))
-    return Tuned(folder / "out", data, Student.load(folder / "out", ["pasta"], CPU))
+    return Tuned(folder / "out", data)
 
 
 def run_in(folder: Path) -> ThreadsRun:
     return ThreadsRun(folder / "out", folder / "work", "float32", 1, CPU, held_out_prompts=2)
-
-
-def task(tuned: Tuned, prompt: str = "Say 4 words.", baseline: int = 30) -> RankingTask:
-    return RankingTask(prompt, tuned.writer.prompt(prompt, "pasta"), "The reference.", (40,) * baseline)
 
 
 @dataclass
@@ -111,80 +99,71 @@ def test_the_loss_is_the_papers() -> None:
     assert BonbonRecipe(samples=4).gap == bonbon_gap(4) and BonbonRecipe(beta=0.1).gap == pytest.approx(10)
 
 
+def scored(count: int, ended: list[bool], speedups: list[float], qualities: list[float]) -> ScoredSamples:
+    answers = [(number,) for number in range(1, count + 1)]
+    return ScoredSamples(RankingTask("q", (1,), "", (2,)), answers, ended, speedups, [1.0] * count, qualities)
+
+
 def test_best_and_worst_are_by_score() -> None:
-    asked = RankingTask("q", (1,), "", (2,))
-    one = ScoredSamples(asked, [(1,), (2,), (3,)], [True] * 3, [3.0, 1.0, 2.0], [1.0] * 3, [0.1, 0.5, 0.9])
+    one = scored(3, [True] * 3, [3.0, 1.0, 2.0], [0.1, 0.5, 0.9])
     assert one.pair(0.0, "speedup", True) == Preference((1,), (1,), (2,))
     assert one.pair(10.0, "speedup", True) == Preference((1,), (3,), (1,))
     assert one.pair(math.inf, "speedup", True) == Preference((1,), (3,), (1,)), "the quality alone"
     assert one.pair(0.0, "parallelism", True) is None, "all are equally parallel"
-    assert ScoredSamples(asked, [], [], [], [], []).pair(1.0, "speedup", True) is None
+    assert scored(0, [], [], []).pair(1.0, "speedup", True) is None
+    of_papers = {"speedup": 4.0, "parallelism": 1.0, "harmonic": 1.6, "arithmetic": 2.5}
+    for efficiency, first in of_papers.items():
+        found = scored(1, [True], [4.0], [0.5])
+        assert found.totals(2.0, efficiency) == [pytest.approx(first + 1.0)] and found.totals(math.inf, efficiency) == [0.5]
 
 
 def test_an_answer_that_did_not_end_may_be_the_worst_but_not_the_best() -> None:
-    one = ScoredSamples(
-        RankingTask("q", (1,), "", (2,)), [(1,), (2,), (3,)], [True, True, False], [3.0, 2.0, 4.0], [1.0] * 3, [0.2, 0.8, 0.0]
-    )
+    one = scored(3, [True, True, False], [3.0, 2.0, 4.0], [0.2, 0.8, 0.0])
     assert one.pair(4.0, "speedup", True) == Preference((1,), (2,), (1,)), "it is quicker than the worst is good"
     assert one.pair(8.0, "speedup", True) == Preference((1,), (2,), (3,), worst_ended=False)
     assert one.pair(8.0, "speedup", False) == Preference((1,), (2,), (1,))
-    assert one.pair(0.0, "speedup", True) == Preference((1,), (1,), (2,)), "the quickest of all did not end"
     only = replace(one, ended=[False, True, False], qualities=[0.0, 0.8, 0.0])
     assert only.pair(8.0, "speedup", True) == Preference((1,), (2,), (1,), worst_ended=False)
     assert only.pair(8.0, "speedup", False) is None, "one that ended has none to be better than"
     assert replace(one, ended=[False] * 3).pair(8.0, "speedup", True) is None
 
 
-@pytest.mark.parametrize(
-    ("efficiency", "first"), [("speedup", 4.0), ("parallelism", 1.0), ("harmonic", 1.6), ("arithmetic", 2.5)]
-)
-def test_efficiency_is_one_of_the_papers_four(efficiency: str, first: float) -> None:
-    one = ScoredSamples(RankingTask("q", (1,), "", (2,)), [(1,)], [True], [4.0], [1.0], [0.5])
-    assert one.totals(2.0, efficiency) == [pytest.approx(first + 1.0)]
-    assert one.totals(math.inf, efficiency) == [0.5]
-
-
-@pytest.mark.slow
-def test_samples_and_scores_are_kept_and_continued(tuned: Tuned, tmp_path: Path) -> None:
-    writer, reader = tuned.writer, tuned.reader
-    long = replace(reader, max_tokens=200)
+def test_samples_and_scores_are_kept_and_continued(writer: RowWriter, tmp_path: Path) -> None:
+    reader, prompts = Reader(writer, "pasta", 200), [f"Say {number} words." for number in range(4)]
     forked, plain = (writer.sample(record(PASTA), dialect).answer for dialect in ("pasta", None))
     endless = plain[:-1] + plain[:-1] * 20
-    tasks = [task(tuned, f"Say {number} words.") for number in range(4)]
+    tasks = [RankingTask(prompt, writer.prompt(prompt, "pasta"), "The reference.", (40,) * 30) for prompt in prompts]
     path = tmp_path / "samples.jsonl"
-    samples = sample_answers(Parrot(long, [forked, plain, endless]), tasks, 3, 0, path, at_once=6)
+    samples = sample_answers(Parrot(reader, [forked, plain, endless]), tasks, 3, 0, path, at_once=6)
     assert samples == [[forked, plain, endless[:200]]] * 4
     whole = path.read_text()
     lines = whole.splitlines(keepends=True)
     path.write_text("".join(lines[:3]) + lines[3][:20])
-    again = Parrot(long, [forked, plain, endless])
+    again = Parrot(reader, [forked, plain, endless])
     assert sample_answers(again, tasks, 3, 0, path, at_once=6) == samples and path.read_text() == whole
-    assert [one.seed for one in again.asked] == [6, 7, 8, 9, 10, 11], (
-        "two prompts are asked at once, as if nothing had been killed"
-    )
-    scored = score(tasks, samples, long, LongerIsBetter(), tmp_path / "scores.jsonl")
-    sequences = [long.sequence(tasks[0].prompt_ids, answer) for answer in (forked, plain, endless[:200])]
+    assert [one.seed for one in again.asked] == [6, 7, 8, 9, 10, 11], "two prompts at once, as if nothing had been killed"
+    scored = score(tasks, samples, reader, LongerIsBetter(), tmp_path / "scores.jsonl")
+    sequences = [reader.sequence(tasks[0].prompt_ids, answer) for answer in (forked, plain, endless[:200])]
     assert scored[0].answers == samples[0] and scored[0].ended == [True, True, False]
     assert scored[0].speedups == [pytest.approx(30 / measure(sequence).longest_chain, abs=1e-4) for sequence in sequences]
     assert scored[0].parallelisms == [pytest.approx(measure(sequence).parallelism, abs=1e-4) for sequence in sequences]
-    assert scored[0].qualities == [len(record(PASTA).question.answer)] * 2 + [0.0], (
-        "the judge is not asked about an endless answer"
-    )
-    assert score(tasks, samples, long, LongerIsBetter(), tmp_path / "scores.jsonl") == scored
+    assert scored[0].qualities == [len(record(PASTA).question.answer)] * 2 + [0.0], "the judge sees no endless answer"
+    assert score(tasks, samples, reader, LongerIsBetter(), tmp_path / "scores.jsonl") == scored
 
 
-@pytest.mark.slow
-def test_likelihood_is_beside_the_baselines_answer(tuned: Tuned) -> None:
-    judge = LikelihoodJudge(tuned.student.model, tuned.writer)
-    comparison = Comparison("Say 4 words.", "It is 4.", "")
-    same, other = judge.quality(comparison, ["It is 4.", "clips clips clips"])
-    assert same == pytest.approx(1.0)
+def test_likelihood_is_beside_the_baselines_answer(student: Student, writer: RowWriter) -> None:
+    judge = LikelihoodJudge(student.model, writer)
+    answers = ["It is 4.", "clips clips clips"]
+    same, other = judge.quality(Comparison("Say 4 words.", "It is 4.", ""), answers)
     means = []
-    for text in ("It is 4.", "clips clips clips"):
-        prompt, ids = tuned.writer.prompt("Say 4 words.", None), [*tuned.writer.text(text), tuned.writer.end_token_id]
-        logits = tuned.student.model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    for text in answers:
+        prompt, ids = writer.prompt("Say 4 words.", None), [*writer.text(text), writer.end_token_id]
+        logits = student.model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         means.append(logits.gather(1, torch.tensor(ids)[:, None]).mean().item())
-    assert other == pytest.approx(math.exp(means[1] - means[0]), rel=1e-3) and other < 1
+    assert same == pytest.approx(1.0) and other == pytest.approx(math.exp(means[1] - means[0]), rel=1e-3)
+    better, worse = sorted(answers, key=lambda text: means[answers.index(text)], reverse=True)
+    assert judge.rate(Comparison("Say 4 words.", better, ""), better) == (1.0, 0.5)
+    assert judge.rate(Comparison("Say 4 words.", better, ""), worse)[1] == 0.0
 
 
 @dataclass(frozen=True)
@@ -210,41 +189,20 @@ def test_a_judge_is_asked_in_both_orders() -> None:
     assert judge.quality(comparison, ["MINE"]) == [pytest.approx((0.5 + 4 * 0.8) / 0.5)]
     asked = judge.endpoint.asked
     assert len(asked) == 4 and all('"instruction": "Why?"' in text and "MINE" in text for text in asked)
-    orders = [
-        (text.index("MINE") < text.index("BASE") if "BASE" in text else text.index("MINE") < text.index("REFER"))
-        for text in asked
-    ]
+    orders = [text.index("MINE") < text.index("BASE" if "BASE" in text else "REFER") for text in asked]
     assert orders == [True, False, True, False] and ["BASE" in text for text in asked] == [True, True, False, False]
     assert opinions(first).quality(comparison, ["MINE"]) == [pytest.approx(1.0)], "the first is always better"
+    for replies, wins in (((first, second), 1.0), ((second, first), 0.0), ((first,), 0.5)):
+        assert opinions(*replies).rate(comparison, "MINE")[1] == wins, "over the baseline alone"
     assert opinions("Sure: " + second, first).quality(comparison, ["MINE"]) == [pytest.approx(0.5 / (0.5 + 4 * 0.8))]
-    for useless in (
-        None,
-        "both",
-        '{"preference": 3, "confidence": 1}',
-        '{"preference": 1}',
-        '{"preference": 1, "confidence": NaN}',
-    ):
+    for useless in (None, "both", '{"preference": 3, "confidence": 1}', '{"preference": 1, "confidence": NaN}'):
         assert opinions(useless).rate(comparison, "MINE") == (1.0, 0.5)
 
 
-def test_wins_are_over_the_baseline_alone_in_both_orders(tuned: Tuned) -> None:
-    comparison = Comparison("Why?", "BASE", "REFERENCE")
-    first, second = (json.dumps({"preference": number, "confidence": 0.8}) for number in (1, 2))
-    assert opinions(first, second).rate(comparison, "MINE")[1] == 1.0
-    assert opinions(second, first).rate(comparison, "MINE")[1] == 0.0
-    assert opinions(first).rate(comparison, "MINE")[1] == 0.5, "the first is always better"
-    likelihood = LikelihoodJudge(tuned.student.model, tuned.writer)
-    assert likelihood.rate(Comparison("Why?", "It is so.", ""), "It is so.") == (1.0, 0.5)
-    garbled = likelihood.rate(Comparison("Why?", "It is so.", ""), "]]]} zq~ {{")
-    assert garbled[0] < 1 and garbled[1] == 0.0
-
-
-def test_pairs_are_learned(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
-    student = Student.load(tuned.model, ["pasta"], CPU)
-    long = replace(tuned.reader, max_tokens=200)
-    prompt = task(tuned).prompt_ids
-    answers = [tuned.writer.sample(record(PASTA), dialect).answer for dialect in ("pasta", None)]
-    best, worst = (tree_row(long.sequence(prompt, answer), prompt) for answer in answers)
+def test_pairs_are_learned(student: Student, writer: RowWriter, tmp_path: Path) -> None:
+    reader, prompt = Reader(writer, "pasta", 200), writer.prompt("Say 4 words.", "pasta")
+    answers = [writer.sample(record(PASTA), dialect).answer for dialect in ("pasta", None)]
+    best, worst = (tree_row(reader.sequence(prompt, answer), prompt) for answer in answers)
     logits = learned_logits(student.model, PaddedRows.of([best], CPU)).log_softmax(-1)
     targets = best.targets[best.targets >= 0]
     recipe = replace(RECIPE, beta=0.2, batch=1)
@@ -258,49 +216,35 @@ def test_pairs_are_learned(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_continues_to_the_same_weights(
+def test_the_next_run_takes_what_the_last_one_left_and_refuses_what_is_not_its_own(
     tuned: Tuned, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 1)
+    def train(recipe: BonbonRecipe, baseline: Path = tuned.model, data: Path = tuned.data) -> dict[str, Any]:
+        return prefer((data,), tuned.model, baseline, recipe, run_in(tmp_path))
 
-    def train(name: str, recipe: BonbonRecipe = RECIPE) -> dict[str, Any]:
-        return prefer((tuned.data,), tuned.model, tuned.model, recipe, run_in(tmp_path / name))
-
-    whole = train("whole")
-    answer, step = ModelAnswers.answer, PairSteps.__call__
-    answered: list[int] = []
-
-    def dies(answers: ModelAnswers, asked: list[SeededPrompt]) -> list[Sequence]:
-        if len(answered) == 1:
-            raise KeyboardInterrupt
-        answered.append(len(asked))
-        return answer(answers, asked)
-
-    def stops(steps: PairSteps, number: int) -> dict[str, float]:
-        if number == 1:
-            raise KeyboardInterrupt
-        return step(steps, number)
-
-    for owner, name, broken in ((ModelAnswers, "answer", dies), (PairSteps, "__call__", stops)):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(owner, name, broken)
-            train("killed")
-    assert len((tmp_path / "killed" / "work" / "bonbon.jsonl").read_text().splitlines()) == 1
-    assert train("killed") == whole == json.loads((tmp_path / "killed" / "out" / "training.json").read_text())
-    weights = [load_file(tmp_path / name / "out" / "model.safetensors") for name in ("whole", "killed")]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert whole["prompts"] == 6 and 0 < whole["pairs"] <= 6 and whole["samples"]["answers"] == 24
-    assert whole["held_out"]["answers"] == 2
-    assert (tmp_path / "whole" / "out" / "README.md").read_text() == thread_card(PREFERENCE_CARD, whole)
-    (tmp_path / "killed" / "work" / "bonbon.safetensors").unlink()
+    first = train(RECIPE)
+    assert first == json.loads((tmp_path / "out" / "training.json").read_text())
+    assert first["prompts"] == 6 and 0 < first["pairs"] <= 6 and first["samples"]["answers"] == 24
+    assert first["held_out"]["answers"] == 2
+    assert (tmp_path / "out" / "README.md").read_text() == thread_card(PREFERENCE_CARD, first)
+    (tmp_path / "work" / "bonbon.safetensors").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(LikelihoodJudge, "rate", lambda judge, comparison, answer: (1.0, 0.5))  # of the held-out answers
         patch.setattr(LikelihoodJudge, "quality", None)
-        assert train("killed", replace(RECIPE, quality_weight=50.0))["samples"] == whole["samples"], "no sample is judged again"
+        assert train(replace(RECIPE, quality_weight=50.0))["samples"] == first["samples"], "no sample is judged again"
     with pytest.raises(UserError, match=r"belongs to another run \(samples 4\)"):
-        train("killed", replace(RECIPE, samples=5))
+        train(replace(RECIPE, samples=5))
     with pytest.raises(UserError, match=r"belongs to another run \(quality_weight 50.0, learning_rate 0.001\)"):
-        train("killed", replace(RECIPE, learning_rate=2e-3))
+        train(replace(RECIPE, learning_rate=2e-3))
+    shutil.rmtree(tmp_path / "work")
+    with pytest.raises(UserError, match="different tokenizer"):
+        train(RECIPE, pair.foreign_draft)
+    with pytest.raises(UserError, match="nothing to prefer"):
+        train(replace(RECIPE, max_tokens=1), data=write_records(tmp_path / "one.jsonl", "pasta", 1))
+
+
+def killed(*args: Any) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.slow
@@ -309,7 +253,7 @@ def test_rounds_of_several_weights_continue_where_a_killed_run_stopped(
 ) -> None:
     recipes = tuple(replace(RECIPE, quality_weight=weight, max_prompts=3) for weight in (1.0, math.inf))
     rounds = Rounds((tuned.data,), tuned.model, tuned.model, recipes, 2)
-    answer, sampled = ModelAnswers.answer, list[int]()
+    answer, step, sampled, kill_at = ModelAnswers.answer, PairSteps.__call__, list[int](), -1
 
     def counted(answers: ModelAnswers, asked: list[SeededPrompt]) -> list[Sequence]:
         if answers.temperature > 0:
@@ -318,22 +262,13 @@ def test_rounds_of_several_weights_continue_where_a_killed_run_stopped(
             sampled.append(len(asked))
         return answer(answers, asked)
 
-    def kills(owner: Any, name: str, count: int) -> None:
-        """The run is killed at a call, after ``count`` others."""
-        calls, usual = iter(range(count)), getattr(owner, name)
-
-        def dies(*args: Any) -> Any:
-            if next(calls, None) is None:
-                raise KeyboardInterrupt
-            return usual(*args)
-
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(owner, name, dies)
-            rounds.run(run_in(tmp_path / "killed"))
+    def stops(steps: PairSteps, number: int) -> dict[str, float]:
+        if number == 1:
+            raise KeyboardInterrupt
+        return step(steps, number)
 
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 1)
     monkeypatch.setattr(ModelAnswers, "answer", counted)
-    kill_at = -1
     whole = rounds.run(run_in(tmp_path / "whole"))
     assert len(sampled) == 3, "the first samples serve both weights"
     sampled.clear()
@@ -341,14 +276,15 @@ def test_rounds_of_several_weights_continue_where_a_killed_run_stopped(
     with pytest.raises(KeyboardInterrupt):
         rounds.run(run_in(tmp_path / "killed"))
     kill_at = -1
-    kills(PairSteps, "__call__", 1)
-    kills(ModelAnswers, "answer", 0)
-    kills(Run, "write_report", 0)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PairSteps, "__call__", stops)
+        rounds.run(run_in(tmp_path / "killed"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "write_report", killed)
+        rounds.run(run_in(tmp_path / "killed"))
     finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed" / "out").glob("*/*/model.safetensors")}
     assert rounds.run(run_in(tmp_path / "killed")) == whole and len(sampled) == 3
-    assert len(finished) == 4 and sum(path.stat().st_mtime_ns == time_ns for path, time_ns in finished.items()) == 3, (
-        "three of four rounds were finished"
-    )
+    assert sum(path.stat().st_mtime_ns == time_ns for path, time_ns in finished.items()) == len(finished) - 1 > 0
     assert {path.name for path in (tmp_path / "whole" / "work").iterdir() if path.is_dir()} == {
         "lambda-1", "lambda-inf", "round-1", "baseline-asked", "baseline-held-out",
     }, "all rounds share the baseline's answers"  # fmt: skip
@@ -380,22 +316,11 @@ def test_every_weight_goes_with_every_efficiency_and_an_infinite_one_with_none()
     ("flags", "message"),
     [
         ([], "nowhere is not a directory"),
-        (["--lambda", "1,x"], "'--lambda': 'x' is not a valid float"),
         (["--lambda", "1,1"], "names a score twice"),
-        (["--lambda", "nan"], "--lambda must be at least 0, or inf"),
         (["--rounds", "0"], "--rounds must be at least 1"),
         (["--efficiency", "luck"], "--efficiency luck: choose one of speedup, harmonic, arithmetic, parallelism"),
         (["--samples", "1"], "'--samples': 1 is not in the range"),
-        (["--max-prompts", "0"], "'--max-prompts': 0 is not in the range"),
-        (["--max-tokens", "0"], "'--max-tokens': 0 is not in the range"),
-        (["--steps", "0"], "'--steps': 0 is not in the range"),
-        (["--batch", "0"], "'--batch': 0 is not in the range"),
-        (["--temperature", "0"], "'--temperature': 0.0 is not in the range"),
-        (["--learning-rate", "inf"], "must be a finite number"),
-        (["--beta", "0"], "'--beta': 0.0 is not in the range"),
-        (["--alpha", "2"], "'--alpha': 2.0 is not in the range"),
         (["--lambda", "-1"], "--lambda must be at least 0"),
-        (["--threads", "0"], "'--threads': 0 is not in the range"),
         (["--judge", "http://a/v1"], "--judge URL goes with --judge-model NAME"),
         (["--judge", "a/v1", "--judge-model", "m"], "the judge 'a/v1' is not an address"),
         (["--judge", "http://a/v1", "--judge-model", "m", "--tries", "0"], "--tries must be at least 1"),
@@ -408,27 +333,17 @@ def test_mistakes_are_told(flags: list[str], message: str, tmp_path: Path) -> No
     assert "\n" not in str(result.exception) and not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_a_baseline_of_another_family_is_told(tuned: Tuned, pair: Pair, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="different tokenizer"):
-        prefer((tuned.data,), tuned.model, pair.foreign_draft, RECIPE, run_in(tmp_path))
-    untuned = prefer((tuned.data,), tuned.model, pair.draft, replace(RECIPE, steps=1), run_in(tmp_path / "untuned"))
-    assert untuned["recipe"]["steps"] == 1 and untuned["baseline"] != untuned["model"]
-    only_one = write_records(tmp_path / "one.jsonl", "pasta", 1)
-    with pytest.raises(UserError, match="nothing to prefer"):
-        prefer((only_one,), tuned.model, tuned.model, replace(RECIPE, max_tokens=1), run_in(tmp_path))
-
-
-def test_the_command_prints_what_it_measured(tuned: Tuned, tmp_path: Path) -> None:
-    flags = ["pasta-bonbon", "--in", str(tuned.data), "--model", str(tuned.model), "--baseline", str(tuned.model)]
-    flags += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--samples", "3", "--max-prompts", "3"]
-    flags += ["--threads", "1", "--lambda", "4", "--max-tokens", "120", "--held-out-prompts", "1"]
-    result = CliRunner().invoke(command, flags, env={"COLUMNS": "160"}, catch_exceptions=False)
-    report = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert report["recipe"]["quality_weight"] == 4 and report["judge"] == "likelihood"
-    assert "before" in result.output and f"{report['held_out']['quality']:.2f}" in result.output
-    flags[flags.index("--lambda") + 1] = "4,inf"
-    flags[flags.index("--out") + 1], flags[flags.index("--work") + 1] = str(tmp_path / "several"), str(tmp_path / "work2")
-    result = CliRunner().invoke(command, flags, env={"COLUMNS": "160"}, catch_exceptions=False)
-    assert "speedup, λ = inf, round 1" in result.output
-    assert {path.name for path in (tmp_path / "several").iterdir()} >= {"summary.json", "summary.md", "trade-off.png"}
+@pytest.mark.fast_cases("4")
+@pytest.mark.parametrize("weights", ["4", "4,inf"])
+def test_the_command_prints_what_it_measured(tuned: Tuned, tmp_path: Path, weights: str) -> None:
+    out, model = tmp_path / "out", str(tuned.model)
+    flags = f"--samples 3 --max-prompts 3 --threads 1 --lambda {weights} --max-tokens 120 --held-out-prompts 1".split()
+    flags += ["--in", str(tuned.data), "--model", model, "--baseline", model, "--out", str(out), "--work", str(tmp_path / "work")]
+    result = CliRunner().invoke(command, ["pasta-bonbon", *flags], env={"COLUMNS": "160"}, catch_exceptions=False)
+    if weights == "4":
+        report = json.loads((out / "training.json").read_text())
+        assert report["recipe"]["quality_weight"] == 4 and report["judge"] == "likelihood"
+        assert "before" in result.output and f"{report['held_out']['quality']:.2f}" in result.output
+    else:
+        assert "speedup, λ = inf, round 1" in result.output
+        assert {path.name for path in out.iterdir()} >= {"summary.json", "summary.md", "trade-off.png"}

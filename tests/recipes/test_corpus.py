@@ -19,13 +19,6 @@ def test_the_library_gives_every_family() -> None:
     assert question.count("<|assistant|>") == 1
 
 
-def test_the_help_texts_of_the_language_are_topics() -> None:
-    topics = list(corpus.topic_documents())
-    assert {document.family for document in topics} == {"topics"}
-    assert any("context manager" in document.text for document in topics if not document.held_out)
-    assert max(document.text.count("\n\n") for document in topics) == 3
-
-
 def test_word_problems_lose_their_calculator_notes(tmp_path: Path) -> None:
     path = tmp_path / "problems.jsonl"
     path.write_text(json.dumps({"question": "How many?", "answer": "It is 2*3=<<2*3=6>>6.\n#### 6"}) + "\n")
@@ -40,12 +33,6 @@ def test_mix_keeps_the_shares_and_is_reproducible() -> None:
     share = sum(len(document.text) for document in mixed if document.family == "a") / 4000
     assert abs(share - 0.75) < 0.01
     assert mixed == list(corpus.mix(documents, weights, characters=4000, seed=3))
+    assert [document.held_out for document in documents] == [Document("b", document.text).held_out for document in documents]
     first_epoch = [document for document in mixed if document.family == "b"][:9]
     assert len(set(first_epoch)) == 9, "every document once before any comes again"
-
-
-def test_held_out_documents_are_a_small_fixed_share() -> None:
-    documents = [Document("a", f"text {number}") for number in range(4000)]
-    held_out = sum(document.held_out for document in documents)
-    assert 60 < held_out < 140
-    assert [document.held_out for document in documents] == [Document("b", document.text).held_out for document in documents]

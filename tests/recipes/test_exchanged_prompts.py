@@ -16,15 +16,11 @@ from recipes.reference_models.__main__ import reference_models
 from recipes.reference_models.invented_prompts import exchanged, write_prompts
 from recipes.thread_models.records import Question
 
-PROMPTS = ["Explain `a.b()` and `Cat`.", "What is `os.path`?", "Solve:\n\n1. Add 12 and 7.5 to 3.\n2. Add 80,000 to 40."]
-
-
-def questions() -> list[Question]:
-    return [Question(prompt, "An answer.", "test", "points", str(number)) for number, prompt in enumerate(PROMPTS)]
-
 
 def test_names_are_exchanged_for_names_of_their_shape_and_numbers_for_others() -> None:
-    found = set(islice(exchanged([*questions(), Question("`x.y()` or `Dog`?", "", "", "", "")], random.Random(0)), 400))
+    prompts = ["Explain `a.b()` and `Cat`.", "What is `os.path`?", "Solve:\n\n1. Add 12 and 7.5 to 3.\n2. Add 80,000 to 40."]
+    questions = [Question(prompt, "", "", "", "") for prompt in (*prompts, "`x.y()` or `Dog`?")]
+    found = set(islice(exchanged(questions, random.Random(0)), 400))
     assert {"Explain `x.y()` and `Dog`.", "`a.b()` or `Cat`?", "What is `os.path`?"} <= found
     names = {name for prompt in found for name in re.findall("`[^`]+`", prompt)}
     assert names == {"`a.b()`", "`x.y()`", "`Cat`", "`Dog`", "`os.path`"} and "What is `Cat`?" not in found
@@ -48,10 +44,7 @@ def test_no_prompt_is_known_and_held_out_questions_give_nothing(tmp_path: Path) 
     ran = CliRunner().invoke(reference_models, ["prompts", "--in", str(source), "--count", "9", "--out", str(out)])
     assert ran.output == f"2 written to {out}\n" and ran.exit_code == 0
     assert {json.loads(line)["prompt"] for line in out.read_text().splitlines()} == {"What is `also_shown`?", "Why is `shown`?"}
-
-
-def test_without_names_and_numbers_there_is_nothing_to_exchange(tmp_path: Path) -> None:
-    source = tmp_path / "questions.jsonl"
-    source.write_text('{"prompt": "What?", "answer": "That."}\n')
+    nothing = tmp_path / "without.jsonl"
+    nothing.write_text('{"prompt": "What?", "answer": "That."}\n')
     with pytest.raises(UserError, match="nothing to exchange"):
-        write_prompts((source,), 3, tmp_path / "out.jsonl")
+        write_prompts((nothing,), 3, out)

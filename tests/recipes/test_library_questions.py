@@ -43,10 +43,8 @@ def test_sections_of_a_docstring_are_lists() -> None:
 
 @pytest.mark.parametrize(
     ("text", "short"),
-    [("Say it.\nAnd more.\n\nLater.", "Say it. And more."), ("Short.", ""), ("S.find(sub) -> int", ""),
-     ("See https://a.b now.", ""),
-     ("Long. " + "x" * 330 + ".", ""), ("Long enough. " + "X" * 330 + ".", "Long enough.")],
-)  # fmt: skip
+    [("Say it.\nAnd more.\n\nLater.", "Say it. And more."), ("Short.", ""), ("See https://a.b now.", "")],
+)
 def test_a_gloss_is_whole_sentences_that_say_something(text: str, short: str) -> None:
     assert gloss(text) == short
 
@@ -84,14 +82,10 @@ def test_the_library_answers_with_lists_and_paragraphs(library: list[Question]) 
         wanted = "paragraphs" if kind in ("descriptions", "explanations", "topics") else "list"
         assert counts[wanted] > 0.9 * counts.total(), (kind, counts)
     assert sum(counts["list"] for counts in rules.values()) > 300
-
-
-@pytest.mark.slow
-def test_details_are_long_enough_for_a_thread(library: list[Question]) -> None:
-    details = [found for found in library if found.kind == "details"]
-    for found in details:
-        parts = whole_parts(found.answer)
-        assert parts is not None and 2 <= len(parts[1]) <= 5 and min(end - start for start, end in parts[1]) >= 130
+    for found in library:
+        if found.kind == "details":  # long enough for a thread
+            parts = whole_parts(found.answer)
+            assert parts is not None and 2 <= len(parts[1]) <= 5 and min(end - start for start, end in parts[1]) >= 130
 
 
 def test_several_problems_are_asked_and_solved_in_the_same_order() -> None:
@@ -109,16 +103,12 @@ def test_several_problems_are_asked_and_solved_in_the_same_order() -> None:
         assert asked == solved and len({number in held_out for number in asked}) == 1 and one.held_out == (asked[0] in held_out)
 
 
-def test_a_question_for_so_many_is_answered_with_so_many(library: list[Question]) -> None:
+def test_so_many_are_given_as_are_asked_for_and_subjects_are_held_out_whole(library: list[Question]) -> None:
     asked = [(re.search(r"^(?:Give|Name|List) (?:me )?(\d) ", found.prompt), found.answer) for found in library]
     counted = [(int(number[1]), len(re.findall(r"^\d\. ", answer, re.MULTILINE))) for number, answer in asked if number]
     assert len(counted) > 10 and all(wanted == given for wanted, given in counted)
-
-
-def test_questions_are_held_out_with_their_subject(library: list[Question]) -> None:
     held_out = {found.subject for found in library if found.held_out}
-    assert not held_out & {found.subject for found in library if not found.held_out}
-    assert 0.01 < len(held_out) / len({found.subject for found in library}) < 0.05
+    assert held_out and not held_out & {found.subject for found in library if not found.held_out}
 
 
 def test_a_file_of_questions_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,14 +46,7 @@ def test_all_see_the_prompt_and_an_answer_of_one_thread_is_causal() -> None:
     flat = tree_row(sequence, (7, 8, 9))
     assert torch.equal(flat.mask, torch.ones(6, 6, dtype=torch.bool).tril())
     assert flat.targets.tolist() == [IGNORED, IGNORED, *ids("a b <|end|>"), IGNORED]
-
-
-def test_a_prompt_of_another_length_is_a_mistake() -> None:
+    empty = tree_row(sequence_of(toy("apar"), prompt_length=2), (1, 2))
+    assert empty.targets.tolist() == [IGNORED, IGNORED] and empty.mask.shape == (2, 2)
     with pytest.raises(ValueError, match="the prompt has 2 tokens, but the sequence expects 3"):
         tree_row(sequence_of(toy("apar"), prompt_length=3), (1, 2))
-
-
-def test_an_empty_answer_is_its_prompt() -> None:
-    flat = tree_row(sequence_of(toy("apar"), prompt_length=2), (1, 2))
-    assert flat.targets.tolist() == [IGNORED, IGNORED]
-    assert flat.mask.shape == (2, 2)
