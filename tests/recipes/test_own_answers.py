@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support.tiny_pair import Pair
 
 from pipedec.core import UserError
 from recipes.thread_models.answers import ModelAnswers, SeededPrompt
@@ -20,9 +18,7 @@ LIMIT = 100  # tokens of an answer
 
 
 @pytest.fixture
-def answers(pair: Pair, tmp_path: Path) -> OwnAnswers:
-    student = Student.load(pair.draft, ["apar", "pasta"], torch.device("cpu"), seed=1)
-    writer = RowWriter(student.tokenizer, ["apar", "pasta"], student.tokenizer.eos_token_id)
+def answers(student: Student, writer: RowWriter, tmp_path: Path) -> OwnAnswers:
     return OwnAnswers(student.model, writer, LIMIT, tmp_path / "teacher")
 
 

@@ -47,8 +47,8 @@ def without_cache(model: Any, bound: BoundDialect, asked: SeededPrompt, max_toke
     return sequence
 
 
-@pytest.mark.fast_cases
-@pytest.mark.parametrize("name", ["apar", "parallel", "pasta"])
+@pytest.mark.fast_cases("parallel")
+@pytest.mark.parametrize("name", ["parallel", "pasta"])
 def test_greedy_answers_are_those_without_a_cache(name: str, tmp_path: Path) -> None:
     bound = toy(name, max_child_tokens=20)
     model = talkative(tmp_path, bound)
@@ -60,17 +60,7 @@ def test_greedy_answers_are_those_without_a_cache(name: str, tmp_path: Path) -> 
     assert [answer.finished for answer in found] == [answer.finished for answer in expected]
     if name != "pasta":  # a random model completes no tag
         assert sum(len(answer.threads) for answer in found) > 7
-    if name == "parallel":
         assert any(thread.joins for answer in found for thread in answer.threads)
-
-
-def test_drawn_answers_depend_on_their_seed_alone(tmp_path: Path) -> None:
-    bound = toy("apar")
-    answers = ModelAnswers(talkative(tmp_path, bound), bound, (END,), 40, temperature=1.0)
-    together = [written(sequence) for sequence in answers.answer(ASKED)]
-    assert [written(answers.answer([asked])[0]) for asked in ASKED] == together
-    assert written(answers.answer([replace(ASKED[0], seed=9)])[0]) != together[0]
-    assert [prompt for prompt, _ in answer_all(answers, ASKED * 5, "all")] == [asked.prompt_ids for asked in ASKED] * 5
 
 
 def written(sequence: Sequence) -> str:
@@ -119,13 +109,15 @@ def test_a_batch_computes_a_prompt_once_and_drops_what_has_finished(tmp_path: Pa
     bound = toy("apar")
     model = talkative(tmp_path, bound)
     usual = model(torch.tensor([[20, 21, 22]])).logits
-    answers = ModelAnswers(model, bound, (END,), 60, temperature=1.0)
+    answers = ModelAnswers(model, bound, (END,), 40, temperature=1.0)
     asked = [replace(one, seed=seed) for seed in range(3) for one in ASKED]
     alone = [written(answers.answer([one])[0]) for one in asked]
     batches: list[int] = []
     counting = model.register_forward_pre_hook(lambda _, __, inputs: batches.append(len(inputs["input_ids"])), with_kwargs=True)
-    assert [written(sequence) for sequence in answers.answer(asked)] == alone
+    assert [written(sequence) for sequence in answers.answer(asked)] == alone, "which depends on their seeds alone"
     counting.remove()
+    assert len(set(alone[:: len(ASKED)])) == 3
+    assert [prompt for prompt, _ in answer_all(answers, ASKED * 3, "all")] == [one.prompt_ids for one in ASKED] * 3
     assert batches[0] == len(ASKED), "each prompt is computed once"
     assert batches[1] > batches[-1] and batches[1:] == sorted(batches[1:], reverse=True), "fewer and fewer answers run"
     assert torch.equal(model(torch.tensor([[20, 21, 22]])).logits, usual), "the model attends as before"
@@ -136,7 +128,7 @@ def test_banned_tokens_are_never_drawn(tmp_path: Path) -> None:
     bound = toy("apar")
     model = talkative(tmp_path, bound)
     torch.nn.init.zeros_(model.lm_head.weight)
-    asked = [replace(ASKED[0], seed=seed) for seed in range(400)]
+    asked = [replace(ASKED[0], seed=seed) for seed in range(200)]
     answered = ModelAnswers(model, bound, (END,), 1, temperature=1.0).answer(asked)
     drawn = Counter(token.token_id for sequence in answered for token in sequence.document()[:1])
     allowed = set(range(len(TEXTS))) - sequence_of(bound, len(ASKED[0].prompt_ids), 1).banned(0)

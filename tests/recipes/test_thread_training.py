@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from support.annotated_answers import APAR, PASTA, record, records, write_records
+from support.annotated_answers import APAR, record, records, write_records
 from support.checkpoints import save_tiny
 from support.refusals import refusal
 from support.tiny_pair import Pair
@@ -20,10 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipedec.core import UserError
 from pipedec.text.prompt import Prompter
 from pipedec.threads import load_dialect
-from pipedec.train.run import TrainingLoop, muon_and_adamw
+from pipedec.train.run import TrainingLoop
 from recipes.thread_models.__main__ import thread_models as command
-from recipes.thread_models.answers import ModelAnswers, SeededPrompt
-from recipes.thread_models.figures import text_of
 from recipes.thread_models.learning import (
     PaddedRows,
     ThreadLoss,
@@ -35,27 +33,12 @@ from recipes.thread_models.learning import (
     plan,
 )
 from recipes.thread_models.report import THREADS_CARD, ThreadsRun, thread_card
-from recipes.thread_models.rows import IGNORED, RowWriter, TokenizedSample, TrainingRow, WrittenSample, with_marker
+from recipes.thread_models.rows import IGNORED, RowWriter, TokenizedSample, WrittenSample, with_marker
 from recipes.thread_models.structure import Fork
 from recipes.thread_models.tuning import Student, tune
 
 CPU = torch.device("cpu")
 RECIPE = ThreadRecipe(steps=6, batch_tokens=300, warmup_steps=2, learning_rate=1e-3, max_length=130)
-
-
-@pytest.fixture
-def student(pair: Pair) -> Student:
-    """Two layers; the tokenizer has been given the control tokens."""
-    return Student.load(pair.draft, ["apar", "pasta"], CPU, seed=1)
-
-
-@pytest.fixture
-def writer(student: Student) -> RowWriter:
-    return writer_of(student)
-
-
-def writer_of(student: Student) -> RowWriter:
-    return RowWriter(student.tokenizer, ["apar", "pasta"], student.tokenizer.eos_token_id)
 
 
 def loss_of(student: Student, writer: RowWriter) -> ThreadLoss:
@@ -69,10 +52,6 @@ def run_in(folder: Path) -> ThreadsRun:
 def files_in(folder: Path) -> dict[str, tuple[Path, ...]]:
     folder.mkdir(parents=True, exist_ok=True)
     return {dialect: (write_records(folder / f"{dialect}.jsonl", dialect),) for dialect in ("apar", "pasta")}
-
-
-def place(row: TrainingRow, token: int, which: int = 0) -> int:
-    return int((row.token_ids == token).nonzero()[which, 0])
 
 
 def test_a_prompt_is_the_engines_and_the_marker_comes_before_it(student: Student, writer: RowWriter, pair: Pair) -> None:
@@ -95,11 +74,8 @@ def test_text_is_never_read_as_control(writer: RowWriter) -> None:
     assert writer.decode(list(sample.answer)) == "Say [Fork] or </s>."
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_both_forms_of_a_paragraph_tree_give_the_same_logits(
-    student: Student, writer: RowWriter, family: str, tmp_path: Path
-) -> None:
-    model = save_tiny(family, tmp_path, vocab=len(student.tokenizer), dtype=torch.float64)
+def test_both_forms_of_a_paragraph_tree_give_the_same_logits(student: Student, writer: RowWriter, tmp_path: Path) -> None:
+    model = save_tiny("qwen2", tmp_path, vocab=len(student.tokenizer), dtype=torch.float64)
     sample = writer.sample(record(APAR), "apar")
     (tree,), rows = writer.rows(sample, "tree"), writer.rows(sample, "unrolled")
     assert len(rows) == 3 and all(torch.equal(row.mask, torch.ones_like(row.mask).tril()) for row in rows)
@@ -128,39 +104,6 @@ def test_both_forms_give_the_same_loss_and_gradients(student: Student, writer: R
     assert found["tree"][0]["tokens"] < found["unrolled"][0]["tokens"]
     for tree, unrolled in zip(found["tree"][1], found["unrolled"][1], strict=True):
         torch.testing.assert_close(tree, unrolled, atol=1e-5, rtol=1e-4)
-
-
-def test_a_body_is_seen_from_the_join_on(writer: RowWriter) -> None:
-    bound = writer.bound["pasta"]
-    (row,) = writer.rows(writer.sample(record(PASTA), "pasta"), "tree")
-    first, first_end = place(row, bound.child_start), place(row, bound.child_end)
-    second, join = place(row, bound.child_start, 1), place(row, bound.join)
-    body = slice(first, first_end + 1)
-    assert not row.mask[first_end + 1 : join, body].any(), "before the join nobody sees the body"
-    assert row.mask[join:, body].all(), "from the join on all do"
-    assert row.mask[second, place(row, bound.opener)], "promises are seen"
-    assert row.mask[:, : place(row, bound.opener)].tril().equal(torch.ones_like(row.mask)[:, : place(row, bound.opener)].tril())
-
-
-def test_positions_come_from_predicted_lengths(writer: RowWriter) -> None:
-    bound = writer.bound["pasta"]
-    (row,) = writer.rows(writer.sample(record(PASTA), "pasta"), "tree")
-    for which, promised in enumerate((30, 20)):
-        opened, closed = place(row, bound.child_start, which), place(row, bound.child_end, which)
-        assert row.positions[opened : closed + 1].tolist() == [
-            row.positions[opened - 1] + 1 + i for i in range(closed + 1 - opened)
-        ]
-        assert row.positions[closed + 1] == row.positions[opened - 1] + 1 + promised
-
-
-def test_behind_a_promise_comes_what_follows_its_block(writer: RowWriter) -> None:
-    bound = writer.bound["pasta"]
-    (row,) = writer.rows(writer.sample(record(PASTA), "pasta"), "tree")
-    for which in (0, 1):
-        opened, closed = place(row, bound.child_start, which), place(row, bound.child_end, which)
-        assert row.targets[opened - 1] == row.token_ids[closed + 1] != bound.child_start
-        assert row.targets[closed] == IGNORED and row.targets[opened] == row.token_ids[opened + 1]
-    assert bound.child_start not in row.targets
 
 
 def test_forks_beyond_what_a_thread_may_have_are_said_in_it(writer: RowWriter) -> None:
@@ -230,24 +173,6 @@ def test_a_teachers_distribution_is_learned(student: Student, writer: RowWriter,
     torch.testing.assert_close(taught.values, -(own.exp() * own).sum(-1), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_threads_are_learned(student: Student, writer: RowWriter, tmp_path: Path) -> None:
-    """A model that has learned two answers by heart says them, in threads where it is asked to."""
-    samples = [writer.sample(record(APAR), "apar"), writer.sample(record(PASTA), "pasta"), writer.sample(record(APAR), None)]
-    recipe = replace(RECIPE, steps=120, learning_rate=3e-3, plain_share=0.0)
-    steps = ThreadSteps(loss_of(student, writer), writer, [samples] * recipe.steps, recipe)
-    optimizers = muon_and_adamw(student.model, recipe.learning_rate, recipe.weight_decay)
-    TrainingLoop("threads", student.model, optimizers, tmp_path, {}).run(recipe.steps, recipe.rate, steps)
-    log = [json.loads(line) for line in (tmp_path / "threads.jsonl").read_text().splitlines()]
-    assert log[-1]["loss"] < 0.1 * log[0]["loss"] and log[-1]["control_loss"] < 0.5
-    for sample in samples[:2]:
-        assert sample.dialect is not None
-        answers = ModelAnswers(student.model, writer.bound[sample.dialect], (writer.end_token_id,), 200)
-        (sequence,) = answers.answer([SeededPrompt(sample.prompt)])
-        assert tuple(token.token_id for token in sequence.document()) == sample.answer
-        assert text_of(sequence, writer.decode) == sample.record.question.answer
-
-
 def test_missing_control_tokens_are_added(pair: Pair, student: Student) -> None:
     before = AutoTokenizer.from_pretrained(pair.draft)
     assert len(student.tokenizer) == len(before) + 6 + len(load_dialect("pasta").opener_tokens)
@@ -290,34 +215,12 @@ def test_a_killed_run_continues_to_the_same_weights(pair: Pair, tmp_path: Path, 
         tune(pair.draft, files, recipe, run_in(tmp_path / "killed"))
     log = tmp_path / "killed" / "work" / "threads.jsonl"
     assert len(log.read_text().splitlines()) == 3
-    done: list[int] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(ThreadSteps, "__call__", lambda steps, number: done.append(number) or step(steps, number))
-        assert tune(pair.draft, files, recipe, run_in(tmp_path / "killed")) == whole
-    assert done == [2, 3, 4, 5] and log.read_text() == (tmp_path / "whole" / "work" / "threads.jsonl").read_text()
+    assert tune(pair.draft, files, recipe, run_in(tmp_path / "killed")) == whole
+    assert log.read_text() == (tmp_path / "whole" / "work" / "threads.jsonl").read_text()
     weights = [load_file(tmp_path / name / "out" / "model.safetensors") for name in ("whole", "killed")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     with pytest.raises(UserError, match=r"belongs to another run \(seed 0\): give another --work"):
         tune(pair.draft, files, replace(recipe, seed=1), run_in(tmp_path / "killed"))
-
-
-@pytest.mark.slow
-def test_what_is_written_loads_and_is_described(pair: Pair, tmp_path: Path) -> None:
-    files = files_in(tmp_path)
-    report = tune(pair.draft, files, replace(RECIPE, steps=2), run_in(tmp_path))
-    out = tmp_path / "out"
-    assert report == json.loads((out / "training.json").read_text()) and (out / "README.md").read_text() == thread_card(
-        THREADS_CARD, report
-    )
-    assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(out / "model.safetensors").values())
-    tokenizer = AutoTokenizer.from_pretrained(out)
-    assert "threads: apar" in tokenizer.apply_chat_template([{"role": "user", "content": "x"}], threads="apar", tokenize=False)
-    assert tokenizer.model_max_length == 2048
-    assert len(tokenizer) == AutoModelForCausalLM.from_pretrained(out).config.vocab_size
-    assert set(report["held_out_loss"]) == {"apar", "pasta", "plain"}
-    held_out = [found for found in records("apar") if found.question.held_out]
-    assert report["samples"]["apar"]["answers"] == 60 - len(held_out) and len(held_out) == 2
-    assert [row["answers"] for row in report["held_out"]["apar"].values()] == [1, 1]
 
 
 @pytest.mark.slow
@@ -328,37 +231,31 @@ def test_a_draft_learns_from_its_tuned_target(pair: Pair, tmp_path: Path) -> Non
         tune(pair.draft, files, RECIPE, run_in(tmp_path / "draft"), pair.foreign_draft)
     with pytest.raises(UserError, match="different tokenizer"):
         tune(pair.draft, files, RECIPE, run_in(tmp_path / "draft"), pair.target)
-    recipe = replace(RECIPE, steps=30, learning_rate=3e-3)
-    prompts = tuple(f"Say {number} words, please." for number in range(9))
+    recipe = replace(RECIPE, steps=15, learning_rate=3e-3)
+    prompts = tuple(f"Say {number} words, please." for number in range(3))
     report = tune(pair.draft, files, recipe, run_in(tmp_path / "draft"), tmp_path / "target" / "out", prompts)
     for dialect, by_rule in report["agreement"].items():
         for rule, row in by_rule.items():
             assert row["tokens"] > 0 and row["top16"] >= report["before"][dialect][rule]["top16"]
     described = (tmp_path / "draft" / "out" / "README.md").read_text()
-    assert "distribution of a teacher" in described and "own greedy ones to 9 further prompts" in described
-    assert report["prompts"] == 9 and (tmp_path / "draft" / "work" / "teacher" / "0000.json").exists()
+    assert "distribution of a teacher" in described and "own greedy ones to 3 further prompts" in described
+    assert report["prompts"] == 3 and (tmp_path / "draft" / "work" / "teacher" / "0000.json").exists()
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--in", "absent.jsonl"], "cannot read absent.jsonl"),
-        (["--in", "absent.jsonl", "--also", "pasta"], "--also pasta: give DIALECT=FILE"),
-        (["--in", "absent.jsonl", "--also", "latin=x"], "--also latin=x: give DIALECT=FILE"),
-        (["--in", "absent.jsonl", "--steps", "0"], "'--steps': 0 is not in the range"),
-        (["--in", "absent.jsonl", "--batch-tokens", "0"], "'--batch-tokens': 0 is not in the range"),
-        (["--in", "absent.jsonl", "--max-length", "0"], "'--max-length': 0 is not in the range"),
-        (["--in", "absent.jsonl", "--learning-rate", "nan"], "must be a finite number"),
-        (["--in", "absent.jsonl", "--plain-share", "1.5"], "'--plain-share': 1.5 is not in the range"),
-        (["--in", "absent.jsonl", "--form", "flat"], "is not one of 'tree', 'unrolled'"),
-        (["--in", "absent.jsonl", "--form", "unrolled", "--also", "pasta=x"], "which pasta has"),
-        (["--in", "absent.jsonl", "--threads", "0"], "'--threads': 0 is not in the range"),
-        (["--in", "absent.jsonl", "--held-out-prompts", "0"], "'--held-out-prompts': 0 is not in the range"),
-        (["--in", "absent.jsonl", "--target", "nowhere"], "nowhere is not a directory"),
+        ([], "cannot read absent.jsonl"),
+        (["--also", "pasta"], "--also pasta: give DIALECT=FILE"),
+        (["--max-length", "0"], "'--max-length': 0 is not in the range"),
+        (["--form", "unrolled", "--also", "pasta=x"], "which pasta has"),
+        (["--target", "nowhere"], "nowhere is not a directory"),
     ],
 )
 def test_mistakes_are_told(flags: list[str], message: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(command, ["apar", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), *flags])
+    result = CliRunner().invoke(
+        command, ["apar", "--in", "absent.jsonl", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), *flags]
+    )
     assert message in refusal(result)
     assert "\n" not in str(result.exception) and not (tmp_path / "out").exists()
 
@@ -379,21 +276,18 @@ def test_unfit_models_are_told(pair: Pair, tokenizer: Any, tmp_path: Path) -> No
 
 
 def test_the_command_prints_what_it_measured(pair: Pair, tmp_path: Path) -> None:
-    files = files_in(tmp_path)
-    flags = ["pasta-sft", "--in", str(files["pasta"][0]), "--target", str(pair.draft), "--out", str(tmp_path / "out")]
-    flags += [
-        "--work",
-        str(tmp_path / "work"),
-        "--threads",
-        "1",
-        "--steps",
-        "1",
-        "--batch-tokens",
-        "50",
-        "--held-out-prompts",
-        "1",
-    ]
-    result = CliRunner().invoke(command, flags, env={"COLUMNS": "160"}, catch_exceptions=False)
-    report = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert list(report["held_out_loss"]) == ["pasta", "plain"]
+    files, out = files_in(tmp_path), tmp_path / "out"
+    flags = ["--threads", "1", "--steps", "1", "--batch-tokens", "50", "--max-length", "130", "--held-out-prompts", "1"]
+    flags += ["--in", str(files["pasta"][0]), "--target", str(pair.draft), "--out", str(out), "--work", str(tmp_path / "work")]
+    result = CliRunner().invoke(command, ["pasta-sft", *flags], env={"COLUMNS": "160"}, catch_exceptions=False)
+    report = json.loads((out / "training.json").read_text())
+    assert set(report["held_out_loss"]) == {"pasta", "plain"}
     assert f"{report['held_out_loss']['plain']['loss']:.3f}" in result.output and "pasta list" in result.output
+    assert (out / "README.md").read_text() == thread_card(THREADS_CARD, report)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(out / "model.safetensors").values())
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], threads="pasta", tokenize=False)
+    assert "threads: pasta" in asked and tokenizer.model_max_length == 2048
+    assert len(tokenizer) == AutoModelForCausalLM.from_pretrained(out).config.vocab_size
+    held_out = [found for found in records("pasta") if found.question.held_out]
+    assert report["samples"]["pasta"]["answers"] == 60 - len(held_out) and len(held_out) == 2
