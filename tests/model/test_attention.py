@@ -69,8 +69,8 @@ def slots_in_window(mask: torch.Tensor, past: int, window: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
-@pytest.mark.parametrize("window", [None, 1, 3, 9])
-@pytest.mark.parametrize(("rows", "past", "older"), [(1, 0, 0), (1, 7, 0), (5, 0, 3), (9, 12, 20)])
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize(("rows", "past", "older"), [(1, 0, 0), (5, 0, 3), (9, 12, 20)])
 def test_tree_attention_equals_algorithm_1(rows, past, older, window, dtype, tolerance):
     q, keys, values, mask = random_step(rows, past, older, dtype)
     expected = reference_attention(q.double(), keys.double(), values.double(), past, mask, window)
@@ -80,21 +80,12 @@ def test_tree_attention_equals_algorithm_1(rows, past, older, window, dtype, tol
 
 
 @pytest.mark.parametrize("window", [None, 1, 4])
-@pytest.mark.parametrize(("rows", "past"), [(1, 0), (6, 0), (6, 5)])
+@pytest.mark.parametrize(("rows", "past"), [(6, 0), (6, 5)])
 def test_prefill_equals_algorithm_1(rows, past, window):
     q, keys, values, _ = random_step(rows, past, 0, torch.float64)
     plan = AttentionPlan.for_prefill(past, rows, [mask_of(shape(window))], torch.float64, CPU)
     found = tree_attention(q, keys, values, plan, shape(window))
     torch.testing.assert_close(found, reference_attention(q, keys, values, past, None, window), atol=1e-13, rtol=0)
-
-
-def test_a_prompt_chunk_equals_a_tree_that_is_a_chain():
-    q, keys, values, _ = random_step(6, 5, 0, torch.float64)
-    chain = torch.ones(6, 6, dtype=torch.bool).tril()
-    for window in (None, 3):
-        torch.testing.assert_close(
-            reference_attention(q, keys, values, 5, chain, window), reference_attention(q, keys, values, 5, None, window)
-        )
 
 
 def with_lse(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,16 +104,12 @@ def test_merging_by_log_sum_exp_equals_one_softmax():
     torch.testing.assert_close(merge_by_lse(*first, *second), (whole, lse), atol=1e-13, rtol=0)
     scores = torch.einsum("rhd,hsd->rhs", q, keys.repeat_interleave(HEADS // KV_HEADS, 0)) / HEAD_DIM**0.5
     torch.testing.assert_close(lse, scores.logsumexp(-1), atol=1e-13, rtol=0)
-
-
-def test_merging_survives_scores_far_apart():
     out_a, out_b = torch.full((1, 1, 2), 3.0), torch.full((1, 1, 2), 5.0)
     far, _ = merge_by_lse(out_a, torch.tensor([[-1e4]]), out_b, torch.tensor([[1e4]]))
     assert torch.equal(far, out_b)
 
 
-@pytest.mark.parametrize("window", [None, 1, 5])
-@pytest.mark.parametrize("hidden", [0, 2])
+@pytest.mark.parametrize(("window", "hidden"), [(None, 0), (5, 2)])
 def test_rows_of_threads_attend_to_their_visible_slots(window, hidden):
     """Past slots are not in order of position, as when several threads commit in turn."""
     rows, shared, slots = 4, 3, 14
@@ -181,14 +168,16 @@ VARIANTS = {
     "capped": shape(softcap=1.5),
     "in a window": shape(3, softcap=1.5),
     "by chunks": LayerShape(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, Reach(4, is_chunk=True)),
+    "with narrow values": LayerShape(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM // 2),
 }
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("layer", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize(("rows", "past", "is_prefill"), [(6, 0, True), (6, 5, True), (5, 9, False), (1, 9, False)])
+@pytest.mark.parametrize(("rows", "past", "is_prefill"), [(6, 5, True), (5, 9, False)])
 def test_scales_caps_chunks_and_sinks_are_those_of_the_definition(rows, past, is_prefill, layer, with_sinks):
     q, keys, values, mask = random_step(rows, past, 0, torch.float64)
+    values = values[..., : layer.value_dim]
     sinks = torch.linspace(-1, 2, HEADS, dtype=torch.float64) if with_sinks else None
     if is_prefill:
         mask = torch.ones(rows, rows, dtype=torch.bool).tril()
@@ -204,12 +193,3 @@ def test_scales_caps_chunks_and_sinks_are_those_of_the_definition(rows, past, is
         seen &= positions > own[:, None] - layer.reach.size
     found = tree_attention(q, keys, values, plan, layer, sinks)
     torch.testing.assert_close(found, as_defined(q, keys, values, seen, layer, sinks), atol=1e-13, rtol=0)
-
-
-def test_values_may_be_narrower_than_keys():
-    layer = LayerShape(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM // 2)
-    q, keys, values, mask = random_step(4, 5, 0, torch.float64)
-    values = values[..., : HEAD_DIM // 2]
-    found = tree_attention(q, keys, values, plan_for(5, mask, layer, torch.float64), layer)
-    seen = torch.cat((torch.ones(4, 5, dtype=torch.bool), mask), 1)
-    torch.testing.assert_close(found, as_defined(q, keys, values, seen, layer), atol=1e-13, rtol=0)

@@ -84,24 +84,6 @@ def test_a_bita_of_before_there_were_tables_is_loaded(target: Path, bita: Path) 
     assert load_markov(bita, model_config(target)) is None
 
 
-def test_saving_again_replaces_both_files(target: Path, bita: Path) -> None:
-    saved = save_random_bita(bita, target, 2, 7, seed=1)
-    assert (checked_bita(bita, target).num_masks, checked_bita(bita, target).num_prompt_tokens) == (2, 7)
-    loaded = BitaWeights.load(bita, model_config(target), range(LAYERS), torch.float32, CPU)
-    assert torch.equal(loaded.prompt, saved.prompt)
-
-
-def test_a_fingerprint_tells_targets_apart(target: Path, tmp_path: Path) -> None:
-    assert fingerprint(target) == fingerprint(Path(shutil.copytree(target, tmp_path / "copy")))
-    model = save_tiny_llama(tmp_path / "one layer less", layers=LAYERS - 1)
-    save_tiny_llama(tmp_path / "other weights", layers=LAYERS, seed=1)
-    save_tiny_llama(tmp_path / "shards", layers=LAYERS, max_shard_size="20kB")
-    names = [fingerprint(path) for path in (target, tmp_path / "one layer less", tmp_path / "other weights")]
-    assert len(set(names)) == 3 and all(len(name) == 16 for name in names)
-    assert fingerprint(tmp_path / "shards") == names[0]
-    assert model.config.num_hidden_layers == LAYERS - 1
-
-
 def test_another_target_is_refused(target: Path, bita: Path, tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "other", layers=LAYERS, seed=1)
     assert refused(bita, tmp_path / "other").startswith(f"{bita} was trained for another target than {tmp_path / 'other'}: train")
@@ -120,24 +102,15 @@ def change_config(directory: Path, **change: object) -> None:
     ("damage", "message"),
     [
         (shutil.rmtree, "config.json cannot be read: give a directory that pipedec train bita wrote"),
-        (lambda path: (path / "config.json").unlink(), "config.json cannot be read: give a directory"),
         (lambda path: (path / "config.json").write_text("{"), "config.json cannot be read: give a directory"),
-        (lambda path: (path / "config.json").write_bytes(b"\xff\xfe{}"), "config.json cannot be read: give a directory"),
         (lambda path: (path / "config.json").write_text("[]"), "config.json is not of format pipedec-bita-1: give"),
-        (lambda path: (path / "config.json").write_text('{"model_type": "llama"}'), "is not of format pipedec-bita-1: give"),
         (lambda path: change_config(path, format="pipedec-bita-9"), "is not of format pipedec-bita-1: give"),
         (lambda path: change_config(path, colour="red"), "config.json is damaged: train again, or copy it again"),
         (lambda path: change_config(path, num_masks="3"), "config.json is damaged"),
-        (lambda path: change_config(path, num_masks=3.0), "config.json is damaged"),
-        (lambda path: change_config(path, num_masks=True), "config.json is damaged"),
         (lambda path: change_config(path, num_masks=0), "config.json is damaged"),
         (lambda path: change_config(path, num_masks=MAX_MASKS + 1), "config.json is damaged"),
         (lambda path: change_config(path, num_prompt_tokens=-1), "config.json is damaged"),
-        (lambda path: change_config(path, num_prompt_tokens=4.5), "config.json is damaged"),
-        (lambda path: change_config(path, num_prompt_tokens=None), "config.json is damaged"),
         (lambda path: change_config(path, prompting="wide"), "config.json is damaged"),
-        (lambda path: change_config(path, prompting=["deep"]), "config.json is damaged"),
-        (lambda path: change_config(path, target=5), "config.json is damaged"),
         (lambda path: change_config(path, target="0" * 16), "was trained for another target than"),
         (
             lambda path: change_config(path, num_masks=2),
@@ -145,9 +118,6 @@ def change_config(directory: Path, **change: object) -> None:
         ),
         (lambda path: change_config(path, num_prompt_tokens=6), "tensor prompt has shape [4, 2, 2, 5, 8], but config.json and"),
         (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is not a whole safetensors file"),
-        (lambda path: (path / "model.safetensors").write_bytes(b"<html>"), "model.safetensors is not a whole safetensors file"),
-        (lambda path: (path / "model.safetensors").write_bytes(b""), "model.safetensors is not a whole safetensors file"),
-        (lambda path: truncate(path / "model.safetensors", 100), "model.safetensors is not a whole safetensors file"),
         (lambda path: truncate(path / "model.safetensors", -1), "model.safetensors is not a whole safetensors file"),
         (lambda path: change_tensors(path, lambda all_: all_.pop("masks")), "tensor masks is missing, but config.json and"),
         (
@@ -159,18 +129,9 @@ def change_config(directory: Path, **change: object) -> None:
             f"tensor {NAMES[0]} has shape [64, 6], but config",
         ),
         (lambda path: change_config(path, markov_rank=-1), "config.json is damaged"),
-        (lambda path: change_tensors(path, lambda all_: all_.pop("prompt")), "tensor prompt is missing, but config.json and"),
         (
             lambda path: change_tensors(path, lambda all_: all_.update(masks=all_["masks"][:, :5].contiguous())),
             "tensor masks has shape [3, 5], but config.json and the target ask for [3, 32]",
-        ),
-        (
-            lambda path: change_tensors(path, lambda all_: all_.update(prompt=all_["prompt"][:, :, :1].contiguous())),
-            "tensor prompt has shape [4, 2, 1, 5, 8], but config.json and the target ask for [4, 2, 2, 5, 8]",
-        ),
-        (
-            lambda path: change_tensors(path, lambda all_: all_.update(masks=torch.tensor(1.0))),
-            "tensor masks has shape [], but config.json and the target ask for [3, 32]",
         ),
     ],
 )
@@ -180,7 +141,6 @@ def test_damaged_files_are_refused(damage: Callable[[Path], Any], message: str, 
 
 
 def truncate(path: Path, size: int) -> None:
-    """Keep the first ``size`` bytes; a negative number counts from the end."""
     path.write_bytes(path.read_bytes()[:size])
 
 
@@ -188,8 +148,3 @@ def change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], object
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors")
-
-
-def test_a_file_in_place_of_the_directory(target: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("text")
-    assert "config.json cannot be read" in refused(tmp_path / "file", target)

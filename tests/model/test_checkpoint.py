@@ -64,18 +64,14 @@ def test_a_stage_reads_only_its_own_tensors(single):
     checkpoint.check_complete(config)
 
 
-def test_a_tied_head_uses_the_embedding(tmp_path):
+def test_a_tied_head_uses_the_embedding_and_may_be_there_as_a_copy(tmp_path):
     save_tiny_llama(tmp_path, tie_word_embeddings=True)
     config, checkpoint = model_config(tmp_path), Checkpoint(tmp_path)
     assert HEAD not in checkpoint
     assert list(checkpoint.expected_shapes(config, range(3, 4), first=False, last=True))[-1] == EMBEDDING
     checkpoint.check_complete(config)
-
-
-def test_a_tied_checkpoint_may_hold_a_copy_of_the_head(tmp_path):
-    save_tiny_llama(tmp_path, tie_word_embeddings=True)
     rewrite(tmp_path / "model.safetensors", lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
-    Checkpoint(tmp_path).check_complete(model_config(tmp_path))
+    Checkpoint(tmp_path).check_complete(config)
 
 
 def test_shards_give_the_same_stage_as_one_file(tmp_path):
@@ -103,7 +99,7 @@ def test_a_missing_shard_is_named_by_who_needs_it(sharded):
             StageModel.load(sharded, range(layer, layer + 1), torch.float32, "cpu")
 
 
-@pytest.mark.parametrize("content", [None, b"<html>not found</html>", b"", b"\xff" * 64])
+@pytest.mark.parametrize("content", [None, b"<html>not found</html>", b""])
 @pytest.mark.failure_case("M1")
 def test_a_damaged_file_is_named(sharded, content):
     damaged = shards(sharded)[-1]
@@ -120,7 +116,7 @@ def test_swapped_shards_are_refused(sharded):
     assert_refused(sharded, "model-0000", "missing, though")
 
 
-@pytest.mark.parametrize("content", ["<html>", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": [1]}}'])
+@pytest.mark.parametrize("content", ["<html>", "[]", '{"weight_map": {"a": [1]}}'])
 def test_a_damaged_index_is_named(sharded, content):
     (sharded / "model.safetensors.index.json").write_text(content)
     assert_refused(sharded, "model.safetensors.index.json", "not a safetensors index")

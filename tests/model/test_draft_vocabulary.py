@@ -12,6 +12,7 @@ from pipedec.model import DraftVocabulary
 
 
 def test_tokens_are_mapped_there_and_back(tmp_path: Path) -> None:
+    assert DraftVocabulary.load(tmp_path) is None, "such a draft knows all tokens"
     vocabulary = DraftVocabulary.create(torch.tensor([7, 2, 5]), 9, "abc")
     assert vocabulary.tokens.tolist() == [-1, 7, 2, 5]
     assert vocabulary.draft_ids.tolist() == [0, 0, 2, 0, 0, 3, 0, 1, 0]
@@ -19,21 +20,13 @@ def test_tokens_are_mapped_there_and_back(tmp_path: Path) -> None:
     found = DraftVocabulary.load(tmp_path)
     assert found is not None and found.of == "abc"
     assert torch.equal(found.tokens, vocabulary.tokens) and torch.equal(found.draft_ids, vocabulary.draft_ids)
-
-
-def test_a_draft_without_the_file_knows_all_tokens(tmp_path: Path) -> None:
-    assert DraftVocabulary.load(tmp_path) is None
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(UserError, match="is damaged"):
+        DraftVocabulary.load(tmp_path)
 
 
 @pytest.mark.parametrize("tokens", [[1, 1], [9], [-1, 2]])
 def test_tokens_must_be_the_targets(tokens: list[int]) -> None:
     with pytest.raises(ValueError, match="different, and below 9"):
         DraftVocabulary.create(torch.tensor(tokens), 9, "abc")
-
-
-def test_a_damaged_file_is_told(tmp_path: Path) -> None:
-    DraftVocabulary.create(torch.tensor([7, 2, 5]), 9, "abc").save(tmp_path)
-    (file,) = tmp_path.iterdir()
-    file.write_bytes(file.read_bytes()[:20])
-    with pytest.raises(UserError, match="is damaged"):
-        DraftVocabulary.load(tmp_path)

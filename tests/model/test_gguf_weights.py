@@ -29,8 +29,7 @@ IDS = torch.randint(0, 64, (20,), generator=torch.Generator().manual_seed(1))
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
-    "llama-wide-heads": ("llama", {"head_dim": 16, "kv_heads": 1}),
-    "llama-biases": ("llama", {"attention_bias": True}),
+    "llama-wide-heads": ("llama", {"head_dim": 16, "kv_heads": 1, "attention_bias": True}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 12}),
     "qwen2": ("qwen2", {}),
 }
@@ -74,15 +73,16 @@ def test_every_type_is_read_as_the_gguf_library_and_transformers_read_it(tmp_pat
     assert 0.02 < own.std() < 0.5, "the values must mean something"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_values_are_cast_only_once(tmp_path, dtype):
+def test_values_are_cast_only_once(tmp_path):
     save_tiny("llama", tmp_path / "source", layers=1)
     file = save_gguf(tmp_path / "model.gguf", tmp_path / "source", "Q8_0")
     name = "model.layers.0.self_attn.q_proj.weight"
-    wide, narrow = torch.empty(32, 32), torch.empty(32, 32, dtype=dtype)
+    wide = torch.empty(32, 32)
     Checkpoint(file).read_into({name: wide})
-    Checkpoint(file).read_into({name: narrow})
-    assert torch.equal(narrow, wide.to(dtype))
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        narrow = torch.empty(32, 32, dtype=dtype)
+        Checkpoint(file).read_into({name: narrow})
+        assert torch.equal(narrow, wide.to(dtype))
 
 
 def test_a_matrix_is_read_in_slices_of_rows(tmp_path):
@@ -101,7 +101,7 @@ def test_a_model_from_gguf_equals_the_same_one_from_safetensors(tmp_path, name):
     family, options = MODELS[name]
     save_tiny(family, tmp_path / "source", **options)
     file = save_gguf(tmp_path / "model.gguf", tmp_path / "source")
-    for cut in ((4,), (1, 3), (2, 1, 1)):
+    for cut in ((4,), (2, 1, 1)):
         assert torch.equal(logits(file, cut), logits(tmp_path / "source", cut))
     with torch.no_grad():
         expected = load_transformers(file, torch.float32)(IDS[None]).logits[0]

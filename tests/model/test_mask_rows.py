@@ -26,10 +26,8 @@ MASKS = 3
 WINDOW = 5
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "llama-no-groups": ("llama", {"kv_heads": 4}),
     "llama-one-group": ("llama", {"kv_heads": 1, "head_dim": 16, "attention_bias": True}),
     "mistral-window": ("mistral", {"sliding_window": WINDOW}),
-    "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 16}),
 }
 
@@ -153,19 +151,15 @@ def test_ordinary_rows_do_not_depend_on_the_learned_weights(llama: Path, seed: i
         assert all(torch.equal(one, another) for one, another in zip(first, other, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_ordinary_rows_do_not_depend_on_the_presence_of_masks(
-    llama: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ordinary_rows_do_not_depend_on_the_presence_of_masks(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit if matrix products run row by row; the CPU's own rounding depends on the number of rows."""
 
     def compare(equal: bool) -> None:
-        for seed in range(4):
-            plain = ordinary_rows(StageChain(llama, (1, 3), dtype), seed, 0)
-            masked = ordinary_rows(StageChain(llama, (1, 3), dtype, bita=random_weights(seed)), seed, MASKS)
+        for seed in range(2):
+            plain = ordinary_rows(StageChain(llama, (1, 3)), seed, 0)
+            masked = ordinary_rows(StageChain(llama, (1, 3), bita=random_weights(seed)), seed, MASKS)
             for one, other in zip(plain, masked, strict=True):
-                tolerance = 0.0 if equal else {torch.float32: 1e-4, torch.float64: 1e-12}[dtype]
-                torch.testing.assert_close(other, one, atol=tolerance, rtol=0)
+                torch.testing.assert_close(other, one, atol=0 if equal else 1e-4, rtol=0)
 
     compare(equal=False)
     linear = functional.linear

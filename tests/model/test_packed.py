@@ -24,8 +24,8 @@ def a_matrix(outputs: int, inputs: int, seed: int = 0) -> Tensor:
 
 
 @ONEDNN
-@pytest.mark.parametrize(("outputs", "inputs"), [(320, 192), (193, 577), (1024, 512)])
-@pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, KNEE_ROWS, 300])
+@pytest.mark.parametrize(("outputs", "inputs"), [(193, 577), (1024, 512)])
+@pytest.mark.parametrize("rows", [1, 2, 17, KNEE_ROWS, 300])
 def test_values_are_those_of_plain_products(outputs: int, inputs: int, rows: int) -> None:
     weight, bias, values = a_matrix(outputs, inputs), a_matrix(1, outputs)[0], a_matrix(rows, inputs, seed=1)
     packed = pack(weight)

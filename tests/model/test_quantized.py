@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import save_tiny, stage_parameters
 from support.examples import examples
-from support.stage_chain import BOTH_IMPLS, lone_cache
+from support.stage_chain import lone_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedec.core import UserError
@@ -95,7 +95,7 @@ def test_in_bfloat16_the_bits_of_a_row_do_not_depend_on_other_rows(kind: str) ->
     matrix.seal()
     rows = random_weight(100, 192, 1).bfloat16()
     together = matrix.linear(rows)
-    for count in (1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64, 99):
+    for count in (1, 2, 3, 8, 17, 64, 99):
         assert torch.equal(matrix.linear(rows[:count]), together[:count])
 
 
@@ -113,7 +113,7 @@ def cuda_layout(pairs_NK: torch.Tensor, tiles: int) -> torch.Tensor:
     return words.unflatten(1, (-1, tiles // 2)).transpose(2, 3).to(torch.int32)
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(2064, 256), (16, 192), (1024, 128)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(2064, 256), (16, 192)])
 def test_int4_is_packed_for_cuda_by_slices_as_in_one_piece(monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int) -> None:
     monkeypatch.setattr(torch, PACKING, cuda_layout)
     matrix = filled("int4", random_weight(outputs, inputs), torch.bfloat16)
@@ -185,11 +185,13 @@ def test_stages_take_the_bytes_that_a_plan_counts(tmp_path: Path, kind: str, dty
     assert stage.stack.num_bytes < {"int8": 0.35, "int4": 0.27}[kind] * 4 * stage_parameters(tmp_path, range(2))
 
 
-@pytest.mark.fast_cases("int8-llama-False-pipedec", "int4-llama-False-pipedec", "int8-qwen3-True-transformers")
-@BOTH_IMPLS
-@pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "family", "is_tied", "impl"),
+    [
+        ("int8", "llama", False, "pipedec"), ("int4", "qwen2", True, "pipedec"),
+        ("int8", "qwen3", True, "transformers"), ("int4", "qwen3", False, "transformers"),
+    ],
+)  # fmt: skip
 def test_stages_compute_with_the_rounded_weights_of_the_checkpoint(
     tmp_path: Path, kind: str, family: str, is_tied: bool, impl: ModelImpl
 ) -> None:
