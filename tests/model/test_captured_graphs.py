@@ -246,7 +246,7 @@ def test_too_few_slots_are_refused_as_ever(directory: Path) -> None:
 
 
 def test_another_pool_has_graphs_of_its_own(directory: Path) -> None:
-    stage = load(directory, "llama")
+    stage = load(directory, "llama", FIRST)
     stage.capture = frozen = Frozen()
     caches = [new_cache(stage.make_pool(512)) for _ in range(2)]
     outputs = [stage.forward(inputs_of(stage, 3), [chunk(cache, 3)]) for cache in (*caches, *caches)]

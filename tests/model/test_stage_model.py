@@ -183,10 +183,10 @@ def test_rows_of_random_trees_equal_a_forward_of_their_own_path(tree_target, see
 
 @BOTH_IMPLS
 def test_memory_matches_the_configs_count(tmp_path, impl):
-    for name in ("llama-biases", "llama-tied", "qwen2-window"):
+    for name in ("llama-biases", "llama-tied"):
         family, kwargs = MODELS[name]
         save_tiny(family, tmp_path / name, **kwargs)
-        for layers in (range(0, 1), range(1, 3), range(3, 4), range(0, 4)):
+        for layers in (range(0, 1), range(1, 4), range(0, 4)):
             stage = StageModel.load(tmp_path / name, layers, torch.float64, "cpu", model_config(tmp_path / name, impl))
             assert stage.stack.num_bytes == 8 * stage_parameters(tmp_path / name, layers)
             assert stage.layers == layers

@@ -45,11 +45,8 @@ def qwen(**keys: object) -> ClusterConfig:
 
 @pytest.mark.parametrize(
     ("share", "top1"),
-    [
-        (0.1e9 / 137e9, 0.61), (2e9 / 137e9, 0.71), (8e9 / 137e9, 0.75), (0.8e9 / 11e9, 0.82), (0.8e9 / 11e9, 0.74),
-        (893568 / 10233024, 0.79),
-    ],
-)  # fmt: skip
+    [(0.1e9 / 137e9, 0.61), (8e9 / 137e9, 0.75), (893568 / 10233024, 0.79)],
+)
 def test_the_curve_is_near_what_was_published_and_measured(share: float, top1: float) -> None:
     assert SizeCurve().top1(share) == pytest.approx(top1, abs=0.06)
 
@@ -64,8 +61,7 @@ def test_a_measured_draft_moves_the_curve() -> None:
 @pytest.mark.parametrize(
     ("top1", "forwards", "groups", "replayed"),
     [
-        (0.259, 3, 14, 4.12), (0.686, 1, 14, 2.49), (0.686, 2, 14, 2.31), (0.844, 2, 14, 1.68), (0.865, 3, 14, 1.55),
-        (0.69, 7, 7, 1.13), (0.69, 3, 14, 2.18), (0.69, 2, 21, 3.28),
+        (0.259, 3, 14, 4.12), (0.686, 1, 14, 2.49), (0.865, 3, 14, 1.55), (0.69, 7, 7, 1.13), (0.69, 2, 21, 3.28),
     ],
 )  # fmt: skip
 def test_timesteps_are_near_those_of_replays(top1: float, forwards: int, groups: int, replayed: float) -> None:
@@ -114,16 +110,9 @@ def test_the_plan_says_how_large_a_draft_pays(paper: ClusterConfig) -> None:
     assert [line.split()[0] for line in known] == ["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"]
     assert conclusion.endswith("% less time per token.") and conclusion.split()[0].startswith("llama")
     assert max(map(len, (title, headings, present, *known, conclusion))) <= 100
-
-
-def test_no_draft_may_pay(paper: ClusterConfig) -> None:
-    """On a processor, for two fast GPUs."""
-    assert drafts(plan(paper, "home-2x3090"))[-1] == "  With any of them a token takes longer than without speculation."
-
-
-def test_a_measured_accuracy_is_that_of_the_plans_draft(paper: ClusterConfig) -> None:
-    present = drafts(plan(paper, "paper-14"), 0.55)[2]
-    assert "55%" in present
+    assert "55%" in drafts(plan(paper, "paper-14"), 0.55)[2], "a measured accuracy is that of the plan's draft"
+    slow = "  With any of them a token takes longer than without speculation."
+    assert drafts(plan(paper, "home-2x3090"))[-1] == slow, "on a processor, for two fast GPUs"
 
 
 def test_a_plan_without_a_draft_has_no_such_lines() -> None:
@@ -133,7 +122,7 @@ def test_a_plan_without_a_draft_has_no_such_lines() -> None:
         plan_table(planned, 0.5)
 
 
-@pytest.mark.parametrize("share", ["0", "1", "72"])
+@pytest.mark.parametrize("share", ["0", "1"])
 def test_a_share_is_between_0_and_1(share: str) -> None:
     result = CliRunner().invoke(command, [str(PAPER), "--partition", "paper-14", "--draft-top1", share])
     assert "--draft-top1" in refusal(result)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import multiprocessing
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +20,7 @@ from pipedec.device import GpuDevice
 from pipedec.engine.devices import chosen_device
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.recorder import EmulatedClock, Pacer, TimestepLoad, Turn, turn_of
-from pipedec.hardware import LINKS, LinkSpec, PassTime
+from pipedec.hardware import LinkSpec, PassTime
 from pipedec.messages import PromptRequest, RunDescription, to_json
 from pipedec.plan.costs import RankTiming
 from pipedec.plan.emulation import Emulation, with_stages
@@ -51,7 +49,7 @@ def test_the_paper_s_stage_is_22_ms_up_to_the_roofline_s_knee() -> None:
     assert made.draft.compute_ms(Load(32)) == pytest.approx(6, abs=0.1)
 
 
-@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), 1e9])
+@pytest.mark.parametrize("factor", [0.0, float("nan"), 1e9])
 def test_slow_motion_has_bounds(factor: float) -> None:
     with pytest.raises(UserError, match="slow motion must be a factor"):
         emulation(slow_motion=factor)
@@ -74,6 +72,9 @@ def test_another_stage_count_takes_the_same_devices() -> None:
     assert cut.num_groups == 8
     assert cut.problems, "10 layers of a 70B in float32 do not fit into 24 GB"
     assert cut.draft is not None and cut.draft.placement.device == "l40"
+    assert Emulation.of_plan(plan(paper_cluster(), "7x2-3090")).shared_stage == 14
+    cut = plan(with_stages(paper_cluster(), "7x2-3090", 8), "7x2-3090")
+    assert cut.shared_stage == 8 and cut.draft is not None and cut.draft.placement == cut.stages[7].placement
 
 
 def test_clock_takes_the_slowest_rank_and_the_busiest_link() -> None:
@@ -81,6 +82,8 @@ def test_clock_takes_the_slowest_rank_and_the_busiest_link() -> None:
     clock.add(TimestepLoad([Load(8)], {1: Load(1), 2: Load(10), 3: Load(5)}, sent={0: 1, 1: 1, 2: 3}))
     # Stage 2 multiplies 10 rows in 20 ms; then it receives 1 row (2 ms) and sends 3 (4 ms).
     assert clock.total_ms == pytest.approx(20 + 2 + 4)
+    clock.add(TimestepLoad([Load(1), Load(8), Load(8), Load(8)], {1: Load(1)}))
+    assert clock.total_ms == pytest.approx(26 + 16), "the draft's forwards add up"
 
 
 def test_full_duplex_links_send_and_receive_at_the_same_time() -> None:
@@ -90,25 +93,9 @@ def test_full_duplex_links_send_and_receive_at_the_same_time() -> None:
         clock.add(load)
     sent_ms = emulation().stages[0].send_ms(1)
     assert half.total_ms - full.total_ms == pytest.approx(sent_ms), "stage 2 receives, then sends"
-
-
-def test_a_plan_hands_its_duplex_on() -> None:
     config = paper_cluster()
-    full = replace(config, network=replace(config.network, duplex="full"))
-    assert [Emulation.of_plan(plan(one, "paper-14")).duplex for one in (config, full)] == ["half", "full"]
-
-
-def test_clock_adds_up_the_draft_s_forwards() -> None:
-    clock = EmulatedClock(emulation(), Topology.even(3, 3))
-    clock.add(TimestepLoad([Load(1), Load(8), Load(8), Load(8)], {1: Load(1)}))
-    assert clock.total_ms == pytest.approx(16)
-
-
-def test_another_stage_count_keeps_the_draft_beside_the_last_stage() -> None:
-    made = Emulation.of_plan(plan(paper_cluster(), "7x2-3090"))
-    assert made.shared_stage == 14 and Emulation.of_plan(plan(paper_cluster(), "7x2-3090-own-draft")).shared_stage is None
-    cut = plan(with_stages(paper_cluster(), "7x2-3090", 8), "7x2-3090")
-    assert cut.shared_stage == 8 and cut.draft is not None and cut.draft.placement == cut.stages[7].placement
+    both = replace(config, network=replace(config.network, duplex="full"))
+    assert [Emulation.of_plan(plan(one, "paper-14")).duplex for one in (config, both)] == ["half", "full"]
 
 
 def test_clock_adds_up_the_work_of_both_ranks_on_a_shared_device() -> None:
@@ -194,53 +181,27 @@ def test_pacer_waits_until_the_device_has_done_the_real_work() -> None:
     assert cuda.now >= began + 0.5
 
 
-_DRAFTING = """
-import sys, time
-from test_emulation import Load, Pacer, Turn, emulation
-pacer = Pacer(emulation(), 0, turn=Turn("run"))
-print("ready", flush=True)
-sys.stdin.readline()
-print(time.perf_counter(), flush=True)
-for _ in range(10):
-    with pacer.computing(Load(1)):
-        pass
-print(time.perf_counter(), flush=True)
-"""
-
-
-def test_pacers_of_two_processes_that_share_a_device_take_the_sum_of_their_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_that_share_a_device_compute_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPEDEC_STATE_DIR", str(tmp_path))
-    tests = Path(__file__).resolve().parent
-    paths = os.pathsep.join([str(tests), str(tests.parent), *sys.path])
-    with subprocess.Popen(
-        [sys.executable, "-c", _DRAFTING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": paths},
-    ) as drafting:  # fmt: skip
-        assert drafting.stdin is not None and drafting.stdout is not None
-        assert drafting.stdout.readline() == "ready\n"
-        drafting.stdin.write("go\n")
-        drafting.stdin.flush()
-        began = time.perf_counter()
-        pacer = Pacer(emulation(), 1, turn=Turn("run"))
-        for _ in range(5):
-            with pacer.computing(Load(1)):
-                pass
-        ended = time.perf_counter()
-        other_began, other_ended = (float(line) for line in drafting.stdout)
-    assert max(ended, other_ended) - min(began, other_began) >= 10 * 0.004 + 5 * 0.010
-
-
-def test_a_shared_device_is_that_of_one_run_and_its_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIPEDEC_STATE_DIR", str(tmp_path))
-    shared = replace(emulation(), shared_stage=2)
+    shared = replace(emulation(slow_motion=20.0), shared_stage=2)
     assert [isinstance(turn_of(shared, rank, "run"), Turn) for rank in range(4)] == [True, False, True, False]
     assert not any(isinstance(turn_of(one, 0, "run"), Turn) for one in (None, emulation()))
-    code = 'from pipedec.engine.recorder import Turn\nwith Turn("other"):\n    print("has its own")\n'
-    with Turn("run"):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "has its own\n"
+    processes = multiprocessing.get_context("fork")
+    ours, theirs = processes.Pipe()
+
+    def draft() -> None:
+        with Turn("other"):
+            theirs.send("another run has a device of its own")
+        with Pacer(shared, 0, turn=Turn("run")).computing(Load(1)):
+            theirs.send(time.perf_counter())
+
+    drafting = processes.Process(target=draft)
+    began = time.perf_counter()
+    with Pacer(shared, 2, turn=Turn("run")).computing(Load(1)):
+        drafting.start()
+        assert ours.recv().startswith("another run") and not ours.poll()
+    assert ours.recv() >= began + 0.2, "after the stage's 10 ms in slow motion"
+    drafting.join()
 
 
 def test_pacer_without_emulation_does_nothing() -> None:
@@ -250,13 +211,8 @@ def test_pacer_without_emulation_does_nothing() -> None:
     assert not pacer.take_overran()
 
 
-def test_links_are_ordered_as_their_names_say() -> None:
-    for one, other in (("10gbe", "25gbe"), ("25gbe", "pcie4"), ("pcie4", "nvlink")):
-        assert LINKS[one].transfer_ms(1e6) > LINKS[other].transfer_ms(1e6)
-
-
 @pytest.mark.fast_cases("pipedec")
-@pytest.mark.parametrize("method", ["pp", "stpp", "pipedec"])
+@pytest.mark.parametrize("method", ["pp", "pipedec"])
 def test_local_pipeline_computes_what_it_would_last(pair: Pair, method: str) -> None:
     spec = replace(pair.spec(3), emulation=emulation())
     pipeline = LocalPipeline.load(spec)
@@ -282,13 +238,11 @@ def test_processes_last_as_long_as_the_emulated_devices(pair: Pair, leaves_nothi
     request = PromptRequest("The pipeline", method="pipedec", sampling=SamplingParams(max_tokens=8, ignore_eos=True))
     with LocalCluster(slow) as cluster:
         assert cluster.scheduler is not None
-        client = Client(cluster.scheduler)
-        completion = client.ask(request)
+        completion = Client(cluster.scheduler).ask(request)
         assert completion.metrics.decode_seconds >= 2 * 0.010 * completion.metrics.timesteps
     with LocalCluster(replace(slow, emulation=Emulation("test", 1.0, impossible, (impossible,) * 2))) as cluster:
         assert cluster.scheduler is not None
-        client = Client(cluster.scheduler)
-        reply = client.follow(request)
+        reply = Client(cluster.scheduler).follow(request)
         assert reply.completed().token_ids == completion.token_ids
         decoding = range(3, 3 + reply.completed().metrics.timesteps)
         assert reply.overran == {1, *decoding}, "the prompt entered in timestep 1 and has passed two stages after the second"

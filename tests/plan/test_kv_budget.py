@@ -39,12 +39,11 @@ def test_the_rank_with_the_least_room_decides() -> None:
     budget = KVBudget([RankBudget(0, 10_000, 10), RankBudget(1, 10_000, 16), RankBudget(2, 9_000, 16)], 4096, 64, 2)
     assert (budget.scarcest.rank, budget.tokens) == (2, 560), "562 tokens in whole blocks of 16"
     assert replace(budget, block=256).tokens == 512
+    ample = KVBudget([RankBudget(1, 2**60, 1)], 100, 3, 4)
+    assert ample.tokens == 3 * 128 + 5 * TREE_ROWS, (
+        "no more than requests can use: a context and a block each, and rows in flight"
+    )
     assert budget.requests(100) == 560 // 112, "with its rows in flight a request takes seven blocks"
-
-
-def test_no_more_is_reserved_than_requests_can_use() -> None:
-    ample = [RankBudget(1, 2**60, 1)]
-    assert KVBudget(ample, 100, 3, 4).tokens == 3 * 128 + 5 * TREE_ROWS, "a context and a block each, and rows in flight"
 
 
 def test_bytes_are_counted_by_the_layers_and_the_dtype_of_every_rank(pair: Pair) -> None:
@@ -54,23 +53,15 @@ def test_bytes_are_counted_by_the_layers_and_the_dtype_of_every_rank(pair: Pair)
     in_float64 = spec(pair, stages=8, dtype="float64", kv_cache_memory=MIB)
     assert in_float64.kv_slots == MIB // (2 * 2 * 8 * 8) // 16 * 16, "the stages are scarcest, with a layer each"
     assert spec(pair, stages=8, kv_cache_memory=MIB).kv_slots == MIB // (DRAFT_LAYERS * 2 * 2 * 8 * 2) // 16 * 16
-
-
-def test_a_draft_whose_processor_decides_counts_as_float32(pair: Pair) -> None:
-    """All ranks must count the same slots, and only rank 0 knows its processor."""
-    made = resolve(_settings(pair, "auto", stages=8, kv_cache_memory=MIB))
-    assert made.kv_slots == MIB // (DRAFT_LAYERS * 2 * 2 * 8 * 4) // 16 * 16
-
-
-def test_the_default_suffices_for_all_requests(pair: Pair) -> None:
-    assert spec(pair, max_num_seqs=3).kv_slots == 3 * (CONTEXT + 16) + 3 * TREE_ROWS
-    assert spec(pair, max_model_len=100, max_num_seqs=3).kv_slots == 3 * 128 + 3 * TREE_ROWS
+    undecided = resolve(_settings(pair, "auto", stages=8, kv_cache_memory=MIB))
+    assert undecided.kv_slots == MIB // (DRAFT_LAYERS * 2 * 2 * 8 * 4) // 16 * 16, "float32: only rank 0 knows its processor"
 
 
 def test_rank_0_manages_what_every_pool_has(pair: Pair) -> None:
     small = spec(pair, kv_cache_memory=MIB)
     assert small.kv_manager().capacity == small.kv_slots
     assert small.kv_block == 16, "on a processor"
+    assert spec(pair, max_num_seqs=3).kv_slots == 3 * (CONTEXT + 16) + 3 * TREE_ROWS, "by default enough for all requests"
     assert small.replaced(device="cuda").kv_block == 256, "also on a host that has no GPU"
 
 
@@ -130,13 +121,9 @@ def test_ranks_that_share_a_device_have_room_for_the_same_tokens(pair: Pair) -> 
     assert abs(draft.tokens - last.tokens) <= 1 and made.kv_slots == min(draft.tokens, last.tokens) // 256 * 256
 
 
-def test_a_processor_s_memory_is_nominal(pair: Pair) -> None:
-    made = resolve_partition(cluster(pair, max_num_seqs=50_000))
-    assert set(made.kv_room or ()) == {DEFAULT_BYTES} and made.kv_block == 16
-    assert made.kv_slots == DEFAULT_BYTES // 512
-
-
 def test_a_cluster_file_names_its_budget(pair: Pair) -> None:
+    made = resolve_partition(cluster(pair, max_num_seqs=50_000))
+    assert set(made.kv_room or ()) == {DEFAULT_BYTES} and made.kv_slots == DEFAULT_BYTES // 512, "a processor's is nominal"
     made = resolve_partition(cluster(pair, kv_cache_memory="4MiB", prefix_cache=False))
     assert (made.kv_slots, made.shares_prefixes) == (4 * MIB // 512, False)
     with pytest.raises(UserError, match=r"one request of 4,096 tokens needs 2\.0 MiB: give a larger --kv-cache-memory"):
