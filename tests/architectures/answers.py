@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -40,13 +40,15 @@ class Compared:
     different: list[str] = field(default_factory=list)
 
 
-def compare(target: Path, scratch: Path) -> Compared:
-    """By every method, greedy and drawn, on 1, 3 and 5 stages of transformers' modules, alone and in company."""
-    expected, found = _expected(target), Compared()
-    questions = [(sampling, prompt) for sampling, prompt in product(SAMPLINGS, range(len(PROMPTS)))]
+def compare(
+    target: Path, scratch: Path, numbers_of_stages: Sequence[int] = STAGES, samplings: Iterable[str] = SAMPLINGS
+) -> Compared:
+    """By every method, greedy and drawn, on so many stages of transformers' modules, alone and in company."""
+    questions = list(product(samplings, range(len(PROMPTS))))
+    expected, found = _expected(target, questions), Compared()
     clear = [question for question in questions if expected[question] is not None]
     save_tiny("llama", scratch / "draft", layers=1, seed=5, vocab=VOCABULARY)
-    for stages in STAGES:
+    for stages in numbers_of_stages:
         spec = bare_spec(target, LAYERS, (stages, stages), scratch / "draft", model_impl="transformers")
         pipeline = LocalPipeline.load(spec.replaced(max_num_seqs=8))
         for method in METHODS:
@@ -72,18 +74,11 @@ def answers(pipeline: LocalPipeline, method: str, questions: Sequence[tuple[str,
     return [[token.token_id for token in pipeline.answers[request.number].sequence.document()] for request in requests]
 
 
-def _expected(target: Path) -> dict[tuple[str, int], list[int] | None]:
+def _expected(target: Path, questions: Sequence[tuple[str, int]]) -> dict[tuple[str, int], list[int] | None]:
     """The answers of ``generate``; None where two tokens are nearly as good as each other."""
     model = load_transformers(target, torch.float32)
-    return {
-        (sampling, prompt): _generated(model, PROMPTS[prompt], SAMPLINGS[sampling])
-        for sampling, prompt in product(SAMPLINGS, range(len(PROMPTS)))
-    }
-
-
-def _generated(model: PreTrainedModel, prompt: tuple[int, ...], sampling: SamplingParams) -> list[int] | None:
-    tokens, lead = generated(model, prompt, sampling)
-    return None if lead < TIE else tokens
+    found = {question: generated(model, PROMPTS[question[1]], SAMPLINGS[question[0]]) for question in questions}
+    return {question: None if lead < TIE else tokens for question, (tokens, lead) in found.items()}
 
 
 @torch.inference_mode()

@@ -96,11 +96,11 @@ def test_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attention of gpt-oss, in layers without its experts: windows, and sinks with a score for every head."""
     monkeypatch.setattr(modeling_gpt_oss, "GptOssMLP", DenseMLP)
     save_model("gpt_oss", tmp_path / "target")
-    found = compare(tmp_path / "target", tmp_path)
+    found = compare(tmp_path / "target", tmp_path, [3], ["greedy"])
     assert found.answers and not found.different, found.different
 
 
-@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize("size", [1, 8])
 def test_windows_and_chunks_have_other_masks(size: int) -> None:
     window = and_masks(sliding_window_overlay(size), causal_mask_function)
     chunk = and_masks(chunked_overlay(size, torch.zeros(1)), causal_mask_function)

@@ -13,12 +13,10 @@ from architectures.answers import PROMPTS, SAMPLINGS, TIE, answers, generated
 from architectures.zoo import VOCABULARY, save_model
 from safetensors.torch import load_file, save_file
 from support.gguf_architectures import NAMES
-from support.gguf_files import save_gguf
+from support.gguf_files import gguf_refusal, save_gguf
 from support.llama_cpp import LlamaCpp
 from support.specs import bare_spec
 
-from pipedec.core import UserError
-from pipedec.engine.build import checked
 from pipedec.engine.local import LocalPipeline
 from pipedec.families import model_config
 from pipedec.families.transformers import stated_config
@@ -93,7 +91,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": ("mistral", {"sliding_window": None}),
     "ministral3": ("ministral3", {"rope_parameters": MINISTRAL, "sliding_window": None}),
 }  # fmt: skip
-ALWAYS = ("gemma3", "phi3", "olmo3", "gptneox", "command-r")  # whose answers are compared by default, too
+ALWAYS = ("gemma3", "phi3-longrope", "gptneox")  # whose answers are compared by default, too
 # llama.cpp has windows only in the largest EXAONE 4 and never in Phi-3, norms of queries only in the largest Command R, and
 # chooses the factors of longrope by the length of its context.
 NOT_LLAMA_CPP = ("phi3", "phi3-longrope", "exaone4", "command-r-norms")
@@ -116,14 +114,6 @@ def write(name: str, folder: Path, vocab_size: bool = False, **metadata: Any) ->
     return folder / "source", save_gguf(folder / "model.gguf", folder / "source", **metadata)
 
 
-def refusal(file: Path) -> str:
-    with pytest.raises(UserError) as caught:
-        checked(file)
-    message = str(caught.value)
-    assert str(file) in message and "\n" not in message
-    return message
-
-
 def test_every_architecture_has_a_file_here() -> None:
     assert {name.partition("-")[0] for name in MODELS} >= {name.partition("-")[0] for name in ARCHITECTURES}
 
@@ -131,17 +121,14 @@ def test_every_architecture_has_a_file_here() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_config_and_tensors_are_those_that_were_written(name: str, tmp_path: Path) -> None:
     source, file = write(name, tmp_path)
-    found, expected = model_config(file, "transformers"), model_config(source, "transformers")
-    same_type = MODELS[name][0] != "mistral" or name == "mistral3"
-    for field in fields(expected):
-        if field.name not in ("location", "eos_token_id") and (same_type or field.name != "model_type"):
-            assert getattr(found, field.name) == getattr(expected, field.name), field.name
-    if same_type:
-        stated, written = (stated_config(folder).to_dict() for folder in (model_files(file), source))
-        for key in written.keys() - UNIMPORTANT:
-            assert stated[key] == written[key], key
+    stated, written = (stated_config(folder).to_dict() for folder in (model_files(file), source))
+    if name == "mistral":  # the file calls it llama
+        unlike = {key for key in (*written, *stated) if key not in stated or key not in written}
+        assert unlike <= {"attention_bias", "mlp_bias", "pretraining_tp", "sliding_window"} and stated["model_type"] == "llama"
+        written = {key: value for key, value in written.items() if key not in (*unlike, "model_type")}
+    for key in written.keys() - UNIMPORTANT:
+        assert stated[key] == written[key], key
     checkpoint, weights = Checkpoint(file), load_file(source / "model.safetensors")
-    checkpoint.check_complete(found)
     assert set(checkpoint.names) == weights.keys()
     for key, values in weights.items():
         read = torch.empty(values.shape)
@@ -152,6 +139,10 @@ def test_config_and_tensors_are_those_that_were_written(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
 def test_answers_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     source, file = write(name, tmp_path)
+    config, own = model_config(file, "transformers"), model_config(source, "transformers")
+    not_equal = {field.name for field in fields(own) if getattr(config, field.name) != getattr(own, field.name)}
+    assert not_equal <= {"location", "eos_token_id"} | ({"model_type"} if name == "mistral" else set())
+    Checkpoint(file).check_complete(config)
     model = load_transformers(source, torch.float32)
     expected = [generated(model, prompt, SAMPLINGS["greedy"]) for prompt in PROMPTS]
     pipeline = LocalPipeline.load(bare_spec(file, model.config.num_hidden_layers, (2, 2), model_impl="transformers"))
@@ -162,7 +153,7 @@ def test_answers_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
         assert found[number] == expected[number][0]
 
 
-@pytest.mark.slow
+@pytest.mark.fast_cases("gemma3", "olmo2")
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - {*NOT_LLAMA_CPP}))
 def test_llama_cpp_computes_the_same_from_the_file(name: str, tmp_path: Path) -> None:
     """That the files here are what its converter would write."""
@@ -196,7 +187,7 @@ def test_llama_cpp_computes_the_same_from_the_file(name: str, tmp_path: Path) ->
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
 def test_what_would_change_the_formula_is_refused(name: str, metadata: dict[str, Any], words: str, tmp_path: Path) -> None:
-    assert words in refusal(write(name, tmp_path, **metadata)[1])
+    assert words in gguf_refusal(write(name, tmp_path, **metadata)[1])
 
 
 def test_what_older_files_lack(tmp_path: Path) -> None:
@@ -218,5 +209,5 @@ def test_the_largest_gemmas_scale_queries_by_their_width(tmp_path: Path) -> None
 
 
 def test_float32_numbers_get_back_their_digits() -> None:
-    for number in (1e-6, 1e-5, 0.22, 0.0078125, 1e6, 12.0, 1.5625e-07, 0.0):
+    for number in (1e-6, 0.22, 12.0, 1.5625e-07, 0.0):
         assert _shortest(float(torch.tensor(number))) == number

@@ -67,11 +67,7 @@ def test_smollm2s_token_ids_are_llama_cpps_and_its_template_is_transformers(smol
         rendered = found.render_chat(messages)
         assert rendered == reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     llama = LlamaCpp(smollm2)
-    for text in [
-        *CONVERSATIONS,
-        Path(__file__).read_text(encoding="utf-8"),
-        "\n\n\t 3.14159 <|im_start|>user\nhi<|im_end|>\n  x ",
-    ]:
+    for text in [*CONVERSATIONS, Path(__file__).read_text("utf-8"), "\n\n\t 3.14159 <|im_start|>user\nhi<|im_end|>\n  x "]:
         assert found.encode(text) == llama.encode(text)
 
 
@@ -82,13 +78,8 @@ def test_smollm2_says_what_transformers_reads_in_its_file(smollm2: Path) -> None
     with LLM("smollm2", draft="none", stages=3, method="pipedec-bestfirst", device="cpu") as llm:
         for text in CONVERSATIONS:
             prompt = tokenizer.encode(text)
-            output = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt)),
-                max_new_tokens=24,
-                do_sample=False,
-                pad_token_id=0,
-            )
+            ids, mask = torch.tensor([prompt]), torch.ones(1, len(prompt))
+            output = model.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=0)
             answer = llm.generate(prompt, SamplingParams(max_tokens=24, temperature=0.0))[0]
             assert list(answer.token_ids) == output[0, len(prompt) :].tolist()
 

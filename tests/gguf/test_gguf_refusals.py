@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.checkpoints import save_tiny_llama
-from support.gguf_files import quantized, save_gguf
+from support.gguf_files import gguf_refusal, save_gguf
 
 from pipedec.checkpoints import TensorFiles, fingerprint
 from pipedec.config import state_directory
@@ -35,14 +35,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def file(source: Path, tmp_path: Path) -> Path:
     return save_gguf(tmp_path / "model.gguf", source)
-
-
-def refusal(file: Path) -> str:
-    with pytest.raises(UserError) as caught:
-        checked(file)
-    message = str(caught.value)
-    assert str(file) in message and "\n" not in message
-    return message
 
 
 @pytest.mark.parametrize(
@@ -68,35 +60,32 @@ def refusal(file: Path) -> str:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_not_supported_is_named(source: Path, tmp_path: Path, fields: dict[str, Any], words: str) -> None:
-    assert words in refusal(save_gguf(tmp_path / "model.gguf", source, **fields))
+    assert words in gguf_refusal(save_gguf(tmp_path / "model.gguf", source, **fields))
 
 
 def test_types_that_are_not_supported_are_named(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "source", layers=1, hidden=256)
-    message = refusal(save_gguf(tmp_path / "model.gguf", tmp_path / "source", "TQ1_0"))
+    message = gguf_refusal(save_gguf(tmp_path / "model.gguf", tmp_path / "source", "TQ1_0"))
     assert "has the type TQ1_0" in message and "Q4_K" in message
 
 
-@pytest.mark.parametrize("left", [0, 3, 20, 200, 1500, -1, -20_000])
-def test_a_file_that_ends_early(file: Path, left: int) -> None:
+def test_files_that_end_early_other_files_and_none(file: Path, tmp_path: Path) -> None:
     whole = file.read_bytes()
-    file.write_bytes(whole[:left])
-    assert "not a whole GGUF file" in refusal(file)
-
-
-def test_other_files_and_none(tmp_path: Path) -> None:
+    for left in (0, 3, 20, 1500, -1, -20_000):
+        file.write_bytes(whole[:left])
+        assert "not a whole GGUF file" in gguf_refusal(file)
     text, folder = tmp_path / "text.gguf", tmp_path / "folder.gguf"
     text.write_text("not a model" * 100)
     folder.mkdir()
-    assert "not a whole GGUF file" in refusal(text)
-    refusal(folder)
-    assert "cannot be read" in refusal(tmp_path / "missing.gguf")
+    assert "not a whole GGUF file" in gguf_refusal(text)
+    gguf_refusal(folder)
+    assert "cannot be read" in gguf_refusal(tmp_path / "missing.gguf")
 
 
 def test_damaged_headers_are_refused_or_harmless(file: Path) -> None:
     whole, generator = file.read_bytes(), random.Random(1)
     refused = 0
-    for _ in range(60):
+    for _ in range(40):
         damaged = bytearray(whole)
         for place in generator.sample(range(4, 1200), 3):
             damaged[place] = generator.randrange(256)
@@ -106,7 +95,7 @@ def test_damaged_headers_are_refused_or_harmless(file: Path) -> None:
         except UserError as error:
             refused += 1
             assert str(error).count("\n") == 0
-    assert refused > 20
+    assert refused > 10
 
 
 def test_a_file_that_is_cut_after_it_was_read(file: Path) -> None:
@@ -133,7 +122,7 @@ def test_what_is_derived_is_kept_until_the_file_changes(source: Path, file: Path
 
 def test_a_refused_file_leaves_nothing_in_the_cache(file: Path, own_cache: Path) -> None:
     file.write_bytes(file.read_bytes()[:300])
-    refusal(file)
+    gguf_refusal(file)
     assert [path.name for path in own_cache.rglob("*")] == ["gguf"]
 
 
@@ -141,7 +130,7 @@ def test_processes_that_read_a_file_at_once_agree(file: Path) -> None:
     reader = "import sys; from pipedec.gguf import model_files; print(model_files(sys.argv[1]))"
     readers = [
         subprocess.Popen([sys.executable, "-c", reader, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(2)
     ]
     said = [process.communicate(timeout=60) for process in readers]
     assert {out for out, _ in said} == {f"{model_files(file)}\n"}, said
@@ -150,7 +139,7 @@ def test_processes_that_read_a_file_at_once_agree(file: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_cache_that_cannot_be_written(file: Path, own_cache: Path) -> None:
     own_cache.chmod(0o500)
-    assert "PIPEDEC_STATE_DIR" in refusal(file)
+    assert "PIPEDEC_STATE_DIR" in gguf_refusal(file)
 
 
 def test_the_file_may_be_moved(file: Path, tmp_path: Path) -> None:
@@ -167,16 +156,6 @@ def test_no_torch_and_no_transformers_are_loaded(file: Path) -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script, str(file)], timeout=60, check=True)
-
-
-def test_random_blocks_are_what_the_file_has() -> None:
-    """Of types that the library does not write: the helper's own blocks have finite values of a useful size."""
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    for kind in ("Q4_K", "Q5_K", "Q6_K"):
-        values = dequantize(quantized(np.zeros((3, 512), np.float32), kind), GGMLQuantizationType[kind])
-        assert values.shape == (3, 512) and np.isfinite(values).all() and 0.01 < values.std() < 1
 
 
 def test_a_state_directory_that_is_made_is_private(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,7 @@ def test_user_defined_tokens_are_found_in_texts(tmp_path: Path) -> None:
     assert found.decode(ids, skip_special_tokens=True) == "it  it\n\n  it"
 
 
+@pytest.mark.fast_cases("gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2", "tekken")
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_byte_level_token_ids_are_llama_cpps(source: Path, tmp_path: Path, pre: str) -> None:
     file = save_gguf(tmp_path / "model.gguf", source, tokenizer={**byte_level_fields(), "pre": pre})

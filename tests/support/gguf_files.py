@@ -9,10 +9,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, TokenType, get_tensor_name_map
 from gguf.quants import quantize
 from safetensors.numpy import load_file
 
+from pipedec.core import UserError
+from pipedec.engine.build import checked
 from support.gguf_architectures import NAMES, converted, factors, fields_of, layer_values
 
 Floats = npt.NDArray[np.float32]
@@ -61,6 +64,15 @@ def save_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def gguf_refusal(file: Path) -> str:
+    """Why a file is not used: one line that names it."""
+    with pytest.raises(UserError) as caught:
+        checked(file)
+    message = str(caught.value)
+    assert str(file) in message and "\n" not in message
+    return message
 
 
 def sizes(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
