@@ -12,17 +12,15 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
 from support.annotated_answers import PASTA, record, write_records
 from support.refusals import refusal
 from support.tiny_pair import Pair
 
-from pipedec.checkpoints import fingerprint
 from pipedec.core import UserError
 from pipedec.threads import Sequence, measure
-from pipedec.train.run import Run, TrainingLoop, linear_decay, muon_and_adamw
+from pipedec.train.run import TrainingLoop, linear_decay, muon_and_adamw
 from recipes.thread_models.__main__ import thread_models as command
-from recipes.thread_models.answers import ModelAnswers, SeededPrompt
+from recipes.thread_models.answers import SeededPrompt
 from recipes.thread_models.bonbon import BonbonRecipe, PairSteps, bonbon_gap, bonbon_loss, prefer
 from recipes.thread_models.chat_endpoint import ChatEndpoint
 from recipes.thread_models.learning import PaddedRows, ThreadRecipe, learned_logits
@@ -38,7 +36,7 @@ from recipes.thread_models.ranking import (
 )
 from recipes.thread_models.ranking import PreferencePair as Preference
 from recipes.thread_models.report import PREFERENCE_CARD, ThreadsRun, thread_card
-from recipes.thread_models.rounds import Rounds, place_of, scores_of
+from recipes.thread_models.rounds import place_of, scores_of
 from recipes.thread_models.rows import RowWriter, tree_row
 from recipes.thread_models.tuning import Student, tune
 
@@ -222,7 +220,20 @@ def test_the_next_run_takes_what_the_last_one_left_and_refuses_what_is_not_its_o
     def train(recipe: BonbonRecipe, baseline: Path = tuned.model, data: Path = tuned.data) -> dict[str, Any]:
         return prefer((data,), tuned.model, baseline, recipe, run_in(tmp_path))
 
+    step = PairSteps.__call__
+
+    def stops(steps: PairSteps, number: int) -> dict[str, float]:
+        if number == 1:
+            raise KeyboardInterrupt
+        return step(steps, number)
+
+    monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PairSteps, "__call__", stops)
+        train(RECIPE)
     first = train(RECIPE)
+    whole = prefer((tuned.data,), tuned.model, tuned.model, RECIPE, run_in(tmp_path / "whole"))
+    assert first == whole, "also of a killed run"
     assert first == json.loads((tmp_path / "out" / "training.json").read_text())
     assert first["prompts"] == 6 and 0 < first["pairs"] <= 6 and first["samples"]["answers"] == 24
     assert first["held_out"]["answers"] == 2
@@ -243,71 +254,8 @@ def test_the_next_run_takes_what_the_last_one_left_and_refuses_what_is_not_its_o
         train(replace(RECIPE, max_tokens=1), data=write_records(tmp_path / "one.jsonl", "pasta", 1))
 
 
-def killed(*args: Any) -> None:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.slow
-def test_rounds_of_several_weights_continue_where_a_killed_run_stopped(
-    tuned: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipes = tuple(replace(RECIPE, quality_weight=weight, max_prompts=3) for weight in (1.0, math.inf))
-    rounds = Rounds((tuned.data,), tuned.model, tuned.model, recipes, 2)
-    answer, step, sampled, kill_at = ModelAnswers.answer, PairSteps.__call__, list[int](), -1
-
-    def counted(answers: ModelAnswers, asked: list[SeededPrompt]) -> list[Sequence]:
-        if answers.temperature > 0:
-            if len(sampled) == kill_at:
-                raise KeyboardInterrupt
-            sampled.append(len(asked))
-        return answer(answers, asked)
-
-    def stops(steps: PairSteps, number: int) -> dict[str, float]:
-        if number == 1:
-            raise KeyboardInterrupt
-        return step(steps, number)
-
-    monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 1)
-    monkeypatch.setattr(ModelAnswers, "answer", counted)
-    whole = rounds.run(run_in(tmp_path / "whole"))
-    assert len(sampled) == 3, "the first samples serve both weights"
-    sampled.clear()
-    kill_at = 2
-    with pytest.raises(KeyboardInterrupt):
-        rounds.run(run_in(tmp_path / "killed"))
-    kill_at = -1
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(PairSteps, "__call__", stops)
-        rounds.run(run_in(tmp_path / "killed"))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Run, "write_report", killed)
-        rounds.run(run_in(tmp_path / "killed"))
-    finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed" / "out").glob("*/*/model.safetensors")}
-    assert rounds.run(run_in(tmp_path / "killed")) == whole and len(sampled) == 3
-    assert sum(path.stat().st_mtime_ns == time_ns for path, time_ns in finished.items()) == len(finished) - 1 > 0
-    assert {path.name for path in (tmp_path / "whole" / "work").iterdir() if path.is_dir()} == {
-        "lambda-1", "lambda-inf", "round-1", "baseline-asked", "baseline-held-out",
-    }, "all rounds share the baseline's answers"  # fmt: skip
-    names = [f"lambda-{weight}/round-{number}" for weight in ("1", "inf") for number in (1, 2)]
-    for name in names:
-        first, second = (load_file(tmp_path / run / "out" / name / "model.safetensors") for run in ("whole", "killed"))
-        assert all(torch.equal(first[key], second[key]) for key in first)
-    reports = {name: json.loads((tmp_path / "whole" / "out" / name / "training.json").read_text()) for name in names}
-    assert reports["lambda-1/round-2"]["model"] == fingerprint(tmp_path / "whole" / "out" / "lambda-1" / "round-1")
-    assert reports["lambda-inf/round-1"]["recipe"]["quality_weight"] == "inf"
-    lines = json.loads((tmp_path / "whole" / "out" / "summary.json").read_text())
-    assert [line["efficiency"] for line in lines] == [None, *["speedup"] * 4]
-    assert [(line["lambda"], line["round"]) for line in lines] == [(None, 0), (1.0, 1), (1.0, 2), ("inf", 1), ("inf", 2)]
-    assert lines[2]["win_rate"] == reports["lambda-1/round-2"]["held_out"]["win_rate"]
-    with pytest.raises(UserError, match="is of another run: give another --out"):
-        replace(rounds, recipes=(replace(recipes[0], alpha=0.5), recipes[1])).run(run_in(tmp_path / "killed"))
-
-
 def test_every_weight_goes_with_every_efficiency_and_an_infinite_one_with_none() -> None:
     found = scores_of(RECIPE, (1.0, math.inf), ("parallelism", "speedup"))
-    assert [(one.quality_weight, one.efficiency) for one in found] == [
-        (1.0, "parallelism"), (1.0, "speedup"), (math.inf, "parallelism"),
-    ]  # fmt: skip
     assert [place_of(one) for one in found] == ["parallelism-lambda-1", "lambda-1", "parallelism-lambda-inf"]
     assert {one.samples for one in found} == {RECIPE.samples}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,20 +9,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from support.annotated_answers import write_records
-from support.tiny_pair import Pair
 
 from pipedec.core import UserError
-from pipedec.threads import Sequence, ThreadedSequence, replay
-from pipedec.train.run import TrainingLoop
+from pipedec.threads import Sequence, replay
 from recipes.thread_models.figures import in_circles, repeats
 from recipes.thread_models.learning import PaddedRows, ThreadLoss, ThreadRecipe, ThreadSteps, learned_logits
-from recipes.thread_models.own_answers import Circles, avoiding_row, prompts_of_rounds
+from recipes.thread_models.own_answers import avoiding_row, prompts_of_rounds
 from recipes.thread_models.records import read_annotated
-from recipes.thread_models.report import ThreadsRun
 from recipes.thread_models.rows import IGNORED, RowWriter
-from recipes.thread_models.tuning import Student, tune
+from recipes.thread_models.tuning import Student
 
 CPU = torch.device("cpu")
 CIRCLE = [*range(100, 120), *[20, 21, 22, 23, 24] * 60]
@@ -31,17 +26,6 @@ RECIPE = ThreadRecipe(
     steps=4, batch_tokens=300, warmup_steps=1, learning_rate=1e-3, max_length=130,
     circle_rounds=2, circle_prompts=6, circle_answers=2,
 )  # fmt: skip
-
-
-def stutters(model: Path, path: Path) -> None:
-    """Save a model that repeats the last token again and again."""
-    shutil.copytree(model, path)
-    weights = load_file(path / "model.safetensors")
-    for name, tensor in weights.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.zero_()
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
 
 
 def said(tokens: list[int], max_tokens: int, end: int = 1) -> Sequence:
@@ -62,13 +46,6 @@ def test_circles_are_answers_that_are_cut_while_they_repeat_themselves() -> None
     assert not in_circles(said([*CIRCLE[:200], 1], 300)), "it ended by itself"
     assert not in_circles(said(list(range(100, 300)), 200)), "it is merely long"
     assert not in_circles(said([*range(100, 200), *range(100, 140)], 140)), "a part of its end is repeated"
-
-
-def test_one_of_several_threads_may_run_in_circles(writer: RowWriter) -> None:
-    bound = writer.bound["apar"]
-    sequence = ThreadedSequence(bound, 3, [writer.end_token_id], 260)
-    replay(sequence, [50, bound.opener, bound.child_start, *CIRCLE[:257]])
-    assert sequence.finished == "length" and in_circles(sequence)
 
 
 def test_only_repeated_tokens_are_targets_and_the_rest_is_cut(student: Student) -> None:
@@ -112,37 +89,6 @@ def test_rounds_ask_in_one_thread_and_in_every_dialect_by_turns(writer: RowWrite
     of_each = [[writer.prompt(prompt, one.dialect) for prompt in prompts] for one in asked]
     places = [known.index(one.prompt) for known, one in zip(of_each, asked, strict=True)]
     assert sorted(places) == list(range(12)) != places, "each once, in a random order"
-
-
-@pytest.mark.slow
-def test_a_killed_run_continues_with_the_same_circles(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 1)
-    stutters(pair.draft, tmp_path / "stutters")
-    files = {"apar": (write_records(tmp_path / "apar.jsonl", "apar"),)}
-
-    def train(name: str) -> dict[str, object]:
-        run = ThreadsRun(tmp_path / name / "out", tmp_path / name / "work", threads=1, held_out_prompts=1)
-        return tune(tmp_path / "stutters", files, RECIPE, run, prompts=("What?", "Why?"))
-
-    def circles(name: str) -> dict[str, int]:
-        return {path.name: path.stat().st_mtime_ns for path in (tmp_path / name / "work" / "circles").iterdir()}
-
-    whole, rows = train("whole"), Circles.rows
-
-    def dies(circles: Circles, step: int) -> object:
-        if step == 3:
-            raise KeyboardInterrupt
-        return rows(circles, step)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Circles, "rows", dies)
-        train("killed")
-    kept = circles("killed")
-    assert sorted(kept) == ["0000.json", "0001.json"]
-    assert train("killed") == whole and circles("killed") == kept
-    first, second = (load_file(tmp_path / name / "out" / "model.safetensors") for name in ("whole", "killed"))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert (tmp_path / "whole" / "work" / "threads.jsonl").read_text().count('"circle_loss"') == 4
 
 
 @pytest.mark.parametrize(

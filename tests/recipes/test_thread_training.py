@@ -27,14 +27,12 @@ from recipes.thread_models.learning import (
     ThreadLoss,
     ThreadRecipe,
     ThreadSteps,
-    batches,
     held_out_loss,
     learned_logits,
     plan,
 )
 from recipes.thread_models.report import THREADS_CARD, ThreadsRun, thread_card
 from recipes.thread_models.rows import IGNORED, RowWriter, TokenizedSample, WrittenSample, with_marker
-from recipes.thread_models.structure import Fork
 from recipes.thread_models.tuning import Student, tune
 
 CPU = torch.device("cpu")
@@ -65,13 +63,9 @@ def test_a_prompt_is_the_engines_and_the_marker_comes_before_it(student: Student
     text = student.tokenizer.apply_chat_template(told, threads="pasta", tokenize=False)
     assert text == "<|system|>threads: pasta\nBe brief.<|user|>Hi"
     assert student.tokenizer.apply_chat_template(told, tokenize=False) == "<|system|>Be brief.<|user|>Hi"
-
-
-def test_text_is_never_read_as_control(writer: RowWriter) -> None:
-    bound = writer.bound["apar"]
     sample = writer.sample(record(("Say [Fork] or </s>.",), rule="none"), "apar")
-    assert bound.opener not in sample.answer and sample.answer.count(writer.end_token_id) == 1
-    assert writer.decode(list(sample.answer)) == "Say [Fork] or </s>."
+    assert writer.bound["apar"].opener not in sample.answer, "text is never read as control"
+    assert sample.answer.count(writer.end_token_id) == 1 and writer.decode(list(sample.answer)) == "Say [Fork] or </s>."
 
 
 def test_both_forms_of_a_paragraph_tree_give_the_same_logits(student: Student, writer: RowWriter, tmp_path: Path) -> None:
@@ -104,13 +98,6 @@ def test_both_forms_give_the_same_loss_and_gradients(student: Student, writer: R
     assert found["tree"][0]["tokens"] < found["unrolled"][0]["tokens"]
     for tree, unrolled in zip(found["tree"][1], found["unrolled"][1], strict=True):
         torch.testing.assert_close(tree, unrolled, atol=1e-5, rtol=1e-4)
-
-
-def test_forks_beyond_what_a_thread_may_have_are_said_in_it(writer: RowWriter) -> None:
-    pieces = tuple(piece for number in range(20) for piece in (f"\n{number}. x:", Fork(f" the point {number}")))
-    sample = writer.sample(record((*pieces, "\nEnd.")), "apar")
-    assert len(writer.sequence(sample).threads) == 17 and not writer.sequence(sample).anomalies
-    assert len(writer.rows(sample, "unrolled")) == 17
 
 
 def test_every_sample_comes_once_before_any_comes_again(writer: RowWriter) -> None:
@@ -158,14 +145,6 @@ def test_control_tokens_count_more(student: Student, writer: RowWriter) -> None:
     )
 
 
-def test_losses_do_not_depend_on_how_rows_are_batched(student: Student, writer: RowWriter) -> None:
-    rows = [row for found in records("pasta", 9) for row in writer.rows(writer.sample(found, "pasta"), "tree")]
-    together, alone = list(batches(rows, CPU)), list(batches(rows, CPU, tokens=1))
-    assert len(together) < len(alone) == 9
-    losses = [torch.cat([loss_of(student, writer).of(batch).values for batch in found]) for found in (together, alone)]
-    torch.testing.assert_close(*losses, atol=2e-4, rtol=0)
-
-
 def test_a_teachers_distribution_is_learned(student: Student, writer: RowWriter, pair: Pair) -> None:
     batch = PaddedRows.of(writer.rows(writer.sample(record(APAR), "apar"), "tree"), CPU)
     own = learned_logits(student.model, batch).log_softmax(-1)
@@ -201,7 +180,10 @@ def test_tokens_that_were_never_learned_get_embeddings_of_their_own(student: Stu
 @pytest.mark.slow
 def test_a_killed_run_continues_to_the_same_weights(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 2)
-    files, recipe = {"apar": files_in(tmp_path)["apar"]}, replace(RECIPE, max_length=90)
+    files, recipe = (
+        {"apar": files_in(tmp_path)["apar"]},
+        replace(RECIPE, max_length=90, circle_rounds=2, circle_prompts=3, circle_answers=2),
+    )
     whole = tune(pair.draft, files, recipe, run_in(tmp_path / "whole"))
     step = ThreadSteps.__call__
 
