@@ -16,8 +16,6 @@ from support.tiny_pair import Pair
 
 from pipedec.checkpoints import CheckpointPart, TensorFiles, merged, part_digests, rank_parts
 from pipedec.checkpoints.digests import CONFIG_FILES, MAX_ENTRIES, config_digest, fingerprint, tensor_digests, weights_digest
-from pipedec.config import state_directory
-from pipedec.directories import cache_directory
 from pipedec.model import StageModel
 
 
@@ -83,13 +81,6 @@ def test_an_unchanged_file_is_read_once(checkpoint: Path, tmp_path: Path, monkey
     assert weights_digest(checkpoint, cache) != first
 
 
-def test_the_cache_may_share_the_state_directory(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which must be private, whoever makes it first."""
-    monkeypatch.setenv("PIPEDEC_STATE_DIR", str(tmp_path / "own"))
-    weights_digest(checkpoint, cache_directory())
-    assert state_directory() == tmp_path / "own"
-
-
 @pytest.mark.parametrize("entry", ["", "[1]", '{"file": 1, "tensors": []}'])
 def test_a_damaged_cache_is_made_anew(entry: str, checkpoint: Path, tmp_path: Path) -> None:
     first = weights_digest(checkpoint, tmp_path / "cache")
@@ -97,6 +88,7 @@ def test_a_damaged_cache_is_made_anew(entry: str, checkpoint: Path, tmp_path: Pa
     cached.write_text(entry)
     assert weights_digest(checkpoint, tmp_path / "cache") == first
     assert cached.read_text() != entry
+    assert weights_digest(checkpoint, Path("/proc/nowhere")) == first, "without a place for it"
 
 
 def test_the_cache_keeps_the_newest(checkpoint: Path, tmp_path: Path) -> None:
@@ -108,10 +100,6 @@ def test_the_cache_keeps_the_newest(checkpoint: Path, tmp_path: Path) -> None:
         save_file({"one": torch.ones(1)}, weights)
         weights_digest(weights.parent, tmp_path / "cache")
     assert len(list((tmp_path / "cache" / "digests").iterdir())) == MAX_ENTRIES and not oldest.exists()
-
-
-def test_without_a_place_for_the_cache_files_are_read_again(checkpoint: Path) -> None:
-    assert weights_digest(checkpoint, Path("/proc/nowhere")) == weights_digest(checkpoint, None)
 
 
 def test_a_host_reads_its_own_tensors_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -65,15 +64,6 @@ def test_what_describes_a_checkpoint_is_needed_everywhere(name: str, target: Pat
     (target / name).unlink()
     (part,) = rank_parts(2, LAYERS, {"target": target})
     assert [file.name for file in part.missing()] == [name if name != INDEX_FILE else "model.safetensors"]
-
-
-def test_without_its_only_file_nobody_can_read_a_part(pair: Pair, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(pair.target, tmp_path / "copy"))
-    (copy / "model.safetensors").unlink()
-    for rank in (1, 2, 3):
-        (part,) = rank_parts(rank, LAYERS, {"target": copy})
-        assert part.missing() == [copy / "model.safetensors"]
-    assert rank_parts(0, LAYERS, {"target": copy})[0].missing() == []
 
 
 def test_many_missing_files_are_counted(target: Path) -> None:

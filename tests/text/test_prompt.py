@@ -50,37 +50,28 @@ def test_the_pieces_of_any_tokens_make_the_whole_text(prompter: Prompter, token_
 
 
 def test_text_is_returned_as_soon_as_it_is_final(prompter: Prompter) -> None:
-    token_ids = prompter.tokenizer.encode(TEXT)
-    pieces = streamed(prompter, token_ids, [1])
+    pieces = streamed(prompter, prompter.tokenizer.encode(TEXT), [1])
     assert "".join(pieces) == TEXT and pieces[-1] == ""
-    assert (
-        sum(piece == "" for piece in pieces) < len(pieces) / 2
-    )  # only text that may end in an incomplete character is held back
-    assert "" in pieces[:-1]  # and that text is
+    held_back = sum(piece == "" for piece in pieces[:-1])
+    assert 0 < held_back < len(pieces) / 2, "only text that may end in an incomplete character"
+    assert streamed(prompter, prompter.tokenizer.encode("a\U0001f680")[:-1], [1])[-1].endswith("\ufffd"), (
+        "at the end it is returned"
+    )
 
 
-def test_an_incomplete_character_is_returned_at_the_end(prompter: Prompter) -> None:
-    token_ids = prompter.tokenizer.encode("a\U0001f680")[:-1]
-    assert streamed(prompter, token_ids, [1])[-1].endswith("\ufffd")
-
-
-def test_the_chat_template_wraps_the_prompt_unless_it_is_raw(prompter: Prompter) -> None:
+def test_the_chat_template_wraps_the_prompt_unless_it_is_raw(prompter: Prompter, tokenizer_files: Path, tmp_path: Path) -> None:
     chat = prompter.token_ids("How many?", raw=False, max_tokens=1)
     raw = prompter.token_ids("How many?", raw=True, max_tokens=1)
     user, assistant = map(prompter.tokenizer.token_id, ["<|user|>", "<|assistant|>"])
     assert chat == (user, *raw, assistant)
     assert list(raw) == prompter.tokenizer.encode("How many?")
-
-
-def test_an_answer_that_has_begun_follows_the_prompt(prompter: Prompter) -> None:
-    asked, begun = prompter.token_ids("How many?", raw=False, max_tokens=1), prompter.tokenizer.encode("1. One")
-    assert prompter.token_ids("How many?", raw=False, max_tokens=1, begun="1. One") == (*asked, *begun)
-    raw = prompter.token_ids("How many?", raw=True, max_tokens=1, begun="1. One")
-    assert list(raw) == prompter.tokenizer.encode("How many?\n1. One")
-
-
-def test_token_ids_are_taken_as_they_are(prompter: Prompter) -> None:
-    assert prompter.token_ids((5, 0, 5), raw=False, max_tokens=1) == (5, 0, 5)
+    assert prompter.token_ids((5, 0, 5), raw=False, max_tokens=1) == (5, 0, 5), "token ids are taken as they are"
+    shutil.copy(tokenizer_files / "tokenizer.json", tmp_path)
+    assert Prompter(tmp_path, CONTEXT).token_ids("How many?", raw=False, max_tokens=1) == raw, "without a template"
+    begun = prompter.tokenizer.encode("1. One")
+    assert prompter.token_ids("How many?", raw=False, max_tokens=1, begun="1. One") == (*chat, *begun)
+    continued = prompter.token_ids("How many?", raw=True, max_tokens=1, begun="1. One")
+    assert list(continued) == prompter.tokenizer.encode("How many?\n1. One")
 
 
 @pytest.mark.parametrize(
@@ -96,12 +87,6 @@ def test_token_ids_are_taken_as_they_are(prompter: Prompter) -> None:
 def test_token_ids_that_are_no_prompt(prompter: Prompter, token_ids: tuple[int, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         prompter.token_ids(token_ids, raw=True, max_tokens=1)
-
-
-def test_a_model_without_a_template_gets_the_raw_prompt(prompter: Prompter, tokenizer_files: Path, tmp_path: Path) -> None:
-    shutil.copy(tokenizer_files / "tokenizer.json", tmp_path)
-    plain = Prompter(tmp_path, CONTEXT)
-    assert plain.token_ids("How many?", raw=False, max_tokens=1) == prompter.token_ids("How many?", raw=True, max_tokens=1)
 
 
 def stopped(prompter: Prompter, token_ids: list[int], stop: list[str], size: int) -> tuple[list[str], int | None]:

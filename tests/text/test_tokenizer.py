@@ -25,14 +25,8 @@ from pipedec.text.tokenizer import Tokenizer
 
 THREADS = reference_threads()
 WORDS = [
-    "Hello there, it's a test .",
-    "Größe: naïve café",
-    "東京 \U0001f680",
-    "don't  stop\n\n\tnow",
-    "<|end|>",
-    "<s> a</s>b",
-    " x",
-]
+    "Hello there, it's a test .", "Größe: naïve café", "東京 \U0001f680", "don't  stop\n\n\tnow", "<|end|>", "<s> a</s>b", " x",
+]  # fmt: skip
 TEXTS = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(WORDS), max_size=4).map("".join))
 TEMPLATE = """{%- if tools is none and documents is not defined %}?{% endif -%}
 {{ bos_token }}{% for message in messages %}
@@ -61,6 +55,10 @@ def save_spaced(directory: Path, **config: Any) -> None:
     made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     made.chat_template = TEMPLATE
     made.save_pretrained(directory)
+    change_config(directory, config)
+
+
+def change_config(directory: Path, config: dict[str, Any]) -> None:
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
 
@@ -76,8 +74,7 @@ def save_metaspace(directory: Path, **config: Any) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATE
     ).save_pretrained(directory)
-    path = directory / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    change_config(directory, config)
 
 
 @pytest.fixture(scope="module")
@@ -88,18 +85,8 @@ def directories(tmp_path_factory: pytest.TempPathFactory, tokenizer_files: Path)
     save_metaspace(made["cleaned"], clean_up_tokenization_spaces=True)
     save_spaced(made["older"], add_eos_token=True)  # tokenizer.json has the last word
     (made["older"] / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}, "pad_token": "<unk>"}))
-    save_spaced(
-        made["listed"],
-        bos_token={
-            "__type": "AddedToken",
-            "content": "<bos>",
-            "special": True,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-        },
-        additional_special_tokens=["<|end|>"],
-    )
+    bos = {"__type": "AddedToken", "content": "<bos>", "special": True, "lstrip": False, "rstrip": False, "normalized": False}
+    save_spaced(made["listed"], bos_token=bos, additional_special_tokens=["<|end|>"])
     return {"tiny": tokenizer_files, "shipped": reference_pair() / "target", "threads": THREADS / "target", **made}
 
 
@@ -171,31 +158,22 @@ def test_a_part_of_a_character_is_named_by_its_bytes(directories: dict[str, Path
         assert tokenizer.token(len(tokenizer) + 5) == ""
 
 
-def test_half_a_character_is_refused(directories: dict[str, Path]) -> None:
+def test_texts_are_refused_that_cannot_be_or_are_too_long(directories: dict[str, Path]) -> None:
     tokenizer = Tokenizer(directories["tiny"])
     with pytest.raises(UserError, match="character 1 is half a surrogate pair"):
         tokenizer.encode("a\ud83d")
     assert tokenizer.encode("a\0b"), "a NUL is a character"
-
-
-def test_long_texts_are_refused_before_they_are_tokenized(directories: dict[str, Path]) -> None:
-    tokenizer = Tokenizer(directories["tiny"])
     limit = 10 * tokenizer.max_chars_per_token
     tokenizer.check_length("x" * limit, 10)
     with pytest.raises(UserError, match=f"has {limit + 1} characters, but the 10 tokens that fit are at most {limit}"):
         tokenizer.check_length("x" * (limit + 1), 10)
 
 
-def test_a_checkpoint_without_a_template_says_so(directories: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copy(directories["tiny"] / "tokenizer.json", tmp_path)
-    tokenizer = Tokenizer(tmp_path)
-    assert not tokenizer.has_chat_template
-    with pytest.raises(UserError, match="has no chat template"):
-        tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
-
-
 def test_the_template_named_default_is_taken_from_a_list(directories: dict[str, Path], tmp_path: Path) -> None:
     shutil.copy(directories["tiny"] / "tokenizer.json", tmp_path)
+    assert not Tokenizer(tmp_path).has_chat_template
+    with pytest.raises(UserError, match="has no chat template"):
+        Tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "Hi"}])
     listed = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "abc"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
     assert Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}]) == "abc"
@@ -212,8 +190,7 @@ CALLED = [
 ]
 
 
-@pytest.mark.parametrize("template", [HERMES_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE])
-@pytest.mark.parametrize("is_file", [True, False])
+@pytest.mark.parametrize(("template", "is_file"), [(HERMES_TEMPLATE, True), (LLAMA3_TEMPLATE, False), (MISTRAL_TEMPLATE, False)])
 def test_tools_are_shown_as_transformers_shows_them(
     directories: dict[str, Path], tmp_path: Path, template: str, is_file: bool
 ) -> None:
@@ -247,16 +224,9 @@ def rendered(source: str, seconds: float = 5.0, **message: Any) -> str:
     return ChatTemplate(source, seconds).render([{"role": "user", **message}])
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
-        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
-    ],
-)
-def test_an_endless_template_ends(source: str) -> None:
+def test_an_endless_template_ends() -> None:
     with pytest.raises(UserError, match="takes too long"):
-        rendered(source, seconds=0.1)
+        rendered("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}", seconds=0.1)
 
 
 BIG = "makes a value of more than"
@@ -284,10 +254,7 @@ def test_a_template_that_goes_too_far_is_refused_in_one_line(source: str, why: s
     with pytest.raises(UserError, match=why) as refused:
         rendered(source, content="Hi")
     assert "\n" not in str(refused.value)
-
-
-def test_the_time_is_at_a_templates_disposal() -> None:
-    assert len(rendered("{{ strftime_now('%Y-%m-%d') }}")) == 10
+    assert len(rendered("{{ strftime_now('%Y-%m-%d') }}")) == 10, "the time is at a template's disposal"
 
 
 def test_a_tokenizer_in_another_format_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
