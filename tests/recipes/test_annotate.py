@@ -167,11 +167,8 @@ JUDGE = ["--annotator", "http://a/v1", "--model", "m"]
     ("dialect", "options", "message"),
     [
         ("apar", [], "nothing to annotate"),
-        ("pasta", ["--in", "a", "--block-tokens", "9"], "must be at least --min-block-tokens"),
         ("apar", ["--in", "absent.jsonl"], "cannot read absent.jsonl"),
         ("apar", ["--in", "a", "--unstructured-share", "1"], "below 1"),
-        ("apar", ["--in", "a", *JUDGE], "goes with --dialect pasta"),
-        ("pasta", ["--in", "a", *JUDGE[:2]], "--model NAME"),
         ("pasta", ["--in", "a", *JUDGE, "--api-key-env", "ABSENT"], "the environment variable ABSENT is not set"),
         ("pasta", ["--in", "a", "--tokenizer", "absent"], "no tokenizer in absent"),
     ],

@@ -1,4 +1,4 @@
-"""Answers in threads from a cache are those without one, and their figures are counted right."""
+"""Answers in threads as tensors for training, and from a model: from a cache as without one, with figures that are right."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import save_tiny
-from support.toy_dialects import END, TEXTS, ids, sequence_of, texts, toy
+from support.toy_dialects import END, IDS, TEXTS, ids, sequence_of, texts, toy
 
 from pipedec.threads import BoundDialect, Sequence, State, measure, replay
 from recipes.thread_models.answers import ModelAnswers, SeededPrompt
 from recipes.thread_models.figures import agreement, answer_all, geometric_mean, text_of, thread_figures
-from recipes.thread_models.rows import tree_row
+from recipes.thread_models.rows import IGNORED, tree_row, visibility
 
 ASKED = [SeededPrompt((20, 21, 22), 1), SeededPrompt((30, 25), 2), SeededPrompt((33, 34, 35, 36, 37), 3), SeededPrompt((29,), 4)]
 APAR = "a [Fork] [Child] x y z <|end|> b [Fork] [Child] x <|end|> c <|end|>"
@@ -134,3 +134,46 @@ def test_banned_tokens_are_never_drawn(tmp_path: Path) -> None:
     allowed = set(range(len(TEXTS))) - sequence_of(bound, len(ASKED[0].prompt_ids), 1).banned(0)
     assert drawn.keys() <= allowed < set(range(len(TEXTS))) and len(drawn) > 0.9 * len(allowed)
     assert max(drawn.values()) < 4 * drawn.total() / len(allowed)
+
+
+PASTA = 'a <promise : 20 "/> <async> x y </async> <promise : 2 "/> <async> z </async> b <sync/> c <|end|>'
+
+
+def test_a_written_answer_is_read_back() -> None:
+    sequence = sequence_of(toy("pasta"), prompt_length=2)
+    replay(sequence, ids(PASTA))
+    assert sequence.finished == "stop"
+    assert [token.token_id for token in sequence.document()] == ids(PASTA)
+    flat = tree_row(sequence, (7, 8))
+    assert flat.token_ids.tolist() == [7, 8, *ids(PASTA)]
+    assert flat.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 27, 28, 29, 30, 31, 32, 33, 33, 34, 35, 36]
+    targets = {2: "<promise", 6: "<promise", 7: "x", 9: "</async>", 10: None, 14: "b", 15: "z", 17: None, 19: "c", 21: None}
+    assert {place: flat.targets[place].item() for place in targets} == {
+        place: IGNORED if text is None else IDS[text] for place, text in targets.items()
+    }
+    assert flat.targets[:2].tolist() == [IGNORED, IDS["a"]]
+    assert IDS["<async>"] not in flat.targets.tolist()
+
+
+def test_bodies_are_seen_from_their_join_on() -> None:
+    sequence = sequence_of(toy("pasta"), prompt_length=0)
+    replay(sequence, ids(PASTA))
+    mask = visibility(sequence)
+    first, second, sync = range(5, 9), range(13, 16), 17
+    assert not mask[16, first].any() and not mask[16, second].any()
+    assert mask[sync, first].all() and mask[sync, second].all()
+    assert mask[second, 1:5].all() and not mask[second][:, first].any(), "an earlier promise, not its body"
+    assert not mask.triu(1).any()
+    assert mask.diagonal().all()
+
+
+def test_all_see_the_prompt_and_an_answer_of_one_thread_is_causal() -> None:
+    sequence = sequence_of(toy("apar"), prompt_length=3)
+    replay(sequence, ids("a b <|end|>"))
+    flat = tree_row(sequence, (7, 8, 9))
+    assert torch.equal(flat.mask, torch.ones(6, 6, dtype=torch.bool).tril())
+    assert flat.targets.tolist() == [IGNORED, IGNORED, *ids("a b <|end|>"), IGNORED]
+    empty = tree_row(sequence_of(toy("apar"), prompt_length=2), (1, 2))
+    assert empty.targets.tolist() == [IGNORED, IGNORED] and empty.mask.shape == (2, 2)
+    with pytest.raises(ValueError, match="the prompt has 2 tokens, but the sequence expects 3"):
+        tree_row(sequence_of(toy("apar"), prompt_length=3), (1, 2))

@@ -32,7 +32,7 @@ from recipes.thread_models.learning import (
     plan,
 )
 from recipes.thread_models.report import THREADS_CARD, ThreadsRun, thread_card
-from recipes.thread_models.rows import IGNORED, RowWriter, TokenizedSample, WrittenSample, with_marker
+from recipes.thread_models.rows import RowWriter, WrittenSample, with_marker
 from recipes.thread_models.tuning import Student, tune
 
 CPU = torch.device("cpu")
@@ -68,23 +68,6 @@ def test_a_prompt_is_the_engines_and_the_marker_comes_before_it(student: Student
     assert sample.answer.count(writer.end_token_id) == 1 and writer.decode(list(sample.answer)) == "Say [Fork] or </s>."
 
 
-def test_both_forms_of_a_paragraph_tree_give_the_same_logits(student: Student, writer: RowWriter, tmp_path: Path) -> None:
-    model = save_tiny("qwen2", tmp_path, vocab=len(student.tokenizer), dtype=torch.float64)
-    sample = writer.sample(record(APAR), "apar")
-    (tree,), rows = writer.rows(sample, "tree"), writer.rows(sample, "unrolled")
-    assert len(rows) == 3 and all(torch.equal(row.mask, torch.ones_like(row.mask).tril()) for row in rows)
-    flat = PaddedRows.of([tree], CPU)
-    logits = torch.full((len(tree.token_ids), len(student.tokenizer)), torch.nan)
-    logits[tree.targets != IGNORED] = learned_logits(model, flat)
-    threads = [0] * len(sample.prompt) + [token.thread for token in writer.sequence(sample).document()]
-    for number, row in enumerate(rows):
-        own = torch.tensor([thread == number for thread in threads]) & (tree.targets != IGNORED)
-        alone = PaddedRows.of([row], CPU)
-        assert tree.targets[own].tolist() == alone.learned.tolist()
-        torch.testing.assert_close(logits[own], learned_logits(model, alone), atol=1e-5, rtol=1e-5)
-    assert sum(len(PaddedRows.of([row], CPU).learned) for row in rows) == len(flat.learned)
-
-
 def test_both_forms_give_the_same_loss_and_gradients(student: Student, writer: RowWriter) -> None:
     samples = [writer.sample(found, "apar") for found in records("apar", 8)]
     found = {}
@@ -114,18 +97,6 @@ def test_every_sample_comes_once_before_any_comes_again(writer: RowWriter) -> No
     assert max(sample.num_tokens for step in short for sample in step) < longest
     with pytest.raises(UserError, match="at most 3 tokens"):
         plan(samples, writer, replace(RECIPE, max_length=3))
-
-
-def test_every_second_sample_is_one_of_the_teachers_answers(writer: RowWriter) -> None:
-    written = [writer.sample(found, "apar") for found in records("apar", 12)]
-    said = [TokenizedSample("apar", one.prompt, one.answer) for one in written[:5]]
-    planned = plan(written, writer, replace(RECIPE, steps=9, plain_share=1.0), said)
-    drawn = [sample for step in planned for sample in step]
-    assert {type(sample) for sample in drawn[::2]} == {WrittenSample} and {sample.dialect for sample in drawn[::2]} == {None}
-    assert {type(sample) for sample in drawn[1::2]} == {TokenizedSample}
-    assert all(sorted(drawn[start : start + 10 : 2], key=str) == sorted(said, key=str) for start in (1, 11))
-    only = plan(written, writer, replace(RECIPE, max_length=3), [TokenizedSample(None, (1,), (2,))] * 200)
-    assert {type(sample) for step in only for sample in step} == {TokenizedSample}, "no written sample is short enough"
 
 
 def test_control_tokens_count_more(student: Student, writer: RowWriter) -> None:
