@@ -84,44 +84,25 @@ def test_smollm2_says_what_transformers_reads_in_its_file(smollm2: Path) -> None
             assert list(answer.token_ids) == output[0, len(prompt) :].tolist()
 
 
-@pytest.fixture(scope="module")
-def gemma3() -> Path:
-    if not (file := os.environ.get("GEMMA3_GGUF")):
-        pytest.skip("GEMMA3_GGUF names no GGUF file of Gemma 3 270M")
-    return Path(file)
-
-
-@pytest.fixture(scope="module")
-def gemma3_questions(gemma3: Path) -> list[tuple[list[int], list[int]]]:
-    """Prompts, one of which is longer than the windows, and what transformers says with the weights of the file."""
+@pytest.mark.slow
+@pytest.mark.skipif("GEMMA3_GGUF" not in os.environ, reason="GEMMA3_GGUF names no GGUF file of Gemma 3 270M")
+def test_gemma3_says_what_transformers_says(tmp_path: Path) -> None:
+    """By every method, with a draft that is the target in fewer bits, a BiTA that has learned nothing, and a text longer than
+    the windows.
+    """
+    gemma3 = Path(os.environ["GEMMA3_GGUF"])
+    save_random_bita(tmp_path, gemma3)
     model, tokenizer = load_transformers(gemma3, torch.float32), load_tokenizer(gemma3)
     long = Path(__file__).read_text(encoding="utf-8")[:3200]
-    questions = []
-    for text in ("The capital of France is", f"{long}\n\n# The file above is about"):
-        prompt = tokenizer.encode(text)
+    prompts = [tokenizer.encode(text) for text in ("The capital of France is", f"{long}\n\n# The file above is about")]
+    assert len(prompts[1]) > model_config(gemma3).layers[0].reach.size + 24
+    expected = []
+    for prompt in prompts:
         ids = torch.tensor([prompt])
         output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-        questions.append((prompt, output[0, len(prompt) :].tolist()))
-    assert len(questions[1][0]) > model_config(gemma3).layers[0].reach.size + 24
-    return questions
-
-
-@pytest.fixture(scope="module")
-def gemma3_bita(gemma3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("bita")
-    save_random_bita(directory, gemma3)
-    return directory
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("stages", [1, 3, 6])
-def test_gemma3_says_what_transformers_says(
-    gemma3: Path, gemma3_questions: list[tuple[list[int], list[int]]], gemma3_bita: Path, stages: int, method: str
-) -> None:
-    """With a draft that is the target in fewer bits, and a BiTA that has learned nothing."""
-    prompts, expected = zip(*gemma3_questions, strict=True)
-    models = {"draft": gemma3, "draft_quantize": "int8", "bita": gemma3_bita}
-    with LLM(gemma3, stages=stages, method=method, device="cpu", **models) as llm:
-        answers = llm.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
-    assert [list(answer.token_ids) for answer in answers] == list(expected)
+        expected.append(output[0, len(prompt) :].tolist())
+    models = {"draft": gemma3, "draft_quantize": "int8", "bita": tmp_path}
+    for method in METHODS:
+        with LLM(gemma3, stages=3, method=method, device="cpu", **models) as llm:
+            answers = llm.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0))
+        assert [list(answer.token_ids) for answer in answers] == expected, method

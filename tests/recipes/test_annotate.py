@@ -15,7 +15,7 @@ from pipedec.core import UserError
 from recipes.thread_models.__main__ import thread_models
 from recipes.thread_models.annotation import AparRules, PastaRules, Rejected, choose, kind_of, rule_of, summaries
 from recipes.thread_models.annotation import annotate as annotate_all
-from recipes.thread_models.records import Annotated, Question, read_annotated, read_questions, write_annotated
+from recipes.thread_models.records import Annotated, Question, read_annotated, read_questions
 from recipes.thread_models.structure import Fork, JoinPoint, Structured
 
 LIST = (
@@ -120,14 +120,6 @@ def test_a_record_that_is_wrong_is_named(tmp_path: Path, dialect: str, change: d
     with pytest.raises(UserError, match=rf"out\.jsonl, record 2: .*{message}") as wrong:
         list(read_annotated(path, dialect))
     assert "\n" not in str(wrong.value)
-
-
-def test_little_is_needed_of_a_record_from_elsewhere(tmp_path: Path) -> None:
-    tagged = 'a<promise topic="b" tokens="10"/><async> b</async>'
-    path = jsonl(tmp_path / "out.jsonl", {"prompt": "?", "answer": "a b", "dialect": "pasta", "annotated": tagged})
-    (record,) = read_annotated(path, "pasta")
-    assert record.pieces == ("a", Fork(" b", "b", 10)) and record.question.subject == "?"
-    assert json.loads(write_annotated(record, "pasta"))["annotated"] == tagged
 
 
 def test_counts_say_how_many_forks_and_how_long() -> None:

@@ -17,10 +17,9 @@ from support.refusals import refusal
 from support.tiny_pair import Pair
 
 from pipedec.core import UserError
-from pipedec.threads import Sequence, measure
+from pipedec.threads import measure
 from pipedec.train.run import TrainingLoop, linear_decay, muon_and_adamw
 from recipes.thread_models.__main__ import thread_models as command
-from recipes.thread_models.answers import SeededPrompt
 from recipes.thread_models.bonbon import BonbonRecipe, PairSteps, bonbon_gap, bonbon_loss, prefer
 from recipes.thread_models.chat_endpoint import ChatEndpoint
 from recipes.thread_models.learning import PaddedRows, ThreadRecipe, learned_logits
@@ -31,12 +30,10 @@ from recipes.thread_models.ranking import (
     RankingTask,
     Reader,
     ScoredSamples,
-    sample_answers,
     score,
 )
 from recipes.thread_models.ranking import PreferencePair as Preference
 from recipes.thread_models.report import PREFERENCE_CARD, ThreadsRun, thread_card
-from recipes.thread_models.rounds import place_of, scores_of
 from recipes.thread_models.rows import RowWriter, tree_row
 from recipes.thread_models.tuning import Student, tune
 
@@ -64,19 +61,6 @@ def tuned(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
 
 def run_in(folder: Path) -> ThreadsRun:
     return ThreadsRun(folder / "out", folder / "work", "float32", 1, CPU, held_out_prompts=2)
-
-
-@dataclass
-class Parrot:
-    """Answers with the same tokens whatever is asked; counts how often."""
-
-    reader: Reader
-    answers: list[tuple[int, ...]]
-    asked: list[SeededPrompt] = field(default_factory=list)
-
-    def answer(self, asked: list[SeededPrompt]) -> list[Sequence]:
-        self.asked += asked
-        return [self.reader.sequence(one.prompt_ids, self.answers[one.seed % len(self.answers)]) for one in asked]
 
 
 class LongerIsBetter:
@@ -126,27 +110,17 @@ def test_an_answer_that_did_not_end_may_be_the_worst_but_not_the_best() -> None:
     assert replace(one, ended=[False] * 3).pair(8.0, "speedup", True) is None
 
 
-def test_samples_and_scores_are_kept_and_continued(writer: RowWriter, tmp_path: Path) -> None:
-    reader, prompts = Reader(writer, "pasta", 200), [f"Say {number} words." for number in range(4)]
+def test_samples_are_scored_by_quality_and_speed(writer: RowWriter, tmp_path: Path) -> None:
+    reader, prompt = Reader(writer, "pasta", 200), writer.prompt("Say 4 words.", "pasta")
     forked, plain = (writer.sample(record(PASTA), dialect).answer for dialect in ("pasta", None))
-    endless = plain[:-1] + plain[:-1] * 20
-    tasks = [RankingTask(prompt, writer.prompt(prompt, "pasta"), "The reference.", (40,) * 30) for prompt in prompts]
-    path = tmp_path / "samples.jsonl"
-    samples = sample_answers(Parrot(reader, [forked, plain, endless]), tasks, 3, 0, path, at_once=6)
-    assert samples == [[forked, plain, endless[:200]]] * 4
-    whole = path.read_text()
-    lines = whole.splitlines(keepends=True)
-    path.write_text("".join(lines[:3]) + lines[3][:20])
-    again = Parrot(reader, [forked, plain, endless])
-    assert sample_answers(again, tasks, 3, 0, path, at_once=6) == samples and path.read_text() == whole
-    assert [one.seed for one in again.asked] == [6, 7, 8, 9, 10, 11], "two prompts at once, as if nothing had been killed"
-    scored = score(tasks, samples, reader, LongerIsBetter(), tmp_path / "scores.jsonl")
-    sequences = [reader.sequence(tasks[0].prompt_ids, answer) for answer in (forked, plain, endless[:200])]
-    assert scored[0].answers == samples[0] and scored[0].ended == [True, True, False]
-    assert scored[0].speedups == [pytest.approx(30 / measure(sequence).longest_chain, abs=1e-4) for sequence in sequences]
-    assert scored[0].parallelisms == [pytest.approx(measure(sequence).parallelism, abs=1e-4) for sequence in sequences]
-    assert scored[0].qualities == [len(record(PASTA).question.answer)] * 2 + [0.0], "the judge sees no endless answer"
-    assert score(tasks, samples, reader, LongerIsBetter(), tmp_path / "scores.jsonl") == scored
+    samples = [forked, plain, (plain[:-1] * 21)[:200]]
+    task = RankingTask("Say 4 words.", prompt, "The reference.", (40,) * 30)
+    (scored,) = score([task], [samples], reader, LongerIsBetter(), tmp_path / "scores.jsonl")
+    measured = [measure(reader.sequence(prompt, answer)) for answer in samples]
+    assert scored.answers == samples and scored.ended == [True, True, False]
+    assert scored.speedups == [pytest.approx(30 / one.longest_chain, abs=1e-4) for one in measured]
+    assert scored.parallelisms == [pytest.approx(one.parallelism, abs=1e-4) for one in measured]
+    assert scored.qualities == [len(record(PASTA).question.answer)] * 2 + [0.0], "the judge sees no endless answer"
 
 
 def test_likelihood_is_beside_the_baselines_answer(student: Student, writer: RowWriter) -> None:
@@ -252,12 +226,6 @@ def test_the_next_run_takes_what_the_last_one_left_and_refuses_what_is_not_its_o
         train(RECIPE, pair.foreign_draft)
     with pytest.raises(UserError, match="nothing to prefer"):
         train(replace(RECIPE, max_tokens=1), data=write_records(tmp_path / "one.jsonl", "pasta", 1))
-
-
-def test_every_weight_goes_with_every_efficiency_and_an_infinite_one_with_none() -> None:
-    found = scores_of(RECIPE, (1.0, math.inf), ("parallelism", "speedup"))
-    assert [place_of(one) for one in found] == ["parallelism-lambda-1", "lambda-1", "parallelism-lambda-inf"]
-    assert {one.samples for one in found} == {RECIPE.samples}
 
 
 @pytest.mark.parametrize(

@@ -125,18 +125,6 @@ def test_a_file_of_questions_is_read_back(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(read_questions([path])) == expected and {"docstrings", "methods"} <= {found.kind for found in expected}
 
 
-def test_the_library_gives_every_family() -> None:
-    seen: dict[str, Document] = {}
-    for document in corpus.library_documents():
-        seen.setdefault(document.family, document)
-        if len(seen) == 3:
-            break
-    assert set(seen) == {"source", "functions", "questions"}
-    question = seen["questions"].text
-    assert question.startswith("<|begin|><|user|>") and question.endswith("<|end|>")
-    assert question.count("<|assistant|>") == 1
-
-
 def test_word_problems_lose_their_calculator_notes(tmp_path: Path) -> None:
     path = tmp_path / "problems.jsonl"
     path.write_text(json.dumps({"question": "How many?", "answer": "It is 2*3=<<2*3=6>>6.\n#### 6"}) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,10 +49,10 @@ def without_cache(model: Any, bound: BoundDialect, asked: SeededPrompt, max_toke
 @pytest.mark.fast_cases("parallel")
 @pytest.mark.parametrize("name", ["parallel", "pasta"])
 def test_greedy_answers_are_those_without_a_cache(name: str, tmp_path: Path) -> None:
-    bound = toy(name, max_child_tokens=20)
+    bound = toy(name, max_child_tokens=12)
     model = talkative(tmp_path, bound)
-    found = ModelAnswers(model, bound, (END,), 80).answer(ASKED)
-    expected = [without_cache(model, bound, asked, 80) for asked in ASKED]
+    found = ModelAnswers(model, bound, (END,), 50).answer(ASKED)
+    expected = [without_cache(model, bound, asked, 50) for asked in ASKED]
     assert [texts(token.token_id for token in answer.document()) for answer in found] == [
         texts(token.token_id for token in answer.document()) for answer in expected
     ]
@@ -121,19 +120,6 @@ def test_a_batch_computes_a_prompt_once_and_drops_what_has_finished(tmp_path: Pa
     assert batches[0] == len(ASKED), "each prompt is computed once"
     assert batches[1] > batches[-1] and batches[1:] == sorted(batches[1:], reverse=True), "fewer and fewer answers run"
     assert torch.equal(model(torch.tensor([[20, 21, 22]])).logits, usual), "the model attends as before"
-
-
-def test_banned_tokens_are_never_drawn(tmp_path: Path) -> None:
-    """By a model to which all tokens are equally likely."""
-    bound = toy("apar")
-    model = talkative(tmp_path, bound)
-    torch.nn.init.zeros_(model.lm_head.weight)
-    asked = [replace(ASKED[0], seed=seed) for seed in range(200)]
-    answered = ModelAnswers(model, bound, (END,), 1, temperature=1.0).answer(asked)
-    drawn = Counter(token.token_id for sequence in answered for token in sequence.document()[:1])
-    allowed = set(range(len(TEXTS))) - sequence_of(bound, len(ASKED[0].prompt_ids), 1).banned(0)
-    assert drawn.keys() <= allowed < set(range(len(TEXTS))) and len(drawn) > 0.9 * len(allowed)
-    assert max(drawn.values()) < 4 * drawn.total() / len(allowed)
 
 
 PASTA = 'a <promise : 20 "/> <async> x y </async> <promise : 2 "/> <async> z </async> b <sync/> c <|end|>'
