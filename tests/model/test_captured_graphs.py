@@ -236,15 +236,6 @@ def test_further_buckets_are_not_captured(directory: Path) -> None:
     assert captured == [1, 2, 1] and (repeated.captures, repeated.replays) == (2, 3)
 
 
-def test_too_few_slots_are_refused_as_ever(directory: Path) -> None:
-    stage = load(directory, "llama")
-    stage.capture = Repeated()
-    cache = new_cache(stage.make_pool(32), 0, 16)
-    with pytest.raises(ValueError, match="17 rows do not fit into the 16 slots"):
-        stage.forward(inputs_of(stage, 17), [chunk(cache, 17)])
-    assert cache.length == 0
-
-
 def test_another_pool_has_graphs_of_its_own(directory: Path) -> None:
     stage = load(directory, "llama", FIRST)
     stage.capture = frozen = Frozen()

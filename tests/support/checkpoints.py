@@ -79,16 +79,6 @@ def save_tiny_llama(path: Path, **kwargs: Any) -> PreTrainedModel:
     return save_tiny("llama", path, **kwargs)
 
 
-def save_tiny_mistral(path: Path, **kwargs: Any) -> PreTrainedModel:
-    """A random Mistral; ``sliding_window=`` sets its window."""
-    return save_tiny("mistral", path, **kwargs)
-
-
-def save_tiny_qwen2(path: Path, **kwargs: Any) -> PreTrainedModel:
-    """A random Qwen2, which has biases on queries, keys and values."""
-    return save_tiny("qwen2", path, **kwargs)
-
-
 def stage_parameters(directory: Path, layers: range) -> int:
     """Parameters of a stage with these layers, as a plan counts them by the shape of the checkpoint."""
     shape = model_by_name(str(directory))
