@@ -150,9 +150,9 @@ def test_all_graphs_use_the_same_memory(directory: Path) -> None:
     stage = load(directory, "window", FIRST)
     stage.capture = frozen = Frozen()
     cache = new_cache(stage.make_pool(512))
-    for rows in (3, 1, 4, 40, 2, 3, 1):
+    for rows in (3, 1, 4, 2, 3):
         stage.forward(inputs_of(stage, rows), [chunk(cache, rows)])
-    assert (frozen.captures, frozen.replays) == (4, 7), "one of 1, 2, 4 and 64 rows each"
+    assert (frozen.captures, frozen.replays) == (3, 5), "one of 1, 2 and 4 rows each"
     assert len(set(map(frozenset, frozen.memory))) == 1, "all buckets share the buffers"
 
 

@@ -57,10 +57,17 @@ def read(model: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A checkpoint whose rows have whole blocks of every type."""
+    path = tmp_path_factory.mktemp("wide")
+    save_tiny("llama", path, hidden=256, layers=1, vocab=300)
+    return path
+
+
 @pytest.mark.parametrize("kind", TYPES)
-def test_every_type_is_read_as_the_gguf_library_and_transformers_read_it(tmp_path, pair, kind):
-    save_tiny("llama", tmp_path / "source", hidden=256, layers=1, vocab=300)
-    file = save_gguf(tmp_path / "model.gguf", tmp_path / "source", kind, tokenizer=byte_level_tokenizer(pair.target))
+def test_every_type_is_read_as_the_gguf_library_and_transformers_read_it(tmp_path, pair, wide, kind):
+    file = save_gguf(tmp_path / "model.gguf", wide, kind, tokenizer=byte_level_tokenizer(pair.target))
     found = read(file)
     if kind in ("F16", "Q5_0", "Q4_K"):
         expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32).state_dict()

@@ -94,18 +94,6 @@ def test_mask_rows_equal_transformers(target: tuple[Path, NaiveBita, BitaWeights
             assert {cache.length for cache in growing.chain.caches} == {len(growing.accepted)}
 
 
-def test_the_window_does_not_hide_the_learned_prompt(tmp_path: Path) -> None:
-    """Even behind a text longer than the window, mask rows see the learned prompt."""
-    save_tiny("mistral", tmp_path, sliding_window=WINDOW)
-    weights = save_random_bita(tmp_path / "bita", tmp_path, MASKS)
-    hidden = []
-    for prompt in (weights.prompt, 2 * weights.prompt):
-        chain = StageChain(tmp_path, (4,), torch.float64, bita=BitaWeights(prompt, weights.masks))
-        hidden.append(Growing(chain, 0, prompt_length=4 * WINDOW).step(1, MASKS)[0][-1])
-    assert not any(torch.allclose(one, other, atol=1e-3) for one, other in zip(hidden[0][1:], hidden[1][1:], strict=True))
-    assert torch.equal(hidden[0][:1], hidden[1][:1])
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")

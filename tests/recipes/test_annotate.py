@@ -13,10 +13,10 @@ from support.refusals import refusal
 
 from pipedec.core import UserError
 from recipes.thread_models.__main__ import thread_models
-from recipes.thread_models.annotation import AparRules, PastaRules, Rejected, choose, kind_of, rule_of, summaries
+from recipes.thread_models.annotation import AparRules, PastaRules, Rejected, choose
 from recipes.thread_models.annotation import annotate as annotate_all
-from recipes.thread_models.records import Annotated, Question, read_annotated, read_questions
-from recipes.thread_models.structure import Fork, JoinPoint, Structured
+from recipes.thread_models.records import Question, read_annotated, read_questions
+from recipes.thread_models.structure import JoinPoint, Structured
 
 LIST = (
     "Three of them:\n\n1. One: the first of all points\n2. Two: the second of them all\n3. Six: the last of all points\n\nDone."
@@ -120,14 +120,6 @@ def test_a_record_that_is_wrong_is_named(tmp_path: Path, dialect: str, change: d
     with pytest.raises(UserError, match=rf"out\.jsonl, record 2: .*{message}") as wrong:
         list(read_annotated(path, dialect))
     assert "\n" not in str(wrong.value)
-
-
-def test_counts_say_how_many_forks_and_how_long() -> None:
-    pieces = ("a", Fork("four"), "b", Fork("ten chars."))
-    records = [Annotated(question(0, "ab"), pieces, "list", "rules"), Annotated(question(1, "abcd"), ("abcd",), "none", "rules")]
-    listed, none = summaries(records, rule_of)
-    assert listed == ("list", "1", "1", "2.0", "2", "7", "2") and none == ("none", "1", "0", "0.0", "0", "0", "4")
-    assert list(summaries(records, kind_of)) == [("file.jsonl", "2", "1", "2.0", "2", "7", "3")]
 
 
 def run(*options: str) -> Result:

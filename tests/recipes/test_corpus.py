@@ -20,7 +20,7 @@ from recipes.reference_models.__main__ import reference_models
 from recipes.reference_models.corpus import Document, standard_library_files
 from recipes.reference_models.invented_prompts import exchanged, write_prompts
 from recipes.reference_models.library_questions import corpus_questions, gloss, library_questions, sections
-from recipes.reference_models.list_questions import Entry, several_problems
+from recipes.reference_models.list_questions import Entry
 from recipes.thread_models.records import Question, read_questions
 from recipes.thread_models.structure import paragraph_tree, whole_parts
 
@@ -67,7 +67,7 @@ def keep_one_file_in(number: int, library: Path, patch: pytest.MonkeyPatch) -> N
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Question]]:
     with pytest.MonkeyPatch.context() as patch:
-        keep_one_file_in(6, tmp_path_factory.mktemp("library"), patch)
+        keep_one_file_in(10, tmp_path_factory.mktemp("library"), patch)
         yield list(library_questions(seed=0))
 
 
@@ -86,26 +86,11 @@ def test_the_library_answers_with_lists_and_paragraphs(library: list[Question]) 
     for kind, counts in rules.items():
         wanted = "paragraphs" if kind in ("descriptions", "explanations", "topics") else "list"
         assert counts[wanted] > 0.9 * counts.total(), (kind, counts)
-    assert sum(counts["list"] for counts in rules.values()) > 300
+    assert sum(counts["list"] for counts in rules.values()) > 150
     for found in library:
         if found.kind == "details":  # long enough for a thread
             parts = whole_parts(found.answer)
             assert parts is not None and 2 <= len(parts[1]) <= 5 and min(end - start for start, end in parts[1]) >= 130
-
-
-def test_several_problems_are_asked_and_solved_in_the_same_order() -> None:
-    problems = [
-        Question(f"What is {number} + 1?", f"It is {number} + 1 = {number + 1}.", "problems", "problems", f"{number}")
-        for number in range(200)
-    ]
-    several = list(several_problems(problems, random.Random(0)))
-    assert {len(re.findall(r"^\d\. What", one.prompt, re.MULTILINE)) for one in several} == {2, 3}
-    used = [number for one in several for number in re.findall(r"What is (\d+)", one.prompt)]
-    assert len(used) == len(set(used)) > 190, "each problem is in one question"
-    held_out = {problem.subject for problem in problems if problem.held_out}
-    for one in several:
-        asked, solved = re.findall(r"What is (\d+)", one.prompt), re.findall(r"Problem \d: It is (\d+)", one.answer)
-        assert asked == solved and len({number in held_out for number in asked}) == 1 and one.held_out == (asked[0] in held_out)
 
 
 def test_so_many_are_given_as_are_asked_for_and_subjects_are_held_out_whole(library: list[Question]) -> None:
