@@ -21,7 +21,7 @@ from pipedec.engine.local import LocalPipeline
 from pipedec.families import model_config
 from pipedec.families.transformers import stated_config
 from pipedec.gguf import model_files
-from pipedec.gguf.config import ARCHITECTURES, _shortest
+from pipedec.gguf.config import ARCHITECTURES
 from pipedec.model import Checkpoint, load_transformers
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -206,8 +206,3 @@ def test_the_largest_gemmas_scale_queries_by_their_width(tmp_path: Path) -> None
     save_model("gemma2", tmp_path / "source", hidden_size=32, **changes)
     file = save_gguf(tmp_path / "model.gguf", tmp_path / "source")
     assert json.loads((model_files(file) / "config.json").read_text())["query_pre_attn_scalar"] == 8
-
-
-def test_float32_numbers_get_back_their_digits() -> None:
-    for number in (1e-6, 0.22, 12.0, 1.5625e-07, 0.0):
-        assert _shortest(float(torch.tensor(number))) == number

@@ -144,7 +144,7 @@ def test_a_learned_prompt_takes_no_slots_and_survives_reset() -> None:
         read_cache(cache, 0, 8, True)
 
 
-def test_misuse_is_refused() -> None:
+def test_misuse_is_refused_and_rows_that_stay_are_moved_together() -> None:
     one = held_in((4, 4))
     with pytest.raises(ValueError, match="5 rows do not fit into the 4 slots that this request was given"):
         one.cache.next_slots(5)
@@ -160,6 +160,9 @@ def test_misuse_is_refused() -> None:
     for kept in ([1, 0], [1, 1], [0, 2], [-1, 0]):
         with pytest.raises(ValueError, match="ascending and below 2"):
             one.release(kept)
+    one.advance([1], [0])
+    one.check()
+    one.release([0, 2])
     one.check()
 
 

@@ -115,13 +115,6 @@ assert "transformers" not in sys.modules
     subprocess.run([sys.executable, "-c", script, tmp_path], check=True, cwd=Path(__file__).parents[2])
 
 
-def test_head_size_follows_from_the_hidden_size_unless_given(tmp_path):
-    save_tiny_llama(tmp_path)
-    assert model_config(tmp_path).head_size == 8
-    change_json(tmp_path / "config.json", head_dim=24)
-    assert model_config(tmp_path).head_size == 24
-
-
 def test_end_tokens_come_from_the_generation_config_first(tmp_path):
     save_tiny_llama(tmp_path)
     for in_generation_config, in_config, expected in (

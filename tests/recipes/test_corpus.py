@@ -19,7 +19,7 @@ from recipes.reference_models import corpus
 from recipes.reference_models.__main__ import reference_models
 from recipes.reference_models.corpus import Document, standard_library_files
 from recipes.reference_models.invented_prompts import exchanged, write_prompts
-from recipes.reference_models.library_questions import corpus_questions, gloss, library_questions, sections
+from recipes.reference_models.library_questions import corpus_questions, library_questions, sections
 from recipes.reference_models.list_questions import Entry
 from recipes.thread_models.records import Question, read_questions
 from recipes.thread_models.structure import paragraph_tree, whole_parts
@@ -44,14 +44,6 @@ def test_sections_of_a_docstring_are_lists() -> None:
         Entry("rest", "all that follows it"),
         Entry("last", "what comes last"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "short"),
-    [("Say it.\nAnd more.\n\nLater.", "Say it. And more."), ("Short.", ""), ("See https://a.b now.", "")],
-)
-def test_a_gloss_is_whole_sentences_that_say_something(text: str, short: str) -> None:
-    assert gloss(text) == short
 
 
 def keep_one_file_in(number: int, library: Path, patch: pytest.MonkeyPatch) -> None:

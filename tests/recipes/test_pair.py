@@ -21,10 +21,9 @@ from pipedec.train.continuations import continued
 from pipedec.train.draft import DraftRecipe
 from pipedec.train.measuring import MeasuredDraft, on_policy_agreement
 from pipedec.train.run import Run, TrainingLoop
-from recipes.reference_models import corpus, invented_prompts
+from recipes.reference_models import corpus
 from recipes.reference_models.__main__ import reference_models
-from recipes.reference_models.corpus import Document
-from recipes.reference_models.draft import SHORT, LibraryRecipe, bita_prompts, invented, prompts, train_library_draft
+from recipes.reference_models.draft import LibraryRecipe, bita_prompts, prompts, train_library_draft
 from recipes.reference_models.pair import deepen, train_pair
 
 RECIPE = DraftRecipe(steps=5, batch=3, length=64, long_batch=1, warmup_steps=2, new_tokens=6, long_sets=("passages",))
@@ -152,23 +151,6 @@ def test_continuations_are_the_targets_greedy_words_and_are_kept(trained: Path, 
     assert on_policy_agreement(MeasuredDraft(target), {"all": said})["all"]["top1"] == 1.0
     with pytest.raises(UserError, match="other prompts"):
         continued(target, asked[:2], 6, tmp_path / "store")
-
-
-def test_made_prompts_are_turns_of_the_documents_prose_within_their_lengths(trained: Path) -> None:
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(trained / "target")
-    prose = "It is the first of all the others in this long row."
-    documents = [Document("questions", corpus.conversation("What is it?", prose))]
-    requests, passages = invented_prompts.requests, invented_prompts.passages
-    asked = invented(requests, documents, tokenizer, 20, SHORT, seed=3)
-    long = invented(passages, documents, tokenizer, 5, range(256, 2001), seed=3)
-    for ids in [*asked, *long]:
-        text = tokenizer.decode(ids)
-        assert text.startswith("<|begin|><|user|>") and text.endswith("<|end|><|assistant|>") and "{" not in text
-    assert len(asked) == 20 and all(len(ids) <= 224 for ids in asked)
-    assert len(long) == 5 and all(256 <= len(ids) <= 2000 for ids in long) and prose[10:-1] in tokenizer.decode(long[0])
-    assert asked == invented(requests, documents, tokenizer, 20, SHORT, seed=3)
-    source = [Document("source", "<|begin|>value = 1\n<|end|>")]
-    assert all(invented(stream, source, tokenizer, 3, range(2001), seed=0) == [] for stream in (requests, passages))
 
 
 def test_bita_learns_from_the_drafts_prompts(pair: Pair, tmp_path: Path) -> None:

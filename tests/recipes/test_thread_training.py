@@ -151,10 +151,8 @@ def test_tokens_that_were_never_learned_get_embeddings_of_their_own(student: Stu
 @pytest.mark.slow
 def test_a_killed_run_continues_to_the_same_weights(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 2)
-    files, recipe = (
-        {"apar": files_in(tmp_path)["apar"]},
-        replace(RECIPE, max_length=90, circle_rounds=2, circle_prompts=3, circle_answers=2),
-    )
+    files = {"apar": files_in(tmp_path)["apar"]}
+    recipe = replace(RECIPE, max_length=90, circle_rounds=2, circle_prompts=3, circle_answers=2)
     whole = tune(pair.draft, files, recipe, run_in(tmp_path / "whole"))
     step = ThreadSteps.__call__
 
