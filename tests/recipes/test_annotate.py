@@ -102,24 +102,20 @@ def test_what_is_refused_is_left_out_or_left_to_the_rules(tmp_path: Path) -> Non
     ]
 
 
-@pytest.mark.parametrize(
-    ("dialect", "change", "message"),
-    [
-        ("apar", {"dialect": "pasta"}, "its dialect is 'pasta', not 'apar'"),
-        ("apar", {"annotated": ["a", {"fork": " c"}]}, "'annotated' is not the answer"),
-        ("apar", {"annotated": ["a", {"spoon": " b"}]}, "must hold only texts and forks"),
-        ("pasta", {"dialect": "pasta", "annotated": "a<async topic='b'> b</async>"}, "without a promised length"),
-        ("pasta", {"dialect": "pasta", "annotated": "a<async> b"}, "unpaired"),
-    ],
-)
-def test_a_record_that_is_wrong_is_named(tmp_path: Path, dialect: str, change: dict[str, object], message: str) -> None:
-    row = {"prompt": "?", "answer": "a b", "dialect": "apar", "annotated": ["a", {"fork": " b"}]}
-    path = jsonl(
-        tmp_path / "out.jsonl", row | {"dialect": dialect, "annotated": "a b" if dialect == "pasta" else ["a b"]}, row | change
-    )
-    with pytest.raises(UserError, match=rf"out\.jsonl, record 2: .*{message}") as wrong:
-        list(read_annotated(path, dialect))
-    assert "\n" not in str(wrong.value)
+def test_a_record_that_is_wrong_is_named(tmp_path: Path) -> None:
+    row = {"prompt": "?", "answer": "a b", "dialect": "pasta", "annotated": "a b"}
+    for annotated, message in (("a<async topic='b'> b</async>", "without a promised length"), ("a<async> b", "unpaired")):
+        path = jsonl(tmp_path / "out.jsonl", row, row | {"annotated": annotated})
+        with pytest.raises(UserError, match=rf"out\.jsonl, record 2: .*{message}"):
+            list(read_annotated(path, "pasta"))
+    for changes, message in (
+        ({"annotated": "a b"}, "its dialect is 'pasta', not 'apar'"),
+        ({"dialect": "apar", "annotated": ["a", {"fork": " c"}]}, "'annotated' is not the answer"),
+        ({"dialect": "apar", "annotated": ["a", {"spoon": " b"}]}, "must hold only texts and forks"),
+    ):
+        with pytest.raises(UserError, match=message) as wrong:
+            list(read_annotated(jsonl(tmp_path / "out.jsonl", row | changes), "apar"))
+        assert "\n" not in str(wrong.value)
 
 
 def run(*options: str) -> Result:

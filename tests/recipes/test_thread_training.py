@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -212,11 +213,10 @@ def test_mistakes_are_told(flags: list[str], message: str, tmp_path: Path) -> No
 
 
 def test_unfit_models_are_told(pair: Pair, tokenizer: Any, tmp_path: Path) -> None:
-    files = files_in(tmp_path)
-    bare = tmp_path / "bare"
-    AutoModelForCausalLM.from_pretrained(pair.draft).save_pretrained(bare)
+    files, bare = files_in(tmp_path), Path(shutil.copytree(pair.draft, tmp_path / "bare"))
     plain = AutoTokenizer.from_pretrained(pair.draft)
     plain.chat_template = None
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
     plain.save_pretrained(bare)
     with pytest.raises(UserError, match="has no chat template"):
         tune(bare, files, RECIPE, run_in(tmp_path))
