@@ -41,9 +41,13 @@ class Compared:
 
 
 def compare(
-    target: Path, scratch: Path, numbers_of_stages: Sequence[int] = STAGES, samplings: Iterable[str] = SAMPLINGS
+    target: Path,
+    scratch: Path,
+    numbers_of_stages: Iterable[int] = STAGES,
+    methods: Iterable[str] = METHODS,
+    samplings: Iterable[str] = SAMPLINGS,
 ) -> Compared:
-    """By every method, greedy and drawn, on so many stages of transformers' modules, alone and in company."""
+    """On so many stages of transformers' modules, alone and in company."""
     questions = list(product(samplings, range(len(PROMPTS))))
     expected, found = _expected(target, questions), Compared()
     clear = [question for question in questions if expected[question] is not None]
@@ -51,7 +55,7 @@ def compare(
     for stages in numbers_of_stages:
         spec = bare_spec(target, LAYERS, (stages, stages), scratch / "draft", model_impl="transformers")
         pipeline = LocalPipeline.load(spec.replaced(max_num_seqs=8))
-        for method in METHODS:
+        for method in methods:
             alone = {question: answers(pipeline, method, [question])[0] for question in clear}
             together = dict(zip(clear, answers(pipeline, method, clear), strict=True))
             for place, given in (("alone", alone), ("in company", together)):

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from architectures.answers import PROMPTS, SAMPLINGS, answers, compare, generated
 from architectures.table import DOCUMENT, Row, described, read_table, write_row
 from architectures.zoo import LAYERS, architectures, save_config, save_model
-from pipedec.core import UserError
+from pipedec.core import DEFAULT_METHOD, UserError
 from pipedec.engine.local import LocalPipeline
 from pipedec.families import Reach, TransformersConfig, model_config
 from pipedec.families.transformers import _observed_mask
@@ -96,7 +96,7 @@ def test_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attention of gpt-oss, in layers without its experts: windows, and sinks with a score for every head."""
     monkeypatch.setattr(modeling_gpt_oss, "GptOssMLP", DenseMLP)
     save_model("gpt_oss", tmp_path / "target")
-    found = compare(tmp_path / "target", tmp_path, [3], ["greedy"])
+    found = compare(tmp_path / "target", tmp_path, [3], [DEFAULT_METHOD], ["greedy"])
     assert found.answers and not found.different, found.different
 
 

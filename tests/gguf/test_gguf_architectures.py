@@ -91,7 +91,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": ("mistral", {"sliding_window": None}),
     "ministral3": ("ministral3", {"rope_parameters": MINISTRAL, "sliding_window": None}),
 }  # fmt: skip
-ALWAYS = ("gemma3", "phi3-longrope", "gptneox")  # whose answers are compared by default, too
+ALWAYS = ("gemma3", "phi3-longrope")  # whose answers are compared by default, too
 # llama.cpp has windows only in the largest EXAONE 4 and never in Phi-3, norms of queries only in the largest Command R, and
 # chooses the factors of longrope by the length of its context.
 NOT_LLAMA_CPP = ("phi3", "phi3-longrope", "exaone4", "command-r-norms")
