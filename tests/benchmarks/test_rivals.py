@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from support.drafters import PROMPT, ScriptedDrafter, begun, rows
 from support.programs import Calls, caller
-from support.silent_progress import Silent
 from support.tiny_pair import Pair
 
 from benchmarks.policy.__main__ import policy
