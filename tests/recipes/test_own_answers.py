@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.annotated_answers import records
 
 from pipedec.core import UserError
 from pipedec.threads import Sequence, replay
 from recipes.thread_models.answers import ModelAnswers, SeededPrompt
-from recipes.thread_models.figures import in_circles, repeats
+from recipes.thread_models.figures import in_circles
 from recipes.thread_models.learning import PaddedRows, ThreadLoss, ThreadRecipe, ThreadSteps, learned_logits
 from recipes.thread_models.own_answers import OwnAnswers, answers_to_all, avoiding_row, prompts_of_rounds
 from recipes.thread_models.rows import IGNORED, RowWriter, Unanswered
@@ -67,13 +65,6 @@ def said(tokens: list[int], max_tokens: int, end: int = 1) -> Sequence:
     sequence = Sequence(3, [end], max_tokens)
     replay(sequence, tokens)
     return sequence
-
-
-@given(st.lists(st.integers(0, 2), max_size=60))
-def test_a_token_repeats_if_its_eight_tokens_occurred_before(tokens: list[int]) -> None:
-    for end, found in enumerate(repeats(tokens), start=1):
-        eight = tokens[end - 8 : end] if end >= 8 else []
-        assert found == any(eight and tokens[start : start + 8] == eight for start in range(end - 8))
 
 
 def test_circles_are_answers_that_are_cut_while_they_repeat_themselves() -> None:
