@@ -57,7 +57,7 @@ def status_of(cluster: Supervisor) -> RunStatus:
 def keys_of(cluster: Supervisor, but: Iterable[bytes] = ()) -> set[bytes]:
     """All keys in the cluster's own Redis, except for those with one of these words in their names."""
     with connect(cluster.address.redis_url) as redis:
-        return {key for key in redis.keys("*") if not any(word in key for word in but)}  # type: ignore[union-attr]
+        return {key for key in redis.keys("*") if not any(word in key for word in but)}
 
 
 def read_until(client: Client, condition: Callable[[], object], seconds: float = 120.0) -> list[Reply]:

@@ -25,7 +25,12 @@ def everything() -> Iterator[Line]:
         for index in range(2):
             for groups in (7, 14, 21):
                 preset, stages = f"paper-{groups}", max(groups, 14)
-                place = {"groups": groups, "stages": stages, "preset": preset, "breakdown": PARTS_MS if index == 0 else None}
+                place: dict[str, Any] = {
+                    "groups": groups,
+                    "stages": stages,
+                    "preset": preset,
+                    "breakdown": PARTS_MS if index == 0 else None,
+                }
                 for method, ms in SPEED.items():
                     yield line(method, prompt_set, index, ms=ms + index, **place)
             for method, ms in SPEED.items():
@@ -106,6 +111,6 @@ def check_one_bita(draw: Draw, folder: Path) -> None:
         own.append(bita(one["prompt_set"], make=make, cluster=one["cluster"], breakdown=PARTS_MS))
     others = [one | {"bita": one["bita"] | {"digest": "b", "prompt_tokens": 8}, "decode_ms": 1.0} for one in own]
     others += [one | {"tree": one["tree"] | {"shape": "full"}, "decode_ms": 1.0} for one in own]
-    one, many = (answers(folder, lines) for lines in (common + own, others + common + own))
-    assert "BiTA" in str(data_of(draw(one, None)))
-    assert data_of(draw(one, None)) == data_of(draw(many, None))
+    alone, among_others = (answers(folder, lines) for lines in (common + own, others + common + own))
+    assert "BiTA" in str(data_of(draw(alone, None)))
+    assert data_of(draw(alone, None)) == data_of(draw(among_others, None))

@@ -22,7 +22,9 @@ def tests_by_case() -> dict[str, list[str]]:
     found: dict[str, set[str]] = defaultdict(set)
     for path in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            for mark in getattr(node, "decorator_list", ()):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            for mark in node.decorator_list:
                 if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.failure_case":
                     for case in mark.args:
                         found[ast.literal_eval(case)].add(node.name)

@@ -51,9 +51,10 @@ class NaiveAnswer:
     def _thread(self, path: Path, inherited: set[int], position: int, step: int) -> tuple[set[int], int, int]:
         """Writes a thread and all below it; returns their places, the position behind the farthest, the last step."""
         dialect, bound = self.bound.dialect, self.bound
-        sees, family, unjoined = set(inherited), set(), set()
-        own: list[int] = []
-        farthest, reach, latest, children, tag = 0, 0, 0, 0, None
+        sees, own = set(inherited), list[int]()
+        family, unjoined = set[int](), set[int]()
+        farthest, reach, latest, children = 0, 0, 0, 0
+        tag: int | None = None
 
         def put(token: int, is_forced: bool = False) -> int:
             nonlocal position, step
@@ -110,7 +111,7 @@ class NaiveAnswer:
                 tag = None
             elif tag is not None:
                 text = "".join(TEXTS[self.tokens[place].token] for place in own[tag + 1 :])
-                opens = dialect.opener_end in text
+                opens = dialect.opener_end is not None and dialect.opener_end in text
                 if not opens and len(own) - tag >= dialect.max_opener_tokens:
                     free()
                     tag = None

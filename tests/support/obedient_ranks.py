@@ -88,7 +88,7 @@ def obey_slowly(folder: Path) -> None:
         return run
 
     StageModel.forward = slow_at_first  # type: ignore[method-assign]
-    rank_module.device_capture = lambda device: capture
+    setattr(rank_module, "device_capture", lambda device: capture)  # noqa: B010
     obey(folder)
 
 
@@ -102,7 +102,7 @@ def pretend_gpus(folder: Path) -> None:
         return free, GPU_BYTES
 
     torch.cuda.mem_get_info = mem_get_info  # type: ignore[assignment]
-    pipedec.cluster.meeting.gpu_id = lambda device: f"GPU-{os.getpid()}"
+    setattr(pipedec.cluster.meeting, "gpu_id", lambda device: f"GPU-{os.getpid()}")  # noqa: B010
 
 
 def free_file(folder: Path) -> Path:

@@ -17,7 +17,7 @@ def pairwise(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
         for first, second in combinations(range(len(values)), 2)
         for one, other in product(values[first], values[second])
     }
-    cases = []
+    cases: list[tuple[Any, ...]] = []
     while missing:
         first, one, second, other = next(iter(missing))
         case: dict[int, Any] = {first: one, second: other}

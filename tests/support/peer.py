@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import ProcessGroupGloo
 
 from pipedec.core import PipedecError, RequestUpdate, StageMessage, Step, Verdict
 from pipedec.transport import torch_distributed
@@ -208,7 +209,7 @@ def abort_soon(transport: TorchTransport, seconds: float) -> None:
 
 def connect_within(transport: TorchTransport, seconds: float) -> None:
     """How long this rank tries to connect to another one from now on."""
-    torch_distributed.CONNECT_SECONDS = seconds
+    setattr(torch_distributed, "CONNECT_SECONDS", seconds)  # noqa: B010
 
 
 def join_again(transport: TorchTransport, rank: int, world_size: int, meeting: Path) -> str:

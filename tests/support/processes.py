@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from pipedec.cluster.local import LocalCluster
 
 # Every process that the tests start, however indirectly, has this in its environment.
-MARK = f"PIPEDEC_TESTS={uuid.uuid4().hex}"
-os.environ.update([MARK.split("=")])
+_NAME, _VALUE = "PIPEDEC_TESTS", uuid.uuid4().hex
+MARK = f"{_NAME}={_VALUE}"
+os.environ[_NAME] = _VALUE
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
@@ -59,7 +60,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 15.0) -> bool:
 def redis_of(cluster: LocalCluster) -> psutil.Process:
     """The Redis server that a cluster uses."""
     with connect(cluster.address.redis_url) as client:
-        return psutil.Process(client.info("server")["process_id"])  # type: ignore[index]
+        return psutil.Process(client.info("server")["process_id"])
 
 
 @contextmanager

@@ -24,10 +24,7 @@ class Residents:
     def __init__(self, items: Sequence[pytest.Item], pair: Pair) -> None:
         self._pair = pair
         self._running: dict[str, LocalCluster] = {}
-        self._files = {
-            dispatch: {item.path for item in items if _takes_resident(item) and item.callspec.params["resident"] == dispatch}
-            for dispatch in DISPATCHES
-        }
+        self._files = {dispatch: {item.path for item in items if _dispatch(item) == dispatch} for dispatch in DISPATCHES}
 
     def get(self, dispatch: str) -> LocalCluster:
         """The cluster of this dispatch, which is started if it does not run."""
@@ -46,14 +43,16 @@ class Residents:
 RESIDENTS = pytest.StashKey[Residents]()
 
 
-def _takes_resident(item: pytest.Item) -> bool:
-    return "resident" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec")
+def _dispatch(item: pytest.Item) -> str | None:
+    """That of the cluster which a test takes, if it takes one."""
+    is_taken = "resident" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec")
+    return getattr(item, "callspec").params["resident"] if is_taken else None  # noqa: B009
 
 
 @pytest.hookimpl(trylast=True)  # when it is known which tests run
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that need a resident cluster, so that each is started once."""
-    files = {item.path for item in items if _takes_resident(item)}
+    files = {item.path for item in items if _dispatch(item)}
     items.sort(key=lambda item: item.path not in files)
 
 

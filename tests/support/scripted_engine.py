@@ -80,6 +80,7 @@ class ScriptedAnswer:
             self._completion.threads = {"threads": [{"path": [], "text": self._completion.text}]}
         count = self.request.sampling.prompt_logprobs
         if count is not None:
+            assert not isinstance(self.request.prompt, str), "the server has made tokens of it"
             rest = [self._engine.logprobs_of(token, count) for token in self.request.prompt[1:]]
             self._completion.prompt_logprobs = [None, *rest]
         return self._completion
@@ -134,7 +135,7 @@ def attach(front: Front, tokenizer: Tokenizer, script: Script) -> ScriptedEngine
     """The engine of a run that ``front`` serves from now on."""
     engine = ScriptedEngine(tokenizer, script)
     description = RunDescription(Settings.of(target="target"), ((1, 2),), ((0, 4), (4, 8)))
-    front.attach(ServedRun(engine, tokenizer, description, CONTEXT))
+    front.attach(ServedRun(engine, tokenizer, description, CONTEXT))  # type: ignore[arg-type] # has the calls that a server makes
     return engine
 
 

@@ -295,7 +295,7 @@ class Simulation:
         self.drafter.answers[number] = answer
         try:
             structure = (lambda: None) if rule is None else partial(ToyStructure, rule)
-            self.batch.open(request, lambda: behind(said, ThreadSequence(len(prompt), (), len(answer), structure())))
+            self.batch.open(request, lambda: behind(said, ThreadSequence(len(prompt), (), len(answer), structure())))  # type: ignore[arg-type] # a stand-in
         except UserError:
             assert self.kv is not None and len(prompt) + len(answer) + 150 > self.kv.capacity
         else:

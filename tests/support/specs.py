@@ -25,5 +25,5 @@ def bare_spec(
     made = Settings.of(target=target, draft=draft or "none", bita=bita or "none", stages=stages, groups=groups, **given)
     layers = tuple((part.start, part.stop) for part in even_layers(num_layers, stages))
     config = BitaConfig.from_directory(bita) if bita else None
-    trained = config and BitaDescription(config.num_masks, config.num_prompt_tokens, config.prompting)
+    trained = None if config is None else BitaDescription(config.num_masks, config.num_prompt_tokens, config.prompting)
     return PipelineSpec(made, layers, trained_bita=trained)

@@ -65,7 +65,9 @@ class StageChain:
             StageModel.load(directory, range(start, start + size), dtype, "cpu", config)
             for start, size in zip(starts, cut, strict=True)
         ]
-        for stage in self.stages if bita is not None else ():
+        for stage in self.stages:
+            if bita is None:
+                break
             of_layers = bita.prompt[stage.layers.start : stage.layers.stop]
             stage.attach(BitaWeights(of_layers.to(dtype), bita.masks.to(dtype)))
         pools = [stage.make_pool(SLOTS, block) for stage in self.stages]

@@ -121,7 +121,8 @@ class ThreadModels:
 
     def ids(self, text: str) -> list[int]:
         """Tokens written with spaces between them."""
-        return [self.tokenizer.token_to_id(word) for word in text.split()]
+        found = (self.tokenizer.token_to_id(word) for word in text.split())
+        return [token for token in found if token is not None]
 
     def sampling(self, case: Case) -> SamplingParams:
         bias = dict.fromkeys(LETTERS, 0.0) | BIASES[case.dialect]

@@ -93,13 +93,14 @@ def _strings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
             part_of_another.update(map(id, node.values))
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            yield node.lineno, "".join(part.value if _is_text(part) else "…" for part in node.values), False
-        elif _is_text(node) and id(node) not in part_of_another and " " in node.value:
-            yield node.lineno, node.value, id(node) in opening
+            yield node.lineno, "".join(_text_of(part) or "…" for part in node.values), False
+        elif isinstance(node, ast.Constant) and (text := _text_of(node)) and id(node) not in part_of_another and " " in text:
+            yield node.lineno, text, id(node) in opening
 
 
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+def _text_of(node: ast.AST) -> str | None:
+    """What a constant says; None for anything else."""
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def _comments(source: str) -> Iterator[tuple[int, str, bool]]:
