@@ -34,7 +34,7 @@ class Kind:
     help: str
     hits_rank: bool = False  # one rank is hit; ``loses_rank``: its process is lost, and replaced in a new epoch
     loses_rank: bool = False
-    may_lose_rank: bool = False  # rarely, and for a reason not yet known, the rank does not enter the next epoch
+    may_lose_rank: bool = False  # now and then gloo hangs in it, or ends it (``ProcessGroups.abort``)
     ends_all: bool = False  # nothing of the cluster is left
 
 
