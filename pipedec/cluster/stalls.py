@@ -77,9 +77,11 @@ def find_stall(activities: Mapping[int, ActivityReport], stall_seconds: float) -
     waited = {rank: min(report.seconds, since_warming) for rank, report in reports if report.kind == "waiting"}
     limit = max(stall_seconds, _TIMESTEPS * sum(report.longest_seconds for _, report in reports))
     peers = {rank: activities[rank].peer for rank, seconds in waited.items() if seconds > limit / 2}
-    excused = set()  # are busy, or may wait by now, which the last report could not show
+    warming_told = max((report.age_seconds for _, report in reports if report.kind == "warming"), default=0.0)
+    excused = set()  # are busy, may wait by now, which the last report could not show, or have waited for what is over since then
     for rank, report in reports:
-        if report.kind in _BUSY or (report.seconds <= limit / 2 < report.began and report.age_seconds < _REPORT_SECONDS):
+        may_wait = report.seconds <= limit / 2 < report.began and report.age_seconds < _REPORT_SECONDS
+        if report.kind in _BUSY or may_wait or report.began < warming_told:
             excused.add(rank)
     starved = [rank for rank in peers if waited[rank] > limit]
     for rank in sorted(starved, key=lambda one: -activities[one].began):

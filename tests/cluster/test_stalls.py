@@ -110,6 +110,8 @@ def test_what_is_computed_for_the_first_time_may_take_two_minutes_and_no_more() 
     assert stall is not None and stall.suspect == 2
     assert stall.reason == "took more than 121 s to compute something for the first time"
     assert find_stall({2: warming(299.0)}, 300.0) is None, "unless a timestep may take longer"
+    ended = {0: waiting(2, 9.0), 1: replace(warming(8.9), age_seconds=0.9), 2: waiting(1, 0.1)}
+    assert find_stall(ended, 4.0) is None, "what stage 1 computed has ended, which stage 2 has told before it"
 
 
 def test_who_has_waited_for_a_first_time_has_not_waited_before() -> None:
