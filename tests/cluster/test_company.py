@@ -139,18 +139,18 @@ def test_many_requests_with_random_cancels_leave_nothing(pair: Pair, duplex: str
 
 def drive(cluster: LocalCluster, rng: random.Random, count: int, alone: dict[str, list[int]]) -> None:
     """Answer ``count`` requests, a dozen at a time, of which about a third is cancelled at some time."""
-    client, open_replies, prompts = client_of(cluster), list[Reply](), dict[Reply, str]()
+    client, open_replies, prompts = client_of(cluster), list[Reply](), dict[int, str]()
     while len(prompts) < count or open_replies:
         while len(prompts) < count and len(open_replies) < 12:
             prompt, method = rng.choice(SENTENCES), METHOD_NAMES[len(prompts) % len(METHOD_NAMES)]
             open_replies.append(client.submit(short(prompt, method, rng.randint(1, 20), rng.randint(-1, 1))))
-            prompts[open_replies[-1]] = prompt
+            prompts[open_replies[-1].number] = prompt
         if rng.random() < 0.3:
             client.cancel(rng.choice(open_replies))
         assert len(status_of(cluster).running) <= MOST
         for reply in client.read(0.05):
             open_replies.remove(reply)
-            said = alone[prompts[reply]]
+            said = alone[prompts[reply.number]]
             if reply.error is not None:
                 assert "cancelled before it began" in str(reply.error)
             else:

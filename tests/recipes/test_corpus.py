@@ -59,7 +59,7 @@ def keep_one_file_in(number: int, library: Path, patch: pytest.MonkeyPatch) -> N
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Question]]:
     with pytest.MonkeyPatch.context() as patch:
-        keep_one_file_in(10, tmp_path_factory.mktemp("library"), patch)
+        keep_one_file_in(6, tmp_path_factory.mktemp("library"), patch)
         yield list(library_questions(seed=0))
 
 
