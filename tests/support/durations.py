@@ -149,8 +149,6 @@ class Durations:
         terminalreporter.write_line(
             f"{total:8.1f}  in all, with every process started; a calibration loop takes {calibration:.3f} s here"
         )
-        # The last line but pytest's own: what did not run here, for want of hardware.
-        terminalreporter.write_line(f"{len(terminalreporter.stats.get('skipped', ())):8d}  tests were skipped")
 
     def _files(self) -> dict[str, tuple[float, float]]:
         cpu: defaultdict[str, float] = defaultdict(float)
