@@ -30,7 +30,9 @@ def busy() -> Iterator[None]:
 
 
 def main(count: str, *command: str) -> int:
-    """Returns 1 if a test failed in one of the runs, and 2 if a run could not be made."""
+    """Returns 1 if a test failed in one of the runs or ``count`` is no number, and 2 if a run could not be made."""
+    if not count.isdecimal():
+        sys.exit(f"N={count}: give a number of runs")
     failed: Counter[str] = Counter()
     with busy():
         for number in range(int(count)):

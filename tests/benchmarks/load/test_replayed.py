@@ -1,4 +1,4 @@
-"""What the load on recorded answers computes from its answers: conversations, memory, and what an intruder costs."""
+"""Figures of the load on recorded answers: conversations, memory, and the cost of an intruder."""
 
 from __future__ import annotations
 
