@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
+from types import SimpleNamespace
 
 import pytest
 from support.clock import Clock
 
 from pipedec.core import EpochEnded
+from pipedec.engine import activity
 from pipedec.engine.activity import Activity
 
 
 def test_what_a_rank_does_is_told_with_its_longest_timestep(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 4.0, 5.0, 5.5, 6.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    monkeypatch.setattr(activity, "time", SimpleNamespace(monotonic=lambda: next(now)))
     doing = Activity()
     doing.begin("computing")
     doing.begin("waiting", 2)  # at 4 s

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from support.clock import Clock
 from support.tiny_pair import Pair
 
 from pipedec.core import Request, SamplingParams
@@ -128,12 +129,11 @@ def test_a_directory_that_cannot_be_written_gives_one_warning(
 
 
 def test_a_running_process_writes_once_a_minute(spec: PipelineSpec, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(experience_files.time, "monotonic", lambda: now)
+    clock = Clock(monkeypatch)
     kept = KeptExperience(spec, CPU)
     kept.keep()
     assert kept_files(own_cache) == []
-    now += experience_files.KEEP_SECONDS
+    clock.advance(experience_files.KEEP_SECONDS)
     kept.keep()
     assert len(kept_files(own_cache)) == 2
 

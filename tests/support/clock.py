@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +11,17 @@ import pytest
 
 
 class Clock:
-    """Stands for ``time.monotonic`` until the test ends: goes on as usual, and jumps ahead."""
+    """Stands for ``time.monotonic`` until the test ends: goes on as usual, and jumps ahead.
+
+    Threads that other tests have started keep the real one. The event loop of a server that tests share would otherwise sleep
+    until the hour that it was once shown.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._ahead = 0.0
         real = time.monotonic
-        monkeypatch.setattr(time, "monotonic", lambda: real() + self._ahead)
+        others = {thread.ident for thread in threading.enumerate() if thread is not threading.current_thread()}
+        monkeypatch.setattr(time, "monotonic", lambda: real() + (0.0 if threading.get_ident() in others else self._ahead))
 
     @contextmanager
     def halted(self) -> Iterator[None]:
