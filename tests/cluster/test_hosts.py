@@ -91,7 +91,7 @@ class Cluster:
         asked = ("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", str(num_tokens), "--ignore-eos")
         client = self.hosts.popen(
             0, sys.executable, "-m", "pipedec.cli", *asked, environment=self.environment,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
         )  # fmt: skip
         with client:
             assert client.stdout.read(1)  # type: ignore[union-attr]
