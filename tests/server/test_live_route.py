@@ -51,7 +51,22 @@ def said_in(frame: dict[str, Any]) -> str:
     return frame.get("said", "") + "".join(verdict["text"] for verdict in frame.get("out", ()))
 
 
+def is_silent_in_the_end(site: Site, cluster: LocalCluster) -> bool:
+    """Whether rank 0 hears, as it does about once a second, that nobody watches any more, and then publishes nothing."""
+    scheduler = cluster.scheduler
+    assert scheduler is not None
+    assert wait_until(lambda: not scheduler.client.exists(scheduler.keys.watchers), 60)
+
+    def is_silent() -> bool:
+        position = scheduler.live_position()
+        ask(site, COMPLETIONS, prompt=PROMPT, max_tokens=8)
+        return scheduler.live_position() == position
+
+    return wait_until(is_silent, 60)
+
+
 def test_two_viewers_see_an_answer_as_it_is_said(cluster_site: Site, resident: LocalCluster) -> None:
+    assert is_silent_in_the_end(cluster_site, resident), "of those who watched it in other tests"
     first = Viewing(cluster_site)
     second = Viewing(cluster_site)
     said = ask(cluster_site, COMPLETIONS, prompt=PROMPT, max_tokens=40, temperature=0, ignore_eos=True)["choices"][0]["text"]
@@ -69,17 +84,7 @@ def test_two_viewers_see_an_answer_as_it_is_said(cluster_site: Site, resident: L
 def test_nothing_is_published_when_nobody_watches(cluster_site: Site, resident: LocalCluster) -> None:
     viewing = Viewing(cluster_site)
     viewing.end()
-    scheduler = resident.scheduler
-    assert scheduler is not None
-    assert wait_until(lambda: not scheduler.client.exists(scheduler.keys.watchers), 60)
-
-    def is_silent() -> bool:
-        """Rank 0 hears about once a second of who watches."""
-        position = scheduler.live_position()
-        ask(cluster_site, COMPLETIONS, prompt=PROMPT, max_tokens=8)
-        return scheduler.live_position() == position
-
-    assert wait_until(is_silent, 60)
+    assert is_silent_in_the_end(cluster_site, resident)
 
 
 def test_who_watches_by_the_client_sees_the_same(cluster_site: Site, resident: LocalCluster) -> None:

@@ -20,8 +20,8 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._ahead = 0.0
         real = time.monotonic
-        others = {thread.ident for thread in threading.enumerate() if thread is not threading.current_thread()}
-        monkeypatch.setattr(time, "monotonic", lambda: real() + (0.0 if threading.get_ident() in others else self._ahead))
+        others = {*threading.enumerate()} - {threading.current_thread()}  # no numbers, which later threads may get again
+        monkeypatch.setattr(time, "monotonic", lambda: real() + (0.0 if threading.current_thread() in others else self._ahead))
 
     @contextmanager
     def halted(self) -> Iterator[None]:

@@ -79,8 +79,6 @@ def served(front: Front) -> Iterator[Site]:
             yield Site(front, port, client, loop)
     finally:
         server.should_exit = True
-        thread.join(2)
-        server.force_exit = True  # it waits no longer for connections and requests that a test has left open
         thread.join(20)
         runner.close()
         listener.close()
