@@ -28,6 +28,7 @@ for index, item in ipairs(cjson.decode(ARGV[2])) do
     redis.call('SREM', KEYS[2], number)
     redis.call('SREM', KEYS[3], number)
     redis.call('HDEL', KEYS[5], number)
+    redis.call('HDEL', KEYS[6], number, 'losses:' .. number)
   end
 end
 if ARGV[3] ~= '' then

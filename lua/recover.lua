@@ -2,8 +2,8 @@
 -- recover.lua
 -- Purpose:   ends the run's epoch, because ranks or Redis were lost: wakes all ranks up, and notes what happened.
 -- Invariant: an epoch is ended once, however many callers ask for it. Nothing of the ended epoch's workflow is left but one
---            message in each queue. Requests, answers and cancellations stay; the attempts of running requests are counted
---            unless Redis was the cause.
+--            message in each queue. Requests, answers and cancellations stay. Unless Redis was the cause, the loss is counted for
+--            the request that rank 0 was trying alone, else for all running ones.
 -- KEYS:      1 run (hash)  2 members (set)  3 running (set)  4 attempts (hash)  5 doing (hash)  6 suspects (hash)  7 ends (hash)
 --            8 places (hash)  9 recoveries (list)  10 bell (list)  11 waiting (zset)  12 ...: alive of each rank (string),
 --            then the queue of each rank in the epoch that ends (list), then workflow, done, trace and meeting of that epoch
@@ -28,10 +28,14 @@ redis.call('RPUSH', KEYS[9], '{"epoch":' .. epoch .. ',"lost":' .. ARGV[3] .. ',
   .. string.format('%.0f', time[1] * 1000000 + time[2]) .. ',"served_us":null}')
 redis.call('LTRIM', KEYS[9], -tonumber(ARGV[6]), -1)
 if ARGV[8] == '1' then
-  for _, number in ipairs(redis.call('SMEMBERS', KEYS[3])) do
+  local tried = redis.call('HGET', KEYS[1], 'tried')
+  for _, number in ipairs(tried and { tried } or redis.call('SMEMBERS', KEYS[3])) do
+    local losses = redis.call('HGET', KEYS[4], 'losses:' .. number)
     redis.call('HINCRBY', KEYS[4], number, 1)
+    redis.call('HSET', KEYS[4], 'losses:' .. number, (losses and losses .. ',' or '') .. epoch)
   end
 end
+redis.call('HDEL', KEYS[1], 'tried')
 redis.call('DEL', KEYS[2], KEYS[5], KEYS[6], KEYS[7])
 for _, place in ipairs(cjson.decode(ARGV[7])) do
   redis.call('HSET', KEYS[8], place[1], place[2])

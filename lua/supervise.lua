@@ -5,7 +5,7 @@
 --            7 recoveries (list)  8 nodes (set)  9 lease of this node (string)  10 + rank: alive of that rank (string)
 -- ARGV:      1 time to live of the keys in seconds  2 node  3 duration of its lease in milliseconds  4 prefix of the nodes'
 --            leases  5 ranks that run there, JSON list
--- Returns:   {{failure, state, epoch}, {rank, ...} with a lease, {rank, ...} whose lease has expired, doing, suspects, ends and
+-- Returns:   {{failure, state, epoch, tried}, {rank, ...} with a lease, {rank, ...} whose lease has expired, doing, suspects, ends and
 --            places as lists of fields and values, {last recoveries, JSON}, {node whose lease has expired, ...}, the time in
 --            microseconds}
 if redis.call('HEXISTS', KEYS[1], 'state') == 1 then -- nothing of a run that has ended comes back
@@ -18,7 +18,7 @@ if redis.call('HEXISTS', KEYS[1], 'state') == 1 then -- nothing of a run that ha
   redis.call('EXPIRE', KEYS[6], ARGV[1])
 end
 local run, alive, expired, lost = {}, {}, {}, {}
-for index, field in ipairs({ 'failure', 'state', 'epoch' }) do
+for index, field in ipairs({ 'failure', 'state', 'epoch', 'tried' }) do
   run[index] = redis.call('HGET', KEYS[1], field)
 end
 for _, rank in ipairs(redis.call('SMEMBERS', KEYS[2])) do

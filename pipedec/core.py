@@ -55,6 +55,10 @@ class BadValue(UserError, ValueError):
     """
 
 
+class RequestFailed(PipedecError):
+    """A rank cannot answer a request, which has ended; the message names the rank. The run and its other requests go on."""
+
+
 class QueueFull(UserError):
     """The run has as many unfinished requests as it allows: the same request may be accepted later."""
 
@@ -314,7 +318,7 @@ class Accepted(NamedTuple):
 SURPRISAL_UNIT = 1 / 256
 MAX_SURPRISAL = 2**13  # of a token that cannot be chosen, or whose logit is no number
 
-FinishReason = Annotated[str, Meta(pattern=r"^(stop|length|cancelled|cache_full|paused|corrupted)\Z")]
+FinishReason = Annotated[str, Meta(pattern=r"^(stop|length|cancelled|cache_full|paused|corrupted|failed)\Z")]
 
 
 class Verdict(Record, frozen=True):
@@ -325,12 +329,13 @@ class Verdict(Record, frozen=True):
         finished: why the answer ended: ``"stop"`` (end token or stop string), ``"length"`` (max_tokens), ``"cancelled"`` or, for
             an answer in several threads, ``"cache_full"``; None while it continues. ``"paused"`` closes the request's lanes like
             the others, but the answer continues later, in new lanes. ``"corrupted"``: a stage has computed NaN or infinity.
-        bad_stage: the first such stage, if the answer is corrupted.
+            ``"failed"``: something else has gone wrong in a rank while it worked for the request.
+        failure: what has gone wrong and where, of an answer that is corrupted or has failed.
     """
 
     accepted: tuple[Accepted, ...] = ()
     finished: FinishReason | None = None
-    bad_stage: Int64 | None = None
+    failure: str | None = None
 
     @classmethod
     def of(cls, *tokens: int, finished: FinishReason | None = None, forecast: tuple[tuple[int, ...], ...] = ()) -> Verdict:
@@ -402,6 +407,7 @@ class RequestUpdate(Struct, frozen=True):
         logprobs: from the last stage, with a verdict: log-probabilities of the accepted tokens, if requested.
         prompt_logprobs: from the last stage, while the prompt enters: the same for its next tokens, from the second on.
         slots: of every stage's KV pool, in addition to those that the request has. They are assigned before the rows.
+        failure: what has gone wrong in a stage that has dropped the request's lane. Later ones pass it on to rank 0.
     """
 
     number: int
@@ -411,6 +417,7 @@ class RequestUpdate(Struct, frozen=True):
     logprobs: TokenLogprobs = ()
     slots: SlotRuns = ()
     prompt_logprobs: TokenLogprobs = ()
+    failure: str | None = None
 
 
 @dataclass(frozen=True)

@@ -277,6 +277,7 @@ class Recovery(Record, frozen=True):
         lost: ranks whose processes are replaced.
         at_us: when the one before it ended, on Redis's clock, in µs since 1970.
         served_us: when its ranks served; None if they do not yet.
+        request: the request that was found to be the cause; None if none was.
     """
 
     epoch: int
@@ -284,6 +285,7 @@ class Recovery(Record, frozen=True):
     reason: str
     at_us: int
     served_us: int | None = None
+    request: int | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -432,9 +434,10 @@ class CompletionEvent(EventRecord, frozen=True, tag="completion"):
 
 
 class ErrorEvent(EventRecord, frozen=True, tag="error"):
-    """The request was refused."""
+    """The request was refused; or, if ``is_fault``, a rank cannot answer it."""
 
     message: str
+    is_fault: bool = False
 
 
 class CancelledEvent(EventRecord, frozen=True, tag="cancelled"):

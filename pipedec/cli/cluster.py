@@ -193,7 +193,8 @@ def status(place: ClusterFlags) -> None:
 def described_recovery(recovery: Recovery) -> str:
     """Why the run has begun an epoch, and how long it took until that was served, in one line."""
     lasted = "not served yet" if recovery.seconds is None else f"went on after {recovery.seconds:.1f} s"
-    return f"Epoch {recovery.epoch}: {recovery.reason}; {lasted}."
+    cause = "" if recovery.request is None else f", because of request {recovery.request}"
+    return f"Epoch {recovery.epoch}: {recovery.reason}{cause}; {lasted}."
 
 
 @click.command()

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pipedec.core import Completion, PipedecError, RankLost, UserError
+from pipedec.core import Completion, PipedecError, RankLost, RequestFailed, UserError
 from pipedec.messages import (
     AbortEvent,
     CacheSlotsEvent,
@@ -118,7 +118,7 @@ class Reply:
     on_delta: OnDelta = lambda delta: None
     request: PromptRequest | None = None
     completion: Completion | None = None
-    error: UserError | None = None
+    error: PipedecError | None = None
     trace: list[TraceEvent] = field(default_factory=list)
     cache_slots: dict[int, int] = field(default_factory=dict)
     overran: set[int] = field(default_factory=set)
@@ -143,7 +143,7 @@ class Reply:
         return self.completion is not None or self.error is not None
 
     def completed(self) -> Completion:
-        """The completion of an answer that has ended. Raises UserError if there is none."""
+        """The completion of an answer that has ended. Raises UserError or RequestFailed if there is none."""
         if self.completion is None:
             raise self.error or PipedecError("the answer is not complete")
         return self.completion
@@ -181,8 +181,8 @@ class Reply:
                 self.error = UserError("the request was cancelled before it began")
             case AbortEvent(text):
                 raise RankLost(text)
-            case ErrorEvent(message):
-                self.error = UserError(message)
+            case ErrorEvent(message, is_fault):
+                self.error = RequestFailed(message) if is_fault else UserError(message)
 
     def submitted_again(self, number: int) -> None:
         """Redis has lost the request, which now has another number. Repeated parts of its answer are not reported again."""

@@ -68,7 +68,8 @@ class HostWatch:
         self._spares = spares
         self._stall_seconds = stall_limit(settings.stall_timeout, timestep_ms)
         # All times are on the monotonic clock.
-        self._restarts: list[float] = []  # when ranks were replaced, within the last ``restart_window``
+        # When ranks were replaced within the last ``restart_window``, and in which epoch; not because of a request.
+        self._restarts: list[tuple[float, int]] = []
         # When a rank was last lost, here or on another host, until the run is served again. For ``_LATE_SECONDS`` the ends of
         # ranks that have served count as its consequences; those of others never do, or a rank could fail without end.
         self._loss: float | None = None
@@ -222,11 +223,13 @@ class HostWatch:
         explained = self._served if follows_loss else set()
         own = [rank for rank in lost if ended[rank] != LOST_ANOTHER and rank not in explained]
         causes = [rank for rank in own if ended[rank] != ABORTED] or own[:1]
-        now, count = time.monotonic(), min(len(causes), 1)
-        self._restarts = [one for one in self._restarts if one > now - settings.restart_window]
+        now, count = time.monotonic(), min(len(causes), 1) if look.tried is None else 0
+        charged = {one.epoch for one in look.recoveries if one.request is not None}
+        since = now - settings.restart_window
+        self._restarts = [(when, epoch) for when, epoch in self._restarts if when > since and epoch not in charged]
         if not settings.recovers or len(self._restarts) + count > settings.max_restarts:
             return self._give_up(look, lost, (causes or lost)[0])
-        self._restarts += [now] * count
+        self._restarts += [(now, self._epoch + 1)] * count
         if causes:
             self._loss = time.monotonic()
         if known:

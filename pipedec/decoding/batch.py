@@ -7,10 +7,13 @@ process and no client.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from msgspec import structs
@@ -20,18 +23,21 @@ from pipedec.decoding.budget import Budget
 from pipedec.decoding.controller import EnteredCounts, TimestepTiming
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.memory import LaneSizes, Memory
-from pipedec.decoding.method import Drafter, DraftRoom, MethodContext
+from pipedec.decoding.method import Drafter, DraftRoom, Method, MethodContext
 from pipedec.decoding.proposers import Proposals, score
 from pipedec.decoding.request_state import RequestState, Tally
+from pipedec.faults import RequestFaults, is_of_machine
 from pipedec.kv import KVManager
 from pipedec.methods import find_method, make_options
 from pipedec.model.markov import MarkovTable
 from pipedec.threads import NewSequence
 from pipedec.threads import Sequence as ThreadSequence
+from pipedec.topology import rank_name
 from pipedec.tree import Candidates, DraftRows
 
 DRAFT_KNEE = 64  # maximum rows of all requests in one draft forward
 _UNLIMITED = 2**40  # slots
+_T = TypeVar("_T")
 _DRAFTLESS = {"proposers": ["ngrams"]}  # options of the default method while it replaces one whose draft model is being loaded
 
 # Returns the context in which a draft forward of this load runs: a timer, or an emulated device.
@@ -43,6 +49,8 @@ class Batch:
 
     A request waits here until there is KV memory for it; the stages receive it with its first rows. Requests are ordered by
     priority value, then by number, lower ones first. Their hits and misses survive a pause if the answer is in one thread.
+
+    Whatever raises for a request is noted in ``faults``. It then gets no more rows, and the caller closes it; others go on.
 
     Args:
         passage: timesteps that a row takes to pass through the pipeline.
@@ -63,6 +71,8 @@ class Batch:
         self.device = device
         self.tally = Tally()
         self.requests: dict[int, RequestState] = {}  # the running ones, by number, in the order in which they are served
+        self.only: int | None = None  # the one request that is served; None: all are
+        self.faults = RequestFaults(rank_name(0))
         self.awaits_drafter = False  # until ``adopt``, the default method without a draft replaces those that need one
         self.time_forward: ForwardTimer = lambda load: nullcontext()
         self._drafter = drafter
@@ -118,7 +128,8 @@ class Batch:
         state = self.requests.get(number)
         if state is None or not state.has_lane:
             return
-        state.apply(verdict)
+        with self.faults.of(number):
+            state.apply(verdict)
         if verdict.finished is not None:
             self.close(number)
 
@@ -129,7 +140,7 @@ class Batch:
             return
         if state.has_lane:
             self._leave_lane(state)
-        if state.request.tenant is not None:
+        if state.request.tenant is not None and number not in self.faults:
             for before, answer in state.texts():
                 self._experience.shared_texts.add(state.request.tenant, before, answer)
 
@@ -164,7 +175,7 @@ class Batch:
             undrafted = [self.requests[number] for number in self._undrafted if number in self.requests]
             self._undrafted = []
             return [state.number for state in undrafted if state.has_lane and state.lacks_drafter]
-        return self._memory.to_pause(list(self.requests.values()))
+        return self._served(self._memory.to_pause)
 
     def pause(self, number: int) -> None:
         """Take a request's lane. It gets another one, before younger requests, after ``closed`` and when there is memory."""
@@ -184,21 +195,24 @@ class Batch:
         """
         updates: dict[int, RequestUpdate] = {}
         prompt_rows = rows = 0
-        for number, room in self._budget.share(self._memory.claims(self.requests.values()), self._controller.pays).items():
+        shares = self._served(lambda states: self._budget.share(self._memory.claims(states), self._controller.pays))
+        for number, room in shares.items():
             state, opening = self.requests[number], None
-            if not state.has_lane:
-                lease = self._memory.open(state)
-                if lease is None:
-                    continue
-                opening = state.open(lease)
-            if state.is_prefilling:
-                step = state.next_chunk(room)
-                prompt_rows += 0 if step is None else step.num_rows
-            else:
-                room = self._memory.room_for(state, room)
-                step = state.propose(room) if room else None
-            rows += 0 if step is None else step.num_rows
-            updates[number] = RequestUpdate(number, opening, step=step)
+            with self.faults.of(number):
+                if not state.has_lane:
+                    lease = self._memory.open(state)
+                    if lease is None:
+                        continue
+                    state.has_lane = True
+                    opening = state.open(lease)
+                if state.is_prefilling:
+                    step = state.next_chunk(room)
+                    prompt_rows += 0 if step is None else step.num_rows
+                else:
+                    room = self._memory.room_for(state, room)
+                    step = state.propose(room) if room else None
+                rows += 0 if step is None else step.num_rows
+                updates[number] = RequestUpdate(number, opening, step=step)
         grown, self._memory.grown = self._memory.grown, {}
         for number, slots in grown.items():
             updates[number] = structs.replace(updates.get(number, RequestUpdate(number)), slots=slots)
@@ -209,6 +223,26 @@ class Batch:
         are_tuned = [state.is_tuned for state in lanes if not state.is_prefilling]
         self._controller.record_entered(EnteredCounts(rows, prompt_rows, len(are_tuned) if all(are_tuned) else 0))
         return {number: update for number, update in updates.items() if update.opening or update.step or update.slots}
+
+    def _served(self, work: Callable[[list[RequestState]], _T]) -> _T:
+        """What ``work`` makes of the requests that are served. If it raises, once more without those whose claims raise."""
+
+        def served() -> list[RequestState]:
+            found = [state for number, state in self.requests.items() if number not in self.faults]
+            return found if self.only is None else [state for state in found if state.number == self.only]
+
+        try:
+            return work(served())
+        except Exception as error:
+            before = served()
+            if is_of_machine(error):
+                raise
+            for state in before:
+                with self.faults.of(state.number):
+                    list(state.claim().demand.chances)
+            if len(served()) == len(before):
+                raise
+        return work(served())
 
     def _leave_lane(self, state: RequestState) -> None:
         """Close a lane. Its last accepted tokens are committed with its last verdict, before others open."""
@@ -225,7 +259,7 @@ class Batch:
             self._controller.drafts_prompts = True
         drafting = [  # requests whose text has entered and is in the draft model's cache
             state for number, state in self.requests.items()
-            if state.has_lane and not (state.is_idle or state.is_prefilling)
+            if state.has_lane and not (state.is_idle or state.is_prefilling or number in self.faults)
             and number not in chunks and state.drafted >= len(state.text)
         ]  # fmt: skip
         num_drafting = max(sum(state.drafter is not None for state in drafting), 1)
@@ -236,18 +270,30 @@ class Batch:
         # the next verdict, which also frees room: all of it for a request alone, 1/B of it for one of B requests.
         room.min_chance = self._budget.refused * (1 - 1 / num_drafting)
         while True:
-            asked = {state.number: rows for state in drafting if (rows := state.draft(room.rows))}
+            asked: dict[int, list[tuple[Method, Sequence[int]]]] = {}
+            for state in drafting:
+                with self.faults.of(state.number):
+                    if of_request := state.draft(room.rows):
+                        asked[state.number] = of_request
             if not asked and not chunks:
                 break
-            rows = [entry for of_request in asked.values() for entry in of_request]
-            requested = [method.to_draft(of_tree) for method, of_tree in rows if method.drafter is not None]
-            candidates = self._expand(requested, chunks)
-            for method, of_tree in rows:
-                method.drafted(of_tree, None if method.drafter is None else next(candidates))
-            score(self._proposals)
-            self._proposals.clear()
-            drafting, chunks = [state for state in drafting if state.number in asked], {}
+            self._draft_round(asked, chunks)
+            drafting, chunks = [state for state in drafting if state.number in asked and state.number not in self.faults], {}
             room.round += 1
+
+    def _draft_round(self, asked: Mapping[int, list[tuple[Method, Sequence[int]]]], chunks: dict[int, Sequence[int]]) -> None:
+        """Draft the rows that methods have asked for, by request, beside chunks of prompts; add the candidates to their trees."""
+        drafted = [(method, rows) for of_request in asked.values() for method, rows in of_request if method.drafter is not None]
+        candidates = self._expand([method.to_draft(rows) for method, rows in drafted], chunks)
+        proposals: dict[int, list[Proposals]] = {}
+        for number in [number for number in asked if number not in self.faults]:
+            found = iter(candidates[number])
+            with self.faults.of(number):
+                for method, rows in asked[number]:
+                    method.drafted(rows, None if method.drafter is None else next(found))
+                proposals[number] = list(self._proposals)
+            self._proposals.clear()
+        self.faults.apart(list(proposals), lambda numbers: score([one for number in numbers for one in proposals[number]]))
 
     def observe(self, timing: TimestepTiming) -> None:
         """Learn how long a timestep of the full pipeline took."""
@@ -268,25 +314,41 @@ class Batch:
         room = self._budget.knee
         for number, state in self.requests.items():
             count = min(state.entered - state.drafted, room)
-            if count > 0 and state.has_lane and not (state.is_tuned and not self._controller.is_speculating):
+            if (
+                count > 0
+                and state.has_lane
+                and number not in self.faults
+                and not (state.is_tuned and not self._controller.is_speculating)
+            ):
                 chunks[number] = state.text[state.drafted : state.drafted + count]
                 state.drafted += count
                 room -= count
         return chunks
 
-    def _expand(self, requested: list[DraftRows], chunks: dict[int, Sequence[int]]) -> Iterator[Candidates]:
-        """The candidates of each entry. Runs several forwards if there are more rows than one should compute."""
-        candidates: list[Candidates] = []
+    def _expand(self, requested: list[DraftRows], chunks: dict[int, Sequence[int]]) -> dict[int, list[Candidates]]:
+        """The candidates of each request's entries. Runs several forwards if there are more rows than one should compute."""
+        candidates: defaultdict[int, list[Candidates]] = defaultdict(list)
         while requested or chunks:
-            assert self._drafter is not None
             ends = list(accumulate([len(entry.rows) for entry in requested]))
             fitting = requested[: max(bisect_right(ends, DRAFT_KNEE), 1)]
-            with self.time_forward(self._load(fitting, chunks)):
-                candidates += self._drafter.expand(fitting, chunks)
-            requested, chunks = requested[len(fitting) :], {}
-        return iter(candidates)
+            numbers = list(dict.fromkeys([*chunks, *[entry.number for entry in fitting]]))
+            for found in self.faults.apart(numbers, partial(self._forward, fitting, chunks)):
+                for number, one in found:
+                    candidates[number].append(one)
+            requested, chunks = [entry for entry in requested[len(fitting) :] if entry.number not in self.faults], {}
+        return candidates
 
-    def _load(self, requested: Sequence[DraftRows], chunks: dict[int, Sequence[int]]) -> Load:
+    def _forward(
+        self, requested: Sequence[DraftRows], chunks: Mapping[int, Sequence[int]], numbers: Sequence[int]
+    ) -> list[tuple[int, Candidates]]:
+        """One forward over what is requested for some requests: each with the candidates of an entry."""
+        assert self._drafter is not None
+        entries = [entry for entry in requested if entry.number in numbers]
+        prompts = {number: chunk for number, chunk in chunks.items() if number in numbers}
+        with self.time_forward(self._load(entries, prompts)):
+            return [(entry.number, one) for entry, one in zip(entries, self._drafter.expand(entries, prompts), strict=True)]
+
+    def _load(self, requested: Sequence[DraftRows], chunks: Mapping[int, Sequence[int]]) -> Load:
         """The load of one forward. A chunk of a prompt is assumed to attend to no chunk before it."""
         rows = sum([len(entry.rows) for entry in requested]) + sum(map(len, chunks.values()))
         sequences = [self.requests[number].sequence for number in {entry.number for entry in requested}]

@@ -115,9 +115,8 @@ class RequestState:
         return demand.whole or demand.certain
 
     def open(self, lease: Lease) -> NewRequest:
-        """Open a lane, on the stages and in the draft model. Returns the message for the stages."""
+        """Open the lane that it has now, on the stages and in the draft model. Returns the message for the stages."""
         self._begin()
-        self.has_lane = True
         self.entered = self.past = self._adoptable = lease.cached
         self.drafted = len(self.text)
         if self.drafter is not None:

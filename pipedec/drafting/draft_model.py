@@ -90,7 +90,8 @@ class DraftModel:
 
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
         """Run one forward over rows of several trees, and the next chunks of other requests' prompts (see ``Drafter.expand``).
-        Raises ValueError if rows of a tree are not ascending, one was drafted before, or an ancestor was not, nor is among them.
+        Raises ValueError if rows of a tree are not ascending, one was drafted before, or an ancestor was not, nor is among them;
+        and UserError if a structure cannot be followed. Then no lane has changed.
         """
         drafting: dict[int, Entering] = {}
         for number, entries in groupby(requested, attrgetter("number")):
@@ -99,16 +100,19 @@ class DraftModel:
                 drafting[number] = self._lanes[number].enter(of_request)
         entering = [self._lanes[number].enter_prompt(chunk) for number, chunk in prompts.items() if number in self._lanes]
         entering += drafting.values()
+        answered = [entry for entry in requested if entry.number in self._lanes]
+        allowed = [self._lanes[entry.number].allowed(entry) for entry in answered]  # may raise, and so comes first
         if entering:
             token_ids = to_device(torch.tensor([token for one in entering for token in one.token_ids]), self._model.device)
             inputs = token_ids if self._vocabulary is None else self._vocabulary.draft_ids[token_ids]
             hidden_RE = self._model.forward(inputs, [one.rows for one in entering])
+        for number in prompts.keys() & self._lanes.keys():
+            self._lanes[number].settle_prompt(prompts[number])
         for number, entered in drafting.items():
             self._lanes[number].settle(entered)
         for number in (*prompts, *drafting):
             self._share(number)
-        answered = [entry for entry in requested if entry.number in self._lanes]
-        found = iter(self._candidates(hidden_RE[_drafted(entering)], answered) if answered else ())
+        found = iter(self._candidates(hidden_RE[_drafted(entering)], answered, allowed) if answered else ())
         return [next(found) if entry.number in self._lanes else self._no_candidates(entry) for entry in requested]
 
     def _fit(self, number: int, entries: Sequence[DraftRows]) -> bool:
@@ -128,17 +132,18 @@ class DraftModel:
         if (lane := self._lanes.get(number)) is not None and (added := lane.take_added()):
             self._kv.extend(number, added)
 
-    def _candidates(self, hidden_FE: Tensor, requested: Sequence[DraftRows]) -> list[Candidates]:
-        """The most probable next tokens of the rows of ``requested``."""
+    def _candidates(
+        self, hidden_FE: Tensor, requested: Sequence[DraftRows], allowed: Sequence[list[Bitmask]]
+    ) -> list[Candidates]:
+        """The most probable next tokens of the rows of ``requested``, of those that are ``allowed``."""
         counts = [len(entry.rows) for entry in requested]
         log_probs_FV = self._model.logits(hidden_FE).log_softmax(-1)
         if self._vocabulary is not None:
             log_probs_FV[:, 0] = -torch.inf  # the token that stands for all unknown ones
-        for entry, log_probs_RV in zip(requested, log_probs_FV.split(counts), strict=True):
-            lane = self._lanes[entry.number]
-            if allowed := lane.allowed(entry):
-                log_probs_RV.copy_(self._among(log_probs_RV, allowed))
-            log_probs_RV.copy_(lane.predicted(entry, log_probs_RV))
+        for entry, log_probs_RV, of_entry in zip(requested, log_probs_FV.split(counts), allowed, strict=True):
+            if of_entry:
+                log_probs_RV.copy_(self._among(log_probs_RV, of_entry))
+            log_probs_RV.copy_(self._lanes[entry.number].predicted(entry, log_probs_RV))
         known = log_probs_FV.shape[-1] - (self._vocabulary is not None)
         top = log_probs_FV.topk(min(max([entry.children for entry in requested]), known))
         tokens = top.indices if self._vocabulary is None else self._vocabulary.tokens[top.indices]

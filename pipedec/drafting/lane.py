@@ -7,7 +7,7 @@ accepted tokens that were never drafted, F rows to draft, R = C + F, P slots of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -82,10 +82,9 @@ class DraftLane:
         return added
 
     def enter_prompt(self, token_ids: Sequence[int]) -> Entering:
-        """The rows of the prompt's next chunk, for a forward."""
+        """The rows of the prompt's next chunk, for a forward. Then call ``settle_prompt``."""
         first = self.cache.past_length
         positions = torch.arange(first, first + len(token_ids), device=self._device)
-        self._added += token_ids
         return Entering(list(token_ids), LaneRows(positions, self.cache, prefill_length=self._sequence.prompt_length), [])
 
     def enter(self, requested: Sequence[DraftRows]) -> Entering:
@@ -127,8 +126,14 @@ class DraftLane:
         slot_positions = [*tree.positions_of(in_slots), *positions]
         return _tensor(positions), Visibility(seen, past, lambda: _tensor(slot_positions))
 
+    def settle_prompt(self, token_ids: Sequence[int]) -> None:
+        """Finish the forward of rows from ``enter_prompt``."""
+        self._added += token_ids
+
     def settle(self, entered: Entering) -> None:
         """Finish the forward of rows from ``enter``: the chains join the past, and the drafted rows join the tree slots."""
+        if self._labels is not None:
+            self._labels.settle()
         first, chained = len(self._slots), entered.rows.num_rows - len(entered.drafted)
         if chained:
             self._join(entered.token_ids[:chained])
@@ -181,6 +186,7 @@ class _ThreadLabels:
         self._threads = _tensor([])  # int64 [N], the thread of each tree slot
         self._positions = _tensor([])  # int64 [N], its position id
         self._past_tokens: dict[int, int] = defaultdict(int)  # by thread: number of its tokens in the past
+        self._entering: Callable[[], None] = lambda: None  # adds the rows that entered last
 
     def advance(self, number: int, committed: Tensor, dropped: Tensor) -> None:
         """Follow the tree of a thread. The ``dropped`` slots include the ``committed`` ones, which are accepted, in order."""
@@ -198,8 +204,8 @@ class _ThreadLabels:
     def enter(
         self, chains: dict[int, list[int]], requested: Collection[DraftRows], slots: Sequence[Row]
     ) -> tuple[Tensor, Visibility]:
-        """Add the rows of a forward: the chains, by thread, join the past; the requested rows join the N tree ``slots``. Returns
-        position ids, int64 [R], and the attention mask, both of the chains first.
+        """Position ids, int64 [R], and the attention mask of the rows of a forward: the chains, by thread, and then the requested
+        rows. ``settle`` adds the former to the past, the latter to the N tree ``slots``.
         """
         chained = [(number, self._past_tokens[number] + index) for number, chain in chains.items() for index in range(len(chain))]
         chain = _tensor([[number for number, _ in chained], [index for _, index in chained]])
@@ -209,10 +215,18 @@ class _ThreadLabels:
         seen = self._seen(chain, threads, requested, [row for _, row in slots])
         entering = torch.cat((chain_positions, positions))
         slot_positions = torch.cat((self._slots.past[2], self._positions, entering))
-        self._commit(chain[0], chain[1], chain_positions)
-        self._threads = torch.cat((self._threads, threads))
-        self._positions = torch.cat((self._positions, positions))
+
+        def add() -> None:
+            self._commit(chain[0], chain[1], chain_positions)
+            self._threads = torch.cat((self._threads, threads))
+            self._positions = torch.cat((self._positions, positions))
+
+        self._entering = add
         return entering, Visibility(seen, self._sequence.prompt_length, lambda: slot_positions)
+
+    def settle(self) -> None:
+        """Add the rows that entered last."""
+        self._entering()
 
     def _seen(self, chain: Tensor, threads: Tensor, requested: Collection[DraftRows], slot_rows: list[int]) -> Tensor:
         """The attention mask of a forward, bool [R, P + N + R]. ``chain``: int64 [2, C], thread and token index of the chained

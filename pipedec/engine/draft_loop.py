@@ -17,18 +17,23 @@ from pipedec.core import MAX_NUM_SEQS, UserError
 from pipedec.decoding import Batch, Drafter
 from pipedec.engine.admission import Admission
 from pipedec.engine.counters import Counters, RunCounters
-from pipedec.engine.loop import Record, RequestPool, Timestep, decode
+from pipedec.engine.loop import Advanced, Record, RequestPool, Timestep, decode
 from pipedec.engine.publisher import Publisher
 from pipedec.engine.rank_tasks import POLL_SECONDS, RankTasks, Wiring
 from pipedec.engine.rank_zero import TaskPipeline, WindowPipeline
 from pipedec.engine.request_queue import Frame, RequestQueue
+from pipedec.faults import failure_of, is_of_machine
 from pipedec.messages import ErrorEvent
 from pipedec.scheduler.protocol import RankMessage, Remembered
+from pipedec.topology import rank_name
 from pipedec.transport import Transport
 
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3  # epochs that may end while a request is running, without a new token of it
+MAX_LOSSES = 5  # the same with new tokens
+SUSPECTED = 2  # of these, after which the request is served alone
+TRIAL_TOKENS = 64  # with which a request passes its trial
 _STATS_SECONDS = 1.0  # between two publications of the counters
 
 
@@ -82,6 +87,8 @@ class DraftLoop:
         self._published = 0.0  # when the counters were last published
         self._sessions = 0
         self._stopping = False
+        self._suspects: list[int] = []  # requests that may be why ranks were lost; the first is served alone
+        self._tried_tokens = 0  # of that one, since its trial began
 
     def serve(self, transport: Transport) -> None:
         """Serve in the scheduler's present epoch, whose ranks have met, until ``stop``. Requests that were running at the end
@@ -96,12 +103,17 @@ class DraftLoop:
         if self._feed is not None:
             self._feed.begin_epoch(self._wiring.scheduler.epoch)
         self._pool.interrupt()
-        for message in self._queue.journal():
-            if message.attempts >= MAX_ATTEMPTS:
+        journal = self._queue.journal()
+        guilty = [message for message in journal if message.attempts >= MAX_ATTEMPTS or message.losses >= MAX_LOSSES]
+        for message in journal:
+            if message in guilty:
                 self._give_up(message)
             elif message.number not in self._pool.running:  # another process has admitted it
                 self._queue.give_out(message)
                 self._admit(message)
+        suspected = [message.number for message in journal if message.losses >= SUSPECTED]
+        self._suspects = [] if guilty else suspected[::-1]  # those that came last first: without them, all was well
+        self._try_next()
         with self._queue.serving():
             while not self._stopping or self._pool.running:
                 if self._pool.running:
@@ -120,21 +132,44 @@ class DraftLoop:
 
     def _give_up(self, message: RankMessage) -> None:
         """End a request that may be why epochs are lost."""
-        logger.warning("gives up request %d, which was running when ranks were lost %d times", message.number, message.attempts)
+        logger.warning("gives up request %d, which was running when ranks were lost %d times", message.number, message.losses)
         if message.number in self._pool.running:
             self._pool.drop(message.number)
         recoveries = self._wiring.scheduler.status().recoveries
         cause = f": {recoveries[-1].reason}" if recoveries else ""
-        error = f"the cluster has lost ranks {message.attempts} times while it answered this request, which may be why{cause}"
-        self._queue.finish(message.number, ErrorEvent(error))
+        error = f"the cluster has lost ranks {message.losses} times while it answered this request, which may be why{cause}"
+        self._wiring.scheduler.blame(message.number)
+        self._queue.finish(message.number, ErrorEvent(error, is_fault=True))
+
+    def _try_next(self, passed: int | None = None) -> None:
+        """Serve the next suspect alone, or all requests if there is none. ``passed`` is not suspected any more."""
+        self._suspects = [number for number in self._suspects if number in self._pool.running and number != passed]
+        before, self._batch.only = self._batch.only, next(iter(self._suspects), None)
+        self._tried_tokens = 0
+        if before is not None or self._batch.only is not None:
+            alone = (
+                "all requests" if self._batch.only is None else f"request {self._batch.only} alone, since ranks were lost for it"
+            )
+            logger.info("serves %s", alone)
+            self._wiring.scheduler.try_alone(self._batch.only, passed)
 
     def _admit(self, message: RankMessage) -> None:
+        """Begin a request, or refuse it: whatever raises here is about this request."""
+        number = message.number
         try:
-            answer, new_sequence = self._admission.admit(message, self._batch)
+            self._begin(message)
         except UserError as error:
-            logger.info("refuses request %d: %s", message.number, error)
-            self._queue.finish(message.number, ErrorEvent(str(error)))
-            return
+            logger.info("refuses request %d: %s", number, error)
+            self._queue.finish(number, ErrorEvent(str(error)))
+        except Exception as error:
+            if is_of_machine(error):
+                raise
+            logger.warning("request %d cannot begin", number, exc_info=True)
+            self._publisher.forget(number)
+            self._queue.finish(number, ErrorEvent(failure_of(rank_name(0), error), is_fault=True))
+
+    def _begin(self, message: RankMessage) -> None:
+        answer, new_sequence = self._admission.admit(message, self._batch)
         if answer.is_complete:
             self._queue.finish(message.number, answer.completed())
             return
@@ -163,6 +198,8 @@ class DraftLoop:
             self._publish_counters()
         for number in self._queue.cancelled():
             self._pool.cancel(number)
+        if (tried := self._batch.only) is not None and (self._tried_tokens >= TRIAL_TOKENS or tried not in self._pool.running):
+            self._try_next(passed=tried)
         room = 0 if self._queue.is_stopping else self._max_num_seqs - len(self._pool.running)
         for message in self._queue.arrivals(room):
             self._admit(message)
@@ -175,10 +212,12 @@ class DraftLoop:
         self._keep(False)
 
     def _note(self, record: Record) -> None:
-        """Trace and count this rank's timesteps."""
+        """Trace and count this rank's timesteps, and the tokens of a request that is tried."""
         if isinstance(record, Timestep):
             self._tasks.note(record)
             self._wiring.activity.count_timestep()
+        elif isinstance(record, Advanced) and record.number == self._batch.only:
+            self._tried_tokens += len(record.verdict.tokens)
 
 
 def _in_a_thread(load: Callable[[], Drafter]) -> Future[Drafter]:

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from msgspec import structs
 
-from pipedec.core import EMPTY, NO_LOAD, Load, Metrics, Request, RequestUpdate, StageMessage, UserError, Verdict
+from pipedec.core import EMPTY, NO_LOAD, Load, Metrics, Request, RequestFailed, RequestUpdate, StageMessage, UserError, Verdict
 from pipedec.decoding import Batch, Experience, LaneSizes, TimestepTiming
 from pipedec.device import DeviceEvent, device_of
 from pipedec.engine.admission import Sequences, threads_within
@@ -49,7 +49,7 @@ class LocalAnswer:
     token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # from the second token on
     finished: str | None = None  # why it ended; None while it goes on
-    bad_stage: int | None = None  # the first one to compute NaN or infinity, which has ended the answer
+    failure: str | None = None  # what has gone wrong in a rank and has ended it
     is_closed: bool = False  # every stage has closed its lane
 
     def begin(self) -> Sequence:
@@ -107,9 +107,11 @@ class LocalPipeline:
         return cls(spec, stages, new_batch(spec, drafter, device, lane_sizes, experience), prunes)
 
     def run(self, request: Request) -> Iterator[Verdict]:
-        """Decode ``request`` alone and yield every verdict. Raises as ``run_all``."""
+        """Decode ``request`` alone and yield every verdict. Raises as ``run_all``, and RequestFailed if it has failed."""
         for _, verdict in self.run_all({1: [request]}):
             yield verdict
+        if (failure := self.last.failure) is not None:
+            raise RequestFailed(failure)
 
     def run_all(
         self, arrivals: Mapping[int, Iterable[Request]], cancels: Mapping[int, Iterable[int]] | None = None,
@@ -203,7 +205,7 @@ class LocalPipeline:
                 self.answers[record.number].prompt_logprobs += map(dict, record.logprobs)
             case RequestEnded():
                 answer = self.answers[record.number]
-                answer.finished, answer.bad_stage = record.reason, record.bad_stage
+                answer.finished, answer.failure = record.reason, record.failure
             case RequestClosed():
                 self.answers[record.number].is_closed = True
 

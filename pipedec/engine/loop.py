@@ -57,9 +57,12 @@ def decode(pool: RequestPool, pipeline: Pipeline, admit: Callable[[], None] = la
             pool.batch.observe(timestep.timing)
         pool.emit(timestep)
         for result in timestep.results:
-            verdict = pool.take(result, number)
+            verdict = None
+            with pool.batch.faults.of(result.number):
+                verdict = pool.take(result, number)
             if verdict is not None:
                 yield result.number, verdict
+        pool.end_failed()
 
 
 @dataclass(slots=True)
@@ -121,7 +124,9 @@ class RequestPool:
             self.running[number].opening, self.running[number].is_closing = None, True
             self.emit(Waits(number))
         updates, self._updates = self._updates, {}
-        for number, update in self.batch.propose().items():
+        proposed = self.batch.propose()
+        self.end_failed()
+        for number, update in proposed.items():
             known = updates.get(number)
             updates[number] = update if known is None else replace(update, verdict=known.verdict)
             if update.opening is not None:
@@ -138,7 +143,7 @@ class RequestPool:
         """Take a result of the last stage. Returns the verdict as far as the answer goes; None without one, or if it is late."""
         number, verdict, one = result.number, result.verdict, self.running.get(result.number)
         if one is None or one.is_closing:
-            if verdict is not None and verdict.finished is not None and not verdict.tokens:
+            if verdict is not None and verdict.finished is not None and not verdict.tokens and verdict.failure is None:
                 self._note_closed(number, one, verdict.finished)
             return None
         if result.prompt_logprobs:
@@ -149,10 +154,9 @@ class RequestPool:
                 self.emit(PromptScored(number, new))
         if verdict is None:
             return None
-        if verdict.bad_stage is not None:
-            self.batch.tally.corrupted += 1
-            self.cancel(number, "corrupted", verdict.bad_stage)
-            self.batch.kv.forget_kept()  # its rows must not serve as a prefix
+        if verdict.failure is not None:
+            self.batch.tally.corrupted += verdict.finished == "corrupted"
+            self._fail(number, verdict.finished or "failed", verdict.failure)
             return verdict
         verdict = verdict if self._take is None else self._take(result)
         one.is_prefilling = False
@@ -164,7 +168,16 @@ class RequestPool:
             self._end(number, verdict.finished, state)
         return verdict
 
-    def cancel(self, number: int, reason: str = "cancelled", bad_stage: int | None = None) -> None:
+    def end_failed(self) -> None:
+        """End the requests for which something has raised on this rank."""
+        for number, failure in self.batch.faults.take().items():
+            self._fail(number, "failed", failure)
+
+    def _fail(self, number: int, reason: str, failure: str) -> None:
+        self.cancel(number, reason, failure)
+        self.batch.kv.forget_kept()  # its rows must not serve as a prefix
+
+    def cancel(self, number: int, reason: str = "cancelled", failure: str | None = None) -> None:
         """End a request in any state, without a verdict for its method. No effect if it is not running."""
         if number not in self.running:
             return
@@ -172,7 +185,7 @@ class RequestPool:
         self.batch.close(number)
         if self.running[number].is_known:
             self._close_lanes(number, reason)
-        self._end(number, reason, state, bad_stage)
+        self._end(number, reason, state, failure)
 
     def interrupt(self) -> None:
         """Discard all lanes, and every result on its way: running requests continue after their last accepted token."""
@@ -210,9 +223,9 @@ class RequestPool:
         known = self._updates.get(number, RequestUpdate(number)).verdict or Verdict()
         self._updates[number] = RequestUpdate(number, verdict=Verdict(known.accepted, reason))
 
-    def _end(self, number: int, reason: str, state: RequestState, bad_stage: int | None = None) -> None:
+    def _end(self, number: int, reason: str, state: RequestState, failure: str | None = None) -> None:
         one = self.running.pop(number)
-        self.emit(RequestEnded(number, reason, state.hits, state.misses, bad_stage))
+        self.emit(RequestEnded(number, reason, state.hits, state.misses, failure))
         if one.is_known:
             self._closing.append(number)
         else:
@@ -280,7 +293,7 @@ class RequestEnded(Struct, frozen=True):
     reason: str
     hits: int
     misses: int
-    bad_stage: int | None = None  # the first one to compute NaN or infinity for the request, which has ended the answer
+    failure: str | None = None  # what has gone wrong in a rank and has ended the answer
 
 
 class RequestClosed(Struct, frozen=True):

@@ -47,6 +47,10 @@ class Publisher:
         began_us = self._scheduler.clock_us() if answer.request.trace else 0
         self._open[answer.request.number] = _OpenRequest(answer, goes_on, began_us)
 
+    def forget(self, number: int) -> None:
+        """Forget a request that has not begun after all."""
+        self._open.pop(number, None)
+
     def text(self, number: int) -> str:
         """The text of a running request so far."""
         return self._open[number].answer.completion.text
@@ -90,11 +94,8 @@ class Publisher:
                     self._queue.finish(number, *traces, *self.tasks.closed(number), one.completion)
 
     def _completion(self, ended: RequestEnded, answer: RunningAnswer) -> CompletionEvent | ErrorEvent:
-        if ended.bad_stage is not None:
-            return ErrorEvent(
-                f"stage {ended.bad_stage} computed NaN or infinity for this request, which has failed: check that stage's "
-                "weights and device, or use a dtype of a wider range"
-            )
+        if ended.failure is not None:
+            return ErrorEvent(ended.failure, is_fault=True)
         if not answer.is_complete:  # cancelled, so that no verdict has ended it
             self._queue.put(ended.number, *answer.take(Verdict((), ended.reason))[1])
         return answer.completed()

@@ -45,6 +45,7 @@ class RankMessage:
         text: for a request its JSON, for an abort or the end of an epoch the reason.
         output_token_ids: of a request in the journal, the token ids of its answer so far.
         attempts: of a request in the journal, how many epochs ranks or links have ended since it got its last token.
+        losses: the same since it was submitted, or has passed a trial.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class RankMessage:
     text: str = ""
     output_token_ids: tuple[int, ...] = ()
     attempts: int = 0
+    losses: int = 0
 
     @classmethod
     def from_json(cls, line: str | bytes) -> RankMessage:
@@ -191,6 +193,7 @@ class Supervision:
         ends: why ranks have ended, by rank, as far as they have reported it.
         places: by rank, the node to which it was assigned.
         recoveries: the latest ones, in order.
+        tried: the request that rank 0 serves alone, because ranks were lost while it was running; None without one.
         lost_nodes: nodes whose lease has expired.
     """
 
@@ -204,4 +207,5 @@ class Supervision:
     ends: Mapping[int, str]
     places: Mapping[int, str]
     recoveries: tuple[Recovery, ...]
+    tried: int | None
     lost_nodes: tuple[str, ...]

@@ -95,9 +95,21 @@ class RankScheduler(BaseScheduler):
         for number in sorted(map(int, running)):
             field = str(number).encode()
             text, count = requests[field].decode(), int(attempts.get(field, 0))
+            losses = attempts.get(b"losses:" + field, b"").count(b",") + (b"losses:" + field in attempts)
             token_ids = published_token_ids(event for _, _, event in self.read_answers({number: "0"}, 0))
-            found.append(RankMessage("request", number, text=text, output_token_ids=token_ids, attempts=count))
+            found.append(RankMessage("request", number, text=text, output_token_ids=token_ids, attempts=count, losses=losses))
         return found
+
+    def try_alone(self, number: int | None, passed: int | None = None) -> None:
+        """For rank 0: note that it serves request ``number`` alone from now on, or all if it is None; and that ``passed`` was tried
+        before and is not suspected any more.
+        """
+        given = ["" if one is None else one for one in (number, passed)]
+        self._run_script("try", [self.keys.run, self.keys.attempts], [*given, self.epoch])
+
+    def blame(self, number: int) -> None:
+        """For rank 0: charge the losses during which a request was running to it, so that supervisors do not count them."""
+        self._run_script("blame", [self.keys.run, self.keys.attempts, self.keys.recoveries], [number, self.epoch])
 
     def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None:
         """Start the workflow of a session with its initial tasks, which are independent of the requests in it.
@@ -285,7 +297,7 @@ class SupervisorScheduler(BaseScheduler):
         names += [keys.recoveries, keys.nodes, keys.node(node), *map(keys.alive, self.topology.ranks)]
         about = [KEY_SECONDS, node, NODE_LEASE_MS, keys.node_prefix, json.dumps(list(ranks))]
         reply = self._run_script("supervise", names, about)
-        (failure, state, epoch), alive, expired, doing, suspects, ends, places, recoveries, lost, now_us = reply
+        (failure, state, epoch, tried), alive, expired, doing, suspects, ends, places, recoveries, lost, now_us = reply
         return Supervision(
             epoch=None if epoch is None else int(epoch),
             state=state.decode() if state is not None else "gone",
@@ -297,6 +309,7 @@ class SupervisorScheduler(BaseScheduler):
             ends=_by_rank(ends),
             places=_by_rank(places),
             recoveries=tuple(parse_json(Recovery, text, "the recovery") for text in recoveries),
+            tried=None if tried is None else int(tried),
             lost_nodes=tuple(sorted(node.decode() for node in lost)),
         )
 

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pipedec.core import PipedecError, QueueFull, SchedulerBusy, UserError
+from pipedec.core import PipedecError, QueueFull, RequestFailed, SchedulerBusy, UserError
 from pipedec.validation import shortened
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away
@@ -67,6 +67,8 @@ def api_error(error: Exception) -> ApiError:
         return unavailable(str(error), _RETRY_AFTER_SECONDS)
     if isinstance(error, UserError):
         return bad_request(str(error))
+    if isinstance(error, RequestFailed):
+        return ApiError(500, str(error))
     if isinstance(error, PipedecError):
         return unavailable(f"the cluster was lost: {error}", _RETRY_AFTER_SECONDS)
     return ApiError(500, "an internal error; the server's log says more")

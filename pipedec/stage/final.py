@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import islice
 from typing import cast
@@ -172,7 +172,7 @@ class FinalLane(Lane):
     def _first_verdict(self, token: int, best: list[int]) -> Verdict:
         """The verdict after the prefill: one token, and the predictions of the masks after it."""
         if token <= _CORRUPTED:
-            return Verdict(finished="corrupted", bad_stage=_CORRUPTED - token)
+            return _corruption(token)
         self._acceptance.accept(0, token)
         finished = self._acceptance.sequence.finished
         forecast = ((), ()) if finished or self._forecasts is None else self._forecasts.forecast(best)
@@ -187,7 +187,7 @@ class FinalLane(Lane):
         if not walks:
             return None
         if corrupted := [token for walk in walks for token in walk.tokens if token <= _CORRUPTED]:
-            return Verdict(finished="corrupted", bad_stage=_CORRUPTED - corrupted[0])
+            return _corruption(corrupted[0])
         if self._logprobs is not None:
             self._logprobs.accept([row for walk in walks for row in walk.rows])
         finished = self._acceptance.sequence.finished
@@ -215,6 +215,15 @@ class FinalLane(Lane):
         return replayed
 
 
+def _corruption(token: int) -> Verdict:
+    """The verdict on an answer with the id of a corrupted stage in place of a token."""
+    failure = (
+        f"stage {_CORRUPTED - token} computed NaN or infinity for this request, which has failed: check that stage's weights and "
+        "device, or use a dtype of a wider range"
+    )
+    return Verdict(finished="corrupted", failure=failure)
+
+
 class FinalStageWorker(StageWorker):
     """The last stage L_n."""
 
@@ -236,30 +245,42 @@ class FinalStageWorker(StageWorker):
         return FinalLane(opening, self._new_sequence(opening), cache, self._device, vocab_size, self._tokens, self._stage)
 
     def _reply(
-        self, updates: tuple[RequestUpdate, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
+        self, updates: tuple[RequestUpdate, ...], steps: Mapping[int, Step], activations: Mapping[int, Tensor], is_finite: bool
     ) -> tuple[RequestUpdate, ...]:
         """The results: verdicts on requests that had rows, with log-probabilities if requested. There is none for a request whose
         answer does not grow, unless there are log-probabilities of its prompt. A verdict without tokens reports that a lane is
         closed, to rank 0 and then to every stage.
         """
-        lanes = [cast(FinalLane, self._lanes[number]) for number in steps]
-        chosen = self._judge(list(zip(lanes, activations, strict=True)), is_finite)
         ends = [(update.number, update.verdict.finished) for update in updates if update.verdict is not None]
-        closed = (RequestUpdate(number, verdict=Verdict((), reason)) for number, reason in ends if reason is not None)
-        results = (lane.result(number, token_ids) for lane, number, token_ids in zip(lanes, steps, chosen, strict=True))
-        return (*closed, *(result for result in results if result is not None))
+        results = {number: RequestUpdate(number, verdict=Verdict((), reason)) for number, reason in ends if reason is not None}
+        for number, token_ids in self._judge(activations, is_finite).items():
+            with self._faults.of(number):
+                if (result := self._lane(number).result(number, token_ids)) is not None:
+                    results[number] = result
+        failed = {update.number: update.failure for update in updates if update.failure} | self._faults.take()
+        failures = {number: RequestUpdate(number, verdict=Verdict((), "failed", failure)) for number, failure in failed.items()}
+        return tuple((failures | results).values())
 
-    def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> list[list[int]]:
+    def _lane(self, number: int) -> FinalLane:
+        return cast(FinalLane, self._lanes[number])
+
+    def _judge(self, activations: Mapping[int, Tensor], is_finite: bool) -> dict[int, list[int]]:
         """Compute the logits of all requests at once, let each lane choose its tokens, and read these from the device once."""
         if not is_finite:
-            for lane, own_RE in computed:
-                lane.note_corruption(own_RE)
-        judging = [(lane, own_RE[own_RE.shape[0] - lane.num_judged :]) for lane, own_RE in computed if lane.num_judged]
-        if not judging:
-            return [[] for _ in computed]
-        logits_RV = self._model.logits(torch.cat([own_RE for _, own_RE in judging]))
-        is_finite = known_finite(logits_RV)
-        by_lane = zip(judging, logits_RV.split([lane.num_judged for lane, _ in judging]), strict=True)
-        chosen = {lane: lane.judge(own_RV, is_finite) for (lane, _), own_RV in by_lane}
-        read = iter(to_host(torch.cat(list(chosen.values()))).tolist())
-        return [list(islice(read, chosen[lane].shape[0])) if lane in chosen else [] for lane, _ in computed]
+            for number, own_RE in activations.items():
+                self._lane(number).note_corruption(own_RE)
+        judging = [number for number in activations if self._lane(number).num_judged]
+        chosen: dict[int, Tensor] = {}
+        if judging:
+            counts = [self._lane(number).num_judged for number in judging]
+            rows = [activations[number][-count:] for number, count in zip(judging, counts, strict=True)]
+            logits_RV = self._model.logits(torch.cat(rows))
+            is_finite = known_finite(logits_RV)
+            for number, own_RV in zip(judging, logits_RV.split(counts), strict=True):
+                with self._faults.of(number):
+                    chosen[number] = self._lane(number).judge(own_RV, is_finite)
+        read = iter(to_host(torch.cat(list(chosen.values()))).tolist() if chosen else ())
+        return {
+            number: list(islice(read, chosen[number].shape[0])) if number in chosen else []
+            for number in activations if number in self._lanes
+        }  # fmt: skip

@@ -11,16 +11,19 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from pipedec.core import EMPTY, Load, NewRequest, RankLost, RequestUpdate, StageMessage, Step, Verdict
+from pipedec.core import EMPTY, Load, NewRequest, RequestUpdate, StageMessage, Step, Verdict
 from pipedec.device import HOST, to_device, to_host
+from pipedec.faults import RequestFaults
 from pipedec.model import FirstForward, KVCache, LaneRows, StageModel, Usual, warm_up
 from pipedec.threads import NewSequence
+from pipedec.topology import rank_name
 from pipedec.tree import Advance, ThreadChanges, forest_of, is_mask
 
 
@@ -96,11 +99,12 @@ class Lane:
 class StageWorker:
     """One stage L_i (PipeDec §3.1).
 
-    Updates for a number without a lane are ignored: the request's last verdict has overtaken them.
+    Whatever raises for a request drops its lane here, and the next message says why: neither the stage nor other requests fail.
+    Updates for a number without a lane are ignored: the request has failed, or its last verdict has overtaken them.
 
     Args:
         new_sequence: makes, for the opening of a request, the function that makes sequences of its answer.
-        stage: its number, which is reported if it computes NaN or infinity.
+        stage: its number, which is reported if a request fails here.
         slots, block: of the KV pool (see ``KVPool``). The caller assigns slots to requests.
 
     Attributes:
@@ -115,6 +119,7 @@ class StageWorker:
         self._model, self._new_sequence, self._device, self._stage = model, new_sequence, device, stage
         self._pool = model.make_pool(slots, block)
         self._lanes: dict[int, Lane] = {}
+        self._faults = RequestFaults(rank_name(stage), self._drop)
         self.rows = 0
         self.pruned_rows = 0
 
@@ -138,6 +143,7 @@ class StageWorker:
 
     def reset(self) -> None:
         """Drop all lanes and their claims on the pool: requests are sent again with all their rows."""
+        self._faults.take()
         self.pruned_rows += sum(lane.forest.num_rows for lane in self._lanes.values())
         self._lanes.clear()
 
@@ -150,23 +156,13 @@ class StageWorker:
 
         Returns:
             ``waiting``, the last result of ``advance`` if it has not been sent, without the rows that were pruned.
-
-        Raises:
-            ValueError: a request is open already, or its slots are not in the pool.
-            UserError: on the last stage, ``logit_bias`` names a token that is not in the vocabulary.
         """
         unsent = {update.number: update for update in waiting.updates}
         for update in sorted(updates, key=lambda update: update.opening is not None):
-            if (opening := update.opening) is not None:
-                if update.number in self._lanes:
-                    raise ValueError(f"request {update.number} is open already")
-                has_masks = opening.tokens_per_mask > 0
-                cache = KVCache(self._pool, opening.slots, opening.cached, opening.copied, with_prompt=has_masks)
-                self._lanes[update.number] = self._new_lane(update.number, opening, cache)
-            if update.verdict is not None:
-                self._sync(update.number, update.verdict, unsent)
-            if update.slots and (lane := self._lanes.get(update.number)) is not None:
-                lane.cache.extend(update.slots)
+            with self._faults.of(update.number):
+                self._replay(update, unsent)
+            if update.number in self._faults:
+                unsent.pop(update.number, None)
         if not unsent:
             return waiting
         return dataclasses.replace(waiting, updates=tuple(one for one in unsent.values() if one != RequestUpdate(one.number)))
@@ -179,20 +175,15 @@ class StageWorker:
 
         Returns:
             the message to the next rank: the same updates with the rows that leave this stage; from the last stage to rank 0 its
-            results instead.
+            results instead. Either names the requests that have failed here.
 
         Raises:
-            RankLost: the updates do not fit the requests here, or activations did not come; the message names the rank that has
-                sent them.
+            RankLost: activations did not come; the message names the rank that was to send them.
         """
         updates = message.updates
         has_verdicts = any(update.verdict is not None for update in updates)
         with span("sync", Load()) if has_verdicts else nullcontext():
-            try:
-                self.replay(updates)
-            except (ValueError, KeyError, IndexError) as error:
-                peer = f"rank {self._stage - 1}"
-                raise RankLost(f"{peer} sent updates that do not fit the requests of rank {self._stage}: {error}") from error
+            self.replay(updates)
         arrived = {update.number: update.step for update in updates if update.step is not None}
         if arrived:
             message.await_hidden()
@@ -200,18 +191,60 @@ class StageWorker:
         rows = sum(step.num_rows for step in steps.values())
         self.rows += rows
         self.pruned_rows += sum(step.num_rows for number, step in arrived.items() if number not in steps)  # void ones
-        if not steps:
-            return StageMessage(self._reply(updates, {}, (), True), message.ends_session)
         load = Load(rows, sum(self._lanes[number].cache.length for number in steps))
         with span("dec", load) if rows else nullcontext():
-            entered = [self._lanes[number].enter(step) for number, step in steps.items()]
-            inputs = torch.cat([step.token_ids if step.hidden is None else step.hidden for step in steps.values()])
-            inputs = to_device(inputs, self._device)
-            hidden_RE = self._model.forward(inputs, entered)
-            if not (is_finite := known_finite(hidden_RE)):
-                hidden_RE = marked(inputs, hidden_RE, self._stage)
-            activations = hidden_RE.split([lane_rows.num_rows for lane_rows in entered])
-            return StageMessage(self._reply(updates, steps, activations, is_finite), message.ends_session)
+            entered = self._enter(steps)
+            computed = self._faults.apart(list(entered), partial(self._forward, steps, entered)) if entered else []
+            activations = {number: own_RE for by_number, _ in computed for number, own_RE in by_number.items()}
+            reply = self._reply(updates, steps, activations, all(is_finite for _, is_finite in computed))
+        return StageMessage(self._with_failures(reply), message.ends_session)
+
+    def _enter(self, steps: Mapping[int, Step]) -> dict[int, LaneRows]:
+        """The rows of each request that can enter."""
+        entered: dict[int, LaneRows] = {}
+        for number, step in steps.items():
+            with self._faults.of(number):
+                entered[number] = self._lanes[number].enter(step)
+        return entered
+
+    def _forward(
+        self, steps: Mapping[int, Step], entered: Mapping[int, LaneRows], numbers: Sequence[int]
+    ) -> tuple[dict[int, Tensor], bool]:
+        """Compute the rows of ``numbers``. Returns the activations of each, and whether all are known to be finite."""
+        entering, lanes = [steps[number] for number in numbers], [entered[number] for number in numbers]
+        inputs = torch.cat([step.token_ids if step.hidden is None else step.hidden for step in entering])
+        inputs = to_device(inputs, self._device)
+        hidden_RE = self._model.forward(inputs, lanes)
+        if not (is_finite := known_finite(hidden_RE)):
+            hidden_RE = marked(inputs, hidden_RE, self._stage)
+        return dict(zip(numbers, hidden_RE.split([rows.num_rows for rows in lanes]), strict=True)), is_finite
+
+    def _drop(self, number: int) -> None:
+        """Drop the lane of a request that has failed."""
+        if (lane := self._lanes.pop(number, None)) is not None:
+            self.pruned_rows += lane.forest.num_rows
+
+    def _replay(self, update: RequestUpdate, unsent: dict[int, RequestUpdate]) -> None:
+        """Apply an update except its rows (see ``replay``), also to the request's unsent rows."""
+        number = update.number
+        if (opening := update.opening) is not None:
+            if number in self._lanes:
+                raise ValueError(f"request {number} is open already")
+            has_masks = opening.tokens_per_mask > 0
+            cache = KVCache(self._pool, opening.slots, opening.cached, opening.copied, with_prompt=has_masks)
+            self._lanes[number] = self._new_lane(number, opening, cache)
+        if update.verdict is not None:
+            self._sync(number, update.verdict, unsent)
+        if update.slots and (lane := self._lanes.get(number)) is not None:
+            lane.cache.extend(update.slots)
+
+    def _with_failures(self, updates: tuple[RequestUpdate, ...]) -> tuple[RequestUpdate, ...]:
+        """The updates for the next rank, with the failures of requests."""
+        if not (failures := self._faults.take()):
+            return updates
+        known = [update.number for update in updates]
+        updates += tuple(RequestUpdate(number) for number in failures if number not in known)
+        return tuple(replace(one, failure=one.failure or failures.get(one.number)) for one in updates)
 
     def _new_lane(self, number: int, opening: NewRequest, cache: KVCache) -> Lane:
         return Lane(opening, self._new_sequence(opening), cache, self._device)
@@ -230,13 +263,12 @@ class StageWorker:
             del self._lanes[number]
 
     def _reply(
-        self, updates: tuple[RequestUpdate, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
+        self, updates: tuple[RequestUpdate, ...], steps: Mapping[int, Step], activations: Mapping[int, Tensor], is_finite: bool
     ) -> tuple[RequestUpdate, ...]:
-        """The updates for the next rank, with the rows of each step. ``is_finite``: their activations are known to be finite."""
-        leaving = {
-            number: Step(step.token_ids, step.parents, own_RE, step.threads)
-            for (number, step), own_RE in zip(steps.items(), activations, strict=True)
-        }
+        """The updates for the next rank, with the rows that were computed. ``is_finite``: their activations are known to be
+        finite.
+        """
+        leaving = {number: dataclasses.replace(steps[number], hidden=own_RE) for number, own_RE in activations.items()}
         return tuple(replace(update, step=leaving.get(update.number)) for update in updates)
 
 

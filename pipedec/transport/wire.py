@@ -50,7 +50,7 @@ PREFIX_BYTES = 32
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
 
-PROTOCOL = "pipedec6"
+PROTOCOL = "pipedec7"
 _PREFIX = struct.Struct("<8siiiii4x")  # a multiple of 8 bytes, to align the rest
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -71,6 +71,7 @@ class UpdateHead(Record, frozen=True, array_like=True):
     logprobs: TokenLogprobs
     slots: SlotRuns
     prompt_logprobs: TokenLogprobs
+    failure: str | None
 
 
 class TensorHead(Record, frozen=True, array_like=True):
@@ -164,7 +165,7 @@ def pack_envelope(envelope: StageMessage, inline_rows: int) -> Packed:
     heads = tuple(
         UpdateHead(
             one.number, one.opening, one.verdict, 0 if one.step is None else one.step.num_rows, one.logprobs, one.slots,
-            one.prompt_logprobs,
+            one.prompt_logprobs, one.failure,
         )
         for one in envelope.updates
     )  # fmt: skip
@@ -241,7 +242,7 @@ def unpack_envelope(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> St
     updates = tuple(
         RequestUpdate(
             one.number, one.opening, one.verdict, next(steps) if one.num_rows else None, one.logprobs, one.slots,
-            one.prompt_logprobs,
+            one.prompt_logprobs, one.failure,
         )
         for one in decoded.updates
     )  # fmt: skip

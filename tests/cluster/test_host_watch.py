@@ -32,7 +32,7 @@ class Run:
     """A run as a watch sees it, by the rules of ``SupervisorScheduler``: nobody is a member of a new epoch."""
 
     def __init__(self) -> None:
-        self.look = Supervision(0, "up", None, (0, 1, 2), (), {}, {}, {}, {}, (), ())
+        self.look = Supervision(0, "up", None, (0, 1, 2), (), {}, {}, {}, {}, (), None, ())
         self.recovered: list[tuple[int, tuple[int, ...], str, dict[str, Any]]] = []
         self.aborted: list[tuple[int, str]] = []
         self.lost: SchedulerLost | None = None

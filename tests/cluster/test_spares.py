@@ -18,7 +18,7 @@ from pipedec.scheduler import Supervision
 PLANNED = tuple(Placement(host, "cpu", index) for host, index in (("a", 0), ("a", 1), ("b", 0), ("b", 1), ("c", 0)))
 SPARES = Spares(PLANNED, (Placement("d", "cpu", 0), Placement("d", "cpu", 1)), redis_host="c")
 PLACES = {rank: place.host for rank, place in enumerate(PLANNED)}
-NOW = Supervision(0, "up", None, (0, 1, 2, 3, 4), (), {}, {}, {}, PLACES, (), ())
+NOW = Supervision(0, "up", None, (0, 1, 2, 3, 4), (), {}, {}, {}, PLACES, (), None, ())
 
 
 def test_ranks_of_a_host_go_to_spares() -> None:

@@ -24,6 +24,7 @@ from pipedec.engine.loop import (
     Waits,
     decode,
 )
+from pipedec.faults import RequestFaults
 from pipedec.kv import KVManager
 from pipedec.threads import Sequence
 
@@ -45,6 +46,7 @@ class Recorded:
 
     def __init__(self, *results: Results, filling: int = 0, room: int = 9) -> None:
         self.calls: list[Any] = []
+        self.faults = RequestFaults("rank 0")
         self.requests: defaultdict[int, FakeRequest] = defaultdict(FakeRequest)
         self.room = room
         self.short: list[int] = []
@@ -115,7 +117,7 @@ def short(record: Record) -> Any:
         case Advanced():
             return record.verdict
         case RequestEnded():
-            assert (record.hits, record.misses, record.bad_stage) == (3, 2, None)
+            assert (record.hits, record.misses, record.failure) == (3, 2, None)
             return record.reason
         case RequestClosed():
             return "closed"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import ANY
+
 import pytest
 import torch
 from support.tiny_pair import Pair
 
-from pipedec.core import NewRequest, RankLost, RequestUpdate, SamplingParams, StageMessage
+from pipedec.core import NewRequest, RequestUpdate, SamplingParams, StageMessage
 from pipedec.engine.build import load_stage
 
 OPENING = RequestUpdate(1, NewRequest(3, SamplingParams(), slots=((0, 16),)))
@@ -19,11 +21,11 @@ UNFIT = {
 
 @pytest.mark.parametrize("updates", UNFIT.values(), ids=UNFIT)
 @pytest.mark.failure_case("S12")
-def test_updates_that_do_not_fit_name_their_sender(pair: Pair, updates: list[RequestUpdate]) -> None:
+def test_updates_that_do_not_fit_end_their_request(pair: Pair, updates: list[RequestUpdate]) -> None:
     worker = load_stage(pair.spec(2), 1, torch.device("cpu"))
-    with pytest.raises(RankLost, match="rank 0 sent updates that do not fit"):
-        for update in updates:
-            worker.advance(StageMessage((update,)))
+    replies = [worker.advance(StageMessage((update,))).updates for update in updates]
+    assert [one.failure for one in replies[-1]] == [ANY] and "rank 1 (stage 1) cannot answer this request" in str(replies[-1])
+    assert worker.num_lanes == 0
 
 
 @pytest.mark.failure_case("S12")

@@ -230,8 +230,6 @@ def test_a_stage_counts_its_rows_and_those_that_nobody_needed(target: Target) ->
     """Rows that a verdict prunes, those in the trees of a request that ends, and those that arrive behind its end."""
     stage = target.stage(CUT[0])
     stage.open(1, opening_of())
-    with pytest.raises(ValueError, match="request 1 is open already"):
-        stage.open(1, opening_of())
     stage.compute({1: prompt_chunk(*PROMPT)})
     assert stage.advance(StageMessage(ends_session=True)) == StageMessage(ends_session=True)
     stage.sync(1, Verdict.of(5))

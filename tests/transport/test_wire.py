@@ -37,15 +37,20 @@ HIDDEN_SIZE, DTYPE = 3, torch.float32
 ROW_BYTES = message_bytes(1, HIDDEN_SIZE, DTYPE)
 INLINE_ROWS = 8
 INT64 = st.integers(-(2**63), 2**63 - 1)
-REASONS = st.sampled_from([None, "stop", "length", "cancelled", "cache_full", "paused", "corrupted"])
+REASONS = st.sampled_from([None, "stop", "length", "cancelled", "cache_full", "paused", "corrupted", "failed"])
 TOKENS = st.lists(INT64, max_size=5).map(tuple)
 ROWS = st.lists(TOKENS, max_size=4).map(tuple)
 ACCEPTED = st.builds(Accepted, INT64, TOKENS, ROWS, ROWS)
-VERDICTS = st.builds(Verdict, st.lists(ACCEPTED, max_size=40).map(tuple), REASONS)
+    Verdict, st.lists(ACCEPTED, max_size=40).map(tuple), REASONS, st.none() | st.text().filter(lambda text: is_utf8(text))
+)
 
 
 def is_utf8(text: str) -> bool:
     return text.encode(errors="replace").decode() == text
+
+
+FAILURES = st.none() | st.text().filter(is_utf8)
+VERDICTS = st.builds(Verdict, st.lists(ACCEPTED, max_size=40).map(tuple), REASONS, FAILURES)
 
 
 @st.composite
@@ -74,8 +79,9 @@ ROWS_OF_LOGPROBS = st.lists(
     st.lists(st.tuples(st.integers(0, 99), st.floats(max_value=0, allow_nan=False, allow_infinity=False)), max_size=3).map(tuple)
 )
 UPDATES = st.builds(
-    RequestUpdate, INT64, st.none() | OPENINGS, st.none() | VERDICTS, st.none() | steps(), ROWS_OF_LOGPROBS.map(tuple), SLOTS
-)
+    RequestUpdate, INT64, st.none() | OPENINGS, st.none() | VERDICTS, st.none() | steps(), ROWS_OF_LOGPROBS.map(tuple), SLOTS,
+    failure=FAILURES,
+)  # fmt: skip
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 
 
@@ -219,7 +225,7 @@ def test_a_long_head_has_a_message_of_its_own(num_tokens: int) -> None:
 
 def test_a_short_envelope_is_a_short_message() -> None:
     assert len(pack_envelope(StageMessage(), INLINE_ROWS)[0]) == PREFIX_BYTES
-    assert len(pack_envelope(StageMessage((RequestUpdate(3, verdict=Verdict.of(5)),)), INLINE_ROWS)[0]) == 120
+    assert len(pack_envelope(StageMessage((RequestUpdate(3, verdict=Verdict.of(5)),)), INLINE_ROWS)[0]) == 128
 
 
 def test_seeds_and_biases_arrive_as_they_are() -> None:

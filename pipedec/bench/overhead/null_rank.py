@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +31,7 @@ from pipedec.engine.answer import RunningAnswer
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.stage_loop import StageLoop
+from pipedec.faults import RequestFaults
 from pipedec.messages import RunDescription
 from pipedec.model import KVCache, KVPool, LaneRows, StageModel
 from pipedec.plan.spec import DISPATCHES
@@ -266,9 +267,9 @@ class NullStage(StageWorker):
 class NullFinalStage(NullStage, FinalStageWorker):
     """The last stage."""
 
-    def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> list[list[int]]:
+    def _judge(self, activations: Mapping[int, Tensor], is_finite: bool) -> dict[int, list[int]]:
         """Every lane knows its tokens."""
-        return [[] for _ in computed]
+        return {number: [] for number in activations}
 
 
 class ScriptedBatch:
@@ -277,6 +278,8 @@ class ScriptedBatch:
     def __init__(self, probe: Probe) -> None:
         self.rows = 1
         self.requests: dict[int, SimpleNamespace] = {}
+        self.only = None
+        self.faults = RequestFaults("rank 0")
         self._probe = probe
         self._updates: Iterator[RequestUpdate] = iter(())
 

@@ -1,0 +1,89 @@
+"""Faults of single requests: what raises while a rank works for a request ends that request, and neither the rank nor others.
+
+Faults of the machine (memory, a device, a link) are no request's, and end the rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from pipedec.core import PipedecError, UserError
+
+logger = logging.getLogger(__name__)
+
+_MAX_REASON = 300  # characters
+_NO_HOST_MEMORY = "DefaultCPUAllocator"  # in the RuntimeError that torch raises where it finds no memory on a host
+_T = TypeVar("_T")
+
+
+def is_of_machine(error: Exception) -> bool:
+    """Whether an error ends the rank, whatever it was computing."""
+    if isinstance(error, PipedecError):
+        return not isinstance(error, UserError)
+    if isinstance(error, MemoryError | OSError | torch.OutOfMemoryError | torch.AcceleratorError):
+        return True
+    return isinstance(error, RuntimeError) and _NO_HOST_MEMORY in str(error)
+
+
+def failure_of(where: str, error: Exception) -> str:
+    """One line for the client of a request: the rank and the reason."""
+    reason = " ".join(str(error).split())
+    if not isinstance(error, UserError):
+        reason = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+    return f"{where} cannot answer this request: {reason[:_MAX_REASON]}"
+
+
+class RequestFaults:
+    """The requests that have failed on a rank since ``take``.
+
+    Args:
+        where: the rank, for messages.
+        drop: called once with each request that fails.
+    """
+
+    def __init__(self, where: str, drop: Callable[[int], None] = lambda number: None) -> None:
+        self._where = where
+        self._drop = drop
+        self._found: dict[int, str] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._found
+
+    @contextmanager
+    def of(self, number: int) -> Iterator[None]:
+        """Context of work for one request: what raises there is its fault. Errors of the machine are raised."""
+        try:
+            yield
+        except Exception as error:
+            if is_of_machine(error):
+                raise
+            failure = failure_of(self._where, error)
+            logger.warning("request %d has failed: %s", number, failure, exc_info=not isinstance(error, UserError))
+            if number not in self._found:
+                self._found[number] = failure
+                self._drop(number)
+
+    def apart(self, numbers: Sequence[int], compute: Callable[[Sequence[int]], _T]) -> list[_T]:
+        """The result of ``compute`` for all requests together; if that raises, its results for each alone, without those for
+        which it raises again: they have failed. ``compute`` must change nothing before it raises.
+        """
+        try:
+            return [compute(numbers)]
+        except Exception as error:
+            if is_of_machine(error):
+                raise
+        results: list[_T] = []
+        for number in numbers:
+            with self.of(number):
+                results.append(compute([number]))
+        return results
+
+    def take(self) -> dict[int, str]:
+        """The failures by request, each once."""
+        found, self._found = self._found, {}
+        return found
