@@ -101,8 +101,8 @@ class RankScheduler(BaseScheduler):
         return found
 
     def try_alone(self, number: int | None, passed: int | None = None) -> None:
-        """For rank 0: note that it serves request ``number`` alone from now on, or all if it is None; and that ``passed`` was tried
-        before and is not suspected any more.
+        """For rank 0: note that it serves request ``number`` alone from now on, or all if it is None; ``passed`` was tried before
+        and is not suspected any more.
         """
         given = ["" if one is None else one for one in (number, passed)]
         self._run_script("try", [self.keys.run, self.keys.attempts], [*given, self.epoch])

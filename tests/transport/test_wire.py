@@ -41,8 +41,6 @@ REASONS = st.sampled_from([None, "stop", "length", "cancelled", "cache_full", "p
 TOKENS = st.lists(INT64, max_size=5).map(tuple)
 ROWS = st.lists(TOKENS, max_size=4).map(tuple)
 ACCEPTED = st.builds(Accepted, INT64, TOKENS, ROWS, ROWS)
-    Verdict, st.lists(ACCEPTED, max_size=40).map(tuple), REASONS, st.none() | st.text().filter(lambda text: is_utf8(text))
-)
 
 
 def is_utf8(text: str) -> bool:
