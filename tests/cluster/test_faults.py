@@ -17,8 +17,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
-from support.clusters import client_of
+from support.clusters import client_of, read_all, status_of
+from support.obedient_ranks import KILLS_SEED, RAISES_SEED, suffer
+from support.prepared_ranks import PreparedRanks
 from support.processes import redis_of, wait_until
 from support.tiny_pair import Pair
 from support.whole_scheduler import WholeScheduler
@@ -29,7 +32,7 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.place import RankPlace
 from pipedec.cluster.state import RunningCluster
 from pipedec.config import Settings
-from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerLost
+from pipedec.core import Completion, PipedecError, RankLost, RequestFailed, SamplingParams, SchedulerLost
 from pipedec.engine.build import resolve
 from pipedec.messages import PromptRequest
 from pipedec.plan.spec import DISPATCHES
@@ -164,6 +167,33 @@ def test_a_corrupted_request_fails_and_the_others_do_not(pair: Pair, tmp_path: P
         with pytest.raises(PipedecError, match="stage 1 computed NaN or infinity"):
             client.ask(corrupt)
         assert len(before) == 6 and client.ask(sound).token_ids == before
+
+
+@pytest.mark.fast_cases("raises-windows")
+@with_each_dispatch
+@pytest.mark.parametrize("seed", [RAISES_SEED, KILLS_SEED], ids=["raises", "dies"])
+@pytest.mark.failure_case("S20")
+def test_a_stage_that_raises_or_dies_for_a_request_fails_it_and_no_other(
+    pair: Pair, tmp_path: Path, dispatch: str, seed: int
+) -> None:
+    """Twice, with as many restarts as one such request costs: its losses are not the cluster's."""
+    spec = pair.spec(2).replaced(dispatch=dispatch, max_restarts=2, transport=PreparedRanks("auto", suffer, tmp_path))
+    sampling = SamplingParams(max_tokens=100, ignore_eos=True)
+    innocent = [PromptRequest((5, token, 30), True, "pipedec-bestfirst", sampling) for token in (9, 19, 29)]
+    guilty = PromptRequest((7, 8), True, "pp", structs.replace(sampling, temperature=1.0, seed=seed))
+    with LocalCluster(spec) as cluster:
+        client = client_of(cluster)
+        wanted = [client.ask(one).token_ids for one in innocent]
+        for _ in range(2):
+            replies = [client.submit(one) for one in (*innocent, guilty)]
+            read_all(client, *replies)
+            with pytest.raises(RequestFailed, match="no such row" if seed == RAISES_SEED else "has lost ranks 5 times"):
+                replies[-1].completed()
+            assert [reply.completed().token_ids for reply in replies[:-1]] == wanted
+        blamed = [recovery.request for recovery in status_of(cluster).recoveries]
+        assert blamed == (
+            [] if seed == RAISES_SEED else [number for number in (replies[0].number - 1, replies[-1].number) for _ in range(5)]
+        )
 
 
 @pytest.fixture

@@ -198,6 +198,23 @@ def test_who_has_lost_another_is_not_blamed_and_counts_for_nothing(host: Host, r
         assert host.started == [0, 1, 2]
 
 
+@pytest.mark.failure_case("S20")
+def test_losses_that_a_request_has_caused_cost_no_restart(run: Run, clock: Clock) -> None:
+    """Neither those during its trial nor those before it, once they are charged to it."""
+    host = Host(run, clock, ONE_RESTART)
+    for tried, charged in ((None, ()), (7, ()), (None, (1, 2)), (8, ())):
+        run.look = replace(
+            run.look, members=(0, 1, 2), tried=tried, recoveries=tuple(Recovery(epoch, (), "", 0, 1, 7) for epoch in charged)
+        )
+        host.started.clear()
+        host.end(2)
+        host.turn_until(lambda: host.started)
+    run.look = replace(run.look, members=(0, 1, 2), tried=None, recoveries=())
+    host.end(2)
+    with pytest.raises(RankLost, match=r"1 rank had been replaced within 600 s \(--max-restarts 1\)"):
+        host.turn_until(lambda: False)
+
+
 @pytest.mark.parametrize("order", ["together", "later", "first"])
 @pytest.mark.failure_case("S3b")
 def test_a_neighbour_that_aborts_when_a_rank_is_lost_costs_no_restart(run: Run, clock: Clock, order: str) -> None:

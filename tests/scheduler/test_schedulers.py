@@ -383,6 +383,30 @@ def test_a_new_epoch_finds_the_running_requests_and_what_their_answers_have(make
     assert [message.text for message in scheduler.take(2).requests] == ["third"]
 
 
+@pytest.mark.failure_case("S20")
+def test_a_loss_during_a_trial_is_that_of_the_request_and_those_of_the_guilty_are_charged_to_it(
+    make_scheduler: MakeScheduler,
+) -> None:
+    scheduler = make_scheduler(TWO)
+    scheduler.open(replace(DESCRIPTION, settings=DESCRIPTION.settings.replaced(max_num_seqs=3)))
+    for text in ("first", "second", "third"):
+        scheduler.submit(text)
+    scheduler.take(3)
+    recovered(scheduler)
+    scheduler.publish(1, TokensEvent([5], "a"))
+    scheduler.try_alone(1)
+    recovered(scheduler)
+    assert [(one.attempts, one.losses) for one in scheduler.journal()] == [(1, 1), (1, 2), (1, 1)]
+    recovered(scheduler)  # nobody is tried any more
+    assert [one.losses for one in scheduler.journal()] == [2, 3, 2]
+    scheduler.try_alone(1, passed=0)
+    assert [one.losses for one in scheduler.journal()] == [0, 3, 2]
+    scheduler.enter(scheduler.recover([], "Redis was away", counts=False))
+    scheduler.blame(1)
+    assert [(one.attempts, one.losses) for one in scheduler.journal()] == [(0, 0)] * 3
+    assert [one.request for one in scheduler.status().recoveries] == [1, 1, 1, None]
+
+
 @pytest.mark.failure_case("R4")
 def test_a_run_that_redis_has_lost_is_written_back_once(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)

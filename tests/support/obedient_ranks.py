@@ -17,9 +17,12 @@ import torch
 
 import pipedec.cluster.meeting
 from pipedec.cluster import rank as rank_module
+from pipedec.core import NewRequest, Step
+from pipedec.model import LaneRows
 from pipedec.model.captured_graphs import Run
 from pipedec.model.stage_layers import StageLayers
 from pipedec.model.stage_model import StageModel
+from pipedec.stage.worker import Lane
 from pipedec.transport.torch_distributed import ProcessGroups, gloo_group
 
 SLOW_SECONDS = 4.0
@@ -90,6 +93,30 @@ def obey_slowly(folder: Path) -> None:
     StageModel.forward = slow_at_first  # type: ignore[method-assign]
     setattr(rank_module, "device_capture", lambda device: capture)  # noqa: B010
     obey(folder)
+
+
+RAISES_SEED, KILLS_SEED = 666, 667
+
+
+def suffer(folder: Path) -> None:
+    """A request with one of these seeds makes the first stage raise, or kills it, at its second row."""
+    make, enter, seeds = Lane.__init__, Lane.enter, dict[Lane, int | None]()
+
+    @wraps(make)
+    def note(self: Lane, opening: NewRequest, *args: Any) -> None:
+        make(self, opening, *args)
+        seeds[self] = opening.sampling.seed
+
+    @wraps(enter)
+    def suffer_then(self: Lane, step: Step) -> LaneRows:
+        if step.hidden is None and self.cache.length > 0:
+            if seeds[self] == KILLS_SEED:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if seeds[self] == RAISES_SEED:
+                raise IndexError("there is no such row")
+        return enter(self, step)
+
+    Lane.__init__, Lane.enter = note, suffer_then  # type: ignore[method-assign]
 
 
 def pretend_gpus(folder: Path) -> None:
