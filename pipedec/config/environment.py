@@ -24,6 +24,8 @@ RANK_ENVIRONMENT: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 """Variables of rank processes, unless the environment sets other values."""
 
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+
 
 def optional_secret(name: str) -> str | None:
     """The value of the environment variable ``name``; None if it is not set or empty."""
@@ -64,6 +66,11 @@ def ssh_program() -> list[str]:
 def transport_environment() -> dict[str, str]:
     """The variables of this process that configure the transports, to be set on other hosts as well."""
     return {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_"))}
+
+
+def named_proxies() -> dict[str, str]:
+    """The values of HTTP_PROXY, HTTPS_PROXY and ALL_PROXY, each by the name, in capitals or not, under which it is set."""
+    return {name: value for name, value in os.environ.items() if value and name.lower() in _PROXIES}
 
 
 def state_directory() -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -158,6 +160,108 @@ def test_a_url_that_does_not_answer_is_refused_in_one_line(pipedec: Pipedec, url
     assert "answers 401: give a valid API key" in pipedec("chat", "--url", url, "--api-key", "wrong").refused()
     assert "cannot be reached" in pipedec("chat", "--url", "http://127.0.0.1:9/v1").refused()
     assert "give one like" in pipedec("chat", "--url", "localhost:8000").refused()
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[bytes], str]]:
+    """Starts a server that answers every chat with one stream, byte by byte; returns its URL."""
+    body = b""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b'HTTP/1.0 200 OK\r\n\r\n{"object": "list", "data": [{"id": "m"}]}')
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.wfile.write(b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n")
+            for byte in body:
+                self.wfile.write(bytes([byte]))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    def answer(stream: bytes) -> str:
+        nonlocal body
+        body = stream
+        return f"http://127.0.0.1:{server.server_port}/v1"
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield answer
+        server.shutdown()
+        thread.join()
+
+
+def said(text: str) -> bytes:
+    """A chunk of an answer, with raw characters as vLLM and llama.cpp write them."""
+    return b'{"choices": [{"delta": {"content": "%s"}}]}' % text.encode()
+
+
+@pytest.mark.failure_case("M35")
+@pytest.mark.parametrize("stream, out, complaint", [
+    *((b"data: " + said(f"a{end}b") + b"\n\ndata: [DONE]\n\n", f"a{end}b", "") for end in "\u2028\u2029\x85\x0b\x0c\x1c"),
+    (b"data:" + said("é") + b"\r\n\r\ndata:[DONE]\r\n\r\n", "é", ""),
+    (b"data: " + said("€") + b"\r\rdata: [DONE]\r\r", "€", ""),
+    (b"\xef\xbb\xbfevent: x\nid: 1\ndata: " + said("a").replace(b" ", b"\ndata: ") + b"\n\ndata: [DONE]\n", "a", ""),
+    (rb'data: {"choices": [{"delta": {"content": "\ud83d"}}]}' + b"\n\ndata: [DONE]\n", "?", ""),
+    (b": ping\n\ndata\n\ndata: " + said("a") + b"\n\n: ping\n\ndata: [DONE]\n", "a", ""),
+    (b"data: " + said("a") + b"\n\n", "a", "broke off: its stream ends without [DONE]"),
+    (b"data: " + said("a") + b"\n\ndata: {\"cho", "a", "broke off"),
+    (b'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}\n\n', "a", ""),
+    (b"", "", "broke off"),
+    (b'data: {"error": {"message": "out of\\nmemory"}}\n\n', "", "/v1: out of memory"),
+    (b"event: error\ndata: it is late\n\n", "", "not an answer of OpenAI's API: it is late"),
+    (b'data: {"choices": 7}\n\n', "", "not an answer of OpenAI's API"),
+    (b'data: {"choices": null, "error": null}\n\ndata: {"choices": [{"delta": null}]}\n\ndata: [DONE]\n\n', "", ""),
+])  # fmt: skip
+def test_any_stream_of_events_is_read_or_refused_in_one_line(
+    pipedec: Pipedec, answering: Callable[[bytes], str], stream: bytes, out: str, complaint: str
+) -> None:
+    ended = pipedec("chat", "--url", answering(stream), stdin=b"Hi\n")
+    assert (ended.status, ended.out) == (0, out if complaint else f"{out}\n")
+    told = [line for line in ended.err.splitlines() if "Ctrl-D leaves" not in line]
+    assert len(told) == bool(complaint) and all(complaint in line for line in told), ended.err
+
+
+@pytest.mark.failure_case("M36")
+@pytest.mark.parametrize("name, value, url, complaint", [
+    ("ALL_PROXY", "socks5://127.0.0.1:9", "http://h.invalid/v1", "ALL_PROXY names a SOCKS proxy, which pipedec cannot use"),
+    ("all_proxy", "socks://u:secret@127.0.0.1:9", "http://h.invalid/v1", "all_proxy names a SOCKS proxy"),
+    ("HTTP_PROXY", "ftp://127.0.0.1:9", "http://h.invalid/v1", "names no HTTP proxy: unset it, or set NO_PROXY=h.invalid"),
+    ("HTTP_PROXY", "http://127.0.0.1:9", "http://h.invalid/v1", "cannot be reached through the proxy in HTTP_PROXY"),
+    ("HTTPS_PROXY", "127.0.0.1:9", "https://h.invalid/v1", "cannot be reached through the proxy in HTTPS_PROXY"),
+    ("HTTPS_PROXY", "socks5://127.0.0.1:9", "http://127.0.0.1:9/v1", "cannot be reached: "),
+    ("ALL_PROXY", "socks5://127.0.0.1:9", "http://direct.invalid/v1", "cannot be reached: "),
+])  # fmt: skip
+def test_a_proxy_that_cannot_be_used_is_named_in_one_line(
+    pipedec: Pipedec, monkeypatch: pytest.MonkeyPatch, name: str, value: str, url: str, complaint: str
+) -> None:
+    without_proxies(monkeypatch)
+    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NO_PROXY", "direct.invalid")
+    refused = pipedec("chat", "--url", url).refused()
+    assert complaint in refused and "secret" not in refused
+
+
+def without_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.mark.failure_case("M36")
+@pytest.mark.parametrize(
+    "name, value", [("ALL_PROXY", "socks5://127.0.0.1:9"), ("all_proxy", "socks://h"), ("HTTP_PROXY", "http://127.0.0.1:9")]
+)
+def test_this_machine_is_reached_without_a_proxy(
+    pipedec: Pipedec, answering: Callable[[bytes], str], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    without_proxies(monkeypatch)
+    monkeypatch.setenv(name, value)
+    url = answering(b"data: " + said("yes") + b"\n\ndata: [DONE]\n\n")
+    for host in ("127.0.0.1", "localhost"):
+        assert pipedec("chat", "--url", url.replace("127.0.0.1", host), stdin=b"Hi\n").out == "yes\n"
 
 
 def test_flags_that_do_not_go_together_are_refused(pipedec: Pipedec) -> None:
