@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
 import math
 import sys
 import types
@@ -174,10 +175,14 @@ def arguments_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def run_command(command: click.Command) -> NoReturn:
-    """Run a program. An error ends it with one line, never with a traceback.
+    """Run a program. An error ends it with one line, never with a traceback. Characters that a terminal or file cannot show, and
+    bytes that are no text, are replaced.
 
     Exit status: 0 success, 1 failure, 2 invalid usage, 130 interrupted.
     """
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None if it is closed
+            stream.reconfigure(errors="replace")
     try:
         sys.exit(command(standalone_mode=False) or 0)
     except click.exceptions.Exit as leave:

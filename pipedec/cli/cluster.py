@@ -134,7 +134,7 @@ def detach_cluster(lock: MachineLock) -> None:
             deadline = time.monotonic() + DETACH_SECONDS
             while (state := read_state()) is None or state.pid != process.pid:
                 if process.poll() is not None:
-                    lines = log_path.read_text().strip().splitlines()
+                    lines = log_path.read_text(errors="replace").strip().splitlines()
                     kind = UserError if process.returncode == 2 else PipedecError
                     raise kind((lines[-1] if lines else "the cluster did not start").removeprefix("pipedec: "))
                 if time.monotonic() > deadline:

@@ -82,7 +82,7 @@ def launch(
         console.print(f"Starting {len(cluster.places)} ranks on {hosts}; what they print goes to {log}.", soft_wrap=True)
         serve_cluster(cluster, {f"{rank_name(rank)} on {place.host}": [rank] for rank, place in enumerate(cluster.places)})
     except PipedecError:
-        if not detach and "Traceback" in log.read_text():
+        if not detach and "Traceback" in log.read_text(errors="replace"):
             console.print(f"See {log} for what the hosts have printed.", soft_wrap=True)
         raise
     finally:

@@ -100,7 +100,7 @@ def _print_frames(sources: Sequence[Source], raise_missed: Callable[[], None]) -
         raise_missed()
         has_ended = all(source.has_ended() for source in sources)
         for frame in (frame for source in sources for frame in source.take()):
-            print(json.dumps(frame, ensure_ascii=False, separators=(",", ":")))
+            print(json.dumps(frame, separators=(",", ":")))
         sys.stdout.flush()
         if has_ended:
             return

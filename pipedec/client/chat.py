@@ -185,7 +185,7 @@ class HttpPartner:
                     response.read()
                     raise UserError(f"{self._url} answers {response.status_code}: {_message(_error(response.text))}")
                 yield response
-        except httpx2.HTTPError as error:
+        except (httpx2.HTTPError, UnicodeError) as error:  # or the host's name, or a text of the request, is none
             through = f" through the proxy in {self._proxy}" if self._proxy else ""
             raise UserError(f"{self._url} cannot be reached{through}: {str(error) or type(error).__name__}") from None
 

@@ -48,7 +48,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # torchrun passes Ctrl-C on and waits for the ranks to end
     die_with_parent()
     # The ranks share the file: each line is written at once, even if PYTHONUNBUFFERED is not set.
-    with os.fdopen(1, "w", buffering=1, closefd=False) as lines, redirect_stdout(lines), redirect_stderr(lines):
+    with os.fdopen(1, "w", buffering=1, errors="replace", closefd=False) as lines, redirect_stdout(lines), redirect_stderr(lines):
         status = run(sys.argv[1:])
     os._exit(status)
 

@@ -38,6 +38,7 @@ class RedisConfig:
         try:
             parts = urlsplit(self.url)
             host, password, _ = parts.hostname, parts.password, parts.port
+            (host or "").encode("idna")  # what connecting does with it
         except ValueError:
             raise BadValue("url: not a Redis address: write redis://host:6379/0") from None
         if parts.scheme not in ("redis", "rediss", "unix") or not (parts.path if parts.scheme == "unix" else host):

@@ -86,7 +86,7 @@ class _Writer(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = (self.format(record) + "\n").encode()
+            line = (self.format(record) + "\n").encode(errors="backslashreplace")
             while line:
                 line = line[os.write(self._descriptor, line) :]
         except OSError as error:

@@ -60,7 +60,7 @@ class Run:
 
     def write_report(self, report: dict[str, Any], card: str) -> None:
         """Write the model card, and last ``training.json``: where that file is, the training is complete."""
-        (self.out / "README.md").write_text(card)
+        (self.out / "README.md").write_text(card, encoding="utf-8")
         with replacing(self.out / "training.json") as unfinished:
             unfinished.write_text(json.dumps(report, indent=2) + "\n")
 

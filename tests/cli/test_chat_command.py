@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +27,8 @@ from pipedec.verify.reference import Reference
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 Answered = Callable[..., str]
+ROOT = Path(__file__).resolve().parents[2]
+RECORDING = ROOT / "docs" / "live" / "paper-14.jsonl.gz"
 Terminals = Callable[..., Terminal]
 
 
@@ -262,6 +266,26 @@ def test_this_machine_is_reached_without_a_proxy(
     url = answering(b"data: " + said("yes") + b"\n\ndata: [DONE]\n\n")
     for host in ("127.0.0.1", "localhost"):
         assert pipedec("chat", "--url", url.replace("127.0.0.1", host), stdin=b"Hi\n").out == "yes\n"
+
+
+@pytest.mark.failure_case("M37")
+@pytest.mark.parametrize("encoding, shown", [("ascii", "caf? ?\n"), ("latin-1", "caf\xe9 ?\n"), ("utf-8", "caf\xe9 \u20ac\n")])
+def test_what_standard_output_cannot_show_is_replaced(
+    pipedec: Pipedec, answering: Callable[[bytes], str], monkeypatch: pytest.MonkeyPatch, encoding: str, shown: str
+) -> None:
+    url = answering(b"data: " + said("café €") + b"\n\ndata: [DONE]\n\n")
+    for arguments in (
+        ["chat", "--url", url],
+        ["plan", ROOT / "cluster.yaml"],
+        ["top", "--recording", RECORDING, "--once"],
+        ["--help"],
+    ):
+        out, err = (io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2))
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        assert pipedec(*arguments, stdin="voilà".encode("latin-1")).status == 0
+        out.seek(0)
+        assert (text := out.read()) and (arguments[0] != "chat" or text == shown)
 
 
 def test_flags_that_do_not_go_together_are_refused(pipedec: Pipedec) -> None:
