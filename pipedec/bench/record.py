@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from pipedec import __version__
+from pipedec.config.environment import usable_cpus
 from pipedec.core import PipedecError, UserError
 from pipedec.engine.devices import processor_name
 
@@ -58,7 +59,7 @@ def machine() -> Row:
     """Hardware and software versions that the results depend on."""
     return {
         "cpu": processor_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cpus(),
         "memory_bytes": psutil.virtual_memory().total,
         "load_average": round(psutil.getloadavg()[0], 2),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipedec.checkpoints.tensors import StoredTensor, TensorFiles, read_header
+from pipedec.config.environment import usable_cpus
 from pipedec.core import UserError
 from pipedec.gguf import is_gguf, located, model_files
 
@@ -70,7 +71,7 @@ def tensor_digests(
     if len(found) < len(wanted):
         progress(len(found), len(wanted))
     missing = sorted((tensor for tensor in wanted if tensor not in found), key=lambda one: (one.file, one.offset))
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(min(_MAX_THREADS, usable_cpus())) as threads:
         running = {threads.submit(_digest, tensor): tensor for tensor in missing}
         try:
             for future in as_completed(running):

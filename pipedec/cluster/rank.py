@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -33,7 +32,7 @@ from pipedec.drafting import DraftModel
 from pipedec.engine.activity import Activity
 from pipedec.engine.admission import Admission, Sequences
 from pipedec.engine.build import DTYPES, load_drafter, load_prompter, load_stage, new_batch, weights_on
-from pipedec.engine.devices import allocated, num_gpus, rank_device
+from pipedec.engine.devices import allocated, limit_threads, num_gpus, rank_device
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.experience_files import KeptExperience
 from pipedec.engine.rank_tasks import Wiring
@@ -71,8 +70,7 @@ class Rank:
         self, place: RankPlace, spec: PipelineSpec, scheduler: RankScheduler, report: Report, store: Store | None,
         describe: Callable[[RankDescription], None],
     ) -> None:  # fmt: skip
-        share = (os.cpu_count() or 1) // place.local_world_size
-        torch.set_num_threads(max(1, min(share, torch.get_num_threads())))  # OMP_NUM_THREADS may ask for fewer
+        limit_threads(place.local_world_size)
         scheduler.enter(scheduler.current_epoch() or 0)
         self._place = replace(place, host=checked_host(place, spec.places, spec.servers))
         self._spec, self._scheduler = spec, scheduler

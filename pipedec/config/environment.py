@@ -1,11 +1,14 @@
-"""Configuration from environment variables: secrets, directories, network interfaces, instruction sets, CUDA graphs, ssh."""
+"""Configuration from a process's environment: secrets, directories, network interfaces, proxies, CPUs, CUDA graphs, ssh."""
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
@@ -66,6 +69,38 @@ def ssh_program() -> list[str]:
 def transport_environment() -> dict[str, str]:
     """The variables of this process that configure the transports, to be set on other hosts as well."""
     return {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_"))}
+
+
+def usable_cpus(system: Path = Path("/")) -> int:
+    """How many CPUs this process may use: those that it may run on, or fewer, at least 1, where a container has a quota.
+
+    Args:
+        system: the folder that has ``proc`` and ``sys``.
+    """
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min([cpus, *map(_cpu_quota, _control_groups(system))])))
+
+
+def _control_groups(system: Path) -> Iterator[Path]:
+    """The folders of this process's control groups that may limit its CPUs, and of the groups that they are in."""
+    with suppress(OSError):  # not Linux
+        for line in (system / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            mounts = ("", "unified") if not controllers else (controllers, "cpu") if "cpu" in controllers.split(",") else ()
+            # In a container its own group may be the root of what is mounted, although it is listed by its whole path.
+            names = [name for name in path.split("/") if name not in ("", "..")]
+            for mount, depth in product(mounts, range(len(names) + 1)):
+                yield system.joinpath("sys/fs/cgroup", mount, *names[:depth])
+
+
+def _cpu_quota(group: Path) -> float:
+    """The CPUs that the processes of a control group may use at a time; infinite if it has no limit."""
+    for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with suppress(OSError, ValueError):  # ValueError: the quota is "max"
+            quota, period = map(int, " ".join((group / name).read_text() for name in files).split())
+            if quota > 0:
+                return quota / period
+    return math.inf
 
 
 def named_proxies() -> dict[str, str]:

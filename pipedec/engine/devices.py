@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from pipedec.config import AUTO
-from pipedec.config.environment import onednn_limit
+from pipedec.config.environment import onednn_limit, usable_cpus
 from pipedec.core import UserError
 from pipedec.hardware import DEVICES, GIGA
 from pipedec.plan.costs import CONTEXT_BYTES
@@ -53,6 +53,11 @@ def processor_name() -> str:
     lines = information.read_text(encoding="utf-8").splitlines() if information.is_file() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
+
+
+def limit_threads(processes: int = 1) -> None:
+    """Let torch compute on this process's share of the CPUs that ``processes`` share, or on fewer, as OMP_NUM_THREADS says."""
+    torch.set_num_threads(max(1, min(usable_cpus() // processes, torch.get_num_threads())))
 
 
 def num_gpus() -> int:

@@ -24,6 +24,7 @@ import msgspec
 import torch
 
 from pipedec.checkpoints import config_digest, fingerprint
+from pipedec.config.environment import usable_cpus
 from pipedec.core import DEFAULT_METHOD, UserError
 from pipedec.decoding import Experience
 from pipedec.decoding.learned import NOTHING_LEARNED, LearnedAcceptance, LearnedCosts
@@ -129,7 +130,7 @@ def _files(spec: PipelineSpec, device: torch.device, digests: Mapping[str, str])
     models = {name: digests.get(name) or _identity(path) for name, path in spec.models.items() if path and name != "bita"}
     formats = str(spec.weights), str(weights_on(spec, 0, device)[0])
     is_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_gpu else f"{processor_name()} × {os.cpu_count()}"
+    name = torch.cuda.get_device_name(device) if is_gpu else f"{processor_name()} × {usable_cpus()}"
     others = [str(place.device) for place in spec.places or ()] or spec.num_gpus
     plan = [spec.layers, cut.num_groups, cut.device, cluster.transport, cluster.dispatch, spec.duplex, torch.get_num_threads()]
     directory = cache_directory() / "learned"

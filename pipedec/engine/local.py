@@ -23,7 +23,7 @@ from pipedec.device import DeviceEvent, device_of
 from pipedec.engine.admission import Sequences, threads_within
 from pipedec.engine.build import load_drafter, load_stage, new_batch
 from pipedec.engine.counters import Counters, RunCounters
-from pipedec.engine.devices import chosen_device, with_measured_memory
+from pipedec.engine.devices import chosen_device, limit_threads, with_measured_memory
 from pipedec.engine.loop import Advanced, PromptScored, Record, RequestClosed, RequestEnded, RequestPool, Timestep, decode
 from pipedec.engine.recorder import EmulatedClock, Pacer, Recorder, TimestepLoad
 from pipedec.messages import RunStats
@@ -100,6 +100,7 @@ class LocalPipeline:
             capture: how forwards on a device are captured.
             experience: to begin with; None for an empty one, even if the settings allow priors. It is not kept.
         """
+        limit_threads()
         device = chosen_device(spec.settings.cut.device)
         spec = with_measured_memory(spec, device)
         stages = [load_stage(spec, rank, device, capture=capture) for rank in range(1, spec.settings.cut.stages + 1)]

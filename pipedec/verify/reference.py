@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from pipedec.core import SamplingParams
 from pipedec.engine.admission import Sequences
 from pipedec.engine.build import DTYPES
-from pipedec.engine.devices import chosen_device
+from pipedec.engine.devices import chosen_device, limit_threads
 from pipedec.model import load_transformers, rounded
 from pipedec.plan.spec import PipelineSpec
 from pipedec.sampling import Sampler
@@ -33,6 +33,7 @@ class Reference:
     """The target in ``transformers``, with the dtype and the device of a pipeline, and weights as its stages round them."""
 
     def __init__(self, spec: PipelineSpec) -> None:
+        limit_threads()
         self._device = chosen_device(spec.settings.cut.device)
         self._model = load_transformers(spec.target, DTYPES[spec.dtype], self._device)
         if (quantize := spec.settings.numbers.quantize) is not None:

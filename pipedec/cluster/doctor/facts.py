@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import platform
 import resource
 import shutil
@@ -38,6 +37,7 @@ from pipedec.cluster.network import (
     routed_address,
 )
 from pipedec.config import ServerConfig, state_directory
+from pipedec.config.environment import usable_cpus
 from pipedec.core import PipedecError
 from pipedec.gguf import model_files
 from pipedec.scheduler import connect
@@ -159,7 +159,7 @@ def gather(questions: Questions, port: int | None) -> HostFacts:
         flash_attention_error=flash_attention_error,
         gpus=gpu_facts(),
         network=_network(questions, port),
-        cpus=os.cpu_count() or 1,
+        cpus=usable_cpus(),
         memory_bytes=memory.total,
         available_memory_bytes=memory.available,
         shared_memory_bytes=total_shared,
