@@ -142,7 +142,7 @@ STAGES = "stages: 4"
         (GOOD + "redis: {url: http://x}\n",
          "redis.url: must look like redis://host:6379/0, rediss://host:6379/0 or unix:///path"),
         (GOOD + "redis: {url: 'redis://x:port'}\n", "redis.url: not a Redis address: write redis://host:6379/0"),
-        (GOOD + "redis: {url: 'redis://a..b:1'}\n", "redis.url: not a Redis address"),
+        (GOOD + "redis: {url: 'redis://a..b:1'}\n", "redis.url: not a Redis address: write redis://host:6379/0"),
         (GOOD + "redis: {url: 'unix:///run/redis', tls: true}\n",
          "redis.tls: a Unix socket has no TLS: remove tls, or use a rediss:// address"),
         (GOOD + "redis: {password: 123456}\n", "redis.password: must be a string, not an integer: quote it"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipedec.config.environment import usable_cpus
+from pipedec.core import UserError
+from pipedec.directories import cache_directory, settle_home, state_directory
 from pipedec.engine.devices import limit_threads
 
 CPUS = len(os.sched_getaffinity(0))
@@ -50,3 +54,54 @@ def test_processes_share_the_cpus_that_they_may_use(monkeypatch: pytest.MonkeyPa
             assert torch.get_num_threads() == min(threads, usable_cpus())
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of temporary files, and nothing in the environment that names another one."""
+    for name in ("PIPEDEC_STATE_DIR", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.setenv(name, "")  # so that what a test sets is undone
+        monkeypatch.delenv(name)
+    directory = tmp_path / "tmp"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    monkeypatch.chdir(directory)
+    return directory
+
+
+def nameless(user: int) -> None:
+    raise KeyError(f"getpwuid(): uid not found: {user}")
+
+
+@pytest.mark.failure_case("M39")
+@pytest.mark.parametrize("home", [None, "relative", __file__])
+def test_a_user_without_a_home_gets_private_directories(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, home: str | None
+) -> None:
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    monkeypatch.setattr("pwd.getpwuid", nameless)
+    own = temporary / f"pipedec-{os.getuid()}"
+    assert {state_directory(), cache_directory()} == {own} and own.stat().st_mode & 0o777 == 0o700
+    settle_home()
+    assert getpass.getuser() == str(os.getuid()) and os.path.isabs(os.path.expanduser("~"))
+    assert state_directory().is_relative_to(own) and list(temporary.iterdir()) == [own]
+
+
+@pytest.mark.failure_case("M39")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make directories of other users")
+def test_a_volume_of_another_user_holds_a_directory_of_ones_own(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = temporary / "volume"
+    volume.mkdir()
+    os.chown(volume, 12345, 12345)
+    volume.chmod(0o2777)
+    monkeypatch.setenv("PIPEDEC_STATE_DIR", str(volume))
+    own = volume / f"pipedec-{os.getuid()}"
+    assert {state_directory(), cache_directory()} == {own} and own.stat().st_mode & 0o777 == 0o700
+    os.chown(own, 12345, 12345)
+    with pytest.raises(UserError, match="belongs to another user: set PIPEDEC_STATE_DIR"):
+        state_directory()
+    own.rmdir()
+    own.symlink_to(temporary)
+    with pytest.raises(UserError, match="is a link: set PIPEDEC_STATE_DIR"):
+        cache_directory()

@@ -10,6 +10,7 @@ import click
 
 from pipedec import __version__
 from pipedec.core import UserError
+from pipedec.directories import settle_home
 from pipedec.flags import Command, run_command
 
 # command: (module, help line). A module is imported only when its command runs.
@@ -121,4 +122,5 @@ def train() -> None:
 
 
 def main() -> NoReturn:
+    settle_home()
     run_command(program)

@@ -5,9 +5,9 @@ partition costs or whether it fits. Exports the names that are used in many plac
 """
 
 from pipedec.config.cluster import ClusterConfig, DeviceConfig, ServerConfig, load_cluster, paper_cluster
-from pipedec.config.environment import state_directory
 from pipedec.config.redis import RedisConfig
 from pipedec.config.settings import AUTO, NONE, Settings, settings_options
+from pipedec.directories import state_directory
 
 __all__ = [
     "AUTO",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shlex
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import product
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pipedec.core import UserError
+from pipedec.directories import settle_home
 
 RANK_ENVIRONMENT: Mapping[str, str] = MappingProxyType({
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # number the GPUs as nvidia-smi does
@@ -36,9 +36,10 @@ def optional_secret(name: str) -> str | None:
 
 
 def set_rank_environment() -> None:
-    """Set the variables of ``RANK_ENVIRONMENT`` that are not set. To be called before torch is loaded, in a process that is or
-    starts a rank.
+    """Set the variables of ``RANK_ENVIRONMENT`` that are not set, and those of a user without a home. To be called before torch
+    is loaded, in a process that is or starts a rank.
     """
+    settle_home()
     for name, value in RANK_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
@@ -106,26 +107,3 @@ def _cpu_quota(group: Path) -> float:
 def named_proxies() -> dict[str, str]:
     """The values of HTTP_PROXY, HTTPS_PROXY and ALL_PROXY, each by the name, in capitals or not, under which it is set."""
     return {name: value for name, value in os.environ.items() if value and name.lower() in _PROXIES}
-
-
-def state_directory() -> Path:
-    """The private directory for the state of a local cluster, created with mode 0700.
-
-    $PIPEDEC_STATE_DIR, else $XDG_RUNTIME_DIR/pipedec, else ~/.cache/pipedec. UserError when it cannot be made, belongs to
-    another user, or is open to other users.
-    """
-    chosen, runtime = os.environ.get("PIPEDEC_STATE_DIR"), os.environ.get("XDG_RUNTIME_DIR", "")
-    if chosen:
-        directory = Path(chosen).absolute()
-    elif os.path.isabs(runtime) and os.path.isdir(runtime):
-        directory = Path(runtime) / "pipedec"
-    else:
-        directory = Path(os.path.expanduser("~/.cache/pipedec"))
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
-    except OSError as error:
-        raise UserError(f"{directory}: {error.strerror}: set PIPEDEC_STATE_DIR to a directory of your own") from None
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise UserError(f"{directory}: open to other users: chmod 700 it, or set PIPEDEC_STATE_DIR to a directory of your own")
-    return directory
