@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -21,9 +22,9 @@ from pipedec.cli.show import Interrupts, console, loading_bars
 from pipedec.cluster.local import LocalCluster, resolve_apart
 from pipedec.cluster.logs import log_directory
 from pipedec.cluster.processes import die_with_parent
-from pipedec.cluster.state import DEFAULT_RUN, MachineLock, RunningCluster, process_start, read_state
+from pipedec.cluster.state import DEFAULT_RUN, RunningCluster, check_unused, process_start, read_state
 from pipedec.cluster.supervisor import Supervisor
-from pipedec.config import Settings, settings_options, state_directory
+from pipedec.config import Settings, settings_options
 from pipedec.config.redis import redis_config
 from pipedec.core import PipedecError, SchedulerLost, UserError
 from pipedec.flags import Help, own_options
@@ -32,7 +33,6 @@ from pipedec.scheduler import read_description
 from pipedec.topology import rank_name
 
 Detach = Annotated[bool, Help("Return when the cluster is up and leave it running.")]
-LockFd = Annotated[int | None, Help("The machine's lock, inherited from the command with --detach.", hidden=True)]
 
 DETACH_SECONDS = 3600.0
 DOWN_SECONDS = 600.0
@@ -44,7 +44,7 @@ CLIENT_GRACE_SECONDS = 1.0
 @cluster_options
 @own_options
 def up(
-    settings: Settings, place: ClusterFlags, detach: Detach = False, lock_fd: LockFd = None,
+    settings: Settings, place: ClusterFlags, detach: Detach = False,
     for_parent: Annotated[bool, Help("End with the parent process; print for it, as JSON, what is up.", hidden=True)] = False,
 ) -> None:  # fmt: skip
     """Start all ranks on this machine, and a Redis unless --redis names one.
@@ -54,18 +54,14 @@ def up(
     if for_parent:
         die_with_parent()  # raises BrokenPipeError if it has ended already
         print(json.dumps({"pid": os.getpid()}), flush=True)
-    lock = MachineLock(lock_fd)
-    try:
-        if detach:
-            detach_cluster(lock)
-            return
-        server = redis_config(place.redis)
-        spec = resolve_apart(settings.replaced(redis=server))
-        cluster = LocalCluster(spec, place.run or (DEFAULT_RUN if server.url else None))
-        bars = {f"{len(cluster.topology.ranks)} ranks": cluster.topology.ranks}
-        serve_cluster(cluster, bars, for_parent)
-    finally:
-        lock.release()
+    server = redis_config(place.redis)
+    run_id = place.run or (DEFAULT_RUN if server.url else f"local-{secrets.token_hex(4)}")
+    check_unused(run_id)
+    if detach:
+        detach_cluster(run_id)
+        return
+    cluster = LocalCluster(resolve_apart(settings.replaced(redis=server)), run_id)
+    serve_cluster(cluster, {f"{len(cluster.topology.ranks)} ranks": cluster.topology.ranks}, for_parent)
 
 
 def _announce(running: RunningCluster, description: RunDescription) -> None:
@@ -120,19 +116,20 @@ def _print_line(text: str) -> None:
         console.print(text, soft_wrap=True)
 
 
-def detach_cluster(lock: MachineLock) -> None:
+def detach_cluster(run_id: str) -> None:
     """Run the same command as a process of its own session, and wait until the cluster is up."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
-    log_path = state_directory() / "cluster.log"
+    log_path = log_directory(run_id) / "cluster.log"
+    log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with log_path.open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "pipedec.cli", *arguments, "--lock-fd", str(lock.fileno())],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=[lock.fileno()],
+            [sys.executable, "-m", "pipedec.cli", *arguments, "--run", run_id],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     try:
         with console.status("Starting the cluster"):
             deadline = time.monotonic() + DETACH_SECONDS
-            while (state := read_state()) is None or state.pid != process.pid:
+            while (state := read_state(run_id)) is None or state.pid != process.pid:
                 if process.poll() is not None:
                     lines = log_path.read_text(errors="replace").strip().splitlines()
                     kind = UserError if process.returncode == 2 else PipedecError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shlex
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,14 +16,15 @@ from msgspec import Meta
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from pipedec.cli.cluster import Detach, LockFd, detach_cluster, serve_cluster
+from pipedec.cli.cluster import Detach, detach_cluster, serve_cluster
 from pipedec.cli.options import RunName
 from pipedec.cli.show import console
 from pipedec.cluster.distribution import Delivery, Missing, Sources
 from pipedec.cluster.launched import LaunchedCluster, for_hosts
+from pipedec.cluster.logs import log_directory
 from pipedec.cluster.node import main as watch_ranks
-from pipedec.cluster.state import DEFAULT_RUN, MachineLock
-from pipedec.config import load_cluster, state_directory
+from pipedec.cluster.state import DEFAULT_RUN, check_unused
+from pipedec.config import load_cluster
 from pipedec.config.settings import given_settings
 from pipedec.core import PipedecError, UserError
 from pipedec.flags import Help, own_options
@@ -55,7 +57,6 @@ def launch(
         Annotated[int, Meta(ge=0)] | None,
         Help("Spare devices for ranks whose hosts are lost (default: all spares: of the file)."),
     ] = None,
-    lock_fd: LockFd = None,
 ) -> None:
     """Start the cluster of a cluster.yaml on its hosts, over ssh, and a Redis unless the file names one.
 
@@ -66,27 +67,25 @@ def launch(
     goes on if this command is killed; spares take over those of a host that is gone.
     """
     config = load_cluster(file)
-    log = state_directory() / "hosts.log"
-    run_id = run or (DEFAULT_RUN if config.redis.url else None)
+    run_id = run or (DEFAULT_RUN if config.redis.url else f"launch-{secrets.token_hex(4)}")
+    log = log_directory(run_id) / "hosts.log"
     cluster = LaunchedCluster(config, partition, run_id, log, spares, given)
     if dry_run:
         for line in planned_start(cluster):
             click.echo(line)
         return
-    lock = MachineLock(lock_fd)
+    check_unused(run_id)
+    if detach:
+        detach_cluster(run_id)
+        return
     try:
-        if detach:
-            detach_cluster(lock)
-            return
         hosts = ", ".join(cluster.nodes.hosts)
         console.print(f"Starting {len(cluster.places)} ranks on {hosts}; what they print goes to {log}.", soft_wrap=True)
         serve_cluster(cluster, {f"{rank_name(rank)} on {place.host}": [rank] for rank, place in enumerate(cluster.places)})
     except PipedecError:
-        if not detach and "Traceback" in log.read_text(errors="replace"):
+        if log.is_file() and "Traceback" in log.read_text(errors="replace"):
             console.print(f"See {log} for what the hosts have printed.", soft_wrap=True)
         raise
-    finally:
-        lock.release()
 
 
 def planned_start(cluster: LaunchedCluster) -> list[str]:

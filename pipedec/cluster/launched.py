@@ -92,7 +92,9 @@ class LaunchedCluster(Supervisor):
             raise UserError(f"redis: {wanted.url} is another server on each host: give an address that all hosts reach")
         hosts = {place.host for place in (*self.places, *self.spares)}
         self._listed, self._digests = ListedWeights(models) if len(hosts) > 1 else None, {}
-        self._log = self._log_path.open("w", encoding="utf-8") if self._log_path else None
+        if self._log_path is not None:
+            self._log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._log = self._log_path.open("w", encoding="utf-8")
         self.nodes.connect(self._log)
         if (url := wanted.connection_url) is not None:
             return url

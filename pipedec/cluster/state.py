@@ -1,17 +1,23 @@
-"""Running clusters: how a client finds one, and how two on one machine are kept apart.
+"""Running clusters: how a client finds one, and how several on one machine are kept apart.
 
-A cluster started here by ``pipedec up`` or ``pipedec launch`` leaves a state file in a private directory; any other cluster is
-named by its Redis URL and run. The file holds the Redis password, so only its owner may read it.
+A cluster started here by ``pipedec up``, ``launch`` or ``serve`` leaves a state file in a private directory; any other cluster
+is named by its Redis URL and run. The file holds the Redis password, so only its owner may read it.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
+import shlex
+import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from pipedec.config import state_directory
 from pipedec.config.redis import redis_config
@@ -42,20 +48,24 @@ class RunningCluster:
         return ClientScheduler(client, self.run_id, Topology(description.groups))
 
     def save(self) -> None:
-        """Make this the machine's running cluster. Raises PipedecError if the file cannot be written."""
-        path = _state_file()
-        partial = path.with_suffix(".partial")
+        """Let clients here find it. Raises UserError as ``check_unused``, and PipedecError if the file cannot be written."""
+        path = _state_file(self.run_id)
+        partial = path.with_suffix(f".{os.getpid()}")
         try:
             partial.touch(mode=0o600)
             partial.write_text(json.dumps(asdict(self)))
-            partial.rename(path)
+            with _locked(path.parent):
+                check_unused(self.run_id)
+                partial.rename(path)
         except OSError as error:
             raise PipedecError(f"{path} cannot be written ({error.strerror}): make room there") from error
+        finally:
+            partial.unlink(missing_ok=True)
 
     def forget(self) -> None:
         """Remove the state file if it is (still) this cluster's."""
-        if read_state() == self:
-            _state_file().unlink(missing_ok=True)
+        if read_state(self.run_id) == self:
+            _state_file(self.run_id).unlink(missing_ok=True)
 
     def is_alive(self) -> bool:
         """Whether the supervisor's process exists. A zombie does not count, nor another process with a reused process id."""
@@ -80,50 +90,34 @@ class RunningCluster:
         return True
 
 
-class MachineLock:
-    """The lock of a state directory, for the one ``pipedec up`` or ``launch`` that may run under it. Raises UserError if another
-    process holds the lock, or the state file names a cluster that is alive.
-
-    The kernel releases the lock when the process that holds it ends for any reason. A detached process inherits the lock from the
-    command that started it, as an open file descriptor (``fileno``, then ``inherited``).
-    """
-
-    def __init__(self, inherited: int | None = None) -> None:
-        if inherited is not None:
-            self._descriptor = inherited
-            return
-        self._descriptor = os.open(state_directory(), os.O_RDONLY)  # locking the directory itself leaves no file behind
-        other = None
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            other = "another cluster is starting or stopping here: wait until that is done"
-        state = read_state()
-        if state is not None and state.goes_on():
-            who = f"process {state.pid}" if state.is_alive() else f"run {state.run_id}"
-            other = f"a cluster is already running here ({who}): stop it with `pipedec down`"
-        if other is not None:
-            self.release()
-            raise UserError(other)
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def release(self) -> None:
-        """Release the lock; a process that has inherited it still holds it."""
-        os.close(self._descriptor)
-
-
 def find_run(redis_url: str | None, run_id: str | None) -> RunningCluster:
     """The cluster named by flags, else by the environment, else the one started here. Raises UserError if there is none."""
     if (named := redis_config(redis_url).connection_url) is not None:
         return RunningCluster(named, run_id or DEFAULT_RUN)
-    state = read_state()
-    if state is None or run_id not in (None, state.run_id) or not state.goes_on():
+    running = running_here()
+    names = " or ".join(f"{state.run_id} (process {state.pid})" for state in running)
+    found = running if run_id is None else [state for state in running if state.run_id == run_id]
+    if not found:
+        if running:
+            raise UserError(f"no cluster named {run_id!r} is running here: give --run {names}")
         raise UserError(
             "no cluster is running here: start one with `pipedec up` or `pipedec launch`, or give --redis URL --run NAME"
         )
-    return state
+    if len(found) > 1:
+        raise UserError(f"{len(found)} clusters are running here: choose one, --run {names}")
+    return found[0]
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Context that one process at a time is in, where the file system has locks. Leaves no file."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def no_such_run(run_id: str) -> UserError:
@@ -131,14 +125,28 @@ def no_such_run(run_id: str) -> UserError:
     return UserError(f"no cluster named {run_id!r} is running on that Redis: start one, or give --run NAME")
 
 
-def read_state() -> RunningCluster | None:
-    """The cluster in the state file, running or not."""
-    try:
-        return RunningCluster(**json.loads(_state_file().read_text()))
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError) as error:
-        raise PipedecError(f"{_state_file()} is damaged: remove it ({error})") from error
+def running_here() -> list[RunningCluster]:
+    """The clusters that were started here and go on, by run. PipedecError for a damaged state file."""
+    states = [state for path in sorted(_state_file("*").parent.glob(_state_file("*").name)) if (state := _read(path)) is not None]
+    running = [state for state in states if state.goes_on()]
+    for state in states:
+        if state not in running and not state.outlives_supervisor:  # it was killed
+            state.forget()
+    return running
+
+
+def read_state(run_id: str) -> RunningCluster | None:
+    """The cluster that was started here under this name, running or not. PipedecError if its state file is damaged."""
+    return _read(_state_file(run_id))
+
+
+def check_unused(run_id: str) -> None:
+    """Raise UserError if a cluster of this name runs here."""
+    if (state := read_state(run_id)) is not None and state.goes_on():
+        command = f"pipedec down --run {shlex.quote(run_id)}"
+        raise UserError(
+            f"a cluster named {run_id!r} is already running here: stop it with `{command}`, or give another --run NAME"
+        )
 
 
 def process_start(pid: int) -> int | None:
@@ -153,5 +161,19 @@ def process_start(pid: int) -> int | None:
     return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
-def _state_file() -> Path:
-    return state_directory() / "cluster.json"
+def _read(path: Path) -> RunningCluster | None:
+    try:
+        return RunningCluster(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise PipedecError(f"{path} is damaged: remove it ({error})") from error
+
+
+def _state_file(run_id: str) -> Path:
+    """Hosts and containers may share the directory: each place where process ids are unique has its own files."""
+    place = [socket.gethostname()]
+    with suppress(OSError):  # not Linux
+        place += [Path("/proc/sys/kernel/random/boot_id").read_text(), str(os.stat("/proc/self/ns/pid").st_ino)]
+    name = run_id if run_id == "*" else quote(run_id, safe="")
+    return state_directory() / f"cluster-{hashlib.sha256(' '.join(place).encode()).hexdigest()[:8]}-{name}.json"

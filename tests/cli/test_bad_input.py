@@ -15,6 +15,7 @@ from support.tiny_pair import CONTEXT, TARGET_LAYERS, Pair
 
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster, process_start
+from pipedec.core import UserError
 from pipedec.scheduler import EmbeddedServer, connect
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -225,12 +226,39 @@ def test_a_process_that_got_a_dead_supervisors_number_is_no_cluster(pipedec: Cal
     """As after a reboot: the state file is still there, and its process number belongs to somebody else."""
     began = process_start(os.getpid())
     assert began is not None
-    RunningCluster("redis://127.0.0.1:1/0", "old", os.getpid(), began).save()
+    RunningCluster("redis://127.0.0.1:1/0", "new", os.getpid(), began).save()
     assert "cannot reach Redis" in pipedec("status").refused(1)
+    (file,) = state_directory.iterdir()
+    file.unlink()
     RunningCluster("redis://127.0.0.1:1/0", "old", os.getpid(), began - 1).save()
     assert "no cluster is running here" in pipedec("status").refused()
-    (state_directory / "cluster.json").write_text("{")
-    assert "cluster.json is damaged: remove it" in pipedec("status").refused(1)
+    assert list(state_directory.iterdir()) == []
+    file.write_text("{")
+    assert f"{file} is damaged: remove it" in pipedec("status").refused(1)
+
+
+@pytest.mark.failure_case("M40")
+def test_of_several_clusters_one_is_chosen_by_name(
+    pipedec: Calls, state_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of another host, which has the same home, do not count."""
+    began = process_start(os.getpid())
+    for run in ("a", "b/c", "d"):
+        RunningCluster(f"redis://127.0.0.1:{closed_port()}/0", run, os.getpid(), began).save()
+        if run == "a":
+            with monkeypatch.context() as elsewhere:
+                elsewhere.setattr("socket.gethostname", lambda: "elsewhere")
+                assert "no cluster is running here" in pipedec("status").refused()
+                RunningCluster("redis://127.0.0.1:1/0", run, 1, 1, outlives_supervisor=True).save()
+    listed = f"a (process {os.getpid()}) or b/c (process {os.getpid()}) or d (process {os.getpid()})"
+    for command in ("status", "down"):
+        assert pipedec(command).refused() == f"3 clusters are running here: choose one, --run {listed}"
+        assert pipedec(command, "--run", "e").refused() == f"no cluster named 'e' is running here: give --run {listed}"
+        assert "cannot reach Redis" in pipedec(command, "--run", "b/c").refused(1)
+    taken = "a cluster named 'b/c' is already running here: stop it with `pipedec down --run b/c`, or give another --run NAME"
+    assert pipedec("up", "--run", "b/c").refused() == taken
+    with pytest.raises(UserError, match="is already running here"):
+        RunningCluster("redis://127.0.0.1:1/0", "b/c", os.getpid(), began).save()
 
 
 @pytest.mark.usefixtures("nothing_starts")

@@ -14,7 +14,8 @@ from support.programs import Started
 from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
-from pipedec.cluster.state import read_state
+from pipedec.cluster.logs import log_directory
+from pipedec.cluster.state import running_here
 from pipedec.verify.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -78,16 +79,15 @@ def test_launch_status_submit_down(
     starter = started("launch", file, "--detach")
     _, err = starter.communicate(timeout=START_SECONDS)
     assert starter.returncode == 0 and b"is up (process " in err, err
-    state = read_state()
-    assert state is not None and state.is_alive()
-    assert f"already running here (process {state.pid})" in pipedec("launch", file).refused()
+    (state,) = running_here()
+    assert "is already running here" in pipedec("launch", file, "--run", state.run_id).refused()
     asked = ("--raw-prompt", "--prompt", PROMPT, "--max-tokens", "16", "--ignore-eos", "--json")
     expected = reference.generate(tokenizer(PROMPT)["input_ids"], 16, ignore_eos=True)
     assert json.loads(pipedec("submit", *asked).out)["token_ids"] == expected
     assert "localhost" in pipedec("status").err
     assert pipedec("down").err == f"Cluster {state.run_id} is down.\n"
-    assert not state.is_alive() and not (state_directory / "cluster.json").exists()
-    lines = (state_directory / "cluster.log").read_text().splitlines()
+    assert not state.is_alive() and running_here() == []
+    lines = (log_directory(state.run_id) / "cluster.log").read_text().splitlines()
     assert lines[0].startswith("Starting 2 ranks on localhost; ") and lines[-1] == "Cluster stopped."
     assert {f"rank 0 (draft) on localhost: {what}: done" for what in ("loading weights", "warming up")} <= set(lines)
     over_gloo = [line.split(":")[0] for line in lines if "; gloo over lo" in line]
@@ -97,7 +97,7 @@ def test_launch_status_submit_down(
 @pytest.mark.slow
 def test_ctrl_c_ends_all_that_launch_has_started(started: Started, pair: Pair, tmp_path: Path) -> None:
     process = started("launch", on_localhost(tmp_path, pair))
-    assert wait_until(lambda: process.poll() is not None or read_state() is not None, START_SECONDS)
+    assert wait_until(lambda: process.poll() is not None or running_here(), START_SECONDS)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=START_SECONDS)
     assert process.returncode == 0 and err.decode().splitlines()[-1] == "Stopping the cluster.", err.decode()
@@ -113,7 +113,7 @@ def test_a_host_that_cannot_be_reached_takes_three_lines_at_most(
         lines = ended.err.splitlines()
         assert ended.status in (1, 2) and len(lines) <= 3
         assert lines[-1] == "pipedec: far: ssh failed: no route to host: see that `ssh far` works by itself"
-        assert read_state() is None
+        assert running_here() == []
 
 
 def test_a_partition_that_is_not_there_is_refused(pipedec: Pipedec, pair: Pair, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from pipedec.cli.answers import submit
 from pipedec.cli.serve import serve
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
-from pipedec.cluster.state import read_state
+from pipedec.cluster.state import running_here
 from pipedec.config import RedisConfig
 from pipedec.core import SamplingParams
 from pipedec.messages import PromptRequest
@@ -383,8 +383,7 @@ def test_neither_password_nor_key_are_shown(
 ) -> None:
     monkeypatch.setenv("PIPEDEC_API_KEY", KEY)
     serving = own_cluster(started, pair).wait_for("ready")
-    state = read_state()
-    assert state is not None
+    (state,) = running_here()
     password = RedisConfig(state.redis_url).password
     assert password
     shown = [" ".join(process.cmdline()) for process in (psutil.Process(serving.process.pid), *serving.descendants)]

@@ -106,9 +106,12 @@ def test_a_command_whose_output_cannot_be_written_says_so(full: IO[str]) -> None
 
 @pytest.mark.failure_case("M11")
 def test_a_state_file_that_cannot_be_written_is_named(state_directory: Path) -> None:
-    (state_directory / "cluster.partial").symlink_to("/dev/full")
-    with pytest.raises(PipedecError, match=r"cluster\.json cannot be written \(No space left on device\): make room there$"):
+    RunningCluster("redis://localhost", "run").save()
+    (file,) = state_directory.iterdir()
+    file.with_suffix(f".{os.getpid()}").symlink_to("/dev/full")
+    with pytest.raises(PipedecError, match=r"-run\.json cannot be written \(No space left on device\): make room there$"):
         RunningCluster("redis://localhost", "run").save()
+    assert list(state_directory.iterdir()) == [file]
 
 
 @pytest.fixture

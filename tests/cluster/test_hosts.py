@@ -227,7 +227,8 @@ def test_without_spares_a_host_that_loses_its_cable_is_named_to_the_client_and_b
                 assert re.search(rb"pipedec: .*" + lost, said) and client.returncode == 1, said
             finally:
                 cluster.hosts.plug(1)
-        log = cluster.hosts.directory(0) / "state" / "cluster.log"
+        logs = (cluster.hosts.directory(0) / "state").glob("logs/*/cluster.log")
+        log = max(logs, key=lambda path: path.stat().st_mtime)
         named = re.compile(r"\npipedec: .*host-2 stopped answering; .* rank 3 \(stage 3\) on host-2: start with --spares 2")
         assert wait_until(lambda: named.search(log.read_text()), 60), log.read_text()
 
