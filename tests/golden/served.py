@@ -154,7 +154,7 @@ def _files(started: Started, state: Path, scratch: Path) -> Faces:
     """What is on disk, and what ``run`` holds in Redis."""
     (file,) = (file for file in state.iterdir() if file.name != "logs")
     running = json.loads(file.read_text())
-    yield from _under(f"state directory: {file.name}", shape_of(running))
+    yield from _under("state directory: cluster-PLACE-RUN.json", shape_of(running))
     with connect(running["redis_url"]) as redis:
         yield "redis: fields of run", sorted(key.decode() for key in redis.hkeys(f"pipedec:{{{running['run_id']}}}:run"))
     flags = ("--prompt", PROMPT, "--max-tokens", "8", "--method", "pipedec", "--ignore-eos")
