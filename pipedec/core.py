@@ -16,7 +16,7 @@ from msgspec import field as struct_field
 from msgspec.structs import force_setattr, replace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
 
@@ -81,6 +81,24 @@ class SchedulerInterrupted(SchedulerLost):
 
 class EpochEnded(PipedecError):
     """The run has left the caller's epoch: a rank or Redis was lost, and all ranks have to meet again."""
+
+
+def check_sets_of_tokens(vocab_size: int, **given: Collection[int] | None) -> None:
+    """Raises UserError as ``check_token_ids`` by name, and if there are more tokens than ``vocab_size``."""
+    for name, token_ids in given.items():
+        if token_ids and len(token_ids) > vocab_size:
+            raise UserError(f"{name} must have at most {vocab_size} tokens, as many as the vocabulary, not {len(token_ids)}")
+        check_token_ids(name, token_ids or (), vocab_size)
+
+
+def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Raises UserError, whose message begins with ``name``, if a model of ``vocab_size`` embeddings lacks a token."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        token = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise UserError(
+            f"{name} names token {str(token)[:100]}, but the vocabulary has {vocab_size} tokens: leave it out, ids are from 0 to "
+            f"{vocab_size - 1}"
+        )
 
 
 class StructuredOutputs(Record, frozen=True):

@@ -135,6 +135,7 @@ class RunDescription(Record, frozen=True):
         digests: of the weights by model (``target``, ``draft``, ``bita``), where ranks on several hosts have compared them.
         kv_slots: of every rank's KV pool, if ranks have measured their GPUs' memory; in all epochs the same. 0 if it follows from
             the settings.
+        vocab_size: embeddings of the target, of which its tokenizer may name more or fewer. 0 without a target.
     """
 
     settings: Settings
@@ -145,6 +146,7 @@ class RunDescription(Record, frozen=True):
     digests: Mapping[str, str] = {}
     trained_bita: BitaDescription | None = None
     kv_slots: int = 0
+    vocab_size: int = 0
 
     @property
     def target(self) -> str:

@@ -41,9 +41,13 @@ class DraftModel:
         vocabulary: DraftVocabulary | None = None,
     ) -> None:  # fmt: skip
         self._model = model
-        self._vocabulary = vocabulary  # None if the model knows all tokens
-        self._vocab_size = model.config.vocab_size if vocabulary is None else len(vocabulary.draft_ids)  # of the target
-        self._tokens = None if vocabulary is None else vocabulary.tokens.clamp(min=0)
+        self._vocabulary = vocabulary  # None if the model has the target's tokens
+        self._vocab_size = self._num_known = model.config.vocab_size  # of the target; tokens that can be proposed
+        self._tokens: Tensor | None = None
+        if vocabulary is not None:
+            self._vocab_size = len(vocabulary.draft_ids)
+            self._tokens, self._is_unknown = vocabulary.tokens.clamp(min=0), vocabulary.tokens < 0
+            self._num_known -= int(self._is_unknown.sum())
         self._pool = model.make_pool(slots, block)
         self._kv = KVManager(slots, block, shares_prefixes)
         self._lanes: dict[int, DraftLane] = {}  # by request
@@ -139,13 +143,12 @@ class DraftModel:
         counts = [len(entry.rows) for entry in requested]
         log_probs_FV = self._model.logits(hidden_FE).log_softmax(-1)
         if self._vocabulary is not None:
-            log_probs_FV[:, 0] = -torch.inf  # the token that stands for all unknown ones
+            log_probs_FV.masked_fill_(self._is_unknown, -torch.inf)
         for entry, log_probs_RV, of_entry in zip(requested, log_probs_FV.split(counts), allowed, strict=True):
             if of_entry:
                 log_probs_RV.copy_(self._among(log_probs_RV, of_entry))
             log_probs_RV.copy_(self._lanes[entry.number].predicted(entry, log_probs_RV))
-        known = log_probs_FV.shape[-1] - (self._vocabulary is not None)
-        top = log_probs_FV.topk(min(max([entry.children for entry in requested]), known))
+        top = log_probs_FV.topk(min(max([entry.children for entry in requested]), self._num_known))
         tokens = top.indices if self._vocabulary is None else self._vocabulary.tokens[top.indices]
         rows_F = torch.tensor([row for entry in requested for row in entry.rows])
         found = zip(requested, rows_F.split(counts), tokens.split(counts), top.values.split(counts), strict=True)
@@ -155,8 +158,7 @@ class DraftModel:
         """The distribution over the allowed tokens. −∞ for the others, and for the whole of a row without allowed ones."""
         allowed_RV = allowed_tokens(allowed, self._vocab_size, log_probs_RV.device)
         if self._tokens is not None:
-            allowed_RV = allowed_RV[:, self._tokens]
-            allowed_RV[:, 0] = False
+            allowed_RV = allowed_RV[:, self._tokens] & ~self._is_unknown
         return log_probs_RV.masked_fill(~allowed_RV, -torch.inf).log_softmax(-1).masked_fill(~allowed_RV, -torch.inf)
 
     def _no_candidates(self, requested: DraftRows) -> Candidates:

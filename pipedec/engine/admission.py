@@ -67,14 +67,6 @@ class Sequences:
             raise UserError(f"the answer to resume has tokens that the target lacks: give ids below {self._config.vocab_size}")
         return partial(_replayed, new_sequence, output_token_ids)
 
-    def check_prompt(self, token_ids: tuple[int, ...]) -> None:
-        """Raises UserError if the target lacks an embedding for a token, as for one that was added to its tokenizer."""
-        if (largest := max(token_ids)) >= self._config.vocab_size:
-            raise UserError(
-                f"the prompt has the token {largest}, which was added to the tokenizer, but the target has only "
-                f"{self._config.vocab_size} embeddings: leave its text out"
-            )
-
     def check(self, structure: StructuredOutputs, output_token_ids: tuple[int, ...] = ()) -> None:
         """Raises UserError if the structure is invalid or impossible with the target, or excludes the earlier tokens."""
         if not self._config.eos_token_ids:
@@ -151,8 +143,7 @@ class Admission:
         name, sampling = prompt.method or DEFAULT_METHOD, prompt.sampling
         dialect = None if prompt.threads is None else Dialect.from_json(prompt.threads).name
         token_ids = self.prompter.token_ids(prompt.prompt, prompt.raw, sampling.max_tokens, dialect)
-        self.sequences.check_prompt(token_ids)
-        self.prompter.check_bias(sampling.logit_bias)
+        self.prompter.check(sampling)
         if sampling.structured_outputs is not None:
             self.sequences.check(sampling.structured_outputs, received)
         if sampling.is_stochastic and sampling.seed is None:

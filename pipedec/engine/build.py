@@ -138,10 +138,11 @@ def checked_models(models: Models, in_parts: bool = False) -> tuple[Path, Path |
         raise UserError("give --draft DIR beside --target (a small model with the same tokenizer), or --draft none")
     fits_vocabulary(target, config.vocab_size)
     if draft is not None:
-        checked(draft, in_parts)
+        drafting = checked(draft, in_parts)
         known = DraftVocabulary.load(draft)
         if known is None:
             same_tokenizer(target, draft)
+            fits_vocabulary(draft, drafting.vocab_size)
         elif known.of != vocabulary_digest(load_tokenizer(target)):
             raise UserError(
                 f"the draft {draft} was trained for a target with another vocabulary than {target}: use its own draft"
@@ -171,8 +172,8 @@ def weights_on(spec: PipelineSpec, rank: int, device: torch.device) -> tuple[Wei
 
 def load_prompter(spec: PipelineSpec) -> Prompter:
     """The target's tokenizer, with the limits of the target and of the pipeline."""
-    limit = spec.settings.limits.max_model_len
-    return Prompter(spec.target, model_config(spec.target).max_position_embeddings, limit)
+    config = model_config(spec.target)
+    return Prompter(spec.target, config.max_position_embeddings, spec.settings.limits.max_model_len, config.vocab_size)
 
 
 def load_stage(
@@ -200,7 +201,7 @@ def load_drafter(
     weights, _ = weights_on(spec, 0, device)
     model = StageModel.load(spec.draft, layers, DTYPES[weights.dtype], device, config, progress, weights.quantize)
     model.capture = capture(device)
-    vocabulary = DraftVocabulary.load(spec.draft, device)
+    vocabulary = DraftVocabulary.between(spec.draft, config.vocab_size, model_config(spec.target).vocab_size, device)
     return DraftModel(model, spec.kv_slots, spec.kv_block, spec.shares_prefixes, vocabulary)
 
 

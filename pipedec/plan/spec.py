@@ -215,7 +215,7 @@ class PipelineSpec:
         preset = self.emulation.preset if self.emulation else None
         return RunDescription(
             self.settings.without_secrets(), self.topology.groups, self.layers, preset, tuple(ranks), digests or {},
-            self.trained_bita, self.agreed_slots or 0,
+            self.trained_bita, self.agreed_slots or 0, self._target_config.vocab_size,
         )  # fmt: skip
 
     @property

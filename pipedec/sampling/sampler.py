@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipedec.core import SamplingParams, UserError
+from pipedec.core import SamplingParams, check_token_ids
 from pipedec.device import to_device, to_host
 from pipedec.sampling.candidates import SMALL_VOCABULARY, TEMPERATURES, drawn
 from pipedec.sampling.noise import gumbel
@@ -134,9 +134,7 @@ class Sampler:
         self._params = params
         self._stream = stream
         self._history = History(vocab_size, device) if params.has_penalties else None
-        for token in params.logit_bias or ():
-            if token >= vocab_size:
-                raise UserError(f"logit_bias names token {token}, but the vocabulary has {vocab_size} tokens")
+        check_token_ids("logit_bias", params.logit_bias or (), vocab_size)
         self._bias_V = bias_of(params, vocab_size, device)
 
     def add_prompt(self, token_ids: Tensor) -> None:

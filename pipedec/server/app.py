@@ -19,7 +19,7 @@ from pipedec.server.errors import bad_request, on_error, on_internal_error
 from pipedec.server.front import Front
 from pipedec.server.metrics import ServerMetrics
 from pipedec.server.middleware import ApiKeys, BodyLimits, RequestNotes
-from pipedec.server.prompts import check_token_ids, rendered, tokenized
+from pipedec.server.prompts import check_tokens, rendered, tokenized
 from pipedec.server.protocol import (
     BODY_ERRORS,
     DetokenizeBody,
@@ -104,7 +104,7 @@ def tokens_router(front: Front) -> APIRouter:
         """The text of token ids."""
         served = front.require()
         front.settings.check_model(body.model)
-        check_token_ids(body.tokens, served.tokenizer, "tokens")
+        check_tokens(body.tokens, len(served.tokenizer), "tokens")
         return DetokenizeResponse(prompt=served.tokenizer.decode(body.tokens, skip_special_tokens=False))
 
     return router

@@ -62,6 +62,11 @@ class ServedRun:
     max_model_len: int  # tokens of a prompt and its answer together
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that do not set them
 
+    @property
+    def vocab_size(self) -> int:
+        """The tokens that a request may name."""
+        return self.description.vocab_size or len(self.tokenizer)
+
 
 @dataclass(eq=False)
 class Generation:

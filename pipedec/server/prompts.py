@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipedec.core import UserError
+from pipedec.core import UserError, check_token_ids
 from pipedec.server.errors import bad_request
 from pipedec.server.front import ServedRun
 from pipedec.server.protocol import ConversationMessage, GivenCall, Prompts
@@ -47,17 +47,18 @@ async def tokenized(given: Prompts, served: ServedRun, max_prompts: int, add_spe
         elif len(prompt) >= context:
             raise bad_request(f"the prompt has {len(prompt)} tokens, but the model's context is {context}", "prompt")
         else:
-            check_token_ids(prompt, served.tokenizer, "prompt")
+            check_tokens(prompt, served.vocab_size, "prompt")
     if sum(map(len, prompts)) > _LONG_CHARACTERS:
         return await asyncio.to_thread(_prompts, prompts, served.tokenizer, add_special_tokens)
     return _prompts(prompts, served.tokenizer, add_special_tokens)
 
 
-def check_token_ids(token_ids: Iterable[int], tokenizer: Tokenizer, field: str) -> None:
+def check_tokens(token_ids: Collection[int], vocab_size: int, field: str) -> None:
     """Raises ApiError if one is not in the vocabulary."""
-    wrong = next((token for token in token_ids if not 0 <= token < len(tokenizer)), None)
-    if wrong is not None:
-        raise bad_request(f"{field} has the token {shortened(wrong)}, but the vocabulary has {len(tokenizer)} tokens", field)
+    try:
+        check_token_ids(field, token_ids, vocab_size)
+    except UserError as error:
+        raise bad_request(str(error), field) from None
 
 
 def _check_length(text: str, served: ServedRun, param: str) -> None:

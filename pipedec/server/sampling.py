@@ -9,12 +9,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pipedec.core import DEFAULT_METHOD, SamplingParams, UserError
+from pipedec.core import DEFAULT_METHOD, SamplingParams, UserError, check_sets_of_tokens
 from pipedec.messages import PromptRequest, RunDescription
 from pipedec.methods import find_method, make_options
 from pipedec.server.errors import bad_request
 from pipedec.server.front import ServedRun
-from pipedec.server.prompts import check_token_ids
+from pipedec.server.prompts import check_tokens
 from pipedec.server.protocol import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOPS, GenerationBody
 from pipedec.server.structures import Structure, require_possible
 from pipedec.text.tokenizer import Tokenizer
@@ -24,8 +24,8 @@ from pipedec.validation import shortened
 _SEEDS = 2**64
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _AS_THEY_ARE = (
-    "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "ignore_eos",
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+    "ignore_eos",
 )  # fmt: skip
 
 
@@ -35,6 +35,7 @@ class GenerationParams:
 
     sampling: SamplingParams  # of the first choice, but for ``max_tokens``
     context: int  # of the model, in tokens
+    vocab_size: int  # of the model
     max_tokens: int | None  # None if it is not given; 0 for the prompt alone
     default_max_tokens: int | None  # if it is not given; None for all that fits
     n: int  # choices per prompt
@@ -47,8 +48,9 @@ class GenerationParams:
     def requests(self, prompt: Sequence[int], tenant: str | None = None) -> list[PromptRequest]:
         """One request of ``tenant`` for each choice, whose seed is one more than that of the choice before it.
 
-        Raises ApiError if prompt and answer do not fit into the context.
+        Raises ApiError if prompt and answer do not fit into the context, or the text has a token that only the tokenizer has.
         """
+        check_tokens(prompt, self.vocab_size, "prompt")
         room = self.context - len(prompt)
         max_tokens = max(1, min(room, self.default_max_tokens or room) if self.max_tokens is None else self.max_tokens)
         if max_tokens > room:
@@ -87,9 +89,9 @@ async def asked_of(
     if structure is not None:
         await require_possible(structure, body)
     return GenerationParams(
-        _sampling(body, served, logprobs, echoes, structure), served.max_model_len, body.max_tokens_asked, default_max_tokens, n,
-        _method(body, served.description), body.method_options or {}, dialect, dialect is not None and bool(body.stream),
-        body.priority or 0,
+        _sampling(body, served, logprobs, echoes, structure), served.max_model_len, served.vocab_size, body.max_tokens_asked,
+        default_max_tokens, n, _method(body, served.description), body.method_options or {}, dialect,
+        dialect is not None and bool(body.stream), body.priority or 0,
     )  # fmt: skip
 
 
@@ -106,16 +108,15 @@ def _sampling(
     if seed is not None and -_SEEDS // 2 <= seed < 0:
         seed += _SEEDS  # as in two's complement
     try:
+        check_sets_of_tokens(served.vocab_size, logit_bias=body.logit_bias, stop_token_ids=body.stop_token_ids)
         sampling = SamplingParams(
-            seed=seed, stop=stop, logprobs=logprobs, prompt_logprobs=logprobs if echoes else None,
-            structured_outputs=None if structure is None else structure.outputs,
+            seed=seed, stop=stop, stop_token_ids=tuple(dict.fromkeys(body.stop_token_ids or ())), logprobs=logprobs,
+            prompt_logprobs=logprobs if echoes else None, structured_outputs=None if structure is None else structure.outputs,
             **(served.defaults.values | given),
         )  # fmt: skip
     except UserError as error:
         name = str(error).split(" ", 1)[0]  # messages about a value begin with its field
         raise bad_request(str(error), name if name in type(body).model_fields else None) from None
-    check_token_ids(sampling.logit_bias or (), served.tokenizer, "logit_bias")
-    check_token_ids(sampling.stop_token_ids, served.tokenizer, "stop_token_ids")
     if body.min_tokens and (not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids):
         raise bad_request("min_tokens is not supported: use ignore_eos without stop, or leave it out", "min_tokens")
     return sampling

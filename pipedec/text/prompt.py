@@ -12,19 +12,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipedec.core import UserError
+from pipedec.core import SamplingParams, UserError, check_sets_of_tokens, check_token_ids
 from pipedec.gguf import model_files
 from pipedec.text.stream import TextStream
 from pipedec.text.tokenizer import Tokenizer, load_for_training
+from pipedec.validation import shortened
+
+_SHOWN_TOKENS = 3  # of those in which two vocabularies differ
 
 
 class Prompter:
     """Tokenizes prompts for a checkpoint and checks that they fit, with their answers, into the model's context
     ``max_positions`` and the cluster's own limit ``max_model_len``, if there is one.
+
+    ``vocab_size``: the model's embeddings; None for as many as the tokenizer has tokens.
     """
 
-    def __init__(self, directory: Path, max_positions: int, max_model_len: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, max_positions: int, max_model_len: int | None = None, vocab_size: int | None = None
+    ) -> None:
         self.tokenizer = load_tokenizer(directory)
+        self._vocab_size = len(self.tokenizer) if vocab_size is None else vocab_size
         self._context, self._owner = max_positions, "model"
         if max_model_len is not None and max_model_len < max_positions:
             self._context, self._owner = max_model_len, "cluster"
@@ -41,16 +49,13 @@ class Prompter:
             threads: dialect in which the answer may open decode threads, passed to the template as ``threads``; None for none.
             begun: the beginning of the answer to a text; the model continues it. Without a template it is a line of its own.
 
-        Raises UserError if the prompt is empty, has a token that is not in the vocabulary, or exceeds the context of the model or
-        the cluster together with ``max_tokens``.
+        Raises UserError if the prompt is empty, has a token that the model lacks, or exceeds the context of the model or the
+        cluster together with ``max_tokens``.
         """
         if isinstance(prompt, tuple):
             token_ids = prompt
             if not token_ids:
                 raise UserError("the prompt is empty: give at least one token id")
-            for token in (min(token_ids), max(token_ids)):
-                if not 0 <= token < len(self.tokenizer):
-                    raise UserError(f"the prompt has the token id {token}: give ids from 0 to {len(self.tokenizer) - 1}")
         else:
             if not prompt.strip():
                 raise UserError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
@@ -67,12 +72,12 @@ class Prompter:
                 f"the prompt has {len(token_ids)} tokens and --max-tokens asks for {max_tokens} more, "
                 f"but the {self._owner}'s context is {self._context}: shorten the prompt or lower --max-tokens"
             )
+        check_token_ids("the prompt", token_ids, self._vocab_size)
         return token_ids
 
-    def check_bias(self, logit_bias: Mapping[int, float] | None) -> None:
-        """Raises UserError if a biased token is not in the vocabulary."""
-        if logit_bias and max(logit_bias) >= len(self.tokenizer):
-            raise UserError(f"logit_bias names token {max(logit_bias)}, but the vocabulary has {len(self.tokenizer)} tokens")
+    def check(self, sampling: SamplingParams) -> None:
+        """Raises UserError if a token that the parameters name is not the model's."""
+        check_sets_of_tokens(self._vocab_size, logit_bias=sampling.logit_bias, stop_token_ids=sampling.stop_token_ids)
 
     def stream(self) -> TextStream:
         """A new incremental decoder for one answer."""
@@ -99,9 +104,21 @@ def same_tokenizer(target: Path, draft: Path) -> None:
     if vocabularies[0] != vocabularies[1]:
         sizes = " and ".join(str(len(vocabulary)) for vocabulary in vocabularies)
         raise UserError(
-            f"the draft {draft} has a different tokenizer than the target {target} ({sizes} tokens): "
-            "use a draft of the same family, or --method pp --draft none"
+            f"the draft {draft} has a different tokenizer than the target {target} ({sizes} tokens), "
+            f"{_difference(*vocabularies)}: use a draft of the same family, or --method pp --draft none"
         )
+
+
+def _difference(target: Mapping[str, int], draft: Mapping[str, int]) -> str:
+    """The first tokens that differ, by id."""
+    targets, drafts = ({token_id: token for token, token_id in vocabulary.items()} for vocabulary in (target, draft))
+    differing = sorted({token_id for _, token_id in target.items() ^ draft.items()})[:_SHOWN_TOKENS]
+    shown = [f"{one} ({_named(targets.get(one))} and {_named(drafts.get(one))})" for one in differing]
+    return f"first in token {', '.join(shown)}"
+
+
+def _named(token: str | None) -> str:
+    return "none" if token is None else repr(shortened(token))
 
 
 def fits_vocabulary(directory: Path, vocab_size: int) -> None:

@@ -256,13 +256,14 @@ def learn(
     if not rows:
         raise UserError(f"nothing to learn from: the answers fill no row of {recipe.length} tokens: give more prompts")
     target = load_transformers(target_path, torch.bfloat16, run.device)
-    vocabulary = DraftVocabulary.load(draft_path)
+    draft = load_transformers(draft_path, torch.float32, run.device)
+    sizes = draft.config.vocab_size, target.config.vocab_size
+    vocabulary = DraftVocabulary.between(draft_path, *sizes, run.device)
     short, long = (_lesson(target, rows, length, recipe, run, vocabulary) for length in (recipe.length, recipe.long_length))
     num_long = 0 if not len(long.ids) else recipe.long_batch if len(short.ids) else recipe.batch
     counts = (len(short.ids), recipe.batch - num_long), (len(long.ids), num_long)
     generator = torch.Generator().manual_seed(recipe.seed)
     order = torch.cat([_shuffled(num_rows, recipe.steps, batch, generator) for num_rows, batch in counts], 1)
-    draft = load_transformers(draft_path, torch.float32, run.device)
     draft.config.use_cache = False
     shares: dict[str, Any] = {"greedy_share": recipe.greedy_share, "replicas": run.replicas}
     loss = partial(mean_loss, short=short, long=long, num_long=num_long, **shares)

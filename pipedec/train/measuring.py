@@ -21,13 +21,13 @@ class MeasuredDraft:
     """A draft, and which of the target's tokens it knows: all without ``vocabulary``."""
 
     def __init__(self, model: Model, vocabulary: DraftVocabulary | None = None) -> None:
-        self._model = model
-        self._draft_ids = None if vocabulary is None else vocabulary.draft_ids
+        self._model, self._vocabulary = model, vocabulary
 
     @classmethod
-    def load(cls, directory: Path, device: torch.device | str = "cpu") -> MeasuredDraft:
-        """A draft as it is stored, computed in float32."""
-        return cls(load_transformers(directory, torch.float32, device), DraftVocabulary.load(directory, device))
+    def load(cls, directory: Path, vocab_size: int, device: torch.device | str = "cpu") -> MeasuredDraft:
+        """A draft as it is stored, computed in float32, of a target with ``vocab_size`` tokens."""
+        model = load_transformers(directory, torch.float32, device)
+        return cls(model, DraftVocabulary.between(directory, model.config.vocab_size, vocab_size, device))
 
     def logits(self, token_ids: Tensor) -> Tensor:
         """[B, T, D], after each of the target's tokens, int64 [B, T]."""
@@ -35,18 +35,18 @@ class MeasuredDraft:
         return logits_BTD
 
     def ids(self, token_ids: Tensor) -> Tensor:
-        """The draft's ids of the target's tokens; 0 for tokens that a draft with few tokens does not know."""
-        return token_ids if self._draft_ids is None else self._draft_ids[token_ids]
+        """The draft's ids of the target's tokens, also for those that it does not know (see ``DraftVocabulary``)."""
+        return token_ids if self._vocabulary is None else self._vocabulary.draft_ids[token_ids]
 
     def top_ranks(self, logits_BTD: Tensor, token_ids: Tensor) -> Tensor:
         """For each token its rank among the draft's predictions, from 0 on; as many as there are tokens for an unknown one."""
-        wanted = self.ids(token_ids)[..., None]
-        if self._draft_ids is not None:
-            logits_BTD = logits_BTD.clone()
-            logits_BTD[..., 0] = -torch.inf
-        ranks = (logits_BTD > logits_BTD.gather(-1, wanted)).sum(-1)
-        unknown = (wanted[..., 0] == 0) & (self._draft_ids is not None)
-        return ranks.masked_fill(unknown, logits_BTD.shape[-1])
+        wanted = self.ids(token_ids)
+        if self._vocabulary is not None:
+            logits_BTD = logits_BTD.masked_fill(self._vocabulary.tokens < 0, -torch.inf)
+        ranks = (logits_BTD > logits_BTD.gather(-1, wanted[..., None])).sum(-1)
+        if self._vocabulary is None:
+            return ranks
+        return ranks.masked_fill(self._vocabulary.tokens[wanted] != token_ids, logits_BTD.shape[-1])
 
 
 @torch.no_grad()
@@ -122,7 +122,7 @@ class HeldOut:
 
     def measure(self, draft_path: Path) -> dict[str, dict]:
         """Loss and agreement of the draft as it is stored, computed in float32."""
-        draft = MeasuredDraft.load(draft_path, self.target.device)
+        draft = MeasuredDraft.load(draft_path, self.target.config.vocab_size, self.target.device)
         return {
             "held_out": text_agreement(self.target, draft, self.rows),
             "on_policy": on_policy_agreement(draft, self.answered, self.target.device),

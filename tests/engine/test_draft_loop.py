@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from threading import Event as Flag
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +17,14 @@ from msgspec import to_builtins
 from support.processes import wait_until
 from support.tiny_pair import CONTEXT, Pair
 from support.whole_scheduler import FreshRun
+from transformers import AutoTokenizer
 
 from pipedec.config import Settings
-from pipedec.core import EpochEnded, PipedecError, SamplingParams, SchedulerLost, Verdict
+from pipedec.core import EpochEnded, PipedecError, SamplingParams, SchedulerLost, UserError, Verdict
 from pipedec.decoding import Batch, Drafter
 from pipedec.device import HostDevice
 from pipedec.engine.admission import Admission, Sequences
+from pipedec.engine.build import load_prompter, resolve
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.messages import CompletionEvent, ErrorEvent, PromptRequest, RunDescription, RunStats, TokensEvent
@@ -92,6 +96,24 @@ def test_a_request_has_its_tenant_unless_the_cluster_shares_nothing(pair: Pair) 
         asked = PromptRequest("Hello", True, "pp", SamplingParams(max_tokens=4), tenant=tenant)
         answer, _ = admission.admit(RankMessage("request", number=0, text=asked.to_json()), Batch(1))
         assert answer.request.tenant == expected
+
+
+@pytest.mark.failure_case("H23")
+@pytest.mark.parametrize(
+    "fields", [{"prompt": (5, 300)}, {"prompt": "[PAD]"}, {"logit_bias": {300: 0.0}}, {"stop_token_ids": (300,)}]
+)
+def test_a_token_without_an_embedding_is_refused_on_rank_0(pair: Pair, tmp_path: Path, fields: dict[str, Any]) -> None:
+    """The tokenizer has one token more than the target."""
+    shutil.copytree(pair.target, tmp_path / "target")
+    tokenizer = AutoTokenizer.from_pretrained(pair.target)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(tmp_path / "target")
+    spec = resolve(Settings.of(target=tmp_path / "target", draft="none", stages=1, device="cpu"))
+    admission = Admission(load_prompter(spec), Sequences(spec.target), 1, None)
+    asked = PromptRequest(fields.pop("prompt", "Hello"), True, "pp", SamplingParams(**{"max_tokens": 4, **fields}))
+    with pytest.raises(UserError, match="token 300, but the vocabulary has 300 tokens"):
+        admission.admit(RankMessage("request", number=0, text=asked.to_json()), Batch(1))
+    assert spec.description().vocab_size == 300
 
 
 def loop_of(scheduler: FreshRun, pair: Pair, load_drafter: Callable[[], Drafter] | None = None) -> DraftLoop:

@@ -26,6 +26,20 @@ def test_tokens_are_mapped_there_and_back(tmp_path: Path) -> None:
         DraftVocabulary.load(tmp_path)
 
 
+@pytest.mark.failure_case("M15")
+def test_embeddings_of_target_and_draft_may_be_padded_to_different_numbers(tmp_path: Path) -> None:
+    assert DraftVocabulary.between(tmp_path, 9, 9) is None
+    fewer, more = DraftVocabulary.between(tmp_path, 3, 5), DraftVocabulary.between(tmp_path, 5, 3)
+    assert fewer is not None and more is not None
+    assert (fewer.tokens.tolist(), fewer.draft_ids.tolist()) == ([0, 1, 2], [0, 1, 2, 2, 2])
+    assert (more.tokens.tolist(), more.draft_ids.tolist()) == ([0, 1, 2, -1, -1], [0, 1, 2])
+    DraftVocabulary.create(torch.tensor([7, 2, 5]), 9, "abc").save(tmp_path)
+    fewer, more = DraftVocabulary.between(tmp_path, 4, 11), DraftVocabulary.between(tmp_path, 4, 7)
+    assert fewer is not None and more is not None
+    assert (fewer.tokens.tolist(), fewer.draft_ids.tolist()) == ([-1, 7, 2, 5], [0, 0, 2, 0, 0, 3, 0, 1, 0, 0, 0])
+    assert (more.tokens.tolist(), more.draft_ids.tolist()) == ([-1, -1, 2, 5], [0, 0, 2, 0, 0, 3, 0])
+
+
 @pytest.mark.parametrize("tokens", [[1, 1], [9], [-1, 2]])
 def test_tokens_must_be_the_targets(tokens: list[int]) -> None:
     with pytest.raises(ValueError, match="different, and below 9"):

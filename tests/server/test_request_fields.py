@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from support.http_server import CHAT, COMPLETIONS, USER, Site, ask, filled
 from support.tiny_pair import CONTEXT
 
@@ -178,6 +180,30 @@ def test_a_token_beyond_the_vocabulary_is_refused(site: Site, token: int) -> Non
     for body, path in [({"tokens": [token]}, "/detokenize"), *(({"prompt": prompt}, COMPLETIONS) for prompt in prompts)]:
         message = refused(site, body, path)["message"]
         assert str(token) in message and "vocabulary" in message
+
+
+@pytest.mark.failure_case("H23")
+def test_a_token_that_the_tokenizer_has_and_the_model_lacks_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many fine-tunes have a padding token more than embeddings; padded embeddings without tokens may be named."""
+    run = site.front.served
+    assert run is not None
+    last = max(run.tokenizer.encode("hello"))
+    monkeypatch.setattr(site.front, "served", replace(run, description=structs.replace(run.description, vocab_size=last)))
+    for path in (COMPLETIONS, CHAT):
+        for field, value in (("logit_bias", {str(last): 0}), ("stop_token_ids", [5, last])):
+            assert refused(site, filled(path, {field: value}), path)["param"] == field
+        assert f"names token {last}, but the vocabulary has {last} tokens" in refused(site, filled(path, {}), path)["message"]
+    assert refused(site, {"prompt": [5, last]})["param"] == "prompt"
+    assert last in site.client.post("/tokenize", json={"prompt": "hello"}).json()["tokens"]
+    monkeypatch.setattr(site.front, "served", replace(run, description=structs.replace(run.description, vocab_size=1000)))
+    ask(site, COMPLETIONS, prompt=[5, 999], logit_bias={"999": -1}, stop_token_ids=[999])
+
+
+@pytest.mark.failure_case("H24")
+def test_stop_tokens_are_a_set_of_the_vocabulary(site: Site) -> None:
+    assert "at most 300 tokens" in refused(site, {"prompt": "hello", "stop_token_ids": [7] * 301})["message"]
+    ask(site, COMPLETIONS, stop_token_ids=[9, 7, 9] * 100, n=2)
+    assert [request.sampling.stop_token_ids for request in site.engine.requests] == [(9, 7)] * 2
 
 
 @pytest.mark.parametrize("text", [b"\\ud800", b"a\\udc00b"])

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.tiny_pair import CHAT_TEMPLATE, CONTEXT, foreign_tokenizer
+from transformers import AutoTokenizer
 
 from pipedec.core import UserError
 from pipedec.text.prompt import Prompter, fits_vocabulary, same_tokenizer
@@ -78,8 +79,8 @@ def test_the_chat_template_wraps_the_prompt_unless_it_is_raw(prompter: Prompter,
     ("token_ids", "message"),
     [
         ((), "the prompt is empty: give at least one token id"),
-        ((1, -1), "the prompt has the token id -1: give ids from 0 to "),
-        ((1, 10**6, 2), "the prompt has the token id 1000000: give ids from 0 to "),
+        ((1, -1), "the prompt names token -1, but the vocabulary has 300 tokens"),
+        ((1, 10**6, 2), "the prompt names token 1000000, but the vocabulary has 300 tokens"),
         ((1,) * CONTEXT, f"the prompt has {CONTEXT} tokens and --max-tokens asks for 1 more"),
     ],
     ids=["none", "negative", "not in the vocabulary", "too many"],
@@ -195,6 +196,11 @@ def test_tokenizers_are_compared_by_vocabulary(tokenizer_files: Path, tmp_path: 
     foreign_tokenizer().save_pretrained(tmp_path / "foreign")
     with pytest.raises(UserError, match=r"has a different tokenizer than the target .*\(300 and 300 tokens\)"):
         same_tokenizer(tokenizer_files, tmp_path / "foreign")
+    longer = AutoTokenizer.from_pretrained(tokenizer_files)
+    longer.add_tokens(["[TOOL]"])
+    longer.save_pretrained(tmp_path / "longer")
+    with pytest.raises(UserError, match=r"\(300 and 301 tokens\), first in token 300 \(none and '\[TOOL\]'\): use a draft"):
+        same_tokenizer(tokenizer_files, tmp_path / "longer")
 
 
 @pytest.mark.failure_case("M4")
