@@ -14,9 +14,12 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from msgspec.structs import asdict, fields, force_setattr
 
-from pipedec.core import DEFAULT_METHOD, KNEE_ROWS, BadValue, MethodOptions, Request, UserError
+from pipedec.core import DEFAULT_METHOD, KNEE_ROWS, MAX_FORWARDS, BadValue, MethodOptions, Request, UserError
 
-MAX_ROWS = 4096  # of one tree
+MAX_ROWS = 512  # of one request that enter at one timestep
+MAX_DRAFTED_ROWS = 2048  # of one request that are drafted at one timestep
+MAX_CHOICES = 32_768  # of one request below the rows that it drafts at one timestep
+MAX_CHILDREN = 128
 MAX_DEPTH = 64
 PROPOSERS = ("draft", "ngrams")
 SHAPES = ("likeliest", "efficient", "straightforward", "full")
@@ -33,13 +36,13 @@ class Option:
 
     Attributes:
         help: without a full stop.
-        at_most: maximum of a number, whose minimum is 1.
+        at_most: maximum of a number, whose minimum is 1; 0 if it is none.
         choices: allowed texts, or allowed entries of a list; empty for a number.
         default: the default in words, if the value alone is unclear.
     """
 
     help: str
-    at_most: int = MAX_ROWS
+    at_most: int = 0
     choices: tuple[str, ...] = ()
     default: str | None = None
 
@@ -71,8 +74,8 @@ class PlainOptions(_CheckedOptions, frozen=True):
 class LayerTreeOptions(_CheckedOptions, frozen=True):
     """The limits of trees that grow by whole layers, with the paper's values (PipeDec §4.3.1)."""
 
-    width: Annotated[int, Option("Maximum rows per tree layer, w")] = 32
-    children: Annotated[int, Option("Maximum children per row, c")] = 16
+    width: Annotated[int, Option("Maximum rows per tree layer, w", MAX_ROWS)] = 32
+    children: Annotated[int, Option("Maximum children per row, c", MAX_CHILDREN)] = 16
 
 
 class PipeDecOptions(LayerTreeOptions, frozen=True):
@@ -85,11 +88,12 @@ class StaticTreeOptions(_CheckedOptions, frozen=True):
     ``rows`` are those below the root. With ``layers`` they are optional: only the most probable rows of the layers enter.
     """
 
-    width: Annotated[int | None, Option("Maximum rows per tree layer, w", default="32, with layers")] = None
-    children: Annotated[int | None, Option("Maximum children per row, c", default="16, 10 with eagle2")] = None
+    width: Annotated[int | None, Option("Maximum rows per tree layer, w", MAX_ROWS, default="32, with layers")] = None
+    children: Annotated[int | None, Option("Maximum children per row, c", MAX_CHILDREN, default="16, 10 with eagle2")] = None
     depth: Annotated[int | None, Option("Tree layers below the root", MAX_DEPTH, default="4, 6, 10 or 8 by shape")] = None
     rows: Annotated[
-        int | None, Option("Maximum tree size; keeps the most probable rows", default="60, whole layers with layers")
+        int | None,
+        Option("Maximum tree size; keeps the most probable rows", MAX_ROWS, default="60, whole layers with layers"),
     ] = None
     shape: Annotated[str, Option("Shape of the static tree", choices=TREE_SHAPES)] = "layers"
     min_gain: Annotated[
@@ -109,8 +113,11 @@ class StaticTreeOptions(_CheckedOptions, frozen=True):
             raise BadValue("proposers: a static tree needs the draft model: name draft, too")
         if self.shape == "sequoia" and self.limit("rows") > MAX_PLANNED_ROWS:
             raise BadValue(f"rows: must be at most {MAX_PLANNED_ROWS} with shape sequoia, not {self.rows}")
-        if (depth := self.limit("depth")) * self.layer_rows > MAX_ROWS:
-            raise BadValue(f"depth: {depth} layers of {self.layer_rows} rows are drafted at once: together at most {MAX_ROWS}")
+        most = MAX_ROWS if self.rows is None else MAX_DRAFTED_ROWS  # without a limit of rows, all that are drafted enter
+        if (depth := self.limit("depth")) * self.layer_rows > most:
+            raise BadValue(f"depth: {depth} layers of {self.layer_rows} rows are drafted at once: together at most {most}")
+        if self.choices > MAX_CHOICES:
+            raise BadValue(f"children: the rows that are drafted at once have {self.choices} children: at most {MAX_CHOICES}")
 
     def limit(self, name: str) -> int:
         """A number that the shape uses."""
@@ -122,6 +129,11 @@ class StaticTreeOptions(_CheckedOptions, frozen=True):
     def layer_rows(self) -> int:
         """Maximum rows of a layer that is drafted."""
         return self.limit("children") if self.shape == "eagle2" else self.rows or self.limit("width")
+
+    @property
+    def choices(self) -> int:
+        """Maximum children of all rows that are drafted."""
+        return self.limit("depth") * self.layer_rows * self.limit("children")
 
 
 # The limits that each shape uses, with their defaults (EAGLE-2 §5, OPT-Tree §4, Sequoia §4).
@@ -136,9 +148,9 @@ _SHAPE_DEFAULTS: dict[str, dict[str, int | None]] = {
 class BestFirstOptions(_CheckedOptions, frozen=True):
     """``pipedec-bestfirst``: options that are None are tuned while it decodes."""
 
-    width: Annotated[int | None, Option("Maximum rows per timestep, w", default="auto-tuned")] = None
-    children: Annotated[int | None, Option("Maximum children per row, c", default="auto-tuned")] = None
-    forwards: Annotated[int | None, Option("Draft forwards per timestep", default="auto-tuned")] = None
+    width: Annotated[int | None, Option("Maximum rows per timestep, w", MAX_ROWS, default="auto-tuned")] = None
+    children: Annotated[int | None, Option("Maximum children per row, c", MAX_CHILDREN, default="auto-tuned")] = None
+    forwards: Annotated[int | None, Option("Draft forwards per timestep", MAX_FORWARDS, default="auto-tuned")] = None
     proposers: Annotated[tuple[str, ...], Option("Draft sources", choices=PROPOSERS)] = PROPOSERS
 
 
@@ -147,13 +159,22 @@ class BitaOptions(_CheckedOptions, frozen=True):
 
     shape: Annotated[str, Option("Shape of the candidate tree", choices=SHAPES)] = "likeliest"
     depth: Annotated[int | None, Option("Mask rows per group, at most those trained", MAX_DEPTH, default="all")] = None
-    children: Annotated[int | None, Option("Candidates per mask row", default="16, 5 or 2 by shape")] = None
-    rows: Annotated[int, Option("Maximum size of a likeliest tree, mask rows included")] = KNEE_ROWS
+    children: Annotated[int | None, Option("Candidates per mask row", MAX_CHILDREN, default="16, 5 or 2 by shape")] = None
+    rows: Annotated[int, Option("Maximum size of a likeliest tree, mask rows included", MAX_ROWS)] = KNEE_ROWS
 
 
 def option_rules(kind: type[MethodOptions]) -> dict[str, Option]:
     """The options of a class by name."""
     return {item.name: get_args(item.type)[1] for item in _fields(kind)}
+
+
+def option_limits() -> str:
+    """The largest values of all methods' options, in one line."""
+    limits = {
+        entry.name: ", ".join(f"{name} {rule.at_most}" for name, rule in option_rules(entry.options).items() if rule.at_most)
+        for entry in METHODS.values()
+    }
+    return "; ".join(f"{method}: {listed}" for method, listed in limits.items() if listed)
 
 
 @dataclass(frozen=True)

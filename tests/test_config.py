@@ -118,7 +118,7 @@ STAGES = "stages: 4"
         ("servers: []\npartitions: {}\n", "target: missing"),
         (GOOD + "tree: {widht: 8}\n", "tree: unknown key 'widht': did you mean width?"),
         (GOOD + "tree: {depth: 4}\n", "tree: unknown key 'depth': known: width, children"),
-        (GOOD + "tree: {width: 0}\n", "tree.width: must be between 1 and 4096, not 0"),
+        (GOOD + "tree: {width: 0}\n", "tree.width: must be between 1 and 512, not 0"),
         (GOOD + "tree: {width: true}\n", "tree.width: must be an integer, not true or false"),
         (GOOD + "tree: 8\n", "tree: must be a mapping, not an integer"),
         (GOOD + "dtype: int8\n", "dtype: must be one of auto, bfloat16, float16, float32, float64, not 'int8'"),

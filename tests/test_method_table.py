@@ -67,6 +67,9 @@ def test_every_entry_leads_to_code_and_to_options(entry: MethodEntry) -> None:
 def test_the_default_and_the_widest_step() -> None:
     assert find_method(Request(0, ()).method).name == DEFAULT_METHOD
     assert option_rules(BestFirstOptions)["width"].at_most == MAX_ROWS
+    assert all(
+        bool(rule.choices) == (not rule.at_most) for one in METHODS.values() for rule in option_rules(one.options).values()
+    )
 
 
 def test_what_a_pipeline_can_run() -> None:
@@ -86,7 +89,7 @@ def test_what_a_pipeline_can_run() -> None:
         ("pp", {"width": 3}, "method pp has no option 'width': it is an option of stpp, pipedec, pipedec-bestfirst"),
         ("pp", {"colour": 3}, "method pp has no option 'colour': it takes none"),
         ("pipedec", {"colour": 3}, "method pipedec has no option 'colour': it takes width, children"),
-        ("pipedec", {"width": 0}, "width: must be between 1 and 4096, not 0"),
+        ("pipedec", {"width": 0}, "width: must be between 1 and 512, not 0"),
         ("pipedec", {"width": None}, "width: must be a whole number, not None"),
         ("pipedec", {"width": True}, "width: must be a whole number, not True"),
         ("stpp", {"depth": 65}, "depth: must be between 1 and 64, not 65"),
@@ -95,6 +98,14 @@ def test_what_a_pipeline_can_run() -> None:
         ("stpp", {"min_gain": 3}, "min_gain: shape layers has no such limit: leave it out, or choose another shape"),
         ("stpp", {"shape": "full"}, "shape: must be one of layers, eagle2, opt-tree, sequoia, not full"),
         ("stpp", {"shape": "sequoia", "rows": 300}, "rows: must be at most 256 with shape sequoia, not 300"),
+        (
+            "stpp",
+            {"shape": "sequoia", "rows": 100, "children": 100},
+            "children: the rows that are drafted at once have 80000 children",
+        ),
+        ("stpp", {"width": 128, "depth": 5}, "depth: 5 layers of 128 rows are drafted at once: together at most 512"),
+        ("pipedec-bestfirst", {"forwards": 9}, "forwards: must be between 1 and 8, not 9"),
+        ("pipedec-bestfirst", {"children": 129}, "children: must be between 1 and 128, not 129"),
         ("stpp", {"shape": "eagle2", "children": 100, "depth": 50}, "depth: 50 layers of 100 rows are drafted at once: together"),
         ("stpp", {"proposers": ["ngrams"]}, "proposers: a static tree needs the draft model: name draft, too"),
         ("pipedec-bestfirst", {"proposers": ()}, "proposers: must be one or more of draft, ngrams, not none"),
@@ -158,7 +169,7 @@ def test_options_that_the_python_api_refuses() -> None:
     for given, message in (
         (BestFirstOptions(), "method pipedec takes PipeDecOptions, not BestFirstOptions"),
         ({"forwards": 2}, "method pipedec has no option 'forwards': it is an option of pipedec-bestfirst"),
-        ({"width": 0}, "width: must be between 1 and 4096, not 0"),
+        ({"width": 0}, "width: must be between 1 and 512, not 0"),
     ):
         with pytest.raises(UserError) as refused:
             named_options("pipedec", given)

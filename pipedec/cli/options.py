@@ -256,7 +256,8 @@ def request_options(command: Command) -> Command:
             if name in entry.option_names:
                 rule, default = option_rules(entry.options)[name], getattr(entry.options(), name)
                 shown = rule.default or (",".join(default) if isinstance(default, tuple) else default)
-                meanings.setdefault(rule.help, []).append(f"{entry.name}: {shown}")
+                meaning = f"{rule.help}, at most {rule.at_most}" if rule.at_most else rule.help
+                meanings.setdefault(meaning, []).append(f"{entry.name}: {shown}")
                 choices |= dict.fromkeys(rule.choices)
         text = " ".join(f"{meaning} ({', '.join(methods)})." for meaning, methods in meanings.items())
         if isinstance(default, tuple):

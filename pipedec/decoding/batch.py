@@ -28,7 +28,7 @@ from pipedec.decoding.proposers import Proposals, score
 from pipedec.decoding.request_state import RequestState, Tally
 from pipedec.faults import RequestFaults, is_of_machine
 from pipedec.kv import KVManager
-from pipedec.methods import find_method, make_options
+from pipedec.methods import MAX_CHOICES, find_method, make_options
 from pipedec.model.markov import MarkovTable
 from pipedec.threads import NewSequence
 from pipedec.threads import Sequence as ThreadSequence
@@ -36,6 +36,7 @@ from pipedec.topology import rank_name
 from pipedec.tree import Candidates, DraftRows
 
 DRAFT_KNEE = 64  # maximum rows of all requests in one draft forward
+_MAX_CHOICES = 2 * MAX_CHOICES  # of all requests; one without room drafts at the next timestep
 _UNLIMITED = 2**40  # slots
 _T = TypeVar("_T")
 _DRAFTLESS = {"proposers": ["ngrams"]}  # options of the default method while it replaces one whose draft model is being loaded
@@ -83,6 +84,7 @@ class Batch:
         self._controller = self._experience.controller
         self._proposals: list[Proposals] = []
         self._draft_room = DraftRoom()
+        self._first_drafted = 0  # the request that drafts first, if there was no room for it at the last timestep
         self._memory = Memory(self.kv, knee, lane_sizes)
 
     @property
@@ -269,12 +271,19 @@ class Batch:
         # Candidates below a row whose chance is far below that of a refused candidate would not enter soon. But chances grow with
         # the next verdict, which also frees room: all of it for a request alone, 1/B of it for one of B requests.
         room.min_chance = self._budget.refused * (1 - 1 / num_drafting)
+        left, first = _MAX_CHOICES, self._first_drafted
+        drafting.sort(key=lambda state: state.number < first)
+        self._first_drafted = 0
         while True:
             asked: dict[int, list[tuple[Method, Sequence[int]]]] = {}
             for state in drafting:
+                if left <= 0 and not room.round:
+                    self._first_drafted = state.number
+                    break
                 with self.faults.of(state.number):
                     if of_request := state.draft(room.rows):
                         asked[state.number] = of_request
+                        left -= sum([max(method.choices, len(of_tree) * method.children) for method, of_tree in of_request])
             if not asked and not chunks:
                 break
             self._draft_round(asked, chunks)

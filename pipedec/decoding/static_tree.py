@@ -35,6 +35,7 @@ class StaticTree(Method):
         self._depth = limits.limit("depth")
         self.tree = InjectionTree(None if context.grammar is None else self._chain_below)
         self.children = limits.limit("children")
+        self.choices = limits.choices
         self.whole = 1 + (limits.rows or self._depth * limits.layer_rows) + self.max_forced
         self._shape = self._new_shape()
         self._sources = fixed_sources(context, thread, limits.proposers)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from pipedec.core import MAX_LOGPROBS
+from pipedec.methods import option_limits
 from pipedec.server.errors import bad_request
 
 MAX_CHOICES = 8
@@ -117,7 +118,9 @@ class GenerationBody(Body):
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="Requests of a lower one are served first.")
     user: str | None = Field(None, description="Taken and not used.")
     method: str | None = Field(None, description="Decoding method: it changes the speed and not the answer.")
-    method_options: dict[str, Any] | None = Field(None, description="Options of the method, by name.")
+    method_options: dict[str, Any] | None = Field(
+        None, description=f"Options of the method, by name. Numbers are at least 1, and at most: {option_limits()}."
+    )
     threads: str | None = Field(None, description="Dialect in which the model may open decode threads.")
 
     @property

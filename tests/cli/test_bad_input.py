@@ -57,7 +57,7 @@ REFUSED = [
     (["--prompt", "a", "--stop", ""], "stop must be strings that are not empty"),
     (["--prompt", "a", "--logit-bias", "five"], "--logit-bias five: write TOKEN_ID=VALUE, like 42=-5"),
     (["--prompt", "a", "--logprobs", "21"], "logprobs must be between 0 and 20, not 21"),
-    (["--prompt", "a", "--width", "0"], "width: must be between 1 and 4096, not 0"),
+    (["--prompt", "a", "--width", "0"], "width: must be between 1 and 512, not 0"),
     (["--prompt", "a", "--method", "magic"], "'magic' is not one of 'pp', 'stpp', 'pipedec'"),
     (["--prompt", "a", "--trace", "nowhere/trace.json"], "--trace nowhere/trace.json: there is no directory nowhere"),
     (["--prompt", "a", "--trace", "."], "--trace .: cannot write there"),
@@ -152,8 +152,8 @@ def truncate(path: Path) -> None:
 def test_what_does_not_fit_a_running_cluster(known_resident: LocalCluster, pipedec: Calls) -> None:
     for flags, message in (
         (["--depth", "4"], "depth 4, but this BiTA was trained with 3 masks: lower --depth"),
-        (["--children", "1400"], "a forecast of 4200 tokens is more than 4096: lower --depth or --children"),
-        (["--children", "20", "--shape", "full"], "a tree of 33684 rows is more than 4096: lower --depth or --children"),
+        (["--children", "129"], "children: must be between 1 and 128, not 129"),
+        (["--children", "20", "--shape", "full"], "a tree of 33684 rows is more than 512: lower --depth or --children"),
         (["--width", "4"], "method bita has no option 'width': it is an option of stpp, pipedec, pipedec-bestfirst"),
     ):
         assert pipedec("submit", "--method", "bita", "--prompt", "a", *flags).refused() == message

@@ -18,7 +18,7 @@ from pipedec.decoding import Batch, Experience, LaneSizes
 from pipedec.decoding.batch import DRAFT_KNEE
 from pipedec.decoding.budget import RESERVED
 from pipedec.kv import KVManager
-from pipedec.methods import BestFirstOptions
+from pipedec.methods import BestFirstOptions, StaticTreeOptions
 
 
 @examples(200)
@@ -115,6 +115,26 @@ def test_a_draft_forward_serves_all_requests_and_is_bounded() -> None:
         batch.draft()
     assert drafter.forwards[0] == 40 and len(drafter.forwards) <= 6
     assert max(drafter.forwards) <= DRAFT_KNEE
+
+
+@pytest.mark.failure_case("H25")
+def test_trees_that_are_drafted_at_once_share_the_draft_model_and_take_turns() -> None:
+    """Each is a quarter of what one timestep drafts: of nine, all are drafted within three."""
+    chooser = random.Random(1)
+    drafter, largest = KnowingDrafter(chooser), StaticTreeOptions(depth=2, rows=256, children=64)
+    batch = Batch(1, drafter, knee=256)
+    for number in range(9):
+        drafter.answers[number] = [chooser.randrange(50) for _ in range(30)]
+        batch.open(Request(number, (1, 2, 3), method="stpp", options=largest), partial(threads.Sequence, 3, (), 30))
+    batch.propose()
+    batch.draft()
+    for number in range(9):
+        batch.apply(number, Verdict.of(drafter.answers[number][0]))
+    found = list[set[int]]()
+    for _ in range(3):
+        batch.draft()
+        found.append({claim for claim, state in batch.requests.items() if state.demand().whole})
+    assert [len(each) for each in found] == [2, 4, 6] and found[0] < found[1] < found[2]
 
 
 def test_without_speculation_nothing_is_drafted_and_prompts_are_made_up_for() -> None:

@@ -6,7 +6,7 @@ import pytest
 from support.drafters import PROMPT, Alone, begun, rows
 
 from pipedec.core import MaskParams, Request, UserError, Verdict
-from pipedec.methods import MAX_ROWS, BitaOptions
+from pipedec.methods import MAX_CHILDREN, MAX_ROWS, BitaOptions
 from pipedec.model.bita import MAX_MASKS
 
 FORECAST = ((11, 12), (13, 14), (15, 16))
@@ -67,8 +67,8 @@ def test_limits_of_the_tree(limits: dict[str, int | str], masks: MaskParams, num
     ("trained", "limits", "message"),
     [
         (3, {"depth": 4}, "depth 4, but this BiTA was trained with 3 masks: lower --depth"),
-        (3, {"children": 1366}, f"a forecast of 4098 tokens is more than {MAX_ROWS}: lower --depth or --children"),
-        (4, {"children": 300, "shape": "efficient"}, f"a tree of 6005 rows is more than {MAX_ROWS}: lower --depth or --children"),
+        (5, {"children": 103}, f"a forecast of 515 tokens is more than {MAX_ROWS}: lower --depth or --children"),
+        (4, {"children": 30, "shape": "efficient"}, f"a tree of 605 rows is more than {MAX_ROWS}: lower --depth or --children"),
         (4, {"children": 6, "shape": "full"}, f"a tree of 7775 rows is more than {MAX_ROWS}: lower --depth or --children"),
     ],
 )
@@ -79,10 +79,10 @@ def test_what_cannot_work_is_refused(trained: int, limits: dict[str, int | str],
 
 
 def test_the_largest_trees_are_not_refused() -> None:
-    assert bita(1, children=MAX_ROWS).masks == MaskParams(1, MAX_ROWS)
+    assert bita(1, children=MAX_CHILDREN).masks == MaskParams(1, MAX_CHILDREN)
     assert bita(MAX_MASKS).masks == bita(MAX_MASKS, children=4).masks == MaskParams(MAX_MASKS, 4)
     assert bita(MAX_MASKS, children=MAX_ROWS // MAX_MASKS).masks == MaskParams(MAX_MASKS, MAX_ROWS // MAX_MASKS)
-    assert bita(MAX_MASKS, shape="straightforward", children=4096).masks == MaskParams(MAX_MASKS, 1)
+    assert bita(MAX_MASKS, shape="straightforward", children=MAX_CHILDREN).masks == MaskParams(MAX_MASKS, 1)
 
 
 def test_no_draft_is_needed() -> None:

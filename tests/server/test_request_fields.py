@@ -206,6 +206,19 @@ def test_stop_tokens_are_a_set_of_the_vocabulary(site: Site) -> None:
     assert [request.sampling.stop_token_ids for request in site.engine.requests] == [(9, 7)] * 2
 
 
+@pytest.mark.failure_case("H25")
+def test_options_of_methods_have_limits_and_the_document_lists_them(site: Site) -> None:
+    for options, message in (
+        ({"forwards": 9}, "forwards: must be between 1 and 8, not 9"), ({"width": 4096}, "width: must be between 1 and 512"),
+        ({"children": 4096}, "children: must be between 1 and 128"),
+    ):  # fmt: skip
+        assert refused(site, {"prompt": "hello", "method_options": options})["message"].startswith(message)
+    ask(site, COMPLETIONS, method_options={"forwards": 8, "width": 512, "children": 128})
+    document = site.client.get("/openapi.json").json()
+    listed = document["components"]["schemas"]["CompletionBody"]["properties"]["method_options"]["description"]
+    assert "pipedec-bestfirst: width 512, children 128, forwards 8" in listed
+
+
 @pytest.mark.parametrize("text", [b"\\ud800", b"a\\udc00b"])
 @pytest.mark.failure_case("H14")
 def test_half_a_surrogate_pair_is_refused_wherever_it_stands(site: Site, text: bytes) -> None:

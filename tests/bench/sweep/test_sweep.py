@@ -291,8 +291,7 @@ def test_trees_that_a_bita_cannot_have_are_refused_before_anything_is_measured(
     chosen = config(pair, methods=("pp", "bita"), stages=(2,), bita=(pair.bita, wide_bita))
     for changes, message in (
         ({"trees": TreeGrid(depths=(1, 3))}, "depth 3, but this BiTA was trained with 2 masks"),
-        ({"trees": TreeGrid(shapes=("likeliest",), children=(1400,))}, "a forecast of 4200 tokens is more than 4096"),
-        ({"trees": TreeGrid(shapes=("efficient", "full"), children=(20,))}, "a tree of 33684 rows is more than 4096"),
+        ({"trees": TreeGrid(shapes=("efficient", "full"), children=(20,))}, "a tree of 33684 rows is more than 512"),
         ({"bita": ()}, "give --bita DIR"),
     ):
         with pytest.raises(UserError, match=message):
