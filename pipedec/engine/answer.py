@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from pipedec.core import Completion, Request, TokenLogprobs, Verdict
 from pipedec.messages import CompletionEvent, Event, LogprobsEvent, ThreadNews, TokensEvent
 from pipedec.text.prompt import Prompter
-from pipedec.text.stream import StopStrings, TextStream
+from pipedec.text.stream import TextStream
 from pipedec.threads import DocumentToken, NewSequence, Sequence, measure
 
 NOT_SAMPLED = -1
@@ -33,7 +33,7 @@ class Transcript:
         self.finished: str | None = None  # why the answer has ended; None while it goes on
         self._reader = sequence.reader()
         self._stream = prompter.stream()
-        self._stops = StopStrings(self._stream, stop) if stop else None
+        self._stops = prompter.stops(self._stream, stop) if stop else None
         self._read(sequence.finished)
 
     def take(self, verdict: Verdict) -> tuple[Verdict, list[Place | None]]:
@@ -74,7 +74,9 @@ class Transcript:
     def _text_of(self, tokens: list[DocumentToken]) -> tuple[str, int | None]:
         """The final text of tokens, and the number of them up to a stop string, if there is one."""
         pieces = [self._stream.add([token.token_id]) if self.sequence.is_shown(token) else token.tail for token in tokens]
-        return ("".join(pieces), None) if self._stops is None else self._stops.add_pieces(pieces)
+        if self._stops is None:
+            return "".join(pieces), None
+        return self._stops.add_pieces(zip((token.token_id for token in tokens), pieces, strict=True))
 
 
 @dataclass

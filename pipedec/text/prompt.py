@@ -9,12 +9,13 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pipedec.core import SamplingParams, UserError, check_sets_of_tokens, check_token_ids
 from pipedec.gguf import model_files
-from pipedec.text.stream import TextStream
+from pipedec.text.stream import StopStrings, TextStream
 from pipedec.text.tokenizer import Tokenizer, load_for_training
 from pipedec.validation import shortened
 
@@ -83,9 +84,17 @@ class Prompter:
         """A new incremental decoder for one answer."""
         return TextStream(self.text)
 
+    def stops(self, stream: TextStream, stop: Sequence[str]) -> StopStrings:
+        """What ends an answer that is decoded by ``stream`` at a stop string."""
+        return StopStrings(stream, stop, self._special)
+
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
         return self.tokenizer.decode(token_ids)
+
+    @cached_property
+    def _special(self) -> Mapping[int, str]:
+        return {token: self.tokenizer.token(token) for token in self.tokenizer.all_special_ids}
 
 
 def vocabulary_digest(tokenizer: Tokenizer) -> str:

@@ -40,13 +40,14 @@ class ScriptedAnswer:
     async def __aiter__(self) -> AsyncIterator[Delta]:
         sampling = self.request.sampling
         stream = TextStream(lambda ids: self._engine.tokenizer.decode(ids))
-        stops = StopStrings(stream, sampling.stop) if sampling.stop else None
+        special = {token: self._engine.tokenizer.token(token) for token in self._engine.tokenizer.all_special_ids}
+        stops = StopStrings(stream, sampling.stop, special) if sampling.stop else None
         for place, burst in enumerate(self._engine.script(self.request)):
             if not await self._may_go_on(place):
                 return
             tokens = list(burst)[: sampling.max_tokens - len(self._completion.token_ids)]
             pieces = [stream.add([token]) for token in tokens]
-            text, count = ("".join(pieces), None) if stops is None else stops.add_pieces(pieces)
+            text, count = ("".join(pieces), None) if stops is None else stops.add_pieces(zip(tokens, pieces, strict=True))
             yield self._delta(text, tokens[:count])
             if count is not None or len(self._completion.token_ids) == sampling.max_tokens:
                 break

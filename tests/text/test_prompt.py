@@ -93,9 +93,9 @@ def test_token_ids_that_are_no_prompt(prompter: Prompter, token_ids: tuple[int, 
 def stopped(prompter: Prompter, token_ids: list[int], stop: list[str], size: int) -> tuple[list[str], int | None]:
     """The pieces of text when tokens arrive in bursts of ``size``, and the answer's length if a stop string ends it."""
     stream, pieces = prompter.stream(), []
-    watched = StopStrings(stream, stop)
+    watched = prompter.stops(stream, stop)
     for start in range(0, len(token_ids), size):
-        text, count = watched.add_pieces(stream.add([token]) for token in token_ids[start : start + size])
+        text, count = watched.add_pieces((token, stream.add([token])) for token in token_ids[start : start + size])
         pieces.append(text)
         if count is not None:
             return pieces, start + count
@@ -136,13 +136,34 @@ def test_only_the_possible_start_of_a_stop_string_is_held_back(prompter: Prompte
 
 def test_decoded_pieces_can_contain_stop_strings(prompter: Prompter) -> None:
     watched = StopStrings(prompter.stream(), ["END", "ab"])
-    assert watched.add_pieces(["x", "", "yE"]) == ("xy", None)
+    assert watched.add_pieces((5, piece) for piece in ["x", "", "yE"]) == ("xy", None)
     assert watched.add_pieces([]) == ("", None)
-    assert watched.add_pieces(iter(["N", "", "a"])) == ("EN", None)
+    assert watched.add_pieces((5, piece) for piece in ["N", "", "a"]) == ("EN", None)
     assert watched.finish() == "a"
     watched = StopStrings(prompter.stream(), ["END"])
-    assert watched.add_pieces(["one E", "", "ND two", "three"]) == ("one ", 3)
+    assert watched.add_pieces((5, piece) for piece in ["one E", "", "ND two", "three"]) == ("one ", 3)
     assert watched.finish() == ""
+
+
+@pytest.mark.parametrize("size", [1, 9])
+@pytest.mark.parametrize(
+    ("answer", "stop", "text", "count"),
+    [
+        ("ab<|user|>c", ["<|user|>"], "ab", 3),
+        ("x<|user|>ab<pad>x<|user|>c", ["bx<|user|>"], "xa", 7),
+        ("ab<|user|>c", ["bc", "<pad>"], "a", 4),
+        ("b<|user|>c", ["x<|user|>", "user"], "bc", None),
+        ("x<|user|><|user|>", ["x<|user|><|assistant|>"], "x", None),
+        ("a<|user|><|assistant|>c", ["<|user|><|assistant|>c", "ac"], "", 4),
+    ],
+)
+@pytest.mark.failure_case("H45")
+def test_a_stop_string_may_name_special_tokens(
+    prompter: Prompter, size: int, answer: str, stop: list[str], text: str, count: int | None
+) -> None:
+    """Which are no text: neither they nor stop strings are returned, and they part no other stop string."""
+    pieces, found = stopped(prompter, prompter.tokenizer.encode(answer), stop, size)
+    assert ("".join(pieces), found) == (text, count)
 
 
 def test_the_chat_template_gets_the_dialect(prompter: Prompter, tokenizer_files: Path, tmp_path: Path) -> None:
