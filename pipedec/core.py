@@ -163,7 +163,8 @@ class SamplingParams(Record, frozen=True):
         top_k: number of most probable tokens to sample from. 0 or −1 considers all tokens.
         top_p: cumulative probability of the most probable tokens to sample from, in (0, 1]. 1 considers all tokens.
         min_p: minimum probability of a token, relative to the most probable one, in [0, 1]. 0 disables it.
-        seed: random seed. The same seed gives the same tokens with every method; None takes a random one, which is reported.
+        seed: random seed. The same seed gives the same tokens with every method; None or -1 takes a random one, which is
+            reported.
         max_tokens: maximum number of tokens to generate.
         stop: string or strings that stop the generation. The returned text does not contain them.
         stop_token_ids: tokens that stop the generation, besides the model's end tokens.
@@ -203,6 +204,8 @@ class SamplingParams(Record, frozen=True):
     def __post_init__(self) -> None:
         force_setattr(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.seed == -1:  # as in vLLM and llama.cpp
+            force_setattr(self, "seed", None)
         bias = self.logit_bias or {}
         for name, is_allowed, allowed in (
             ("temperature", 0 <= self.temperature <= LARGEST, "finite and at least 0"),

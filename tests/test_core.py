@@ -21,7 +21,7 @@ from pipedec.core import SamplingParams, UserError
         ({"top_p": 1.01}, "top_p must be above 0 and at most 1, not 1.01"),
         ({"min_p": -0.1}, "min_p must be between 0 and 1, not -0.1"),
         ({"min_p": 1.1}, "min_p must be between 0 and 1, not 1.1"),
-        ({"seed": -1}, "seed must be at least 0 and below 2**64, not -1"),
+        ({"seed": -2}, "seed must be at least 0 and below 2**64, not -2"),
         ({"seed": 2**64}, "seed must be at least 0 and below 2**64"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
         ({"stop": ""}, "stop must be strings that are not empty"),

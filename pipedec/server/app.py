@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Path
@@ -19,7 +20,7 @@ from pipedec.server.errors import bad_request, on_error, on_internal_error
 from pipedec.server.front import Front
 from pipedec.server.metrics import ServerMetrics
 from pipedec.server.middleware import ApiKeys, BodyLimits, RequestNotes
-from pipedec.server.prompts import check_tokens, rendered, tokenized
+from pipedec.server.prompts import check_tokens, read, rendered, tokenized
 from pipedec.server.protocol import (
     BODY_ERRORS,
     DetokenizeBody,
@@ -104,8 +105,10 @@ def tokens_router(front: Front) -> APIRouter:
         """The text of token ids."""
         served = front.require()
         front.settings.check_model(body.model)
+        if len(body.tokens) > served.max_model_len:
+            raise bad_request(f"tokens are {len(body.tokens)}, but the model's context is {served.max_model_len}", "tokens")
         check_tokens(body.tokens, len(served.tokenizer), "tokens")
-        return DetokenizeResponse(prompt=served.tokenizer.decode(body.tokens, skip_special_tokens=False))
+        return DetokenizeResponse(prompt=await read(partial(served.tokenizer.decode, body.tokens, skip_special_tokens=False)))
 
     return router
 

@@ -131,8 +131,6 @@ def chat_router(front: Front) -> APIRouter:
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         """Answer the last message of a conversation."""
         served, model = front.require(), front.settings.check_model(body.model)
-        if (body.model_extra or {}).get("echo"):
-            raise bad_request("echo is not supported here: use /v1/completions", "echo")
         use, most_probable = tool_use_of(body, served.tokenizer), body.top_logprobs or 0
         if not 0 <= most_probable <= MAX_LOGPROBS:
             raise bad_request(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {most_probable}", "top_logprobs")

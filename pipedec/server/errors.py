@@ -18,6 +18,7 @@ from starlette.responses import Response
 from pipedec.core import PipedecError, QueueFull, RequestFailed, SchedulerBusy, UserError
 from pipedec.validation import shortened
 
+UNSUPPORTED = "unsupported"  # type of a mistake: what is known elsewhere and not here
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away
 _TYPES = {
     400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError", 405: "MethodNotAllowedError",
@@ -102,6 +103,10 @@ def invalid(mistakes: Sequence[Mapping[str, Any]]) -> ApiError:
     first = mistakes[0]
     if first["type"] == "json_invalid":
         return bad_request(f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
+    for mistake in mistakes[:_MAX_MISTAKES]:
+        if mistake["type"] in (UNSUPPORTED, "too_long"):  # says more than those of other members of a union
+            place, what = _place(mistake), mistake["msg"]
+            return bad_request(f"{place}: {what}" if place else what, str([*mistake["loc"], mistake["ctx"].get("what")][1]))
     if first["loc"] == ("body",):
         return bad_request("the body must be a JSON object, sent as content-type application/json")
     field = shortened(first["loc"][1]) if len(first["loc"]) > 1 else None
@@ -126,8 +131,8 @@ def _finding(mistake: Mapping[str, Any]) -> str:
 
 def _place(mistake: Mapping[str, Any]) -> str:
     """Like ``messages.0.content``, without the members of unions."""
-    parts = [part for part in mistake["loc"][1:5] if not isinstance(part, str) or not _UNION_MEMBER.search(part)]
-    return ".".join(map(shortened, parts))
+    parts = [part for part in mistake["loc"][1:] if not isinstance(part, str) or not _UNION_MEMBER.search(part)]
+    return ".".join(map(shortened, parts[:5]))
 
 
 def _shown(value: object) -> str:

@@ -27,7 +27,7 @@ class ServerSettings:
     """Names and limits of the HTTP API."""
 
     served_model_names: tuple[str, ...] = ("pipedec",)  # by which clients may ask for the model; responses have the first one
-    api_keys: tuple[str, ...] = ()  # if any, one must come with every request to ``/v1`` and ``/live/feed``
+    api_keys: tuple[str, ...] = ()  # if any, one must come with all but pages, health and metrics
     allowed_origins: tuple[str, ...] = ()  # CORS is off without origins
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)

@@ -23,7 +23,7 @@ from pipedec.server.front import HttpExchange, Observer, ServerSettings
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _CLOSE = {"Connection": "close"}
 _LINGER_SECONDS = 2.0
-_GUARDED = re.compile(r"/(v1|live/feed)(/|$)")
+_GUARDED = re.compile(r"/(v1|live/feed|tokenize|detokenize)(/|$)")
 
 
 class RequestNotes:
@@ -64,7 +64,8 @@ class RequestNotes:
 
 
 class ApiKeys:
-    """Refuses requests to ``/v1``, and to the live feed, without one of the keys, which are compared in constant time.
+    """Refuses requests to ``/v1``, ``/tokenize``, ``/detokenize`` and the live feed without one of the keys, which are compared
+    in constant time.
 
     Each key is a tenant. Its name is random, as it leaves this process: nothing about the key can be learned from it.
     """

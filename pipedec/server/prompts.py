@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pipedec.core import UserError, check_token_ids
 from pipedec.server.errors import bad_request
 from pipedec.server.front import ServedRun
 from pipedec.server.protocol import ConversationMessage, GivenCall, Prompts
+from pipedec.server.workers import Workers
+from pipedec.text.chat_template import text_of
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.text.tool_calls import knows_tools
 from pipedec.validation import shortened
 
 _LONG_CHARACTERS = 4000  # longer texts are tokenized in a thread, so that other requests do not wait
-_UNSUPPORTED_FIELDS = ("function_call", "audio")
+read = Workers(2, most=64, seconds=30.0).run
 _OWN_VARIABLES = ("messages", "add_generation_prompt", "tokenize", "tools", "documents")
 
 
@@ -49,7 +52,7 @@ async def tokenized(given: Prompts, served: ServedRun, max_prompts: int, add_spe
         else:
             check_tokens(prompt, served.vocab_size, "prompt")
     if sum(map(len, prompts)) > _LONG_CHARACTERS:
-        return await asyncio.to_thread(_prompts, prompts, served.tokenizer, add_special_tokens)
+        return await read(partial(_prompts, prompts, served.tokenizer, add_special_tokens))
     return _prompts(prompts, served.tokenizer, add_special_tokens)
 
 
@@ -93,56 +96,53 @@ async def rendered(
     ``begins_answer``: it ends where the answer of the assistant begins. Raises ApiError if the messages are empty, too long, not
     supported, or refused by the template.
     """
-    has_tools = knows_tools(served.tokenizer.tool_template)
+    return await read(partial(_rendered, messages, served, begins_answer, variables, tools))
+
+
+def _rendered(
+    messages: Sequence[ConversationMessage], served: ServedRun, begins_answer: bool, variables: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> Prompt:  # fmt: skip
+    tokenizer, has_tools = served.tokenizer, knows_tools(served.tokenizer.tool_template)
     documents = [_document(index, message, has_tools) for index, message in enumerate(messages)]
-    text = json.dumps(documents)
-    _check_length("".join(document.get("content") or "" for document in documents), served, "messages")
+    _check_length("".join(text_of(document.get("content")) for document in documents), served, "messages")
     if wrong := [name for name in variables if name in _OWN_VARIABLES]:
         raise bad_request(f"chat_template_kwargs must not have {wrong[0]}", "chat_template_kwargs")
     if tools is not None:
         _check_length(json.dumps(tools), served, "tools")
         variables = {**variables, "tools": tools}
     try:
-        token_ids = await asyncio.to_thread(served.tokenizer.apply_chat_template, documents, begins_answer, **variables)
-    except (UserError, TypeError) as error:
+        text = tokenizer.render_chat(documents, begins_answer, **variables)
+        _check_length(text, served, "messages")
+        prompt = Prompt(tokenizer.encode(text, add_special_tokens=False), json.dumps(documents))
+    except (UserError, TypeError, RecursionError) as error:
         raise bad_request(str(error), "messages") from None
-    if not token_ids:
+    if not prompt.token_ids:
         raise bad_request("the chat template makes nothing of these messages", "messages")
-    return Prompt(token_ids, text)
+    return prompt
 
 
 def _document(index: int, message: ConversationMessage, has_tools: bool) -> dict[str, Any]:
-    """For the template, which may know tools: content as text, fields that are not given left out."""
-    path, extra = f"messages[{index}]", message.model_extra or {}
-    unsupported = (
-        ["the role function"] if message.role == "function" else [name for name in _UNSUPPORTED_FIELDS if extra.get(name)]
-    )
-    if unsupported:
-        raise bad_request(f"{path}: {unsupported[0]} is not supported: send text, tool_calls and the role tool", "messages")
+    """For the template, which may know tools: fields that are not given left out."""
+    path = f"messages[{index}]"
     if not has_tools and (message.role == "tool" or message.tool_calls):
         raise bad_request(f"{path} is of a tool, but this model's chat template knows none: send text", "messages")
-    content = message.content
-    if isinstance(content, list):
-        for place, part in enumerate(content):
-            if part.type != "text" or part.text is None:
-                kind = f"of type {shortened(part.type)}, which is not supported"
-                raise bad_request(f"{path}.content[{place}] is {kind}: send text", "messages")
-        content = "\n".join(part.text or "" for part in content)
-    known = {
-        "role": message.role, "content": content, "name": message.name, "tool_call_id": message.tool_call_id,
-        "tool_calls": [_call(call, f"{path}.tool_calls[{place}]") for place, call in enumerate(message.tool_calls or ())] or None,
-    }  # fmt: skip
-    return {name: value for name, value in (known | extra).items() if value is not None}
+    document = {name: value for name, value in message if value is not None}
+    if isinstance(message.content, list):
+        document["content"] = [dict(part) for part in message.content]
+    if "tool_calls" in document:
+        document["tool_calls"] = [_call(call) for call in document["tool_calls"]]
+    return document
 
 
-def _call(call: GivenCall, path: str) -> dict[str, Any]:
-    """Templates write the arguments as JSON, so that they must not be JSON already."""
+def _call(call: GivenCall) -> dict[str, Any]:
+    """Templates write the arguments as JSON, so that they must not be JSON already. What a model has written as no JSON object
+    stays the text that it is.
+    """
     arguments: Any = call.function.arguments
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, dict):
-        raise bad_request(f"{path}.function.arguments is no JSON object", "messages")
-    return call.model_dump(exclude_unset=True) | {"function": {"name": call.function.name, "arguments": arguments}}
+        with suppress(ValueError, RecursionError):
+            found = json.loads(arguments or "{}")
+            arguments = found if isinstance(found, dict) else arguments
+    given = {name: value for name, value in call if name in call.model_fields_set}
+    return given | {"function": dict(call.function) | {"arguments": arguments}}

@@ -1,21 +1,24 @@
 """Bodies of requests and responses, with OpenAI's and vLLM's fields; FastAPI makes the OpenAPI document of them.
 
-Unknown fields are accepted, and null means that a field is not given. What other servers know and this one does not support is
-refused by name (``UNSUPPORTED``), never ignored.
+Null means that a field is not given. A field that is unknown here is refused, at any depth, if the answer would be another one
+with it (``unsupported`` of its object), and else ignored; unknown fields of messages reach the chat template.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from pipedec.core import MAX_LOGPROBS
 from pipedec.methods import option_limits
-from pipedec.server.errors import bad_request
+from pipedec.server.errors import UNSUPPORTED, bad_request
+from pipedec.validation import shortened
 
 MAX_CHOICES = 8
+MAX_MESSAGES = 4096
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 MAX_TOOLS = 128
@@ -35,28 +38,48 @@ TokenIds = Annotated[list[int], FirstMistake()]
 Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], FirstMistake()]
 _NOTHING: Collection[Any] = (False, 0, "", [], {})  # values that ask for nothing, besides null
 
-UNSUPPORTED: Mapping[str, Collection[Any]] = {
-    **dict.fromkeys((
-        "allowed_token_ids", "audio", "bad_words", "chat_template", "continue_final_message", "documents",
-        "functions", "guided_decoding_backend", "guided_whitespace_pattern", "include_stop_str_in_output", "kv_transfer_params",
-        "logits_processors", "mm_processor_kwargs", "prediction", "prompt_embeds", "repetition_detection", "structural_tag",
-        "suffix", "tools", "truncate_prompt_tokens", "use_beam_search", "web_search_options",
-    ), _NOTHING),
-    "function_call": ("none",),
-    "length_penalty": (1,),
-    "modalities": (["text"],),
-    "prompt_logprobs": (),
-    "skip_special_tokens": (True,),
-    "tool_choice": ("none", "auto"),
-}  # fmt: skip
-
 
 class Extensible(BaseModel):
+    """Accepts unknown fields but those that are ``unsupported``, each with the values that ask for nothing."""
+
     model_config = ConfigDict(extra="allow")
+    unsupported: ClassVar[Mapping[str, Collection[Any]]] = {}
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            accepted = self.unsupported.get(name)
+            if accepted is not None and value is not None and value not in accepted:
+                raise unsupported(name)
+        return self
+
+
+def unsupported(what: str, remedy: str = "leave it out") -> PydanticCustomError:
+    """The error for what is known elsewhere and not here."""
+    return PydanticCustomError(UNSUPPORTED, "{what} is not supported by this server: {remedy}", {"what": what, "remedy": remedy})
 
 
 class Body(Extensible):
     """The body of a request."""
+
+    unsupported = {
+        **dict.fromkeys((
+            "allowed_token_ids", "audio", "bad_words", "chat_template", "continue_final_message", "documents", "dry_multiplier",
+            "dynatemp_range", "ebnf", "functions", "grammar", "guided_decoding_backend", "guided_whitespace_pattern",
+            "include_stop_str_in_output", "json_schema", "kv_transfer_params", "logits_processors", "lora", "lora_path",
+            "mirostat", "mirostat_mode", "mm_processor_kwargs", "prediction", "prompt_embeds", "regex", "repetition_detection",
+            "stop_regex", "structural_tag", "suffix", "thinking_token_budget", "tools", "top_a", "truncate_prompt_tokens",
+            "use_beam_search", "verbosity", "web_search_options", "xtc_probability",
+        ), _NOTHING),
+        **dict.fromkeys(("length_penalty", "repeat_penalty", "tfs_z", "typical_p"), (1,)),
+        "function_call": ("none",),
+        "modalities": (["text"],),
+        "n_predict": (-1,),
+        "prompt_logprobs": (),
+        "skip_special_tokens": (True,),
+        "tool_choice": ("none", "auto"),
+        "top_n_sigma": (-1, 0),
+    }  # fmt: skip
 
     model: str | None = Field(None, description="One of the names in /v1/models; null for the only model.")
 
@@ -96,7 +119,7 @@ class GenerationBody(Body):
     top_p: float | None = Field(None, description="Above 0 and at most 1. Default: the checkpoint's, else 1.")
     top_k: int | None = Field(None, description="0 and -1 consider all tokens. Default: the checkpoint's, else 0.")
     min_p: float | None = Field(None, description="Between 0 and 1. Default: the checkpoint's, else 0.")
-    seed: int | None = Field(None, description="The same seed gives the same answer. Choice i has the seed + i.")
+    seed: int | None = Field(None, description="The same seed gives the same answer; -1 is none. Choice i has the seed + i.")
     n: int | None = Field(None, description=f"Choices per prompt, at most {MAX_CHOICES}. Default: 1.")
     stop: str | Texts | None = Field(None, description=f"At most {MAX_STOPS} strings that end the answer.")
     stop_token_ids: TokenIds | None = None
@@ -127,12 +150,8 @@ class GenerationBody(Body):
     def max_tokens_asked(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def refuse_unsupported(self) -> None:
-        """Raises ApiError for what is known elsewhere and not here."""
-        for name, value in (self.model_extra or {}).items():
-            accepted = UNSUPPORTED.get(name)
-            if accepted is not None and value is not None and value not in accepted:
-                raise bad_request(f"{name} is not supported by this server: leave it out", name)
+    def check_stream_options(self) -> None:
+        """Raises ApiError for stream_options of a whole answer."""
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options is only allowed with stream: true", "stream_options")
 
@@ -151,8 +170,14 @@ class ContentPart(Extensible):
     type: str
     text: str | None = None
 
+    @model_validator(mode="after")
+    def _is_text(self) -> Self:
+        if self.type != "text" or self.text is None:
+            raise unsupported(f"a part of the type {shortened(self.type)} without text", "send text")
+        return self
 
-class GivenFunction(BaseModel):
+
+class GivenFunction(Extensible):
     name: str
     arguments: str | dict[str, Any] = "{}"
 
@@ -160,17 +185,26 @@ class GivenFunction(BaseModel):
 class GivenCall(Extensible):
     """A call in a message that the client sends back."""
 
+    type: Literal["function"] = "function"
     function: GivenFunction
 
 
 class ConversationMessage(Extensible):
     """One message of a conversation; further fields reach the chat template."""
 
+    unsupported = dict.fromkeys(("audio", "function_call", "images", "partial", "prefix", "refusal", "videos"), _NOTHING)
+
     role: str
     content: str | Annotated[list[ContentPart], FirstMistake()] | None = None
     name: str | None = None
     tool_calls: Annotated[list[GivenCall], FirstMistake()] | None = None
     tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _has_role(self) -> Self:
+        if self.role == "function":
+            raise unsupported("the role function", "use tool_calls and the role tool")
+        return self
 
 
 class Function(Extensible):
@@ -197,14 +231,32 @@ class NamedTool(BaseModel):
 Tools = Annotated[list[Tool], FirstMistake()]
 
 
+def _bounded(messages: Any) -> Any:
+    """The messages themselves. Raises PydanticCustomError if they are so many that merely to read them would take long."""
+    if isinstance(messages, list):
+        lists = (message.get(name) for message in messages if isinstance(message, dict) for name in ("content", "tool_calls"))
+        size = len(messages) + sum(len(one) for one in lists if isinstance(one, list))
+        if size > MAX_MESSAGES:
+            found = {"max_length": MAX_MESSAGES, "actual_length": size}
+            raise PydanticCustomError(
+                "too_long", "{actual_length} messages, parts and calls; at most {max_length} are taken", found
+            )
+    return messages
+
+
+Messages = Annotated[list[ConversationMessage], FirstMistake(), BeforeValidator(_bounded)]
+
+
 class ChatTemplateFields(BaseModel):
-    messages: Annotated[list[ConversationMessage], FirstMistake()]
+    messages: Messages
     add_generation_prompt: bool | None = Field(None, description="End with the beginning of an answer. Default: true.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
 
 
 class ChatBody(ChatTemplateFields, GenerationBody):
     """The body of ``/v1/chat/completions``."""
+
+    unsupported = {**Body.unsupported, **dict.fromkeys(("add_special_tokens", "echo"), _NOTHING)}
 
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description=f"With logprobs: most probable tokens, at most {MAX_LOGPROBS}.")
@@ -218,7 +270,7 @@ class TokenizeBody(Body):
     """The body of ``/tokenize``: either a prompt or messages."""
 
     prompt: str | None = None
-    messages: Annotated[list[ConversationMessage], FirstMistake()] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = Field(None, description="Default: true for a prompt.")
     add_generation_prompt: bool | None = Field(None, description="Default: true.")
     chat_template_kwargs: dict[str, Any] | None = None

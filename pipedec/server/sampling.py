@@ -79,7 +79,7 @@ async def asked_of(
 
     ``echoes``: the prompt is returned, too, with its log-probabilities if there are any.
     """
-    body.refuse_unsupported()
+    body.check_stream_options()
     if body.max_tokens_asked is not None and body.max_tokens_asked < (0 if echoes else 1):
         raise bad_request(f"max_tokens must be at least 1, or 0 with echo, not {body.max_tokens_asked}", "max_tokens")
     n = 1 if body.n is None else body.n
@@ -105,7 +105,7 @@ def _sampling(
         raise bad_request(f"stop must be strings of 1 to {MAX_STOP_CHARACTERS} whole characters", "stop")
     given = {name: value for name in _AS_THEY_ARE if (value := getattr(body, name)) is not None}
     seed = body.seed
-    if seed is not None and -_SEEDS // 2 <= seed < 0:
+    if seed is not None and -_SEEDS // 2 <= seed < -1:
         seed += _SEEDS  # as in two's complement
     try:
         check_sets_of_tokens(served.vocab_size, logit_bias=body.logit_bias, stop_token_ids=body.stop_token_ids)

@@ -27,6 +27,7 @@ MAX_CHARS = 4_000_000
 MAX_SECONDS = 5.0
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first
+_PROBE = "what-the-user-says"
 _TICK, _WITHIN = "__tick__", "__within__"
 
 
@@ -43,19 +44,23 @@ class ChatTemplate:
         except TemplateError as error:
             raise UserError(f"the chat template is no valid Jinja: {_first_line(error)}") from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, in_parts: bool = False, **variables: Any
+    ) -> str:
         """The text of a prompt.
 
         Args:
-            messages: JSON objects, by convention with ``role`` and ``content``; fields that are None are left out.
+            messages: JSON objects, by convention with ``role`` and ``content``, which is text or a list of parts like
+                ``{"type": "text", "text": "Hi"}``; fields that are None are left out.
             add_generation_prompt: end where the answer of the assistant begins.
+            in_parts: give the template all content as parts, else as text: a line for each part.
             variables: what else the template may ask for.
 
         Raises UserError if the template refuses the messages, fails on them, takes too long or writes too much.
         """
         ends = time.monotonic() + self._max_seconds
         variables = {"tools": None, "documents": None, **variables, _TICK: lambda: _check_time(ends)}
-        chat = [_message(message) for message in messages]
+        chat = [_message(message, in_parts) for message in messages]
         pieces, length = [], 0
         try:
             for piece in self._template.generate(messages=chat, add_generation_prompt=add_generation_prompt, **variables):
@@ -68,6 +73,25 @@ class ChatTemplate:
             raise UserError(f"the chat template cannot render these messages: {_first_line(error)}") from None
         return "".join(pieces)
 
+    def wants_parts(self, **variables: Any) -> bool:
+        """Whether only content in parts reaches the prompt, as where the template walks over them without looking for text.
+
+        Raises UserError if content does not reach it either way.
+        """
+
+        def writes(in_parts: bool) -> bool | None:
+            try:
+                return _PROBE in self.render([{"role": "user", "content": _PROBE}], True, in_parts, **variables)
+            except UserError:
+                return None
+
+        if as_text := writes(False):
+            return False
+        in_parts = writes(True)
+        if as_text is False and in_parts is False:
+            raise UserError("the chat template leaves out what the user says: correct it, or send the prompt as it is")
+        return bool(in_parts)
+
 
 @lru_cache(maxsize=8)
 def compiled(source: str) -> ChatTemplate:
@@ -75,8 +99,18 @@ def compiled(source: str) -> ChatTemplate:
     return ChatTemplate(source)
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+def text_of(content: Any) -> str:
+    """The text of content that is text, parts, or not there."""
+    return "\n".join(part.get("text") or "" for part in content) if isinstance(content, list) else content or ""
+
+
+def _message(message: Mapping[str, Any], in_parts: bool) -> dict[str, Any]:
     fields = {name: value for name, value in message.items() if value is not None}
+    content = fields.get("content")
+    if in_parts and isinstance(content, str):
+        fields["content"] = [{"type": "text", "text": content}]
+    elif isinstance(content, list) and not in_parts:
+        fields["content"] = text_of(content)
     reasoning = next((fields[name] for name in _REASONING if name in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 

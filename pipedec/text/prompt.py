@@ -85,7 +85,7 @@ class Prompter:
         return TextStream(self.text)
 
     def stops(self, stream: TextStream, stop: Sequence[str]) -> StopStrings:
-        """What ends an answer that is decoded by ``stream`` at a stop string."""
+        """The stop strings of an answer whose tokens ``stream`` decodes."""
         return StopStrings(stream, stop, self._special)
 
     def text(self, token_ids: Sequence[int]) -> str:

@@ -50,6 +50,7 @@ class Tokenizer:
         is_bpe = isinstance(self._backend.model, tokenizers.models.BPE)
         self._cleans_spaces = bool(config.get("clean_up_tokenization_spaces")) and not is_bpe
         self._template_sources = _read_templates(directory, config)
+        self._wants_parts: dict[str, bool] = {}  # by source of a template
 
     def __len__(self) -> int:
         """The number of tokens, added ones included; without gaps all ids are below it."""
@@ -106,7 +107,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             place = f"character {error.start} is half a surrogate pair"
             raise UserError(f"the text is no valid Unicode ({place}): send whole characters") from None
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids  # without the GIL
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Raises UserError if a text has more characters than ``max_tokens`` tokens can stand for. It need not be tokenized."""
@@ -154,14 +155,19 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any) -> str:
         """The text that the chat template makes of messages, JSON objects with ``role`` and ``content``, with ``options`` as
-        further variables. Raises UserError as ``apply_chat_template``.
+        further variables. Content is text or parts; the template gets it as it needs it. Raises UserError as
+        ``apply_chat_template``.
         """
         if not self.has_chat_template:
             raise UserError(f"{self.directory} has no chat template: send the prompt as it is (/v1/completions, --raw)")
         if not messages:
             raise UserError("messages is empty: give at least one message")
         source = self._template_sources["default"] if options.get("tools") is None else self.tool_template
-        return compiled(source).render(messages, add_generation_prompt, **{**self.special_tokens, **options})
+        template = compiled(source)
+        if source not in self._wants_parts:
+            self._wants_parts[source] = template.wants_parts(**self.special_tokens)
+        variables = {**self.special_tokens, **options, "in_parts": self._wants_parts[source]}
+        return template.render(messages, add_generation_prompt, **variables)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any

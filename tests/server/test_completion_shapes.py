@@ -140,7 +140,15 @@ def test_what_asks_for_nothing_special_is_accepted(site: Site) -> None:
         functions=[], use_beam_search=False, skip_special_tokens=True, min_tokens=0, bad_words=[], seed=-1,
     )  # fmt: skip
     ask(site, COMPLETIONS, best_of=1, suffix="", min_tokens=8, max_tokens=8, ignore_eos=True)
-    assert [request.sampling.seed for request in site.engine.requests] == [2**64 - 1, None]
+
+
+@BOTH
+@pytest.mark.failure_case("H46")
+def test_the_seed_minus_one_is_none_and_lower_ones_are_seeds(site: Site, path: str) -> None:
+    for seed in (-1, -2, -(2**63)):
+        ask(site, path, seed=seed, n=2)
+    seeds = [request.sampling.seed for request in site.engine.requests]
+    assert seeds == [None, None, 2**64 - 2, 2**64 - 1, 2**63, 2**63 + 1]
 
 
 def test_max_tokens_has_an_alias_and_defaults(site: Site) -> None:

@@ -59,7 +59,7 @@ def test_a_prompt_of_a_wrong_type_is_refused_in_a_short_answer(site: Site) -> No
     for prompt in ({}, None, 1, [{}], [None] * 100_000, [[None] * 100_000], [[1], "a"], ["a", 1], [[[1]]]):
         error = refused(site, {"prompt": prompt})
         assert error["message"].startswith("prompt must be a text, a list of texts, token ids") and error["param"] == "prompt"
-    for messages in ({}, "hello", [None] * 100_000, [{"role": "user", "content": {}}], [{"content": "hello"}]):
+    for messages in ({}, "hello", [None] * 4000, [{"role": "user", "content": {}}], [{"content": "hello"}]):
         error = refused(site, {"messages": messages}, CHAT)
         assert error["message"].startswith("messages must be a list of objects") and error["param"] == "messages"
 
@@ -100,6 +100,17 @@ def test_a_long_text_is_refused_before_it_is_tokenized(site: Site, monkeypatch: 
     text = "x" * 200_000
     assert "200000 characters" in refused(site, {"prompt": text})["message"]
     assert "200000 characters" in refused(site, {"messages": [{"role": "user", "content": text}]}, CHAT)["message"]
+
+
+@pytest.mark.failure_case("H52")
+def test_more_messages_parts_or_tokens_than_can_be_are_refused_before_they_are_read(site: Site) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}] * 100}] * 50
+    for messages in (USER * 5000, parts, [{"role": "assistant", "tool_calls": [None] * 5000}]):
+        for path in (CHAT, "/tokenize"):
+            assert "at most 4096" in refused(site, {"messages": messages}, path)["message"]
+    error = refused(site, {"tokens": [7] * (CONTEXT + 1)}, "/detokenize")
+    assert str(CONTEXT) in error["message"] and error["param"] == "tokens"
+    assert site.client.post("/detokenize", json={"tokens": [7] * CONTEXT}).status_code == 200
 
 
 @pytest.mark.failure_case("H8")
@@ -150,12 +161,42 @@ def test_what_is_not_supported_is_refused_and_never_ignored(site: Site) -> None:
             "functions": [{"name": "f"}], "modalities": ["text", "audio"], "audio": {"voice": "alloy"}, "echo": True,
             "continue_final_message": True, "chat_template": "{{ messages }}", "length_penalty": 2.0, "min_tokens": 5,
             "structured_outputs": {"regex": "a", "structural_tag": "b"}, "guided_whitespace_pattern": "a", "bad_words": ["no"],
-            "skip_special_tokens": False, "allowed_token_ids": [1], "prompt_logprobs": 1,
+            "skip_special_tokens": False, "allowed_token_ids": [1], "prompt_logprobs": 1, "add_special_tokens": True,
+            "grammar": "root ::= x", "typical_p": 0.5, "mirostat": 2, "n_predict": 5,
         }),
+        ("/tokenize", {"chat_template": "{{ messages }}", "continue_final_message": True}),
     ):  # fmt: skip
         for field, value in fields.items():
             error = refused(site, filled(path, {field: value}), path)
             assert error["param"] == field and "not supported" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("messages.0: prefix", {"role": "assistant", "content": "The", "prefix": True}),
+        ("messages.0: images", {"role": "user", "content": "a", "images": ["AAAA"]}),
+        ("messages.0: refusal", {"role": "assistant", "content": None, "refusal": "no"}),
+        ("messages.0: the role function", {"role": "function", "name": "f", "content": "a"}),
+        ("messages.0.content.1: a part of the type refusal", {"role": "assistant", "content": [
+            {"type": "text", "text": "a"}, {"type": "refusal", "refusal": "no"}]}),
+        ("messages.0.content.0: a part of the type text without text", {"role": "user", "content": [{"type": "text"}]}),
+    ],
+)  # fmt: skip
+@pytest.mark.failure_case("H51")
+def test_what_is_not_supported_is_refused_at_every_depth(site: Site, place: str, message: dict[str, Any]) -> None:
+    for path in (CHAT, "/tokenize"):
+        error = refused(site, {"messages": [message]}, path)
+        assert error["message"].startswith(place) and "not supported" in error["message"] and error["param"] == "messages"
+
+
+@pytest.mark.failure_case("H51")
+def test_what_changes_nothing_is_ignored_at_every_depth(site: Site) -> None:
+    ask(site, CHAT)
+    part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
+    for more in ({"prefix": False, "audio": None, "weight": 1}, {"content": [part]}, {"content": [{**part, "annotations": []}]}):
+        ask(site, CHAT, messages=[{**USER[0], **more}], typical_p=1, grammar="", mirostat=0, n_predict=-1, cache_prompt=True)
+    assert len({request.prompt for request in site.engine.requests}) == 1
 
 
 @pytest.mark.parametrize(

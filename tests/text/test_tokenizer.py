@@ -174,10 +174,11 @@ def test_the_template_named_default_is_taken_from_a_list(directories: dict[str, 
     assert not Tokenizer(tmp_path).has_chat_template
     with pytest.raises(UserError, match="has no chat template"):
         Tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "Hi"}])
-    listed = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "abc"}]
+    said = "{{ messages[0].content }}"
+    listed = [{"name": "tool_use", "template": f"tools {said}"}, {"name": "default", "template": said}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
-    assert Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}]) == "abc"
-    assert Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}], tools=[]) == "tools"
+    assert Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}]) == "Hi"
+    assert Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}], tools=[]) == "tools Hi"
 
 
 TOOLS = [
@@ -205,6 +206,41 @@ def test_tools_are_shown_as_transformers_shows_them(
     expected = theirs.apply_chat_template(CALLED, tools=TOOLS, add_generation_prompt=True, return_dict=False)
     assert ours.apply_chat_template(CALLED, tools=TOOLS) == expected
     assert ours.tool_template == template
+
+
+_WALKED = "{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }};{% endif %}{% endfor %}"
+_SET = "{%- set content = m['content'] %}{% for c in content %}{{ c['text'] }};{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("walk", "texts"),
+    [
+        (_WALKED, ["Hi;", "a;b;", "", ""]),
+        (_SET, ["Hi;", "a;b;", "", ""]),
+        ("{% macro say(m) %}" + _WALKED + "{% endmacro %}{{ say(m) }}", ["Hi;", "a;b;", "", ""]),
+        ("{{ m.content }}", ["Hi", "a\nb", "", ""]),
+        ("{% if m.content is string %}{{ m.content }}{% else %}" + _WALKED + "{% endif %}", ["Hi", "a\nb", "", ""]),
+    ],
+)
+@pytest.mark.failure_case("H47")
+def test_content_reaches_a_template_in_the_form_that_it_reads(
+    directories: dict[str, Path], tmp_path: Path, walk: str, texts: list[str]
+) -> None:
+    """Text is a part for one that walks over parts; parts are lines for others."""
+    shutil.copy(directories["tiny"] / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{% for m in messages %}" + walk + "{% endfor %}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    tokenizer, parts = Tokenizer(tmp_path), [{"type": "text", "text": text, "cache_control": {}} for text in "ab"]
+    for content, text in zip(("Hi", parts, [], None), texts, strict=True):
+        assert tokenizer.render_chat([{"role": "user", "content": content}]) == f"<s>{text}"
+
+
+@pytest.mark.failure_case("H47")
+def test_a_template_that_leaves_out_what_the_user_says_is_refused(directories: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copy(directories["tiny"] / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}<|{{ m.role }}|>{{ m.text }}{% endfor %}")
+    with pytest.raises(UserError, match="leaves out what the user says"):
+        Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}])
 
 
 def test_damaged_files_are_refused_in_one_line(directories: dict[str, Path], tmp_path: Path) -> None:
