@@ -75,6 +75,10 @@ class SchedulerBusy(SchedulerLost):
     """Redis executes no commands at present: its memory is full, it is loading its data, or it is busy."""
 
 
+class OutOfDescriptors(SchedulerBusy):
+    """This process may open no further connection to Redis: nothing is wrong with the run."""
+
+
 class SchedulerInterrupted(SchedulerLost):
     """The connection to Redis broke during a command, which may have been executed: the run continues in its next epoch."""
 

@@ -21,7 +21,7 @@ from pipedec.messages import PromptRequest, RunDescription
 from pipedec.scheduler import AsyncRedisScheduler, RunStatus
 
 _READ_SECONDS = 5.0
-_RENEW_SECONDS = 1.5  # between two renewals of the owner's lease, each with a check of the run
+_LOOK_SECONDS = 1.5  # between two checks of the run
 _RETRY_SECONDS = 0.1  # between two attempts to reach Redis
 
 _T = TypeVar("_T")
@@ -261,25 +261,19 @@ class AsyncClient:
                 self._begin(self._until_lost(self.scheduler.close_answer(number)))
 
     async def _watch(self) -> None:
-        """Renew the owner's lease, and check whether the run still answers."""
-        renewed: float | None = time.monotonic()  # None if Redis was away since the last renewal
+        """Check whether the run still answers, and has kept the requests of this client."""
         while self.failure is None:
-            await asyncio.sleep(_RENEW_SECONDS)
+            await asyncio.sleep(_LOOK_SECONDS)
             try:
-                had_lease = await self.scheduler.renew_owner()
-                is_late = renewed is not None and time.monotonic() > renewed + self.scheduler.lease_seconds
-                has_lapsed = renewed is not None and (is_late or not had_lease)
-                renewed = time.monotonic()
                 self._check()
-                await self._look(has_lapsed)
+                await self._look()
             except SchedulerLost as error:
-                renewed = None
                 await self._bear(error)
 
-    async def _look(self, has_lapsed: bool) -> None:
+    async def _look(self) -> None:
         status = self.last_status = await self.scheduler.status()
         self._run.check(status)
-        if has_lapsed and not self._run.is_forgotten(status):
+        if self.scheduler.lease is not None and self.scheduler.lease.has_lapsed() and not self._run.is_forgotten(status):
             suspended = "this process did not run for some seconds, and the cluster has cancelled its requests"
             while self._open:
                 number, reply = self._open.popitem()

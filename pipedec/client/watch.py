@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 
 from pipedec.client.reply import Reply
-from pipedec.core import PipedecError, RankLost
+from pipedec.core import OutOfDescriptors, PipedecError, RankLost
 from pipedec.scheduler import RunStatus
 from pipedec.scheduler.protocol import RESTORED
 from pipedec.topology import rank_name
@@ -42,6 +42,8 @@ class RunWatch:
 
     def outage(self, error: PipedecError) -> None:
         """Redis, or the run in it, is away. Raises ``error`` if that lasts too long, or if lost ranks are not replaced."""
+        if isinstance(error, OutOfDescriptors):
+            return
         now = time.monotonic()
         self._unreachable_since = self._unreachable_since or now
         if not self._recovers or now > self._unreachable_since + OUTAGE_SECONDS:

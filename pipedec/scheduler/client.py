@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -17,7 +18,16 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from pipedec.core import EpochEnded, QueueFull, RankLost, SchedulerBusy, SchedulerInterrupted, SchedulerLost, UserError
+from pipedec.core import (
+    EpochEnded,
+    OutOfDescriptors,
+    QueueFull,
+    RankLost,
+    SchedulerBusy,
+    SchedulerInterrupted,
+    SchedulerLost,
+    UserError,
+)
 
 OLDEST_SERVER = (6, 2)
 CONNECT_SECONDS = 3.0
@@ -62,14 +72,14 @@ def connect(url: str) -> redis.Redis:
         UserError: ``url`` is not such a URL.
     """
     address = _checked_address(url)
-    with translated_errors(address), redis.Redis.from_url(url, **_options(url, CONNECT_SECONDS)) as probe:
+    with translated_errors(address), redis.Redis.from_url(url, **options_of(url, CONNECT_SECONDS)) as probe:
         info: Any = probe.info("server")
     check_version(address, _version_of(info))
-    return redis.Redis.from_url(url, **_options(url, REPLY_SECONDS))
+    return redis.Redis.from_url(url, **options_of(url, REPLY_SECONDS))
 
 
 async def async_connect(url: str) -> redis.asyncio.Redis:
-    """As ``connect``, for asyncio. Has at most ``MAX_CONNECTIONS`` connections; a command may wait for one of them."""
+    """As ``connect``, for asyncio. Has ``MAX_CONNECTIONS`` connections from the start; a command may wait for one of them."""
     address = _checked_address(url)
     with translated_errors(address):
         async with redis.asyncio.Redis.from_url(url, **_async_options(url, CONNECT_SECONDS)) as probe:
@@ -78,6 +88,9 @@ async def async_connect(url: str) -> redis.asyncio.Redis:
     pool = redis.asyncio.BlockingConnectionPool.from_url(
         url, max_connections=MAX_CONNECTIONS, timeout=REPLY_SECONDS, **_async_options(url, REPLY_SECONDS)
     )
+    with translated_errors(address):
+        for connection in await asyncio.gather(*(pool.get_connection() for _ in range(MAX_CONNECTIONS))):
+            await pool.release(connection)
     return redis.asyncio.Redis.from_pool(pool)
 
 
@@ -89,7 +102,8 @@ def _checked_address(url: str) -> str:
     return address
 
 
-def _options(url: str, reply_seconds: float) -> dict[str, Any]:
+def options_of(url: str, reply_seconds: float) -> dict[str, Any]:
+    """The options of a client of the server at ``url`` that waits ``reply_seconds`` for each reply and retries nothing."""
     options: dict[str, Any] = {
         "protocol": 2,
         "retry": Retry(NoBackoff(), 0),
@@ -104,7 +118,7 @@ def _options(url: str, reply_seconds: float) -> dict[str, Any]:
 
 
 def _async_options(url: str, reply_seconds: float) -> dict[str, Any]:
-    return {**_options(url, reply_seconds), "retry": AsyncRetry(NoBackoff(), 0)}
+    return {**options_of(url, reply_seconds), "retry": AsyncRetry(NoBackoff(), 0)}
 
 
 class DedicatedConnection:
@@ -217,10 +231,19 @@ def translated_errors(address: str) -> Iterator[None]:
     except redis.exceptions.BusyLoadingError:
         raise SchedulerBusy(f"Redis at {address} is still loading its data") from None
     except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+        if _lacks_descriptors(error):
+            raise OutOfDescriptors(f"this process has too many open files to connect to Redis at {address}: ulimit -n") from None
         reason = "it does not answer" if isinstance(error, (redis.TimeoutError, TimeoutError)) else "the connection failed"
         raise SchedulerInterrupted(f"cannot reach Redis at {address}: {reason}") from None
     except redis.ResponseError as error:
         raise _script_error(address, str(error)) from None
+
+
+def _lacks_descriptors(error: BaseException | None) -> bool:
+    """Whether this is why a connection was not opened; redis-py leaves it to the cause of its own error."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return True
+    return error is not None and _lacks_descriptors(error.__cause__ or error.__context__)
 
 
 def _script_error(address: str, text: str) -> Exception:

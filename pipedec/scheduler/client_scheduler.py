@@ -6,7 +6,10 @@ errors.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +22,15 @@ from redis.exceptions import NoScriptError
 from pipedec.core import EpochEnded
 from pipedec.messages import ActivityReport, Event, RunDescription
 from pipedec.scheduler.base import BaseScheduler, activity_of
-from pipedec.scheduler.client import BLOCK_SECONDS, PATIENCE_SECONDS, address_of, async_connect, async_patiently
+from pipedec.scheduler.client import (
+    BLOCK_SECONDS,
+    CONNECT_SECONDS,
+    PATIENCE_SECONDS,
+    address_of,
+    async_connect,
+    async_patiently,
+    options_of,
+)
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import WATCH_SECONDS, FrameBatch, RunStatus
 from pipedec.scheduler.scripts import (
@@ -38,6 +49,8 @@ from pipedec.scheduler.scripts import (
 )
 from pipedec.topology import Topology
 from pipedec.validation import parse_json
+
+RENEW_SECONDS = 1.5  # between two renewals of an owner's lease
 
 
 @dataclass(frozen=True)
@@ -155,19 +168,58 @@ class ClientScheduler(BaseScheduler):
         return ServerUsage(cpu["used_cpu_user"] + cpu["used_cpu_sys"], num_keys, is_working)
 
 
+class OwnerLease:
+    """Renews the lease of a client's requests in a thread with a connection of its own, so that nothing that the client computes
+    delays it. The client has the lease already.
+    """
+
+    def __init__(self, redis_url: str, name: str) -> None:
+        self._client = redis.Redis.from_url(redis_url, **options_of(redis_url, CONNECT_SECONDS))
+        self._name = name
+        self._has_ended, self._has_lapsed = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._thread.start()
+
+    def has_lapsed(self) -> bool:
+        """Whether the lease has expired since the last call although Redis was there: then the requests have ended, or will."""
+        has_lapsed = self._has_lapsed.is_set()
+        self._has_lapsed.clear()
+        return has_lapsed
+
+    def end(self) -> None:
+        """Renew it no more. Waits for a renewal that is being made."""
+        self._has_ended.set()
+        self._thread.join()
+
+    def _renew(self) -> None:
+        renewed: float | None = time.monotonic()  # None if Redis was away since the last renewal
+        with self._client:
+            while not self._has_ended.wait(RENEW_SECONDS):
+                try:
+                    had_lease = self._client.set(self._name, "1", px=LEASE_MS, get=True) is not None
+                except (redis.RedisError, OSError):
+                    renewed = None
+                    continue
+                now = time.monotonic()
+                if renewed is not None and (not had_lease or now > renewed + LEASE_MS / 1000):
+                    self._has_lapsed.set()
+                renewed = now
+
+
 class AsyncRedisScheduler:
     """The scheduler for a client with an event loop, whose requests have this client as their owner. Every call may raise
     SchedulerLost.
 
     Attributes:
         description: of the run; None if there is no such run.
+        lease: the owner's; None if there is no such run.
         round_trips: number of commands sent to the server.
     """
 
     def __init__(self, client: redis.asyncio.Redis, address: str, run_id: str, owner: str) -> None:
         self.round_trips = 0
         self.description: RunDescription | None = None
-        self.lease_seconds = LEASE_MS / 1000
+        self.lease: OwnerLease | None = None
         self._client = client
         self._address = address
         self._keys = Keys(run_id)
@@ -188,7 +240,9 @@ class AsyncRedisScheduler:
             text: Any = await scheduler._ask(lambda: scheduler._client.hget(scheduler._keys.run, "description"))
             if text is not None:
                 scheduler.description = parse_json(RunDescription, text, "the description of the run")
-                await scheduler.renew_owner()
+                owner_key = scheduler._keys.owner(owner)
+                await scheduler._ask(lambda: scheduler._client.set(owner_key, "1", px=LEASE_MS))
+                scheduler.lease = OwnerLease(redis_url, owner_key)
         except BaseException:
             await scheduler.disconnect()
             raise
@@ -254,18 +308,17 @@ class AsyncRedisScheduler:
         assert self.description is not None
         return status_of(await self._run(look_call(self._keys, Topology(self.description.groups))))
 
-    async def renew_owner(self) -> bool:
-        """Renew the owner's lease. False if it had none: then its requests have ended, or will."""
-        owner = self._keys.owner(self._owner)
-        return await self._ask(lambda: self._client.set(owner, "1", px=LEASE_MS, get=True)) is not None
-
     async def release_owner(self) -> None:
         """Give up the owner's lease: its remaining requests end. No client waits for their answers any more."""
+        if self.lease is not None:
+            await asyncio.to_thread(self.lease.end)
         names = self._keys.owner(self._owner), self._keys.wake(self._owner)
         await self._ask(lambda: self._client.delete(*names))
 
     async def disconnect(self) -> None:
-        """Close all connections."""
+        """Close all connections. The owner's lease expires soon."""
+        if self.lease is not None:
+            await asyncio.to_thread(self.lease.end)
         await self._client.aclose()
 
     async def _run(self, call: Call, patience_seconds: float = PATIENCE_SECONDS) -> Any:

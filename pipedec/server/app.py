@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 
 import pipedec
 from pipedec.client.watch import is_away
@@ -33,7 +34,7 @@ from pipedec.server.protocol import (
     VersionResponse,
     error_responses,
 )
-from pipedec.server.responses import EventStream
+from pipedec.server.responses import EventStream, unless_gone
 from pipedec.server.structures import shown
 
 
@@ -82,16 +83,17 @@ def tokens_router(front: Front) -> APIRouter:
     router = APIRouter(tags=["tokens"])
 
     @router.post("/tokenize", response_model_exclude_unset=True, responses=BODY_ERRORS)
-    async def tokenize(body: TokenizeBody) -> TokenizeResponse:
+    async def tokenize(body: TokenizeBody, request: Request) -> TokenizeResponse:
         """Token ids of a prompt, or of messages after the chat template."""
         served = front.require()
         front.settings.check_model(body.model)
         if body.prompt is not None and body.messages is None:
-            [prompt] = await tokenized(body.prompt, served, 1, body.add_special_tokens is not False)
+            [prompt] = await unless_gone(request, tokenized(body.prompt, served, 1, body.add_special_tokens is not False))
         elif body.messages is not None and body.prompt is None:
             begins_answer = body.add_generation_prompt is not False
             tools = shown(body.tools) if body.tools else None
-            prompt = await rendered(body.messages, served, begins_answer, body.chat_template_kwargs or {}, tools)
+            reading = rendered(body.messages, served, begins_answer, body.chat_template_kwargs or {}, tools)
+            prompt = await unless_gone(request, reading)
         else:
             raise bad_request("give either prompt or messages", "prompt")
         tokens = list(prompt.token_ids)
@@ -101,14 +103,15 @@ def tokens_router(front: Front) -> APIRouter:
         return TokenizeResponse(**found)
 
     @router.post("/detokenize", responses=BODY_ERRORS)
-    async def detokenize(body: DetokenizeBody) -> DetokenizeResponse:
+    async def detokenize(body: DetokenizeBody, request: Request) -> DetokenizeResponse:
         """The text of token ids."""
         served = front.require()
         front.settings.check_model(body.model)
         if len(body.tokens) > served.max_model_len:
             raise bad_request(f"tokens are {len(body.tokens)}, but the model's context is {served.max_model_len}", "tokens")
         check_tokens(body.tokens, len(served.tokenizer), "tokens")
-        return DetokenizeResponse(prompt=await read(partial(served.tokenizer.decode, body.tokens, skip_special_tokens=False)))
+        reading = read(partial(served.tokenizer.decode, body.tokens, skip_special_tokens=False))
+        return DetokenizeResponse(prompt=await unless_gone(request, reading))
 
     return router
 

@@ -15,7 +15,7 @@ from pipedec.server.errors import bad_request
 from pipedec.server.front import Front, ServedRun
 from pipedec.server.prompts import Prompt, rendered, tokenized
 from pipedec.server.protocol import BODY_ERRORS, STREAMED, ChatBody, ChatResponse, CompletionBody, CompletionResponse
-from pipedec.server.responses import ChoiceWriter, ResponseHead, answers_of, respond, threads_of
+from pipedec.server.responses import ChoiceWriter, ResponseHead, answers_of, respond, threads_of, unless_gone
 from pipedec.server.sampling import asked_of
 from pipedec.server.structures import CallWriter, ToolUse, structure_of, tool_use_of
 
@@ -73,7 +73,8 @@ def completions_router(front: Front) -> APIRouter:
         asked = await asked_of(body, served, body.logprobs, _DEFAULT_MAX_TOKENS, bool(body.echo), structure_of(body))
         head = ResponseHead("cmpl", model)
         add_special_tokens = body.add_special_tokens is not False
-        prompts = await tokenized(body.prompt, served, front.settings.max_prompts, add_special_tokens)
+        reading = tokenized(body.prompt, served, front.settings.max_prompts, add_special_tokens)
+        prompts = await unless_gone(request, reading)
         answers = answers_of(front, request, head, prompts, asked, bool(body.stream))
         writer = CompletionWriter(body, [prompt for prompt in prompts for _ in range(asked.n)], served)
         return await respond(request, answers, body, head, writer)
@@ -147,7 +148,8 @@ def chat_router(front: Front) -> APIRouter:
         own = {"threads": asked.dialect and asked.dialect.name, "reasoning_effort": body.reasoning_effort}
         variables |= {name: value for name, value in own.items() if value is not None}
         tools = None if use is None else use.shown
-        prompt = await rendered(body.messages, served, body.add_generation_prompt is not False, variables, tools)
+        reading = rendered(body.messages, served, body.add_generation_prompt is not False, variables, tools)
+        prompt = await unless_gone(request, reading)
         answers = answers_of(front, request, head, [prompt], asked, bool(body.stream))
         return await respond(request, answers, body, head, ChatWriter(body, asked.n, served, use))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
+import resource
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +20,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pipedec.core import UserError
 from pipedec.flags import Help
+from pipedec.server.logs import log
 
 MAX_HEAD_BYTES = 64 * 1024
 _HEAD_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 BACKLOG = 2048
+RESERVED_DESCRIPTORS = 64  # for everything but connections of clients: Redis, the cluster's process, files that are read
+WANTED_DESCRIPTORS = 65536
+_FULL_SECONDS = 60.0  # between two lines in the log about connections that wait
+_PAUSE_SECONDS = 0.5  # after a connection could not be accepted
 UNSENT_SECONDS = 120.0  # after which the kernel gives up a connection whose other end takes nothing, or is gone
 _ANY = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}  # where clients on this machine reach it
 _REASONS = {
@@ -129,12 +136,14 @@ class LimitedConnection(HttpToolsProtocol):
     head_seconds = 30.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.has_closed = asyncio.Event()
         super().connection_made(transport)
         self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_timer.cancel()
         super().connection_lost(exc)
+        self.has_closed.set()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -158,3 +167,46 @@ class LimitedConnection(HttpToolsProtocol):
     def _begin_head(self) -> None:
         self._in_head, self._head_bytes = True, 0
         self._head_timer = self.loop.call_later(self.head_seconds, self.transport.close)
+
+
+def most_connections() -> int:
+    """How many connections the limit of descriptors allows, once it is as high as this process may set it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, WANTED_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return max(1, (WANTED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft) - RESERVED_DESCRIPTORS)
+
+
+async def accept(
+    listener: socket.socket, make_protocol: Callable[[], LimitedConnection], tls: ssl.SSLContext | None, most: int
+) -> None:
+    """Accept connections, at most ``most`` at a time, until this is cancelled; those that are open go on."""
+    loop, room, open_ones = asyncio.get_running_loop(), asyncio.Semaphore(most), set[asyncio.Task[None]]()
+    told = -_FULL_SECONDS
+
+    async def serve(connection: socket.socket) -> None:
+        protocol = make_protocol()
+        try:
+            with connection, suppress(OSError):  # a handshake that fails
+                await loop.connect_accepted_socket(lambda: protocol, connection, ssl=tls)
+                await protocol.has_closed.wait()
+        finally:
+            room.release()
+
+    listener.setblocking(False)
+    while True:
+        if room.locked() and loop.time() > told + _FULL_SECONDS:
+            told = loop.time()
+            log("connections_full", logging.WARNING, limit=most)
+        await room.acquire()
+        try:
+            connection, _ = await loop.sock_accept(listener)
+        except OSError:  # the client has gone, or the system has no descriptors left
+            room.release()
+            await asyncio.sleep(_PAUSE_SECONDS)
+            continue
+        task = asyncio.create_task(serve(connection))
+        open_ones.add(task)
+        task.add_done_callback(open_ones.discard)

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from pipedec.core import Completion
 from pipedec.live.page import event
 from pipedec.server.answers import AnswerPart, Generations, TokenLogprob
-from pipedec.server.errors import CLIENT_CLOSED_REQUEST, api_error
+from pipedec.server.errors import CLIENT_CLOSED_REQUEST, ApiError, api_error, bad_request
 from pipedec.server.front import Front, Generation, ServedRun, ServerSettings
 from pipedec.server.prompts import Prompt
 from pipedec.server.protocol import GenerationBody
@@ -156,7 +156,16 @@ class _Counter:
 def answers_of(
     front: Front, request: Request, head: ResponseHead, prompts: Sequence[Prompt], asked: GenerationParams, is_streamed: bool
 ) -> Generations:
-    """The answers of a request, not yet submitted, prompt by prompt. Raises ApiError if one does not fit into the context."""
+    """The answers of a request, not yet submitted, prompt by prompt. Raises ApiError if one does not fit into the context, or all
+    of them never fit into the queue.
+    """
+    limits, count = front.require().description.settings.limits, len(prompts) * asked.n
+    if count > (most := limits.max_num_seqs + limits.max_waiting):
+        raise bad_request(
+            f"the request asks for {count} answers, but the cluster takes at most {most} at a time (--max-num-seqs and "
+            "--max-waiting): send fewer prompts or a smaller n",
+            "prompt" if len(prompts) > 1 else "n",
+        )
     tenant = getattr(request.state, "tenant", None)  # without API keys there is none
     generations = [
         Generation(
@@ -187,11 +196,9 @@ async def respond(
         return [choice for _, choice in sorted(choices.items())]
 
     try:
-        choices = await _unless_gone(request, complete())
+        choices = await unless_gone(request, complete())
     finally:
         answers.close()
-    if choices is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
     document = head.document(writer.kind, choices) | {"usage": counter.usage()}
     return Response(json.dumps(document, separators=(",", ":")), media_type="application/json")
 
@@ -235,8 +242,8 @@ class EventStream(EventSourceResponse):
             self._close()
 
 
-async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result | None:
-    """The result of ``work``; None as soon as the client has gone away."""
+async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
+    """The result of ``work``. Raises ApiError (499) as soon as the client has gone away, which reads it no more."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -245,7 +252,9 @@ async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result | No
     working, going = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait((working, going), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        if not working.done():
+            raise ApiError(CLIENT_CLOSED_REQUEST, "the client has gone")
+        return working.result()
     finally:
         for task in (working, going):
             task.cancel()

@@ -29,7 +29,7 @@ from pipedec.families import context_length
 from pipedec.flags import Help
 from pipedec.server.defaults import SamplingDefaults
 from pipedec.server.front import Front, ServedRun
-from pipedec.server.listening import Address, LimitedConnection
+from pipedec.server.listening import Address, LimitedConnection, accept, most_connections
 from pipedec.server.logs import log
 from pipedec.server.metrics import ServerMetrics
 from pipedec.text.tokenizer import Tokenizer
@@ -120,11 +120,29 @@ class RunOptions(Address):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's, which leaves the signals to us: it would cut streams that are to be finished."""
+    """uvicorn's, which leaves the signals to us: it would cut streams that are to be finished. It accepts connections as far as
+    there are descriptors for them; others wait in the kernel.
+    """
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+
+        def protocol() -> LimitedConnection:
+            return LimitedConnection(self.config, self.server_state, self.lifespan.state)
+
+        self._accepting = [
+            asyncio.create_task(accept(listener, protocol, self.config.ssl, most_connections())) for listener in sockets or ()
+        ]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        await super().shutdown(sockets)
 
 
 class ServerProcess:
