@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import ssl
 import subprocess
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -106,6 +107,28 @@ def test_one_command_starts_everything_answers_and_ends_it(started: Started, pai
     assert "up" in pipedec("status").err
     err = serving.finish()
     assert f"at {serving.url}/v1. Try: curl {serving.url}/v1/completions" in err
+
+
+@pytest.mark.failure_case("K9")
+def test_connections_wait_where_descriptors_end_and_streams_go_on(started: Started, cluster: LocalCluster) -> None:
+    def limited(*arguments: str | Path) -> subprocess.Popen[bytes]:
+        process = started(*arguments)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (128, 128))  # long before it counts them
+        return process
+
+    serving = in_front_of(cluster, limited)
+    with serving.client as client, ExitStack() as open_ones:
+        streams = [open_ones.enter_context(streaming(client, 100)) for _ in range(4)]
+        address = (urlsplit(serving.url).hostname, urlsplit(serving.url).port)
+        for _ in range(300):
+            half_open = open_ones.enter_context(socket.create_connection(address, timeout=60))
+            half_open.sendall(b"GET /v1/mod")
+        assert wait_until(lambda: serving.events("connections_full"))
+        assert {stream.read_all().text for stream in streams} == {asked_without_http(cluster, 100)}
+    with serving.client as client:
+        assert client.post("/v1/completions", json=body(4)).status_code == 200
+    assert len(serving.events("connections_full")) < 5 and not serving.events("lost")
+    serving.finish()
 
 
 @pytest.mark.slow

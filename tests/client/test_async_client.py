@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -21,9 +22,10 @@ from support.whole_scheduler import WholeScheduler
 from pipedec.client.async_client import AsyncClient, AsyncReply
 from pipedec.client.client import Client
 from pipedec.client.reply import Delta
+from pipedec.client.watch import RunWatch
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import Settings
-from pipedec.core import PipedecError, QueueFull, RankLost, SamplingParams, SchedulerLost, UserError
+from pipedec.core import OutOfDescriptors, PipedecError, QueueFull, RankLost, SamplingParams, SchedulerLost, UserError
 from pipedec.messages import PromptRequest, RunDescription
 from pipedec.scheduler import ClientScheduler, EmbeddedServer, connect
 from pipedec.topology import Topology
@@ -325,6 +327,57 @@ def test_everybody_who_waits_learns_that_redis_is_gone() -> None:
     opened(server, "alone")
     error = lost(server, "alone", server.stop)
     assert isinstance(error, SchedulerLost) and "cannot reach Redis" in str(error)
+
+
+@pytest.mark.failure_case("K10")
+def test_a_busy_event_loop_keeps_its_requests(redis_server: EmbeddedServer) -> None:
+    scheduler = opened(redis_server, "busy")
+    lease = scheduler.keys.owner(_OWNER)
+
+    async def body() -> None:
+        client = await AsyncClient.connect(redis_server.url, "busy", _OWNER)
+        reply = await client.submit(ENDLESS)
+        scheduler.client.pexpire(lease, 4000)
+        assert wait_until(lambda: scheduler.client.pttl(lease) > 4000)  # which the loop waits for
+        assert scheduler.end_orphans() == [] and scheduler.status().waiting == 1
+        await reply.cancel()
+        await client.aclose()
+        assert not scheduler.client.exists(lease)
+
+    with deadline(60):
+        asyncio.run(body())
+
+
+@pytest.mark.failure_case("K9")
+def test_a_lack_of_descriptors_is_no_lost_cluster(redis_server: EmbeddedServer) -> None:
+    """The connections of a client are open from the start; another one says what is wrong, and that is no outage."""
+    opened(redis_server, "full")
+
+    async def body() -> None:
+        client = await AsyncClient.connect(redis_server.url, "full", _OWNER)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+        unused = [open(os.devnull) for _ in range(_free_descriptors())]  # noqa: ASYNC230, SIM115
+        try:
+            replies = await asyncio.gather(*(client.submit(ENDLESS) for _ in range(12)))
+            with pytest.raises(OutOfDescriptors, match="too many open files"):
+                await AsyncClient.connect(redis_server.url, "full", "other")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for file in unused:
+                file.close()
+        RunWatch().outage(OutOfDescriptors("too many open files"))
+        assert client.failure is None and len(replies) == 12
+        await client.aclose()
+
+    with deadline(30):
+        asyncio.run(body())
+
+
+def _free_descriptors() -> int:
+    """How many this process can still open."""
+    taken = len(os.listdir("/proc/self/fd")) - 1  # without that of the folder itself
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - taken
 
 
 def test_a_process_that_slept_loses_its_requests_and_goes_on(redis_server: EmbeddedServer) -> None:

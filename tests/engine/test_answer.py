@@ -76,6 +76,15 @@ def test_a_stop_string_cuts_the_verdict_of_an_answer_in_one_thread(prompter: Pro
     assert telling.completed().sampled is None and telling.completed().completion.threads is None
 
 
+@pytest.mark.parametrize("dialect", [None, "apar"])
+@pytest.mark.failure_case("H45")
+def test_a_special_token_that_a_stop_string_names_ends_an_answer(prompter: Prompter, dialect: str | None) -> None:
+    telling = Telling(prompter, dialect, stop=(" two<|user|>",))
+    assert telling.say(t0="One<|user|>") == "One"
+    assert telling.say(t0=" two<|user|> three") == "" and telling.answer.completion.finish_reason == "stop"
+    assert telling.token_ids == telling.ids("One<|user|> two<|user|>")
+
+
 @pytest.mark.parametrize("finished", ["length", "cancelled", "stop"])
 def test_what_was_held_back_is_told_at_the_end(prompter: Prompter, finished: str) -> None:
     """Text that might begin a stop string, and what stands behind a thread that runs."""

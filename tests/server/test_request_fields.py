@@ -102,6 +102,16 @@ def test_a_long_text_is_refused_before_it_is_tokenized(site: Site, monkeypatch: 
     assert "200000 characters" in refused(site, {"messages": [{"role": "user", "content": text}]}, CHAT)["message"]
 
 
+@pytest.mark.failure_case("H49")
+def test_more_answers_than_the_queue_ever_takes_are_refused_with_the_limit(site: Site) -> None:
+    assert site.front.served is not None
+    limits = site.front.served.description.settings.limits
+    most = limits.max_num_seqs + limits.max_waiting
+    error = refused(site, {"prompt": ["a"] * (most // 8 + 1), "n": 8})
+    assert f"at most {most} " in error["message"] and error["param"] == "prompt"
+    ask(site, COMPLETIONS, prompt=["a"] * (most // 8), n=8, max_tokens=1)
+
+
 @pytest.mark.failure_case("H52")
 def test_more_messages_parts_or_tokens_than_can_be_are_refused_before_they_are_read(site: Site) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}] * 100}] * 50
