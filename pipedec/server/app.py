@@ -21,7 +21,7 @@ from pipedec.server.errors import bad_request, on_error, on_internal_error
 from pipedec.server.front import Front
 from pipedec.server.metrics import ServerMetrics
 from pipedec.server.middleware import ApiKeys, BodyLimits, RequestNotes
-from pipedec.server.prompts import check_tokens, read, rendered, tokenized
+from pipedec.server.prompts import READERS, check_tokens, rendered, tokenized
 from pipedec.server.protocol import (
     BODY_ERRORS,
     DetokenizeBody,
@@ -110,7 +110,7 @@ def tokens_router(front: Front) -> APIRouter:
         if len(body.tokens) > served.max_model_len:
             raise bad_request(f"tokens are {len(body.tokens)}, but the model's context is {served.max_model_len}", "tokens")
         check_tokens(body.tokens, len(served.tokenizer), "tokens")
-        reading = read(partial(served.tokenizer.decode, body.tokens, skip_special_tokens=False))
+        reading = READERS.run(partial(served.tokenizer.decode, body.tokens, skip_special_tokens=False))
         return DetokenizeResponse(prompt=await unless_gone(request, reading))
 
     return router

@@ -20,7 +20,7 @@ from pipedec.text.tool_calls import knows_tools
 from pipedec.validation import shortened
 
 _LONG_CHARACTERS = 4000  # longer texts are tokenized in a thread, so that other requests do not wait
-read = Workers(2, most=64, seconds=30.0).run
+READERS = Workers(2, most=64, seconds=30.0)
 _OWN_VARIABLES = ("messages", "add_generation_prompt", "tokenize", "tools", "documents")
 
 
@@ -52,7 +52,7 @@ async def tokenized(given: Prompts, served: ServedRun, max_prompts: int, add_spe
         else:
             check_tokens(prompt, served.vocab_size, "prompt")
     if sum(map(len, prompts)) > _LONG_CHARACTERS:
-        return await read(partial(_prompts, prompts, served.tokenizer, add_special_tokens))
+        return await READERS.run(partial(_prompts, prompts, served.tokenizer, add_special_tokens))
     return _prompts(prompts, served.tokenizer, add_special_tokens)
 
 
@@ -96,7 +96,7 @@ async def rendered(
     ``begins_answer``: it ends where the answer of the assistant begins. Raises ApiError if the messages are empty, too long, not
     supported, or refused by the template.
     """
-    return await read(partial(_rendered, messages, served, begins_answer, variables, tools))
+    return await READERS.run(partial(_rendered, messages, served, begins_answer, variables, tools))
 
 
 def _rendered(

@@ -32,6 +32,7 @@ from pipedec.server.front import Front, ServedRun
 from pipedec.server.listening import Address, LimitedConnection, accept, most_connections
 from pipedec.server.logs import log
 from pipedec.server.metrics import ServerMetrics
+from pipedec.server.prompts import READERS
 from pipedec.text.tokenizer import Tokenizer
 
 _LOOK_SECONDS = 0.1
@@ -221,6 +222,7 @@ class ServerProcess:
         """Let running answers finish; end those that take too long, or all at the second signal."""
         log("draining", unfinished=self._front.unfinished)
         self._front.drain()
+        READERS.give_up()
         finished = asyncio.create_task(self._until_finished())
         second = asyncio.create_task(second_signal.wait())
         await _first(finished, second, life, seconds=self._options.shutdown_timeout)

@@ -25,7 +25,7 @@ class Workers:
 
     def __init__(self, count: int, most: int, seconds: float) -> None:
         self._count, self._most, self._seconds = count, most, seconds
-        self._num_open = 0
+        self._waiting = set[asyncio.Future[Any]]()
         self._threads: list[threading.Thread] = []
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
 
@@ -33,21 +33,31 @@ class Workers:
         """The result of ``work``, which is not begun any more once the caller is cancelled. Raises ApiError (503) if there is too
         much to do, and what ``work`` raises.
         """
-        if self._num_open >= self._most:
+        if len(self._waiting) >= self._most:
             raise unavailable("too many prompts are being read: try again in a few seconds", _RETRY_SECONDS)
         if len(self._threads) < self._count:
             self._threads.append(threading.Thread(target=self._work, name="prompts", daemon=True))
             self._threads[-1].start()
         result: Future[_T] = Future()
         self._queue.put((result, work))
-        self._num_open += 1
+        waiting = asyncio.wrap_future(result)
+        self._waiting.add(waiting)
         try:
             async with asyncio.timeout(self._seconds):
-                return await asyncio.wrap_future(result)
+                return await waiting
         except TimeoutError:
             raise unavailable(f"the prompt was not read within {self._seconds:g} seconds: try again", _RETRY_SECONDS) from None
+        except asyncio.CancelledError:
+            if waiting in self._waiting:
+                raise
+            raise unavailable("the server is shutting down: ask another one, or try again", _RETRY_SECONDS) from None
         finally:
-            self._num_open -= 1
+            self._waiting.discard(waiting)
+
+    def give_up(self) -> None:
+        """Let those who wait now wait no longer."""
+        while self._waiting:
+            self._waiting.pop().cancel()
 
     def _work(self) -> None:
         while True:

@@ -357,7 +357,7 @@ def test_a_lack_of_descriptors_is_no_lost_cluster(redis_server: EmbeddedServer) 
         client = await AsyncClient.connect(redis_server.url, "full", _OWNER)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
-        unused = [open(os.devnull) for _ in range(_free_descriptors())]  # noqa: ASYNC230, SIM115
+        unused = [open(os.devnull) for _ in range(_free_descriptors())]  # noqa: SIM115
         try:
             replies = await asyncio.gather(*(client.submit(ENDLESS) for _ in range(12)))
             with pytest.raises(OutOfDescriptors, match="too many open files"):

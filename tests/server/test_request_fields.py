@@ -112,7 +112,7 @@ def test_more_answers_than_the_queue_ever_takes_are_refused_with_the_limit(site:
     ask(site, COMPLETIONS, prompt=["a"] * (most // 8), n=8, max_tokens=1)
 
 
-@pytest.mark.failure_case("H52")
+@pytest.mark.failure_case("H51")
 def test_more_messages_parts_or_tokens_than_can_be_are_refused_before_they_are_read(site: Site) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}] * 100}] * 50
     for messages in (USER * 5000, parts, [{"role": "assistant", "tool_calls": [None] * 5000}]):
@@ -193,14 +193,14 @@ def test_what_is_not_supported_is_refused_and_never_ignored(site: Site) -> None:
         ("messages.0.content.0: a part of the type text without text", {"role": "user", "content": [{"type": "text"}]}),
     ],
 )  # fmt: skip
-@pytest.mark.failure_case("H51")
+@pytest.mark.failure_case("H50")
 def test_what_is_not_supported_is_refused_at_every_depth(site: Site, place: str, message: dict[str, Any]) -> None:
     for path in (CHAT, "/tokenize"):
         error = refused(site, {"messages": [message]}, path)
         assert error["message"].startswith(place) and "not supported" in error["message"] and error["param"] == "messages"
 
 
-@pytest.mark.failure_case("H51")
+@pytest.mark.failure_case("H50")
 def test_what_changes_nothing_is_ignored_at_every_depth(site: Site) -> None:
     ask(site, CHAT)
     part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}

@@ -80,6 +80,96 @@ def test_many_streams_are_exact_while_others_come_and_go(cluster_site: Site) -> 
     assert wait_until(lambda: cluster_site.front.unfinished == 0 and not status(cluster_site).running)
 
 
+@pytest.mark.parametrize("method", ["pp", "stpp", "pipedec", "bita", "pipedec-bestfirst"])
+@pytest.mark.failure_case("H45")
+def test_a_special_token_that_a_stop_string_names_ends_the_answer_with_every_method(cluster_site: Site, method: str) -> None:
+    fields = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "logit_bias": {"3": 100}, "stop": ["<|user|>"]}
+    document = ask(cluster_site, COMPLETIONS, **fields, method=method)
+    assert (document["choices"][0]["text"], document["choices"][0]["finish_reason"]) == ("", "stop")
+    assert document["usage"]["completion_tokens"] == 1
+    last = stream(cluster_site, COMPLETIONS, **fields, method=method)[-1]["choices"][0]
+    assert (last["text"], last["finish_reason"]) == ("", "stop")
+
+
+_NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "priority", "logprobs", "best_of", "min_tokens",
+)  # fmt: skip
+_NESTED = b"[" * 900 + b"]" * 900
+_PARTS = [{"type": "text", "text": "a"}]
+_CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}]}
+_HOSTILE: list[tuple[str, dict[str, Any] | bytes]] = [
+    *((COMPLETIONS, {name: value}) for name in _NUMBERS for value in ("x", float("nan"), float("inf"), -1, 2**70, 1e308, [], {})),
+    *((COMPLETIONS, {"prompt": value}) for value in (
+        "", [], [[]], {}, 0, True, [None], ["a", None], [["a"]], "\0" * 100, "a" * 900_000, ["a"] * 100_000, [7] * 300_000,
+        [[7]] * 1024, [[7] * 3000], [2**70], [-1], [1.5], "\ud800", " " * 200_000, ["a"] * 1024,
+    )),
+    *((COMPLETIONS, {"stop": value}) for value in (
+        ["a" * 999 + chr(100 + number) for number in range(16)], ["<|user|>"] * 16, ["x"] * 300_000, [""], [None], {}, "\udc00",
+    )),
+    *((COMPLETIONS, {"stop_token_ids": value}) for value in ([300], [-1], [2**70], "x", [None], [[7]])),
+    *((COMPLETIONS, {"logit_bias": value}) for value in (
+        {str(token): 100 for token in range(300)}, {"5": float("nan")}, {"5": 1e400}, {"x": 1}, {"-1": 1}, {"9" * 400: 1}, [1],
+        {str(token): -100 for token in range(300)},
+    )),
+    *((COMPLETIONS, {"method": "pp", "method_options": value}) for value in ({"a": 1}, [], {"": None}, {"width": 2**70})),
+    *((COMPLETIONS, value) for value in (
+        {"method": "x" * 100_000}, {"threads": "../" * 1000}, {"model": "x" * 100_000}, {"user": "x" * 900_000},
+        {"stream": True, "stream_options": [1]}, {"stream": "x"},
+        {"echo": True, "max_tokens": 0, "logprobs": 20, "prompt": "a" * 99}, {"temperature": 1e308, "seed": -1},
+        {"n": 8, "logprobs": 20, "echo": True, "priority": -(2**31), "seed": 2**64 - 1, "temperature": 2, "top_k": 300,
+         "presence_penalty": 2, "frequency_penalty": -2, "repetition_penalty": 1e-9, "logit_bias": {"5": 100}},
+        {"temperature": 5e-324}, {"top_p": 5e-324, "temperature": 1}, {"prompt_logprobs": 1},
+    )),
+    *((COMPLETIONS, value) for value in (
+        b"", b"{", b"null", b"\xff" * 1000, b'{"prompt": ' + b"[" * 100_000, b'{"prompt": "a", "x": ' + _NESTED + b"}",
+        b'{"prompt": "a", "prompt": 1}', b'{"prompt": "a", "n": ' + b"9" * 4000 + b"}", b'{"prompt": "a"' + b" " * 900_000 + b"}",
+        b'{"prompt": "a", "x": [' + b"{}," * 300_000 + b"{}]}", b'{"prompt": "a", "temperature": -Infinity}',
+    )),
+    *((path, {"messages": value}) for path in (CHAT, "/tokenize") for value in (
+        [], {}, "a", [None], [{}], [{"role": 1}], [{"role": "x" * 100_000, "content": "a"}], [{"role": "user"}],
+        [{"role": "user", "content": [_PARTS]}], [{"role": "user", "content": _PARTS * 4095}], [_CALLED], [_CALLED] * 5000,
+        [{"role": "user", "content": "a"}] * 4096, [{"role": "user", "content": _PARTS}] * 4096,
+        [{"role": "user", "prefix": True}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}],
+        [{"role": "user", "content": "a" * 900_000}], [{"role": "user", "content": "\udfff"}],
+    )),
+    (CHAT, b'{"messages": [{"role": "user", "content": "a", "x": ' + _NESTED + b"}]}"),
+    *((CHAT, {"messages": [{"role": "user", "content": "a"}], **value}) for value in (
+        {"chat_template_kwargs": {"messages": []}}, {"chat_template_kwargs": {"x": "y" * 900_000}}, {"chat_template": "{{ 1 }}"},
+        {"chat_template_kwargs": {str(number): number for number in range(50_000)}}, {"chat_template_kwargs": {"bos_token": 5}},
+        {"tools": [None]}, {"tool_choice": {}}, {"logprobs": True, "top_logprobs": 2**70}, {"reasoning_effort": "x" * 900_000},
+    )),
+    *(("/detokenize", {"tokens": value}) for value in ([7] * 400_000, [2**70], [-1], "x", [None], {}, [], [7] * CONTEXT)),
+    *(("/tokenize", {"prompt": value}) for value in ("a" * 900_000, [7], None, "", "\ud800", {})),
+]  # fmt: skip
+
+
+@pytest.mark.seconds(900)
+@pytest.mark.failure_case("H52")
+def test_no_hostile_body_hurts_a_stream_beside_it(cluster_site: Site) -> None:
+    fields = {"prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    before, alone = status(cluster_site), text_of(stream(cluster_site, COMPLETIONS, **fields))
+
+    def ask_one(path: str, hostile: dict[str, Any] | bytes) -> tuple[int, str]:
+        body = hostile if isinstance(hostile, bytes) else json.dumps({"prompt": "a", "max_tokens": 4, **hostile}).encode()
+        if path != COMPLETIONS and isinstance(hostile, dict):
+            body = json.dumps({"max_tokens": 4, **hostile} if path == CHAT else hostile).encode()
+        response = cluster_site.client.post(path, content=body, headers={"content-type": "application/json"}, timeout=60)
+        return response.status_code, f"{path} {body[:200]!r}: {response.status_code} {response.text[:200]}"
+
+    assert len(_HOSTILE) > 60
+    with ThreadPoolExecutor(3) as pool:
+        for start in range(0, len(_HOSTILE), 50):
+            beside = pool.submit(stream, cluster_site, COMPLETIONS, **fields)
+            answered = list(pool.map(ask_one, *zip(*_HOSTILE[start : start + 50], strict=True)))
+            wrong = [shown for code, shown in answered if code != 503 and not 200 <= code < 500]
+            assert not wrong
+            assert text_of(beside.result()) == alone
+    after = status(cluster_site)
+    assert (after.epoch, after.num_recoveries) == (before.epoch, before.num_recoveries) and not after.is_recovering
+
+
 SIZE = {
     "type": "object",
     "properties": {"color": {"enum": ["red", "green"]}, "size": {"type": "integer", "minimum": 0, "maximum": 99}},

@@ -55,3 +55,18 @@ def test_what_is_too_much_or_takes_too_long_is_refused() -> None:
             await Workers(1, most=2, seconds=60.0).run(lambda: 1 // 0)
 
     run(body)
+
+
+@pytest.mark.failure_case("K11")
+def test_who_waits_while_the_server_ends_is_refused() -> None:
+    async def body() -> None:
+        workers, may_end = Workers(1, most=2, seconds=60.0), threading.Event()
+        both = [asyncio.create_task(workers.run(may_end.wait)) for _ in range(2)]
+        await asyncio.sleep(0)
+        workers.give_up()
+        for task in both:
+            with pytest.raises(ApiError, match="shutting down"):
+                await task
+        may_end.set()
+
+    run(body)
