@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -34,6 +36,7 @@ from pipedec.core import QueueFull, RankLost, UserError
 from pipedec.scheduler.protocol import RunStatus
 from pipedec.server.front import Front, Generation, HttpExchange, Observer, ServerSettings
 from pipedec.server.listening import MAX_HEAD_BYTES, LimitedConnection
+from pipedec.server.prompts import READERS
 from pipedec.text.tokenizer import Tokenizer
 
 KEYS = ("first-key", "second-key")
@@ -379,6 +382,23 @@ def test_a_client_that_leaves_in_mid_stream_is_noticed_before_the_next_token(sit
     with open_stream(site, path) as response:
         next_chunk(response.iter_lines())
     assert wait_until(lambda: site.engine.cancelled == [0]) and site.front.unfinished == 0
+
+
+@pytest.mark.failure_case("K11")
+def test_a_prompt_whose_client_has_left_is_not_read(own_site: Site) -> None:
+    may_end, (notes,) = threading.Event(), own_site.front.observers
+    assert isinstance(notes, Notes)
+    busy = [asyncio.run_coroutine_threadsafe(READERS.run(may_end.wait), own_site.loop) for _ in range(2)]
+    try:
+        with own_site.connect() as connection:
+            send(own_site, CHAT, connection)
+            assert own_site.client.get("/health").status_code == 200
+        assert wait_until(lambda: [exchange.status for exchange in notes.exchanges if exchange.method == "POST"] == [499])
+    finally:
+        may_end.set()
+    assert [one.result(20) for one in busy] == [True, True]
+    ask(own_site, CHAT)
+    assert len(own_site.engine.requests) == 1
 
 
 def test_an_answer_that_was_read_is_not_cancelled(site: Site) -> None:
