@@ -112,7 +112,7 @@ def _rendered(
         _check_length(json.dumps(tools), served, "tools")
         variables = {**variables, "tools": tools}
     try:
-        text = tokenizer.render_chat(documents, begins_answer, **variables)
+        text = _text(documents, served, begins_answer, variables)
         _check_length(text, served, "messages")
         prompt = Prompt(tokenizer.encode(text, add_special_tokens=False), json.dumps(documents))
     except (UserError, TypeError, RecursionError) as error:
@@ -120,6 +120,20 @@ def _rendered(
     if not prompt.token_ids:
         raise bad_request("the chat template makes nothing of these messages", "messages")
     return prompt
+
+
+def _text(documents: list[dict[str, Any]], served: ServedRun, begins_answer: bool, variables: Mapping[str, Any]) -> str:
+    """Where the template wants an object as arguments of a call and has text, the text is the value of a key of that object."""
+    try:
+        return served.tokenizer.render_chat(documents, begins_answer, **variables)
+    except UserError:
+        texts = [one for document in documents for call in document.get("tool_calls", ())
+                 if isinstance((one := call["function"])["arguments"], str)]  # fmt: skip
+        if not texts:
+            raise
+        for function in texts:
+            function["arguments"] = {"arguments": function["arguments"]}
+        return served.tokenizer.render_chat(documents, begins_answer, **variables)
 
 
 def _document(index: int, message: ConversationMessage, has_tools: bool) -> dict[str, Any]:

@@ -33,6 +33,10 @@ TOLD = [
     ]},
     {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
 ]  # fmt: skip
+ITEMS_TEMPLATE = HERMES_TEMPLATE.replace(
+    "{{ call.function.arguments | tojson }}",
+    "{% for key, value in call.function.arguments | items %}<{{ key }}>{{ value }}</{{ key }}>{% endfor %}",
+)
 Say = Callable[[str, str], Site]
 
 
@@ -41,7 +45,8 @@ def say(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """A server whose engine says what a test wants, three tokens at a time, behind the template that it names."""
     folder = tmp_path_factory.mktemp("templates")
     tokenizers = {"none": Tokenizer(tokenizer_files)}
-    for name, template in {"hermes": HERMES_TEMPLATE, "llama3": LLAMA3_TEMPLATE, "mistral": MISTRAL_TEMPLATE}.items():
+    templates = {"hermes": HERMES_TEMPLATE, "llama3": LLAMA3_TEMPLATE, "mistral": MISTRAL_TEMPLATE, "items": ITEMS_TEMPLATE}
+    for name, template in templates.items():
         shutil.copytree(tokenizer_files, folder / name, ignore=shutil.ignore_patterns("*.jinja"))
         (folder / name / "chat_template.jinja").write_text(template)
         tokenizers[name] = Tokenizer(folder / name)
@@ -158,6 +163,9 @@ def test_calls_that_a_model_has_written_badly_reach_the_template_as_text(say: Sa
             if message.get("tool_calls") else message for message in TOLD]  # fmt: skip
     ask(site, CHAT, messages=told, tools=TOOLS)
     assert f'"arguments": {json.dumps(arguments)}}}' in prompt_text(site, 0)
+    site = say("items", "I try again.")
+    ask(site, CHAT, messages=told, tools=TOOLS)
+    assert f"<arguments>{arguments}</arguments>" in prompt_text(site, 0)
 
 
 @pytest.mark.parametrize("template", ["hermes", "llama3", "mistral", "none"])
