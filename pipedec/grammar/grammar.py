@@ -6,10 +6,12 @@ The allowed tokens are a pure function of these. Owns the parser's state and cac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from llguidance import LLMatcher
+
+from pipedec.core import UserError
 
 MAX_FORCED = 64  # tokens of a chain
 MAX_STATES = 1024  # that are kept: of each its mask, an eighth of a byte per token of the vocabulary
@@ -40,21 +42,29 @@ NOTHING = Bitmask()
 
 @dataclass
 class _State:
-    """The state after a path. ``forced``: the only token that may follow, if there is one and it is known without a mask."""
+    """The state after a path. From the index ``at`` on, the tokens of ``chain`` must follow. Otherwise ``allowed`` has to be
+    asked for, and where the structure may end (``may_end``) the end token may turn out to be forced, too.
+    """
 
-    forced: int | None = None
-    is_possible: bool = True
+    chain: Sequence[int] = ()
+    at: int = 0
+    may_end: bool = False
+    fault: str = ""  # why nothing follows, although the answer has not ended
     allowed: Bitmask | None = None
     children: dict[int, _State] = field(default_factory=dict)
 
+    def excludes(self, token: int) -> bool:
+        """Whether it is known that ``token`` may not follow."""
+        if self.chain:
+            return token != self.chain[self.at]
+        return self.allowed is not None and token not in self.allowed
 
-_IMPOSSIBLE = _State(is_possible=False, allowed=NOTHING)
+
+_IMPOSSIBLE = _State(fault="it does not follow its structured_outputs", allowed=NOTHING)
 
 
 class Grammar:
     """Begins before the answer's first token. Parses only on request.
-
-    Where the structure turns out to be too complex to be parsed any further, an end token is forced.
 
     Args:
         new_matcher: makes a matcher at the grammar's start. May raise UserError, from ``allowed`` and ``forced``.
@@ -70,78 +80,118 @@ class Grammar:
         self._new_matcher = new_matcher
         self._end_token_ids = end_token_ids
         self._matcher: LLMatcher | None = None
-        self._accepted: list[int] = []
+        self._accepted: list[int] = []  # those before the root
         self._num_consumed = 0  # of the accepted tokens, by the matcher
         self._ahead: list[int] = []  # tokens that it has consumed after these
-        self._root: _State | None = None  # None until the tokens allowed after the accepted ones are asked for
+        self._root: _State | None = None  # None until it is asked for
+        self._after: list[int] = []  # tokens that are accepted, too, after the root
 
     def advance(self, token_ids: Iterable[int]) -> None:
-        """Accept the next tokens of the answer. Tokens that are not allowed lead to a state in which nothing is."""
+        """Accept the next tokens of the answer. Raises UserError for one that is known not to be allowed."""
         for token in token_ids:
-            self._accepted.append(token)
-            known = None if self._root is None else self._root.children.get(token)
-            self._root = known if known is not None and known.is_possible else None
+            self._after.append(token)
+            if self._root is None or len(self._after) > 1:
+                continue
+            if self._root.excludes(token):
+                raise _impossible(self._root.fault or _IMPOSSIBLE.fault)
+            if (known := self._root.children.get(token)) is not None:
+                self._enter(known)
 
     @property
     def is_possible(self) -> bool:
         """Whether the accepted tokens are the beginning of an answer, or all of it."""
-        return self._state(()).is_possible
+        return not self._entered().fault
 
     def allowed(self, path: Sequence[int] = ()) -> Bitmask:
         """The tokens that may follow the accepted ones and then ``path``: a forced one is the only one. None if a token of
-        ``path`` is not allowed where it stands, or has ended the answer.
+        ``path`` is not allowed where it stands, or has ended the answer, or the structure is too complex to be followed further.
+
+        Raises UserError if that is so without a path, and the answer has not ended.
         """
-        state = self._state(path)
-        if state.allowed is None:
-            state.allowed = Bitmask(self._moved(path)[0].compute_bitmask()) if state.forced is None else Bitmask.of(state.forced)
-        return state.allowed
+        return self._allowed(self._state(path), path)
 
     def forced(self, path: Sequence[int] = (), most: int = MAX_FORCED) -> tuple[int, ...]:
         """The chain of tokens that must follow the accepted ones and then ``path``, one after the other, at most ``most``.
 
-        Empty if there is a choice, or nothing is allowed. An end token is forced where nothing else may follow.
+        Empty if there is a choice, or nothing is allowed. An end token is forced where nothing else may follow. Raises as
+        ``allowed``.
         """
         chain: list[int] = []
         state = self._state(path)
-        while state.forced is not None and len(chain) < most:
-            chain.append(state.forced)
-            state = self._child(state, [*path, *chain])
+        while len(chain) < most:
+            if state.may_end:
+                self._allowed(state, [*path, *chain])
+            following = state.chain[state.at : state.at + most - len(chain)]
+            if not following:
+                break
+            for token in following:
+                chain.append(token)
+                state = self._child(state, [*path, *chain])
         return tuple(chain)
 
+    def _allowed(self, state: _State, path: Sequence[int]) -> Bitmask:
+        if state.allowed is None and state.chain:
+            state.allowed = Bitmask.of(state.chain[state.at])
+        elif state.allowed is None:
+            matcher, _ = self._moved(path)
+            allowed = Bitmask(matcher.compute_bitmask())
+            may_go_on = any(token not in self._end_token_ids for token in islice(allowed, len(self._end_token_ids) + 1))
+            if matcher.is_error():  # its mask has the end tokens then
+                state.fault, allowed = _fault(matcher), NOTHING
+            elif not may_go_on and state.may_end:
+                state.chain, allowed = self._end_token_ids[:1], Bitmask.of(self._end_token_ids[0])
+            elif not may_go_on:
+                state.fault, allowed = "no token of the model continues it", NOTHING
+            state.allowed, state.may_end = allowed, False
+        if state.fault and state is self._root:
+            raise _impossible(state.fault)
+        return state.allowed
+
     def _state(self, path: Sequence[int]) -> _State:
-        if self._root is None or self.num_states > self._max_states:
-            self.num_states = 0
-            self._root = self._parsed(())
-        state = self._root
+        """Raises UserError if nothing follows the accepted tokens."""
+        state = self._entered()
+        if state.fault:
+            raise _impossible(state.fault)
         for index, token in enumerate(path):
             state = state.children.get(token) or self._child(state, path[: index + 1])
         return state
 
+    def _entered(self) -> _State:
+        """The root after all accepted tokens, which are parsed one by one: what is forced depends on where its chain began."""
+        if self._root is None:
+            self._root = self._parsed(())
+        elif self.num_states > self._max_states:
+            self.num_states, self._root = 0, replace(self._root, children={})
+        while self._after:
+            self._enter(self._child(self._root, self._after[:1]))
+        return self._root
+
+    def _enter(self, state: _State) -> None:
+        self._root = state
+        self._accepted.append(self._after.pop(0))
+
     def _child(self, state: _State, path: Sequence[int]) -> _State:
         """The state after ``path``, whose last token follows ``state``."""
         token = path[-1]
-        if state.forced not in (None, token) or (state.allowed is not None and token not in state.allowed):
+        if state.excludes(token):
             return _IMPOSSIBLE
         if token not in state.children:
-            state.children[token] = self._parsed(path)
+            self.num_states += 1
+            is_inside = state.at + 1 < len(state.chain)
+            state.children[token] = _State(state.chain, state.at + 1) if is_inside else self._parsed(path)
         return state.children[token]
 
     def _parsed(self, path: Sequence[int]) -> _State:
-        self.num_states += 1
         matcher, is_possible = self._moved(path)
-        has_failed = matcher.is_error()
+        if matcher.is_error():
+            return _State(fault=_fault(matcher), allowed=NOTHING)
         if self._is_end(path or self._accepted):
-            return _State(allowed=NOTHING) if has_failed or (is_possible and matcher.is_accepting()) else _IMPOSSIBLE
-        if has_failed:
-            return _State(self._end_token_ids[0])
+            return _State(allowed=NOTHING) if is_possible and matcher.is_accepting() else _IMPOSSIBLE
         if not is_possible:
             return _IMPOSSIBLE
-        forced = next(iter(matcher.compute_ff_tokens()), None)
-        if forced is not None or not matcher.is_accepting():
-            return _State(forced)
-        allowed = Bitmask(matcher.compute_bitmask())
-        may_go_on = any(token not in self._end_token_ids for token in islice(allowed, len(self._end_token_ids) + 1))
-        return _State(None, allowed=allowed) if may_go_on else _State(self._end_token_ids[0])
+        chain = matcher.compute_ff_tokens()
+        chain = chain[: matcher.validate_tokens(chain)]
+        return _State(chain, may_end=not chain and matcher.is_accepting())
 
     def _is_end(self, token_ids: Sequence[int]) -> bool:
         return bool(token_ids) and token_ids[-1] in self._end_token_ids
@@ -168,3 +218,11 @@ class Grammar:
         self._num_consumed += num_accepted
         del self._ahead[:num_accepted]
         return self._matcher, True
+
+
+def _fault(matcher: LLMatcher) -> str:
+    return f"its structured_outputs are too complex to be followed further: {matcher.get_error().splitlines()[0][:200]}"
+
+
+def _impossible(fault: str) -> UserError:
+    return UserError(f"the answer cannot go on, as {fault}")

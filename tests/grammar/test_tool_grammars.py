@@ -56,7 +56,7 @@ def made(form: ToolFormat, vocabulary: Vocabulary, is_single: bool = False) -> G
 def admits(grammar: Grammar, words: Tokenizer, text: str) -> bool:
     """Whether it is a whole answer."""
     grammar.advance(words.encode(text, add_special_tokens=False))
-    return words.eos_token_id in grammar.allowed()
+    return grammar.is_possible and words.eos_token_id in grammar.allowed()
 
 
 @FORMS

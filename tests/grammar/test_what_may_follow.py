@@ -9,11 +9,12 @@ from functools import lru_cache, partial
 from typing import Any
 
 import jsonschema_rs
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from pipedec.core import StructuredOutputs
+from pipedec.core import StructuredOutputs, UserError
 from pipedec.directories import reference_pair
 from pipedec.grammar import NOTHING, Bitmask, Grammar, Vocabulary
 from pipedec.text.tokenizer import Tokenizer
@@ -188,26 +189,62 @@ def test_behind_the_end_and_on_impossible_paths_nothing_is_allowed() -> None:
         assert (grammar.allowed(wrong), grammar.forced(wrong)) == (NOTHING, ())
     ended = vocabulary().grammar(StructuredOutputs(choice=("yes", "yes, sir", "no")))
     ended.advance(path)
-    assert (ended.is_possible, ended.allowed()) == (True, NOTHING)
-    for behind in (END, path[0]):
-        ended.advance([behind])
-        assert not ended.is_possible
-    assert grammar.is_possible
-    grammar.advance([stray])
-    assert not grammar.is_possible
-    assert (grammar.allowed(), grammar.forced()) == (NOTHING, ())
+    assert (ended.is_possible, ended.allowed(), ended.forced()) == (True, NOTHING, ())
 
 
-def test_where_a_structure_is_too_complex_the_answer_ends() -> None:
-    words = " | ".join(f'"word" "{number} and more"' for number in range(3000))
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.failure_case("H34")
+def test_an_answer_that_strays_from_its_structure_goes_on_no_further(is_known: bool) -> None:
+    grammar = vocabulary().grammar(StructuredOutputs(choice=("yes", "yes, sir", "no")))
+    stray = next(token for token in range(4096) if token not in grammar.allowed())
+    if is_known:
+        with pytest.raises(UserError, match="cannot go on"):
+            grammar.advance([stray])
+        return
+    unasked = vocabulary().grammar(StructuredOutputs(choice=("yes", "yes, sir", "no")))
+    unasked.advance([stray])
+    assert not unasked.is_possible
+    for ask in (unasked.allowed, unasked.forced):
+        with pytest.raises(UserError, match="does not follow its structured_outputs"):
+            ask()
+
+
+@pytest.mark.failure_case("H34")
+def test_where_a_structure_is_too_complex_the_answer_ends_with_an_error() -> None:
+    words = " | ".join(f'"word" "{number} and more"' for number in range(8000))
     grammar = vocabulary().grammar(StructuredOutputs(grammar=f"start: {words}"))
-    chain = grammar.forced()
-    assert (TOKENIZER.decode(chain), chain[-1]) == ("word", END)
-    for count, token in enumerate(chain):
-        assert list(grammar.allowed()) == [token]
-        grammar.advance([token])
-        assert grammar.forced() == chain[count + 1 :]
-    assert (grammar.is_possible, grammar.allowed()) == (True, NOTHING)
+    [word] = grammar.forced()
+    assert TOKENIZER.decode([word]) == "word"
+    assert grammar.allowed([word]) == NOTHING
+    grammar.advance([word])
+    for ask in (grammar.allowed, grammar.forced):
+        with pytest.raises(UserError, match="too complex"):
+            ask()
+    with pytest.raises(UserError, match="too complex"):
+        grammar.advance([END])
+
+
+@pytest.mark.failure_case("H33")
+def test_forced_text_is_tokenized_once() -> None:
+    class Counted:
+        calls = 0
+
+        def __init__(self) -> None:
+            self._matcher = vocabulary().matcher(StructuredOutputs(regex="a{10000}"))
+
+        def compute_ff_tokens(self) -> list[int]:
+            Counted.calls += 1
+            return self._matcher.compute_ff_tokens()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._matcher, name)
+
+    grammar, said = Grammar(Counted, (END, OTHER_END)), list[int]()  # type: ignore[arg-type]
+    while chain := grammar.forced():
+        grammar.advance(chain)
+        said += chain
+    assert (text_of(said), said[-1]) == ("a" * 10000, END)
+    assert Counted.calls <= 2
 
 
 def test_a_model_with_several_end_tokens_may_end_with_any() -> None:
