@@ -4,6 +4,6 @@ Importing this package does not import torch; only its module ``masks`` needs it
 """
 
 from pipedec.grammar.grammar import MAX_FORCED, NOTHING, Bitmask, Grammar
-from pipedec.grammar.structures import Vocabulary, check
+from pipedec.grammar.structures import Vocabulary, check, without_annotations
 
-__all__ = ["MAX_FORCED", "NOTHING", "Bitmask", "Grammar", "Vocabulary", "check"]
+__all__ = ["MAX_FORCED", "NOTHING", "Bitmask", "Grammar", "Vocabulary", "check", "without_annotations"]

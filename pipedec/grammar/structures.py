@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import lru_cache, partial, reduce
 from itertools import takewhile
 from operator import getitem
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
-from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from pipedec.core import StructuredOutputs, UserError
+from pipedec.grammar.gbnf import is_gbnf, plain_gbnf
 from pipedec.grammar.grammar import Bitmask, Grammar
 from pipedec.text.tokenizer import Tokenizer
 
@@ -23,7 +26,16 @@ if TYPE_CHECKING:
 
 _MAX_KEPT = 16  # structures
 _MAX_CHECKS = 200  # of a schema, to find the place of a mistake
+_PLACE_SECONDS = 0.5  # of the processor, for the same
 _MAX_MESSAGE = 300  # characters
+MAX_DEPTH = 512  # of rules and schemas that contain each other by reference; llguidance recurses without a limit
+TOO_DEEP = "it is nested too deeply"
+_LIMITS = LLParserLimits(max_items_in_row=10_000, verbose_errors=False)  # for objects with a thousand optional properties
+_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
+_NO_LIMIT: tuple[Any, ...] = ({}, True, {"type": "string"})  # of the names of properties
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*')  # texts, expressions and comments of Lark
+_VALUES = ("enum", "const", "default", "examples", "example")
 # Blanks as Python's ``json.dumps`` writes them: they are forced, and no model loops in them.
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -43,12 +55,12 @@ def check(structure: StructuredOutputs, tokens: LLTokenizer | None = None) -> No
 
 def _mistake(text: str, tokens: LLTokenizer | None) -> str:
     """llguidance's complaint in one line; empty if there is none."""
-    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(text, tokens)
+    is_wrong, messages = LLMatcher.validate_grammar_with_warnings(text, tokens, limits=_LIMITS)
     return one_line(messages[0]) if is_wrong else ""
 
 
 def source(structure: StructuredOutputs) -> str:
-    """The structure as llguidance reads it."""
+    """The structure as llguidance reads it. Raises UserError for what it cannot read, or would read by recursing too deeply."""
     if structure.json is not None:
         return _schema_source(_schema(structure))
     if structure.regex is not None:
@@ -57,10 +69,13 @@ def source(structure: StructuredOutputs) -> str:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in structure.choice)
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")  # one terminal: there may be thousands
     if structure.grammar is not None:
+        lark = structure.grammar
         try:
-            return LLMatcher.grammar_from_lark(any_to_lark(structure.grammar))  # from Lark or GBNF
+            lark = gbnf_to_lark(plain_gbnf(lark)) if is_gbnf(lark) else lark
         except Exception as error:
             raise UserError(f"structured_outputs.grammar: {one_line(str(error))}") from None
+        _require_shallow(_depth_of_rules(lark), structure.kind)
+        return LLMatcher.grammar_from_lark(lark)
     return _schema_source({"type": "object"})
 
 
@@ -68,7 +83,11 @@ def _schema(structure: StructuredOutputs) -> dict[str, Any]:
     """The JSON schema as an object: llguidance refuses a schema that is just ``true`` or ``false``."""
     assert isinstance(structure.json, str)
     schema = json.loads(structure.json)
-    return {"allOf": [schema]} if isinstance(schema, bool) else schema
+    try:
+        _require_shallow(_depth_of_schema(schema), structure.kind)
+        return {"allOf": [schema]} if isinstance(schema, bool) else without_annotations(schema)
+    except RecursionError:
+        raise UserError(f"structured_outputs.json: {TOO_DEEP}") from None
 
 
 def _schema_source(schema: dict[str, Any]) -> str:
@@ -78,12 +97,103 @@ def _schema_source(schema: dict[str, Any]) -> str:
         raise UserError(f"structured_outputs.json: {one_line(str(error))}") from None
 
 
+def without_annotations(schema: Any) -> Any:
+    """The schema without what JSON Schema calls annotations and llguidance refuses: formats that it does not know, and keywords
+    with values that limit nothing.
+    """
+    if isinstance(schema, list):
+        return [without_annotations(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for key, value in schema.items():
+        limits_nothing = (
+            (key == "format" and isinstance(value, str) and value not in _FORMATS)
+            or (key == "uniqueItems" and value is False)
+            or (key == "propertyNames" and value in _NO_LIMIT)
+        )
+        if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            kept[key] = {name: without_annotations(part) for name, part in value.items()}
+        elif not limits_nothing:
+            kept[key] = value if key in _VALUES else without_annotations(value)
+    return kept
+
+
+def _require_shallow(depth: int, kind: str) -> None:
+    if depth > MAX_DEPTH:
+        raise UserError(f"structured_outputs.{kind}: {TOO_DEEP}: its references make {depth} levels, but may make {MAX_DEPTH}")
+
+
+def _depth_of_schema(schema: Any) -> int:
+    """Levels of objects in a schema and in those that it refers to, along the deepest way that a reader goes."""
+
+    def references(place: str) -> list[tuple[str, int]]:
+        try:
+            part = reduce(_inner, filter(None, place.removeprefix("#").split("/")), schema)
+        except (LookupError, ValueError, TypeError):
+            return []  # llguidance says so
+        found, left = list[tuple[str, int]](), [(part, 1)]
+        while left:
+            value, level = left.pop()
+            if isinstance(value, dict):
+                if isinstance(target := value.get("$ref"), str):
+                    found.append((target, level))
+                left += [(inner, level + 1) for key, inner in value.items() if key not in ("$defs", "definitions")]
+            elif isinstance(value, list):
+                left += [(inner, level) for inner in value]
+        return found
+
+    return _depth("#", references)
+
+
+def _inner(value: Any, key: str) -> Any:
+    key = unquote(key).replace("~1", "/").replace("~0", "~")
+    return value[int(key)] if isinstance(value, list) else value[key]
+
+
+def _depth_of_rules(lark: str) -> int:
+    """The longest chain of rules, and of schemas in them, each of which names the next."""
+    schemas, plain = list[Any](), ""
+    for index, part in enumerate(re.split(r"%json\b", lark)):
+        if index:
+            try:
+                schema, end = json.JSONDecoder().raw_decode(part := part.lstrip())
+            except (ValueError, RecursionError):
+                schema, end = {}, 0  # llguidance says so
+            schemas.append(schema)
+            part = part[end:]
+        plain += part
+    bodies: dict[str, set[str]] = {}
+    pieces = re.split(r"(?m)^[ \t]*[?!]?([A-Za-z_]\w*)[^:\n]*:", _QUOTED.sub(" ", plain))
+    for name, body in zip(pieces[1::2], pieces[2::2], strict=True):
+        bodies[name] = set(re.findall(r"[A-Za-z_]\w*", body))
+    own = _depth("start", lambda rule: [(name, 1) for name in bodies.get(rule, ()) if name in bodies])
+    return own + max(map(_depth_of_schema, schemas), default=0)
+
+
+def _depth(start: str, references: Callable[[str], list[tuple[str, int]]]) -> int:
+    """The deepest that a reader gets who reads everything once: ``references`` has what a part refers to, and how deep in it."""
+    deepest, seen = 0, {start}
+    open_parts = [(iter(references(start)), 1)]
+    while open_parts:
+        following, level = open_parts[-1]
+        for target, inside in following:
+            deepest = max(deepest, level + inside)
+            if target not in seen:
+                seen.add(target)
+                open_parts.append((iter(references(target)), level + inside))
+                break
+        else:
+            open_parts.pop()
+    return deepest
+
+
 def _place(schema: Any, message: str, mistake_of: Callable[[Any], str]) -> str:
     """JSON pointer to the innermost part of a schema without which this mistake would not be found."""
     found: tuple[str | int, ...] = ()
-    left = iter(range(_MAX_CHECKS))
+    left, until = iter(range(_MAX_CHECKS)), time.process_time() + _PLACE_SECONDS
     parts = _parts(schema, found)
-    while (part := next(parts, None)) is not None and next(left, None) is not None:
+    while (part := next(parts, None)) is not None and next(left, None) is not None and time.process_time() < until:
         changed = deepcopy(schema)
         reduce(getitem, part[:-1], changed)[part[-1]] = {}  # which allows everything
         if mistake_of(changed) != message:
@@ -104,7 +214,7 @@ def _parts(schema: Any, at: tuple[str | int, ...]) -> Iterator[tuple[str | int, 
 def one_line(message: str) -> str:
     """The parser's first lines, up to its quotation of the source."""
     lines = [line.strip() for line in re.sub(r"^at \d+\(\d+\): (?=invalid regex)", "", message).splitlines()]
-    before = list(takewhile(lambda line: not re.match(r"\d+ \|", line), lines))
+    before = list(takewhile(lambda line: not re.match(r"\d+ \||<(non-verbose|state)|stack backtrace", line), lines))
     return " ".join(line for line in before if line.strip("^ "))[:_MAX_MESSAGE]
 
 
@@ -122,19 +232,26 @@ class Vocabulary:
         if not self._end_token_ids:
             raise UserError(f"{where}: it names no end token")
         try:
-            self._tokens = LLTokenizer(tokenizer.to_json(), eos_token=list(self._end_token_ids))
+            plain = LLTokenizer(tokenizer.to_json(), eos_token=list(self._end_token_ids))
         except ValueError as error:
             raise UserError(f"{where}: its tokenizer cannot be used: {one_line(str(error))}") from None
+        self._tokens = LLTokenizer(TokenizerWrapper(_PlainText(tokenizer, plain)), eos_token=list(self._end_token_ids))
         self._started = lru_cache(maxsize=_MAX_KEPT)(self._start)
 
     def check(self, structure: StructuredOutputs) -> None:
         """Raises UserError as ``structures.check``; also if a grammar names a special token that is not in the vocabulary, or if
         nothing can match, because everything contains itself.
         """
-        check(structure, self._tokens)
-        matcher = self.matcher(structure)
-        if not matcher.is_accepting() and set(Bitmask(matcher.compute_bitmask())) <= set(self._end_token_ids):
-            raise UserError(f"structured_outputs.{structure.kind}: no text is possible")
+        try:
+            matcher = self.matcher(structure)
+        except UserError:
+            check(structure, self._tokens)  # which knows the place
+            raise
+        matcher.try_consume_tokens(matcher.compute_ff_tokens())
+        is_over = set(Bitmask(matcher.compute_bitmask())) <= set(self._end_token_ids)
+        if matcher.is_error() or (is_over and not matcher.is_accepting()):
+            reason = f": {one_line(matcher.get_error())}" if matcher.is_error() else ""
+            raise UserError(f"structured_outputs.{structure.kind}: no text is possible{reason}")
 
     def matcher(self, structure: StructuredOutputs) -> LLMatcher:
         """At the structure's start. Raises UserError as ``check``, but for the place."""
@@ -145,7 +262,24 @@ class Vocabulary:
         return Grammar(partial(self.matcher, structure), self._end_token_ids)
 
     def _start(self, structure: StructuredOutputs) -> LLMatcher:
-        matcher = LLMatcher(self._tokens, source(structure), log_level=0)
+        matcher = LLMatcher(self._tokens, source(structure), log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise UserError(f"structured_outputs.{structure.kind}: {one_line(matcher.get_error())}")
         return matcher
+
+
+class _PlainText:
+    """The tokenizer that cuts forced text for llguidance: no text is read as a token that stands for no text, such as one that
+    is special, or looks like it. These are ``own``'s special tokens, which grammars may name.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, own: LLTokenizer) -> None:
+        self.eos_token_id = own.eos_token
+        self.special_token_ids = [token for token in range(own.vocab_size) if own.is_special_token(token)]
+        self.tokens = [own.decode_bytes([token]) for token in range(own.vocab_size)]
+        self._encode = tokenizer.without_added(self.special_token_ids).encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text, add_special_tokens=False).ids

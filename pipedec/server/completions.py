@@ -70,7 +70,8 @@ def completions_router(front: Front) -> APIRouter:
         served, model = front.require(), front.settings.check_model(body.model)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise bad_request("best_of is not supported: leave it out, or give the same as n", "best_of")
-        asked = await asked_of(body, served, body.logprobs, _DEFAULT_MAX_TOKENS, bool(body.echo), structure_of(body))
+        checked = asked_of(body, served, body.logprobs, _DEFAULT_MAX_TOKENS, bool(body.echo), structure_of(body))
+        asked = await unless_gone(request, checked)
         head = ResponseHead("cmpl", model)
         add_special_tokens = body.add_special_tokens is not False
         reading = tokenized(body.prompt, served, front.settings.max_prompts, add_special_tokens)
@@ -140,9 +141,10 @@ def chat_router(front: Front) -> APIRouter:
         logprobs, structure = most_probable if body.logprobs else None, structure_of(body)
         if structure is not None and use is not None:
             raise bad_request(f"{structure.field} goes without tools, or with tool_choice none", structure.field)
-        asked = await asked_of(
+        checked = asked_of(
             body, served, logprobs, served.defaults.max_tokens, structure=structure if use is None else use.structure
         )
+        asked = await unless_gone(request, checked)
         head = ResponseHead("chatcmpl", model)
         variables = dict(body.chat_template_kwargs or {})
         own = {"threads": asked.dialect and asked.dialect.name, "reasoning_effort": body.reasoning_effort}

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from pipedec.client.async_client import AsyncClient, AsyncReply
 from pipedec.core import Completion
+from pipedec.grammar.apart import StructureChecks
 from pipedec.messages import PromptRequest, RunDescription
 from pipedec.server.defaults import SamplingDefaults
 from pipedec.server.errors import ApiError, unavailable
@@ -66,6 +68,11 @@ class ServedRun:
     def vocab_size(self) -> int:
         """The tokens that a request may name."""
         return self.description.vocab_size or len(self.tokenizer)
+
+    @cached_property
+    def structures(self) -> StructureChecks:
+        """Checks structures for the model."""
+        return StructureChecks(self.tokenizer.directory)
 
 
 @dataclass(eq=False)

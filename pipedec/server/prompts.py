@@ -17,7 +17,6 @@ from pipedec.server.workers import Workers
 from pipedec.text.chat_template import text_of
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.text.tool_calls import knows_tools
-from pipedec.validation import shortened
 
 _LONG_CHARACTERS = 4000  # longer texts are tokenized in a thread, so that other requests do not wait
 READERS = Workers(2, most=64, seconds=30.0)

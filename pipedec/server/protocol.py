@@ -48,10 +48,25 @@ class Extensible(BaseModel):
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            accepted = self.unsupported.get(name)
+            accepted = self._accepted(name)
             if accepted is not None and value is not None and value not in accepted:
-                raise unsupported(name)
+                raise unsupported(shortened(name))
         return self
+
+    @classmethod
+    def _accepted(cls, name: str) -> Collection[Any] | None:
+        """The values of an unknown field that ask for nothing; None if all do."""
+        return cls.unsupported.get(name)
+
+
+class Closed(Extensible):
+    """Accepts no unknown fields that ask for something, but those that are ``harmless``."""
+
+    harmless: ClassVar[Collection[str]] = ()
+
+    @classmethod
+    def _accepted(cls, name: str) -> Collection[Any] | None:
+        return None if name in cls.harmless else _NOTHING
 
 
 def unsupported(what: str, remedy: str = "leave it out") -> PydanticCustomError:
@@ -84,25 +99,39 @@ class Body(Extensible):
     model: str | None = Field(None, description="One of the names in /v1/models; null for the only model.")
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Extensible):
     include_usage: bool | None = Field(None, description="Send a last chunk with the usage and without choices.")
     continuous_usage_stats: bool | None = Field(None, description="Send the usage so far with every chunk.")
 
 
-class JsonSchema(Extensible):
+class JsonSchema(Closed):
     """``strict`` changes nothing: every answer follows its schema."""
+
+    harmless = ("description",)
 
     document: dict[str, Any] = Field(alias="schema")
     name: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    type: Literal["text", "json_object", "json_schema"]
+class ResponseFormat(Closed):
+    """With ``schema`` as in llama.cpp, or ``value`` as in TGI, which mean the same as ``json_schema.schema``."""
+
+    type: Literal["text", "json_object", "json_schema", "json"]
     json_schema: JsonSchema | None = Field(None, description="With the type json_schema.")
+    document: dict[str, Any] | None = Field(None, alias="schema", description="Beside the type json_object or json_schema.")
+    value: dict[str, Any] | None = Field(None, description="With the type json.")
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """All that are given."""
+        inner = None if self.json_schema is None else self.json_schema.document
+        return [schema for schema in (inner, self.document, self.value) if schema is not None]
 
 
-class StructuredFields(Extensible):
+class StructuredFields(Closed):
+    harmless = ("disable_any_whitespace", "disable_fallback")
+
     document: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
     regex: str | None = None
     choice: Texts | None = Field(None, description="The answer is one of these.")
@@ -219,11 +248,11 @@ class Tool(Extensible):
     function: Function
 
 
-class FunctionName(BaseModel):
+class FunctionName(Closed):
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(Closed):
     type: Literal["function"]
     function: FunctionName
 

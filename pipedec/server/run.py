@@ -223,6 +223,7 @@ class ServerProcess:
         log("draining", unfinished=self._front.unfinished)
         self._front.drain()
         READERS.give_up()
+        await self._end_checks()
         finished = asyncio.create_task(self._until_finished())
         second = asyncio.create_task(second_signal.wait())
         await _first(finished, second, life, seconds=self._options.shutdown_timeout)
@@ -234,6 +235,10 @@ class ServerProcess:
             raise PipedecError(f"ended at once by a second signal: {unfinished} answers were cut")
         await _first(asyncio.create_task(self._until_finished()), second, seconds=_WRITING_SECONDS)
 
+    async def _end_checks(self) -> None:
+        if self._front.served is not None:
+            await self._front.served.structures.aclose()
+
     async def _until_finished(self) -> None:
         while self._front.unfinished:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -241,6 +246,7 @@ class ServerProcess:
     async def _close(self, http: asyncio.Task[None], hurry: asyncio.Event) -> None:
         """End the server, then the connection to the cluster, then the cluster if it is ours: by force in a hurry."""
         self._server.should_exit = True
+        await self._end_checks()
         if self._client is None:  # a cluster that has not taken requests has nothing to finish
             hurry.set()
         try:

@@ -87,7 +87,7 @@ async def asked_of(
         raise bad_request(f"n must be between 1 and {MAX_CHOICES}, not {n}", "n")
     dialect = _dialect(body.threads, served.tokenizer)
     if structure is not None:
-        await require_possible(structure, body)
+        await require_possible(structure, body, served.structures)
     return GenerationParams(
         _sampling(body, served, logprobs, echoes, structure), served.max_model_len, served.vocab_size, body.max_tokens_asked,
         default_max_tokens, n, _method(body, served.description), body.method_options or {}, dialect,

@@ -6,15 +6,15 @@ Knows OpenAI's and vLLM's names; how calls look in text is the business of ``tex
 
 from __future__ import annotations
 
-import asyncio
 import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipedec.core import StructuredOutputs, UserError
-from pipedec.grammar import check
+from pipedec.core import QueueFull, StructuredOutputs, UserError
+from pipedec.grammar import without_annotations
+from pipedec.grammar.apart import StructureChecks
 from pipedec.server.errors import ApiError, bad_request
 from pipedec.server.protocol import (
     MAX_CHOICE_TEXTS,
@@ -29,7 +29,6 @@ from pipedec.text.tokenizer import Tokenizer
 from pipedec.text.tool_calls import PLAIN, CallPart, CallReader, ToolFormat, knows_tools, tool_format
 
 _OLDER = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-_CHANGES_NOTHING = "disable_any_whitespace"
 
 
 @dataclass(frozen=True)
@@ -43,17 +42,16 @@ def structure_of(body: GenerationBody) -> Structure | None:
     """None if the answer is free text. Raises ApiError if several fields ask for one, or for what is not supported."""
     wanted: dict[str, dict[str, Any]] = {}  # by field, the arguments of ``StructuredOutputs``
     given = body.response_format
-    if given is not None and given.type == "json_object":
-        wanted["response_format"] = {"json_object": True}
-    elif given is not None and given.type == "json_schema":
-        if given.json_schema is None:
-            raise bad_request("response_format.json_schema is missing", "response_format")
-        wanted["response_format"] = {"json": given.json_schema.document}
+    if given is not None and given.type != "text":
+        if len(given.schemas) > 1:
+            raise bad_request("response_format has several schemas: give one", "response_format")
+        if not given.schemas and given.type != "json_object":
+            missing = "json_schema" if given.type == "json_schema" else "value"
+            raise bad_request(f"response_format.{missing} is missing", "response_format")
+        wanted["response_format"] = {"json": given.schemas[0]} if given.schemas else {"json_object": True}
+    elif given is not None and given.schemas:
+        raise bad_request("response_format has a schema, but its type is text", "response_format")
     if (fields := body.structured_outputs) is not None:
-        others = [name for name, value in (fields.model_extra or {}).items() if value and name != _CHANGES_NOTHING]
-        if others:
-            problem = f"structured_outputs.{others[0]} is not supported by this server: leave it out"
-            raise bad_request(problem, "structured_outputs")
         kinds: dict[str, Any] = {"json": fields.document, "json_object": fields.json_object or None}
         kinds |= {name: getattr(fields, name) for name in ("regex", "choice", "grammar")}
         if asked := {name: value for name, value in kinds.items() if value is not None}:
@@ -71,8 +69,10 @@ def structure_of(body: GenerationBody) -> Structure | None:
     return None
 
 
-async def require_possible(structure: Structure, body: GenerationBody) -> None:
-    """Raises ApiError with the place of the mistake if there is no such answer, or if it would take seconds to find out."""
+async def require_possible(structure: Structure, body: GenerationBody, checks: StructureChecks) -> None:
+    """Raises ApiError with the place of the mistake if there is no such answer, or if it would take seconds to find out;
+    QueueFull if too many others wait for that.
+    """
     field, outputs = structure.field, structure.outputs
     for other in ("ignore_eos", "threads"):
         if getattr(body, other):
@@ -83,11 +83,24 @@ async def require_possible(structure: Structure, body: GenerationBody) -> None:
         raise bad_request(f"{field} has {size} characters, but may have {MAX_STRUCTURE_CHARACTERS}", field)
     if len(texts) > MAX_CHOICE_TEXTS:
         raise bad_request(f"{field} has {len(texts)} choices, but may have {MAX_CHOICE_TEXTS}", field)
-    for place, part in (*structure.parts, (field, outputs)):
+    try:
+        await checks.check(outputs)
+    except QueueFull:
+        raise
+    except UserError as error:
+        await _find_place(structure, checks)
+        raise refusal(error, field, field) from None
+
+
+async def _find_place(structure: Structure, checks: StructureChecks) -> None:
+    """Raises ApiError for the first part that is wrong by itself."""
+    for place, part in structure.parts:
         try:
-            await asyncio.to_thread(check, part)  # a large schema does not delay other requests
+            await checks.check(part)
+        except QueueFull:
+            raise
         except UserError as error:
-            raise refusal(error, place, field) from None
+            raise refusal(error, place, structure.field) from None
 
 
 def refusal(error: UserError, place: str, field: str) -> ApiError:
@@ -121,7 +134,7 @@ def tool_use_of(body: ChatBody, tokenizer: Tokenizer) -> ToolUse | None:
         form = None  # no text has the marks of calls
     is_single = body.parallel_tool_calls is False or isinstance(choice, NamedTool)
     if choice != "auto":
-        structure = _calls_only(body, form or PLAIN, is_single)
+        structure = _calls_only(body, form or PLAIN, is_single, tokenizer)
     elif form is not None:
         structure = None
     elif has_template:
@@ -152,21 +165,22 @@ def _check_tools(body: ChatBody, tools: Sequence[Tool]) -> None:
         raise bad_request("tools go without threads: leave one of them out", "tools")
 
 
-def _calls_only(body: ChatBody, form: ToolFormat, is_single: bool) -> Structure:
+def _calls_only(body: ChatBody, form: ToolFormat, is_single: bool, tokenizer: Tokenizer) -> Structure:
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
     parameters: dict[str, dict[str, Any] | None] = {}
     parts = []
     for index, function in enumerate(tool.function for tool in body.tools or ()):
         if named not in (None, function.name):
             continue
-        parameters[function.name] = function.parameters
+        parameters[function.name] = without_annotations(function.parameters)
         if function.parameters:
             place = f"tools[{index}].function.parameters"
             try:
                 parts.append((place, StructuredOutputs(json=function.parameters)))
             except UserError as error:
                 raise refusal(error, place, "tools") from None
-    return Structure(StructuredOutputs(grammar=form.grammar(parameters, is_single)), "tools", tuple(parts))
+    grammar = form.grammar(parameters, is_single, lambda text: tokenizer.token_id(text) is not None)
+    return Structure(StructuredOutputs(grammar=grammar), "tools", tuple(parts))
 
 
 class CallWriter:

@@ -7,7 +7,7 @@ transformers' ``AutoTokenizer``. Knows no models and no requests.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,12 @@ class Tokenizer:
     def to_json(self) -> str:
         """The contents of ``tokenizer.json``, with the tokens that only the configuration has."""
         return self._backend.to_str()
+
+    def without_added(self, token_ids: Collection[int]) -> tokenizers.Tokenizer:
+        """The tokenizer by which no text has these added tokens."""
+        contents = json.loads(self.to_json())
+        contents["added_tokens"] = [one for one in contents["added_tokens"] if one["id"] not in token_ids]
+        return tokenizers.Tokenizer.from_str(json.dumps(contents))
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any) -> str:
         """The text that the chat template makes of messages, JSON objects with ``role`` and ``content``, with ``options`` as

@@ -29,12 +29,20 @@ class ToolFormat:
     separator: str  # between two calls
     arguments: str  # the key of the arguments
 
-    def grammar(self, tools: Mapping[str, Mapping[str, Any] | None], is_single: bool) -> str:
+    def grammar(
+        self, tools: Mapping[str, Mapping[str, Any] | None], is_single: bool, is_token: Callable[[str], bool] = lambda _: False
+    ) -> str:
         """In Lark's notation, of an answer that only calls tools: once, or also several times unless ``is_single``. ``tools``:
-        from the name to the JSON schema of the arguments; None for a tool without any.
+        from the name to the JSON schema of the arguments; None for a tool without any. A mark for which
+        ``is_token`` holds is written as that token.
         """
         schemas = [_NO_ARGUMENTS if schema is None else {"type": "object", **schema} for schema in tools.values()]
-        begin, end = (json.dumps(mark) if mark else "" for mark in (self.begin, self.end))
+
+        def said(mark: str) -> str:
+            parts = [part for part in re.split(r"(<\S+>)", mark) if part]
+            return " ".join(part if part[0] == "<" and is_token(part) else json.dumps(part) for part in parts)
+
+        begin, end = said(self.begin), said(self.end)
         lines = [
             "start: call" + ("" if is_single else f" ({json.dumps(self.separator)} call)*"),
             f"call: {begin} ({' | '.join(f'call_{index}' for index in range(len(tools)))}) {end}",

@@ -21,7 +21,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"json": {"items": {"contains": TEXT}}}, 'structured_outputs.json: Unimplemented keys: ["contains"] (at #/items)'),
     ({"json": {"not": {}, "properties": {"x": TEXT}}}, 'structured_outputs.json: Unimplemented keys: ["not"] (at #)'),
     ({"json": {"items": {"$ref": "#/nope"}}}, "structured_outputs.json: Pointer '/nope' does not exist (at #/items)"),
-    ({"json": {"$defs": {"d": {"format": "nope", **TEXT}}, "$ref": "#/$defs/d"}}, "Unknown format: nope (at #/$defs/d)"),
+    (
+        {"json": {"$defs": {"d": {"uniqueItems": True}}, "$ref": "#/$defs/d"}},
+        'Unimplemented keys: ["uniqueItems"] (at #/$defs/d)',
+    ),
     ({"json": False}, "structured_outputs.json: Unsatisfiable schema: schema is false (at #"),
     ({"regex": "(a"}, 'structured_outputs.regex: invalid regex "(a" (in regex): regex parse error: (a error: unclosed group'),
     ({"grammar": 'start: a\na: "x" c'}, 'structured_outputs.grammar: at 2(4): unknown name: "c"'),

@@ -211,7 +211,7 @@ def test_an_answer_that_strays_from_its_structure_goes_on_no_further(is_known: b
 
 @pytest.mark.failure_case("H34")
 def test_where_a_structure_is_too_complex_the_answer_ends_with_an_error() -> None:
-    words = " | ".join(f'"word" "{number} and more"' for number in range(8000))
+    words = " | ".join(f'"word" "{number} and more"' for number in range(12000))
     grammar = vocabulary().grammar(StructuredOutputs(grammar=f"start: {words}"))
     [word] = grammar.forced()
     assert TOKENIZER.decode([word]) == "word"

@@ -78,6 +78,8 @@ def served(front: Front) -> Iterator[Site]:
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
             yield Site(front, port, client, loop)
     finally:
+        if front.served is not None:
+            asyncio.run_coroutine_threadsafe(front.served.structures.aclose(), loop).result(20)
         server.should_exit = True
         thread.join(20)
         runner.close()
