@@ -216,8 +216,8 @@ def test_no_log_probability_is_lost_while_text_is_held_back(say: Say) -> None:
         ("hermes", {"tools": [{**TIME, "function": {"name": f"f{n}"}} for n in range(129)]}, "tools", "at most 128"),
         ("hermes", {"tools": TOOLS, "threads": "apar"}, "tools", "without threads"),
         ("hermes", {"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "without tools"),
-        ("hermes", {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "x"}}}}}],
-                    "tool_choice": "required"}, "tools", "tools[0].function.parameters: "),
+        ("hermes", {"tool_choice": "required", "tools": [{"type": "function", "function": {
+            "name": "f", "parameters": {"properties": {"a": {"type": "x"}}}}}]}, "tools", "tools[0].function.parameters: "),
         ("hermes", {"tools": [TIME, {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
          "tools", "tools[1].function.parameters must be of the type object"),
         ("none", {"messages": TOLD}, "messages", "messages[1]"),
