@@ -7,6 +7,7 @@ import logging
 import os
 import pty
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,7 +112,7 @@ def test_polls_leave_no_lines(site: Site, tmp_path: Path) -> None:
     with served(front) as loading, path.open("wb") as file, written_log(file.fileno()):
         client = loading.client
         assert poll() == [503, 503]
-        loading.call(lambda: front.attach(site.front.require()))
+        loading.call(lambda: front.attach(replace(site.front.require())))
         assert poll() == [200, 200]
         loading.call(front.drain)
         assert poll() == [200, 503]
