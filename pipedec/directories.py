@@ -52,7 +52,7 @@ def _own_directory(base: str) -> Path:
     """$PIPEDEC_STATE_DIR, else ``base``/pipedec, else one below the home or the temporary files; created."""
     try:
         if chosen := os.environ.get("PIPEDEC_STATE_DIR"):
-            directory = Path(chosen).absolute()
+            directory = Path(os.path.expanduser(chosen)).absolute()
             is_others = directory.is_dir() and directory.stat().st_uid != os.getuid()
             return _own_among_others(directory) if is_others else _own(directory)
         for parent in (base, os.path.expanduser("~/.cache")):

@@ -85,7 +85,10 @@ def test_a_user_without_a_home_gets_private_directories(
     assert {state_directory(), cache_directory()} == {own} and own.stat().st_mode & 0o777 == 0o700
     settle_home()
     assert getpass.getuser() == str(os.getuid()) and os.path.isabs(os.path.expanduser("~"))
-    assert state_directory().is_relative_to(own) and list(temporary.iterdir()) == [own]
+    assert state_directory().is_relative_to(own)
+    monkeypatch.setenv("PIPEDEC_STATE_DIR", "~/mine")
+    monkeypatch.setenv("HOME", str(own))
+    assert state_directory() == own / "mine" and list(temporary.iterdir()) == [own]
 
 
 @pytest.mark.failure_case("M39")

@@ -22,7 +22,7 @@ from pipedec.cli.show import Interrupts, console, loading_bars
 from pipedec.cluster.local import LocalCluster, resolve_apart
 from pipedec.cluster.logs import log_directory
 from pipedec.cluster.processes import die_with_parent
-from pipedec.cluster.state import DEFAULT_RUN, RunningCluster, check_unused, process_start, read_state
+from pipedec.cluster.state import DEFAULT_RUN, RunningCluster, check_unused, process_start, read_state, running_here
 from pipedec.cluster.supervisor import Supervisor
 from pipedec.config import Settings, settings_options
 from pipedec.config.redis import redis_config
@@ -55,7 +55,8 @@ def up(
         die_with_parent()  # raises BrokenPipeError if it has ended already
         print(json.dumps({"pid": os.getpid()}), flush=True)
     server = redis_config(place.redis)
-    run_id = place.run or (DEFAULT_RUN if server.url else f"local-{secrets.token_hex(4)}")
+    is_second = for_parent and any(state.run_id == DEFAULT_RUN for state in running_here())  # of a server, which has no --run
+    run_id = place.run or (DEFAULT_RUN if server.url and not is_second else f"local-{secrets.token_hex(4)}")
     check_unused(run_id)
     if detach:
         detach_cluster(run_id)
