@@ -46,7 +46,7 @@ class HttpFlags(RunOptions):
     api_key: Annotated[tuple[str, ...], Help("Deprecated.", "KEY", repeated=True, hidden=True)] = ()
     api_key_file: Annotated[
         Path | None,
-        Help(f"File with API keys, one per line: requests to /v1 need one of them (default: ${_KEY_VARIABLE}).", "FILE"),
+        Help(f"File with API keys, one per line: requests need one of them (default: ${_KEY_VARIABLE}).", "FILE"),
     ] = None
     served_model_name: Annotated[
         tuple[str, ...],

@@ -90,6 +90,8 @@ def tokens_router(front: Front) -> APIRouter:
         if body.prompt is not None and body.messages is None:
             [prompt] = await unless_gone(request, tokenized(body.prompt, served, 1, body.add_special_tokens is not False))
         elif body.messages is not None and body.prompt is None:
+            if body.add_special_tokens:
+                raise bad_request("add_special_tokens is not supported with messages: leave it out", "add_special_tokens")
             begins_answer = body.add_generation_prompt is not False
             tools = shown(body.tools) if body.tools else None
             reading = rendered(body.messages, served, begins_answer, body.chat_template_kwargs or {}, tools)

@@ -179,6 +179,7 @@ def test_what_is_not_supported_is_refused_and_never_ignored(site: Site) -> None:
         for field, value in fields.items():
             error = refused(site, filled(path, {field: value}), path)
             assert error["param"] == field and "not supported" in error["message"]
+    assert "not supported" in refused(site, {"messages": USER, "add_special_tokens": True}, "/tokenize")["message"]
 
 
 @pytest.mark.parametrize(
