@@ -174,8 +174,9 @@ def most_connections() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, WANTED_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
+        with suppress(OSError, ValueError):  # macOS has a lower limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
     return max(1, (WANTED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft) - RESERVED_DESCRIPTORS)
 
 
