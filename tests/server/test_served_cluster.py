@@ -98,6 +98,22 @@ _NUMBERS = (
 _NESTED = b"[" * 900 + b"]" * 900
 _PARTS = [{"type": "text", "text": "a"}]
 _CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}]}
+_LONG = {"max_tokens": 400, "ignore_eos": True}
+_CHAIN = "\n".join(f'r{number} ::= r{number + 1} | "x"' for number in range(5000))
+_PATTERNS = [{"type": "string", "pattern": f".*a.{{{number}}}b.*"} for number in range(30)]
+_REFERENCES = {f"d{number}": {"$ref": f"#/$defs/d{number + 1}"} for number in range(4000)}
+_COSTLY = [
+    {**_LONG, "method_options": {"forwards": 500}},
+    {**_LONG, "method": "pipedec", "method_options": {"width": 4096, "children": 4096}},
+    {"max_tokens": 50, "n": 8, "stop_token_ids": [7] * 300_000},
+    *({"max_tokens": 200, "structured_outputs": value} for value in (
+        {"grammar": f'root ::= r0\n{_CHAIN}\nr5000 ::= "y"'}, {"json": {"allOf": _PATTERNS}}, {"regex": "a{1000000}"},
+        {"json": {"$ref": "#/$defs/d0", "$defs": {**_REFERENCES, "d4000": {"type": "null"}}}}, {"json": {"const": "ab" * 30_000}},
+        {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, {"choice": ["<|user|>"]}, {"regex": "(" * 9000},
+        {"json": {"properties": {f"p{number}": {"type": "integer"} for number in range(1000)}}},
+        {"json": {"properties": {f"p{number}": {"type": "string", "pattern": "^a+$"} for number in range(3000)}}},
+    )),
+]  # fmt: skip
 _HOSTILE: list[tuple[str, dict[str, Any] | bytes]] = [
     *((COMPLETIONS, {name: value}) for name in _NUMBERS for value in ("x", float("nan"), float("inf"), -1, 2**70, 1e308, [], {})),
     *((COMPLETIONS, {"prompt": value}) for value in (
@@ -142,6 +158,7 @@ _HOSTILE: list[tuple[str, dict[str, Any] | bytes]] = [
     )),
     *(("/detokenize", {"tokens": value}) for value in ([7] * 400_000, [2**70], [-1], "x", [None], {}, [], [7] * CONTEXT)),
     *(("/tokenize", {"prompt": value}) for value in ("a" * 900_000, [7], None, "", "\ud800", {})),
+    *((COMPLETIONS, value) for value in _COSTLY),
 ]  # fmt: skip
 
 
@@ -155,7 +172,7 @@ def test_no_hostile_body_hurts_a_stream_beside_it(cluster_site: Site) -> None:
         body = hostile if isinstance(hostile, bytes) else json.dumps({"prompt": "a", "max_tokens": 4, **hostile}).encode()
         if path != COMPLETIONS and isinstance(hostile, dict):
             body = json.dumps({"max_tokens": 4, **hostile} if path == CHAT else hostile).encode()
-        response = cluster_site.client.post(path, content=body, headers={"content-type": "application/json"}, timeout=60)
+        response = cluster_site.client.post(path, content=body, headers={"content-type": "application/json"}, timeout=120)
         return response.status_code, f"{path} {body[:200]!r}: {response.status_code} {response.text[:200]}"
 
     assert len(_HOSTILE) > 60
