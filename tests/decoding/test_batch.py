@@ -119,7 +119,7 @@ def test_a_draft_forward_serves_all_requests_and_is_bounded() -> None:
 
 @pytest.mark.failure_case("H25")
 def test_trees_that_are_drafted_at_once_share_the_draft_model_and_take_turns() -> None:
-    """Each is a quarter of what one timestep drafts: of nine, all are drafted within three."""
+    """Each is half of what one timestep drafts."""
     chooser = random.Random(1)
     drafter, largest = KnowingDrafter(chooser), StaticTreeOptions(depth=2, rows=256, children=64)
     batch = Batch(1, drafter, knee=256)
