@@ -138,11 +138,10 @@ def checked_models(models: Models, in_parts: bool = False) -> tuple[Path, Path |
         raise UserError("give --draft DIR beside --target (a small model with the same tokenizer), or --draft none")
     fits_vocabulary(target, config.vocab_size)
     if draft is not None:
-        drafting = checked(draft, in_parts)
+        checked(draft, in_parts)
         known = DraftVocabulary.load(draft)
         if known is None:
             same_tokenizer(target, draft)
-            fits_vocabulary(draft, drafting.vocab_size)
         elif known.of != vocabulary_digest(load_tokenizer(target)):
             raise UserError(
                 f"the draft {draft} was trained for a target with another vocabulary than {target}: use its own draft"
