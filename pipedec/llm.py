@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pipedec.cluster.local import LocalCluster, resolve_apart
 from pipedec.config import Settings
 from pipedec.config.settings import keyword_arguments
 from pipedec.core import DEFAULT_METHOD, Completion, MethodOptions, SamplingParams, UserError
+from pipedec.grammar.apart import check_apart
 from pipedec.messages import LOCAL_TENANT, PromptRequest
 from pipedec.methods import find_method, make_options
 from pipedec.scheduler import RunStatus
@@ -53,6 +55,7 @@ class Resident:
     ) -> None:
         self._method = method
         self._tokenizer: Tokenizer | None = None
+        self._check = lru_cache(maxsize=16)(lambda structure: check_apart(structure, Path(self._cluster.spec.target)))
         self._cluster = LocalCluster(resolve_apart(Settings.of(target=target, draft=draft, **settings)))
         self._cluster.start()
 
@@ -69,6 +72,8 @@ class Resident:
             given = tuple(given)
         dialect = None if threads is None else load_dialect(threads).to_json()
         named = named_options(self._method or DEFAULT_METHOD, options)
+        if sampling is not None and sampling.structured_outputs is not None:
+            self._check(sampling.structured_outputs)
         return PromptRequest(
             given, raw_prompt, self._method, sampling or SamplingParams(), named, threads=dialect, priority=priority,
             tenant=LOCAL_TENANT,
@@ -231,7 +236,8 @@ class AsyncLLM(Resident):
             RankLost, SchedulerLost: the cluster died.
         """
         client = await self._connected()
-        return await client.submit(self._request(prompt, sampling_params, raw_prompt, options, threads, priority))
+        request = await asyncio.to_thread(self._request, prompt, sampling_params, raw_prompt, options, threads, priority)
+        return await client.submit(request)
 
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **named: Any) -> AsyncIterator[Delta]:
         """The answer in pieces, otherwise as ``submit``. Leaving the iteration (``aclose``) cancels it."""

@@ -21,7 +21,7 @@ from pipedec.cluster.state import RunningCluster, find_run
 from pipedec.core import DEFAULT_METHOD, SamplingParams, StructuredOutputs, UserError
 from pipedec.data import PromptSource
 from pipedec.flags import Command, Help, Option, option, option_fields, options_of, with_options
-from pipedec.grammar import check
+from pipedec.grammar.apart import check_apart
 from pipedec.messages import LOCAL_TENANT, PromptRequest
 from pipedec.methods import METHOD_NAMES, METHODS, make_options, option_rules
 from pipedec.threads import load_dialect
@@ -118,7 +118,7 @@ class StructureFlags:
         if all(value is None for value in kinds.values()):
             return None
         outputs = StructuredOutputs(**kinds)
-        check(outputs)
+        check_apart(outputs)
         return outputs
 
 

@@ -154,8 +154,8 @@ class _Process:
 
     async def end(self) -> None:
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
             await self._process.wait()
 
 

@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, SecretStr
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from pipedec.core import SamplingParams, StructuredOutputs, UserError
 from pipedec.directories import reference_pair
-from pipedec.grammar import Vocabulary, check
+from pipedec.grammar import Vocabulary, check, without_annotations
 from pipedec.text.tokenizer import Tokenizer
+from pipedec.text.tool_calls import PLAIN
 
+TARGET = Tokenizer(reference_pair() / "target")
 DEEP = {"properties": {"a/b": {"anyOf": [{"type": "string"}, {"items": {"type": "objekt"}}]}}}
 TEXT = {"type": "string"}
 MISTAKES: list[tuple[dict[str, Any], str]] = [
@@ -35,7 +38,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.fixture(scope="module")
 def vocabulary() -> Vocabulary:
-    return Vocabulary(Tokenizer(reference_pair() / "target"))
+    return Vocabulary(TARGET)
 
 
 @pytest.mark.parametrize(("given", "message"), MISTAKES)
@@ -61,6 +64,99 @@ def test_what_is_right_is_taken(given: dict[str, Any], vocabulary: Vocabulary) -
     assert vocabulary.grammar(StructuredOutputs(**given)).allowed()
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "string", "format": "path"}, {"type": "string", "format": "password", "writeOnly": True},
+        {"type": "array", "items": {"type": "string", "format": "uri-reference"}, "uniqueItems": False},
+        {"type": "object", "propertyNames": {"type": "string"}}, {"type": "string", "contentEncoding": "base64"},
+        {"type": ["string", "null"], "enum": ["a", None]}, {"type": "object"}, {},
+        {"properties": {"format": {"type": "string", "title": "The format", "format": "x"}}},
+    ],
+)  # fmt: skip
+@pytest.mark.failure_case("H32")
+def test_annotations_limit_nothing(given: dict[str, Any], vocabulary: Vocabulary) -> None:
+    vocabulary.check(StructuredOutputs(json=given))
+    tools = {"f": without_annotations({"properties": {"a": given}}), "g": None}
+    vocabulary.check(StructuredOutputs(grammar=PLAIN.grammar(tools, False)))
+
+
+@pytest.mark.failure_case("H32")
+def test_only_what_limits_nothing_is_left_out_of_a_schema(vocabulary: Vocabulary) -> None:
+    class Account(BaseModel):
+        home: Path
+        password: SecretStr
+
+    vocabulary.check(StructuredOutputs(json=Account.model_json_schema()))
+    kept = {"const": {"format": "x"}, "properties": {"uniqueItems": {"format": "date"}}}
+    assert without_annotations({**kept, "format": "x"}) == kept
+    for given in ({"uniqueItems": True}, {"propertyNames": {"pattern": "^a"}}):
+        with pytest.raises(UserError, match=rf"{next(iter(given))}.* \(at #/properties/a\)"):
+            vocabulary.check(StructuredOutputs(json={"properties": {"a": given}}))
+
+
+GBNF: list[tuple[str, str, str]] = [  # a grammar, a text that it has, and one that it has not
+    (r"root ::= [\u0430-\u044f]+", "привет", "hi"),
+    (r'root ::= "\u00e9\U0001F600\x41" [^\n"]*', 'é😀A"'[:-1] + "b", 'é😀A"'),
+    ('root ::= start "!"\nstart ::= "a"', "a!", "a"),
+    ('# c "x\nroot ::= "a" # comment: x', "a", "b"),
+    ('root ::= ("a" | "b"){2,3}', "aba", "a"),
+    ('root ::= item-list\nitem-list ::= "- " [^\\n]+ "\\n" item-list?', "- x\n- y\n", "- x"),
+    ('root ::= (\n  "a" | # one\n  "b"\n)\n', "b", "c"),
+    ('root ::= a-b 1c\r\na-b ::= "a"\r\n1c ::= "c"\r\n', "ac", "a"),
+    ('root ::= fooBar foo_bar a-b a_b\nfooBar ::= "1"\nfoo_bar ::= "2"\na-b ::= "3"\na_b ::= "4"', "1234", "1"),
+    (r'root ::= [\]\\"^-] [+--] [&&] "/"', "]+&/", "a+&/"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "text", "other"), GBNF)
+@pytest.mark.failure_case("H36")
+def test_gbnf_is_read_as_by_llama_cpp(grammar: str, text: str, other: str, vocabulary: Vocabulary) -> None:
+    assert is_whole(vocabulary, grammar, text)
+    assert not is_whole(vocabulary, grammar, other)
+
+
+def is_whole(vocabulary: Vocabulary, grammar: str, text: str) -> bool:
+    said = vocabulary.grammar(StructuredOutputs(grammar=grammar))
+    said.advance(TARGET.encode(text, add_special_tokens=False))
+    return said.is_possible and TARGET.eos_token_id in said.allowed()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ('root ::= "a"\n\nb ::= c', "line 3: there is no rule c"), ('root ::= "a"\nroot ::= "b"', "line 2: the rule root"),
+        ('root ::= "a"\nb ::= )', "line 2"), (r'root ::= "\ud800"', "no character"), ('a ::= "b"', "No 'root' rule"),
+    ],
+)  # fmt: skip
+@pytest.mark.failure_case("H36")
+def test_a_mistake_in_gbnf_is_told_with_its_line(grammar: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check(StructuredOutputs(grammar=grammar))
+
+
+def _chain(length: int, of: str) -> StructuredOutputs:
+    if of == "schemas":
+        links = {f"d{n}": {"properties": {"x": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(length)}
+        return StructuredOutputs(json={"$ref": "#/$defs/d0", "$defs": {**links, f"d{length}": {}}})
+    begin, is_, end = {
+        "GBNF": ("root ::= r0", "::=", '"y"'),
+        "Lark": ("start: r0", ":", '"y"'),
+        "JSON": ("start: r0", ":", "%json {}"),
+    }[of]
+    rules = [f'r{n} {is_} r{n + 1} | "x"' for n in range(length)]
+    return StructuredOutputs(grammar="\n".join([begin, *rules, f"r{length} {is_} {end}"]))
+
+
+@pytest.mark.parametrize("of", ["schemas", "GBNF", "Lark", "JSON"])
+@pytest.mark.failure_case("H30")
+def test_what_llguidance_would_recurse_into_too_deeply_is_refused_before(of: str, vocabulary: Vocabulary) -> None:
+    vocabulary.check(_chain(100, of))
+    for checked in (check, vocabulary.check, vocabulary.matcher):
+        with pytest.raises(UserError, match="nested too deeply"):
+            checked(_chain(1000, of))
+
+
 def test_special_tokens_of_a_grammar_are_looked_up_where_there_are_tokens(vocabulary: Vocabulary) -> None:
     check(StructuredOutputs(grammar="start: <|nope|>"))
     with pytest.raises(UserError, match=r'unknown special token: "<|nope|>"'):
@@ -68,7 +164,18 @@ def test_special_tokens_of_a_grammar_are_looked_up_where_there_are_tokens(vocabu
     vocabulary.check(StructuredOutputs(grammar="start: <|user|>"))
 
 
-@pytest.mark.parametrize("given", [{"json": {"$ref": "#"}}, {"regex": r"[^\s\S]"}, {"grammar": 'start: start "a"'}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"json": {"$ref": "#"}},
+        {"regex": r"[^\s\S]"},
+        {"grammar": 'start: start "a"'},
+        {"grammar": 'start: "a" start'},
+        {"regex": "a{1000000}"},
+        {"json": {"properties": {"x": {"$ref": "#"}}, "required": ["x"], "additionalProperties": False, "type": "object"}},
+    ],
+)
+@pytest.mark.failure_case("H34")
 def test_a_structure_that_no_text_has_is_refused(given: dict[str, Any], vocabulary: Vocabulary) -> None:
     with pytest.raises(UserError, match="no text is possible"):
         vocabulary.check(StructuredOutputs(**given))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from pipedec.core import StructuredOutputs
 from pipedec.grammar import Grammar, Vocabulary, check
@@ -91,3 +94,16 @@ def test_whatever_is_admitted_is_read_as_calls(form: ToolFormat, seed: int, voca
         assert name in TOOLS and isinstance(arguments, dict)
         assert name != "stop" or arguments == {}
         assert name != "paint" or (list(arguments) == ["kind", "also"] and arguments["kind"] in ("red", 'a "b" }'))
+
+
+@pytest.mark.failure_case("H35")
+def test_marks_of_calls_that_are_tokens_are_said_as_these(tmp_path: Path, tokenizer_files: Path) -> None:
+    shutil.copytree(tokenizer_files, tmp_path, dirs_exist_ok=True)
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("</tool_call>", special=False)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    words = Tokenizer(tmp_path)
+    structure = StructuredOutputs(grammar=HERMES.grammar({"stop": None}, True, lambda text: words.token_id(text) is not None))
+    chain = Vocabulary(words).grammar(structure).forced()
+    assert words.token_id("<tool_call>") == chain[0] and words.token_id("</tool_call>") == chain[-2]
+    assert calls_in(HERMES, words.decode(chain)) == [("stop", {})]

@@ -247,6 +247,24 @@ def test_forced_text_is_tokenized_once() -> None:
     assert Counted.calls <= 2
 
 
+@pytest.mark.failure_case("H34")
+def test_an_object_with_a_thousand_optional_properties_can_be_followed() -> None:
+    schema = {"properties": {f"p{n}": {"const": n} for n in range(1000)}, "additionalProperties": False, "type": "object"}
+    grammar = vocabulary().grammar(StructuredOutputs(json=schema))
+    grammar.advance(TOKENIZER.encode('{"p7": 7, "p900": 900', add_special_tokens=False))
+    assert grammar.is_possible and set(grammar.allowed(TOKENIZER.encode("}", add_special_tokens=False))) == {END}
+
+
+@pytest.mark.parametrize("text", ["<|user|>", "a <|end|><b>", "[Fork]é"])
+@pytest.mark.failure_case("H35")
+def test_text_that_looks_like_a_special_token_is_written_as_text(text: str) -> None:
+    for structure in (StructuredOutputs(choice=(text,)), StructuredOutputs(json={"const": text})):
+        said = walked(vocabulary().grammar(structure), random.Random(0))
+        assert has_ended(said)
+        assert text_of(said) == (text if structure.choice else json.dumps(text, ensure_ascii=False))
+        assert TOKENIZER.all_special_ids.isdisjoint(said[:-1])
+
+
 def test_a_model_with_several_end_tokens_may_end_with_any() -> None:
     grammar = vocabulary().grammar(StructuredOutputs(regex="a?"))
     assert {END, OTHER_END} < set(grammar.allowed())

@@ -323,6 +323,9 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
         ("response_format", {"type": "text"}, None),
         ("response_format", {"type": "json_object"}, {"json_object": True}),
         ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}, {"json": SCHEMA}),
+        ("response_format", {"type": "json_object", "schema": SCHEMA}, {"json": SCHEMA}),
+        ("response_format", {"type": "json_schema", "schema": SCHEMA, "strict": False}, {"json": SCHEMA}),
+        ("response_format", {"type": "json", "value": SCHEMA}, {"json": SCHEMA}),
         ("structured_outputs", {"regex": None, "json_object": False}, None),
         ("structured_outputs", {"json": SCHEMA, "regex": None, "disable_fallback": False}, {"json": SCHEMA}),
         ("structured_outputs", {"json": '{"type": "object"}', "disable_any_whitespace": True}, {"json": '{"type": "object"}'}),
@@ -336,6 +339,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
         ("guided_grammar", 'start: "a"', {"grammar": 'start: "a"'}),
     ],
 )
+@pytest.mark.failure_case("H37")
 def test_a_structure_reaches_the_engine(site: Site, field: str, value: Any, expected: dict[str, Any] | None) -> None:
     for path in (COMPLETIONS, CHAT):
         ask(site, path, **{field: value})
@@ -349,6 +353,17 @@ def test_a_structure_reaches_the_engine(site: Site, field: str, value: Any, expe
         ("response_format", {"type": "json_schema"}, "json_schema is missing"),
         ("response_format", {"type": "json_schema", "json_schema": {"name": "a"}}, "json_schema.schema is missing"),
         ("response_format", {"type": "yaml"}, "response_format.type"),
+        ("response_format", {"type": "json"}, "response_format.value is missing"),
+        ("response_format", {"type": "text", "schema": SCHEMA}, "its type is text"),
+        ("response_format", {"type": "json_schema", "schema": SCHEMA, "json_schema": {"schema": SCHEMA}}, "several schemas"),
+        ("response_format", {"type": "json_object", "jsonschema": SCHEMA}, "response_format.jsonschema is not supported"),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"schema": {}, "shcema": SCHEMA}},
+            "json_schema.shcema is not",
+        ),
+        ("structured_outputs", {"regex": "a", "pattern": "b"}, "structured_outputs.pattern is not supported"),
+        ("guided_json", {"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}b.*"} for n in range(30)]}, "it takes more than"),
         ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "obj"}}}, "obj"),
         ("structured_outputs", {"json": {"properties": {"a": {"type": "number", "minimum": "x"}}}}, "minimum"),
         ("structured_outputs", {"json": "{not JSON"}, "JSON"),
@@ -367,7 +382,7 @@ def test_a_structure_reaches_the_engine(site: Site, field: str, value: Any, expe
     ],
     ids=lambda value: str(value)[:40],
 )
-@pytest.mark.failure_case("H21")
+@pytest.mark.failure_case("H21", "H37")
 def test_a_structure_that_cannot_be_is_refused_with_its_place(site: Site, field: str, value: Any, place: str) -> None:
     for path in (COMPLETIONS, CHAT):
         error = refused(site, filled(path, {field: value}), path)

@@ -180,6 +180,22 @@ def test_a_choice_that_must_call_makes_a_grammar(say: Say, template: str) -> Non
         assert ("parameters" in structure.grammar) == (template == "llama3")
 
 
+@pytest.mark.failure_case("H32")
+def test_a_schema_with_annotations_is_taken_and_one_that_nobody_follows_is_not_compiled(say: Say) -> None:
+    site, path = (
+        say("hermes", "Hm."),
+        {"properties": {"where": {"type": "string", "format": "path"}, "of": {"$ref": "#/$defs/of"}}},
+    )
+    walk = {"type": "function", "function": {"name": "walk", "parameters": {**path, "$defs": {"of": {"type": "string"}}}}}
+    ask(site, CHAT, tools=[WEATHER, walk], tool_choice="required")
+    unique = {"type": "function", "function": {"name": "unique", "parameters": {"properties": {"a": {"uniqueItems": True}}}}}
+    ask(site, CHAT, tools=[WEATHER, unique])
+    assert site.engine.requests[-1].sampling.structured_outputs is None
+    error = site.client.post(CHAT, json={"messages": USER, "tools": [walk, unique], "tool_choice": "required"}).json()["error"]
+    assert "tools[1].function.parameters: " in error["message"] and "uniqueItems" in error["message"]
+    assert "#/properties/a" in error["message"]
+
+
 def test_a_plain_call_is_read_where_it_was_forced(say: Say) -> None:
     site = say("none", '{"name": "time", "arguments": {}}')
     assert answer_of(ask(site, CHAT, tools=TOOLS, tool_choice="required")) == (None, [("time", "{}")], "tool_calls")
@@ -210,6 +226,7 @@ def test_no_log_probability_is_lost_while_text_is_held_back(say: Say) -> None:
         ("hermes", {"tools": TOOLS, "tool_choice": "always"}, "tool_choice", 'is "always"'),
         ("hermes", {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "tool_choice must be none, auto,"),
         ("hermes", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
+        ("hermes", {"tools": TOOLS, "tool_choice": {**NAMED, "strict": True}}, "tool_choice", "tool_choice.strict is not"),
         ("hermes", {"tools": [WEATHER, WEATHER]}, "tools", "two functions weather"),
         ("hermes", {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools.0.function.name"),
         ("hermes", {"tools": [{"type": "retrieval"}]}, "tools", "tools.0.type"),
@@ -217,7 +234,7 @@ def test_no_log_probability_is_lost_while_text_is_held_back(say: Say) -> None:
         ("hermes", {"tools": TOOLS, "threads": "apar"}, "tools", "without threads"),
         ("hermes", {"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "without tools"),
         ("hermes", {"tool_choice": "required", "tools": [{"type": "function", "function": {
-            "name": "f", "parameters": {"properties": {"a": {"type": "x"}}}}}]}, "tools", "tools[0].function.parameters: "),
+            "name": "f", "parameters": {"properties": {"a": {"type": 5}}}}}]}, "tools", "tools[0].function.parameters: "),
         ("hermes", {"tools": [TIME, {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
          "tools", "tools[1].function.parameters must be of the type object"),
         ("none", {"messages": TOLD}, "messages", "messages[1]"),
