@@ -232,7 +232,7 @@ class Vocabulary:
         if not self._end_token_ids:
             raise UserError(f"{where}: it names no end token")
         try:
-            plain = LLTokenizer(tokenizer.to_json(), eos_token=list(self._end_token_ids))
+            plain = LLTokenizer(tokenizer.to_json(), eos_token=list(self._end_token_ids), slices=[])
         except ValueError as error:
             raise UserError(f"{where}: its tokenizer cannot be used: {one_line(str(error))}") from None
         self._tokens = LLTokenizer(TokenizerWrapper(_PlainText(tokenizer, plain)), eos_token=list(self._end_token_ids))
@@ -279,7 +279,7 @@ class _PlainText:
         self.eos_token_id = own.eos_token
         self.special_token_ids = [token for token in range(own.vocab_size) if own.is_special_token(token)]
         self.tokens = [own.decode_bytes([token]) for token in range(own.vocab_size)]
-        self._encode = tokenizer.without_added(self.special_token_ids).encode
+        self._encode = tokenizer.encoder_without(frozenset(self.special_token_ids))
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text, add_special_tokens=False).ids
+        return self._encode(text)

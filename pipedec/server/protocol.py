@@ -62,7 +62,7 @@ class Extensible(BaseModel):
 class Closed(Extensible):
     """Accepts no unknown fields that ask for something, but those that are ``harmless``."""
 
-    harmless: ClassVar[Collection[str]] = ()
+    harmless: ClassVar[Collection[str]] = ("name", "description", "strict", "disable_any_whitespace", "disable_fallback")
 
     @classmethod
     def _accepted(cls, name: str) -> Collection[Any] | None:
@@ -107,8 +107,6 @@ class StreamOptions(Extensible):
 class JsonSchema(Closed):
     """``strict`` changes nothing: every answer follows its schema."""
 
-    harmless = ("description",)
-
     document: dict[str, Any] = Field(alias="schema")
     name: str | None = None
     strict: bool | None = None
@@ -130,8 +128,6 @@ class ResponseFormat(Closed):
 
 
 class StructuredFields(Closed):
-    harmless = ("disable_any_whitespace", "disable_fallback")
-
     document: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
     regex: str | None = None
     choice: Texts | None = Field(None, description="The answer is one of these.")

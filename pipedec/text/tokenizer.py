@@ -7,7 +7,7 @@ transformers' ``AutoTokenizer``. Knows no models and no requests.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -153,11 +153,16 @@ class Tokenizer:
         """The contents of ``tokenizer.json``, with the tokens that only the configuration has."""
         return self._backend.to_str()
 
-    def without_added(self, token_ids: Collection[int]) -> tokenizers.Tokenizer:
-        """The tokenizer by which no text has these added tokens."""
-        contents = json.loads(self.to_json())
-        contents["added_tokens"] = [one for one in contents["added_tokens"] if one["id"] not in token_ids]
-        return tokenizers.Tokenizer.from_str(json.dumps(contents))
+    def encoder_without(self, token_ids: Collection[int]) -> Callable[[str], list[int]]:
+        """A function that encodes text in which these added tokens are not recognised. It shares the model's tables."""
+        backend = tokenizers.Tokenizer(self._backend.model)
+        for part in ("normalizer", "pre_tokenizer"):
+            if (value := getattr(self._backend, part)) is not None:
+                setattr(backend, part, value)
+        kept = {added.content: token for token, added in self._added.items() if token not in token_ids}
+        backend.add_tokens([self._added[token] for token in kept.values()])
+        own = {backend.token_to_id(content): token for content, token in kept.items()}
+        return lambda text: [own.get(token, token) for token in backend.encode(text, add_special_tokens=False).ids]
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any) -> str:
         """The text that the chat template makes of messages, JSON objects with ``role`` and ``content``, with ``options`` as

@@ -322,9 +322,13 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
     [
         ("response_format", {"type": "text"}, None),
         ("response_format", {"type": "json_object"}, {"json_object": True}),
-        ("response_format", {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}, {"json": SCHEMA}),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "a", "description": "b", "schema": SCHEMA}},
+            {"json": SCHEMA},
+        ),
         ("response_format", {"type": "json_object", "schema": SCHEMA}, {"json": SCHEMA}),
-        ("response_format", {"type": "json_schema", "schema": SCHEMA, "strict": False}, {"json": SCHEMA}),
+        ("response_format", {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}, {"json": SCHEMA}),
         ("response_format", {"type": "json", "value": SCHEMA}, {"json": SCHEMA}),
         ("structured_outputs", {"regex": None, "json_object": False}, None),
         ("structured_outputs", {"json": SCHEMA, "regex": None, "disable_fallback": False}, {"json": SCHEMA}),

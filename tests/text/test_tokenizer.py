@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipedec.core import UserError
@@ -311,3 +311,18 @@ def test_no_torch_and_no_transformers_are_loaded(directories: dict[str, Path]) -
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_an_encoder_without_some_added_tokens_reads_them_as_text_and_keeps_the_others(
+    tmp_path: Path, tokenizer_files: Path
+) -> None:
+    backend = Backend.from_file(str(tokenizer_files / "tokenizer.json"))
+    backend.add_tokens([AddedToken("<a>", special=False), AddedToken("[TOOL]", special=False)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    hidden = [*tokenizer.all_special_ids, tokenizer.token_id("<a>")]
+    encode = tokenizer.encoder_without(hidden)
+    for text in ("Größe naïve", "[TOOL]é", "a [TOOL] b"):
+        assert encode(text) == tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(encode("<a></s>[TOOL]"), skip_special_tokens=False) == "<a></s>[TOOL]"
+    assert set(hidden).isdisjoint(encode("<a></s>[TOOL]"))
