@@ -36,6 +36,7 @@ class FirstMistake(FailFast):
 Texts = Annotated[list[str], FirstMistake()]
 TokenIds = Annotated[list[int], FirstMistake()]
 Prompts = str | Texts | TokenIds | Annotated[list[TokenIds], FirstMistake()]
+_CHANGE_NOTHING = ("name", "description", "strict", "disable_any_whitespace", "disable_fallback")
 _NOTHING: Collection[Any] = (False, 0, "", [], {})  # values that ask for nothing, besides null
 
 
@@ -60,13 +61,11 @@ class Extensible(BaseModel):
 
 
 class Closed(Extensible):
-    """Accepts no unknown fields that ask for something, but those that are ``harmless``."""
-
-    harmless: ClassVar[Collection[str]] = ("name", "description", "strict", "disable_any_whitespace", "disable_fallback")
+    """Accepts no unknown fields that ask for something, but those that change nothing."""
 
     @classmethod
     def _accepted(cls, name: str) -> Collection[Any] | None:
-        return None if name in cls.harmless else _NOTHING
+        return None if name in _CHANGE_NOTHING else _NOTHING
 
 
 def unsupported(what: str, remedy: str = "leave it out") -> PydanticCustomError:
