@@ -7,6 +7,7 @@ no torch. Shapes as in ``model.stage_model``.
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -55,6 +56,15 @@ class ModelConfig(ABC):
     @abstractmethod
     def depends_on_length(self) -> bool:
         """Whether keys depend on the length of their prompt, not on their position alone."""
+
+    @property
+    def unused_tensors(self) -> tuple[str, ...]:
+        """Regular expressions for names of tensors that checkpoints may have although the model computes without them."""
+        return (_FREQUENCIES,)
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor of a checkpoint is one of ``unused_tensors``."""
+        return any(re.search(pattern, name) for pattern in self.unused_tensors)
 
     @abstractmethod
     def layer_tensors(self, layer: int) -> dict[str, Shape]:
@@ -139,6 +149,7 @@ class DecoderConfig(ModelConfig):
 
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the prompt
+_FREQUENCIES = r"rotary_emb\.inv_freq$"  # in every layer of old checkpoints
 
 
 def _count(tensors: dict[str, Shape]) -> int:

@@ -56,6 +56,7 @@ class TransformersConfig(ModelConfig):
         observed: the attention of each layer.
         returns_tuple: whether layers return tuples that begin with the hidden state.
         rope_types: of its rotary embeddings.
+        unused: patterns of transformers, see ``unused_tensors``.
         fused: names of linear maps that take the same rows, side by side in every layer.
     """
 
@@ -65,6 +66,7 @@ class TransformersConfig(ModelConfig):
     observed: tuple[LayerShape, ...]
     returns_tuple: bool
     rope_types: frozenset[str]
+    unused: tuple[str, ...] = field(repr=False)
     fused: tuple[tuple[str, ...], ...]
 
     @property
@@ -74,6 +76,10 @@ class TransformersConfig(ModelConfig):
     @property
     def depends_on_length(self) -> bool:
         return not self.rope_types.isdisjoint(LENGTH_DEPENDENT)
+
+    @property
+    def unused_tensors(self) -> tuple[str, ...]:
+        return (*super().unused_tensors, *self.unused)
 
     def layer_tensors(self, layer: int) -> dict[str, Shape]:
         return self._within(self.names.layer(layer))
@@ -143,6 +149,7 @@ def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...]) ->
         observed=observed,
         returns_tuple=returns_tuple,
         rope_types=frozenset(_rope_types(stated)),
+        unused=tuple(sorted(model._keys_to_ignore_on_load_unexpected)),
         fused=fused,
     )
 

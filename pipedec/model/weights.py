@@ -67,7 +67,7 @@ class Checkpoint:
             if name not in elsewhere:
                 self.check_tensor(name, shape)
         for name in files.file_of:
-            if name not in expected and not name.endswith(".rotary_emb.inv_freq"):
+            if name not in expected and not config.ignores(name):
                 raise UserError(
                     f"{files.file_of[name]}: tensor {name} is not part of this {config.model_type} model: "
                     "config.json and the weights do not belong together"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.specs import bare_spec
 from torch import Tensor
 from transformers.masking_utils import and_masks, causal_mask_function, chunked_overlay, sliding_window_overlay
@@ -26,7 +27,7 @@ from pipedec.engine.local import LocalPipeline
 from pipedec.families import Reach, TransformersConfig, model_config
 from pipedec.families.transformers import _observed_mask
 from pipedec.hardware import WeightFormat
-from pipedec.model import StageModel, load_transformers
+from pipedec.model import Checkpoint, StageModel, load_transformers
 from pipedec.model.matrices import SMALLEST_PACKED
 from pipedec.plan.costs import ModelCosts
 
@@ -78,6 +79,25 @@ def test_a_head_that_shares_the_embedding_may_be_packed(tmp_path: Path) -> None:
     expected, _ = generated(load_transformers(tmp_path, torch.float32), PROMPTS[1], SAMPLINGS["greedy"])
     pipeline = LocalPipeline.load(bare_spec(tmp_path, LAYERS, (1, 1), model_impl="transformers"))
     assert answers(pipeline, "pp", [("greedy", 1)]) == [expected]
+
+
+@pytest.mark.failure_case("M20")
+def test_buffers_that_modules_ignore_are_no_foreign_tensors(tmp_path: Path) -> None:
+    """As files of Pythia have them in every layer."""
+    save_model("gpt_neox", tmp_path)
+    file, layer, config = tmp_path / "model.safetensors", "gpt_neox.layers.1.attention", model_config(tmp_path)
+    buffers = {
+        "bias": torch.ones(1, 1, 8, 8, dtype=torch.bool),
+        "masked_bias": torch.tensor(-1e9),
+        "rotary_emb.inv_freq": torch.ones(4),
+    }
+    tensors = load_file(file) | {f"{layer}.{name}": values for name, values in buffers.items()}
+    save_file(tensors, file, {"format": "pt"})
+    Checkpoint(tmp_path).check_complete(config)
+    assert StageModel.load(tmp_path, range(LAYERS), torch.float32, "cpu", config).config == config
+    save_file(tensors | {f"{layer}.sinks": torch.ones(4)}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"{layer}.sinks is not part of this gpt_neox model"):
+        Checkpoint(tmp_path).check_complete(config)
 
 
 class DenseMLP(LlamaMLP):
