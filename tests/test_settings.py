@@ -16,6 +16,7 @@ import yaml
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpoints import save_tiny_llama
 from support.tiny_pair import Pair
 
 import pipedec
@@ -24,6 +25,7 @@ from pipedec.config.cluster import cluster_from_json, cluster_to_json
 from pipedec.config.redis import RedisConfig
 from pipedec.config.settings import GROUPS, given_settings
 from pipedec.core import UserError
+from pipedec.engine.build import resolve
 from pipedec.messages import RunDescription, to_json
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.spec import PipelineSpec
@@ -157,6 +159,17 @@ def test_mistakes_name_the_setting(values: dict[str, Any], message: str) -> None
     with pytest.raises(UserError) as refused:
         Settings.of(**values)
     assert str(refused.value) == message
+
+
+@pytest.mark.failure_case("M21")
+def test_more_than_the_models_context_is_refused(tmp_path: Path) -> None:
+    save_tiny_llama(
+        tmp_path, max_position_embeddings=64, rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0}
+    )
+    asked = Settings.of(target=tmp_path, draft="none", stages=1, device="cpu")
+    assert resolve(asked.replaced(max_model_len=256)).max_context == resolve(asked).max_context == 256
+    with pytest.raises(UserError, match=r"257, but the target's context has 256 tokens \(max_position_embeddings 64, stretched"):
+        resolve(asked.replaced(max_model_len=257))
 
 
 def test_mistakes_name_the_option() -> None:

@@ -58,9 +58,7 @@ class Sequences:
             new_sequence = partial(self._structured, structure, new_sequence)
         elif dialect is not None:
             bound = self._bound(dialect)
-            new_sequence = partial(
-                ThreadedSequence, bound, prompt_length, ends, sampling.max_tokens, self._config.max_position_embeddings
-            )
+            new_sequence = partial(ThreadedSequence, bound, prompt_length, ends, sampling.max_tokens, self._config.context_length)
         if not output_token_ids:
             return new_sequence
         if not 0 <= min(output_token_ids) <= max(output_token_ids) < self._config.vocab_size:

@@ -10,6 +10,7 @@ import torch
 
 from pipedec.checkpoints import has_weights
 from pipedec.config import AUTO, NONE, ClusterConfig, Settings
+from pipedec.config.cluster import PLANNED_MODEL_LEN
 from pipedec.config.settings import Models
 from pipedec.core import KNEE_ROWS, UserError
 from pipedec.decoding import Batch, Drafter, Experience, LaneSizes
@@ -91,7 +92,10 @@ def _resolved(settings: Settings, places: tuple[Placement, ...] | None, in_parts
     numbers = settings.numbers
     chosen = target_dtype(numbers.dtype, checkpoint_dtype(target), computes_on)
     drafting = draft_dtype(numbers.draft_dtype, chosen.name, drafts_on)
-    layers, num_layers = settings.cut.layers, model_config(target).num_hidden_layers
+    config = model_config(target)
+    if places is None or settings.limits.max_model_len != PLANNED_MODEL_LEN:  # which a cluster.yaml need not have asked for
+        _check_length(settings.limits.max_model_len, config)
+    layers, num_layers = settings.cut.layers, config.num_hidden_layers
     parts = explicit_layers(layers, num_layers) if isinstance(layers, tuple) else even_layers(num_layers, settings.cut.stages)
     is_open = not drafts_on.is_gpu  # rank 0 chooses by its own processor
     return PipelineSpec(
@@ -106,6 +110,16 @@ def _resolved(settings: Settings, places: tuple[Placement, ...] | None, in_parts
         num_gpus(),
         places=places,
     )  # fmt: skip
+
+
+def _check_length(max_model_len: int | None, config: ModelConfig) -> None:
+    """Raises UserError if a limit of a prompt and its answer is above the model's own."""
+    context, trained = config.context_length, config.max_position_embeddings
+    if max_model_len is not None and max_model_len > context:
+        stretched = f" (max_position_embeddings {trained}, stretched by its rope parameters)" if context > trained else ""
+        raise UserError(
+            f"max_model_len is {max_model_len}, but the target's context has {context} tokens{stretched}: give at most {context}"
+        )
 
 
 def room_on(spec: PipelineSpec, gpus: Sequence[str]) -> int:
@@ -172,7 +186,7 @@ def weights_on(spec: PipelineSpec, rank: int, device: torch.device) -> tuple[Wei
 def load_prompter(spec: PipelineSpec) -> Prompter:
     """The target's tokenizer, with the limits of the target and of the pipeline."""
     config = model_config(spec.target)
-    return Prompter(spec.target, config.max_position_embeddings, spec.settings.limits.max_model_len, config.vocab_size)
+    return Prompter(spec.target, config.context_length, spec.settings.limits.max_model_len, config.vocab_size)
 
 
 def load_stage(

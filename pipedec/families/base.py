@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +25,7 @@ class ModelConfig(ABC):
     """The configuration that all families have, under the names of ``config.json``.
 
     Attributes:
+        max_position_embeddings: length of the sequences that the model was trained with; see ``context_length``.
         eos_token_id: tokens that end an answer; ``generation_config.json`` takes precedence.
         location: the directory of ``config.json``; empty for a model without files.
     """
@@ -54,8 +55,18 @@ class ModelConfig(ABC):
 
     @property
     @abstractmethod
+    def ropes(self) -> tuple[Mapping[str, Any], ...]:
+        """Parameters of the rotary embeddings in transformers' form: one set for all layers, or one for each type of layer."""
+
+    @property
     def depends_on_length(self) -> bool:
         """Whether keys depend on the length of their prompt, not on their position alone."""
+        return any(rope_type(rope) in LENGTH_DEPENDENT for rope in self.ropes)
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        return stretched_length(self.model_type, self.max_position_embeddings, self.ropes)
 
     @property
     def unused_tensors(self) -> tuple[str, ...]:
@@ -138,8 +149,8 @@ class DecoderConfig(ModelConfig):
         """Parameters of the rotary embedding in transformers' form: ``rope_type``, ``rope_theta`` and the type's own."""
 
     @property
-    def depends_on_length(self) -> bool:
-        return self.rope["rope_type"] in LENGTH_DEPENDENT
+    def ropes(self) -> tuple[Mapping[str, Any], ...]:
+        return (self.rope,)
 
     def norm_tensors(self) -> dict[str, Shape]:
         return self.final_norm.tensors()
@@ -149,7 +160,33 @@ class DecoderConfig(ModelConfig):
 
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the prompt
+_STRETCHING = ("linear", "dynamic", "yarn")  # rope types whose ``factor`` lengthens ``max_position_embeddings``
 _FREQUENCIES = r"rotary_emb\.inv_freq$"  # in every layer of old checkpoints
+
+
+def rope_sets(parameters: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """The sets in ``rope_parameters`` of a ``config.json``: one for all layers, or one for each type of layer."""
+    sets = tuple(one for one in parameters.values() if isinstance(one, dict))
+    return sets or ((parameters,) if parameters else ())
+
+
+def rope_type(rope: Mapping[str, Any]) -> str:
+    """The type of a rotary embedding, which older files call ``type``."""
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def stretched_length(model_type: str, trained: int, ropes: Iterable[Mapping[str, Any]]) -> int:
+    """Most tokens of a prompt and its answer: ``trained``, times the factor by which a rotary embedding stretches it.
+
+    ``max_position_embeddings`` of Gemma 3, and of files with other rope types, is the stretched length already.
+    """
+    lengths = [trained]
+    for rope in ropes if not model_type.startswith("gemma3") else ():
+        kind, factor = rope_type(rope), rope.get("factor")
+        original = rope.get("original_max_position_embeddings") if kind == "yarn" else None
+        if kind in _STRETCHING and isinstance(factor, int | float) and 1 < factor < math.inf:
+            lengths.append(int((original or trained) * factor))
+    return max(lengths)
 
 
 def _count(tensors: dict[str, Shape]) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 
 from pipedec.core import BadValue
-from pipedec.families.base import DecoderConfig
+from pipedec.families.base import DecoderConfig, rope_type
 from pipedec.families.parts import Activation, Decoder, Heads, Linear, RMSNorm
 from pipedec.families.shapes import LayerShape, Reach
 from pipedec.hardware import Size
@@ -86,7 +86,7 @@ class LlamaConfig(DecoderConfig):
         """Older files keep ``rope_theta`` beside the other parameters, and these in ``rope_scaling``."""
         rope = dict(self.rope_scaling or self.rope_parameters or {})
         rope.setdefault("rope_theta", self.rope_theta)
-        rope.setdefault("rope_type", rope.get("type", "default"))
+        rope["rope_type"] = rope_type(rope)
         if self.partial_rotary_factor is not None:
             rope.setdefault("partial_rotary_factor", self.partial_rotary_factor)
         if rope["rope_type"] in _STRETCHED:

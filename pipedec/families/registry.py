@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipedec.core import UserError
-from pipedec.families.base import DecoderConfig, ModelConfig
+from pipedec.families.base import DecoderConfig, ModelConfig, rope_sets, stretched_length
 from pipedec.families.llama import LlamaConfig, MistralConfig
 from pipedec.families.olmo2 import Olmo2Config
 from pipedec.families.qwen import Qwen2Config, Qwen3Config
@@ -115,16 +115,27 @@ def checkpoint_dtype(name: str | Path) -> str:
 def context_length(directory: Path, max_model_len: int | None = None) -> int:
     """Tokens of a prompt and its answer together: the cluster's own limit, or what the ``config.json`` in ``directory`` has.
 
-    UserError if neither is known.
+    Loads no torch. UserError if neither is known.
     """
     try:
-        positions = json_object(model_files(directory) / "config.json").get("max_position_embeddings")
+        own = _stated_context(model_files(directory) / "config.json")
     except UserError:
-        positions = None
-    known = [limit for limit in (max_model_len, positions) if isinstance(limit, int)]
+        own = None
+    known = [limit for limit in (max_model_len, own) if limit is not None]
     if not known:
         raise UserError(f"no config.json with max_position_embeddings in {directory}: start the cluster with --max-model-len")
     return min(known)
+
+
+def _stated_context(path: Path) -> int | None:
+    """``ModelConfig.context_length`` of a ``config.json``; None if it names none. Raises as ``model_config``."""
+    document = json_object(path)
+    kind, trained = document.get("model_type", ""), document.get("max_position_embeddings")
+    if kind in FAMILIES:
+        return model_config(path.parent).context_length
+    ropes = document.get("rope_scaling") or document.get("rope_parameters")
+    known = rope_sets(ropes) if isinstance(ropes, dict) else ()
+    return stretched_length(kind, trained, known) if isinstance(trained, int) else None
 
 
 def json_object(path: Path) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipedec.core import UserError
-from pipedec.families.base import LENGTH_DEPENDENT, ModelConfig
+from pipedec.families.base import ModelConfig, rope_sets
 from pipedec.families.shapes import LayerShape, Reach, Shape
 from pipedec.validation import shortened
 
@@ -55,7 +55,7 @@ class TransformersConfig(ModelConfig):
         places: of each of them the name in the model, which is another one in checkpoints of some architectures.
         observed: the attention of each layer.
         returns_tuple: whether layers return tuples that begin with the hidden state.
-        rope_types: of its rotary embeddings.
+        stated_ropes: see ``ropes``.
         unused: patterns of transformers, see ``unused_tensors``.
         fused: names of linear maps that take the same rows, side by side in every layer.
     """
@@ -65,7 +65,7 @@ class TransformersConfig(ModelConfig):
     places: dict[str, str] = field(repr=False, hash=False)
     observed: tuple[LayerShape, ...]
     returns_tuple: bool
-    rope_types: frozenset[str]
+    stated_ropes: tuple[Mapping[str, Any], ...] = field(repr=False, hash=False)
     unused: tuple[str, ...] = field(repr=False)
     fused: tuple[tuple[str, ...], ...]
 
@@ -74,8 +74,8 @@ class TransformersConfig(ModelConfig):
         return self.observed
 
     @property
-    def depends_on_length(self) -> bool:
-        return not self.rope_types.isdisjoint(LENGTH_DEPENDENT)
+    def ropes(self) -> tuple[Mapping[str, Any], ...]:
+        return self.stated_ropes
 
     @property
     def unused_tensors(self) -> tuple[str, ...]:
@@ -148,7 +148,7 @@ def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...]) ->
         places=places,
         observed=observed,
         returns_tuple=returns_tuple,
-        rope_types=frozenset(_rope_types(stated)),
+        stated_ropes=rope_sets(getattr(stated, "rope_parameters", None) or {}),
         unused=tuple(sorted(model._keys_to_ignore_on_load_unexpected)),
         fused=fused,
     )
@@ -270,14 +270,6 @@ def _places(name: str, model: Any) -> dict[str, str]:
 
 def _prefixes(names: ModuleNames) -> tuple[str, ...]:
     return tuple(f"{path}." for path in (names.embedding, names.layers, names.norm, names.head))
-
-
-def _rope_types(stated: Any) -> Iterator[str]:
-    """The rope types in ``rope_parameters``, which has one set of parameters, or one for each type of layer."""
-    parameters = getattr(stated, "rope_parameters", None) or {}
-    for one in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
-        if "rope_type" in one:
-            yield one["rope_type"]
 
 
 def _shown(error: Exception) -> str:

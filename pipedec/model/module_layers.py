@@ -22,6 +22,7 @@ from transformers import AttentionInterface, Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from pipedec.families import Shape
+from pipedec.families.base import rope_type
 from pipedec.families.transformers import ATTENTION, TransformersConfig, skeleton, stated_config
 from pipedec.model.attention import LatentAttention, Rows
 from pipedec.model.matrices import Int8Matrix, Matrix, Products, QuantizedMatrix, pack
@@ -35,7 +36,7 @@ class ModuleLayers(StageLayers):
     def __init__(self, config: TransformersConfig, layers: range, storage: Storage) -> None:
         super().__init__(config, layers, storage)
         _register()
-        self.can_capture = "dynamic" not in config.rope_types
+        self.can_capture = "dynamic" not in map(rope_type, config.ropes)
         self._config, self._names = config, config.names
         self._now: _Forward | None = None  # the forward that is going on
         self._embedding_VE: Int8Matrix | None = None  # if it is quantized; else it is in its module

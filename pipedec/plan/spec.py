@@ -118,7 +118,7 @@ class PipelineSpec:
     @property
     def max_context(self) -> int:
         """Most tokens of a prompt and its answer."""
-        most = self._target_config.max_position_embeddings
+        most = self._target_config.context_length
         return min(self.settings.limits.max_model_len or most, most)
 
     @property

@@ -115,5 +115,5 @@ def chosen_pair(target: Path | None, draft: Path | None) -> tuple[Path, Path]:
 
 def prompter_of(target: Path, max_tokens: int | None = None) -> Prompter:
     """The tokenizer of a target; prompts are limited to its context, and to ``max_tokens``. Raises UserError if unfit."""
-    context = model_config(target).max_position_embeddings
+    context = model_config(target).context_length
     return Prompter(target, context if max_tokens is None else min(context, max_tokens))

@@ -13,6 +13,7 @@ from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny, save_tiny_llama
 from support.pairwise import pairwise
 from support.specs import bare_spec
+from support.stage_chain import ROPES
 from support.timesteps import check_timesteps
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
@@ -124,6 +125,20 @@ def answer(pipeline: LocalPipeline, asked: Request) -> tuple[tuple[int, ...], st
 def check_metrics(metrics: Metrics, groups: int, num_tokens: int, method: str = "pipedec") -> None:
     assert metrics.hits + metrics.misses == num_tokens - 1
     check_timesteps(metrics, groups, method)
+
+
+@pytest.mark.failure_case("M21")
+@pytest.mark.parametrize("rope", [None, "linear", "dynamic", "yarn"])
+def test_answers_beyond_the_trained_length_are_those_of_transformers(models: Path, tmp_path: Path, rope: str | None) -> None:
+    """With a draft that was trained for far fewer positions than the answer has."""
+    scaling = {} if rope is None else {"max_position_embeddings": 16, "rope_parameters": {"rope_theta": 1000.0, **ROPES[rope]}}
+    save_tiny_llama(tmp_path / "target", layers=LAYERS, **scaling)
+    save_tiny_llama(tmp_path / "draft", layers=2, seed=7, max_position_embeddings=8)
+    spec = bare_spec(tmp_path / "target", LAYERS, (2, 2), tmp_path / "draft")
+    assert spec.max_context >= (length := len(PROMPT) + 20)
+    assert rope is None or spec.max_context >= length > 16
+    found, _ = answer(LocalPipeline.load(spec), request(num_tokens=20, ignore_eos=True))
+    assert found == expected(tmp_path / "target", PROMPT, 20)
 
 
 @pytest.mark.fast_cases("1in1-float32", "4in4-float32")

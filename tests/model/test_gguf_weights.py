@@ -115,6 +115,7 @@ def test_a_model_from_gguf_equals_the_same_one_from_safetensors(tmp_path, name):
     torch.testing.assert_close(logits(file, (1, 3)), expected, atol=2e-4, rtol=0)
 
 
+@pytest.mark.failure_case("M21")
 @pytest.mark.parametrize("rope", SCALED)
 def test_scaled_rotary_embeddings(tmp_path, rope):
     parameters, fields = SCALED[rope]
@@ -122,6 +123,7 @@ def test_scaled_rotary_embeddings(tmp_path, rope):
     fields = {f"llama__rope__scaling__{name}": value for name, value in fields.items()}
     file = save_gguf(tmp_path / "model.gguf", tmp_path / "source", **fields)
     assert torch.equal(logits(file, (4,)), logits(tmp_path / "source", (4,)))
+    assert model_config(file).context_length == {"linear": 80, "yarn": 32}[rope]
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])

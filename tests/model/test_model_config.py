@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipedec.core import UserError
-from pipedec.families import LayerShape, Reach, model_config
+from pipedec.families import LayerShape, Reach, context_length, model_config
 from pipedec.model.rotary import Rotary
 
 REQUIRED = {
@@ -91,6 +91,43 @@ def test_every_file_means_what_it_means_to_transformers(tmp_path_factory, family
     heads = theirs.num_attention_heads, theirs.num_key_value_heads
     reaches = [None if window is None else Reach(window) for window in windows]
     assert config.layers == tuple(LayerShape(*heads, head_dim, head_dim, reach) for reach in reaches)
+
+
+@pytest.mark.failure_case("M21")
+@pytest.mark.parametrize(
+    ("kind", "rope", "expected"),
+    [
+        ("llama", None, 64),
+        ("llama", {"type": "linear", "factor": 4.0}, 256),
+        ("llama", {"rope_type": "dynamic", "factor": 2.5}, 160),
+        ("qwen2", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ("qwen2", {"type": "yarn", "factor": 2.0}, 128),
+        ("qwen3", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}, 64),
+        ("llama", {**LLAMA3, "original_max_position_embeddings": 16}, 64),
+        ("llama", {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, 64),
+        ("gpt_neox", {"rope_type": "linear", "factor": 4.0}, 256),
+        ("gemma3_text", {"rope_type": "linear", "factor": 4.0}, 64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+def test_a_stretched_rotary_embedding_lengthens_the_context(tmp_path, kind, rope, expected, spelling):
+    """Where ``max_position_embeddings`` is the length before it; in both spellings, for ranks and for the front-end."""
+    config = AutoConfig.for_model(
+        kind,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_hidden_layers=1,
+        vocab_size=64,
+        head_dim=8,
+    ).to_dict()
+    del config["rope_parameters"]
+    theta = {"rope_theta": 10_000.0} if spelling == "rope_parameters" and rope else {}
+    config |= {"max_position_embeddings": 64, spelling: None if rope is None else {**rope, **theta}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert context_length(tmp_path) == model_config(tmp_path).context_length == expected
+    assert context_length(tmp_path, 50) == 50
 
 
 def test_frequencies_of_llama_3_are_those_of_transformers_in_all_bits(tmp_path):
