@@ -27,7 +27,7 @@ from pipedec.config.environment import named_proxies
 from pipedec.core import Completion, UserError
 from pipedec.families import context_length
 from pipedec.messages import PromptRequest, RunDescription
-from pipedec.text.tokenizer import Tokenizer
+from pipedec.text.prompt import load_tokenizer
 
 _TIMEOUT = httpx2.Timeout(600.0, connect=10.0)
 
@@ -87,7 +87,7 @@ class ClusterPartner:
         self._client = client
         self._asked = asked
         try:
-            self._tokenizer = Tokenizer(directory)
+            self._tokenizer = load_tokenizer(directory)
         except UserError as error:
             raise UserError(f"{error}; give --tokenizer DIR if it is elsewhere") from None
         if not self._tokenizer.has_chat_template:

@@ -15,7 +15,6 @@ from pipedec.core import DEFAULT_METHOD, NewRequest, Request, SamplingParams, St
 from pipedec.decoding import Batch
 from pipedec.engine.answer import EarlierOutput, RunningAnswer
 from pipedec.families import ModelConfig, model_config
-from pipedec.gguf import model_files
 from pipedec.grammar import Grammar, Vocabulary
 from pipedec.kv import KVManager
 from pipedec.messages import PromptRequest
@@ -80,7 +79,7 @@ class Sequences:
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
-        return Vocabulary(load_tokenizer(self._target), self._config.eos_token_ids)
+        return Vocabulary(self._tokenizer, self._config.eos_token_ids)
 
     @cached_property
     def _config(self) -> ModelConfig:
@@ -88,9 +87,7 @@ class Sequences:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        if not (model_files(self._target) / "tokenizer.json").exists():
-            raise UserError(f"--threads needs a tokenizer.json in {self._target}")
-        return Tokenizer(self._target)
+        return load_tokenizer(self._target)
 
     def _bind(self, dialect: str) -> BoundDialect:
         text_of = partial(self._tokenizer.decode, skip_special_tokens=False)

@@ -33,7 +33,7 @@ from pipedec.server.listening import Address, LimitedConnection, accept, most_co
 from pipedec.server.logs import log
 from pipedec.server.metrics import ServerMetrics
 from pipedec.server.prompts import READERS
-from pipedec.text.tokenizer import Tokenizer
+from pipedec.text.prompt import load_tokenizer
 
 _LOOK_SECONDS = 0.1
 _CAUSE_SECONDS = 15.0  # for the supervisor to find out why the cluster is lost
@@ -201,7 +201,7 @@ class ServerProcess:
         description = client.description
         directory = self._options.tokenizer or Path(description.target)
         try:
-            tokenizer = await asyncio.to_thread(Tokenizer, directory)
+            tokenizer = await asyncio.to_thread(load_tokenizer, directory)
         except UserError as error:
             raise UserError(f"{error}: give --tokenizer DIR, a directory with the target's tokenizer") from None
         context = context_length(directory, description.settings.limits.max_model_len)

@@ -16,7 +16,7 @@ from typing import Any
 from pipedec.core import SamplingParams, UserError, check_sets_of_tokens, check_token_ids
 from pipedec.gguf import model_files
 from pipedec.text.stream import StopStrings, TextStream
-from pipedec.text.tokenizer import Tokenizer, load_for_training
+from pipedec.text.tokenizer import Tokenizer, has_tokenizer, load_for_training
 from pipedec.validation import shortened
 
 _SHOWN_TOKENS = 3  # of those in which two vocabularies differ
@@ -131,16 +131,17 @@ def _named(token: str | None) -> str:
 
 
 def fits_vocabulary(directory: Path, vocab_size: int) -> None:
-    """Raises UserError unless a model has an embedding for every token of its directory's tokenizer, if there is one.
+    """Raises UserError unless a model has an embedding for every token of its directory's tokenizer, if there is one, and as
+    ``load_tokenizer``.
 
     Added tokens are exempt: some fine-tuned models come with a padding token that is never used.
     """
-    if not (model_files(directory) / "tokenizer.json").exists():
+    if not has_tokenizer(model_files(directory)):
         return
     largest = load_tokenizer(directory).largest_own_id
     if largest >= vocab_size:
         raise UserError(
-            f"{directory}: tokenizer.json has token ids up to {largest}, but config.json a vocabulary of {vocab_size} tokens: "
+            f"{directory}: the tokenizer has token ids up to {largest}, but config.json a vocabulary of {vocab_size} tokens: "
             "the tokenizer does not belong to this model; download both again"
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from pipedec.gguf import model_files
 from pipedec.text.chat_template import compiled
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FILES = ("tokenizer.json", "tokenizer.model")
+_CONVERTERS = ("sentencepiece", "google.protobuf")  # modules that transformers needs for ``tokenizer.model``
 _SPACES = [(" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't")]
 _SPACES += [(f" '{word}", f"'{word}") for word in ("m", "s", "ve", "re")]
 
@@ -41,11 +44,8 @@ class Tokenizer:
             raise UserError(f"the tokenizer in {directory} cannot be read: {str(error).splitlines()[0][:160]}") from error
         self._backend.no_truncation()
         self._backend.no_padding()
-        config = _read_json(directory / "tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # older checkpoints name their special tokens in a file of its own
-            config |= _read_json(directory / "special_tokens_map.json")
-        named = {name: config[name] for name in _NAMED if config.get(name)}
-        self.special_tokens = {name: str(one["content"]) if isinstance(one, dict) else one for name, one in named.items()}
+        config = configuration(directory)
+        self.special_tokens = {name: content(config[name]) for name in _NAMED if config.get(name)}
         self._add_tokens(config)
         is_bpe = isinstance(self._backend.model, tokenizers.models.BPE)
         self._cleans_spaces = bool(config.get("clean_up_tokenization_spaces")) and not is_bpe
@@ -217,6 +217,24 @@ class Tokenizer:
         )
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Whether there are files of a tokenizer in any known format."""
+    return any((directory / name).exists() for name in _FILES)
+
+
+def configuration(directory: Path) -> dict[str, Any]:
+    """The object in ``tokenizer_config.json``; empty without one. Raises UserError if it is damaged."""
+    config = _read_json(directory / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # older checkpoints name their special tokens in a file of its own
+        config |= _read_json(directory / "special_tokens_map.json")
+    return config
+
+
+def content(entry: str | Mapping[str, Any]) -> str:
+    """The name of a special token, which may be given with its flags."""
+    return entry if isinstance(entry, str) else str(entry["content"])
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """An object; an empty one if there is no file."""
     try:
@@ -248,13 +266,26 @@ def _has(decoder: Any, part: str) -> bool:
     return decoder is not None and part in decoder.__getstate__().decode()
 
 
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent is not installed
+        return False
+
+
 def load_for_training(directory: Path) -> Any:
-    """The tokenizer of transformers, which can be changed and saved. Raises UserError if there is none, or a damaged one."""
+    """The tokenizer of transformers, which can be changed and saved. Raises UserError if there is none, or a damaged one, or one
+    that can only be converted by packages that are not installed.
+    """
+    directory = model_files(directory)
+    if not has_tokenizer(directory):
+        raise UserError(f"no tokenizer in {directory}: expected tokenizer.json beside config.json")
+    if not (directory / "tokenizer.json").exists() and not all(map(_is_installed, _CONVERTERS)):
+        raise UserError(
+            f"{directory} has a tokenizer.model and no tokenizer.json: pip install 'pipedec[sentencepiece]' to convert it"
+        )
     from transformers import AutoTokenizer  # which loads torch
 
-    directory = model_files(directory)
-    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        raise UserError(f"no tokenizer in {directory}: expected tokenizer.json beside config.json")
     try:
         return AutoTokenizer.from_pretrained(directory)
     except Exception as error:  # tokenizers raises a bare Exception for a corrupt file

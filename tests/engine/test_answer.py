@@ -236,7 +236,7 @@ def test_dialects_need_the_targets_tokens(tmp_path: Path) -> None:
         sequences.maker(3, SamplingParams(), own)
     with pytest.raises(UserError, match="the dialect"):
         sequences.maker(3, SamplingParams(), "{")
-    with pytest.raises(UserError, match=r"--threads needs a tokenizer.json in"):
+    with pytest.raises(UserError, match="no tokenizer in"):
         (tmp_path / "config.json").write_text((TARGET / "config.json").read_text())
         Sequences(tmp_path).maker(3, SamplingParams(), load_dialect("apar").to_json())
 

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpoints import save_tiny_llama
 from support.tool_templates import HERMES_TEMPLATE, LLAMA3_TEMPLATE, MISTRAL_TEMPLATE
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from pipedec.config.settings import Models
 from pipedec.core import UserError
 from pipedec.directories import reference_pair, reference_threads
+from pipedec.engine.build import checked_models
 from pipedec.text.chat_template import MAX_CHARS, ChatTemplate
 from pipedec.text.prompt import load_tokenizer
 from pipedec.text.tokenizer import Tokenizer
@@ -299,9 +302,22 @@ def test_a_tokenizer_in_another_format_is_converted(tmp_path: Path, monkeypatch:
     theirs = AutoTokenizer.from_pretrained(tmp_path / "written")
     (tmp_path / "tokenizer.model").write_bytes(b"a sentencepiece model")
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda directory: theirs)
+    monkeypatch.setattr("pipedec.text.tokenizer._CONVERTERS", ())
     ours = load_tokenizer(tmp_path)
     assert ours.encode("Hello there") == theirs.encode("Hello there")
     assert ours.directory == tmp_path
+
+
+@pytest.mark.failure_case("M23")
+def test_a_tokenizer_that_cannot_be_converted_is_named_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_llama(tmp_path / "target")
+    (tmp_path / "target" / "tokenizer.model").write_bytes(b"a sentencepiece model")
+    monkeypatch.setattr("pipedec.text.tokenizer._CONVERTERS", ("no_such_package.at_all",))
+    for reads in (load_tokenizer, lambda target: checked_models(Models(str(target), "none"))):
+        with pytest.raises(UserError, match=r"tokenizer\.model and no tokenizer\.json: pip install 'pipedec\[sentencepiece\]'"):
+            reads(tmp_path / "target")
 
 
 def test_no_torch_and_no_transformers_are_loaded(directories: dict[str, Path]) -> None:
