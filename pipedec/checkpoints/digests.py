@@ -21,7 +21,7 @@ from pipedec.gguf import is_gguf, located, model_files
 VOCABULARY_FILE = "draft_vocabulary.safetensors"  # beside the weights of a draft that does not know all tokens of its target
 CONFIG_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-    "model.safetensors.index.json", VOCABULARY_FILE,
+    "special_tokens_map.json", "model.safetensors.index.json", VOCABULARY_FILE,
 )  # fmt: skip
 MAX_ENTRIES = 256  # files in the cache
 COPY_AGAIN = "copy the same checkpoint to all hosts with `pipedec distribute`"  # what to do where digests differ

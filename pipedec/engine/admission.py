@@ -1,7 +1,8 @@
 """Admits requests on rank 0, and makes the sequences of their answers on every rank. A sequence knows where its answer ends, and
 which tokens open threads.
 
-A rank reads the target's tokenizer at the first request that asks for threads or a structured output. Knows no rows.
+A rank reads the target's tokenizer at the first request that asks for threads or a structured output, and before that at most
+once for its end token. Knows no rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pipedec.kv import KVManager
 from pipedec.messages import PromptRequest
 from pipedec.methods import LayerTreeOptions, make_options
 from pipedec.scheduler.protocol import RankMessage
-from pipedec.text.prompt import Prompter, load_tokenizer
+from pipedec.text.prompt import Prompter, end_token_ids, load_tokenizer
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.threads import BoundDialect, Dialect, NewSequence, Sequence, ThreadedSequence, bind, replay
 
@@ -49,7 +50,7 @@ class Sequences:
             output_token_ids: earlier tokens, in document order, after which the answer continues.
         """
         structure = sampling.structured_outputs
-        ends = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self._config.eos_token_ids)
+        ends = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self._end_token_ids)
         new_sequence: NewSequence = partial(Sequence, prompt_length, ends, sampling.max_tokens)
         if structure is not None and dialect is not None:
             raise UserError("structured_outputs are not possible for an answer in several threads: leave out one of them")
@@ -66,7 +67,7 @@ class Sequences:
 
     def check(self, structure: StructuredOutputs, output_token_ids: tuple[int, ...] = ()) -> None:
         """Raises UserError if the structure is invalid or impossible with the target, or excludes the earlier tokens."""
-        if not self._config.eos_token_ids:
+        if not self._end_token_ids:
             raise UserError(f"structured_outputs end with an end token, and the model in {self._target} names none")
         self._vocabulary.check(structure)
         grammar = self._vocabulary.grammar(structure)
@@ -75,11 +76,15 @@ class Sequences:
             raise UserError("the answer to resume is impossible: it does not follow its structured_outputs")
 
     def _structured(self, structure: StructuredOutputs, new_sequence: Callable[..., Sequence]) -> Sequence:
-        return new_sequence(grammar=Grammar(lambda: self._vocabulary.matcher(structure), self._config.eos_token_ids))
+        return new_sequence(grammar=Grammar(lambda: self._vocabulary.matcher(structure), self._end_token_ids))
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
-        return Vocabulary(self._tokenizer, self._config.eos_token_ids)
+        return Vocabulary(self._tokenizer, self._end_token_ids)
+
+    @cached_property
+    def _end_token_ids(self) -> tuple[int, ...]:
+        return end_token_ids(self._target)
 
     @cached_property
     def _config(self) -> ModelConfig:

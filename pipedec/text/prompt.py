@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from pipedec.core import SamplingParams, UserError, check_sets_of_tokens, check_token_ids
+from pipedec.families import model_config
 from pipedec.gguf import model_files
 from pipedec.text.stream import StopStrings, TextStream
-from pipedec.text.tokenizer import Tokenizer, has_tokenizer, load_for_training
+from pipedec.text.tokenizer import Tokenizer, configuration, content, has_tokenizer, load_for_training
 from pipedec.validation import shortened
 
 _SHOWN_TOKENS = 3  # of those in which two vocabularies differ
@@ -144,6 +145,29 @@ def fits_vocabulary(directory: Path, vocab_size: int) -> None:
             f"{directory}: the tokenizer has token ids up to {largest}, but config.json a vocabulary of {vocab_size} tokens: "
             "the tokenizer does not belong to this model; download both again"
         )
+
+
+def end_token_ids(directory: Path) -> tuple[int, ...]:
+    """The tokens that end an answer of a checkpoint's model: those that its configuration names, and the end token of its
+    tokenizer, where fine-tuning often changes it alone. Raises UserError as ``model_config``, or if the tokenizer is damaged.
+    """
+    config, own = model_config(directory), _own_end_token_id(directory)
+    if own is None or own >= config.vocab_size or own in config.eos_token_ids:
+        return config.eos_token_ids
+    return (*config.eos_token_ids, own)
+
+
+def _own_end_token_id(directory: Path) -> int | None:
+    """The id of a tokenizer's end token, if it names one. The vocabulary is read only if the configuration has no ids."""
+    files = model_files(directory)
+    stated = configuration(files)
+    if not stated.get("eos_token"):
+        return None
+    end = content(stated["eos_token"])
+    listed = {content(entry): int(number) for number, entry in stated.get("added_tokens_decoder", {}).items()}
+    if end in listed:
+        return listed[end]
+    return load_tokenizer(directory).eos_token_id if has_tokenizer(files) else None
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:

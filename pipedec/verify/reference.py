@@ -22,6 +22,7 @@ from pipedec.engine.devices import chosen_device, limit_threads
 from pipedec.model import load_transformers, rounded
 from pipedec.plan.spec import PipelineSpec
 from pipedec.sampling import Sampler
+from pipedec.text.prompt import end_token_ids
 from pipedec.threads import Context, DecodeThread, State
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.verify.divergence import Divergence, first_difference
@@ -40,7 +41,7 @@ class Reference:
             for name, weight in self._model.named_parameters():
                 if weight.dim() == 2:  # the matrices of the layers, and in 8 bits embedding and head, which may be one tensor
                     weight.data.copy_(rounded(weight.data, quantize if ".layers." in name else "int8"))
-        self._eos_token_ids = self._model.generation_config.eos_token_id
+        self._end_token_ids = list(end_token_ids(spec.target))
         self._sequences = Sequences(spec.target)
 
     @torch.inference_mode()
@@ -53,7 +54,7 @@ class Reference:
             max_new_tokens=max_tokens,
             do_sample=False,
             repetition_penalty=1.0,  # some chat models set another in their generation config
-            eos_token_id=None if ignore_eos else self._eos_token_ids,
+            eos_token_id=None if ignore_eos else self._end_token_ids or None,
             pad_token_id=0,
         )
         return [int(token) for token in output[0, prompt.shape[1] :]]

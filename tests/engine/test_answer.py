@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,23 @@ def test_dialects_need_the_targets_tokens(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no tokenizer in"):
         (tmp_path / "config.json").write_text((TARGET / "config.json").read_text())
         Sequences(tmp_path).maker(3, SamplingParams(), load_dialect("apar").to_json())
+
+
+@pytest.mark.failure_case("M22")
+def test_an_end_token_that_only_the_tokenizer_knows_ends_answers(tmp_path: Path) -> None:
+    """Structured ones, too."""
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TARGET / file, tmp_path)
+    config = json.loads((TARGET / "config.json").read_text()) | {"eos_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sequences, structure = Sequences(tmp_path), StructuredOutputs(regex="a")
+    [end] = Prompter(TARGET, 2048).tokenizer.encode(END, add_special_tokens=False)
+    for params, ends in ((SamplingParams(), "stop"), (SamplingParams(ignore_eos=True), None)):
+        sequence = sequences.maker(3, params)()
+        sequence.accept(0, end)
+        assert sequence.finished == ends
+    sequences.check(structure)
+    sequences.maker(3, SamplingParams(structured_outputs=structure))()
 
 
 def test_what_ends_a_thread_is_what_ends_an_answer() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from support.tiny_pair import CHAT_TEMPLATE, CONTEXT, foreign_tokenizer
 from transformers import AutoTokenizer
 
 from pipedec.core import UserError
-from pipedec.text.prompt import Prompter, fits_vocabulary, same_tokenizer
+from pipedec.text.prompt import Prompter, end_token_ids, fits_vocabulary, same_tokenizer
 from pipedec.text.stream import StopStrings
 
 TEXT = "Größe: naïve café, Ελλάδα, 東京, \U0001f680\U0001f468\u200d\U0001f469\u200d\U0001f467 — twice: 12 + 12 = 24.\n\n  Done."
@@ -203,6 +204,23 @@ def test_a_missing_or_damaged_tokenizer_is_refused(tokenizer_files: Path, tmp_pa
     with pytest.raises(UserError, match=r"the tokenizer in .* cannot be read") as refused:
         Prompter(tmp_path, CONTEXT)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.failure_case("M22")
+@pytest.mark.parametrize("numbers", [{}, {"added_tokens_decoder": {"4": {"content": "<|assistant|>", "special": True}}}])
+def test_the_tokenizers_end_token_ends_answers_besides_the_models(
+    tokenizer_files: Path, tmp_path: Path, numbers: dict[str, Any]
+) -> None:
+    shutil.copy(tokenizer_files / "tokenizer.json", tmp_path)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    for in_config, in_tokenizer, vocab_size, expected in (
+        (2, "<|assistant|>", 300, (2, 4)), (2, {"content": "<|assistant|>"}, 300, (2, 4)), (None, "<|assistant|>", 300, (4,)),
+        (4, "<|assistant|>", 300, (4,)), (2, None, 300, (2,)), (2, "<|assistant|>", 4, (2,)),
+    ):  # fmt: skip
+        config = {"model_type": "llama", "eos_token_id": in_config, "vocab_size": vocab_size, **sizes}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": in_tokenizer, **numbers}))
+        assert end_token_ids(tmp_path) == expected
 
 
 @pytest.mark.failure_case("M4")
