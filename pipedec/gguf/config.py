@@ -348,6 +348,7 @@ def config_of(file: File) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.shapes,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
         "torch_dtype": "float32",
     }
     if found.epsilon is not None:
@@ -362,13 +363,8 @@ def config_of(file: File) -> dict[str, Any]:
     config |= found.more(file) if found.more is not None else {}
     config |= _rope(file, found, config)
     present = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
-    return present | {"pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id")}  # transformers has one of its own
-
-
-def end_tokens_of(metadata: Mapping[str, Any]) -> list[int]:
-    """The tokens that end an answer."""
-    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return list(dict.fromkeys(token for token in named if token is not None))
+    unnamed = {key: config.get(key) for key in ("eos_token_id", "pad_token_id")}  # or defaults of transformers apply
+    return present | unnamed
 
 
 def _check_fields(file: File, found: Architecture) -> None:

@@ -18,12 +18,12 @@ from typing import Any
 
 from pipedec.core import UserError
 from pipedec.directories import cache_directory
-from pipedec.gguf.config import FREQUENCIES, LONG, SHORT, File, architecture_of, config_of, end_tokens_of
+from pipedec.gguf.config import FREQUENCIES, LONG, SHORT, File, architecture_of, config_of
 from pipedec.gguf.index import TYPES, TensorIndex, TensorPlace, tensor_names
-from pipedec.gguf.metadata import write_tokenizer
+from pipedec.gguf.metadata import end_tokens_of, write_tokenizer
 from pipedec.validation import shortened
 
-_VERSION = 2  # of what is written
+_VERSION = 3  # of what is written
 _FACTORS = (FREQUENCIES, LONG, SHORT)
 
 

@@ -29,6 +29,19 @@ _LIKE_LLAMA3_NAMES = (*_LLAMA3_NAMES, "dbrx", "smaug-bpe", "chatglm-bpe", "glm4"
 _QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan")
 _WHOLE_WORDS = (*_LLAMA3_NAMES, "tekken")  # words that are tokens are never merged from parts; texts begin with a bos token
 PRE_TOKENIZERS = (*_GPT2, *_SINGLE_DIGITS, *_LIKE_LLAMA3_NAMES, *_QWEN2, "tekken")
+# Control tokens that end an answer in llama.cpp, although no field of a file names them.
+_END_NAMES = {
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>",
+    "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>",
+    "<|tool_response>", "<｜end▁of▁sentence｜>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "<|fim_repo|>",
+    "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
+}  # fmt: skip
+# Tokens that do not end an answer where there are all of the others.
+_NO_ENDS = (
+    ({"<|return|>", "<|call|>"}, "<|end|>"), ({"<|flush|>", "<|call|>"}, "<|end|>"), ({"<|flush|>", "<|calls|>"}, "<|end|>"),
+    ({"<|tool_response>"}, "</s>"),
+)  # fmt: skip
+_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -60,6 +73,16 @@ def write_tokenizer(metadata: Mapping[str, Any], directory: Path) -> None:
     if template := metadata.get("tokenizer.chat_template"):
         config["chat_template"] = template
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
+def end_tokens_of(metadata: Mapping[str, Any]) -> list[int]:
+    """The tokens that end an answer, as in llama.cpp: those that fields name, and control tokens with known names."""
+    fields = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _ENDS)
+    kinds = zip(metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", ()), strict=False)
+    control = {name: token for token, (name, kind) in enumerate(kinds) if kind == _CONTROL}
+    known = control.keys() & _END_NAMES
+    known -= {name for others, name in _NO_ENDS if others <= known}
+    return list(dict.fromkeys([*(token for token in fields if token is not None), *sorted(control[name] for name in known)]))
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:

@@ -15,16 +15,17 @@ from gguf import TokenType
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import save_tiny_llama
-from support.gguf_files import save_gguf
+from support.gguf_files import byte_level_tokenizer, save_gguf
 from support.llama_cpp import LlamaCpp
 from support.tiny_pair import Pair
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from pipedec.core import UserError
+from pipedec.families import model_config
 from pipedec.gguf import model_files
 from pipedec.gguf.metadata import PRE_TOKENIZERS
-from pipedec.text.prompt import load_tokenizer, same_tokenizer
+from pipedec.text.prompt import end_token_ids, load_tokenizer, same_tokenizer
 from pipedec.text.tokenizer import Tokenizer
 
 CORPUS = [
@@ -125,6 +126,27 @@ def test_special_tokens_and_the_chat_template_are_the_files(pair: Pair, from_pai
     same_tokenizer(pair.target, from_pair)
     with pytest.raises(UserError):
         same_tokenizer(pair.foreign_draft, from_pair)
+
+
+@pytest.mark.failure_case("M24")
+@pytest.mark.parametrize(
+    ("end", "names", "kind", "expected"),
+    [
+        (2, {3: "<|im_end|>", 4: "<|endoftext|>"}, TokenType.CONTROL, (2, 3, 4)),
+        (None, {2: "<of>", 3: "<|eot_id|>"}, TokenType.CONTROL, (3,)),
+        (None, {2: "<of>", 3: "<|eot_id|>"}, TokenType.NORMAL, ()),
+        (2, {0: "<|return|>", 3: "<|call|>", 4: "<|end|>"}, TokenType.CONTROL, (2, 0, 3)),
+    ],
+)
+def test_control_tokens_with_known_names_end_answers(
+    pair: Pair, tmp_path: Path, end: int | None, names: dict[int, str], kind: TokenType, expected: tuple[int, ...]
+) -> None:
+    """As in llama.cpp; a file without an end token has none by accident."""
+    fields = byte_level_tokenizer(pair.target)
+    for token, name in names.items():
+        fields["tokens"][token], fields["token_type"][token] = name, int(kind)
+    file = save_gguf(tmp_path / "model.gguf", pair.target, tokenizer={**fields, "eos_token_id": end})
+    assert end_token_ids(file) == model_config(file).eos_token_ids == expected
 
 
 @given(text=TEXTS)
