@@ -19,7 +19,7 @@ CPUS = len(os.sched_getaffinity(0))
 V1 = "3:cpuset:/pod\n2:cpu,cpuacct:/pod/box\n1:name=systemd:/\n0::/\n"
 
 
-@pytest.mark.failure_case("M38")
+@pytest.mark.failure_case("M24")
 @pytest.mark.parametrize("groups, files, cpus", [
     ("0::/\n", {"cpu.max": "100000 100000"}, 1),
     ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000", "cpu.max": "max 100000"}, 1),
@@ -42,7 +42,7 @@ def test_no_more_cpus_are_used_than_a_container_may(tmp_path: Path, groups: str,
     assert usable_cpus(tmp_path) == cpus
 
 
-@pytest.mark.failure_case("M38")
+@pytest.mark.failure_case("M24")
 def test_processes_share_the_cpus_that_they_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
@@ -73,7 +73,7 @@ def nameless(user: int) -> None:
     raise KeyError(f"getpwuid(): uid not found: {user}")
 
 
-@pytest.mark.failure_case("M39")
+@pytest.mark.failure_case("M25")
 @pytest.mark.parametrize("home", [None, "relative", __file__])
 def test_a_user_without_a_home_gets_private_directories(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, home: str | None
@@ -91,7 +91,7 @@ def test_a_user_without_a_home_gets_private_directories(
     assert state_directory() == own / "mine" and list(temporary.iterdir()) == [own]
 
 
-@pytest.mark.failure_case("M39")
+@pytest.mark.failure_case("M25")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make directories of other users")
 def test_a_volume_of_another_user_holds_a_directory_of_ones_own(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     volume = temporary / "volume"

@@ -161,7 +161,7 @@ def test_mistakes_name_the_setting(values: dict[str, Any], message: str) -> None
     assert str(refused.value) == message
 
 
-@pytest.mark.failure_case("M21")
+@pytest.mark.failure_case("M17")
 def test_more_than_the_models_context_is_refused(tmp_path: Path) -> None:
     save_tiny_llama(
         tmp_path, max_position_embeddings=64, rope_parameters={"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0}

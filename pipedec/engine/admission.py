@@ -80,7 +80,7 @@ class Sequences:
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
-        return Vocabulary(self._tokenizer, self._end_token_ids)
+        return Vocabulary(self._tokenizer, self._end_token_ids, self._config.vocab_size)
 
     @cached_property
     def _end_token_ids(self) -> tuple[int, ...]:

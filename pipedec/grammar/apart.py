@@ -27,7 +27,7 @@ import msgspec
 from pipedec.core import QueueFull, StructuredOutputs, UserError
 from pipedec.families import model_config
 from pipedec.grammar.structures import TOO_DEEP, Vocabulary, check
-from pipedec.text.prompt import load_tokenizer
+from pipedec.text.prompt import end_token_ids, load_tokenizer
 
 MAX_WAITING = 32  # structures
 _PROCESSES = 2  # at most, that check at a time
@@ -178,9 +178,13 @@ def main() -> None:
 def _verifier() -> Callable[[StructuredOutputs], None]:
     if len(sys.argv) == 1:
         return check
+    directory = Path(sys.argv[1])
     try:
-        directory = Path(sys.argv[1])
-        return Vocabulary(load_tokenizer(directory), _end_token_ids(directory)).check
+        try:
+            ends, vocab_size = end_token_ids(directory), model_config(directory).vocab_size
+        except UserError:
+            ends, vocab_size = (), None  # the tokenizer is not beside the model
+        return Vocabulary(load_tokenizer(directory), ends, vocab_size).check
     except UserError as error:
         message = str(error)
 
@@ -188,13 +192,6 @@ def _verifier() -> Callable[[StructuredOutputs], None]:
         raise UserError(message)
 
     return refuse
-
-
-def _end_token_ids(directory: Path) -> tuple[int, ...]:
-    try:
-        return model_config(directory).eos_token_ids
-    except UserError:
-        return ()  # the tokenizer is not beside the model
 
 
 def _complaint(verify: Callable[[StructuredOutputs], None], structure: StructuredOutputs) -> str:

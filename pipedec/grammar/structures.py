@@ -219,13 +219,14 @@ def one_line(message: str) -> str:
 
 
 class Vocabulary:
-    """A tokenizer's tokens. Tokens of the model that the tokenizer lacks are never allowed.
+    """A tokenizer's tokens. Tokens that the model or the tokenizer lacks are never allowed.
 
-    ``end_token_ids`` are the model's; without any the tokenizer's, which is enough to check structures. Raises UserError if
-    structured outputs are not possible with this tokenizer, or there is no end token.
+    ``end_token_ids`` are the model's; without any the tokenizer's, which is enough to check structures. ``vocab_size`` is the
+    number of the model's tokens, if it is known. Raises UserError if structured outputs are not possible with this tokenizer, or
+    there is no end token.
     """
 
-    def __init__(self, tokenizer: Tokenizer, end_token_ids: tuple[int, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, end_token_ids: tuple[int, ...] = (), vocab_size: int | None = None) -> None:
         where = f"structured_outputs are not possible with the model in {tokenizer.directory}"
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self._end_token_ids = end_token_ids or own
@@ -235,7 +236,9 @@ class Vocabulary:
             plain = LLTokenizer(tokenizer.to_json(), eos_token=list(self._end_token_ids), slices=[])
         except ValueError as error:
             raise UserError(f"{where}: its tokenizer cannot be used: {one_line(str(error))}") from None
-        self._tokens = LLTokenizer(TokenizerWrapper(_PlainText(tokenizer, plain)), eos_token=list(self._end_token_ids))
+        self._tokens = LLTokenizer(
+            TokenizerWrapper(_PlainText(tokenizer, plain, vocab_size)), eos_token=list(self._end_token_ids)
+        )
         self._started = lru_cache(maxsize=_MAX_KEPT)(self._start)
 
     def check(self, structure: StructuredOutputs) -> None:
@@ -275,11 +278,12 @@ class _PlainText:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, own: LLTokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, own: LLTokenizer, vocab_size: int | None) -> None:
         self.eos_token_id = own.eos_token
         self.special_token_ids = [token for token in range(own.vocab_size) if own.is_special_token(token)]
         self.tokens = [own.decode_bytes([token]) for token in range(own.vocab_size)]
-        self._encode = tokenizer.encoder_without(frozenset(self.special_token_ids))
+        lacking = range(own.vocab_size if vocab_size is None else vocab_size, own.vocab_size)
+        self._encode = tokenizer.encoder_without(frozenset((*self.special_token_ids, *lacking)))
 
     def __call__(self, text: str) -> list[int]:
         return self._encode(text)

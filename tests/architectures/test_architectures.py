@@ -81,7 +81,7 @@ def test_a_head_that_shares_the_embedding_may_be_packed(tmp_path: Path) -> None:
     assert answers(pipeline, "pp", [("greedy", 1)]) == [expected]
 
 
-@pytest.mark.failure_case("M20")
+@pytest.mark.failure_case("M16")
 def test_buffers_that_modules_ignore_are_no_foreign_tensors(tmp_path: Path) -> None:
     """As files of Pythia have them in every layer."""
     save_model("gpt_neox", tmp_path)

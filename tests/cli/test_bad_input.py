@@ -237,7 +237,7 @@ def test_a_process_that_got_a_dead_supervisors_number_is_no_cluster(pipedec: Cal
     assert f"{file} is damaged: remove it" in pipedec("status").refused(1)
 
 
-@pytest.mark.failure_case("M40")
+@pytest.mark.failure_case("M26")
 def test_of_several_clusters_one_is_chosen_by_name(
     pipedec: Calls, state_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

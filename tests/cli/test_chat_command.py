@@ -202,7 +202,7 @@ def said(text: str) -> bytes:
     return b'{"choices": [{"delta": {"content": "%s"}}]}' % text.encode()
 
 
-@pytest.mark.failure_case("M35")
+@pytest.mark.failure_case("M21")
 @pytest.mark.parametrize("stream, out, complaint", [
     *((b"data: " + said(f"a{end}b") + b"\n\ndata: [DONE]\n\n", f"a{end}b", "") for end in "\u2028\u2029\x85\x0b\x0c\x1c"),
     (b"data:" + said("é") + b"\r\n\r\ndata:[DONE]\r\n\r\n", "é", ""),
@@ -228,7 +228,7 @@ def test_any_stream_of_events_is_read_or_refused_in_one_line(
     assert len(told) == bool(complaint) and all(complaint in line for line in told), ended.err
 
 
-@pytest.mark.failure_case("M36")
+@pytest.mark.failure_case("M22")
 @pytest.mark.parametrize("name, value, url, complaint", [
     ("ALL_PROXY", "socks5://127.0.0.1:9", "http://h.invalid/v1", "ALL_PROXY names a SOCKS proxy, which pipedec cannot use"),
     ("all_proxy", "socks://u:secret@127.0.0.1:9", "http://h.invalid/v1", "all_proxy names a SOCKS proxy"),
@@ -254,7 +254,7 @@ def without_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name.upper(), raising=False)
 
 
-@pytest.mark.failure_case("M36")
+@pytest.mark.failure_case("M22")
 @pytest.mark.parametrize(
     "name, value", [("ALL_PROXY", "socks5://127.0.0.1:9"), ("all_proxy", "socks://h"), ("HTTP_PROXY", "http://127.0.0.1:9")]
 )
@@ -268,7 +268,7 @@ def test_this_machine_is_reached_without_a_proxy(
         assert pipedec("chat", "--url", url.replace("127.0.0.1", host), stdin=b"Hi\n").out == "yes\n"
 
 
-@pytest.mark.failure_case("M37")
+@pytest.mark.failure_case("M23")
 @pytest.mark.parametrize("encoding, shown", [("ascii", "caf? ?\n"), ("latin-1", "caf\xe9 ?\n"), ("utf-8", "caf\xe9 \u20ac\n")])
 def test_what_standard_output_cannot_show_is_replaced(
     pipedec: Pipedec, answering: Callable[[bytes], str], monkeypatch: pytest.MonkeyPatch, encoding: str, shown: str

@@ -300,7 +300,7 @@ def test_up_status_submit_down(
 
 
 @pytest.mark.slow
-@pytest.mark.failure_case("M40")
+@pytest.mark.failure_case("M26")
 def test_two_clusters_started_at_once_both_come_up(started: Started, pipedec: Calls, pair: Pair) -> None:
     both = [started("up", "--detach", *pair.flags, "--stages", "1") for _ in range(2)]
     assert [ended(process, START_SECONDS)[0] for process in both] == [0, 0]

@@ -78,7 +78,7 @@ def test_a_stop_string_cuts_the_verdict_of_an_answer_in_one_thread(prompter: Pro
 
 
 @pytest.mark.parametrize("dialect", [None, "apar"])
-@pytest.mark.failure_case("H45")
+@pytest.mark.failure_case("H35")
 def test_a_special_token_that_a_stop_string_names_ends_an_answer(prompter: Prompter, dialect: str | None) -> None:
     telling = Telling(prompter, dialect, stop=(" two<|user|>",))
     assert telling.say(t0="One<|user|>") == "One"
@@ -242,7 +242,7 @@ def test_dialects_need_the_targets_tokens(tmp_path: Path) -> None:
         Sequences(tmp_path).maker(3, SamplingParams(), load_dialect("apar").to_json())
 
 
-@pytest.mark.failure_case("M22")
+@pytest.mark.failure_case("M18")
 def test_an_end_token_that_only_the_tokenizer_knows_ends_answers(tmp_path: Path) -> None:
     """Structured ones, too."""
     for file in ("tokenizer.json", "tokenizer_config.json"):

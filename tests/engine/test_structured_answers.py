@@ -136,7 +136,7 @@ def test_earlier_answers_change_no_structured_answer() -> None:
     prompt, params = prompt_of(SAMPLE[0].prompt), sampling_of(SAMPLE[0])
     wanted, timesteps = expected(prompt, params), []
     for _ in range(2):
-        assert answer(pipeline, prompt, params, "pipedec-bestfirst", tenant="a") == wanted
+        assert answer(pipeline, prompt, params, "pipedec-bestfirst", BestFirstOptions(width=20, forwards=3), "a") == wanted
         timesteps.append(pipeline.last.metrics.timesteps)
     assert timesteps[1] < timesteps[0]
     assert answer(pipeline, prompt, other, "pipedec-bestfirst", tenant="a") == expected(prompt, other)

@@ -128,7 +128,7 @@ def test_special_tokens_and_the_chat_template_are_the_files(pair: Pair, from_pai
         same_tokenizer(pair.foreign_draft, from_pair)
 
 
-@pytest.mark.failure_case("M24")
+@pytest.mark.failure_case("M20")
 @pytest.mark.parametrize(
     ("end", "names", "kind", "expected"),
     [

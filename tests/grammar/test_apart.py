@@ -18,7 +18,7 @@ COSTLY = StructuredOutputs(json={"allOf": [{"type": "string", "pattern": f".*a.{
 RIGHT = StructuredOutputs(regex="a")
 
 
-@pytest.mark.failure_case("H30")
+@pytest.mark.failure_case("H26")
 def test_a_structure_that_takes_too_long_to_compile_is_refused_and_the_next_is_checked() -> None:
     async def asked() -> None:
         checks = StructureChecks(reference_pair() / "target")
@@ -40,7 +40,7 @@ def test_without_a_model_mistakes_are_found_too() -> None:
         check_apart(StructuredOutputs(regex="(a"))
 
 
-@pytest.mark.failure_case("H38")
+@pytest.mark.failure_case("H34")
 def test_the_process_and_the_check_in_it_end_with_the_server() -> None:
     command = [sys.executable, "-m", "pipedec.grammar.apart"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -94,7 +94,7 @@ async def begun(checks: StructureChecks, structures: list[StructuredOutputs]) ->
 
 
 @pytest.mark.usefixtures("paused")
-@pytest.mark.failure_case("H31")
+@pytest.mark.failure_case("H27")
 def test_the_same_structure_is_checked_once_and_ends_when_all_callers_have_left() -> None:
     async def asked() -> None:
         checks = StructureChecks(None)
@@ -118,7 +118,7 @@ def test_the_same_structure_is_checked_once_and_ends_when_all_callers_have_left(
 
 
 @pytest.mark.usefixtures("paused")
-@pytest.mark.failure_case("H31")
+@pytest.mark.failure_case("H27")
 def test_no_more_structures_wait_than_there_is_room_for() -> None:
     async def asked() -> None:
         checks = StructureChecks(None)

@@ -96,7 +96,7 @@ def test_whatever_is_admitted_is_read_as_calls(form: ToolFormat, seed: int, voca
         assert name != "paint" or (list(arguments) == ["kind", "also"] and arguments["kind"] in ("red", 'a "b" }'))
 
 
-@pytest.mark.failure_case("H35")
+@pytest.mark.failure_case("H31")
 def test_marks_of_calls_that_are_tokens_are_said_as_these(tmp_path: Path, tokenizer_files: Path) -> None:
     shutil.copytree(tokenizer_files, tmp_path, dirs_exist_ok=True)
     backend = Backend.from_file(str(tmp_path / "tokenizer.json"))

@@ -193,7 +193,7 @@ def test_behind_the_end_and_on_impossible_paths_nothing_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-@pytest.mark.failure_case("H34")
+@pytest.mark.failure_case("H30")
 def test_an_answer_that_strays_from_its_structure_goes_on_no_further(is_known: bool) -> None:
     grammar = vocabulary().grammar(StructuredOutputs(choice=("yes", "yes, sir", "no")))
     stray = next(token for token in range(4096) if token not in grammar.allowed())
@@ -209,7 +209,7 @@ def test_an_answer_that_strays_from_its_structure_goes_on_no_further(is_known: b
             ask()
 
 
-@pytest.mark.failure_case("H34")
+@pytest.mark.failure_case("H30")
 def test_where_a_structure_is_too_complex_the_answer_ends_with_an_error() -> None:
     words = " | ".join(f'"word" "{number} and more"' for number in range(12000))
     grammar = vocabulary().grammar(StructuredOutputs(grammar=f"start: {words}"))
@@ -224,7 +224,7 @@ def test_where_a_structure_is_too_complex_the_answer_ends_with_an_error() -> Non
         grammar.advance([END])
 
 
-@pytest.mark.failure_case("H33")
+@pytest.mark.failure_case("H29")
 def test_forced_text_is_tokenized_once() -> None:
     class Counted:
         calls = 0
@@ -247,7 +247,7 @@ def test_forced_text_is_tokenized_once() -> None:
     assert Counted.calls <= 2
 
 
-@pytest.mark.failure_case("H34")
+@pytest.mark.failure_case("H30")
 def test_an_object_with_a_thousand_optional_properties_can_be_followed() -> None:
     schema = {"properties": {f"p{n}": {"const": n} for n in range(1000)}, "additionalProperties": False, "type": "object"}
     grammar = vocabulary().grammar(StructuredOutputs(json=schema))
@@ -256,13 +256,22 @@ def test_an_object_with_a_thousand_optional_properties_can_be_followed() -> None
 
 
 @pytest.mark.parametrize("text", ["<|user|>", "a <|end|><b>", "[Fork]é"])
-@pytest.mark.failure_case("H35")
+@pytest.mark.failure_case("H31")
 def test_text_that_looks_like_a_special_token_is_written_as_text(text: str) -> None:
     for structure in (StructuredOutputs(choice=(text,)), StructuredOutputs(json={"const": text})):
         said = walked(vocabulary().grammar(structure), random.Random(0))
         assert has_ended(said)
         assert text_of(said) == (text if structure.choice else json.dumps(text, ensure_ascii=False))
         assert TOKENIZER.all_special_ids.isdisjoint(said[:-1])
+
+
+def test_no_text_is_forced_as_a_token_that_the_model_lacks() -> None:
+    """As "[Fork]", which was added to the tokenizer."""
+    lacking = TOKENIZER.token_id("[Fork]")
+    assert lacking is not None
+    grammar = Vocabulary(TOKENIZER, (END,), vocab_size=lacking).grammar(StructuredOutputs(choice=("[Fork]é",)))
+    forced = list(grammar.forced())
+    assert text_of(forced) == "[Fork]é" and lacking not in forced
 
 
 def test_a_model_with_several_end_tokens_may_end_with_any() -> None:

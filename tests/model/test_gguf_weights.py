@@ -115,7 +115,7 @@ def test_a_model_from_gguf_equals_the_same_one_from_safetensors(tmp_path, name):
     torch.testing.assert_close(logits(file, (1, 3)), expected, atol=2e-4, rtol=0)
 
 
-@pytest.mark.failure_case("M21")
+@pytest.mark.failure_case("M17")
 @pytest.mark.parametrize("rope", SCALED)
 def test_scaled_rotary_embeddings(tmp_path, rope):
     parameters, fields = SCALED[rope]

@@ -93,7 +93,7 @@ def test_every_file_means_what_it_means_to_transformers(tmp_path_factory, family
     assert config.layers == tuple(LayerShape(*heads, head_dim, head_dim, reach) for reach in reaches)
 
 
-@pytest.mark.failure_case("M21")
+@pytest.mark.failure_case("M17")
 @pytest.mark.parametrize(
     ("kind", "rope", "expected"),
     [

@@ -143,7 +143,7 @@ def test_what_asks_for_nothing_special_is_accepted(site: Site) -> None:
 
 
 @BOTH
-@pytest.mark.failure_case("H46")
+@pytest.mark.failure_case("H36")
 def test_the_seed_minus_one_is_none_and_lower_ones_are_seeds(site: Site, path: str) -> None:
     for seed in (-1, -2, -(2**63)):
         ask(site, path, seed=seed, n=2)

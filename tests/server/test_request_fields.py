@@ -102,7 +102,7 @@ def test_a_long_text_is_refused_before_it_is_tokenized(site: Site, monkeypatch: 
     assert "200000 characters" in refused(site, {"messages": [{"role": "user", "content": text}]}, CHAT)["message"]
 
 
-@pytest.mark.failure_case("H49")
+@pytest.mark.failure_case("H39")
 def test_more_answers_than_the_queue_ever_takes_are_refused_with_the_limit(site: Site) -> None:
     assert site.front.served is not None
     limits = site.front.served.description.settings.limits
@@ -112,7 +112,7 @@ def test_more_answers_than_the_queue_ever_takes_are_refused_with_the_limit(site:
     ask(site, COMPLETIONS, prompt=["a"] * (most // 8), n=8, max_tokens=1)
 
 
-@pytest.mark.failure_case("H51")
+@pytest.mark.failure_case("H41")
 def test_more_messages_parts_or_tokens_than_can_be_are_refused_before_they_are_read(site: Site) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}] * 100}] * 50
     for messages in (USER * 5000, parts, [{"role": "assistant", "tool_calls": [None] * 5000}]):
@@ -194,14 +194,14 @@ def test_what_is_not_supported_is_refused_and_never_ignored(site: Site) -> None:
         ("messages.0.content.0: a part of the type text without text", {"role": "user", "content": [{"type": "text"}]}),
     ],
 )  # fmt: skip
-@pytest.mark.failure_case("H50")
+@pytest.mark.failure_case("H40")
 def test_what_is_not_supported_is_refused_at_every_depth(site: Site, place: str, message: dict[str, Any]) -> None:
     for path in (CHAT, "/tokenize"):
         error = refused(site, {"messages": [message]}, path)
         assert error["message"].startswith(place) and "not supported" in error["message"] and error["param"] == "messages"
 
 
-@pytest.mark.failure_case("H50")
+@pytest.mark.failure_case("H40")
 def test_what_changes_nothing_is_ignored_at_every_depth(site: Site) -> None:
     ask(site, CHAT)
     part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
@@ -343,7 +343,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
         ("guided_grammar", 'start: "a"', {"grammar": 'start: "a"'}),
     ],
 )
-@pytest.mark.failure_case("H37")
+@pytest.mark.failure_case("H33")
 def test_a_structure_reaches_the_engine(site: Site, field: str, value: Any, expected: dict[str, Any] | None) -> None:
     for path in (COMPLETIONS, CHAT):
         ask(site, path, **{field: value})
@@ -386,7 +386,7 @@ def test_a_structure_reaches_the_engine(site: Site, field: str, value: Any, expe
     ],
     ids=lambda value: str(value)[:40],
 )
-@pytest.mark.failure_case("H21", "H37")
+@pytest.mark.failure_case("H21", "H33")
 def test_a_structure_that_cannot_be_is_refused_with_its_place(site: Site, field: str, value: Any, place: str) -> None:
     for path in (COMPLETIONS, CHAT):
         error = refused(site, filled(path, {field: value}), path)

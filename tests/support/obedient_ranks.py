@@ -116,7 +116,8 @@ def suffer(folder: Path) -> None:
                 raise IndexError("there is no such row")
         return enter(self, step)
 
-    Lane.__init__, Lane.enter = note, suffer_then  # type: ignore[method-assign]
+    setattr(Lane, "__init__", note)  # noqa: B010
+    setattr(Lane, "enter", suffer_then)  # noqa: B010
 
 
 def pretend_gpus(folder: Path) -> None:

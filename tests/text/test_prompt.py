@@ -158,7 +158,7 @@ def test_decoded_pieces_can_contain_stop_strings(prompter: Prompter) -> None:
         ("a<|user|><|assistant|>c", ["<|user|><|assistant|>c", "ac"], "", 4),
     ],
 )
-@pytest.mark.failure_case("H45")
+@pytest.mark.failure_case("H35")
 def test_a_stop_string_may_name_special_tokens(
     prompter: Prompter, size: int, answer: str, stop: list[str], text: str, count: int | None
 ) -> None:
@@ -206,7 +206,7 @@ def test_a_missing_or_damaged_tokenizer_is_refused(tokenizer_files: Path, tmp_pa
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.failure_case("M22")
+@pytest.mark.failure_case("M18")
 @pytest.mark.parametrize("numbers", [{}, {"added_tokens_decoder": {"4": {"content": "<|assistant|>", "special": True}}}])
 def test_the_tokenizers_end_token_ends_answers_besides_the_models(
     tokenizer_files: Path, tmp_path: Path, numbers: dict[str, Any]

@@ -225,7 +225,7 @@ _SET = "{%- set content = m['content'] %}{% for c in content %}{{ c['text'] }};{
         ("{% if m.content is string %}{{ m.content }}{% else %}" + _WALKED + "{% endif %}", ["Hi", "a\nb", "", ""]),
     ],
 )
-@pytest.mark.failure_case("H47")
+@pytest.mark.failure_case("H37")
 def test_content_reaches_a_template_in_the_form_that_it_reads(
     directories: dict[str, Path], tmp_path: Path, walk: str, texts: list[str]
 ) -> None:
@@ -238,7 +238,7 @@ def test_content_reaches_a_template_in_the_form_that_it_reads(
         assert tokenizer.render_chat([{"role": "user", "content": content}]) == f"<s>{text}"
 
 
-@pytest.mark.failure_case("H47")
+@pytest.mark.failure_case("H37")
 def test_a_template_that_leaves_out_what_the_user_says_is_refused(directories: dict[str, Path], tmp_path: Path) -> None:
     shutil.copy(directories["tiny"] / "tokenizer.json", tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}<|{{ m.role }}|>{{ m.text }}{% endfor %}")
@@ -308,7 +308,7 @@ def test_a_tokenizer_in_another_format_is_converted(tmp_path: Path, monkeypatch:
     assert ours.directory == tmp_path
 
 
-@pytest.mark.failure_case("M23")
+@pytest.mark.failure_case("M19")
 def test_a_tokenizer_that_cannot_be_converted_is_named_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
