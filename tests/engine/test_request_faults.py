@@ -17,15 +17,18 @@ from pipedec.decoding import batch
 from pipedec.decoding.request_state import RequestState
 from pipedec.drafting import DraftModel
 from pipedec.drafting.lane import DraftLane
+from pipedec.engine.counters import Counters
 from pipedec.engine.local import LocalAnswer, LocalPipeline
+from pipedec.engine.loop import Advanced
 from pipedec.grammar import Grammar
 from pipedec.methods import BestFirstOptions
+from pipedec.sampling import Sampler
 from pipedec.stage.final import FinalLane
 from pipedec.stage.verification import TokenChooser, Verifier
 from pipedec.stage.worker import Lane, StageWorker
 
 PROMPTS = ((10, 11, 12, 13), (20, 21, 22, 23, 24), (30, 31, 32))
-GUILTY = 1
+GUILTY, SEED = 1, 5
 TREE = BestFirstOptions(width=8, forwards=2)  # which drafts from the first token on
 FAULT = IndexError("that is out of range")
 
@@ -70,6 +73,8 @@ ENTRIES: dict[str, tuple[Any, str, Callable[..., bool], int]] = {
     "rows are computed": (StageWorker, "_forward", of_rows, 4),
     "a lane follows a verdict": (Lane, "sync", of_self, 2),
     "the last stage opens a lane": (TokenChooser, "__init__", lambda one, sequence, *rest: sequence.prompt_length == 5, 0),
+    "a sampler is made": (Sampler, "__init__", lambda one, params, *rest: params.seed == SEED, 0),
+    "a sampler chooses": (Sampler, "choose", lambda one, *rest: vars(one)["_params"].seed == SEED, 2),
     "tokens are chosen": (FinalLane, "judge", of_self, 3),
     "tokens are drawn": (TokenChooser, "choose", of_self, 1),
     "tokens are accepted": (FinalLane, "result", of_self, 2),
@@ -87,6 +92,9 @@ ENTRIES: dict[str, tuple[Any, str, Callable[..., bool], int]] = {
     "the draft model follows a verdict": (DraftModel, "advance", of_number, 0),
     "what the structure allows is asked for": (DraftLane, "allowed", of_self, 0),
     "candidates are scored": (batch, "score", lambda proposals: any(map(is_structured, proposals)), 2),
+    "a listener hears of its tokens": (
+        Counters, "note", lambda one, record: isinstance(record, Advanced) and record.number == GUILTY, 2
+    ),
     "the grammar allows": (Grammar, "allowed", lambda *arguments: True, 3),
     "the grammar forces": (Grammar, "forced", lambda *arguments: True, 1),
     "the grammar advances": (Grammar, "advance", lambda *arguments: True, 1),
@@ -95,7 +103,7 @@ ENTRIES: dict[str, tuple[Any, str, Callable[..., bool], int]] = {
 
 def requests() -> list[Request]:
     plain, structured = SamplingParams(max_tokens=16, ignore_eos=True), StructuredOutputs(regex="[a-z ]{30}")
-    drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=16, structured_outputs=structured)
+    drawn = SamplingParams(temperature=1.0, seed=SEED, max_tokens=16, structured_outputs=structured)
     return [
         Request(number, prompt, drawn if number == GUILTY else plain, "pipedec-bestfirst", TREE)
         for number, prompt in enumerate(PROMPTS)
