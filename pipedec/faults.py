@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 def is_of_machine(error: Exception) -> bool:
-    """Whether an error ends the rank, whatever it was computing."""
+    """Whether an error is no request's fault, and ends the rank."""
     if isinstance(error, PipedecError):
         return not isinstance(error, UserError)
     if isinstance(error, MemoryError | OSError | torch.OutOfMemoryError | torch.AcceleratorError):

@@ -51,7 +51,7 @@ class Batch:
     A request waits here until there is KV memory for it; the stages receive it with its first rows. Requests are ordered by
     priority value, then by number, lower ones first. Their hits and misses survive a pause if the answer is in one thread.
 
-    Whatever raises for a request is noted in ``faults``. It then gets no more rows, and the caller closes it; others go on.
+    An exception in work for one request is noted in ``faults``. It gets no more rows, and the caller closes it; others go on.
 
     Args:
         passage: timesteps that a row takes to pass through the pipeline.
@@ -227,7 +227,7 @@ class Batch:
         return {number: update for number, update in updates.items() if update.opening or update.step or update.slots}
 
     def _served(self, work: Callable[[list[RequestState]], _T]) -> _T:
-        """What ``work`` makes of the requests that are served. If it raises, once more without those whose claims raise."""
+        """The result of ``work`` for the requests that are served. If it raises, once more without those whose claims raise."""
 
         def served() -> list[RequestState]:
             found = [state for number, state in self.requests.items() if number not in self.faults]

@@ -154,7 +154,7 @@ class DraftLoop:
             self._wiring.scheduler.try_alone(self._batch.only, passed)
 
     def _admit(self, message: RankMessage) -> None:
-        """Begin a request, or refuse it: whatever raises here is about this request."""
+        """Begin a request, or end it with an error."""
         number = message.number
         try:
             self._begin(message)

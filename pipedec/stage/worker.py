@@ -99,7 +99,7 @@ class Lane:
 class StageWorker:
     """One stage L_i (PipeDec §3.1).
 
-    Whatever raises for a request drops its lane here, and the next message says why: neither the stage nor other requests fail.
+    An exception in work for one request drops its lane, and the next message says why: neither the stage nor other requests fail.
     Updates for a number without a lane are ignored: the request has failed, or its last verdict has overtaken them.
 
     Args:
