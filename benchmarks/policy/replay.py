@@ -106,15 +106,15 @@ class AnsweringStage(FinalStageWorker):
         return _AnsweringLane(self._answer_of(number, opening), self._now, opening, cache, self._stage)
 
     def _reply(
-        self, updates: tuple[RequestUpdate, ...], steps: Mapping[int, Step], activations: Sequence[Tensor], is_finite: bool
+        self, updates: tuple[RequestUpdate, ...], steps: Mapping[int, Step], activations: Mapping[int, Tensor], is_finite: bool
     ) -> tuple[RequestUpdate, ...]:
         """The results in the order in which their lanes were opened, after those of lanes that have ended."""
         places = {number: place for place, number in enumerate(self._lanes)}
         results = super()._reply(updates, steps, activations, is_finite)
         return tuple(sorted(results, key=lambda result: places.get(result.number, -1)))
 
-    def _judge(self, computed: list[tuple[FinalLane, Tensor]], is_finite: bool) -> list[list[int]]:
-        return [cast(_AnsweringLane, lane).say() for lane, _ in computed]
+    def _judge(self, activations: Mapping[int, Tensor], is_finite: bool) -> dict[int, list[int]]:
+        return {number: cast(_AnsweringLane, self._lane(number)).say() for number in activations}
 
 
 @dataclass(frozen=True)

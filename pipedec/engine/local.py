@@ -17,7 +17,19 @@ from typing import Literal
 import torch
 from msgspec import structs
 
-from pipedec.core import EMPTY, NO_LOAD, Load, Metrics, Request, RequestFailed, RequestUpdate, StageMessage, UserError, Verdict
+from pipedec.core import (
+    EMPTY,
+    NO_LOAD,
+    Load,
+    Metrics,
+    Request,
+    RequestFailed,
+    RequestUpdate,
+    StageMessage,
+    UserError,
+    Verdict,
+    check_sets_of_tokens,
+)
 from pipedec.decoding import Batch, Experience, LaneSizes, TimestepTiming
 from pipedec.device import DeviceEvent, device_of
 from pipedec.engine.admission import Sequences, threads_within
@@ -26,6 +38,7 @@ from pipedec.engine.counters import Counters, RunCounters
 from pipedec.engine.devices import chosen_device, limit_threads, with_measured_memory
 from pipedec.engine.loop import Advanced, PromptScored, Record, RequestClosed, RequestEnded, RequestPool, Timestep, decode
 from pipedec.engine.recorder import EmulatedClock, Pacer, Recorder, TimestepLoad
+from pipedec.families import model_config
 from pipedec.messages import RunStats
 from pipedec.model import NewCapture, device_capture
 from pipedec.plan.spec import PipelineSpec
@@ -77,7 +90,7 @@ class LocalPipeline:
             raise ValueError("the last stage must be a FinalStageWorker")
         self.stages = stages
         self._topology = topology
-        self._sequences = Sequences(spec.target)
+        self._sequences, self._vocab_size = Sequences(spec.target), model_config(spec.target).vocab_size
         self._recorder = Recorder(Pacer(None, 0), device_of(torch.device(batch.device)))
         self._batch = batch
         batch.time_forward = self._recorder.drafting
@@ -173,6 +186,7 @@ class LocalPipeline:
         if request.sampling.stop:
             raise UserError("stop strings need a tokenizer, which LocalPipeline does not have: use stop_token_ids")
         sampling, dialect = request.sampling.seeded(), request.threads
+        check_sets_of_tokens(self._vocab_size, logit_bias=sampling.logit_bias, stop_token_ids=sampling.stop_token_ids)
         threads = None if dialect is None else threads_within(dialect, self._batch.kv)
         request = replace(request, sampling=sampling, threads=threads)
         if sampling.structured_outputs is not None:

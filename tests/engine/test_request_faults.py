@@ -17,9 +17,8 @@ from pipedec.decoding import batch
 from pipedec.decoding.request_state import RequestState
 from pipedec.drafting import DraftModel
 from pipedec.drafting.lane import DraftLane
-from pipedec.engine.counters import Counters
 from pipedec.engine.local import LocalAnswer, LocalPipeline
-from pipedec.engine.loop import Advanced
+from pipedec.engine.loop import Advanced, RequestPool
 from pipedec.grammar import Grammar
 from pipedec.methods import BestFirstOptions
 from pipedec.sampling import Sampler
@@ -93,7 +92,7 @@ ENTRIES: dict[str, tuple[Any, str, Callable[..., bool], int]] = {
     "what the structure allows is asked for": (DraftLane, "allowed", of_self, 0),
     "candidates are scored": (batch, "score", lambda proposals: any(map(is_structured, proposals)), 2),
     "a listener hears of its tokens": (
-        Counters, "note", lambda one, record: isinstance(record, Advanced) and record.number == GUILTY, 2
+        RequestPool, "emit", lambda one, record: isinstance(record, Advanced) and record.number == GUILTY, 2
     ),
     "the grammar allows": (Grammar, "allowed", lambda *arguments: True, 3),
     "the grammar forces": (Grammar, "forced", lambda *arguments: True, 1),

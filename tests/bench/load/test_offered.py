@@ -67,7 +67,7 @@ def test_policies_as_text() -> None:
         ("pp:width=3", "--policy pp:width=3: pp has no limit 'width'; it has none"),
         ("pipedec:forwards=2", "pipedec has no limit 'forwards'; it has width, children"),
         ("pipedec:width", "width must be a whole number, not ''"),
-        ("pipedec:width=0", "--policy pipedec:width=0: width: must be between 1 and 4096, not 0"),
+        ("pipedec:width=0", "--policy pipedec:width=0: width: must be between 1 and 512, not 0"),
         ("pipedec-bestfirst:proposers=oracle", "proposers: must be one or more of draft, ngrams, not oracle"),
     ],
 )
