@@ -59,7 +59,10 @@ class StructureChecks:
             UserError: as ``Vocabulary.check``, or the structure needs too much time or memory.
             QueueFull: too many others wait.
         """
-        document = msgspec.json.encode(structure)
+        try:
+            document = msgspec.json.encode(structure)
+        except UnicodeEncodeError:
+            raise UserError(f"structured_outputs.{structure.kind}: half a surrogate pair is no character") from None
         digest = hashlib.sha256(document).digest()
         if (verdict := self._verdicts.get(digest)) is None:
             verdict = await self._found(digest, document)

@@ -278,6 +278,8 @@ def test_half_a_surrogate_pair_is_refused_wherever_it_stands(site: Site, text: b
     refused(site, b'{"messages": [{"role": "user", "content": "%s"}]}' % text, CHAT)
     refused(site, b'{"messages": [{"role": "user", "content": "a", "more": {"%s": ["%s"]}}], "n": 0}' % (text, text), CHAT)
     refused(site, b'{"prompt": "a", "stop": "%s"}' % text)
+    for structure in (b'"regex": "%s"', b'"choice": ["%s"]', b'"json": {"const": "%s"}'):
+        refused(site, b'{"prompt": "a", "structured_outputs": {%s}}' % (structure % text))
     refused(site, b'{"prompt": "a", "%s": 1, "n": 0}' % text)
     refused(site, b'{"prompt": "a", "model": "%s"}' % text, status=404)
 
