@@ -96,7 +96,12 @@ class Sequences:
 
     def _bind(self, dialect: str) -> BoundDialect:
         text_of = partial(self._tokenizer.decode, skip_special_tokens=False)
-        return bind(Dialect.from_json(dialect), self._tokenizer.token_id, lambda token: text_of([token]))
+        return bind(Dialect.from_json(dialect), self._token_id, lambda token: text_of([token]))
+
+    def _token_id(self, text: str) -> int | None:
+        """None for a token that the tokenizer or the model lacks."""
+        token = self._tokenizer.token_id(text)
+        return None if token is None or token >= self._config.vocab_size else token
 
 
 def _replayed(new_sequence: NewSequence, output_token_ids: tuple[int, ...]) -> Sequence:

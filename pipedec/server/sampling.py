@@ -17,7 +17,6 @@ from pipedec.server.front import ServedRun
 from pipedec.server.prompts import check_tokens
 from pipedec.server.protocol import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOPS, GenerationBody
 from pipedec.server.structures import Structure, require_possible
-from pipedec.text.tokenizer import Tokenizer
 from pipedec.threads import DIALECTS, Dialect, load_dialect
 from pipedec.validation import shortened
 
@@ -85,7 +84,7 @@ async def asked_of(
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MAX_CHOICES:
         raise bad_request(f"n must be between 1 and {MAX_CHOICES}, not {n}", "n")
-    dialect = _dialect(body.threads, served.tokenizer)
+    dialect = _dialect(body.threads, served)
     if structure is not None:
         await require_possible(structure, body, served.structures)
     return GenerationParams(
@@ -137,14 +136,15 @@ def _method(body: GenerationBody, description: RunDescription) -> str | None:
     return method
 
 
-def _dialect(name: str | None, tokenizer: Tokenizer) -> Dialect | None:
+def _dialect(name: str | None, served: ServedRun) -> Dialect | None:
     """A shipped dialect; never a file, as clients have none on this machine. Raises ApiError for any other."""
     if name is None:
         return None
     if name not in DIALECTS:
         raise bad_request(f"threads must be one of {', '.join(DIALECTS)}, not {shortened(name)!r}", "threads")
     dialect = load_dialect(name)
-    lacking = [token for token in dialect.control_tokens if tokenizer.token_id(token) is None]
+    ids = {token: served.tokenizer.token_id(token) for token in dialect.control_tokens}
+    lacking = [token for token, number in ids.items() if number is None or number >= served.vocab_size]
     if lacking:
         raise bad_request(f"the model does not know the dialect {name}: its vocabulary has no token {lacking[0]!r}", "threads")
     return dialect

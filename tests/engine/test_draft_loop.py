@@ -32,6 +32,7 @@ from pipedec.scheduler import Task
 from pipedec.scheduler.protocol import Granted, Post, RankMessage
 from pipedec.scheduler.workflow import Planned
 from pipedec.text.prompt import Prompter
+from pipedec.threads import Dialect
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
 from pipedec.tree import Candidates, DraftRows
@@ -114,6 +115,8 @@ def test_a_token_without_an_embedding_is_refused_on_rank_0(pair: Pair, tmp_path:
     with pytest.raises(UserError, match="token 300, but the vocabulary has 300 tokens"):
         admission.admit(RankMessage("request", number=0, text=asked.to_json()), Batch(1))
     assert spec.description().vocab_size == 300
+    with pytest.raises(UserError, match=r"\[PAD\]"):
+        admission.sequences.maker(1, asked.sampling, Dialect("own", opener="<|user|>", child_start="[PAD]").to_json())
 
 
 def loop_of(scheduler: FreshRun, pair: Pair, load_drafter: Callable[[], Drafter] | None = None) -> DraftLoop:
