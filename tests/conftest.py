@@ -20,9 +20,11 @@ pytest_plugins = ["support.durations", "support.tiers", "support.numbers", "supp
 
 TEST_SECONDS = 180.0
 
-# Examples of a property: --hypothesis-profile chooses how many. They are always the same. No deadlines: the machine may be busy.
+# Examples of a property: --hypothesis-profile chooses how many. They are always the same, but for those of "random", which follow
+# from --hypothesis-seed. No deadlines: the machine may be busy.
 hypothesis.settings.register_profile("full", max_examples=100, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("fast", max_examples=5, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("random", max_examples=100, deadline=None, database=None)
 hypothesis.settings.load_profile("fast")
 
 

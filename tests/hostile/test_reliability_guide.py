@@ -9,7 +9,7 @@ from support.failure_cases import PAGE, ROOT
 
 GUIDE, CONTRIBUTING = (path.read_text(encoding="utf-8") for path in (PAGE, ROOT / "CONTRIBUTING.md"))
 ROWS = [line.split("|") for line in GUIDE.splitlines() if re.match(r"\| [HKSRM]\d+ \|", line)]
-LAST = {"H": 42, "K": 11, "S": 20, "R": 15, "M": 26}
+LAST = {"H": 43, "K": 11, "S": 20, "R": 15, "M": 26}
 DEFINED = {
     (path.relative_to(ROOT).as_posix(), name)
     for path in (ROOT / "tests").rglob("test_*.py")

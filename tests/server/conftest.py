@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.http_server import Site, served
+from support.http_server import Site, cluster_served, served
 from support.scripted_engine import ANSWER, attach, in_bursts
-from support.tiny_pair import CONTEXT, Pair
+from support.tiny_pair import Pair
 
-from pipedec.client.async_client import AsyncClient
 from pipedec.cluster.local import LocalCluster
-from pipedec.server.front import Front, ServedRun, ServerSettings
+from pipedec.server.front import Front, ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -54,10 +53,5 @@ def resident(request: pytest.FixtureRequest, residents: Residents) -> LocalClust
 @pytest.fixture(scope="module")
 def cluster_site(pair: Pair, resident: LocalCluster) -> Iterator[Site]:
     """A server with the key ``secret`` in front of a cluster."""
-    front = Front(ServerSettings(("tiny",), api_keys=("secret",)))
-    with served(front) as site:
-        site.client.headers["Authorization"] = "Bearer secret"
-        client = site.run(AsyncClient.connect(resident.address.redis_url, resident.run_id))
-        front.attach(ServedRun(client, Tokenizer(pair.target), client.description, CONTEXT))
+    with cluster_served(resident, pair) as site:
         yield site
-        site.run(client.aclose())

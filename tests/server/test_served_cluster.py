@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.http_server import CHAT, COMPLETIONS, Site, ask, send, stream, text_of
+from support.http_server import CHAT, COMPLETIONS, Site, ask, send, status, stream, text_of
 from support.processes import wait_until
 from support.tiny_pair import CONTEXT, Pair
 from support.tool_templates import HERMES_TEMPLATE
@@ -29,11 +29,6 @@ PROMPT = "The pipeline is kept full"
 def text_of_completion(completion: Completion) -> str:
     """Without half a character where it was cut off."""
     return completion.text if completion.finish_reason == "stop" else completion.text.rstrip("\ufffd")
-
-
-def status(site: Site) -> Any:
-    assert site.front.served is not None
-    return site.run(site.front.served.engine.status())  # type: ignore[attr-defined]
 
 
 def test_answers_are_those_of_the_client(cluster_site: Site, resident: LocalCluster) -> None:

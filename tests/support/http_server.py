@@ -15,11 +15,16 @@ import httpx2
 import pytest
 import uvicorn
 
+from pipedec.client.async_client import AsyncClient
+from pipedec.cluster.local import LocalCluster
+from pipedec.scheduler import RunStatus
 from pipedec.server.app import create_app
-from pipedec.server.front import Front
+from pipedec.server.front import Front, ServedRun, ServerSettings
 from pipedec.server.listening import LimitedConnection
+from pipedec.text.tokenizer import Tokenizer
 from support.processes import wait_until
 from support.scripted_engine import ScriptedEngine
+from support.tiny_pair import CONTEXT, Pair
 
 Result = TypeVar("Result")
 USER = [{"role": "user", "content": "hello"}]
@@ -85,6 +90,23 @@ def served(front: Front) -> Iterator[Site]:
         runner.close()
         listener.close()
     assert not thread.is_alive()
+
+
+@contextmanager
+def cluster_served(cluster: LocalCluster, pair: Pair) -> Iterator[Site]:
+    """Serve a cluster with the key ``secret``, which the site's client has."""
+    front = Front(ServerSettings(("tiny",), api_keys=("secret",)))
+    with served(front) as site:
+        site.client.headers["Authorization"] = "Bearer secret"
+        client = site.run(AsyncClient.connect(cluster.address.redis_url, cluster.run_id))
+        front.attach(ServedRun(client, Tokenizer(pair.target), client.description, CONTEXT))
+        yield site
+        site.run(client.aclose())
+
+
+def status(site: Site) -> RunStatus:
+    """That of the cluster behind a site."""
+    return site.run(site.front.require().engine.status())
 
 
 def ask(site: Site, path: str, **body: Any) -> dict[str, Any]:

@@ -47,15 +47,20 @@ class Pair:
         return ["--target", str(self.target), "--draft", str(self.draft), "--device", "cpu"]
 
 
-def make_pair(folder: Path) -> Pair:
-    """Save everything under ``folder``."""
+def make_pair(
+    folder: Path, tokenizer: PreTrainedTokenizerBase | None = None, rows: int | None = None, draft_rows: int | None = None
+) -> Pair:
+    """Save everything under ``folder``, with as many embeddings as the tokenizer has tokens unless ``rows`` say otherwise."""
     made = Pair(folder / "target", folder / "draft", folder / "foreign", folder / "bita")
-    tokenizer = tiny_tokenizer()
-    target = save_tiny_llama(made.target, layers=TARGET_LAYERS, vocab=len(tokenizer), max_position_embeddings=CONTEXT)
+    tokenizer = tokenizer or tiny_tokenizer()
+    vocab = rows or len(tokenizer)
+    target = save_tiny_llama(made.target, layers=TARGET_LAYERS, vocab=vocab, max_position_embeddings=CONTEXT)
     save_random_bita(made.bita, made.target)
     # The draft is the target without its last layers, so that it is sometimes right.
     target.model.layers = torch.nn.ModuleList(target.model.layers[:DRAFT_LAYERS])
     target.config.num_hidden_layers = DRAFT_LAYERS
+    if draft_rows is not None:
+        target.resize_token_embeddings(draft_rows, mean_resizing=False)
     target.save_pretrained(made.draft)
     save_tiny_llama(made.foreign_draft, layers=DRAFT_LAYERS, vocab=300, max_position_embeddings=CONTEXT)
     for directory in (made.target, made.draft):
