@@ -28,7 +28,7 @@ end
 files["lua/graph.lua"] = { ignore = { "211/RUNNING", "211/UNREAD" }, read_globals = { grant = grant } }
 files["lua/grant.lua"] = { ignore = { "241/grant" } }
 files["lua/answers.lua"] = { ignore = { "241/answers" } }
-for _, script in ipairs({ "lease", "leave", "note", "open", "orphans", "recover", "stop", "take" }) do
+for _, script in ipairs({ "blame", "lease", "leave", "note", "open", "orphans", "recover", "stop", "take", "try" }) do
   files["lua/" .. script .. ".lua"] = { read_globals = { fence = fence } }
 end
 files["lua/fence.lua"] = { ignore = { "241/fence" } }

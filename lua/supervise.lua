@@ -5,9 +5,9 @@
 --            7 recoveries (list)  8 nodes (set)  9 lease of this node (string)  10 + rank: alive of that rank (string)
 -- ARGV:      1 time to live of the keys in seconds  2 node  3 duration of its lease in milliseconds  4 prefix of the nodes'
 --            leases  5 ranks that run there, JSON list
--- Returns:   {{failure, state, epoch, tried}, {rank, ...} with a lease, {rank, ...} whose lease has expired, doing, suspects, ends and
---            places as lists of fields and values, {last recoveries, JSON}, {node whose lease has expired, ...}, the time in
---            microseconds}
+-- Returns:   {{failure, state, epoch, tried}, {rank, ...} with a lease, {rank, ...} whose lease has expired, doing, suspects,
+--            ends and places as lists of fields and values, {last recoveries, JSON}, {node whose lease has expired, ...}, the
+--            time in microseconds}
 if redis.call('HEXISTS', KEYS[1], 'state') == 1 then -- nothing of a run that has ended comes back
   redis.call('SADD', KEYS[8], ARGV[2])
   redis.call('EXPIRE', KEYS[8], ARGV[1])
