@@ -6,8 +6,9 @@ Faults of the machine (memory, a device, a link) are no request's, and end the r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -54,19 +55,17 @@ class RequestFaults:
     def __contains__(self, number: int) -> bool:
         return number in self._found
 
-    @contextmanager
-    def of(self, number: int) -> Iterator[None]:
-        """Context of work for one request: what raises there is its fault. Errors of the machine are raised."""
-        try:
-            yield
-        except Exception as error:
-            if is_of_machine(error):
-                raise
-            failure = failure_of(self._where, error)
-            logger.warning("request %d has failed: %s", number, failure, exc_info=not isinstance(error, UserError))
-            if number not in self._found:
-                self._found[number] = failure
-                self._drop(number)
+    def of(self, number: int) -> AbstractContextManager[None, bool]:
+        """Context of work for one request: an exception there is its fault. Errors of the machine are raised."""
+        return _Work(self, number)
+
+    def note(self, number: int, error: Exception) -> None:
+        """Note that a request has failed."""
+        failure = failure_of(self._where, error)
+        logger.warning("request %d has failed: %s", number, failure, exc_info=None if isinstance(error, UserError) else error)
+        if number not in self._found:
+            self._found[number] = failure
+            self._drop(number)
 
     def apart(self, numbers: Sequence[int], compute: Callable[[Sequence[int]], _T]) -> list[_T]:
         """The result of ``compute`` for all requests together; if that raises, its results for each alone, without those for
@@ -87,3 +86,21 @@ class RequestFaults:
         """The failures by request, each once."""
         found, self._found = self._found, {}
         return found
+
+
+class _Work:
+    """See ``RequestFaults.of``: entered many times per timestep, and so no generator."""
+
+    __slots__ = ("_faults", "_number")
+
+    def __init__(self, faults: RequestFaults, number: int) -> None:
+        self._faults, self._number = faults, number
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        if not isinstance(error, Exception) or is_of_machine(error):
+            return False
+        self._faults.note(self._number, error)
+        return True
