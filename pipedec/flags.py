@@ -15,6 +15,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -182,7 +183,8 @@ def run_command(command: click.Command) -> NoReturn:
     """
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None if it is closed
-            stream.reconfigure(errors="replace")
+            with suppress(io.UnsupportedOperation):  # it was read from already
+                stream.reconfigure(errors="replace")
     try:
         sys.exit(command(standalone_mode=False) or 0)
     except click.exceptions.Exit as leave:
