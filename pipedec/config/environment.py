@@ -73,7 +73,7 @@ def transport_environment() -> dict[str, str]:
 
 
 def usable_cpus(system: Path = Path("/")) -> int:
-    """How many CPUs this process may use: those that it may run on, or fewer, at least 1, where a container has a quota.
+    """Number of CPUs that this process may use: those of its affinity, limited by a container's quota, at least 1.
 
     Args:
         system: the folder that has ``proc`` and ``sys``.

@@ -170,7 +170,7 @@ class LimitedConnection(HttpToolsProtocol):
 
 
 def most_connections() -> int:
-    """How many connections the limit of descriptors allows, once it is as high as this process may set it."""
+    """Raise the limit of descriptors as far as possible. Returns the number of connections that it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, WANTED_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
