@@ -206,6 +206,7 @@ class RunStats(Record, frozen=True):
         rows_per_timestep: of timesteps in which rows entered.
         timestep_seconds: of timesteps of a full pipeline.
         corrupted: requests that have failed because a stage computed NaN or infinity.
+        passage: timesteps from a row's entry to its verdict, now; 0 before any was counted.
     """
 
     kv: KVUsage
@@ -222,6 +223,7 @@ class RunStats(Record, frozen=True):
     rows_per_timestep: Histogram
     timestep_seconds: Histogram
     corrupted: int = 0
+    passage: int = 0
 
 
 class StageStats(Record, frozen=True):

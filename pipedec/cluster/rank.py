@@ -221,6 +221,7 @@ class Rank:
             place=self._device,
             emulation=spec.emulation,
             window=spec.window,
+            tunes_passage=spec.tunes_passage and spec.emulation is None,
             duplex=spec.duplex,
             activity=self._activity,
             device=self._streams,

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
 from msgspec import Meta, to_builtins
 
 from pipedec.config.redis import RedisConfig
-from pipedec.core import MAX_NUM_SEQS, MAX_WAITING, BadValue, MethodOptions
+from pipedec.core import MAX_NUM_SEQS, MAX_PASSAGE, MAX_WAITING, BadValue, MethodOptions
 from pipedec.directories import reference_threads
 from pipedec.families import ModelImpl
 from pipedec.flags import ON_OFF, Command, Help, arguments_of, given_values, is_on_off, on_off, option_fields, with_options
@@ -153,6 +153,10 @@ class Cluster:
         Literal["auto", "gloo", "nccl"], Help("Backend of transfers between stages; auto: NCCL if each stage has its own GPU.")
     ] = "auto"
     dispatch: Dispatch = "windows"
+    passage: Annotated[
+        Literal["auto"] | Annotated[int, Meta(ge=1, le=MAX_PASSAGE)],
+        Help("Timesteps from a row's entry to its verdict; auto: the groups, and as many as pay on slow links.", "auto|N"),
+    ] = "auto"
     max_restarts: Annotated[
         int,
         Meta(ge=0),
@@ -189,6 +193,18 @@ class Settings:
     speculation: Speculation = Speculation()
     cluster: Cluster = Cluster()
 
+    def __post_init__(self) -> None:
+        passage, groups = self.cluster.passage, self.cut.num_groups
+        if passage != AUTO and passage < groups:
+            raise BadValue(f"passage: rows take {groups} timesteps through {groups} groups: give at least {groups}, or auto")
+        if passage not in (AUTO, groups) and self.cluster.dispatch == "tasks":
+            raise BadValue(f"passage: with dispatch tasks it is the number of groups: give {groups}, or auto")
+
+    @property
+    def passage(self) -> int:
+        """The shortest passage: as given, or the number of groups."""
+        return self.cut.num_groups if self.cluster.passage == AUTO else self.cluster.passage
+
     @classmethod
     def of(cls, **values: Any) -> Settings:
         """Settings by name, the others at their defaults. Raises UserError as ``parse``."""
@@ -209,7 +225,10 @@ class Settings:
             if own:
                 present = getattr(self, group.name)
                 groups[group.name] = validated(type(present), {**to_builtins(present), **own}, source)
-        return replace(self, **groups)
+        try:
+            return replace(self, **groups)
+        except BadValue as error:
+            raise BadValue(joined(source, str(error))) from None
 
     def replaced(self, **values: Any) -> Settings:
         """These settings with others by name, which are not checked."""

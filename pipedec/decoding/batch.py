@@ -54,7 +54,7 @@ class Batch:
     An exception in work for one request is noted in ``faults``. It gets no more rows, and the caller closes it; others go on.
 
     Args:
-        passage: timesteps that a row takes to pass through the pipeline.
+        passage: timesteps from a row's entry to its verdict, at least.
         device: of the draft model.
         trained_masks: mask rows that the target's BiTA was trained with; 0 if it has none.
         knee: rows that the stages compute in about the time of one.
@@ -91,6 +91,15 @@ class Batch:
     def num_waiting(self) -> int:
         """Requests that wait for KV memory."""
         return sum(not state.has_lane for state in self.requests.values())
+
+    @property
+    def passage(self) -> int:
+        """Timesteps from a row's entry at this timestep to its verdict."""
+        return self._controller.passage
+
+    def fill_links(self, latency: float) -> None:
+        """As of ``Controller``."""
+        self._controller.fill_links(latency)
 
     @property
     def num_running(self) -> int:
@@ -223,7 +232,8 @@ class Batch:
             if added := state.take_adoptable():
                 self.kv.extend(state.number, added)
         are_tuned = [state.is_tuned for state in lanes if not state.is_prefilling]
-        self._controller.record_entered(EnteredCounts(rows, prompt_rows, len(are_tuned) if all(are_tuned) else 0))
+        fills = any([state.fills for state in lanes])
+        self._controller.record_entered(EnteredCounts(rows, prompt_rows, len(are_tuned) if all(are_tuned) else 0, fills))
         return {number: update for number, update in updates.items() if update.opening or update.step or update.slots}
 
     def _served(self, work: Callable[[list[RequestState]], _T]) -> _T:

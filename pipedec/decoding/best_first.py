@@ -43,6 +43,7 @@ class BestFirst(Method):
     """The most probable rows of one thread. Raises UserError if the request leaves no draft source."""
 
     tree: InjectionTree
+    fills = True
 
     def __init__(self, context: MethodContext, thread: int) -> None:
         super().__init__(context, thread)

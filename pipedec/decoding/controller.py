@@ -7,6 +7,7 @@ request sets itself are not tuned. Knows no tokens, trees or processes.
 - *Forwards*: as many as fit into the time that rank 0 would otherwise wait for the stages; one fewer, at first half as many, when
   it hardly waits, as the pipeline then waits for the draft model.
 - *Children*: more of them, from the next answer on, while many accepted tokens were not proposed by any draft source.
+- *Passage*: more timesteps in flight than there are groups while that pays (see ``passage``).
 - *Off*: if speculation does not pay (see ``Trials``), only accepted tokens enter, and nothing is drafted.
 """
 
@@ -18,10 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, inf
-from statistics import median_high
+from statistics import fmean, median_high
 
 from pipedec.core import MAX_FORWARDS
 from pipedec.decoding.learned import LearnedAcceptance, LearnedCosts, MeasuredRows
+from pipedec.decoding.passage import Passages
 
 BOUNDS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)  # maximum rows of each bucket
 _WEIGHT = 0.15  # of a new measurement
@@ -142,7 +144,7 @@ class Trials:
 
     def __init__(self, passage: int) -> None:
         self.is_speculating = True  # whether to speculate at the next timestep
-        self._passage = passage
+        self.passage = passage
         self._speculates = True  # outside trials
         self._interval = float(_FIRST)
         self._rates: dict[bool, float] = {}  # tokens per second and running request, with and without speculation
@@ -157,6 +159,11 @@ class Trials:
     def interval(self) -> float:
         """Tokens between trials, by request."""
         return self._interval
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the other way is being tried."""
+        return self.is_speculating is not self._speculates
 
     def start_from(self, speculates: bool, interval: float = _FIRST) -> None:
         """Begin with the decision of an earlier process; not to speculate is soon tried again."""
@@ -181,8 +188,7 @@ class Trials:
         if self._unsettled:
             self._unsettled -= 1
             return
-        is_trial = self.is_speculating is not self._speculates
-        if not is_trial and self._waited < self._interval - _WINDOW:
+        if not self.is_trial and self._waited < self._interval - _WINDOW:
             self._waited += tokens / max(running, 1)
             return
         self._tokens += tokens
@@ -190,14 +196,14 @@ class Trials:
         self._seconds += seconds
         self._shares += seconds * running
         by_request = self._tokens / max(running, 1)
-        if is_trial:
+        if self.is_trial:
             if by_request >= _TRIAL_TOKENS if self.is_speculating else self._timesteps >= _TRIAL_TIMESTEPS:
                 self._judge()
         elif by_request >= min(self._interval, _WINDOW):
             self._rates[self.is_speculating] = self._rate()
-            if not self._speculates or best_without is None or 1 / (self._passage * best_without) > self._rates[True]:
+            if not self._speculates or best_without is None or 1 / (self.passage * best_without) > self._rates[True]:
                 self.is_speculating = not self._speculates  # a trial may show that the other way is better
-                self._begin(self._passage)
+                self._begin(self.passage)
             else:
                 self._interval = min(self._interval * _GROWTH, _MAX_INTERVAL)
                 self._begin(0)
@@ -206,7 +212,7 @@ class Trials:
         """Tokens per second and running request since ``_begin``."""
         if self.is_speculating:
             return self._tokens / max(self._shares, 1e-9)
-        return self._timesteps / (self._passage * max(self._seconds, 1e-9))
+        return self._timesteps / (self.passage * max(self._seconds, 1e-9))
 
     def _judge(self) -> None:
         """End a trial: stay with the better way."""
@@ -218,7 +224,7 @@ class Trials:
             lost = _TRIAL_TOKENS * max(before / max(tried, 1e-9) - 1, 0.0) / _MAX_COST
             self._interval = min(max(self._interval * _GROWTH, lost), _MAX_INTERVAL)
         self.is_speculating = self._speculates
-        self._begin(self._passage)
+        self._begin(self.passage)
 
 
 _LEAST_SHARE = 0.5  # of the time of a first row: rows that follow it may slow it down
@@ -229,7 +235,7 @@ class FirstRow:
 
     def __init__(self, passage: int) -> None:
         self.least_seconds: float | None = None  # a low estimate of a timestep without speculation; None before the first row
-        self._passage = passage
+        self.passage = passage
         self._seconds: list[float] | None = None  # of the timesteps since the row entered; None if there is none
 
     def record(self, seconds: float, has_rows: Sequence[bool]) -> None:
@@ -244,8 +250,8 @@ class FirstRow:
         if self._seconds is None:
             return
         self._seconds.append(seconds)
-        if len(self._seconds) == self._passage:
-            self.least_seconds = _LEAST_SHARE * sum(self._seconds) / self._passage
+        if len(self._seconds) == self.passage:
+            self.least_seconds = _LEAST_SHARE * sum(self._seconds) / self.passage
             self._seconds = None
 
 
@@ -274,23 +280,32 @@ class EnteredCounts:
     rows: int = 0  # of all requests
     prompt_rows: int = 0  # those of prompts
     running: int = 0  # number of requests whose prompts have entered
+    fills: bool = False  # whether rows will enter at every timestep, so that a longer passage may pay
 
 
 class Controller:
-    """Owns ``forwards`` for the next timestep and ``children`` for the next answer. A row needs ``passage`` timesteps."""
+    """Owns ``forwards`` and ``passage`` for the next timestep and ``children`` for the next answer.
+
+    Args:
+        passage: timesteps from a row's entry to its verdict, at least.
+    """
 
     def __init__(self, passage: int) -> None:
         self.forwards = _INITIAL_FORWARDS
         self.children = CHILDREN[0]
         self.proposes_seen = False  # whether tokens are proposed only because they occur in the text
-        self._passage = passage
+        self.passage = passage
+        self._passages = Passages(passage)
         self._costs = RowCosts()
+        self._costs_at = {passage: self._costs}  # by passage
+        self._learned_passage: int | None = None
         self._trials = Trials(passage)
         self.unproposed_share = 0.0  # of accepted tokens after drafted rows, a moving average
         self._yield = 1.0  # tokens per timestep and running request
         self._first_row = FirstRow(passage)
         self._epoch = 1
         self._in_flight: deque[EnteredCounts] = deque(maxlen=passage)
+        self._recent: deque[TimestepTiming] = deque(maxlen=passage)
         self._timings: list[TimestepTiming] = []  # of the present epoch
         self._tokens = 0  # accepted since the last timing
         self.drafts_prompts = False  # in this timestep, which is then no measure of speculation
@@ -304,7 +319,7 @@ class Controller:
         """Its measurements of timesteps, for another process."""
         return LearnedCosts(
             rows=self._costs.learned, forwards=self.forwards, tokens=self._yield,
-            speculates=self._trials.speculates, interval=self._trials.interval,
+            speculates=self._trials.speculates, interval=self._trials.interval, passage=self._passages.best,
         )  # fmt: skip
 
     def start_from(self, acceptance: LearnedAcceptance, costs: LearnedCosts | None) -> None:
@@ -317,6 +332,19 @@ class Controller:
             self._yield = costs.tokens
             self.forwards = min(costs.forwards, MAX_FORWARDS)
             self._trials.start_from(costs.speculates, costs.interval)
+            self._learned_passage = costs.passage
+
+    def fill_links(self, latency: float) -> None:
+        """From now on let as many timesteps be in flight as pay on links of ``latency`` seconds altogether, around the ring."""
+        self._passages.fill(latency, self._learned_passage)
+
+    def _set_passage(self, passage: int) -> None:
+        self.passage = self._trials.passage = self._first_row.passage = passage
+        self._in_flight, self._recent = deque(self._in_flight, passage), deque(self._recent, passage)
+        if passage not in self._costs_at:
+            self._costs_at[passage] = RowCosts()
+            self._costs_at[passage].start_from(self._costs.learned)
+        self._costs = self._costs_at[passage]
 
     def pays(self, rows: int, tokens: float) -> bool:
         """Whether one more row after ``rows`` is worth its time if each running request may expect ``tokens`` tokens from it.
@@ -333,6 +361,9 @@ class Controller:
 
     def record_entered(self, entered: EnteredCounts) -> None:
         """Record the rows that enter at the next timestep."""
+        passage = self._passages.length if entered.fills and self.is_speculating else self._passages.least
+        if passage != self.passage:
+            self._set_passage(passage)
         self._in_flight.append(entered)
 
     def record_proposed(self, was_proposed: bool) -> None:
@@ -350,26 +381,38 @@ class Controller:
     def record_timestep(self, timing: TimestepTiming) -> None:
         """Record the timing of a timestep of the full pipeline. At the end of an epoch the number of forwards is adjusted."""
         tokens, self._tokens = self._tokens, 0
+        seconds, timing = timing.seconds, self._smoothed(timing)
         is_prefill, self.drafts_prompts = self.drafts_prompts, False
         has_prompt = any(entered.prompt_rows for entered in self._in_flight)
         is_prefill |= has_prompt
-        self._first_row.record(timing.seconds, [] if has_prompt else [entered.rows > 0 for entered in self._in_flight])
+        self._first_row.record(seconds, [] if has_prompt else [entered.rows > 0 for entered in self._in_flight])
         # While the pipeline fills, rank 0 waits for no rows, and its timesteps are shorter than those of the stages.
-        is_full = len(self._in_flight) == self._passage and self._in_flight[0].rows > 0
+        is_full = len(self._in_flight) == self.passage and self._in_flight[0].rows > 0
         is_waiting = timing.waiting_seconds > _NEGLIGIBLE * timing.seconds
         if is_full and (is_waiting or self.forwards == 1 or not timing.forward_seconds):
             rows = max((entered.rows for entered in self._in_flight), default=0)
-            if 2 * sum(entered.rows > 0 for entered in self._in_flight) >= self._passage:  # else slower stages may be idle
+            if 2 * sum(entered.rows > 0 for entered in self._in_flight) >= self.passage:  # else slower stages may be idle
                 self._costs.record(rows, timing.seconds)
         running = self._in_flight[-1].running if self._in_flight else 0
         if running:
             self._yield += _YIELD_WEIGHT * (tokens / running - self._yield)
         if running and not is_prefill:
-            self._trials.record(timing.seconds, tokens, running, self._first_row.least_seconds)
+            if not self._passages.is_trying:
+                self._trials.record(seconds, tokens, running, self._first_row.least_seconds)
+            if not self._trials.is_trial and self.passage == self._passages.length:
+                self._passages.record(seconds, tokens, running)
         self._timings.append(timing)
         if len(self._timings) >= self._epoch:
             self._set_forwards()
             self._timings = []
+
+    def _smoothed(self, timing: TimestepTiming) -> TimestepTiming:
+        """The mean of the last timesteps, if some are on links: they come back in bursts."""
+        if self.passage == self._passages.least:
+            return timing
+        self._recent.append(timing)
+        seconds, waiting = fmean(one.seconds for one in self._recent), fmean(one.waiting_seconds for one in self._recent)
+        return TimestepTiming(seconds, waiting, timing.forward_seconds)
 
     def _set_forwards(self) -> None:
         drafted = [timing for timing in self._timings if len(timing.forward_seconds) >= self.forwards]

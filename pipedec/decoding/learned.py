@@ -10,7 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from pipedec.core import Request
+from pipedec.core import MAX_PASSAGE, Request
 from pipedec.methods import PROPOSERS, BestFirstOptions
 
 GREEDY = "greedy"
@@ -74,3 +74,4 @@ class LearnedCosts(Struct, frozen=True, kw_only=True, tag_field="schema", tag="p
     tokens: Annotated[float, Meta(ge=0, le=1e3)] = 1.0  # per timestep and running request
     speculates: bool = True
     interval: Positive = 16.0  # tokens between trials of the other way
+    passage: Annotated[int, Meta(ge=1, le=MAX_PASSAGE)] | None = None  # the best on slow links

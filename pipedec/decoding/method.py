@@ -92,6 +92,7 @@ class Method(ABC):
     whole = 0  # maximum rows of a step, if they enter together or not at all; 0 if they may enter one by one
     choices = 0  # maximum candidates of all rows of a tree that is drafted at one timestep; 0 if it may stop after any forward
     is_tuned = False  # whether the number of its rows is tuned
+    fills = False  # whether rows enter while others are in flight
     root: int | None = None  # the thread's last certain token, if it has yet to enter. None at first.
 
     def __init__(self, context: MethodContext, thread: int) -> None:

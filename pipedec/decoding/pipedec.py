@@ -22,6 +22,7 @@ class PipeDec(Method):
     """Layer-wise dynamic tree: the ``width`` most probable paths per layer, ``children`` candidates per row."""
 
     tree: PredictionTree
+    fills = True
 
     def __init__(self, context: MethodContext, thread: int) -> None:
         super().__init__(context, thread)

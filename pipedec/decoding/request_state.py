@@ -91,10 +91,16 @@ class RequestState:
         self._next_thread = 0  # the first thread to be served, if the last step had no room for all
         self.masks: MaskParams = first.masks  # mask rows after the prompt and after rows of steps
         self.is_tuned = first.is_tuned  # whether the number of its rows is tuned
+        self._fills = first.fills
         self.drafter = first.drafter  # the draft model; None if its method uses none
         self._largest = max(first.whole, ROWS_OF_SEVERAL_THREADS) if first.whole else 0  # rows of a step that enters whole
         self.together = max(1, self._largest if self.sequence.can_fork else first.whole)  # rows of the largest whole step, or 1
         self.most = len(self.request.prompt_token_ids) + self.request.sampling.max_tokens + self.together  # slots in one thread
+
+    @property
+    def fills(self) -> bool:
+        """Whether rows enter while others are in flight."""
+        return self._fills or self.is_prefilling
 
     # Memory, and the prompt
 

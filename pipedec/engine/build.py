@@ -124,7 +124,7 @@ def _check_length(max_model_len: int | None, config: ModelConfig) -> None:
 
 def room_on(spec: PipelineSpec, gpus: Sequence[str]) -> int:
     """Rows that may enter at a timestep if any stage may be on any of these GPUs (names from their driver; see ``room_of``)."""
-    costs = ModelCosts(model_by_name(str(spec.target)), spec.weights, KNEE_ROWS, 0, spec.topology.num_groups)
+    costs = ModelCosts(model_by_name(str(spec.target)), spec.weights, KNEE_ROWS, 0, spec.settings.passage)
     parts = [(stop - start, rank == spec.topology.final_rank) for rank, (start, stop) in enumerate(spec.layers, start=1)]
     devices = [reported_device(name) or DEVICES["cpu"] for name in gpus] or [DEVICES["cpu"]]
     return room_of((device, costs.pass_time(device, *part)) for device in devices for part in parts)
@@ -223,6 +223,6 @@ def new_batch(
     experience: Experience | None = None,
 ) -> Batch:  # fmt: skip
     """The requests of a pipeline, with all of its KV memory; ``device`` is the draft model's."""
-    kv, passage = spec.kv_manager(), spec.topology.num_groups
+    kv, passage = spec.kv_manager(), spec.settings.passage
     markov = None if spec.bita is None else load_markov(spec.bita, model_config(spec.target))
     return Batch(passage, drafter, device, spec.trained_masks, spec.knee, experience, kv, lane_sizes, markov)

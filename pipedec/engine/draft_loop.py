@@ -126,6 +126,11 @@ class DraftLoop:
             self._queue.refuse("the cluster is being stopped")
         self._keep(True)
 
+    def set_ring_latency(self, seconds: float) -> None:
+        """Let as many timesteps be in flight as pay on links with this latency, all together. No effect on a given passage."""
+        if self._wiring.tunes_passage:
+            self._batch.fill_links(seconds)
+
     def remembered(self) -> list[Remembered]:
         """The running requests and what was published of them, to restore a Redis that has lost its data."""
         return self._queue.remembered()

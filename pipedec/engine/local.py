@@ -95,6 +95,8 @@ class LocalPipeline:
         self._batch = batch
         batch.time_forward = self._recorder.drafting
         self._emulation = spec.emulation
+        if spec.emulation is not None and spec.tunes_passage:
+            batch.fill_links(spec.emulation.ring_latency_seconds)
         self._prunes_at_once = prunes == "at once"
         self._counters = Counters()
         self.pool = RequestPool(self._batch, listeners=[self._counters.note, self._note])  # observers are its listeners, too
@@ -226,7 +228,8 @@ class LocalPipeline:
 
 
 class LocalStages:
-    """The ``Pipeline`` of the decode loop in one process: messages wait in a queue in front of each group.
+    """The ``Pipeline`` of the decode loop in one process: messages wait in a queue in front of each group. If the passage is
+    longer than the groups, the results of the last one wait in another queue, as long as messages spend on links.
 
     A verdict travels with the next rows. If stages prune at once (PipeDec §3.4.3), all stages replay a verdict that does not
     end the answer before their next step instead. Updates that open or close a lane always travel with the rows: a request may
@@ -246,28 +249,34 @@ class LocalStages:
         self._prunes_at_once = prunes_at_once
         self.arrived: list[StageMessage] = []  # the message that each group has received in the last timestep
         self._queues = self._empty_queues()
+        self._returning = deque[tuple[RequestUpdate, ...]]()  # results on their way to rank 0
         self._load = TimestepLoad()
         self._events: list[DeviceEvent] = []  # before the first group of this timestep, and after each
         self._idle_timesteps = 0
         self._ended = 0.0  # the CPU time of rank 0 when the last timestep ended
 
-    def advance(self, number: int, entering: StageMessage, meanwhile: Callable[[], None]) -> Timestep:
+    def advance(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
         load = self._load = TimestepLoad(deciding_seconds=time.thread_time() - self._ended if number > 1 else 0.0)
         self._receive(self._replay(entering) if self._prunes_at_once else entering)
-        self._idle_timesteps = 0 if any(message.updates for message in self.arrived) else self._idle_timesteps + 1
+        is_idle = not any(self._returning) and not any(message.updates for message in self.arrived)
+        self._idle_timesteps = self._idle_timesteps + 1 if is_idle else 0
         if self._idle_timesteps == _IDLE_TIMESTEPS:
             raise RuntimeError(f"no row has entered the pipeline for {self._idle_timesteps} timesteps, and no answer has ended")
         self._recorder.restart()
         meanwhile()
         self._recorder.note_beside(load)
-        results = self._compute()
-        timing = self._timing()
+        self._returning.append(self._compute())
+        results: tuple[RequestUpdate, ...] = ()
+        while len(self._returning) > passage - len(self._groups):
+            results += self._returning.popleft()
+        timing = self._timing(passage)
         self._ended = time.thread_time()
-        return Timestep(number, entering, results, timing if number >= len(self._groups) else None, load)
+        return Timestep(number, entering, results, timing if number >= passage else None, load)
 
     def reset(self) -> None:
         """Discard the lanes of every stage, and all messages on their way."""
         self._queues = self._empty_queues()
+        self._returning.clear()
         for worker in self._workers.values():
             worker.reset()
 
@@ -277,6 +286,7 @@ class LocalStages:
         while any(message.updates for queue in self._queues for message in queue):
             self._receive(EMPTY)
             self._compute()
+        self._returning.clear()
 
     def _empty_queues(self) -> list[deque[StageMessage]]:
         """The queues of groups to which nothing is on its way."""
@@ -331,10 +341,10 @@ class LocalStages:
             self._load.computed[rank] = load
         return nullcontext()
 
-    def _timing(self) -> TimestepTiming:
+    def _timing(self, passage: int) -> TimestepTiming:
         """The timing that rank 0 would measure if every stage had its own device, or an emulated one."""
         if self._clock is not None:
-            timing = self._clock.add(self._load)
+            timing = self._clock.add(self._load, passage)
             self._recorder.restart()
             return timing
         forwards = self._recorder.timing().forward_seconds

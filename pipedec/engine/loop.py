@@ -29,13 +29,14 @@ from pipedec.threads import NewSequence
 class Pipeline(Protocol):
     """The stages as rank 0 sees them."""
 
-    def advance(self, number: int, entering: StageMessage, meanwhile: Callable[[], None]) -> Timestep:
+    def advance(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
         """Move every stage on by one timestep, the ``number``-th; ``meanwhile`` is rank 0's own work while the stages
         compute.
 
         ``entering`` has for each request concerned its opening, the verdict that the stages have yet to replay, and the rows
-        that then enter the first stage: a chunk of the prompt, later rows of trees. The results of the timestep returned are
-        verdicts on rows that entered as many timesteps ago as the pipeline has groups.
+        that then enter the first stage: a chunk of the prompt, later rows of trees. The verdicts on them are among the results
+        of the ``passage``-th timestep, counted from this one. So a timestep returns the results of one other, but of none or of
+        several when the passage has changed. It is at least the number of groups.
         """
 
     def close(self, last: StageMessage) -> None:
@@ -52,7 +53,7 @@ def decode(pool: RequestPool, pipeline: Pipeline, admit: Callable[[], None] = la
             pipeline.close(pool.entering())
             pool.closed()
             return
-        timestep = pipeline.advance(number, pool.entering(), pool.batch.draft)
+        timestep = pipeline.advance(number, pool.entering(), pool.batch.passage, pool.batch.draft)
         if timestep.timing is not None:
             pool.batch.observe(timestep.timing)
         pool.emit(timestep)
@@ -241,7 +242,7 @@ class Timestep:
 
     number: int  # counted from 1; in task dispatch 0 and less in prefill
     entered: StageMessage = EMPTY  # rank 0: the envelope that entered the pipeline
-    results: tuple[RequestUpdate, ...] = ()  # rank 0: the last stage's results for the rows of the oldest timestep in flight
+    results: tuple[RequestUpdate, ...] = ()  # rank 0: the last stage's results for the rows of the oldest timesteps in flight
     timing: TimestepTiming | None = None  # rank 0: how long the timestep took; None while the pipeline fills
     load: TimestepLoad | None = None  # the rows of every rank, if all are in this process
     spans: tuple[TimedSpan, ...] = ()  # the pieces of the rank's work

@@ -44,6 +44,7 @@ class Wiring:
     place: torch.device = HOST  # of the rank's model
     emulation: Emulation | None = None
     window: int = 0  # timesteps that the scheduler grants at once; 0 if it grants single tasks
+    tunes_passage: bool = False  # it is not given
     duplex: str = "full"  # of the links between the ranks (see ``scheduler.transfers``)
     activity: Activity = field(default_factory=Activity)
     device: Device = field(default_factory=HostDevice)  # of ``place``

@@ -54,7 +54,7 @@ class _Driver:
 
 
 class WindowPipeline(_Driver):
-    """The result of a step arrives after as many timesteps as there are groups."""
+    """Waits for a result only when ``passage`` timesteps are in flight: in the groups, and on the links between them."""
 
     def __init__(self, session: int, tasks: RankTasks, wiring: Wiring) -> None:
         super().__init__(tasks, wiring)
@@ -64,16 +64,18 @@ class WindowPipeline(_Driver):
         self._returned = tasks.recorder.record_event()  # when the last timestep ended
         wiring.scheduler.begin_session(session, initial_windows(wiring.topology, wiring.window), SESSION_TRACE)
 
-    def advance(self, number: int, entering: StageMessage, meanwhile: Callable[[], None]) -> Timestep:
+    def advance(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
         if any(update.verdict is not None for update in entering.updates):
             self._record_sync()
         self._send(entering, number)
         with self._recorder.span(Task.compute("dec", 0, number).label, "dec"):
             meanwhile()
-        if self._in_flight < self._topology.num_groups:
+        if self._in_flight < passage:
             self._recorder.restart()  # the pipeline is still filling
             return self._tasks.timestep(number, entering)
-        results = self._receive()
+        results: tuple[RequestUpdate, ...] = ()
+        while self._in_flight >= passage:
+            results += self._receive()
         self._returned = self._recorder.record_event()
         return self._tasks.timestep(number, entering, results, self._recorder.timing())
 
@@ -108,7 +110,7 @@ class WindowPipeline(_Driver):
 
 
 class TaskPipeline(_Driver):
-    """A timestep is rank 0's dec and, if a row has reached the last stage, its sync."""
+    """A timestep is rank 0's dec and, if a row has reached the last stage, its sync. The passage is the number of groups."""
 
     def __init__(self, session: int, tasks: RankTasks, wiring: Wiring) -> None:
         super().__init__(tasks, wiring)
@@ -116,7 +118,7 @@ class TaskPipeline(_Driver):
         self._traced = set[int]()  # requests
         self._trace_lines = 0
 
-    def advance(self, number: int, entering: StageMessage, meanwhile: Callable[[], None]) -> Timestep:
+    def advance(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
         message = _without_replayed(entering)
         for update in message.updates:  # trace the tasks while a traced request runs
             if update.opening is not None and update.opening.trace:
@@ -128,9 +130,9 @@ class TaskPipeline(_Driver):
             results = self._decode(message, meanwhile)
         else:  # the message passes all groups, while rank 0 drafts as in as many timesteps
             self._wiring.scheduler.begin_session(self._session, initial_tasks(self._topology), self._trace_lines)
-            results = self._compute("pre", message, meanwhile, self._topology.num_groups)
+            results = self._compute("pre", message, meanwhile, passage)
         timing = self._recorder.timing()
-        return self._tasks.timestep(number - 1, entering, results, timing if number > self._topology.num_groups else None)
+        return self._tasks.timestep(number - 1, entering, results, timing if number > passage else None)
 
     def close(self, last: StageMessage) -> None:
         self._decode(_without_replayed(last), meanwhile=lambda: None)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from operator import sub
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 from zlib import crc32
@@ -118,6 +119,10 @@ class TimestepLoad:
 class EmulatedClock:
     """Adds up the duration of timesteps: rank 0's decisions, then the slowest group or rank 0, then the slowest transfers. If
     rank 0 and a stage share a device, each gets half of its time while both compute.
+
+    With a passage longer than the groups, transfers overlap with all that, and a timestep takes as long as the slowest group,
+    rank 0, or the link that is busy longest; but not less than the share of one timestep in the way around the ring, on which
+    there are as many as the passage is long.
     """
 
     def __init__(self, emulation: Emulation, topology: Topology) -> None:
@@ -129,26 +134,33 @@ class EmulatedClock:
         """The time so far."""
         return self.total_ms / 1000
 
-    def add(self, load: TimestepLoad) -> TimestepTiming:
-        """Add a timestep and return its timing as rank 0 would measure it."""
+    def add(self, load: TimestepLoad, passage: int | None = None) -> TimestepTiming:
+        """Add a timestep and return its timing as rank 0 would measure it. ``passage``: None for the number of groups."""
         own = (load.deciding_seconds, load.beside_seconds) if self._emulation.counts_own_work else (0.0, 0.0)
         deciding_ms, beside_ms = (1000 * seconds for seconds in own)
         draft = self._emulation.draft
         forwards = [draft.compute_ms(forward) for forward in load.drafted] if draft else []
-        compute_ms, delay_ms = self._compute_ms(load, sum(forwards))
+        groups_ms, delay_ms = self._groups_ms(load, sum(forwards))
         if delay_ms:
             forwards = [forward * (1 + delay_ms / sum(forwards)) for forward in forwards]
         busy_ms = sum(forwards) + beside_ms
-        leaving = {rank: self._send_ms(rank, load) for rank in load.sent if self._topology.feeds_next_group(rank)}
-        transfer_ms = slowest_transfers_ms(leaving, self._topology.num_stages, self._emulation.duplex)
-        timestep_ms = deciding_ms + max(busy_ms, compute_ms) + transfer_ms
+        if passage in (None, self._topology.num_groups):
+            leaving = {rank: self._send_ms(rank, load) for rank in load.sent if self._topology.feeds_next_group(rank)}
+            transfer_ms = slowest_transfers_ms(leaving, self._topology.num_stages, self._emulation.duplex)
+            timestep_ms = deciding_ms + max(busy_ms, *groups_ms) + transfer_ms
+        else:
+            senders = [rank for rank in (0, *self._topology.exit_ranks) if self._emulation.timing(rank)]
+            links_ms = [self._send_ms(rank, load) or self._latency_ms(rank) for rank in senders]
+            occupied_ms = max(map(sub, links_ms, map(self._latency_ms, senders)))
+            ring_ms = deciding_ms + sum(groups_ms) + sum(links_ms)
+            timestep_ms = max(deciding_ms + busy_ms, *groups_ms, occupied_ms, ring_ms / (passage or 1))
         self.total_ms += timestep_ms
         waiting_ms = timestep_ms - deciding_ms - busy_ms
         return TimestepTiming(timestep_ms / 1000, waiting_ms / 1000, tuple(forward / 1000 for forward in forwards))
 
-    def _compute_ms(self, load: TimestepLoad, drafting_ms: float) -> tuple[float, float]:
-        """The slowest group; and how much longer rank 0's forwards take because they share a stage's device."""
-        slowest, delay_ms = 0.0, 0.0
+    def _groups_ms(self, load: TimestepLoad, drafting_ms: float) -> tuple[list[float], float]:
+        """How long each group takes; and how much longer rank 0's forwards take because they share a stage's device."""
+        groups_ms, delay_ms = list[float](), 0.0
         for group in self._topology.groups:
             inside, work = sum(self._send_ms(rank, load) for rank in group[:-1]), 0.0
             for rank in group:
@@ -160,8 +172,12 @@ class EmulatedClock:
                     delay_ms = delay_by_sharing_ms(drafting_ms, work + sent, compute_ms)
                     compute_ms += delay_ms
                 work += compute_ms
-            slowest = max(slowest, work + inside)
-        return slowest, delay_ms
+            groups_ms.append(work + inside)
+        return groups_ms, delay_ms
+
+    def _latency_ms(self, rank: int) -> float:
+        timing = self._emulation.timing(rank)
+        return timing.link.latency_us / 1000 if timing else 0.0
 
     def _send_ms(self, rank: int, load: TimestepLoad) -> float:
         timing = self._emulation.timing(rank)

@@ -52,7 +52,7 @@ class ModelCosts:
     weights: WeightFormat
     rows: int
     max_model_len: int
-    groups: int
+    passage: int
     utilization: float = 1.0
 
     def memory_bytes(self, device: str) -> int:
@@ -62,12 +62,12 @@ class ModelCosts:
 
     @property
     def layer_kv_bytes(self) -> int:
-        """Past and tree cache of one layer: the context, a tree layer per group, and the layer that enters."""
+        """Past and tree cache of one layer: the context, a tree layer per timestep of a passage, and the layer that enters."""
         return self._slots * self.layer_token_bytes
 
     @property
     def _slots(self) -> int:
-        return self.max_model_len + self.rows * (self.groups + 1)
+        return self.max_model_len + self.rows * (self.passage + 1)
 
     @property
     def layer_token_bytes(self) -> int:

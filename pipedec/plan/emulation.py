@@ -63,6 +63,11 @@ class Emulation:
         return self.draft if rank == 0 else self.stages[rank - 1]
 
     @property
+    def ring_latency_seconds(self) -> float:
+        """The latencies of all links together, from rank 0 through the stages and back."""
+        return sum(timing.link.latency_us for timing in (self.draft, *self.stages) if timing is not None) / 1e6
+
+    @property
     def timestep_ms(self) -> float:
         """How long a timestep of as many rows as the knee takes, in slow motion."""
         load = Load(self.knee)

@@ -68,7 +68,7 @@ class KVBudget:
     ranks: Sequence[RankBudget]  # those that have KV caches: the stages, and rank 0 if it has a draft model
     context: int  # the most tokens of a request: its prompt and its answer
     max_num_seqs: int
-    groups: int  # timesteps of a passage
+    passage: int  # timesteps from a row's entry to its verdict
     block: int = CPU_BLOCK
 
     @property
@@ -79,7 +79,7 @@ class KVBudget:
     @property
     def usable(self) -> int:
         """The most tokens that requests can use: a whole context each, and their rows in flight."""
-        in_flight = self._whole_blocks(TREE_ROWS * (self.groups + 1))
+        in_flight = self._whole_blocks(TREE_ROWS * (self.passage + 1))
         return self.max_num_seqs * self._whole_blocks(self.context + self.block) + in_flight
 
     @property
@@ -89,7 +89,7 @@ class KVBudget:
 
     def requests(self, tokens: int) -> int:
         """How many requests of ``tokens`` tokens fit at the same time, each with one row in flight per timestep."""
-        return self.tokens // self._whole_blocks(tokens + self.groups)
+        return self.tokens // self._whole_blocks(tokens + self.passage)
 
     def needed(self, max_model_len: int | None, rows: int) -> int:
         """The fewest tokens, in whole blocks, with which a pipeline can work. Arguments as of ``check``."""

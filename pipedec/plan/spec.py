@@ -111,6 +111,12 @@ class PipelineSpec:
         return DISPATCHES[self.settings.cluster.dispatch]
 
     @property
+    def tunes_passage(self) -> bool:
+        """Whether more timesteps than there are groups may be in flight, as many as pay."""
+        duplex = self.duplex if self.emulation is None else self.emulation.duplex
+        return self.settings.cluster.passage == AUTO and self.window > 0 and duplex == "full"
+
+    @property
     def knee(self) -> int:
         """Rows that a stage computes in about the time of one: on the emulated devices, or on its own."""
         return self.emulation.knee if self.emulation else self.row_room
@@ -181,7 +187,7 @@ class PipelineSpec:
         for rank, per_token in token_bytes.items():
             planned = DEFAULT_BYTES if self.kv_room is None else self.kv_room[rank]
             ranks.append(RankBudget(rank, limits.kv_cache_bytes or (measured or {}).get(rank, planned), per_token))
-        return KVBudget(ranks, self.max_context, limits.max_num_seqs, self.topology.num_groups, self.kv_block)
+        return KVBudget(ranks, self.max_context, limits.max_num_seqs, self.settings.passage, self.kv_block)
 
     def needs(self, rank: int) -> RankNeeds:
         """Memory that a rank with a model allocates on a GPU. Weights are counted by their shapes, as in a plan."""
@@ -196,7 +202,7 @@ class PipelineSpec:
         """The costs of the model of a rank."""
         path, weights = (self.draft, self.largest_draft_weights) if rank == 0 else (self.target, self.weights)
         max_model_len = self.settings.limits.max_model_len or 0
-        return ModelCosts(model_by_name(str(path)), weights, self.knee, max_model_len, self.topology.num_groups)
+        return ModelCosts(model_by_name(str(path)), weights, self.knee, max_model_len, self.settings.passage)
 
     @property
     def _target_config(self) -> ModelConfig:

@@ -77,7 +77,7 @@ class Recorded:
                     numbers.remove(what)
         self.calls.append(("close", what))
 
-    def advance(self, number: int, entering: StageMessage, meanwhile: Callable[[], None]) -> Timestep:
+    def advance(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
         self.calls.append(("advance", number, [(one.number, one.opening, one.verdict) for one in entering.updates]))
         meanwhile()
         return Timestep(number, entering, self._results.pop(0), TIMING if number > self._filling else None)

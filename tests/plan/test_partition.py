@@ -266,7 +266,7 @@ def test_balance_equals_brute_force(data: st.DataObject, stages: int, num_layers
 
 def test_captured_graphs_take_memory_on_gpus_alone(paper: ClusterConfig) -> None:
     """256 rows, 32,768 slots of 2 · 8 · 128 values, and 2,097,152 cells of bias for 8 query heads per group, twice."""
-    costs = ModelCosts(KNOWN_MODELS["llama-3.1-70b"], WeightFormat("bfloat16"), rows=32, max_model_len=4096, groups=14)
+    costs = ModelCosts(KNOWN_MODELS["llama-3.1-70b"], WeightFormat("bfloat16"), rows=32, max_model_len=4096, passage=14)
     row = 4 * 8192 + 3 * 28672
     assert costs.graph_bytes == 2 * (256 * row + 32768 * 2 * 8 * 128 + 2 * 8 * 2097152)
     assert costs.workspace_bytes("rtx3090") - costs.workspace_bytes("cpu") == costs.graph_bytes + NCCL_BYTES + CUBLAS_BYTES
@@ -386,6 +386,6 @@ def test_a_draft_that_fits_no_more_beside_a_stage(paper: ClusterConfig) -> None:
     assert re.fullmatch(r"stage 14 on node-7 rtx3090 needs [\d.]+ GB of its part, [\d.]+ GB: .*", full.problems[0])
     assert re.fullmatch(r"the draft on node-7 rtx3090 needs [\d.]+ GB of its part, [\d.]+ GB: .*", full.problems[1])
     assert plan(paper.for_partition("7x2-3090", {"layers": (6,) * 13 + (2,)})).problems == ()
-    costs = ModelCosts(KNOWN_MODELS["llama-3.1-70b"], WeightFormat("bfloat16"), rows=32, max_model_len=4096, groups=14)
+    costs = ModelCosts(KNOWN_MODELS["llama-3.1-70b"], WeightFormat("bfloat16"), rows=32, max_model_len=4096, passage=14)
     layer_bytes = costs.weight_bytes(1, False, False) + costs.layer_kv_bytes
     assert costs.room("rtx3090", False, True, 2 * layer_bytes) == costs.room("rtx3090", False, True) - 2

@@ -82,5 +82,5 @@ def save_tiny_llama(path: Path, **kwargs: Any) -> PreTrainedModel:
 def stage_parameters(directory: Path, layers: range) -> int:
     """Parameters of a stage with these layers, as a plan counts them by the shape of the checkpoint."""
     shape = model_by_name(str(directory))
-    costs = ModelCosts(shape, WeightFormat("float32"), rows=0, max_model_len=0, groups=1)
+    costs = ModelCosts(shape, WeightFormat("float32"), rows=0, max_model_len=0, passage=1)
     return costs.weight_bytes(len(layers), layers.start == 0, layers.stop == shape.num_hidden_layers) // 4

@@ -375,8 +375,8 @@ class MarkedStages:
         self._verdicts: deque[list[int]] = deque([[]] * stages, maxlen=stages)  # the requests that had some, newest first
         self.widest = self.most_threads = 0
 
-    def advance(self, number: int, entering: StageMessage, meanwhile: Callable[[], None]) -> Timestep:
-        timestep = self._stages.advance(number, self._enter(entering), meanwhile)
+    def advance(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
+        timestep = self._stages.advance(number, self._enter(entering), passage, meanwhile)
         self._verdicts.appendleft([update.number for update in entering.updates if update.verdict is not None])
         for index, model in enumerate(self.models):
             for request in self._verdicts[index if self._windows else 0]:
