@@ -105,7 +105,7 @@ SOME = st.fixed_dictionaries({}, optional=VALUES)
 
 
 def test_every_setting_has_a_value_below() -> None:
-    assert GROUPS.keys() - VALUES.keys() == {"groups", "tree", "redis"}, "which depend on stages, or are no options"
+    assert GROUPS.keys() - VALUES.keys() == {"groups", "passage", "tree", "redis"}, "which depend on stages, or are no options"
 
 
 @click.command()

@@ -34,6 +34,8 @@ MAX_ATTEMPTS = 3  # epochs that may end while a request is running, without a ne
 MAX_LOSSES = 5  # the same with new tokens
 SUSPECTED = 2  # of these, after which the request is served alone
 TRIAL_TOKENS = 64  # with which a request passes its trial
+SLOW_SECONDS = 0.005  # of all links together, from rank 0 through the stages and back
+LONGER = 16  # times as long windows on slow links
 _STATS_SECONDS = 1.0  # between two publications of the counters
 
 
@@ -70,6 +72,7 @@ class DraftLoop:
         keep: Callable[[bool], None] = lambda at_once: None,
     ) -> None:  # fmt: skip
         self._wiring = wiring
+        self._short_window = wiring.window
         self._tasks = RankTasks(0, wiring)
         self._admission = admission
         self._batch = batch
@@ -127,9 +130,13 @@ class DraftLoop:
         self._keep(True)
 
     def set_ring_latency(self, seconds: float) -> None:
-        """Let as many timesteps be in flight as pay on links with this latency, all together. No effect on a given passage."""
+        """Let as many timesteps be in flight as pay on links with this latency, all together, unless the passage is given.
+
+        On slow links windows are longer, too: between two of them a stage waits for Redis, perhaps over such a link.
+        """
         if self._wiring.tunes_passage:
             self._batch.fill_links(seconds)
+        self._wiring = replace(self._wiring, window=self._short_window * (LONGER if seconds > SLOW_SECONDS else 1))
 
     def remembered(self) -> list[Remembered]:
         """The running requests and what was published of them, to restore a Redis that has lost its data."""
