@@ -249,9 +249,11 @@ def _click_type(members: list[Any], meta: list[Meta], words: tuple[str, ...] = (
     lists = [member for member in members if get_origin(member) is tuple]
     if lists:
         inner = get_args(lists[0])[0]
-        return _List(_click_type(_members(inner), list(_notes(inner, Meta)), words), _choices(members, ()))
+        listed = _List(_click_type(_members(inner), list(_notes(inner, Meta)), words))
+        return _WordOr(listed, own) if (own := _choices(members, ())) else listed
+    numbers = [member for member in members if member in (int, float)]
     if choices := _choices(members, words):
-        return click.Choice(choices)
+        return _WordOr(_click_type(numbers, meta), choices) if numbers else click.Choice(choices)
     if str in members:
         return click.STRING
     low: Any = next((one.ge if one.ge is not None else one.gt for one in meta if one.ge is not None or one.gt is not None), None)
@@ -278,16 +280,28 @@ class _OnOff(click.ParamType):
         return value if isinstance(value, bool) else value == "on"
 
 
-class _List(click.ParamType):
-    """Values with commas between them, or one of some words."""
+class _WordOr(click.ParamType):
+    """One of some words, or another value."""
 
-    name = "list"
+    name = "value"
 
     def __init__(self, inner: click.ParamType, words: Collection[str]) -> None:
         self._inner, self._words = inner, words
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, tuple) or value in self._words:
+        return value if value in self._words else self._inner.convert(value, param, ctx)
+
+
+class _List(click.ParamType):
+    """Values with commas between them."""
+
+    name = "list"
+
+    def __init__(self, inner: click.ParamType) -> None:
+        self._inner = inner
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
             return value
         return tuple(self._inner.convert(part.strip(), param, ctx) for part in value.split(","))
 
@@ -303,7 +317,9 @@ def _check(flag: str, hint: Any, value: Any, words: tuple[str, ...] = ()) -> Non
             _check(flag, inner, entry)
         return
     choices = _choices(members, words)
-    if choices and value not in choices:
+    if value in choices:
+        return
+    if choices and not isinstance(value, int | float):
         raise UserError(f"{flag} {value}: choose one of {', '.join(choices)}")
     for one in meta:
         if (one.ge is not None or one.gt is not None) and not math.isfinite(value):
