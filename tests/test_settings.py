@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -102,6 +103,21 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "restart_window": st.floats(0.5, 1e6), "stall_timeout": st.floats(0.5, 1e6), "log_level": st.sampled_from(["debug", "error"]),
 }  # fmt: skip
 SOME = st.fixed_dictionaries({}, optional=VALUES)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stages": 4, "passage": 3}, "passage: rows take 4 timesteps through 4 groups: give at least 4, or auto"),
+        ({"stages": 4, "passage": 129}, "passage: must be at most 128, not 129"),
+        ({"stages": 4, "passage": 6, "dispatch": "tasks"}, "passage: with dispatch tasks it is the number of groups: give 4"),
+    ],
+)  # fmt: skip
+def test_a_passage_is_no_shorter_than_the_groups(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        Settings.of(**values)
+    assert Settings.of(stages=4, groups=2, passage=3).passage == 3 and Settings.of(stages=4).passage == 4
+    assert parsed(["--stages", "2", "--passage", "5"]).cluster.passage == 5
 
 
 def test_every_setting_has_a_value_below() -> None:

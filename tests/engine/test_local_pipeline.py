@@ -62,7 +62,8 @@ OPTIONS = {
     ],
 }  # fmt: skip
 METHODS_AND_OPTIONS = [(method, options) for method, choices in OPTIONS.items() for options in choices]
-CASES = pairwise(SHAPES, METHODS_AND_OPTIONS, DRAFTS, DTYPES_COMPARED)
+ON_LINKS = [0, 1, 6]  # timesteps
+CASES = pairwise(SHAPES, METHODS_AND_OPTIONS, DRAFTS, DTYPES_COMPARED, ON_LINKS)
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +98,12 @@ def expected(
 
 
 def make_pipeline(
-    models: Path, shape: tuple[int, int], draft: str | None, dtype: str = "float32", target: str = "target", **loading: Any
-) -> LocalPipeline:
+    models: Path, shape: tuple[int, int], draft: str | None, dtype: str = "float32", target: str = "target", on_links: int = 0,
+    **loading: Any,
+) -> LocalPipeline:  # fmt: skip
     drafts = models / draft if draft else None
     spec = bare_spec(models / target, LAYERS, shape, drafts, models / "bita", dtype=dtype, draft_dtype=dtype)
-    return LocalPipeline.load(spec, **loading)
+    return LocalPipeline.load(spec.replaced(passage=shape[1] + on_links), **loading)
 
 
 def request(
@@ -145,16 +147,17 @@ def test_answers_beyond_the_trained_length_are_those_of_transformers(models: Pat
 @pytest.mark.parametrize("dtype", DTYPES_COMPARED)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
 def test_every_method_says_what_transformers_says(models: Path, shape: tuple[int, int], dtype: str) -> None:
-    """Every pair of shape, method with its options, draft and data type."""
+    """Every pair of shape, method with its options, draft, data type and number of timesteps on links."""
     assert set(OPTIONS) == set(METHODS)
     wanted = expected(models / "target", PROMPT, NUM_TOKENS, dtype)
-    for _, (method, options), draft, _ in [case for case in CASES if case[0] == shape and case[3] == dtype]:
-        pipeline = make_pipeline(models, shape, draft, dtype)
+    for _, (method, options), draft, _, on_links in [case for case in CASES if case[0] == shape and case[3] == dtype]:
+        pipeline = make_pipeline(models, shape, draft, dtype, on_links=on_links)
         verdicts = list(pipeline.run(request(method=method, options=options, ignore_eos=True)))
         assert tuple(token for verdict in verdicts for token in verdict.tokens) == wanted, (method, options, draft)
         assert [verdict.finished for verdict in verdicts if verdict.finished] == [verdicts[-1].finished] == ["length"]
-        check_metrics(pipeline.last.metrics, shape[1], NUM_TOKENS, method)
-        if method == "pp" or (method == "pipedec" and shape[1] == 1):
+        passage = shape[1] + on_links
+        check_metrics(pipeline.last.metrics, passage, NUM_TOKENS, method)
+        if method == "pp" or (method == "pipedec" and passage == 1):
             assert pipeline.last.metrics.hits == 0, "a layer enters when the one before it has been verified"
         if method == "stpp":
             assert pipeline.last.metrics.misses == len(verdicts) - 1  # the rounds

@@ -86,6 +86,21 @@ def test_clock_takes_the_slowest_rank_and_the_busiest_link() -> None:
     assert clock.total_ms == pytest.approx(26 + 16), "the draft's forwards add up"
 
 
+def test_with_timesteps_on_links_a_link_s_latency_is_paid_once_per_passage() -> None:
+    """One row takes a stage 2 ms and a link 1 ms and its latency; the verdict takes the latency alone."""
+    slow = emulation()
+    link = replace(slow.stages[0].link, latency_us=20_000)
+    slow = replace(slow, duplex="full", stages=tuple(replace(stage, link=link) for stage in slow.stages))
+    assert slow.draft is not None
+    load = TimestepLoad(computed=dict.fromkeys((1, 2, 3), Load(1)), sent={0: 1, 1: 1, 2: 1})
+    compute_ms, send_ms, first_ms = slow.stages[0].compute_ms(Load(1)), slow.stages[0].send_ms(1), slow.draft.send_ms(1)
+    ring_ms = 3 * compute_ms + first_ms + 2 * send_ms + 20
+    for passage, expected in ((3, compute_ms + send_ms), (4, ring_ms / 4), (128, max(compute_ms, send_ms - 20, ring_ms / 128))):
+        clock = EmulatedClock(slow, Topology.even(3, 3))
+        assert clock.add(load, passage).seconds == pytest.approx(expected / 1000)
+    assert EmulatedClock(slow, Topology.even(3, 3)).add(load).seconds == pytest.approx((compute_ms + send_ms) / 1000)
+
+
 def test_full_duplex_links_send_and_receive_at_the_same_time() -> None:
     half, full = (EmulatedClock(replace(emulation(), duplex=duplex), Topology.even(3, 3)) for duplex in ("half", "full"))
     load = TimestepLoad(computed={1: Load(1), 2: Load(1)}, sent={1: 1, 2: 1})
